@@ -1,0 +1,166 @@
+"""What the coordinator knows, as immutable values.
+
+Times are seconds of the coordinator's own clock, which stands still while it is down.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from protocol.rounds import (
+    Assignment,
+    Commit,
+    Contributor,
+    CorpusSummary,
+    Digest,
+    LayoutSummary,
+    NodeId,
+    PeerAddress,
+    Plan,
+    Slice,
+)
+
+
+class MemberState(StrEnum):
+    """How a member stands with the swarm."""
+
+    JOINING = "joining"  # attached, on its way to the committed state
+    READY = "ready"  # holds the committed state
+    DIVERGED = "diverged"  # its outer state differs; told to fetch it anew
+    LOST = "lost"  # silent for longer than its lease
+    LEFT = "left"  # said goodbye
+
+
+PRESENT = frozenset({MemberState.JOINING, MemberState.READY, MemberState.DIVERGED})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One enrolled node that has attached at least once."""
+
+    node_id: NodeId
+    node_name: str
+    address: PeerAddress
+    device: str
+    num_ranks: int
+    version: str
+    corpus: CorpusSummary
+    state: MemberState
+    session_id: int
+    lease_until: float
+    outer_round: int
+    outer_digest: Digest
+    committed_tokens: int = 0
+
+
+class RoundPhase(StrEnum):
+    """How far a round has come."""
+
+    TRAINING = "training"
+    EXCHANGING = "exchanging"  # at least one participant has finished training
+    APPLYING = "applying"  # committed; participants apply
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What a participant reported of its inner steps."""
+
+    inner_steps: int
+    tokens: int
+    loss: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceProgress:
+    """One slice on its way to a commit."""
+
+    slice: Slice
+    digest: Digest | None = None  # what its reducer reported
+    is_empty: bool = False  # its reducer had nothing to reduce
+    contributors: tuple[Contributor, ...] = ()
+    holders: Mapping[NodeId, Digest] = field(default_factory=dict)  # who reported to hold what
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """The round in flight."""
+
+    number: int
+    fragment: int
+    base_digest: Digest
+    phase: RoundPhase
+    opened_at: float
+    train_deadline: float
+    contribute_deadline: float
+    commit_deadline: float
+    assignments: tuple[Assignment, ...]
+    slices: tuple[SliceProgress, ...]
+    token_clock: int
+    tokens_per_inner_step: int
+    reason: str
+    trained: Mapping[NodeId, Trained] = field(default_factory=dict)
+    commit: Commit | None = None  # set when the phase is APPLYING
+    committed_at: float = 0.0
+    apply_deadline: float = 0.0
+    applied: Mapping[NodeId, Digest] = field(default_factory=dict)  # reports, before the digest is settled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClosedRound:
+    """A round that is committed; its outer digest is None until nodes have agreed on it."""
+
+    plan: Plan
+    commit: Commit
+    trained: Mapping[NodeId, Trained]
+    tokens: int
+    seconds: float  # from plan to commit
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOut:
+    """One evaluation of the committed model."""
+
+    round: int
+    loss: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What of the run file the core goes by; never changes during a run."""
+
+    total_rounds: int
+    min_nodes: int
+    inner_steps: int
+    batch: int  # samples that a node trains in one inner step
+    context: int  # tokens of a sample
+    train_seconds: float
+    contribute_seconds: float
+    commit_seconds: float
+    apply_seconds: float
+    lease_seconds: float
+    evaluate_every_rounds: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwarmState:
+    """All of it."""
+
+    rules: Rules
+    run_digest: Digest
+    members: Mapping[NodeId, Member] = field(default_factory=dict)
+    layout: LayoutSummary | None = None  # from the first node that attached
+    corpus: CorpusSummary | None = None  # from the first node that attached
+    committed_round: int = 0
+    outer_digest: Digest | None = None  # of the committed round; None while nodes still agree on it
+    token_clock: int = 0
+    next_sample: int = 0  # first place in the sample order that was never leased
+    next_session_id: int = 1
+    open_round: Round | None = None
+    last_closed: ClosedRound | None = None
+    held_out: tuple[HeldOut, ...] = ()
+    evaluating: tuple[NodeId, int, float] | None = None  # who, which round, until when
+    is_finished: bool = False
+    reason: str = "waiting for the first node"  # what the run waits for, in words

@@ -1,0 +1,1 @@
+"""One contributor's daemon and its island."""

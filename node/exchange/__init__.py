@@ -1,0 +1,1 @@
+"""The slow links: codecs, contributions, reduction, the outer optimizer, transport."""

@@ -1,0 +1,91 @@
+"""How payloads travel between members: push a payload to a peer, fetch one from a peer.
+
+Two transports implement it: node.exchange.transport.libp2p over the network, and
+node.exchange.transport.memory within one process. One contract test suite runs against both.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from protocol.payload import Payload, PayloadHeader
+from protocol.rounds import Digest, NodeId, RosterEntry
+
+
+class PeerUnreachableError(Exception):
+    """The peer does not answer, or went away in the middle."""
+
+
+class TransferRefusedError(Exception):
+    """The peer, or we, do not want this payload; the text says why."""
+
+
+class NotHeldError(Exception):
+    """The peer does not have what was asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WantResult:
+    """Asks for the result of a slice, by its digest."""
+
+    round: int
+    slice_index: int
+    digest: Digest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WantSnapshot:
+    """Asks for the outer state at this round or a later one."""
+
+    at_least_round: int
+
+
+Want = WantResult | WantSnapshot
+
+
+class TransferHandler(Protocol):
+    """What a node does with transfers that its peers begin."""
+
+    def admit(self, sender: NodeId, header: PayloadHeader) -> None:
+        """Decides on an offered payload before a byte of its body is read.
+
+        Raises TransferRefusedError with the reason. Must check body_bytes: the transport
+        allocates that much.
+        """
+
+    async def receive(self, sender: NodeId, payload: Payload) -> None:
+        """Takes a payload that was admitted and whose digest is right."""
+
+    async def supply(self, sender: NodeId, want: Want) -> Payload | None:
+        """The payload that a peer asks for, or None when it is not held."""
+
+
+class Transport(Protocol):
+    """The link to all peers. Only members on the roster are talked to or listened to."""
+
+    async def start(self, handler: TransferHandler) -> None:
+        """Begins to listen. Raises AtollError when it cannot."""
+
+    async def stop(self) -> None:
+        """Ends all transfers and stops listening; safe to call more than once."""
+
+    @property
+    def multiaddrs(self) -> tuple[str, ...]:
+        """Where peers find us, without the peer id; known once started."""
+
+    def set_roster(self, members: tuple[RosterEntry, ...]) -> None:
+        """Says who is a member now. Anyone else is refused before a body is read."""
+
+    async def push(self, peer: NodeId, payload: Payload, *, timeout_seconds: float) -> None:
+        """Returns once the peer holds the payload and has checked its digest.
+
+        Raises PeerUnreachableError, also at the timeout, or TransferRefusedError.
+        """
+
+    async def fetch(
+        self, peer: NodeId, want: Want, *, max_body_bytes: int, timeout_seconds: float
+    ) -> Payload:
+        """Fetches a payload and checks its digest.
+
+        Raises PeerUnreachableError, also at the timeout, NotHeldError, or TransferRefusedError
+        when the peer refuses or offers a body larger than `max_body_bytes`.
+        """

@@ -1,0 +1,75 @@
+"""What the daemon asks of an island, whatever its ranks and mesh.
+
+Two islands implement it: node.island.launcher runs one process for each rank; node.island.inline
+trains in the calling process, for tests and simulation.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from protocol.rounds import CorpusSummary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InnerWork:
+    """What the island trains in one round."""
+
+    round: int
+    inner_steps: int
+    first_sample: int  # place in the run's sample order
+    num_samples: int
+    token_clock: int  # tokens the swarm had committed at the first inner step
+    tokens_per_inner_step: int  # of the whole swarm: how the token clock moves meanwhile
+    max_seconds: float  # stop after this long, with whatever is done
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far training has come, sent every so many inner steps."""
+
+    round: int
+    inner_step: int
+    loss: float  # nats per token, mean since the last progress
+    tokens_per_second: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InnerReport:
+    """What the island has trained."""
+
+    round: int
+    inner_steps: int
+    tokens: int
+    loss: float  # nats per token, mean over the round
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Held-out loss of the parameters that the ranks adopted last."""
+
+    loss: float  # nats per token
+    tokens: int
+
+
+class Island(Protocol):
+    """The local ranks. Calls are made one at a time, in the order of a round."""
+
+    async def start(self) -> CorpusSummary:
+        """Brings the ranks up: processes, model, data. Raises AtollError with what is wrong."""
+
+    async def stop(self) -> None:
+        """Ends the ranks; safe to call at any time, more than once."""
+
+    async def adopt(self) -> None:
+        """Ranks copy the global parameters from shared memory into their model."""
+
+    async def train(self, work: InnerWork, on_progress: Callable[[Progress], None]) -> InnerReport:
+        """Takes inner steps; returns early at `work.max_seconds`."""
+
+    async def publish(self, fragment: int) -> None:
+        """Ranks copy their local parameters of the fragment into shared memory."""
+
+    async def evaluate(self) -> Evaluation:
+        """Measures the held-out loss. The ranks must hold freshly adopted parameters."""

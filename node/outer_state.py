@@ -1,0 +1,141 @@
+"""The outer state in shared memory: where island and exchange meet.
+
+One fp32 vector holds the whole model, tensor after tensor in canonical order. It exists twice in
+shared memory: `parameters`, the global parameters that ranks adopt and only exchange writes, and
+`published`, the local parameters that ranks write and only exchange reads. The outer optimizer's
+momentum never leaves the daemon, so it is ordinary memory.
+"""
+
+import os
+from dataclasses import dataclass
+from multiprocessing import shared_memory
+
+import blake3
+import numpy as np
+import numpy.typing as npt
+
+from protocol.errors import SystemRefusedError
+from protocol.rounds import Digest, LayoutSummary
+
+Vector = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPlace:
+    """A tensor's place in the canonical vector."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int  # elements
+    num_elements: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fragment:
+    """A contiguous run of whole tensors that is synchronised together."""
+
+    index: int
+    start: int  # elements
+    num_elements: int
+
+    @property
+    def span(self) -> slice:
+        """Where the fragment lies in the canonical vector."""
+        return slice(self.start, self.start + self.num_elements)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Every tensor's place, and the fragments that cover them."""
+
+    places: tuple[TensorPlace, ...]
+    fragments: tuple[Fragment, ...]
+
+    @classmethod
+    def of(cls, shapes: list[tuple[str, tuple[int, ...]]]) -> "Layout":
+        """Lays tensors out one after the other, in the order given, as a single fragment."""
+        places: list[TensorPlace] = []
+        offset = 0
+        for name, shape in shapes:
+            num_elements = int(np.prod(shape, dtype=np.int64))
+            places.append(TensorPlace(name=name, shape=shape, offset=offset, num_elements=num_elements))
+            offset += num_elements
+        return cls(
+            places=tuple(places),
+            fragments=(Fragment(index=0, start=0, num_elements=offset),),
+        )
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the whole model."""
+        return sum(fragment.num_elements for fragment in self.fragments)
+
+    def summary(self) -> LayoutSummary:
+        """What the coordinator compares between nodes."""
+        hasher = blake3.blake3()
+        for place in self.places:
+            hasher.update(f"{place.name}:{','.join(map(str, place.shape))}@{place.offset};".encode())
+        for fragment in self.fragments:
+            hasher.update(f"fragment {fragment.start}+{fragment.num_elements};".encode())
+        return LayoutSummary(
+            digest=Digest(hasher.digest()),
+            fragment_elements=tuple(fragment.num_elements for fragment in self.fragments),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedNames:
+    """What a rank needs to find the shared vectors."""
+
+    parameters: str
+    published: str
+    num_elements: int
+
+
+class SharedVectors:
+    """The two vectors of the outer state in shared memory. Create in the daemon, attach in ranks."""
+
+    def __init__(self, *, names: SharedNames, blocks: tuple[shared_memory.SharedMemory, ...], owner: bool) -> None:
+        self.names = names
+        self._blocks = blocks
+        self._owner = owner
+        views = [np.frombuffer(block.buf, dtype=np.float32, count=names.num_elements) for block in blocks]
+        self.parameters: Vector = views[0]
+        self.published: Vector = views[1]
+
+    @classmethod
+    def create(cls, num_elements: int) -> "SharedVectors":
+        """Allocates both vectors, zeroed; refuses when the machine has too little shared memory."""
+        num_bytes = 4 * num_elements
+        free = os.statvfs("/dev/shm")
+        if 2 * num_bytes > free.f_bavail * free.f_frsize:
+            raise SystemRefusedError(
+                f"the outer state needs {2 * num_bytes:,} bytes of /dev/shm and "
+                f"{free.f_bavail * free.f_frsize:,} are free",
+                next_step="enlarge it (docker run --shm-size …) or choose a smaller model",
+            )
+        blocks = tuple(shared_memory.SharedMemory(create=True, size=num_bytes) for _ in range(2))
+        names = SharedNames(parameters=blocks[0].name, published=blocks[1].name, num_elements=num_elements)
+        return cls(names=names, blocks=blocks, owner=True)
+
+    @classmethod
+    def attach(cls, names: SharedNames) -> "SharedVectors":
+        """Opens the vectors that the daemon created."""
+        blocks = tuple(shared_memory.SharedMemory(name=name) for name in (names.parameters, names.published))
+        return cls(names=names, blocks=blocks, owner=False)
+
+    def close(self) -> None:
+        """Gives the memory back; the daemon's close also removes it from the system."""
+        del self.parameters, self.published
+        for block in self._blocks:
+            block.close()
+            if self._owner:
+                block.unlink()
+
+
+def outer_digest(parameters: Vector, momentum: Vector) -> Digest:
+    """Digest of an outer state: BLAKE3 over the little-endian bytes of both vectors."""
+    hasher = blake3.blake3()
+    hasher.update(memoryview(parameters).cast("B"))
+    hasher.update(memoryview(momentum).cast("B"))
+    return Digest(hasher.digest())

@@ -1,0 +1,105 @@
+"""The errors that people see: one sentence with the value, the next command, and an exit code.
+
+Exit codes are those of sysexits.h, so that scripts can tell what went wrong.
+"""
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Process exit codes (sysexits.h), one for each way a command can fail."""
+
+    OK = 0
+    USAGE = 64  # the command line is wrong
+    BAD_DATA = 65  # an input cannot be read as what it should be: a mistyped invite
+    NO_INPUT = 66  # a file or folder is not there, a glob matches nothing
+    UNAVAILABLE = 69  # the coordinator or a peer cannot be reached
+    INTERNAL = 70  # a bug in Atoll
+    SYSTEM = 71  # the machine refuses: a port in use, too little shared memory
+    CANNOT_CREATE = 73  # an output exists or cannot be written
+    TEMPORARY = 75  # try again later
+    PROTOCOL = 76  # the other side is not who or what it should be
+    NO_PERMISSION = 77  # not invited, expired, revoked
+    CONFIG = 78  # run.toml or node.toml is wrong
+    INTERRUPTED = 130  # Ctrl-C
+
+
+class AtollError(Exception):
+    """Something a person can act on. Shown as one sentence, never as a traceback.
+
+    `what` is a sentence with the offending value; `next_step` is a command or a change to make.
+    """
+
+    exit_code: ExitCode = ExitCode.INTERNAL
+
+    def __init__(self, what: str, *, next_step: str = "") -> None:
+        super().__init__(what)
+        self.what = what
+        self.next_step = next_step
+
+    def __str__(self) -> str:
+        return f"{self.what}; {self.next_step}" if self.next_step else self.what
+
+
+class UsageError(AtollError):
+    """The command line asks for something that makes no sense."""
+
+    exit_code = ExitCode.USAGE
+
+
+class BadDataError(AtollError):
+    """An input cannot be read as what it should be."""
+
+    exit_code = ExitCode.BAD_DATA
+
+
+class NoInputError(AtollError):
+    """A file or folder is missing, or a glob matches nothing."""
+
+    exit_code = ExitCode.NO_INPUT
+
+
+class UnavailableError(AtollError):
+    """The coordinator or a peer cannot be reached."""
+
+    exit_code = ExitCode.UNAVAILABLE
+
+
+class SystemRefusedError(AtollError):
+    """The machine refuses: a port in use, a full disk, too little shared memory."""
+
+    exit_code = ExitCode.SYSTEM
+
+
+class CannotCreateError(AtollError):
+    """An output exists already or cannot be written."""
+
+    exit_code = ExitCode.CANNOT_CREATE
+
+
+class TemporaryError(AtollError):
+    """It did not work now and may work later."""
+
+    exit_code = ExitCode.TEMPORARY
+
+
+class SessionEndedError(TemporaryError):
+    """The coordinator no longer knows this session: attach again."""
+
+
+class ProtocolMismatchError(AtollError):
+    """The other side is not who or what it should be."""
+
+    exit_code = ExitCode.PROTOCOL
+
+
+class NotPermittedError(AtollError):
+    """Not invited, or no longer."""
+
+    exit_code = ExitCode.NO_PERMISSION
+
+
+class ConfigError(AtollError):
+    """A configuration file is wrong."""
+
+    exit_code = ExitCode.CONFIG

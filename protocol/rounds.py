@@ -1,0 +1,144 @@
+"""A round as values: its plan, its outcome, its commit. Pure; protocol.convert puts them on the wire.
+
+Round r turns "the state at round r - 1" into "the state at round r"; the state at round 0 is the
+model's initial one. Positions and lengths are counted in fp32 elements of the fragment's canonical
+vector.
+"""
+
+from dataclasses import dataclass
+from typing import NewType
+
+NodeId = NewType("NodeId", str)
+Digest = NewType("Digest", bytes)
+
+BLOCK = 256
+"""Slices begin at multiples of this, so that no codec's block is cut by a slice."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """A contiguous part of a fragment that one participant reduces."""
+
+    index: int
+    start: int
+    num_elements: int
+    reducer_id: NodeId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """What one participant trains: inner steps over a leased range of the run's sample order."""
+
+    node_id: NodeId
+    inner_steps: int
+    first_sample: int
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Opens a round. The durations count from the moment a node receives the plan."""
+
+    round: int
+    fragment: int
+    base_digest: Digest
+    assignments: tuple[Assignment, ...]
+    slices: tuple[Slice, ...]
+    token_clock: int
+    tokens_per_inner_step: int
+    train_seconds: float
+    contribute_seconds: float
+    commit_seconds: float
+    reason: str
+
+    @property
+    def participants(self) -> tuple[NodeId, ...]:
+        """Node ids of the participants, in order."""
+        return tuple(assignment.node_id for assignment in self.assignments)
+
+    def assignment_of(self, node_id: NodeId) -> Assignment | None:
+        """The node's own part, or None when it does not take part."""
+        return next((a for a in self.assignments if a.node_id == node_id), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contributor:
+    """A participant whose pseudo-gradient is in a result, with its weight in tokens."""
+
+    node_id: NodeId
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceOutcome:
+    """What became of a slice: the digest of its result, or None and the reason when it is void."""
+
+    index: int
+    start: int
+    num_elements: int
+    digest: Digest | None
+    contributors: tuple[Contributor, ...] = ()
+    holder_ids: tuple[NodeId, ...] = ()
+    void_reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """Closes a round. `outer_digest` is None until nodes have agreed on the state after it."""
+
+    round: int
+    fragment: int
+    base_digest: Digest
+    slices: tuple[SliceOutcome, ...]
+    outer_digest: Digest | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerAddress:
+    """Where peers find a node: its Ed25519 public key (32 bytes) and libp2p multiaddresses."""
+
+    public_key: bytes
+    multiaddrs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RosterEntry:
+    """One member, as its peers need to know it."""
+
+    node_id: NodeId
+    node_name: str
+    address: PeerAddress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutSummary:
+    """How a model is cut into fragments; all nodes must agree on it."""
+
+    digest: Digest
+    fragment_elements: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorpusSummary:
+    """What text a node trains on."""
+
+    digest: Digest
+    num_samples: int
+    num_bytes: int
+
+
+def cut_into_slices(num_elements: int, reducer_ids: tuple[NodeId, ...]) -> tuple[Slice, ...]:
+    """Cuts a fragment into one slice for each reducer, as even as whole blocks allow.
+
+    A fragment with fewer blocks than reducers gets fewer slices; the last slice takes the part of
+    a block that is left over. `reducer_ids` must not be empty, nor the fragment.
+    """
+    if num_elements < 1 or not reducer_ids:
+        raise ValueError(f"cannot cut {num_elements} elements for {len(reducer_ids)} reducers")
+    num_blocks = -(-num_elements // BLOCK)
+    num_slices = min(num_blocks, len(reducer_ids))
+    bounds = [min(num_elements, BLOCK * (num_blocks * i // num_slices)) for i in range(num_slices + 1)]
+    return tuple(
+        Slice(index=i, start=bounds[i], num_elements=bounds[i + 1] - bounds[i], reducer_id=reducer_ids[i])
+        for i in range(num_slices)
+    )

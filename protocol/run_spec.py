@@ -1,0 +1,197 @@
+"""The run file: what is trained, on what, how, and by which rules. Validated here, digested into every round."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import blake3
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from protocol.errors import ConfigError, NoInputError
+from protocol.rounds import Digest
+
+Positive = Annotated[int, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Seconds = Annotated[float, Field(gt=0, le=7 * 86400)]
+CodecName = Literal["fp32", "int8", "int4"]
+
+
+class Section(BaseModel):
+    """A table of the run file: unknown keys are refused, values never change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class RunSection(Section):
+    """[run]: what the run is called and how long it goes."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")] = "my-run"
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    rounds: Positive = 100
+    min_nodes: Positive = 1
+
+
+class ModelSection(Section):
+    """[model]: a Llama-style decoder over bytes."""
+
+    architecture: Literal["llama"] = "llama"
+    hidden_size: Positive = 64
+    num_layers: Positive = 3
+    num_heads: Positive = 4
+    num_kv_heads: Positive = 2
+    ffn_size: Positive = 192
+    context: Annotated[int, Field(ge=8, le=1 << 20)] = 128
+    rope_theta: Annotated[float, Field(gt=0)] = 10_000.0
+    norm_epsilon: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    tie_embeddings: bool = True
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> Self:
+        if self.hidden_size % self.num_heads:
+            raise ValueError(f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        if (self.hidden_size // self.num_heads) % 2:
+            raise ValueError(f"a head of {self.hidden_size // self.num_heads} values is odd; RoPE needs pairs")
+        return self
+
+
+class DataSection(Section):
+    """[data]: the text, read as bytes. A file belongs to the held-out split by the hash of its name."""
+
+    source: Literal["python-stdlib", "text"] = "python-stdlib"
+    paths: tuple[str, ...] = ()
+    held_out: Annotated[float, Field(gt=0, le=0.5)] = 0.05
+
+    @model_validator(mode="after")
+    def _paths_belong_to_text(self) -> Self:
+        if (self.source == "text") != bool(self.paths):
+            raise ValueError('source = "text" needs paths, a list of files or globs; other sources take none')
+        return self
+
+
+class InnerSection(Section):
+    """[inner]: training within a round. Lengths of the schedule are in tokens of the whole swarm."""
+
+    optimizer: Literal["adamw"] = "adamw"
+    steps: Positive = 30
+    batch: Positive = 16
+    learning_rate: Annotated[float, Field(gt=0)] = 6e-3
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    clip: Annotated[float, Field(gt=0)] = 1.0
+    schedule: Literal["constant", "cosine"] = "cosine"
+    warmup_tokens: Annotated[int, Field(ge=0)] = 0
+    total_tokens: Positive | None = None
+    final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
+
+
+class OuterSection(Section):
+    """[outer]: the optimizer that applies committed pseudo-gradients."""
+
+    optimizer: Literal["nesterov", "sgd"] = "nesterov"
+    learning_rate: Annotated[float, Field(gt=0)] = 0.6
+    momentum: Fraction = 0.9
+
+
+class ExchangeSection(Section):
+    """[exchange]: how pseudo-gradients travel."""
+
+    uplink: CodecName = "int4"
+    downlink: CodecName = "int4"
+    error_feedback: bool = True
+
+
+class DeadlinesSection(Section):
+    """[deadlines]: seconds from the start of a round; each must leave time for the one before."""
+
+    train: Seconds = 600
+    contribute: Seconds = 660
+    commit: Seconds = 720
+    apply: Seconds = 60
+    lease: Seconds = 15
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if not self.train < self.contribute < self.commit:
+            raise ValueError(
+                f"deadlines must rise: train {self.train}, contribute {self.contribute}, commit {self.commit}"
+            )
+        return self
+
+
+class EvaluationSection(Section):
+    """[evaluation]: the held-out loss of the committed model."""
+
+    every_rounds: Positive = 5
+    samples: Positive = 64
+
+
+class RunSpec(Section):
+    """A whole run file."""
+
+    run: RunSection = RunSection()
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    inner: InnerSection = InnerSection()
+    outer: OuterSection = OuterSection()
+    exchange: ExchangeSection = ExchangeSection()
+    deadlines: DeadlinesSection = DeadlinesSection()
+    evaluation: EvaluationSection = EvaluationSection()
+
+    @property
+    def tokens_per_inner_step(self) -> int:
+        """Tokens that one node trains in one inner step."""
+        return self.inner.batch * self.model.context
+
+    def canonical_json(self) -> str:
+        """The run as JSON with sorted keys and no spaces: what the digest is taken of."""
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+
+    def digest(self) -> Digest:
+        """BLAKE3 of the canonical JSON; stands in every payload's header."""
+        return Digest(blake3.blake3(self.canonical_json().encode()).digest())
+
+
+def _first_problem(error: ValidationError) -> str:
+    """One sentence for the first thing that is wrong, with its place and its value."""
+    problem = error.errors()[0]
+    table, *rest = (str(part) for part in problem["loc"])
+    place = f"[{table}] {'.'.join(rest)}" if rest else f"[{table}]"
+    match problem["type"]:
+        case "extra_forbidden":
+            return f"{place}: unknown key" if rest else f"[{table}]: unknown table"
+        case "value_error":
+            return f"{place}: {problem['ctx']['error']}"
+        case _:
+            message = problem["msg"][0].lower() + problem["msg"][1:]
+            return f"{place} = {problem['input']!r}: {message}"
+
+
+def validated(tables: dict[str, Any], *, origin: str) -> RunSpec:
+    """Checks tables from `origin`; raises ConfigError with the first thing that is wrong."""
+    try:
+        return RunSpec.model_validate(tables)
+    except ValidationError as error:
+        raise ConfigError(
+            f"{origin}: {_first_problem(error)}",
+            next_step="correct it; 'atoll coordinator init --help' shows where a commented run.toml comes from",
+        ) from error
+
+
+def load_run_file(path: Path) -> RunSpec:
+    """Reads a run.toml; raises NoInputError or ConfigError."""
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise NoInputError(f"{path} is not there", next_step=f"run 'atoll coordinator init {path.parent}'") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not TOML: {error}", next_step="correct that line") from error
+    return validated(tables, origin=str(path))
+
+
+def run_from_json(text: str) -> RunSpec:
+    """Reads what the coordinator sent; raises ConfigError when this software cannot follow it."""
+    return validated(json.loads(text), origin="the coordinator's run file")
