@@ -58,7 +58,9 @@ class Layout:
         offset = 0
         for name, shape in shapes:
             num_elements = int(np.prod(shape, dtype=np.int64))
-            places.append(TensorPlace(name=name, shape=shape, offset=offset, num_elements=num_elements))
+            places.append(
+                TensorPlace(name=name, shape=shape, offset=offset, num_elements=num_elements)
+            )
             offset += num_elements
         return cls(
             places=tuple(places),
@@ -74,7 +76,8 @@ class Layout:
         """What the coordinator compares between nodes."""
         hasher = blake3.blake3()
         for place in self.places:
-            hasher.update(f"{place.name}:{','.join(map(str, place.shape))}@{place.offset};".encode())
+            shape = ",".join(map(str, place.shape))
+            hasher.update(f"{place.name}:{shape}@{place.offset};".encode())
         for fragment in self.fragments:
             hasher.update(f"fragment {fragment.start}+{fragment.num_elements};".encode())
         return LayoutSummary(
@@ -95,11 +98,15 @@ class SharedNames:
 class SharedVectors:
     """The two vectors of the outer state in shared memory. Create in the daemon, attach in ranks."""
 
-    def __init__(self, *, names: SharedNames, blocks: tuple[shared_memory.SharedMemory, ...], owner: bool) -> None:
+    def __init__(
+        self, *, names: SharedNames, blocks: tuple[shared_memory.SharedMemory, ...], owner: bool
+    ) -> None:
         self.names = names
         self._blocks = blocks
         self._owner = owner
-        views = [np.frombuffer(block.buf, dtype=np.float32, count=names.num_elements) for block in blocks]
+        views: list[Vector] = [
+            np.ndarray(names.num_elements, dtype=np.float32, buffer=block.buf) for block in blocks
+        ]
         self.parameters: Vector = views[0]
         self.published: Vector = views[1]
 
@@ -115,13 +122,17 @@ class SharedVectors:
                 next_step="enlarge it (docker run --shm-size …) or choose a smaller model",
             )
         blocks = tuple(shared_memory.SharedMemory(create=True, size=num_bytes) for _ in range(2))
-        names = SharedNames(parameters=blocks[0].name, published=blocks[1].name, num_elements=num_elements)
+        names = SharedNames(
+            parameters=blocks[0].name, published=blocks[1].name, num_elements=num_elements
+        )
         return cls(names=names, blocks=blocks, owner=True)
 
     @classmethod
     def attach(cls, names: SharedNames) -> "SharedVectors":
         """Opens the vectors that the daemon created."""
-        blocks = tuple(shared_memory.SharedMemory(name=name) for name in (names.parameters, names.published))
+        blocks = tuple(
+            shared_memory.SharedMemory(name=name) for name in (names.parameters, names.published)
+        )
         return cls(names=names, blocks=blocks, owner=False)
 
     def close(self) -> None:
@@ -136,6 +147,6 @@ class SharedVectors:
 def outer_digest(parameters: Vector, momentum: Vector) -> Digest:
     """Digest of an outer state: BLAKE3 over the little-endian bytes of both vectors."""
     hasher = blake3.blake3()
-    hasher.update(memoryview(parameters).cast("B"))
-    hasher.update(memoryview(momentum).cast("B"))
+    for vector in (parameters, momentum):
+        hasher.update(vector.astype("<f4", copy=False).data.cast("B"))
     return Digest(hasher.digest())

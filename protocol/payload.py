@@ -31,7 +31,7 @@ class PayloadError(ValueError):
 class PayloadHeader:
     """Everything about a body; see transfer.proto for each field."""
 
-    kind: transfer_pb2.PayloadKind
+    kind: "transfer_pb2.PayloadKind.ValueType"
     run_digest: Digest
     round: int
     fragment: int
@@ -70,7 +70,9 @@ class PayloadHeader:
     def decode(cls, encoded: bytes) -> "PayloadHeader":
         """Reads a header; raises PayloadError when it is none, or not canonical."""
         if len(encoded) > MAX_HEADER_BYTES:
-            raise PayloadError(f"a header of {len(encoded)} bytes is longer than {MAX_HEADER_BYTES}")
+            raise PayloadError(
+                f"a header of {len(encoded)} bytes is longer than {MAX_HEADER_BYTES}"
+            )
         try:
             wire = transfer_pb2.PayloadHeader.FromString(encoded)
         except Exception as error:  # protobuf's DecodeError has no public base across versions
@@ -94,7 +96,9 @@ class PayloadHeader:
             body_digest=Digest(wire.body_digest),
         )
         if header.encode() != encoded:
-            raise PayloadError("a payload header must be encoded canonically, without unknown fields")
+            raise PayloadError(
+                "a payload header must be encoded canonically, without unknown fields"
+            )
         return header
 
 
@@ -114,7 +118,7 @@ class Payload:
     def seal(
         cls,
         *,
-        kind: transfer_pb2.PayloadKind,
+        kind: "transfer_pb2.PayloadKind.ValueType",
         run_digest: Digest,
         round: int,  # the design's word
         fragment: int,
@@ -149,5 +153,7 @@ class Payload:
         if len(body) != header.body_bytes:
             raise PayloadError(f"a body of {len(body)} bytes was announced as {header.body_bytes}")
         if blake3.blake3(body).digest() != header.body_digest:
-            raise PayloadError(f"the body of a {header.kind_name} of round {header.round} is damaged")
+            raise PayloadError(
+                f"the body of a {header.kind_name} of round {header.round} is damaged"
+            )
         return cls(header=header, body=body)

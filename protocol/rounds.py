@@ -137,8 +137,15 @@ def cut_into_slices(num_elements: int, reducer_ids: tuple[NodeId, ...]) -> tuple
         raise ValueError(f"cannot cut {num_elements} elements for {len(reducer_ids)} reducers")
     num_blocks = -(-num_elements // BLOCK)
     num_slices = min(num_blocks, len(reducer_ids))
-    bounds = [min(num_elements, BLOCK * (num_blocks * i // num_slices)) for i in range(num_slices + 1)]
+    bounds = [
+        min(num_elements, BLOCK * (num_blocks * i // num_slices)) for i in range(num_slices + 1)
+    ]
     return tuple(
-        Slice(index=i, start=bounds[i], num_elements=bounds[i + 1] - bounds[i], reducer_id=reducer_ids[i])
+        Slice(
+            index=i,
+            start=bounds[i],
+            num_elements=bounds[i + 1] - bounds[i],
+            reducer_id=reducer_ids[i],
+        )
         for i in range(num_slices)
     )

@@ -1,4 +1,7 @@
-"""The run file: what is trained, on what, how, and by which rules. Validated here, digested into every round."""
+"""The run file: what is trained, on what, how, and by which rules.
+
+Validated here; its digest stands in every payload.
+"""
 
 import json
 import tomllib
@@ -49,11 +52,17 @@ class ModelSection(Section):
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
         if self.hidden_size % self.num_heads:
-            raise ValueError(f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}")
+            raise ValueError(
+                f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}"
+            )
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+            raise ValueError(
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
+            )
         if (self.hidden_size // self.num_heads) % 2:
-            raise ValueError(f"a head of {self.hidden_size // self.num_heads} values is odd; RoPE needs pairs")
+            raise ValueError(
+                f"a head of {self.hidden_size // self.num_heads} values is odd; RoPE needs pairs"
+            )
         return self
 
 
@@ -67,7 +76,9 @@ class DataSection(Section):
     @model_validator(mode="after")
     def _paths_belong_to_text(self) -> Self:
         if (self.source == "text") != bool(self.paths):
-            raise ValueError('source = "text" needs paths, a list of files or globs; other sources take none')
+            raise ValueError(
+                'source = "text" needs paths, a list of files or globs; other sources take none'
+            )
         return self
 
 
@@ -177,7 +188,7 @@ def validated(tables: dict[str, Any], *, origin: str) -> RunSpec:
     except ValidationError as error:
         raise ConfigError(
             f"{origin}: {_first_problem(error)}",
-            next_step="correct it; 'atoll coordinator init --help' shows where a commented run.toml comes from",
+            next_step="correct it; 'atoll coordinator init DIR' writes a run.toml that explains each key",
         ) from error
 
 
@@ -186,7 +197,9 @@ def load_run_file(path: Path) -> RunSpec:
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise NoInputError(f"{path} is not there", next_step=f"run 'atoll coordinator init {path.parent}'") from error
+        raise NoInputError(
+            f"{path} is not there", next_step=f"run 'atoll coordinator init {path.parent}'"
+        ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not TOML: {error}", next_step="correct that line") from error
     return validated(tables, origin=str(path))

@@ -14,7 +14,10 @@ GENERATED = ROOT / "protocol" / "v1"
 def generate(into: Path) -> None:
     """Writes the generated modules and their stubs below the folder `into`."""
     sources = sorted(str(path) for path in PROTO.rglob("*.proto"))
-    plugins = [f"{Path(sys.executable).parent / name}" for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")]
+    plugins = [
+        f"{Path(sys.executable).parent / name}"
+        for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")
+    ]
     arguments = [
         "protoc",
         f"--proto_path={PROTO}",
@@ -40,7 +43,9 @@ def main() -> None:
         fresh = {p.name: p.read_bytes() for p in (Path(scratch) / "protocol" / "v1").iterdir()}
     kept = {p.name: p.read_bytes() for p in GENERATED.glob("*_pb2*.py*")}
     if differing := sorted(n for n in fresh.keys() | kept.keys() if fresh.get(n) != kept.get(n)):
-        sys.exit(f"protocol/v1 is not what proto/ says: {', '.join(differing)}; run 'make generate'")
+        sys.exit(
+            f"protocol/v1 is not what proto/ says: {', '.join(differing)}; run 'make generate'"
+        )
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""The coordinator's core: (state, event, now) -> (state, actions, reason). No I/O, clock or randomness."""
+"""The coordinator's core: (state, event, now) -> (state, actions, reason). No I/O, no own clock."""

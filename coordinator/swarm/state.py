@@ -1,6 +1,7 @@
 """What the coordinator knows, as immutable values.
 
-Times are seconds of the coordinator's own clock, which stands still while it is down.
+Times are seconds of the coordinator's own clock, which stands still while it is down. What the run
+waits for is not stored: coordinator.swarm.explain says it for any instant.
 """
 
 from collections.abc import Mapping
@@ -103,7 +104,9 @@ class Round:
     commit: Commit | None = None  # set when the phase is APPLYING
     committed_at: float = 0.0
     apply_deadline: float = 0.0
-    applied: Mapping[NodeId, Digest] = field(default_factory=dict)  # reports, before the digest is settled
+    applied: Mapping[NodeId, Digest] = field(
+        default_factory=dict
+    )  # reports, before the digest is settled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +128,15 @@ class HeldOut:
     round: int
     loss: float
     tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluating:
+    """An evaluation that was asked for and has not come back."""
+
+    node_id: NodeId | None  # None: no member is ready to be asked (only for the final state)
+    round: int
+    until: float  # then it is given up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +173,5 @@ class SwarmState:
     open_round: Round | None = None
     last_closed: ClosedRound | None = None
     held_out: tuple[HeldOut, ...] = ()
-    evaluating: tuple[NodeId, int, float] | None = None  # who, which round, until when
+    evaluating: Evaluating | None = None
     is_finished: bool = False
-    reason: str = "waiting for the first node"  # what the run waits for, in words

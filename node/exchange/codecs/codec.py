@@ -27,5 +27,7 @@ class Codec(Protocol):
         """Body for finite fp32 values [n]. Raises CodecError when a value is not finite."""
 
     def decode(self, body: bytes | memoryview, num_elements: int) -> Vector:
-        """Values [num_elements]. Raises CodecError unless the body is exactly as long as it must
-        be and all values are finite. Equal bodies give bit-equal values on every machine."""
+        """Values [num_elements], bit-equal on every machine for equal bodies.
+
+        Raises CodecError unless the body is as long as it must be and all values are finite.
+        """

@@ -1,0 +1,43 @@
+# What people type in a checkout. Everything runs in .venv, which is made anew when
+# pyproject.toml or constraints.txt change. Another Python: make test PYTHON=python3.12
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.made-from-pyproject-and-constraints
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint generate clean
+
+help:  ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(STAMP)  ## Train a small model with three nodes on this machine
+	$(BIN)/atoll demo $(ARGS)
+
+test: lint  ## Check everything, then run all tests
+	$(BIN)/pytest $(ARGS)
+
+lint: $(STAMP)  ## Check style, types, walls and generated code
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python tools/generate_protocol.py --check
+
+generate: $(STAMP)  ## Write protocol/v1 anew from proto/
+	$(BIN)/python tools/generate_protocol.py
+
+clean:  ## Remove .venv and caches; demo folders stay
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; \
+	  sys.exit(None if (3, 11) <= v < (3, 14) else \
+	    f"Atoll needs Python 3.11 to 3.13, and $(PYTHON) is {v[0]}.{v[1]}; name one: make PYTHON=python3.12")'
+	rm -rf $(VENV)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt torch
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,198 @@
+"""A running coordinator: the store, the driver and its clock, both gRPC servers."""
+
+import asyncio
+import contextlib
+import secrets
+import signal
+import time
+from typing import Self
+
+import click
+import grpc.aio
+
+from coordinator.config import CoordinatorConfig, Home, rules_of
+from coordinator.driver import Driver, LoopClock
+from coordinator.journal import log_refusal, log_transition
+from coordinator.services.answering import Gate
+from coordinator.services.enrolment import EnrolmentDesk, EnrolmentServicer
+from coordinator.services.operator import OperatorDesk, OperatorServicer
+from coordinator.services.session import SessionDesk, SessionServicer
+from coordinator.services.status import StatusDesk, StatusServicer
+from coordinator.store import Store
+from coordinator.telemetry import Telemetry
+from protocol.errors import UnavailableError
+from protocol.invite import endpoint_of
+from protocol.logging import start_logging
+from protocol.pki import pin_of
+from protocol.server import SERVER_OPTIONS, bind_control, bind_enrolment
+from protocol.v1.enrolment_pb2_grpc import add_EnrolmentServiceServicer_to_server
+from protocol.v1.operator_pb2_grpc import add_OperatorServiceServicer_to_server
+from protocol.v1.session_pb2_grpc import add_SessionServiceServicer_to_server
+from protocol.v1.status_pb2_grpc import add_StatusServiceServicer_to_server
+
+GRACE_SECONDS = 1.0
+"""Calls in flight may take this long to end when the coordinator stops."""
+
+MAX_ENROLMENTS = 32
+"""Enrolments answered at once; strangers can ask for no more of this process than that."""
+
+
+class Coordinator:
+    """A coordinator that serves. Make one with `start`."""
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        driver: Driver,
+        control: grpc.aio.Server,
+        enrolment: grpc.aio.Server,
+        control_port: int,
+        enrolment_port: int,
+    ) -> None:
+        self.driver = driver
+        self.control_port = control_port
+        self.enrolment_port = enrolment_port
+        self._store = store
+        self._servers = (control, enrolment)
+        self._clock_task = asyncio.create_task(driver.run_clock())
+
+    @classmethod
+    async def start(cls, home: Home, config: CoordinatorConfig) -> Self:
+        """Recovers the state, listens, and serves.
+
+        Raises SystemRefusedError for a folder or port in use, ConfigError for a changed run file.
+        """
+        store = Store.open(home.directory)
+        control = grpc.aio.server(options=SERVER_OPTIONS)
+        enrolment = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_ENROLMENTS)
+        try:
+            driver = Driver(
+                state=store.load(rules_of(home.run), home.run.digest()),
+                store=store,
+                clock=LoopClock(starts_at=store.saved_now),
+                watch=log_transition,
+            )
+            control_port = bind_control(
+                control,
+                config.host,
+                config.control_port,
+                authority_pem=home.authority.certificate_pem,
+                certificate_pem=home.server_pem,
+                key_pem=home.server_key_pem,
+            )
+            enrolment_port = bind_enrolment(
+                enrolment,
+                config.host,
+                config.enrolment_port,
+                certificate_pem=home.server_pem,
+                key_pem=home.server_key_pem,
+            )
+            _add_member_services(
+                control, home, config, store=store, driver=driver, enrolment_port=enrolment_port
+            )
+            _add_enrolment(enrolment, home, store=store, driver=driver, control_port=control_port)
+            home.save_link(host=config.host, control_port=control_port)
+            await control.start()
+            await enrolment.start()
+        except BaseException:
+            await asyncio.gather(control.stop(None), enrolment.stop(None))
+            store.close()
+            raise
+        return cls(
+            store=store,
+            driver=driver,
+            control=control,
+            enrolment=enrolment,
+            control_port=control_port,
+            enrolment_port=enrolment_port,
+        )
+
+    async def serve_until(self, stopped: asyncio.Event) -> None:
+        """Serves until the event, or until the clock fails, and then raises why."""
+        stop = asyncio.create_task(stopped.wait())
+        try:
+            await asyncio.wait({stop, self._clock_task}, return_when=asyncio.FIRST_COMPLETED)
+            if self._clock_task.done():
+                # Rounds would never end again: better to be restarted by whoever watches.
+                self._clock_task.result()
+        finally:
+            stop.cancel()
+
+    async def stop(self) -> None:
+        """Ends event streams, lets calls in flight end, and closes the store."""
+        self._clock_task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await self._clock_task  # its failure is serve_until's to raise
+        self.driver.end_all(
+            UnavailableError("the coordinator is stopping", next_step="it is tried again")
+        )
+        await asyncio.gather(*(server.stop(GRACE_SECONDS) for server in self._servers))
+        self._store.close()
+
+
+def _add_member_services(
+    server: grpc.aio.Server,
+    home: Home,
+    config: CoordinatorConfig,
+    *,
+    store: Store,
+    driver: Driver,
+    enrolment_port: int,
+) -> None:
+    """What is behind mutual TLS."""
+    telemetry = Telemetry()
+    swarm_id = home.authority.swarm_id
+    gate = Gate(swarm_id=swarm_id, store=store)
+    session = SessionDesk(driver, telemetry, home.run)
+    status = StatusDesk(driver, telemetry, home.run, swarm_id=swarm_id)
+    operator = OperatorDesk(
+        store,
+        host=config.advertise,
+        port=enrolment_port,
+        pin=pin_of(home.server_pem),
+        wall_clock=time.time,
+        random_bytes=secrets.token_bytes,
+    )
+    add_SessionServiceServicer_to_server(SessionServicer(session, gate), server)
+    add_StatusServiceServicer_to_server(StatusServicer(status, gate), server)
+    add_OperatorServiceServicer_to_server(OperatorServicer(operator, gate), server)
+
+
+def _add_enrolment(
+    server: grpc.aio.Server, home: Home, *, store: Store, driver: Driver, control_port: int
+) -> None:
+    """What strangers with an invite reach."""
+    desk = EnrolmentDesk(
+        store,
+        home.authority,
+        run_name=home.run.run.name,
+        control_port=control_port,
+        clock=driver.clock.now,
+        wall_clock=time.time,
+    )
+    add_EnrolmentServiceServicer_to_server(EnrolmentServicer(desk, on_refused=log_refusal), server)
+
+
+async def _serve(home: Home, config: CoordinatorConfig) -> None:
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signal_number, stopped.set)
+    coordinator = await Coordinator.start(home, config)
+    try:
+        control = endpoint_of(config.host, coordinator.control_port)
+        enrolment = endpoint_of(config.host, coordinator.enrolment_port)
+        click.echo(f"coordinator ready: control {control}, enrolment {enrolment}")
+        directory = home.directory
+        click.echo(f"invite a node: 'atoll invite create --dir {directory}'", err=True)
+        click.echo(f"watch the run: 'atoll status --watch --dir {directory}'", err=True)
+        await coordinator.serve_until(stopped)
+    finally:
+        await coordinator.stop()
+
+
+def run_coordinator(home: Home, config: CoordinatorConfig, *, log_json: bool) -> None:
+    """Serves until SIGINT or SIGTERM; `config` is the folder's, with what the caller overrides."""
+    start_logging(as_json=log_json)
+    asyncio.run(_serve(home, config))

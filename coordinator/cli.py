@@ -1,0 +1,263 @@
+"""The run owner's commands: `atoll coordinator …` and `atoll invite …`.
+
+gRPC, TLS and SQLite are imported inside the commands, so that help and mistakes are quick.
+"""
+
+import os
+import re
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from protocol import console
+from protocol.errors import UnavailableError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from protocol.v1.operator_pb2 import InviteStatus
+    from protocol.v1.operator_pb2_grpc import OperatorServiceStub
+
+_FOLDER = click.Path(file_okay=False, path_type=Path)
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_PORT = click.IntRange(0, 65535)
+
+_UNIT_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def _as_seconds(_context: click.Context, _parameter: click.Parameter, text: str) -> float:
+    """Reads a time span such as 90s, 30m, 24h or 7d."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text.strip())
+    if match is None or float(match[1]) == 0:
+        raise click.BadParameter(f"{text!r} is not a time span such as 90s, 30m, 24h or 7d")
+    return float(match[1]) * _UNIT_SECONDS[match[2]]
+
+
+@click.group()
+def coordinator() -> None:
+    """Set up and start the coordinator of a run."""
+
+
+@coordinator.command()
+@click.argument("directory", metavar="DIR", type=_FOLDER)
+@click.option("--name", help="Name of the run: lower-case letters, digits and hyphens.")
+@click.option("--run", "run_file", type=_FILE, help="Use this run.toml instead of the template.")
+@click.option("--host", default="0.0.0.0", show_default=True, help="Address to listen on.")
+@click.option(
+    "--advertise",
+    metavar="HOST",
+    help="Host that invites send nodes to.  [default: this machine's address]",
+)
+@click.option(
+    "--port", "control_port", type=_PORT, help="Port for nodes; 0 picks one.  [default: 7700]"
+)
+@click.option(
+    "--enrolment-port", type=_PORT, help="Port for joining; 0 picks one.  [default: 7701]"
+)
+def init(
+    directory: Path,
+    name: str | None,
+    run_file: Path | None,
+    host: str,
+    advertise: str | None,
+    control_port: int | None,
+    enrolment_port: int | None,
+) -> None:
+    """Make a new run in DIR: keys, certificates and a commented run.toml.
+
+    Example: atoll coordinator init my-run --name my-run
+    """
+    from datetime import UTC, datetime
+
+    from coordinator.config import CoordinatorConfig, advertised_host, create_home, run_text
+
+    if name is not None and run_file is not None:
+        raise UsageError(
+            f"--name {name} has no effect with --run", next_step=f"set the name in {run_file}"
+        )
+    home = create_home(
+        directory,
+        config=CoordinatorConfig.checked(
+            host=host,
+            control_port=control_port,
+            enrolment_port=enrolment_port,
+            advertise=advertise or advertised_host(host),
+        ),
+        text=run_text(name=name, run_file=run_file),
+        now=datetime.now(UTC),
+    )
+    click.echo(f"made {directory} for run {home.run.run.name!r}")
+    click.echo(
+        f"invites will send nodes to {home.config.advertise}"
+        f" (to change it: advertise in {directory / 'coordinator.toml'})"
+    )
+    click.echo(f"next: look through {directory / 'run.toml'}, then")
+    click.echo(f"  atoll coordinator start {directory}")
+
+
+@coordinator.command()
+@click.argument("directory", metavar="[DIR]", type=_FOLDER, required=False)
+@click.option("--host", help="Address to listen on, instead of coordinator.toml's.")
+@click.option("--port", "control_port", type=_PORT, help="Port for nodes; 0 picks one.")
+@click.option("--enrolment-port", type=_PORT, help="Port for joining; 0 picks one.")
+@click.option("--log-json", is_flag=True, help="Write the log for machines.")
+def start(
+    directory: Path | None,
+    host: str | None,
+    control_port: int | None,
+    enrolment_port: int | None,
+    log_json: bool,
+) -> None:
+    """Serve the run in DIR until Ctrl-C.
+
+    DIR may be left out within the folder, or with $ATOLL_DIR set. Prints one line on standard
+    output when it is ready; the log goes to standard error.
+
+    Example: atoll coordinator start my-run
+    """
+    # gRPC's own log repeats what we report, and tells of every stranger's failed handshake.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+    from coordinator.app import run_coordinator
+    from coordinator.config import Home
+    from protocol.credentials import find_home
+
+    home = Home.load(find_home(directory))
+    config = home.config.with_changes(
+        host=host, control_port=control_port, enrolment_port=enrolment_port
+    )
+    run_coordinator(home, config, log_json=log_json)
+
+
+@click.group()
+def invite() -> None:
+    """Make, list and revoke invites. The coordinator must be running."""
+
+
+_DIR_OPTION = click.option(
+    "--dir",
+    "directory",
+    metavar="DIR",
+    type=_FOLDER,
+    help="The coordinator's folder.  [default: $ATOLL_DIR, or the current folder]",
+)
+
+
+@invite.command()
+@click.option(
+    "--uses",
+    default=1,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="How many nodes may join with it.",
+)
+@click.option(
+    "--expires",
+    default="24h",
+    show_default=True,
+    callback=_as_seconds,
+    help="How long it is valid: 90s, 30m, 24h, 7d.",
+)
+@click.option("--host", default="", help="Host to send nodes to, instead of the advertised one.")
+@_DIR_OPTION
+def create(uses: int, expires: float, host: str, directory: Path | None) -> None:
+    """Make an invite and print the line that a contributor types.
+
+    Example: atoll invite create --uses 3 --expires 7d
+    """
+    from protocol.v1.operator_pb2 import CreateInviteRequest
+
+    request = CreateInviteRequest(max_uses=uses, valid_seconds=expires, host=host)
+    with _operator(directory) as stub:
+        made = stub.CreateInvite(request)
+    click.echo(f"atoll join {made.invite}")
+    nodes = "one node" if uses == 1 else f"{uses} nodes"
+    click.echo(
+        f"invite {made.invite_id} is for {nodes} and expires in "
+        f"{console.seconds_in_words(expires)}; it holds a secret: send it privately",
+        err=True,
+    )
+
+
+@invite.command("list")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: a list of objects.")
+@_DIR_OPTION
+def list_invites(as_json: bool, directory: Path | None) -> None:
+    """Show the invites, newest first, without their secrets.
+
+    Example: atoll invite list
+    """
+    from protocol.v1.operator_pb2 import ListInvitesRequest
+
+    with _operator(directory) as stub:
+        invites = stub.ListInvites(ListInvitesRequest()).invites
+    if as_json:
+        console.print_json(
+            [
+                {
+                    "invite_id": status.invite_id,
+                    "max_uses": status.max_uses,
+                    "node_ids": list(status.node_ids),
+                    "remaining_seconds": round(status.remaining_seconds, 3),
+                    "revoked": status.revoked,
+                }
+                for status in invites
+            ]
+        )
+        return
+    if not invites:
+        click.echo("there are no invites; make one with 'atoll invite create'")
+        return
+    rows = [
+        (
+            status.invite_id,
+            f"{len(status.node_ids)} of {status.max_uses}",
+            _standing(status),
+            ", ".join(node_id[:8] for node_id in status.node_ids),
+        )
+        for status in invites
+    ]
+    console.terminal().print(console.table(("invite", "used", "standing", "nodes"), rows))
+
+
+@invite.command()
+@click.argument("invite_id", metavar="ID")
+@_DIR_OPTION
+def revoke(invite_id: str, directory: Path | None) -> None:
+    """Make an invite useless. Nodes that joined with it stay.
+
+    Example: atoll invite revoke 1f0c9a2b
+    """
+    from protocol.v1.operator_pb2 import RevokeInviteRequest
+
+    with _operator(directory) as stub:
+        stub.RevokeInvite(RevokeInviteRequest(invite_id=invite_id))
+    click.echo(f"invite {invite_id} is revoked")
+
+
+def _standing(status: "InviteStatus") -> str:
+    if status.revoked:
+        return "revoked"
+    if status.remaining_seconds <= 0:
+        return f"expired {console.age_in_words(-status.remaining_seconds)}"
+    left = f"expires in {console.seconds_in_words(status.remaining_seconds)}"
+    return f"used up, {left}" if len(status.node_ids) >= status.max_uses else left
+
+
+@contextmanager
+def _operator(directory: Path | None) -> "Iterator[OperatorServiceStub]":
+    """The run owner's way to the coordinator, by the credentials in its folder."""
+    from protocol.channel import open_blocking_channel
+    from protocol.credentials import LINK_FILE, Credentials, find_home
+    from protocol.v1.operator_pb2_grpc import OperatorServiceStub
+
+    home = find_home(directory)
+    if (home / "coordinator.toml").is_file() and not (home / LINK_FILE).is_file():
+        raise UnavailableError(
+            f"the coordinator of {home} was never started, so its port is not known",
+            next_step=f"start it with 'atoll coordinator start {home}'",
+        )
+    with open_blocking_channel(Credentials.load(home)) as channel:
+        yield OperatorServiceStub(channel)

@@ -1,0 +1,335 @@
+"""A coordinator's folder: what lies in it, how `init` makes it whole, how `start` reads it.
+
+run.toml          the run file; its digest stands in every round, so it never changes
+coordinator.toml  where to listen
+ca.pem, ca.key, server.pem, server.key
+client.pem, client.key, link.toml   the run owner's credentials (protocol.credentials)
+atoll.db, lock    coordinator.store
+"""
+
+import json
+import shutil
+import socket
+import tempfile
+import tomllib
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import Field, ValidationError
+
+from coordinator.swarm.state import Rules
+from protocol.credentials import (
+    AUTHORITY_FILE,
+    CERTIFICATE_FILE,
+    KEY_FILE,
+    LINK_FILE,
+    Credentials,
+)
+from protocol.errors import AtollError, CannotCreateError, ConfigError, NoInputError, UsageError
+from protocol.files import make_folder, write_atomically
+from protocol.pki import Authority, new_swarm_id
+from protocol.run_spec import RunSection, RunSpec, Section, load_run_file, validated
+
+DEFAULT_CONTROL_PORT = 7700
+DEFAULT_ENROLMENT_PORT = 7701
+
+RUN_FILE = "run.toml"
+CONFIG_FILE = "coordinator.toml"
+AUTHORITY_KEY_FILE = "ca.key"
+SERVER_FILE = "server.pem"
+SERVER_KEY_FILE = "server.key"
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+Host = Annotated[str, Field(min_length=1, max_length=253)]
+
+RUN_TEMPLATE = """\
+# The run: what is trained, on what, how, and by which rules. Every value here is the default.
+# Every node works by this file and every round carries its digest: change it before the first
+# 'atoll coordinator start', never after.
+
+[run]
+name = "my-run"             # lower-case letters, digits and hyphens
+seed = 0                    # of the initial weights and of the sample order
+rounds = 100                # outer steps; then the run is finished
+min_nodes = 1               # a round opens when at least so many nodes are ready
+
+[model]
+architecture = "llama"      # a Llama-style decoder over bytes
+hidden_size = 64            # width; a multiple of num_heads
+num_layers = 3              # decoder layers
+num_heads = 4               # attention heads
+num_kv_heads = 2            # key and value heads; num_heads is a multiple of it
+ffn_size = 192              # inner width of the feed-forward part
+context = 128               # tokens of a sample; a token is a byte
+rope_theta = 10000.0        # base of the rotary position embedding
+norm_epsilon = 1e-5         # added to the mean square in every norm
+tie_embeddings = true       # whether the output layer is the embedding itself
+
+[data]
+source = "python-stdlib"    # or "text", which needs paths
+paths = []                  # files or globs for source = "text", on every node alike
+held_out = 0.05             # part of the files that is never trained on
+
+[inner]
+optimizer = "adamw"         # of the local training
+steps = 30                  # inner steps of a round
+batch = 16                  # samples in an inner step of one node
+learning_rate = 6e-3        # its peak
+beta1 = 0.9                 # AdamW's decay of the mean gradient
+beta2 = 0.95                # AdamW's decay of the mean square
+weight_decay = 0.1          # AdamW's, on matrices
+clip = 1.0                  # largest norm of a gradient
+schedule = "cosine"         # or "constant"; on the tokens of the whole swarm
+warmup_tokens = 0           # tokens of the whole swarm over which the learning rate rises
+# total_tokens = 10000000   # where the cosine ends; left out: what min_nodes train in all rounds
+final_fraction = 0.1        # of learning_rate, at the end of the cosine
+
+[outer]
+optimizer = "nesterov"      # or "sgd"; applies what a round commits
+learning_rate = 0.6         # about 0.4, 0.6, 0.6, 0.8 for 1, 2, 4, 8 nodes
+momentum = 0.9              # of nesterov
+
+[exchange]
+uplink = "int4"             # codec of contributions: "fp32", "int8" or "int4"
+downlink = "int4"           # codec of results, likewise
+error_feedback = true       # whether a node still owes what encoding rounds away
+
+[deadlines]
+train = 600                 # seconds from the start of a round until training stops
+contribute = 660            # … until reducers take the mean of what has arrived
+commit = 720                # … until the round commits what it can
+apply = 60                  # seconds from the commit until the round is over
+lease = 15                  # seconds of silence after which a node is given up
+
+[evaluation]
+every_rounds = 5            # how often the held-out loss is measured
+samples = 64                # held-out samples for that
+"""
+
+
+class CoordinatorConfig(Section):
+    """coordinator.toml: where the coordinator listens, and the host that invites send nodes to."""
+
+    host: Host = "0.0.0.0"
+    control_port: Port = DEFAULT_CONTROL_PORT
+    enrolment_port: Port = DEFAULT_ENROLMENT_PORT
+    advertise: Host = "127.0.0.1"
+
+    @classmethod
+    def checked(cls, **values: str | int | None) -> Self:
+        """From a command line: None means the default. Raises UsageError for what cannot be."""
+        try:
+            return cls.model_validate({k: v for k, v in values.items() if v is not None})
+        except ValidationError as error:
+            raise UsageError(_first_problem(error), next_step="choose another value") from error
+
+    def with_changes(self, **values: str | int | None) -> Self:
+        """The same, but for the values that are not None."""
+        changes = {k: v for k, v in values.items() if v is not None}
+        return self.checked(**(self.model_dump() | changes))
+
+    def to_toml(self) -> str:
+        """The file's text."""
+        return (
+            "# Where the coordinator listens. Port 0 lets the system choose one at every start.\n"
+            f"host = {json.dumps(self.host)}\n"
+            f"control_port = {self.control_port}      # nodes and queries: mutual TLS\n"
+            f"enrolment_port = {self.enrolment_port}    # 'atoll join': TLS and an invite\n"
+            f"advertise = {json.dumps(self.advertise)}  # the host that invites send nodes to\n"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Home:
+    """A coordinator's folder, read and checked."""
+
+    directory: Path
+    config: CoordinatorConfig
+    run: RunSpec
+    authority: Authority
+    server_pem: bytes
+    server_key_pem: bytes
+    operator_pem: bytes
+    operator_key_pem: bytes
+
+    @classmethod
+    def load(cls, directory: Path) -> Self:
+        """Reads the folder; raises NoInputError when it is none, ConfigError for a wrong file."""
+        if not (directory / CONFIG_FILE).is_file():
+            raise NoInputError(
+                f"{directory} is not a coordinator's folder: {CONFIG_FILE} is not there",
+                next_step=f"run 'atoll coordinator init {directory}'",
+            )
+        return cls(
+            directory=directory,
+            config=_load_config(directory / CONFIG_FILE),
+            run=load_run_file(directory / RUN_FILE),
+            authority=Authority(
+                certificate_pem=_read(directory / AUTHORITY_FILE),
+                key_pem=_read(directory / AUTHORITY_KEY_FILE),
+            ),
+            server_pem=_read(directory / SERVER_FILE),
+            server_key_pem=_read(directory / SERVER_KEY_FILE),
+            operator_pem=_read(directory / CERTIFICATE_FILE),
+            operator_key_pem=_read(directory / KEY_FILE),
+        )
+
+    def save_link(self, *, host: str, control_port: int) -> None:
+        """Tells commands on this machine where the coordinator listens now.
+
+        Works from what the folder holds besides link.toml, so a start that was interrupted while
+        it wrote that file is put right by the next.
+        """
+        operator = Credentials(
+            swarm_id=self.authority.swarm_id,
+            run_name=self.run.run.name,
+            host=local_host(host),
+            control_port=control_port,
+            authority_pem=self.authority.certificate_pem,
+            certificate_pem=self.operator_pem,
+            key_pem=self.operator_key_pem,
+        )
+        try:
+            if Credentials.load(self.directory) == operator:
+                return
+        except AtollError:
+            (self.directory / LINK_FILE).unlink(missing_ok=True)
+        operator.save(self.directory)
+
+
+def rules_of(run: RunSpec) -> Rules:
+    """What of the run file the core goes by."""
+    return Rules(
+        total_rounds=run.run.rounds,
+        min_nodes=run.run.min_nodes,
+        inner_steps=run.inner.steps,
+        batch=run.inner.batch,
+        context=run.model.context,
+        train_seconds=run.deadlines.train,
+        contribute_seconds=run.deadlines.contribute,
+        commit_seconds=run.deadlines.commit,
+        apply_seconds=run.deadlines.apply,
+        lease_seconds=run.deadlines.lease,
+        evaluate_every_rounds=run.evaluation.every_rounds,
+    )
+
+
+def run_text(*, name: str | None, run_file: Path | None) -> str:
+    """The text of a new run.toml, checked: the template with that name, or the file as it is."""
+    if run_file is not None:
+        load_run_file(run_file)
+        return run_file.read_text(encoding="utf-8")
+    if name is None:
+        return RUN_TEMPLATE
+    try:
+        RunSection(name=name)
+    except ValidationError as error:
+        raise UsageError(
+            f"{name!r} is not a name for a run",
+            next_step="use lower-case letters, digits and hyphens, 63 at most",
+        ) from error
+    return RUN_TEMPLATE.replace('"my-run"', f'"{name}"', 1)
+
+
+def create_home(directory: Path, *, config: CoordinatorConfig, text: str, now: datetime) -> Home:
+    """Makes a coordinator's folder for the run file `text`: all of it, or nothing.
+
+    Raises CannotCreateError when the folder exists and is not empty.
+    """
+    directory = directory.absolute()
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise CannotCreateError(
+            f"{directory} exists and is not empty",
+            next_step="choose another folder, or, if it is a coordinator's, "
+            f"'atoll coordinator start {directory}'",
+        )
+    validated(tomllib.loads(text), origin=RUN_FILE)
+    authority = Authority.create(new_swarm_id(), now)
+    server = authority.issue_server(now)
+    operator = authority.issue_operator(now)
+    make_folder(directory.parent)
+    try:
+        # A sibling, so that the rename at the end stays on one file system.
+        building = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}."))
+    except OSError as error:
+        raise _cannot_create(directory, error) from error
+    try:
+        for name, content, mode in (
+            (RUN_FILE, text.encode(), 0o644),
+            (CONFIG_FILE, config.to_toml().encode(), 0o644),
+            (AUTHORITY_FILE, authority.certificate_pem, 0o644),
+            (AUTHORITY_KEY_FILE, authority.key_pem, 0o600),
+            (SERVER_FILE, server.certificate_pem, 0o644),
+            (SERVER_KEY_FILE, server.key_pem, 0o600),
+            (CERTIFICATE_FILE, operator.certificate_pem, 0o644),
+            (KEY_FILE, operator.key_pem, 0o600),
+        ):
+            write_atomically(building / name, content, mode=mode)
+        if config.control_port:  # otherwise the port, and so the link, is only known after a start
+            Home.load(building).save_link(host=config.host, control_port=config.control_port)
+        building.rename(directory)
+    except BaseException as error:
+        shutil.rmtree(building, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise _cannot_create(directory, error) from error
+        raise
+    return Home.load(directory)
+
+
+def local_host(host: str) -> str:
+    """How commands on this machine reach a coordinator that listens on `host`."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+def advertised_host(host: str) -> str:
+    """The host that invites name when nobody says otherwise: this machine, as others see it."""
+    if local_host(host) == host:
+        return host
+    # No packet is sent: connecting a datagram socket only asks for the route out.
+    family, elsewhere = (
+        (socket.AF_INET6, "2001:db8::1") if host == "::" else (socket.AF_INET, "192.0.2.1")
+    )
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((elsewhere, 9))
+            return str(probe.getsockname()[0])
+    except OSError:
+        return socket.gethostname()
+
+
+def _load_config(path: Path) -> CoordinatorConfig:
+    try:
+        return CoordinatorConfig.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not TOML: {error}", next_step="correct that line") from error
+    except ValidationError as error:
+        known = ", ".join(CoordinatorConfig.model_fields)
+        raise ConfigError(
+            f"{path}: {_first_problem(error)}", next_step=f"correct it; the keys are {known}"
+        ) from error
+
+
+def _first_problem(error: ValidationError) -> str:
+    problem = error.errors()[0]
+    key = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        return f"{key}: unknown key"
+    return f"{key} = {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise NoInputError(
+            f"{path} cannot be read: {error.strerror}",
+            next_step="restore it from a backup; without it nodes cannot know this coordinator",
+        ) from error
+
+
+def _cannot_create(directory: Path, error: OSError) -> CannotCreateError:
+    return CannotCreateError(
+        f"{directory} cannot be made: {error.strerror}", next_step="choose another folder"
+    )

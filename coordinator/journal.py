@@ -1,0 +1,71 @@
+"""The coordinator's log: one line for each thing that happens to the swarm, with its reason."""
+
+import structlog
+
+from coordinator.swarm.actions import AskRefetch, SendCommit, SendFinished, SendPlan
+from coordinator.swarm.state import MemberState, SwarmState
+from coordinator.swarm.transition import Transition
+from protocol.errors import AtollError
+from protocol.rounds import NodeId
+
+_log = structlog.get_logger()
+
+_NEWS = {
+    MemberState.READY: "node ready",
+    MemberState.DIVERGED: "node diverged",
+    MemberState.LOST: "node lost",
+    MemberState.LEFT: "node left",
+}
+
+
+def log_transition(before: SwarmState, transition: Transition) -> None:
+    """Logs what is news to who runs the swarm: no heartbeats, no single reports."""
+    after = transition.state
+    for node_id, member in sorted(after.members.items()):
+        was = before.members.get(node_id)
+        if was is member:
+            continue
+        if was is None or was.session_id != member.session_id:
+            _log.info("node attached", node=member.node_name, id=node_id, device=member.device)
+            was = None
+        if (was is None or was.state is not member.state) and member.state in _NEWS:
+            _log.info(_NEWS[member.state], node=member.node_name, round=member.outer_round)
+    for action in transition.actions:
+        match action:
+            case SendPlan(plan=plan):
+                nodes = len(plan.participants)
+                _log.info("round opened", round=plan.round, nodes=nodes, reason=plan.reason)
+            case SendCommit(commit=commit):
+                _log_commit(after, commit.round)
+            case AskRefetch(node_id=node_id, reason=reason):
+                _log.warning("node told to refetch", node=_name(after, node_id), reason=reason)
+            case SendFinished(round=number, reason=reason):
+                _log.info("run finished", round=number, reason=reason)
+    for held_out in after.held_out[len(before.held_out) :]:
+        _log.info("evaluated", round=held_out.round, held_out_loss=round(held_out.loss, 4))
+
+
+def log_refusal(host: str, error: AtollError) -> None:
+    """Logs that somebody was not let in."""
+    _log.warning("enrolment refused", host=host, reason=error.what)
+
+
+def _log_commit(state: SwarmState, number: int) -> None:
+    closed = state.last_closed
+    if closed is None or closed.commit.round != number:
+        return
+    slices = closed.commit.slices
+    num_committed = sum(outcome.digest is not None for outcome in slices)
+    _log.info(
+        "round committed",
+        round=number,
+        slices=f"{num_committed} of {len(slices)}",
+        tokens=closed.tokens,
+        seconds=round(closed.seconds, 1),
+        reason=closed.reason,
+    )
+
+
+def _name(state: SwarmState, node_id: NodeId) -> str:
+    member = state.members.get(node_id)
+    return node_id if member is None else member.node_name

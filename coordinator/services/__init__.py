@@ -1,0 +1,1 @@
+"""What others may ask: a desk answers each service, a thin servicer puts it on gRPC."""

@@ -1,0 +1,80 @@
+"""Who may call which service, and how answers and errors leave it."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import grpc.aio
+
+from coordinator.store import Store
+from protocol.errors import AtollError, NotPermittedError
+from protocol.pki import Principal, Role
+from protocol.rounds import NodeId
+from protocol.server import caller
+from protocol.status_codes import abort
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+Caller = TypeVar("Caller")
+Answer = TypeVar("Answer")
+
+
+class Gate:
+    """Tells callers apart by their certificates; raises NotPermittedError for the wrong ones.
+
+    A certificate is not enough for a node: this coordinator's database must know it as well.
+    """
+
+    def __init__(self, *, swarm_id: str, store: Store) -> None:
+        self._swarm_id = swarm_id
+        self._store = store
+
+    def node(self, context: Context) -> NodeId:
+        """The enrolled node that calls."""
+        principal = self._principal(context)
+        if principal.role is not Role.NODE or principal.node_id is None:
+            raise NotPermittedError(
+                f"the {principal.role}'s certificate is not a node's",
+                next_step="join the swarm with 'atoll join INVITE' in another folder",
+            )
+        if not self._store.is_enrolled(principal.node_id):
+            raise NotPermittedError(
+                f"node {principal.node_id} is not enrolled here",
+                next_step="ask the run owner for an invite: 'atoll invite create'",
+            )
+        return principal.node_id
+
+    def operator(self, context: Context) -> None:
+        """Lets the run owner pass."""
+        principal = self._principal(context)
+        if principal.role is not Role.OPERATOR:
+            raise NotPermittedError(
+                f"only the run owner may do this, not a {principal.role}",
+                next_step="run it in the coordinator's folder, or with --dir",
+            )
+
+    def anyone(self, context: Context) -> None:
+        """Lets the run owner and enrolled nodes pass."""
+        if self._principal(context).role is not Role.OPERATOR:
+            self.node(context)
+
+    def _principal(self, context: Context) -> Principal:
+        principal = caller(context)
+        if principal.swarm_id != self._swarm_id:
+            raise NotPermittedError(
+                f"the certificate is of swarm {principal.swarm_id}, this is {self._swarm_id}",
+                next_step="join the swarm with 'atoll join INVITE'",
+            )
+        return principal
+
+
+async def answered(
+    context: Context, admit: Callable[[Context], Caller], answer: Callable[[Caller], Answer]
+) -> Answer:
+    """Admits the caller, then answers; an AtollError of either ends the call with it.
+
+    `answer` is not a coroutine function on purpose: see coordinator.driver.
+    """
+    try:
+        return answer(admit(context))
+    except AtollError as error:
+        await abort(context, error)

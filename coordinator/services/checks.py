@@ -1,0 +1,79 @@
+"""Bounds on what callers send, checked before anything is done with it. All raise BadDataError."""
+
+import math
+from collections.abc import Iterable
+
+from protocol.errors import BadDataError
+from protocol.identity import node_id_of
+from protocol.rounds import LayoutSummary, NodeId, PeerAddress
+
+MAX_NAME_LENGTH = 64
+MAX_WORDS_LENGTH = 256
+MAX_MULTIADDRS = 16
+MAX_MULTIADDR_LENGTH = 256
+MAX_FRAGMENTS = 1024
+MAX_RANKS = 1 << 16
+MAX_COUNT = 1 << 53
+"""Of anything that is counted: beyond it JSON readers lose digits, and no honest run comes near."""
+
+
+def name(text: str, *, of: str) -> str:
+    """A name that fits a table: printable, not empty, at most 64 characters."""
+    if not text.strip():
+        raise BadDataError(f"{of} is empty", next_step="give it a name of 1 to 64 characters")
+    return words(text, of=of, max_length=MAX_NAME_LENGTH)
+
+
+def words(text: str, *, of: str, max_length: int = MAX_WORDS_LENGTH) -> str:
+    """Printable text of a bounded length; may be empty."""
+    if len(text) > max_length:
+        raise BadDataError(
+            f"{of} has {len(text)} characters", next_step=f"{max_length} is the most it may have"
+        )
+    if not text.isprintable():
+        raise BadDataError(f"{of} {text!r} has characters that cannot be shown")
+    return text
+
+
+def finite(number: float, *, of: str) -> float:
+    """A number that is neither infinite nor NaN."""
+    if not math.isfinite(number):
+        raise BadDataError(f"{of} is {number}, which is not a finite number")
+    return number
+
+
+def count(number: int, *, of: str, most: int = MAX_COUNT) -> int:
+    """A number of things that can be; the wire has no negative ones."""
+    if number > most:
+        raise BadDataError(f"{of} is {number}; {most} is the most it may be")
+    return number
+
+
+def at_most(items: Iterable[object], most: int, *, of: str) -> None:
+    """A list of bounded length."""
+    num_items = sum(1 for _ in items)
+    if num_items > most:
+        raise BadDataError(f"there are {num_items} {of}; {most} is the most there may be")
+
+
+def address_of(node_id: NodeId, address: PeerAddress) -> PeerAddress:
+    """An address that is the node's own: its key is the one that its id is derived from."""
+    if node_id_of(address.public_key) != node_id:
+        raise BadDataError(
+            f"the address of node {node_id} has the key of node {node_id_of(address.public_key)}",
+            next_step="join again with 'atoll join INVITE'",
+        )
+    at_most(address.multiaddrs, MAX_MULTIADDRS, of="multiaddresses")
+    for multiaddr in address.multiaddrs:
+        words(multiaddr, of="a multiaddress", max_length=MAX_MULTIADDR_LENGTH)
+    return address
+
+
+def layout(summary: LayoutSummary) -> LayoutSummary:
+    """A layout with a bounded number of fragments, none of them empty."""
+    at_most(summary.fragment_elements, MAX_FRAGMENTS, of="fragments")
+    if not summary.fragment_elements or min(summary.fragment_elements) < 1:
+        raise BadDataError("the layout has no fragment, or an empty one")
+    for num_elements in summary.fragment_elements:
+        count(num_elements, of="a fragment's number of elements")
+    return summary

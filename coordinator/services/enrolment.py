@@ -1,0 +1,164 @@
+"""Trades an invite for a certificate. The only service that strangers can reach."""
+
+# ruff: noqa: N802 (gRPC calls methods by the names that stand in the .proto files)
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+from cryptography import x509
+
+from coordinator.services import checks
+from coordinator.services.answering import Context, answered
+from coordinator.store import Store
+from protocol.errors import AtollError, BadDataError, NotPermittedError, TemporaryError
+from protocol.identity import PUBLIC_KEY_BYTES, is_signed_by, node_id_of
+from protocol.invite import SECRET_BYTES, hash_of_secret
+from protocol.pki import Authority, enrolment_statement
+from protocol.v1 import enrolment_pb2 as pb
+from protocol.v1.enrolment_pb2_grpc import EnrolmentServiceServicer
+
+MAX_FAILURES = 10
+FAILURE_SECONDS = 60.0
+"""From one host, so many failed attempts are answered in this time, then none until it is over."""
+
+MAX_HOSTS = 10_000
+"""Hosts whose failures are remembered; the one that failed longest ago is forgotten first."""
+
+SIGNATURE_BYTES = 64
+MAX_REQUEST_BYTES = 4096
+
+
+class Failures:
+    """Counts failed attempts by host, over the last FAILURE_SECONDS."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._times: OrderedDict[str, deque[float]] = OrderedDict()
+
+    def check(self, host: str) -> None:
+        """Raises TemporaryError while the host has failed too often."""
+        times = self._times.get(host)
+        if times is None or len(times) < MAX_FAILURES:
+            return
+        wait_seconds = times[0] + FAILURE_SECONDS - self._clock()
+        if wait_seconds > 0:
+            raise TemporaryError(
+                f"{MAX_FAILURES} attempts to join from {host} have failed within a minute",
+                next_step=f"check the invite and try again in {wait_seconds:.0f} s",
+            )
+
+    def add(self, host: str) -> None:
+        """Remembers a failure."""
+        self._times.setdefault(host, deque(maxlen=MAX_FAILURES)).append(self._clock())
+        self._times.move_to_end(host)
+        if len(self._times) > MAX_HOSTS:
+            self._times.popitem(last=False)
+
+
+class EnrolmentDesk:
+    """Answers machines that hold an invite. `clock` gives seconds, `wall_clock` UTC seconds."""
+
+    def __init__(
+        self,
+        store: Store,
+        authority: Authority,
+        *,
+        run_name: str,
+        control_port: int,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self._store = store
+        self._authority = authority
+        self._run_name = run_name
+        self._control_port = control_port
+        self._wall_clock = wall_clock
+        self._failures = Failures(clock)
+
+    def enrol(self, host: str, request: pb.EnrolRequest) -> pb.EnrolResponse:
+        """Enrols a node that calls from `host`.
+
+        Raises NotPermittedError for an invite that does not hold, BadDataError for a request that
+        cannot be right, TemporaryError for a host that keeps trying.
+        """
+        self._failures.check(host)
+        try:
+            return self._enrol(request)
+        except (NotPermittedError, BadDataError):
+            self._failures.add(host)
+            raise
+
+    def _enrol(self, request: pb.EnrolRequest) -> pb.EnrolResponse:
+        _check_sizes(request)
+        statement = enrolment_statement(request.invite_id, request.certificate_request)
+        if not is_signed_by(request.public_key, statement, request.proof):
+            raise BadDataError("the request is not signed by the node's own key")
+        node_id = node_id_of(request.public_key)
+        now = self._wall_clock()
+        self._store.redeem(
+            request.invite_id,
+            hash_of_secret(request.invite_secret),
+            node_id=node_id,
+            node_name=request.node_name,
+            public_key=request.public_key,
+            now=now,
+        )
+        # Only now, when it is on the disk that the node is one of ours.
+        certificate_pem = self._authority.issue_node(
+            request.certificate_request, node_id, datetime.fromtimestamp(now, UTC)
+        )
+        serial = x509.load_pem_x509_certificate(certificate_pem).serial_number
+        self._store.record_certificate(request.invite_id, node_id, serial)
+        return pb.EnrolResponse(
+            swarm_id=self._authority.swarm_id,
+            node_id=node_id,
+            control_port=self._control_port,
+            certificate_pem=certificate_pem,
+            authority_pem=self._authority.certificate_pem,
+            run_name=self._run_name,
+        )
+
+
+def _check_sizes(request: pb.EnrolRequest) -> None:
+    checks.name(request.invite_id, of="the invite's name")
+    checks.name(request.node_name, of="the node's name")
+    for value, num_bytes, what in (
+        (request.invite_secret, SECRET_BYTES, "invite's secret"),
+        (request.public_key, PUBLIC_KEY_BYTES, "public key"),
+        (request.proof, SIGNATURE_BYTES, "proof"),
+    ):
+        if len(value) != num_bytes:
+            raise BadDataError(f"the {what} has {len(value)} bytes instead of {num_bytes}")
+    if len(request.certificate_request) > MAX_REQUEST_BYTES:
+        raise BadDataError(
+            f"the certificate request has {len(request.certificate_request)} bytes, "
+            f"more than {MAX_REQUEST_BYTES}"
+        )
+
+
+def host_of(peer: str) -> str:
+    """The host in gRPC's name of a peer: "ipv4:192.0.2.1:5432", "ipv6:%5B2001:db8::1%5D:5432"."""
+    return peer.partition(":")[2].rpartition(":")[0] or peer
+
+
+class EnrolmentServicer(EnrolmentServiceServicer):
+    """The desk on gRPC, for anybody. `on_refused` is told of refusals, for the log."""
+
+    def __init__(
+        self, desk: EnrolmentDesk, *, on_refused: Callable[[str, AtollError], None]
+    ) -> None:
+        self._desk = desk
+        self._on_refused = on_refused
+
+    async def Enrol(self, request: pb.EnrolRequest, context: Context) -> pb.EnrolResponse:
+        """See EnrolmentDesk.enrol."""
+
+        def answer(host: str) -> pb.EnrolResponse:
+            try:
+                return self._desk.enrol(host, request)
+            except AtollError as error:
+                self._on_refused(host, error)
+                raise
+
+        return await answered(context, lambda called: host_of(called.peer()), answer)

@@ -1,0 +1,127 @@
+"""What only the run owner may do: make, list and revoke invites."""
+
+# ruff: noqa: N802 (gRPC calls methods by the names that stand in the .proto files)
+
+from collections.abc import Callable
+
+from coordinator.services import checks
+from coordinator.services.answering import Context, Gate, answered
+from coordinator.store import Store
+from protocol.errors import BadDataError, NoInputError
+from protocol.invite import SECRET_BYTES, Invite, hash_of_secret
+from protocol.v1 import operator_pb2 as pb
+from protocol.v1.operator_pb2_grpc import OperatorServiceServicer
+
+MAX_USES = 100_000
+MAX_VALID_SECONDS = 366 * 86400.0
+INVITE_ID_BYTES = 4
+"""Of randomness in an invite's public name: short enough to type into 'atoll invite revoke'."""
+
+
+class OperatorDesk:
+    """Answers the run owner.
+
+    `wall_clock` gives UTC seconds, `random_bytes` secrets; `host`, `port` and `pin` say where
+    invites send nodes and whose certificate they are to expect there.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        host: str,
+        port: int,
+        pin: bytes,
+        wall_clock: Callable[[], float],
+        random_bytes: Callable[[int], bytes],
+    ) -> None:
+        self._store = store
+        self._host = host
+        self._port = port
+        self._pin = pin
+        self._wall_clock = wall_clock
+        self._random_bytes = random_bytes
+
+    def create_invite(self, request: pb.CreateInviteRequest) -> pb.CreateInviteResponse:
+        """Makes an invite; its secret is in the answer and nowhere else."""
+        if request.max_uses < 1:
+            raise BadDataError("an invite that nobody may use", next_step="give --uses 1 or more")
+        max_uses = checks.count(request.max_uses, of="the number of uses", most=MAX_USES)
+        valid_seconds = checks.finite(request.valid_seconds, of="the time until it expires")
+        if not 0 < valid_seconds <= MAX_VALID_SECONDS:
+            raise BadDataError(
+                f"an invite cannot be valid for {valid_seconds:g} s",
+                next_step=f"give --expires more than 0 and at most {MAX_VALID_SECONDS / 86400:g}d",
+            )
+        invite = Invite(
+            host=request.host or self._host,
+            port=self._port,
+            pin=self._pin,
+            invite_id=self._random_bytes(INVITE_ID_BYTES).hex(),
+            secret=self._random_bytes(SECRET_BYTES),
+        )
+        self._store.add_invite(
+            invite_id=invite.invite_id,
+            secret_hash=hash_of_secret(invite.secret),
+            max_uses=max_uses,
+            expires_utc_seconds=self._wall_clock() + valid_seconds,
+            host=invite.host,
+        )
+        return pb.CreateInviteResponse(invite=invite.encode(), invite_id=invite.invite_id)
+
+    def list_invites(self, request: pb.ListInvitesRequest) -> pb.ListInvitesResponse:
+        """The invites, newest first, without their secrets."""
+        now = self._wall_clock()
+        return pb.ListInvitesResponse(
+            invites=[
+                pb.InviteStatus(
+                    invite_id=invite.invite_id,
+                    max_uses=invite.max_uses,
+                    node_ids=invite.node_ids,
+                    remaining_seconds=invite.expires_utc_seconds - now,
+                    revoked=invite.is_revoked,
+                )
+                for invite in self._store.invites()
+            ]
+        )
+
+    def revoke_invite(self, request: pb.RevokeInviteRequest) -> pb.RevokeInviteResponse:
+        """Makes an invite useless; raises NoInputError when there is none of that name."""
+        invite_id = checks.name(request.invite_id, of="the invite's name")
+        if not self._store.revoke_invite(invite_id):
+            raise NoInputError(
+                f"there is no invite {invite_id!r}", next_step="'atoll invite list' shows them"
+            )
+        return pb.RevokeInviteResponse()
+
+
+class OperatorServicer(OperatorServiceServicer):
+    """The desk on gRPC; only the run owner may call."""
+
+    def __init__(self, desk: OperatorDesk, gate: Gate) -> None:
+        self._desk = desk
+        self._gate = gate
+
+    async def CreateInvite(
+        self, request: pb.CreateInviteRequest, context: Context
+    ) -> pb.CreateInviteResponse:
+        """See OperatorDesk.create_invite."""
+        return await answered(
+            context, self._gate.operator, lambda _: self._desk.create_invite(request)
+        )
+
+    async def ListInvites(
+        self, request: pb.ListInvitesRequest, context: Context
+    ) -> pb.ListInvitesResponse:
+        """See OperatorDesk.list_invites."""
+        return await answered(
+            context, self._gate.operator, lambda _: self._desk.list_invites(request)
+        )
+
+    async def RevokeInvite(
+        self, request: pb.RevokeInviteRequest, context: Context
+    ) -> pb.RevokeInviteResponse:
+        """See OperatorDesk.revoke_invite."""
+        return await answered(
+            context, self._gate.operator, lambda _: self._desk.revoke_invite(request)
+        )

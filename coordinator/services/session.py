@@ -1,0 +1,281 @@
+"""The link to the nodes: attach, heartbeats, events, reports, catching up.
+
+`SessionDesk` answers; it knows nothing of gRPC, so a swarm in one process talks to it directly.
+`SessionServicer` puts it on the wire, for callers that are enrolled nodes.
+"""
+
+# ruff: noqa: N802 (gRPC calls methods by the names that stand in the .proto files)
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+
+from coordinator.driver import Delivery, Driver, RosterNow
+from coordinator.services import checks
+from coordinator.services.answering import Context, Gate, answered
+from coordinator.swarm.actions import (
+    AskEvaluation,
+    AskRefetch,
+    SendCommit,
+    SendDeparted,
+    SendFinished,
+    SendPlan,
+)
+from coordinator.swarm.events import (
+    Attached,
+    CommitApplied,
+    Detached,
+    Evaluated,
+    Event,
+    HeartbeatSeen,
+    ResultHeld,
+    SliceReduced,
+    TrainingDone,
+)
+from coordinator.swarm.state import Trained
+from coordinator.telemetry import Telemetry
+from protocol import convert
+from protocol.errors import AtollError, BadDataError
+from protocol.rounds import NodeId
+from protocol.run_spec import RunSpec
+from protocol.status_codes import abort
+from protocol.v1 import session_pb2 as pb
+from protocol.v1.session_pb2_grpc import SessionServiceServicer
+
+HEARTBEATS_PER_LEASE = 5
+"""A node is lost only when so many heartbeats in a row are."""
+
+MAX_WIRE_KINDS = 16
+MAX_CONTRIBUTORS = 1024
+
+
+class SessionDesk:
+    """Answers nodes, whose identity the caller has checked. Everything raises AtollError."""
+
+    def __init__(self, driver: Driver, telemetry: Telemetry, run: RunSpec) -> None:
+        self._driver = driver
+        self._telemetry = telemetry
+        self._run = run
+
+    def get_run(self, request: pb.GetRunRequest) -> pb.GetRunResponse:
+        """The run file."""
+        return pb.GetRunResponse(run_json=self._run.canonical_json(), run_digest=self._run.digest())
+
+    def attach(self, node_id: NodeId, request: pb.AttachRequest) -> pb.AttachResponse:
+        """Opens a session; raises ProtocolMismatchError for another run file or layout."""
+        event = Attached(
+            node_id=node_id,
+            node_name=checks.name(request.node_name, of="the node's name"),
+            address=checks.address_of(node_id, convert.address_from_wire(request.address)),
+            device=checks.words(request.device, of="the device", max_length=checks.MAX_NAME_LENGTH),
+            num_ranks=checks.count(
+                request.num_ranks, of="the number of ranks", most=checks.MAX_RANKS
+            ),
+            version=checks.words(
+                request.version, of="the version", max_length=checks.MAX_NAME_LENGTH
+            ),
+            run_digest=convert.digest_from_wire(request.run_digest, of="the run file"),
+            layout=checks.layout(convert.layout_from_wire(request.layout)),
+            corpus=convert.corpus_from_wire(request.corpus),
+            outer_round=checks.count(request.outer_round, of="the round"),
+            outer_digest=convert.digest_from_wire(request.outer_digest, of="the outer state"),
+        )
+        checks.count(event.corpus.num_samples, of="the number of samples")
+        checks.count(event.corpus.num_bytes, of="the size of the text")
+        state = self._driver.apply(event).state
+        self._telemetry.attached(node_id, now=self._driver.clock.now())
+        lease_seconds = state.rules.lease_seconds
+        return pb.AttachResponse(
+            session_id=state.members[node_id].session_id,
+            lease_seconds=lease_seconds,
+            heartbeat_seconds=lease_seconds / HEARTBEATS_PER_LEASE,
+            committed_round=state.committed_round,
+            committed_digest=convert.optional_digest_to_wire(state.outer_digest),
+        )
+
+    def heartbeat(self, node_id: NodeId, request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
+        """Renews the lease; raises SessionEndedError when the session is not the node's."""
+        event = HeartbeatSeen(
+            node_id=node_id,
+            session_id=request.session_id,
+            outer_round=checks.count(request.outer_round, of="the round"),
+            outer_digest=convert.digest_from_wire(request.outer_digest, of="the outer state"),
+        )
+        checks.words(request.activity, of="the activity", max_length=checks.MAX_NAME_LENGTH)
+        checks.words(request.waiting_for, of="what the node waits for")
+        checks.finite(request.loss, of="the loss")
+        checks.finite(request.tokens_per_second, of="the training speed")
+        checks.at_most(request.wire, MAX_WIRE_KINDS, of="kinds of bytes")
+        for counted in request.wire:
+            checks.name(counted.kind, of="a kind of bytes")
+        state = self._driver.apply(event).state
+        self._telemetry.heartbeat(node_id, request, now=self._driver.clock.now())
+        return pb.HeartbeatResponse(lease_seconds=state.rules.lease_seconds)
+
+    def report(self, node_id: NodeId, request: pb.ReportRequest) -> pb.ReportResponse:
+        """Takes a step of a round in; it is durable when this returns."""
+        self._driver.session_of(node_id, request.session_id)
+        self._driver.apply(_event_of(node_id, request))
+        self._telemetry.heard(node_id, now=self._driver.clock.now())
+        return pb.ReportResponse()
+
+    def list_commits(self, request: pb.ListCommitsRequest) -> pb.ListCommitsResponse:
+        """The commits after a round, oldest first."""
+        after = checks.count(request.after_round, of="the round")
+        commits = self._driver.store.commits_after(after)
+        return pb.ListCommitsResponse(commits=[convert.commit_to_wire(c) for c in commits])
+
+    def detach(self, node_id: NodeId, request: pb.DetachRequest) -> pb.DetachResponse:
+        """Ends the session; raises SessionEndedError when it has ended already."""
+        reason = checks.words(request.reason, of="the reason")
+        event = Detached(node_id=node_id, session_id=request.session_id, reason=reason)
+        self._driver.apply(event)
+        return pb.DetachResponse()
+
+    async def subscribe(
+        self, node_id: NodeId, request: pb.SubscribeRequest
+    ) -> AsyncGenerator[pb.SubscribeResponse, None]:
+        """The session's events, beginning with what holds now; ends by SessionEndedError."""
+        stream = self._driver.subscribe(node_id, request.session_id)
+        try:
+            while True:
+                yield delivery_to_wire(await stream.next())
+        finally:
+            self._driver.unsubscribe(stream)
+
+
+def _event_of(node_id: NodeId, request: pb.ReportRequest) -> Event:
+    """What a report tells the core."""
+    number = checks.count(request.round, of="the round")
+    match request.WhichOneof("report"):
+        case "trained":
+            trained = request.trained
+            return TrainingDone(
+                node_id=node_id,
+                round=number,
+                trained=Trained(
+                    inner_steps=trained.inner_steps,
+                    tokens=checks.count(trained.tokens, of="the number of tokens"),
+                    loss=checks.finite(trained.loss, of="the loss"),
+                    seconds=checks.finite(trained.seconds, of="the training time"),
+                ),
+            )
+        case "reduced":
+            reduced = request.reduced
+            checks.at_most(reduced.contributors, MAX_CONTRIBUTORS, of="contributors")
+            for contributor in reduced.contributors:
+                checks.count(contributor.tokens, of="the number of tokens")
+            return SliceReduced(
+                node_id=node_id,
+                round=number,
+                slice_index=reduced.slice_index,
+                digest=convert.optional_digest_from_wire(reduced.digest, of="a result"),
+                contributors=tuple(map(convert.contributor_from_wire, reduced.contributors)),
+            )
+        case "held":
+            return ResultHeld(
+                node_id=node_id,
+                round=number,
+                slice_index=request.held.slice_index,
+                digest=convert.digest_from_wire(request.held.digest, of="a result"),
+            )
+        case "applied":
+            return CommitApplied(
+                node_id=node_id,
+                round=number,
+                outer_digest=convert.digest_from_wire(
+                    request.applied.outer_digest, of="the outer state"
+                ),
+            )
+        case "evaluated":
+            return Evaluated(
+                node_id=node_id,
+                round=number,
+                held_out_loss=checks.finite(
+                    request.evaluated.held_out_loss, of="the held-out loss"
+                ),
+                tokens=checks.count(request.evaluated.tokens, of="the number of tokens"),
+            )
+        case _:
+            raise BadDataError(
+                "the report is of no kind that this coordinator knows",
+                next_step="use the same version of Atoll on both sides",
+            )
+
+
+def delivery_to_wire(delivery: Delivery) -> pb.SubscribeResponse:
+    """One event of a session."""
+    match delivery:
+        case RosterNow(members=members):
+            return pb.SubscribeResponse(roster=convert.roster_to_wire(members))
+        case SendPlan(plan=plan):
+            return pb.SubscribeResponse(plan=convert.plan_to_wire(plan))
+        case SendCommit(commit=commit):
+            return pb.SubscribeResponse(commit=convert.commit_to_wire(commit))
+        case SendDeparted(round=number, node_ids=node_ids):
+            return pb.SubscribeResponse(departed=pb.Departed(round=number, node_ids=node_ids))
+        case AskEvaluation(round=number):
+            return pb.SubscribeResponse(evaluate=pb.Evaluate(round=number))
+        case AskRefetch(round=number, outer_digest=digest, reason=reason):
+            return pb.SubscribeResponse(
+                refetch=pb.Refetch(round=number, outer_digest=digest, reason=reason)
+            )
+        case SendFinished(round=number, outer_digest=digest, reason=reason):
+            return pb.SubscribeResponse(
+                finished=pb.Finished(round=number, outer_digest=digest, reason=reason)
+            )
+
+
+class SessionServicer(SessionServiceServicer):
+    """The desk on gRPC; every caller is an enrolled node."""
+
+    def __init__(self, desk: SessionDesk, gate: Gate) -> None:
+        self._desk = desk
+        self._gate = gate
+
+    async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:
+        """See SessionDesk.get_run."""
+        return await answered(context, self._gate.node, lambda _: self._desk.get_run(request))
+
+    async def Attach(self, request: pb.AttachRequest, context: Context) -> pb.AttachResponse:
+        """See SessionDesk.attach."""
+        return await answered(
+            context, self._gate.node, lambda node_id: self._desk.attach(node_id, request)
+        )
+
+    async def Heartbeat(
+        self, request: pb.HeartbeatRequest, context: Context
+    ) -> pb.HeartbeatResponse:
+        """See SessionDesk.heartbeat."""
+        return await answered(
+            context, self._gate.node, lambda node_id: self._desk.heartbeat(node_id, request)
+        )
+
+    async def Subscribe(
+        self, request: pb.SubscribeRequest, context: Context
+    ) -> AsyncIterator[pb.SubscribeResponse]:
+        """See SessionDesk.subscribe."""
+        try:
+            node_id = self._gate.node(context)
+            async with aclosing(self._desk.subscribe(node_id, request)) as events:
+                async for event in events:
+                    yield event
+        except AtollError as error:
+            await abort(context, error)
+
+    async def Report(self, request: pb.ReportRequest, context: Context) -> pb.ReportResponse:
+        """See SessionDesk.report."""
+        return await answered(
+            context, self._gate.node, lambda node_id: self._desk.report(node_id, request)
+        )
+
+    async def ListCommits(
+        self, request: pb.ListCommitsRequest, context: Context
+    ) -> pb.ListCommitsResponse:
+        """See SessionDesk.list_commits."""
+        return await answered(context, self._gate.node, lambda _: self._desk.list_commits(request))
+
+    async def Detach(self, request: pb.DetachRequest, context: Context) -> pb.DetachResponse:
+        """See SessionDesk.detach."""
+        return await answered(
+            context, self._gate.node, lambda node_id: self._desk.detach(node_id, request)
+        )

@@ -1,0 +1,171 @@
+"""Read-only answers for people and programs: the run, its nodes, its rounds."""
+
+# ruff: noqa: N802 (gRPC calls methods by the names that stand in the .proto files)
+
+from coordinator.driver import Driver
+from coordinator.services import checks
+from coordinator.services.answering import Context, Gate, answered
+from coordinator.swarm.explain import explain
+from coordinator.swarm.state import (
+    PRESENT,
+    ClosedRound,
+    Member,
+    MemberState,
+    RoundPhase,
+    SwarmState,
+)
+from coordinator.telemetry import Telemetry
+from protocol import convert
+from protocol.rounds import Digest
+from protocol.run_spec import RunSpec
+from protocol.v1 import status_pb2 as pb
+from protocol.v1.status_pb2_grpc import StatusServiceServicer
+
+DEFAULT_ROUNDS = 20
+MAX_ROUNDS = 1000
+
+_PHASES = {
+    RoundPhase.TRAINING: pb.RUN_PHASE_TRAINING,
+    RoundPhase.EXCHANGING: pb.RUN_PHASE_EXCHANGING,
+    RoundPhase.APPLYING: pb.RUN_PHASE_APPLYING,
+}
+_NODE_STATES = {
+    MemberState.JOINING: pb.NODE_STATE_JOINING,
+    MemberState.READY: pb.NODE_STATE_READY,
+    MemberState.DIVERGED: pb.NODE_STATE_DIVERGED,
+    MemberState.LOST: pb.NODE_STATE_LOST,
+    MemberState.LEFT: pb.NODE_STATE_LEFT,
+}
+
+
+class StatusDesk:
+    """Answers from the state, the telemetry and the store, as of one instant."""
+
+    def __init__(
+        self, driver: Driver, telemetry: Telemetry, run: RunSpec, *, swarm_id: str
+    ) -> None:
+        self._driver = driver
+        self._telemetry = telemetry
+        self._run = run
+        self._swarm_id = swarm_id
+        self._started_at = driver.clock.now()
+
+    def get_status(self, request: pb.GetStatusRequest) -> pb.GetStatusResponse:
+        """The run, the round in flight and all nodes."""
+        state, now = self._driver.state, self._driver.clock.now()
+        return pb.GetStatusResponse(
+            run=self._run_status(state, now),
+            nodes=[self._node_status(state, m, now) for _, m in sorted(state.members.items())],
+        )
+
+    def list_rounds(self, request: pb.ListRoundsRequest) -> pb.ListRoundsResponse:
+        """The latest closed rounds, newest first."""
+        limit = checks.count(request.limit, of="the number of rounds", most=MAX_ROUNDS)
+        closed = self._driver.store.latest_rounds(limit or DEFAULT_ROUNDS)
+        return pb.ListRoundsResponse(rounds=[round_summary(c) for c in closed])
+
+    def _run_status(self, state: SwarmState, now: float) -> pb.RunStatus:
+        agreed_round, agreed = agreed_state(state)
+        layout = state.layout
+        return pb.RunStatus(
+            swarm_id=self._swarm_id,
+            run_name=self._run.run.name,
+            run_digest=state.run_digest,
+            phase=_phase_of(state),
+            reason=explain(state, now),
+            committed_round=state.committed_round,
+            total_rounds=state.rules.total_rounds,
+            open_round=0 if state.open_round is None else state.open_round.number,
+            token_clock=state.token_clock,
+            outer_digest=convert.optional_digest_to_wire(agreed),
+            outer_digest_round=agreed_round,
+            digests_agree=all(
+                member.outer_digest == agreed
+                for member in state.members.values()
+                if member.state in PRESENT and member.outer_round == agreed_round
+            ),
+            num_parameters=0 if layout is None else sum(layout.fragment_elements),
+            inner_steps=state.rules.inner_steps,
+            held_out_losses=[
+                pb.HeldOutLoss(round=h.round, loss=h.loss, tokens=h.tokens) for h in state.held_out
+            ],
+            uptime_seconds=now - self._started_at,
+            min_nodes=state.rules.min_nodes,
+        )
+
+    def _node_status(self, state: SwarmState, member: Member, now: float) -> pb.NodeStatus:
+        heard = self._telemetry.of(member.node_id)
+        return pb.NodeStatus(
+            node_id=member.node_id,
+            node_name=member.node_name,
+            state=_NODE_STATES[member.state],
+            device=member.device,
+            num_ranks=member.num_ranks,
+            # Before a restart nobody's calls are known: as silent as this process is old.
+            silent_seconds=now - (self._started_at if heard is None else heard.at),
+            committed_tokens=member.committed_tokens,
+            address=convert.address_to_wire(member.address),
+            heartbeat=None if heard is None else heard.heartbeat,
+            same_corpus=state.corpus is None or member.corpus.digest == state.corpus.digest,
+            version=member.version,
+        )
+
+
+def agreed_state(state: SwarmState) -> tuple[int, Digest | None]:
+    """The newest round whose outer digest is settled, and that digest.
+
+    While nodes apply a commit it is the state that the commit builds on.
+    """
+    if state.outer_digest is None and state.open_round is not None:
+        return state.open_round.number - 1, state.open_round.base_digest
+    return state.committed_round, state.outer_digest
+
+
+def _phase_of(state: SwarmState) -> pb.RunPhase.ValueType:
+    if state.is_finished:
+        return pb.RUN_PHASE_FINISHED
+    if state.open_round is None:
+        return pb.RUN_PHASE_WAITING
+    return _PHASES[state.open_round.phase]
+
+
+def round_summary(closed: ClosedRound) -> pb.RoundSummary:
+    """One closed round in a line."""
+    commit = closed.commit
+    committed = [outcome for outcome in commit.slices if outcome.digest is not None]
+    in_each = [{c.node_id for c in outcome.contributors} for outcome in committed]
+    weight = sum(trained.tokens for trained in closed.trained.values())
+    weighted = sum(trained.tokens * trained.loss for trained in closed.trained.values())
+    return pb.RoundSummary(
+        round=commit.round,
+        fragment=commit.fragment,
+        num_participants=len(closed.plan.assignments),
+        num_slices=len(commit.slices),
+        num_committed_slices=len(committed),
+        num_contributors=len(set.intersection(*in_each)) if in_each else 0,
+        tokens=closed.tokens,
+        seconds=closed.seconds,
+        loss=weighted / weight if weight else 0.0,
+        outer_digest=convert.optional_digest_to_wire(commit.outer_digest),
+        reason=closed.reason,
+    )
+
+
+class StatusServicer(StatusServiceServicer):
+    """The desk on gRPC; any enrolled node and the run owner may call."""
+
+    def __init__(self, desk: StatusDesk, gate: Gate) -> None:
+        self._desk = desk
+        self._gate = gate
+
+    async def GetStatus(
+        self, request: pb.GetStatusRequest, context: Context
+    ) -> pb.GetStatusResponse:
+        """See StatusDesk.get_status."""
+        return await answered(context, self._gate.anyone, lambda _: self._desk.get_status(request))
+
+    async def ListRounds(
+        self, request: pb.ListRoundsRequest, context: Context
+    ) -> pb.ListRoundsResponse:
+        """See StatusDesk.list_rounds."""
+        return await answered(context, self._gate.anyone, lambda _: self._desk.list_rounds(request))

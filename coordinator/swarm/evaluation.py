@@ -1,0 +1,91 @@
+"""Held-out losses of committed states, and the end of the run, which waits for the last of them."""
+
+from dataclasses import replace
+
+from coordinator.swarm.actions import AskEvaluation, SendFinished
+from coordinator.swarm.events import Evaluated
+from coordinator.swarm.state import Evaluating, HeldOut, SwarmState
+from coordinator.swarm.turn import Turn, is_present, ready_members
+
+
+def ask_if_due(turn: Turn) -> None:
+    """Asks one ready member to evaluate the committed state, when the rules want it evaluated.
+
+    Another one each time, so that not always the same node pays. Supersedes an evaluation
+    that has not come back: its node trains on and no longer holds that state.
+    """
+    state = turn.state
+    committed, rules = state.committed_round, state.rules
+    if committed % rules.evaluate_every_rounds == 0 or committed == rules.total_rounds:
+        _ask(turn)
+
+
+def evaluated(turn: Turn, event: Evaluated) -> None:
+    """Keeps the loss, if it is the one that was asked for."""
+    asked = turn.state.evaluating
+    if asked is None or (asked.node_id, asked.round) != (event.node_id, event.round):
+        return
+    loss = HeldOut(round=event.round, loss=event.held_out_loss, tokens=event.tokens)
+    turn.state = replace(turn.state, held_out=(*turn.state.held_out, loss), evaluating=None)
+
+
+def is_at_end(state: SwarmState) -> bool:
+    """Whether the last round is over: its state is agreed on."""
+    return state.committed_round == state.rules.total_rounds and state.outer_digest is not None
+
+
+def finish_evaluation(turn: Turn) -> None:
+    """Gives up an evaluation that is late or whose node is gone; asks another for the final one."""
+    asked = turn.state.evaluating
+    if asked is None:
+        return
+    is_final = asked.round == turn.state.rules.total_rounds
+    if turn.now >= asked.until:
+        turn.state = replace(turn.state, evaluating=None)
+    elif asked.node_id is None or not is_present(turn.state, asked.node_id):
+        if not is_final:  # the swarm has moved on, or is about to
+            turn.state = replace(turn.state, evaluating=None)
+        elif ready_members(turn.state):
+            _ask(turn)
+        elif asked.node_id is not None:
+            turn.state = replace(turn.state, evaluating=replace(asked, node_id=None))
+
+
+def finish_run(turn: Turn) -> None:
+    """Ends the run after the last round, once its state is evaluated or was given the time."""
+    state = turn.state
+    if state.is_finished or not is_at_end(state) or state.evaluating is not None:
+        return
+    assert state.outer_digest is not None
+    turn.state = replace(state, is_finished=True)
+    turn.act(
+        SendFinished(
+            round=state.committed_round,
+            outer_digest=state.outer_digest,
+            reason=finished_reason(turn.state),
+        )
+    )
+
+
+def finished_reason(state: SwarmState) -> str:
+    """How the run ended, in words."""
+    total = state.rules.total_rounds
+    reason = "the only round is committed" if total == 1 else f"all {total} rounds are committed"
+    if state.held_out and state.held_out[-1].round == total:
+        return f"{reason}; the held-out loss is {state.held_out[-1].loss:.3f} nats per token"
+    return f"{reason}; nobody could evaluate the final state in time"
+
+
+def _ask(turn: Turn) -> None:
+    """Asks a ready member; with none, keeps the request open until its time is over."""
+    ready = ready_members(turn.state)
+    committed = turn.state.committed_round
+    rules = turn.state.rules
+    place = committed // rules.evaluate_every_rounds  # rounds alone could hit one node every time
+    chosen = ready[place % len(ready)].node_id if ready else None
+    until = turn.now + rules.apply_seconds
+    turn.state = replace(
+        turn.state, evaluating=Evaluating(node_id=chosen, round=committed, until=until)
+    )
+    if chosen is not None:
+        turn.act(AskEvaluation(node_id=chosen, round=committed))

@@ -1,0 +1,111 @@
+"""What the run waits for, in words that a person can act on. Pure: asked at any instant."""
+
+from collections.abc import Sequence
+
+from coordinator.swarm.evaluation import finished_reason, is_at_end
+from coordinator.swarm.rounds import holders_needed, holders_of, is_undecided
+from coordinator.swarm.state import Member, MemberState, Round, RoundPhase, SwarmState
+from coordinator.swarm.turn import is_present, name_of, present_members, present_participants
+from protocol.rounds import NodeId
+
+
+def explain(state: SwarmState, now: float) -> str:
+    """What the run is doing or waiting for at `now`."""
+    if state.is_finished:
+        return finished_reason(state)
+    if state.open_round is not None:
+        return _round_in_flight(state, state.open_round, now)
+    if is_at_end(state):
+        return _final_evaluation(state, now)
+    return _not_open(state)
+
+
+def _not_open(state: SwarmState) -> str:
+    """Why no round is open."""
+    if not state.members:
+        return "waiting for the first node"
+    present = present_members(state)
+    num_ready = sum(member.state is MemberState.READY for member in present)
+    needed = max(1, state.rules.min_nodes)
+    missing = needed - num_ready
+    verb = "is" if num_ready == 1 else "are"
+    parts = [f"waiting for {_count(missing, 'more node')}: {num_ready} of {needed} {verb} ready"]
+    parts += [_not_ready(state, m) for m in present if m.state is not MemberState.READY]
+    return "; ".join(parts)
+
+
+def _not_ready(state: SwarmState, member: Member) -> str:
+    """What keeps a present member from taking part."""
+    if member.state is MemberState.DIVERGED:
+        return f"{member.node_name} holds another state and fetches the swarm's"
+    if member.outer_round > state.committed_round:
+        return f"{member.node_name} holds round {member.outer_round}, which is not the swarm's"
+    if member.outer_round == state.committed_round:
+        return f"{member.node_name} has yet to confirm round {state.committed_round}"
+    return (
+        f"{member.node_name} is at round {member.outer_round} "
+        f"and has to apply round {state.committed_round}"
+    )
+
+
+def _round_in_flight(state: SwarmState, current: Round, now: float) -> str:
+    if current.phase is RoundPhase.APPLYING:
+        return _applying(state, current, now)
+    num_nodes = len(current.assignments)
+    verb = "is" if num_nodes == 1 else "are"
+    trained = f"{len(current.trained)} of {_count(num_nodes, 'node')} {verb} done"
+    if gone := [a.node_id for a in current.assignments if not is_present(state, a.node_id)]:
+        trained += f", {_names(state, gone)} left"
+    if current.phase is RoundPhase.TRAINING:
+        return f"training: {trained}, {_left(current.train_deadline, now)}"
+    waits = []
+    for progress in current.slices:
+        if not is_undecided(state, current, progress):
+            continue
+        if progress.digest is None:
+            reducer = name_of(state, progress.slice.reducer_id)
+            waits.append(f"slice {progress.slice.index} from its reducer {reducer}")
+        else:
+            num_holders = len(holders_of(state, current, progress))
+            needed = holders_needed(state, current)
+            waits.append(f"slice {progress.slice.index} held by {num_holders} of {needed} nodes")
+    training = [a.node_id for a in current.assignments if a.node_id not in current.trained]
+    training = [node_id for node_id in training if is_present(state, node_id)]
+    busy = f" ({_names(state, training)} still training)" if training else ""
+    return (
+        f"exchanging: waiting for {len(waits)} of {_count(len(current.slices), 'slice')}{busy}: "
+        f"{', '.join(waits)}, {_left(current.commit_deadline, now)}"
+    )
+
+
+def _applying(state: SwarmState, current: Round, now: float) -> str:
+    waiting = [n for n in present_participants(state, current) if n not in current.applied]
+    left = _left(current.apply_deadline, now)
+    is_extended = current.apply_deadline > current.committed_at + state.rules.apply_seconds
+    if is_extended or not waiting:
+        return (
+            f"applying: no participant has reported the state after round {current.number} yet; "
+            f"waiting for any node to catch up, {left}"
+        )
+    return f"applying: waiting for {_names(state, waiting)} to apply round {current.number}, {left}"
+
+
+def _final_evaluation(state: SwarmState, now: float) -> str:
+    asked = state.evaluating
+    assert asked is not None  # otherwise the run would be finished
+    left = _left(asked.until, now)
+    if asked.node_id is None:
+        return f"waiting for a ready node that can evaluate the final state, {left}"
+    return f"waiting for {name_of(state, asked.node_id)} to evaluate the final state, {left}"
+
+
+def _names(state: SwarmState, node_ids: Sequence[NodeId]) -> str:
+    return ", ".join(name_of(state, node_id) for node_id in node_ids)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _left(deadline: float, now: float) -> str:
+    return f"{max(0.0, deadline - now):.0f} s left"

@@ -1,0 +1,260 @@
+"""Who is in the swarm: sessions, leases, and whether a member holds the committed state."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from coordinator.swarm.actions import AskRefetch, EndSession, OpenSession, SendDeparted, SendRoster
+from coordinator.swarm.events import Attached, CommitApplied, Detached, HeartbeatSeen
+from coordinator.swarm.state import PRESENT, Member, MemberState, RoundPhase, SwarmState
+from coordinator.swarm.turn import Turn, present_members, ready_members
+from protocol.errors import BadDataError, ProtocolMismatchError, SessionEndedError
+from protocol.rounds import Digest, NodeId, RosterEntry
+
+
+def roster_of(state: SwarmState) -> tuple[RosterEntry, ...]:
+    """The present members as their peers need to know them, in the order of their ids."""
+    return tuple(
+        RosterEntry(node_id=m.node_id, node_name=m.node_name, address=m.address)
+        for m in present_members(state)
+    )
+
+
+def require_session(state: SwarmState, node_id: NodeId, session_id: int) -> Member:
+    """The member that the session speaks for; raises SessionEndedError when it is not current.
+
+    Reports carry no session into the core, so the edge calls this before it makes them events.
+    """
+    member = state.members.get(node_id)
+    if member is None:
+        raise SessionEndedError(f"node {node_id} has no session here", next_step="attach again")
+    if session_id != member.session_id:
+        raise SessionEndedError(
+            f"session {session_id} of {member.node_name} has ended: "
+            f"its session is {member.session_id} now",
+            next_step="attach again",
+        )
+    if member.state not in PRESENT:
+        raise SessionEndedError(
+            f"session {session_id} of {member.node_name} has ended: the node is {member.state}",
+            next_step="attach again",
+        )
+    return member
+
+
+def most_reported(reports: Mapping[NodeId, Digest]) -> Digest:
+    """The digest that most nodes report; of equals, the one of the smallest node id.
+
+    `reports` must not be empty.
+    """
+    votes: dict[Digest, list[NodeId]] = {}
+    for node_id, digest in sorted(reports.items()):
+        votes.setdefault(digest, []).append(node_id)
+    return min(votes, key=lambda digest: (-len(votes[digest]), votes[digest][0]))
+
+
+def attach(turn: Turn, event: Attached) -> None:
+    """Opens a session. Raises ProtocolMismatchError when the node works on something else."""
+    _refuse_strangers(turn.state, event)
+    state = turn.state
+    if state.layout is None:
+        state = replace(state, layout=event.layout, corpus=event.corpus)
+    before = state.members.get(event.node_id)
+    session_id = state.next_session_id
+    turn.state = replace(state, next_session_id=session_id + 1)
+    turn.put_member(
+        Member(
+            node_id=event.node_id,
+            node_name=event.node_name,
+            address=event.address,
+            device=event.device,
+            num_ranks=event.num_ranks,
+            version=event.version,
+            corpus=event.corpus,
+            state=MemberState.JOINING,
+            session_id=session_id,
+            lease_until=turn.now + turn.state.rules.lease_seconds,
+            outer_round=event.outer_round,
+            outer_digest=event.outer_digest,
+            committed_tokens=before.committed_tokens if before else 0,
+        )
+    )
+    _forget_what_it_held(turn, event.node_id)
+    turn.act(OpenSession(node_id=event.node_id, session_id=session_id))
+    turn.act(SendRoster())
+    _judge(turn, event.node_id, is_news=True)
+
+
+def heartbeat(turn: Turn, event: HeartbeatSeen) -> None:
+    """Renews the lease, and takes note of the outer state. Raises SessionEndedError."""
+    member = require_session(turn.state, event.node_id, event.session_id)
+    turn.put_member(replace(member, lease_until=turn.now + turn.state.rules.lease_seconds))
+    note_outer_state(turn, event.node_id, event.outer_round, event.outer_digest)
+
+
+def applied(turn: Turn, event: CommitApplied) -> None:
+    """Takes note of the outer state. A round that is not committed yet cannot have been applied."""
+    member = turn.state.members.get(event.node_id)
+    if member and member.state in PRESENT and event.round <= turn.state.committed_round:
+        note_outer_state(turn, event.node_id, event.round, event.outer_digest)
+
+
+def detach(turn: Turn, event: Detached) -> None:
+    """Ends the member's session at its own wish. Raises SessionEndedError."""
+    member = require_session(turn.state, event.node_id, event.session_id)
+    turn.put_member(replace(member, state=MemberState.LEFT))
+    turn.act(EndSession(node_id=event.node_id, reason=event.reason or "left"))
+    _announce_departed(turn, (event.node_id,))
+
+
+def expire_leases(turn: Turn) -> None:
+    """Gives up members that were silent for as long as their lease."""
+    silent = [m for m in present_members(turn.state) if m.lease_until <= turn.now]
+    for member in silent:
+        turn.put_member(replace(member, state=MemberState.LOST))
+        reason = f"silent for {turn.state.rules.lease_seconds:g} s"
+        turn.act(EndSession(node_id=member.node_id, reason=reason))
+    if silent:
+        _announce_departed(turn, tuple(m.node_id for m in silent))
+
+
+def note_outer_state(turn: Turn, node_id: NodeId, outer_round: int, digest: Digest) -> None:
+    """Takes note of the outer state that a present member says it holds.
+
+    Messages overtake each other: a READY member that seems to go back is an old message. Others
+    may go back, because a node that fetches its state anew may pass through an older snapshot.
+    """
+    member = turn.state.members[node_id]
+    if member.state is MemberState.READY and outer_round < member.outer_round:
+        return
+    is_news = (outer_round, digest) != (member.outer_round, member.outer_digest)
+    turn.put_member(replace(member, outer_round=outer_round, outer_digest=digest))
+    _judge(turn, node_id, is_news=is_news)
+
+
+def agree_on(turn: Turn, digest: Digest) -> None:
+    """Makes `digest` the committed state's, and sorts all present members by it."""
+    turn.state = replace(turn.state, outer_digest=digest)
+    for member in present_members(turn.state):
+        if member.outer_round >= turn.state.committed_round:
+            _judge(turn, member.node_id, is_news=True)
+        elif member.state is MemberState.READY:
+            turn.put_member(replace(member, state=MemberState.JOINING))
+
+
+def agree_on_initial_state(turn: Turn) -> None:
+    """Chooses the initial state among the nodes that are here, until the first round opens.
+
+    Chosen anew when nobody who holds it is left: nothing is lost yet, and waiting for a node that
+    may never come back would hold up the run.
+    """
+    state = turn.state
+    if state.committed_round or state.open_round or ready_members(state):
+        return
+    reports = {m.node_id: m.outer_digest for m in present_members(state) if m.outer_round == 0}
+    if reports:
+        agree_on(turn, most_reported(reports))
+
+
+def _refuse_strangers(state: SwarmState, event: Attached) -> None:
+    """Raises unless the node trains this run, this model, and has a state that can be of it."""
+    if event.run_digest != state.run_digest:
+        raise ProtocolMismatchError(
+            f"{event.node_name} was refused: it works by run {event.run_digest.hex()[:8]} "
+            f"and the coordinator by run {state.run_digest.hex()[:8]}",
+            next_step="run 'atoll node start' again, which fetches the coordinator's run file",
+        )
+    if state.layout and event.layout != state.layout:
+        versions = sorted({m.version for m in present_members(state)} - {event.version})
+        swarm = f"version {' or '.join(versions)}" if versions else "the other nodes' version"
+        raise ProtocolMismatchError(
+            f"{event.node_name} was refused: it cuts the model by layout "
+            f"{event.layout.digest.hex()[:8]} and the swarm by {state.layout.digest.hex()[:8]}",
+            next_step=f"install {swarm} of Atoll and run 'atoll node start' again",
+        )
+    sizes = event.layout.fragment_elements
+    if not sizes or min(sizes) < 1:
+        raise BadDataError(f"{event.node_name} was refused: its layout has fragments of {sizes}")
+
+
+def _forget_what_it_held(turn: Turn, node_id: NodeId) -> None:
+    """A node that attaches may have restarted, and held results live in its memory.
+
+    It stays a participant, and reports again what it still holds.
+    """
+    current = turn.state.open_round
+    if current is None:
+        return
+    slices = tuple(
+        replace(p, holders=_without(p.holders, node_id)) if node_id in p.holders else p
+        for p in current.slices
+    )
+    turn.put_round(replace(current, slices=slices, applied=_without(current.applied, node_id)))
+
+
+def _without(reports: Mapping[NodeId, Digest], node_id: NodeId) -> dict[NodeId, Digest]:
+    return {other: digest for other, digest in reports.items() if other != node_id}
+
+
+def _judge(turn: Turn, node_id: NodeId, *, is_news: bool) -> None:
+    """Compares a present member's outer state with the committed one.
+
+    Asks for a refetch when it differs and `is_news`, so that heartbeats do not repeat the request.
+    """
+    state = turn.state
+    member = state.members[node_id]
+    current = state.open_round
+    if member.outer_round < state.committed_round:
+        if current is not None and node_id in current.applied:  # it has gone back
+            turn.put_round(replace(current, applied=_without(current.applied, node_id)))
+        return  # it catches up by itself
+    if member.outer_round > state.committed_round:
+        # Only a coordinator restored from an old copy of its database sees an honest node ahead.
+        turn.put_member(replace(member, state=MemberState.JOINING))
+        if is_news:
+            _ask_refetch(turn, member, f"ahead of the swarm: it holds round {member.outer_round}")
+    elif current is not None and current.phase is RoundPhase.APPLYING:
+        reports = {**current.applied, node_id: member.outer_digest}
+        turn.put_round(replace(current, applied=reports))
+    elif state.outer_digest is None:
+        return  # agree_on_initial_state decides
+    elif member.outer_digest == state.outer_digest:
+        turn.put_member(replace(member, state=MemberState.READY))
+    else:
+        turn.put_member(replace(member, state=MemberState.DIVERGED))
+        if is_news:
+            _ask_refetch(
+                turn,
+                member,
+                f"its digest {member.outer_digest.hex()[:8]} at round {member.outer_round} "
+                f"is not the swarm's {state.outer_digest.hex()[:8]}",
+            )
+
+
+def _ask_refetch(turn: Turn, member: Member, what: str) -> None:
+    """Sends the node to the newest state whose digest is known, if there is one."""
+    state = turn.state
+    if state.outer_digest is not None:
+        target, digest = state.committed_round, state.outer_digest
+    elif state.open_round is not None:
+        target, digest = state.open_round.number - 1, state.open_round.base_digest
+    else:
+        return
+    turn.act(
+        AskRefetch(
+            node_id=member.node_id,
+            round=target,
+            outer_digest=digest,
+            reason=f"the outer state of {member.node_name} was refused: {what}",
+        )
+    )
+
+
+def _announce_departed(turn: Turn, node_ids: Iterable[NodeId]) -> None:
+    """Tells everyone who is still here, and the round's participants whom not to wait for."""
+    turn.act(SendRoster())
+    current = turn.state.open_round
+    if current is None or current.phase is RoundPhase.APPLYING:
+        return
+    participants = {a.node_id for a in current.assignments}
+    if gone := tuple(sorted(participants.intersection(node_ids))):
+        turn.act(SendDeparted(round=current.number, node_ids=gone))

@@ -1,0 +1,335 @@
+"""A round from its opening to its commit: the plan, what participants report, what commits."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from coordinator.swarm.actions import SendCommit, SendPlan
+from coordinator.swarm.evaluation import ask_if_due
+from coordinator.swarm.events import ResultHeld, SliceReduced, TrainingDone
+from coordinator.swarm.membership import agree_on, most_reported
+from coordinator.swarm.state import ClosedRound, Round, RoundPhase, SliceProgress, SwarmState
+from coordinator.swarm.turn import (
+    Turn,
+    is_present,
+    name_of,
+    present_members,
+    present_participants,
+    ready_members,
+)
+from protocol.rounds import (
+    Assignment,
+    Commit,
+    Digest,
+    NodeId,
+    Plan,
+    SliceOutcome,
+    cut_into_slices,
+)
+
+
+def plan_of(current: Round, now: float) -> Plan:
+    """The round's plan with what remains of its durations: who reconnects gets no extra time."""
+    return Plan(
+        round=current.number,
+        fragment=current.fragment,
+        base_digest=current.base_digest,
+        assignments=current.assignments,
+        slices=tuple(progress.slice for progress in current.slices),
+        token_clock=current.token_clock,
+        tokens_per_inner_step=current.tokens_per_inner_step,
+        train_seconds=max(0.0, current.train_deadline - now),
+        contribute_seconds=max(0.0, current.contribute_deadline - now),
+        commit_seconds=max(0.0, current.commit_deadline - now),
+        reason=current.reason,
+    )
+
+
+def open_round(turn: Turn) -> None:
+    """Opens the next round with all ready members, when there are enough of them."""
+    state = turn.state
+    rules = state.rules
+    ready = ready_members(state)
+    if (
+        state.open_round is not None
+        or state.layout is None
+        or state.outer_digest is None
+        or state.committed_round >= rules.total_rounds
+        or not ready
+        or len(ready) < rules.min_nodes
+    ):
+        return
+    if state.committed_round == 0:
+        ask_if_due(turn)  # before the plan: the initial state is gone once its nodes train on
+    participants = tuple(member.node_id for member in ready)
+    number = state.committed_round + 1
+    fragment = number % len(state.layout.fragment_elements)
+    num_samples = rules.inner_steps * rules.batch
+    current = Round(
+        number=number,
+        fragment=fragment,
+        base_digest=state.outer_digest,
+        phase=RoundPhase.TRAINING,
+        opened_at=turn.now,
+        train_deadline=turn.now + rules.train_seconds,
+        contribute_deadline=turn.now + rules.contribute_seconds,
+        commit_deadline=turn.now + rules.commit_seconds,
+        assignments=tuple(
+            Assignment(
+                node_id=node_id,
+                inner_steps=rules.inner_steps,
+                first_sample=state.next_sample + place * num_samples,
+                num_samples=num_samples,
+            )
+            for place, node_id in enumerate(participants)
+        ),
+        slices=tuple(
+            SliceProgress(slice=part)
+            for part in cut_into_slices(state.layout.fragment_elements[fragment], participants)
+        ),
+        token_clock=state.token_clock,
+        tokens_per_inner_step=len(participants) * rules.batch * rules.context,
+        reason="1 node is ready" if len(ready) == 1 else f"{len(ready)} nodes are ready",
+    )
+    next_sample = state.next_sample + len(participants) * num_samples
+    turn.state = replace(turn.state, open_round=current, next_sample=next_sample)
+    turn.act(SendPlan(plan=plan_of(current, turn.now)))
+
+
+def training_done(turn: Turn, event: TrainingDone) -> None:
+    """Remembers a participant's first report of its training; impossible ones are ignored."""
+    current = _in_exchange(turn.state, event.round, event.node_id)
+    if current is None or event.node_id in current.trained:
+        return
+    if not 0 <= event.trained.tokens <= _token_limits(turn.state, current)[event.node_id]:
+        return
+    trained = {**current.trained, event.node_id: event.trained}
+    turn.put_round(replace(current, trained=trained, phase=RoundPhase.EXCHANGING))
+
+
+def slice_reduced(turn: Turn, event: SliceReduced) -> None:
+    """Fixes a slice's digest or that it is empty: the first valid report of its reducer counts.
+
+    Who encoded a result holds it, so the report counts as the reducer's ResultHeld too. A report
+    with contributors who did not take part, or with more tokens than they were leased, leaves the
+    slice open.
+    """
+    current = _in_exchange(turn.state, event.round, event.node_id)
+    if current is None or not 0 <= event.slice_index < len(current.slices):
+        return
+    progress = current.slices[event.slice_index]
+    if progress.slice.reducer_id != event.node_id:
+        return
+    if not progress.is_empty and progress.digest is None:
+        if event.digest is None:
+            _put_slice(turn, current, replace(progress, is_empty=True))
+            return
+        limits = _token_limits(turn.state, current)
+        contributors = tuple(sorted(event.contributors, key=lambda c: c.node_id))
+        num_different = len({c.node_id for c in contributors})
+        if not contributors or num_different < len(contributors):
+            return
+        if any(not 0 <= c.tokens <= limits.get(c.node_id, -1) for c in contributors):
+            return
+        progress = replace(progress, digest=event.digest, contributors=contributors)
+    if event.digest is not None and event.digest == progress.digest:
+        holders = {**progress.holders, event.node_id: event.digest}
+        _put_slice(turn, current, replace(progress, holders=holders))
+
+
+def result_held(turn: Turn, event: ResultHeld) -> None:
+    """Remembers what a participant holds; it may come before the reducer's own report."""
+    current = _in_exchange(turn.state, event.round, event.node_id)
+    if current is None or not 0 <= event.slice_index < len(current.slices):
+        return
+    progress = current.slices[event.slice_index]
+    holders = {**progress.holders, event.node_id: event.digest}
+    _put_slice(turn, current, replace(progress, holders=holders))
+
+
+def holders_of(state: SwarmState, current: Round, progress: SliceProgress) -> tuple[NodeId, ...]:
+    """The present participants that hold the result which the slice's reducer reported."""
+    if progress.digest is None:
+        return ()
+    return tuple(
+        node_id
+        for node_id in present_participants(state, current)
+        if progress.holders.get(node_id) == progress.digest
+    )
+
+
+def holders_needed(state: SwarmState, current: Round) -> int:
+    """How many present participants must hold a result: two, or all when fewer are left."""
+    return min(2, len(present_participants(state, current)))
+
+
+def void_reason(state: SwarmState, current: Round, progress: SliceProgress) -> str:
+    """Why a slice cannot commit now, in words; empty when it can."""
+    reducer = name_of(state, progress.slice.reducer_id)
+    num_present = len(present_participants(state, current))
+    num_holders = len(holders_of(state, current, progress))
+    if num_present == 0:
+        return "no participant is left"
+    if progress.is_empty:
+        return f"its reducer {reducer} had nothing to reduce"
+    if progress.digest is None and not is_present(state, progress.slice.reducer_id):
+        return f"its reducer {reducer} is gone"
+    if progress.digest is None:
+        return f"its reducer {reducer} never reported"
+    if num_holders < holders_needed(state, current):
+        return f"held by {num_holders} of {num_present} nodes"
+    return ""
+
+
+def is_undecided(state: SwarmState, current: Round, progress: SliceProgress) -> bool:
+    """Whether waiting longer can change what becomes of the slice.
+
+    A slice whose reducer is gone without a report is given up rather than waited for until the
+    deadline; if the reducer attaches again while others are undecided, it counts again.
+    """
+    if progress.is_empty or not present_participants(state, current):
+        return False
+    if progress.digest is None:
+        return is_present(state, progress.slice.reducer_id)
+    return len(holders_of(state, current, progress)) < holders_needed(state, current)
+
+
+def close_round(turn: Turn) -> None:
+    """Commits the round once every slice is decided, or at its deadline."""
+    state = turn.state
+    current = state.open_round
+    if current is None or current.phase is RoundPhase.APPLYING:
+        return
+    is_late = turn.now >= current.commit_deadline
+    if not is_late and any(is_undecided(state, current, p) for p in current.slices):
+        return
+    commit = Commit(
+        round=current.number,
+        fragment=current.fragment,
+        base_digest=current.base_digest,
+        slices=tuple(_outcome(state, current, progress) for progress in current.slices),
+    )
+    is_void = all(outcome.digest is None for outcome in commit.slices)
+    if is_void:  # the state does not change, so there is nothing to agree on
+        commit = replace(commit, outer_digest=current.base_digest)
+    tokens = committed_tokens(commit)
+    members = {
+        node_id: replace(m, committed_tokens=m.committed_tokens + tokens.get(node_id, 0))
+        for node_id, m in state.members.items()
+    }
+    turn.state = replace(
+        state,
+        members=members,
+        committed_round=current.number,
+        outer_digest=None,
+        token_clock=state.token_clock + sum(tokens.values()),
+        open_round=replace(
+            current,
+            phase=RoundPhase.APPLYING,
+            commit=commit,
+            committed_at=turn.now,
+            apply_deadline=turn.now + state.rules.apply_seconds,
+        ),
+        last_closed=ClosedRound(
+            plan=plan_of(current, current.opened_at),
+            commit=commit,
+            trained=current.trained,
+            tokens=sum(tokens.values()),
+            seconds=turn.now - current.opened_at,
+            reason=_closing_reason(commit, is_late=is_late),
+        ),
+    )
+    turn.act(SendCommit(commit=commit))
+    if is_void:
+        for member in ready_members(turn.state):
+            turn.put_member(replace(member, outer_round=current.number))
+        _end_round(turn, current.base_digest)
+
+
+def committed_tokens(commit: Commit) -> Mapping[NodeId, int]:
+    """Tokens that the commit takes from each contributor.
+
+    A node's weight may differ between slices (a slow upload misses one reducer and not another).
+    Its tokens count as committed when at least one committed slice holds them: its largest weight,
+    once.
+    """
+    tokens: dict[NodeId, int] = {}
+    for outcome in commit.slices:
+        for contributor in outcome.contributors:
+            known = tokens.get(contributor.node_id, 0)
+            tokens[contributor.node_id] = max(known, contributor.tokens)
+    return tokens
+
+
+def settle_round(turn: Turn) -> None:
+    """Fixes the digest of the state after the commit: what most present nodes report.
+
+    Once all present participants have reported, or at the deadline. When nobody has reported by
+    then, waits on: a digest is never invented.
+    """
+    current = turn.state.open_round
+    if current is None or current.phase is not RoundPhase.APPLYING:
+        return
+    present = {member.node_id for member in present_members(turn.state)}
+    reports = {node: digest for node, digest in current.applied.items() if node in present}
+    participants = present_participants(turn.state, current)
+    if (participants and all(node in reports for node in participants)) or (
+        reports and turn.now >= current.apply_deadline
+    ):
+        _end_round(turn, most_reported(reports))
+    elif turn.now >= current.apply_deadline:
+        deadline = turn.now + turn.state.rules.apply_seconds
+        turn.put_round(replace(current, apply_deadline=deadline))
+
+
+def _end_round(turn: Turn, digest: Digest) -> None:
+    """The round in flight is over, and `digest` is the committed state's."""
+    closed = turn.state.last_closed
+    assert closed is not None
+    commit = replace(closed.commit, outer_digest=digest)
+    turn.state = replace(turn.state, open_round=None, last_closed=replace(closed, commit=commit))
+    agree_on(turn, digest)
+    ask_if_due(turn)
+
+
+def _outcome(state: SwarmState, current: Round, progress: SliceProgress) -> SliceOutcome:
+    reason = void_reason(state, current, progress)
+    part = progress.slice
+    return SliceOutcome(
+        index=part.index,
+        start=part.start,
+        num_elements=part.num_elements,
+        digest=None if reason else progress.digest,
+        contributors=() if reason else progress.contributors,
+        holder_ids=() if reason else holders_of(state, current, progress),
+        void_reason=reason,
+    )
+
+
+def _closing_reason(commit: Commit, *, is_late: bool) -> str:
+    num_slices = len(commit.slices)
+    void = [outcome for outcome in commit.slices if outcome.digest is None]
+    if not void:
+        return "all slices are committed"
+    when = " at the deadline" if is_late else ""
+    reasons = ", ".join(f"slice {outcome.index} is void: {outcome.void_reason}" for outcome in void)
+    return f"{num_slices - len(void)} of {num_slices} slices are committed{when}; {reasons}"
+
+
+def _in_exchange(state: SwarmState, number: int, node_id: NodeId) -> Round | None:
+    """The round in flight, if a report of this node about round `number` can still matter to it."""
+    current = state.open_round
+    if current is None or current.number != number or current.phase is RoundPhase.APPLYING:
+        return None
+    is_participant = any(a.node_id == node_id for a in current.assignments)
+    return current if is_participant and is_present(state, node_id) else None
+
+
+def _token_limits(state: SwarmState, current: Round) -> Mapping[NodeId, int]:
+    """The tokens that each participant can have trained: all that it was leased."""
+    return {a.node_id: a.num_samples * state.rules.context for a in current.assignments}
+
+
+def _put_slice(turn: Turn, current: Round, progress: SliceProgress) -> None:
+    index = progress.slice.index
+    slices = (*current.slices[:index], progress, *current.slices[index + 1 :])
+    turn.put_round(replace(current, slices=slices))

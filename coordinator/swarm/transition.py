@@ -1,0 +1,115 @@
+"""The door of the core: what an event does to a swarm, and when time alone would do something."""
+
+from dataclasses import dataclass
+
+from coordinator.swarm.actions import Action
+from coordinator.swarm.evaluation import evaluated, finish_evaluation, finish_run
+from coordinator.swarm.events import (
+    Attached,
+    CommitApplied,
+    Detached,
+    Evaluated,
+    Event,
+    HeartbeatSeen,
+    ResultHeld,
+    SliceReduced,
+    Ticked,
+    TrainingDone,
+)
+from coordinator.swarm.explain import explain
+from coordinator.swarm.membership import (
+    agree_on_initial_state,
+    applied,
+    attach,
+    detach,
+    expire_leases,
+    heartbeat,
+)
+from coordinator.swarm.rounds import (
+    close_round,
+    open_round,
+    plan_of,
+    result_held,
+    settle_round,
+    slice_reduced,
+    training_done,
+)
+from coordinator.swarm.state import RoundPhase, Rules, SwarmState
+from coordinator.swarm.turn import Turn, present_members
+from protocol.rounds import Digest
+
+__all__ = ["Transition", "explain", "initial_state", "next_deadline", "plan_of", "step"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transition:
+    """What an event led to: the state, what the edge does in this order, what the run waits for."""
+
+    state: SwarmState
+    actions: tuple[Action, ...]
+    reason: str
+
+
+def initial_state(rules: Rules, run_digest: Digest) -> SwarmState:
+    """A run that no node has attached to yet."""
+    return SwarmState(rules=rules, run_digest=run_digest)
+
+
+def step(state: SwarmState, event: Event, now: float) -> Transition:
+    """What `event` does to the swarm at `now`, in seconds of the coordinator's clock.
+
+    `now` is never less than before. The event is taken in before the time is looked at, so a
+    heartbeat renews its lease as long as nobody has noticed that it ran out: a coordinator that
+    was busy does not lose its nodes. Reports that are repeated, stale, or of unknown rounds change
+    nothing by themselves.
+
+    Raises ProtocolMismatchError or BadDataError for a node that cannot take part, and
+    SessionEndedError for a session that is over; then nothing has happened.
+    """
+    turn = Turn(state=state, now=now)
+    _take_in(turn, event)
+    # The order makes one pass enough: no decision can enable one before it.
+    expire_leases(turn)
+    agree_on_initial_state(turn)
+    close_round(turn)
+    settle_round(turn)
+    finish_evaluation(turn)
+    open_round(turn)
+    finish_run(turn)
+    return Transition(
+        state=turn.state, actions=tuple(turn.actions), reason=explain(turn.state, now)
+    )
+
+
+def next_deadline(state: SwarmState) -> float | None:
+    """The earliest time at which Ticked could change something; None when time changes nothing."""
+    deadlines = [member.lease_until for member in present_members(state)]
+    if state.open_round is not None:
+        is_applying = state.open_round.phase is RoundPhase.APPLYING
+        round_ = state.open_round
+        deadlines.append(round_.apply_deadline if is_applying else round_.commit_deadline)
+    if state.evaluating is not None:
+        deadlines.append(state.evaluating.until)
+    return min(deadlines, default=None)
+
+
+def _take_in(turn: Turn, event: Event) -> None:
+    match event:
+        case Attached():
+            attach(turn, event)
+        case HeartbeatSeen():
+            heartbeat(turn, event)
+        case Detached():
+            detach(turn, event)
+        case TrainingDone():
+            training_done(turn, event)
+        case SliceReduced():
+            slice_reduced(turn, event)
+        case ResultHeld():
+            result_held(turn, event)
+        case CommitApplied():
+            applied(turn, event)
+        case Evaluated():
+            evaluated(turn, event)
+        case Ticked():
+            pass

@@ -1,0 +1,38 @@
+"""How nodes were doing when last heard. In memory only: nothing is decided by it."""
+
+from dataclasses import dataclass
+
+from protocol.rounds import NodeId
+from protocol.v1.session_pb2 import HeartbeatRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heard:
+    """When a node was last heard, in coordinator time, and its latest heartbeat."""
+
+    at: float
+    heartbeat: HeartbeatRequest | None
+
+
+class Telemetry:
+    """The latest heartbeat of each node."""
+
+    def __init__(self) -> None:
+        self._heard: dict[NodeId, Heard] = {}
+
+    def attached(self, node_id: NodeId, *, now: float) -> None:
+        """The node attached: what it said before is of another process."""
+        self._heard[node_id] = Heard(at=now, heartbeat=None)
+
+    def heard(self, node_id: NodeId, *, now: float) -> None:
+        """The node called, with something else than a heartbeat."""
+        before = self._heard.get(node_id)
+        self._heard[node_id] = Heard(at=now, heartbeat=None if before is None else before.heartbeat)
+
+    def heartbeat(self, node_id: NodeId, heartbeat: HeartbeatRequest, *, now: float) -> None:
+        """The node sent a heartbeat."""
+        self._heard[node_id] = Heard(at=now, heartbeat=heartbeat)
+
+    def of(self, node_id: NodeId) -> Heard | None:
+        """What is known of a node; None when it has not called since this coordinator started."""
+        return self._heard.get(node_id)

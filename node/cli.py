@@ -1,0 +1,139 @@
+"""The contributor's commands: join, node start, export, sample. Heavy imports happen inside them."""
+
+import asyncio
+import os
+import socket
+from pathlib import Path
+
+import click
+
+from node.config import load_settings
+from protocol.credentials import Credentials, find_home
+
+DIRECTORY = click.option(
+    "--dir",
+    "folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="The node's folder. Default: $ATOLL_DIR, or the one in your home.",
+)
+
+
+@click.command()
+@click.argument("invite", required=False)
+@DIRECTORY
+@click.option("--name", help="What people call this node. Default: the name of this machine.")
+def join(invite: str | None, folder: Path | None, name: str | None) -> None:
+    """Trade an invite for membership in a swarm.
+
+    INVITE is the text from the run owner, a file that holds it, or - for standard input; without
+    it, $ATOLL_INVITE is read. This machine gets an identity of its own that never leaves it.
+
+    Example: atoll join atoll1-… --name basement-4090
+    """
+    from node.join import join as enrol
+    from node.join import read_invite
+
+    home = find_home(folder)
+    credentials = asyncio.run(
+        enrol(read_invite(invite), home, name=name or socket.gethostname()[:64] or "node")
+    )
+    click.echo(
+        f"joined '{credentials.run_name}' at {credentials.endpoint}; your node lives in {home}"
+    )
+    suffix = f" --dir {folder}" if folder is not None else ""
+    click.echo(f"next: atoll node start{suffix}")
+
+
+@click.group()
+def node() -> None:
+    """Start this machine's node."""
+
+
+@node.command()
+@DIRECTORY
+@click.option("--name", help="What people call this node, instead of the name in node.toml.")
+@click.option("--device", help="Where to train: auto, cpu, cuda, mps, xpu.")
+@click.option("--ranks", type=int, help="Training processes; with GPUs, one for each.")
+@click.option("--listen", help="Address that peers connect to.")
+@click.option("--port", type=int, help="Port that peers connect to; 0 picks a free one.")
+@click.option("--announce", help="Host to tell peers, when a router forwards the port.")
+@click.option("--log-json", is_flag=True, help="Log one JSON object a line.")
+def start(folder: Path | None, log_json: bool, **settings: str | int | None) -> None:
+    """Contribute this machine until the run is finished or you press Ctrl-C.
+
+    Example: atoll node start --device cuda
+    """
+    home = find_home(folder)
+    Credentials.load(home)  # a missing or damaged folder is told before the slow imports
+    chosen = load_settings(home, **settings)
+    from protocol.logging import start_logging
+
+    start_logging(as_json=log_json, node=chosen.name)
+    # The fork server must start before gRPC does, and imports torch while we import the rest.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // chosen.ranks)))
+    from node.island.launcher import prepare_forkserver
+
+    prepare_forkserver()
+    from node.app import run_node
+
+    reason = asyncio.run(run_node(home, chosen))
+    click.echo(f"{chosen.name} has stopped: {reason}")
+
+
+@click.command()
+@click.argument("out", type=click.Path(path_type=Path))
+@DIRECTORY
+def export(out: Path, folder: Path | None) -> None:
+    """Write the model of this node's newest round to the folder OUT.
+
+    OUT holds safetensors and a config.json that the transformers library loads as a Llama model.
+
+    Example: atoll export ./model
+    """
+    from node.newest import newest_model
+
+    model = newest_model(find_home(folder))
+    from node.export import export_model
+
+    export_model(
+        spec=model.spec.model,
+        layout=model.layout,
+        parameters=model.parameters,
+        out=out,
+        metadata={
+            "run": model.spec.run.name,
+            "run_digest": model.spec.digest().hex(),
+            "round": str(model.round),
+            "outer_digest": model.outer_digest.hex(),
+        },
+    )
+    click.echo(f"wrote the model at round {model.round} ({model.outer_digest.hex()[:12]}) to {out}")
+
+
+@click.command()
+@DIRECTORY
+@click.option("--prompt", default="def ", show_default=True, help="Text to go on from.")
+@click.option(
+    "--bytes", "num_bytes", default=300, show_default=True, type=click.IntRange(1, 100_000)
+)
+@click.option("--temperature", default=0.7, show_default=True, type=click.FloatRange(0, 10))
+@click.option("--seed", default=0, show_default=True, type=int)
+def sample(folder: Path | None, prompt: str, num_bytes: int, temperature: float, seed: int) -> None:
+    """Let the model of this node's newest round write a little text.
+
+    Example: atoll sample --prompt "class " --bytes 500
+    """
+    from node.newest import newest_model
+
+    model = newest_model(find_home(folder))
+    from node.island.generate import decoder_of, sample_text
+
+    start_bytes = prompt.encode()
+    text = start_bytes + sample_text(
+        decoder_of(model.spec.model, model.parameters),
+        start_bytes,
+        num_bytes=num_bytes,
+        temperature=temperature,
+        seed=seed,
+    )
+    click.echo(text.decode("utf-8", errors="replace"))

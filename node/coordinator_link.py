@@ -1,0 +1,281 @@
+"""The coordinator as a node calls it: the stub's messages on one side, the node's values on the other."""
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from node.exchange.reports import Applied, Evaluated, Held, Reduced, Report, Trained
+from protocol import convert
+from protocol.errors import ProtocolMismatchError
+from protocol.rounds import (
+    Commit,
+    CorpusSummary,
+    Digest,
+    LayoutSummary,
+    NodeId,
+    PeerAddress,
+    Plan,
+    RosterEntry,
+)
+from protocol.run_spec import RunSpec, run_from_json
+from protocol.v1 import round_pb2, session_pb2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Announcement:
+    """What a node says of itself when it attaches."""
+
+    node_name: str
+    address: PeerAddress
+    run_digest: Digest
+    layout: LayoutSummary
+    corpus: CorpusSummary
+    outer_round: int
+    outer_digest: Digest
+    device: str
+    num_ranks: int
+    version: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attachment:
+    """What the coordinator answers."""
+
+    session_id: int
+    heartbeat_seconds: float
+    committed_round: int
+    committed_digest: Digest | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vitals:
+    """How a node is doing, for its heartbeat."""
+
+    outer_round: int
+    outer_digest: Digest
+    activity: str
+    waiting_for: str
+    inner_step: int
+    loss: float
+    tokens_per_second: float
+    wire: Mapping[str, tuple[int, int]]  # kind -> bytes sent, bytes received
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RosterChanged:
+    """The members changed."""
+
+    members: tuple[RosterEntry, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundOpened:
+    """A round opened, with us in it or not."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundCommitted:
+    """A round closed."""
+
+    commit: Commit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParticipantsDeparted:
+    """Participants of a round are gone."""
+
+    round: int
+    node_ids: tuple[NodeId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationAsked:
+    """The coordinator wants the held-out loss of our state."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefetchAsked:
+    """Our state is not the swarm's."""
+
+    round: int
+    outer_digest: Digest
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFinished:
+    """All rounds are done."""
+
+    round: int
+    outer_digest: Digest
+    reason: str
+
+
+Event = (
+    RosterChanged
+    | RoundOpened
+    | RoundCommitted
+    | ParticipantsDeparted
+    | EvaluationAsked
+    | RefetchAsked
+    | RunFinished
+)
+
+
+class SessionStub(Protocol):
+    """The calls of atoll.v1.SessionService; tests put a coordinator in the same process behind it."""
+
+    GetRun: Any
+    Attach: Any
+    Heartbeat: Any
+    Subscribe: Any
+    Report: Any
+    ListCommits: Any
+    Detach: Any
+
+
+class CoordinatorLink:
+    """Calls the coordinator. Errors are AtollErrors, translated where the stub was made."""
+
+    def __init__(self, stub: SessionStub) -> None:
+        self._stub = stub
+
+    async def get_run(self) -> RunSpec:
+        """The run file. Raises when this software reads it differently than the coordinator does."""
+        answer = await self._stub.GetRun(session_pb2.GetRunRequest())
+        spec = run_from_json(answer.run_json)
+        if spec.digest() != answer.run_digest:
+            raise ProtocolMismatchError(
+                f"the run file reads as {spec.digest().hex()[:12]} here and "
+                f"{answer.run_digest.hex()[:12]} at the coordinator",
+                next_step="install the same version of Atoll on both sides: 'atoll --version'",
+            )
+        return spec
+
+    async def attach(self, announcement: Announcement) -> Attachment:
+        """Opens a session."""
+        answer = await self._stub.Attach(
+            session_pb2.AttachRequest(
+                node_name=announcement.node_name,
+                address=convert.address_to_wire(announcement.address),
+                run_digest=announcement.run_digest,
+                layout=convert.layout_to_wire(announcement.layout),
+                corpus=convert.corpus_to_wire(announcement.corpus),
+                outer_round=announcement.outer_round,
+                outer_digest=announcement.outer_digest,
+                device=announcement.device,
+                num_ranks=announcement.num_ranks,
+                version=announcement.version,
+            )
+        )
+        return Attachment(
+            session_id=answer.session_id,
+            heartbeat_seconds=answer.heartbeat_seconds,
+            committed_round=answer.committed_round,
+            committed_digest=Digest(answer.committed_digest) if answer.committed_digest else None,
+        )
+
+    async def heartbeat(self, session_id: int, vitals: Vitals) -> None:
+        """Renews the lease. Raises SessionEndedError when the session is over."""
+        await self._stub.Heartbeat(
+            session_pb2.HeartbeatRequest(
+                session_id=session_id,
+                outer_round=vitals.outer_round,
+                outer_digest=vitals.outer_digest,
+                activity=vitals.activity,
+                waiting_for=vitals.waiting_for,
+                inner_step=vitals.inner_step,
+                loss=vitals.loss,
+                tokens_per_second=vitals.tokens_per_second,
+                wire=[
+                    session_pb2.WireCount(kind=kind, sent_bytes=sent, received_bytes=received)
+                    for kind, (sent, received) in sorted(vitals.wire.items())
+                ],
+            )
+        )
+
+    async def report(self, session_id: int, round: int, report: Report) -> None:
+        """Makes a report durable at the coordinator."""
+        await self._stub.Report(_report_to_wire(session_id, round, report))
+
+    async def events(self, session_id: int) -> AsyncIterator[Event]:
+        """What happens, as it happens, beginning with what holds now."""
+        request = session_pb2.SubscribeRequest(session_id=session_id)
+        async for message in self._stub.Subscribe(request):
+            yield _event_from_wire(message)
+
+    async def list_commits(self, after_round: int) -> tuple[Commit, ...]:
+        """Commits of later rounds, oldest first, at most 64."""
+        answer = await self._stub.ListCommits(
+            session_pb2.ListCommitsRequest(after_round=after_round)
+        )
+        return tuple(convert.commit_from_wire(commit) for commit in answer.commits)
+
+    async def detach(self, session_id: int, reason: str) -> None:
+        """Says goodbye."""
+        await self._stub.Detach(session_pb2.DetachRequest(session_id=session_id, reason=reason))
+
+
+def _report_to_wire(session_id: int, round: int, report: Report) -> session_pb2.ReportRequest:
+    request = session_pb2.ReportRequest(session_id=session_id, round=round)
+    match report:
+        case Trained():
+            request.trained.inner_steps = report.inner_steps
+            request.trained.tokens = report.tokens
+            request.trained.loss = report.loss
+            request.trained.seconds = report.seconds
+        case Reduced():
+            request.reduced.slice_index = report.slice_index
+            request.reduced.digest = report.digest or b""
+            request.reduced.contributors.extend(
+                round_pb2.Contributor(node_id=c.node_id, tokens=c.tokens)
+                for c in report.contributors
+            )
+        case Held():
+            request.held.slice_index = report.slice_index
+            request.held.digest = report.digest
+        case Applied():
+            request.applied.outer_digest = report.outer_digest
+        case Evaluated():
+            request.evaluated.held_out_loss = report.held_out_loss
+            request.evaluated.tokens = report.tokens
+    return request
+
+
+def _event_from_wire(message: session_pb2.SubscribeResponse) -> Event:
+    match message.WhichOneof("event"):
+        case "roster":
+            members = message.roster.members
+            return RosterChanged(members=tuple(convert.roster_entry_from_wire(m) for m in members))
+        case "plan":
+            return RoundOpened(plan=convert.plan_from_wire(message.plan))
+        case "commit":
+            return RoundCommitted(commit=convert.commit_from_wire(message.commit))
+        case "departed":
+            node_ids = tuple(NodeId(node_id) for node_id in message.departed.node_ids)
+            return ParticipantsDeparted(round=message.departed.round, node_ids=node_ids)
+        case "evaluate":
+            return EvaluationAsked(round=message.evaluate.round)
+        case "refetch":
+            refetch = message.refetch
+            return RefetchAsked(
+                round=refetch.round,
+                outer_digest=Digest(refetch.outer_digest),
+                reason=refetch.reason,
+            )
+        case "finished":
+            finished = message.finished
+            return RunFinished(
+                round=finished.round,
+                outer_digest=Digest(finished.outer_digest),
+                reason=finished.reason,
+            )
+        case unknown:
+            raise ProtocolMismatchError(
+                f"the coordinator sent an event that this version does not know ({unknown})",
+                next_step="install the coordinator's version of Atoll: 'atoll --version'",
+            )

@@ -1,0 +1,305 @@
+"""The one place that knows session, island and exchange: it lives a node's life, round after round.
+
+Events arrive on the session; what they ask for is done one after the other in `_work`, so that the
+island and the outer state are never in two rounds at once. What must not wait for that (a changed
+roster, participants that are gone) is done on arrival.
+"""
+
+import asyncio
+import contextlib
+import random
+from dataclasses import dataclass
+
+import structlog
+
+from node.coordinator_link import (
+    Announcement,
+    Attachment,
+    CoordinatorLink,
+    EvaluationAsked,
+    Event,
+    ParticipantsDeparted,
+    RefetchAsked,
+    RosterChanged,
+    RoundCommitted,
+    RoundOpened,
+    RunFinished,
+    Vitals,
+)
+from node.exchange.exchange import Exchange
+from node.exchange.outer import Outer
+from node.exchange.reports import Applied, Evaluated, Report, Trained
+from node.exchange.snapshot import SnapshotFolder
+from node.exchange.transport.transport import Transport
+from node.heavy import Heavy
+from node.island.island import InnerReport, InnerWork, Island, Progress
+from node.session import Session
+from protocol.rounds import Commit, CorpusSummary, Digest, NodeId, PeerAddress, Plan
+from protocol.run_spec import RunSpec
+from protocol.wire_count import WireCounts
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFacts:
+    """What a node says of itself."""
+
+    node_id: NodeId
+    node_name: str
+    public_key: bytes
+    device: str
+    num_ranks: int
+    version: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CatchUpNeeded:
+    """The session learned of a committed round that we do not hold."""
+
+    round: int
+
+
+_Work = RoundOpened | RoundCommitted | EvaluationAsked | RefetchAsked | RunFinished | _CatchUpNeeded
+
+
+class Daemon:
+    """A node from its first attach to the end of the run."""
+
+    def __init__(
+        self,
+        *,
+        facts: NodeFacts,
+        spec: RunSpec,
+        link: CoordinatorLink,
+        transport: Transport,
+        island: Island,
+        outer: Outer,
+        snapshots: SnapshotFolder | None,
+        heavy: Heavy,
+        counts: WireCounts,
+        rng: random.Random,
+    ) -> None:
+        self._facts = facts
+        self._spec = spec
+        self._run_digest = spec.digest()
+        self._transport = transport
+        self._island = island
+        self._outer = outer
+        self._counts = counts
+        self._exchange = Exchange(
+            node_id=facts.node_id,
+            run_digest=self._run_digest,
+            context=spec.model.context,
+            outer=outer,
+            transport=transport,
+            snapshots=snapshots,
+            heavy=heavy,
+            report=self._report,
+            list_commits=link.list_commits,
+        )
+        self._session = Session(
+            link=link,
+            announce=self._announcement,
+            vitals=self._vitals,
+            on_attached=self._on_attached,
+            on_event=self._on_event,
+            rng=rng,
+        )
+        self._corpus: CorpusSummary | None = None
+        self._work: asyncio.Queue[_Work] = asyncio.Queue()
+        self._activity = "starting"
+        self._inner_step = 0
+        self._progress: Progress | None = None
+        self._last_planned_round = 0
+
+    async def run(self) -> str:
+        """Takes part until the run is finished; returns why it ended. Raises AtollError.
+
+        Cancel it to leave early: it says goodbye and stops what it started.
+        """
+        session: asyncio.Task[None] | None = None
+        work: asyncio.Task[str] | None = None
+        try:
+            self._corpus, _ = await asyncio.gather(
+                self._island.start(), self._transport.start(self._exchange)
+            )
+            await self._island.adopt()
+            session = asyncio.ensure_future(self._session.run())
+            work = asyncio.ensure_future(self._do_work())
+            await asyncio.wait((session, work), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                session.result()  # raises: a session ends only by an error
+            reason = await work
+            await self._session.flush(timeout_seconds=5)
+            await self._session.leave("the run is finished")
+            return reason
+        except asyncio.CancelledError:
+            await self._session.leave("stopped by its owner")
+            raise
+        finally:
+            for task in (session, work):
+                if task is not None:
+                    task.cancel()
+                    with contextlib.suppress(asyncio.CancelledError, Exception):
+                        await task
+            await self._exchange.stop()
+            await asyncio.gather(self._transport.stop(), self._island.stop())
+
+    # What the session asks
+
+    def _announcement(self) -> Announcement:
+        assert self._corpus is not None
+        return Announcement(
+            node_name=self._facts.node_name,
+            address=PeerAddress(
+                public_key=self._facts.public_key, multiaddrs=self._transport.multiaddrs
+            ),
+            run_digest=self._run_digest,
+            layout=self._outer.layout.summary(),
+            corpus=self._corpus,
+            outer_round=self._outer.round,
+            outer_digest=self._outer.digest,
+            device=self._facts.device,
+            num_ranks=self._facts.num_ranks,
+            version=self._facts.version,
+        )
+
+    def _vitals(self) -> Vitals:
+        progress = self._progress
+        return Vitals(
+            outer_round=self._outer.round,
+            outer_digest=self._outer.digest,
+            activity=self._activity,
+            waiting_for=self._waiting_for(),
+            inner_step=self._inner_step,
+            loss=progress.loss if progress else 0.0,
+            tokens_per_second=progress.tokens_per_second if progress else 0.0,
+            wire=self._counts.totals(),
+        )
+
+    def _waiting_for(self) -> str:
+        if self._activity == "training":
+            return ""
+        return self._exchange.waiting_for() or (
+            "the next plan" if self._activity == "waiting" else ""
+        )
+
+    def _report(self, round: int, report: Report) -> None:
+        self._session.report(round, report)
+
+    def _on_attached(self, attachment: Attachment) -> None:
+        log.info(
+            "attached", session=attachment.session_id, committed_round=attachment.committed_round
+        )
+        if attachment.committed_round > self._outer.round:
+            self._work.put_nowait(_CatchUpNeeded(round=attachment.committed_round))
+
+    def _on_event(self, event: Event) -> None:
+        match event:
+            case RosterChanged(members=members):
+                self._exchange.set_roster(members)
+            case ParticipantsDeparted():
+                self._exchange.depart(event.round, event.node_ids)
+            case _:
+                self._work.put_nowait(event)
+
+    # Work, one thing after the other
+
+    async def _do_work(self) -> str:
+        while True:
+            self._activity = "waiting"
+            match await self._work.get():
+                case RoundOpened(plan=plan):
+                    await self._take_part(plan)
+                case RoundCommitted(commit=commit):
+                    await self._apply(commit)
+                case EvaluationAsked(round=round_):
+                    await self._evaluate(round_)
+                case _CatchUpNeeded(round=round_):
+                    await self._catch_up(round_)
+                case RefetchAsked() as asked:
+                    await self._refetch(asked.round, asked.outer_digest, asked.reason)
+                case RunFinished() as finished:
+                    await self._catch_up(finished.round)
+                    log.info("run finished", round=finished.round, why=finished.reason)
+                    return finished.reason
+
+    async def _take_part(self, plan: Plan) -> None:
+        assignment = plan.assignment_of(self._facts.node_id)
+        is_known = plan.round <= max(self._last_planned_round, self._outer.round)
+        if assignment is None or is_known:
+            return  # a plan comes again after every break of the session
+        if plan.base_digest != self._outer.digest:
+            log.warning("plan refused: its base is not our state", round=plan.round)
+            return
+        self._last_planned_round = plan.round
+        await self._exchange.open_round(plan)
+        self._activity, self._inner_step = "training", 0
+        trained = await self._island.train(
+            InnerWork(
+                round=plan.round,
+                inner_steps=assignment.inner_steps,
+                first_sample=assignment.first_sample,
+                num_samples=assignment.num_samples,
+                token_clock=plan.token_clock,
+                tokens_per_inner_step=plan.tokens_per_inner_step,
+                max_seconds=plan.train_seconds,
+            ),
+            self._on_progress,
+        )
+        self._activity = "contributing"
+        await self._island.publish(plan.fragment)
+        self._report(plan.round, _trained_report(trained))
+        if trained.tokens > 0:
+            await self._exchange.contribute(trained.tokens)
+
+    def _on_progress(self, progress: Progress) -> None:
+        self._progress = progress
+        self._inner_step = progress.inner_step
+
+    async def _apply(self, commit: Commit) -> None:
+        if commit.round <= self._outer.round:
+            return
+        self._activity = "applying"
+        await self._exchange.apply(commit)
+        await self._adopted()
+
+    async def _catch_up(self, round: int) -> None:
+        if round > self._outer.round:
+            self._activity = "catching up"
+            await self._exchange.catch_up(round)
+            await self._adopted()
+
+    async def _refetch(self, round: int, digest: Digest, reason: str) -> None:
+        if (self._outer.round, self._outer.digest) == (round, digest):
+            return
+        log.warning("fetching the outer state anew", round=round, why=reason)
+        self._activity = "refetching"
+        await self._exchange.refetch(round, digest)
+        await self._adopted()
+
+    async def _adopted(self) -> None:
+        """The outer state moved: ranks take it over, then the coordinator learns it, then the disk."""
+        await self._island.adopt()
+        self._report(self._outer.round, Applied(outer_digest=self._outer.digest))
+        log.info("applied", round=self._outer.round, digest=self._outer.digest.hex()[:12])
+        await self._exchange.save()
+
+    async def _evaluate(self, round: int) -> None:
+        if round != self._outer.round:
+            return  # the coordinator asks another node when its time limit passes
+        self._activity = "evaluating"
+        # The ranks may have trained on already: what they trained is published, so it may go.
+        await self._island.adopt()
+        evaluation = await self._island.evaluate()
+        self._report(round, Evaluated(held_out_loss=evaluation.loss, tokens=evaluation.tokens))
+
+
+def _trained_report(trained: InnerReport) -> Trained:
+    return Trained(
+        inner_steps=trained.inner_steps,
+        tokens=trained.tokens,
+        loss=trained.loss,
+        seconds=trained.seconds,
+    )

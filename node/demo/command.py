@@ -1,0 +1,293 @@
+"""The command: it types what people type, in order, and shows how the run goes."""
+
+import itertools
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+import protocol
+from node.demo.children import Child, Children
+from node.demo.report import final_report, printable
+from protocol.errors import BadDataError, CannotCreateError, TemporaryError, UnavailableError
+from protocol.query import StatusLink
+from protocol.run_spec import load_run_file
+from protocol.v1 import status_pb2 as pb
+from protocol.watch import REFRESH_SECONDS, LineScreen, LiveScreen, Screen
+
+RUN_FILE = """\
+# The demo: a byte language model on the Python standard library's own source.
+
+[run]
+name = "demo"
+seed = {seed}
+rounds = {rounds}
+min_nodes = {num_nodes}
+
+[model]
+hidden_size = 64
+num_layers = 3
+num_heads = 4
+num_kv_heads = 2
+ffn_size = 192
+context = 128
+
+[data]
+source = "python-stdlib"
+
+[inner]
+steps = 30
+batch = 16
+learning_rate = 6e-3
+
+[exchange]
+uplink = "int4"
+downlink = "int4"
+
+[deadlines]
+train = 120
+contribute = 150
+commit = 180
+apply = 30
+lease = 10
+
+[evaluation]
+every_rounds = 2
+"""
+
+DEFAULT_ROUNDS = 12
+
+_COMMAND_SECONDS = 60.0  # for a command that needs no torch
+_HEAVY_COMMAND_SECONDS = 180.0  # for one that imports torch on a busy machine
+_FINAL_WAIT_SECONDS = 30.0  # for nodes to end once the run is finished
+
+
+@click.command()
+@click.option("--nodes", "num_nodes", type=click.IntRange(1, 16), default=3, show_default=True)
+@click.option("--rounds", type=click.IntRange(1, 10_000), default=DEFAULT_ROUNDS, show_default=True)
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="A folder that does not exist yet. Default: atoll-demo, or the next free name.",
+)
+def demo(num_nodes: int, rounds: int, seed: int, out: Path | None) -> None:
+    """Train a small model with several nodes on this machine.
+
+    Starts a coordinator and the nodes as you would by hand, shows how they train and exchange, and
+    stops everything at the end or on Ctrl-C. The folder keeps the model, the run file and all logs.
+
+    Example: atoll demo --nodes 4
+    """
+    folder = _fresh_folder(out)
+    logs = folder / "logs"
+    logs.mkdir()
+    screen = LiveScreen() if sys.stdout.isatty() else LineScreen(key=_rounds_done)
+    try:
+        with (
+            Children(logs=logs, environment=_environment(), working_folder=folder) as children,
+            StatusLink(folder / "coordinator") as link,
+        ):
+            demonstration = _Demonstration(
+                folder=folder, num_nodes=num_nodes, children=children, link=link, screen=screen
+            )
+            lines = demonstration.run(rounds=rounds, seed=seed)
+    except KeyboardInterrupt:
+        click.echo(f"stopped; everything the demo started has ended. Logs: {logs}", err=True)
+        raise
+    click.echo("\n".join(["", *lines]))
+
+
+def _fresh_folder(out: Path | None) -> Path:
+    """Makes the folder, readable by its owner alone: it will hold keys."""
+    for candidate in _default_folders() if out is None else (out,):
+        try:
+            candidate.mkdir(mode=0o700, parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise CannotCreateError(
+                f"{candidate} cannot be made: {error.strerror}",
+                next_step="choose another folder with --out",
+            ) from error
+        return candidate.resolve()
+    raise CannotCreateError(f"{out} exists already", next_step="choose another folder with --out")
+
+
+def _default_folders() -> Iterator[Path]:
+    yield Path("atoll-demo")
+    yield from (Path(f"atoll-demo-{number}") for number in itertools.count(2))
+
+
+def _environment() -> dict[str, str]:
+    """For the children: our own code wherever we run from, and one thread for each process.
+
+    Two processes of two threads on two cores are fifty times slower than one thread each.
+    """
+    environment = {k: v for k, v in os.environ.items() if k not in ("ATOLL_DIR", "ATOLL_INVITE")}
+    sources = str(Path(protocol.__path__[0]).parent)
+    known = environment.get("PYTHONPATH")
+    environment["PYTHONPATH"] = f"{sources}{os.pathsep}{known}" if known else sources
+    environment["PYTHONUNBUFFERED"] = "1"
+    environment["OMP_NUM_THREADS"] = "1"
+    return environment
+
+
+def _atoll(*arguments: str | Path) -> list[str]:
+    # -P: a folder's own protocol.py or node.py must not stand in for ours.
+    return [sys.executable, "-P", "-m", "protocol.cli", *map(str, arguments)]
+
+
+def _rounds_done(status: pb.GetStatusResponse) -> object:
+    """What is worth a line when the demo does not run on a terminal."""
+    return status.run.committed_round, status.run.phase == pb.RUN_PHASE_FINISHED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Demonstration:
+    """One run of the demo in its folder."""
+
+    folder: Path
+    num_nodes: int
+    children: Children
+    link: StatusLink
+    screen: Screen
+
+    def run(self, *, rounds: int, seed: int) -> list[str]:
+        """Does all of it and returns what to say at the end."""
+        began = time.monotonic()
+        run_file = self.folder / "run.toml"
+        run_file.write_text(
+            RUN_FILE.format(seed=seed, rounds=rounds, num_nodes=self.num_nodes), encoding="utf-8"
+        )
+        spec = load_run_file(run_file)
+        with self.screen:
+            self.screen.say(f"a swarm of {self.num_nodes} on this machine, in {self.folder}")
+            coordinator = self._start_coordinator(run_file)
+            nodes = self._start_nodes(self._make_invite())
+            status = self._follow(nodes)
+            self.link.close()
+            self.children.end(coordinator)
+            self.screen.say("the nodes have ended; writing the model out…")
+            text = self._use_model()
+        return [
+            *final_report(
+                status,
+                num_nodes=self.num_nodes,
+                tokens_per_inner_step=spec.tokens_per_inner_step,
+                seconds=time.monotonic() - began,
+            ),
+            f"model         {self.folder / 'model'}",
+            f"logs          {self.folder / 'logs'}",
+            "it writes:",
+            *(f"  {line}" for line in printable(text).splitlines()),
+        ]
+
+    def _start_coordinator(self, run_file: Path) -> Child:
+        home = self.folder / "coordinator"
+        ports = ("--port", "0", "--enrolment-port", "0")
+        setup = self.children.start(
+            "coordinator-init",
+            _atoll("coordinator", "init", home, "--run", run_file, "--host", "127.0.0.1", *ports),
+        )
+        self.children.wait_for([setup], seconds=_COMMAND_SECONDS, what="setting up the coordinator")
+        coordinator = self.children.start("coordinator", _atoll("coordinator", "start", home))
+        self.children.wait_until(
+            lambda: "coordinator ready" in coordinator.log_text(),
+            seconds=_COMMAND_SECONDS,
+            what="starting the coordinator",
+        )
+        return coordinator
+
+    def _make_invite(self) -> str:
+        output = self.folder / "logs" / "invite.txt"
+        home = self.folder / "coordinator"
+        create = self.children.start(
+            "invite",
+            _atoll("invite", "create", "--uses", str(self.num_nodes), "--dir", home),
+            output=output,
+        )
+        self.children.wait_for([create], seconds=_COMMAND_SECONDS, what="making an invite")
+        printed = output.read_text(encoding="utf-8")
+        output.unlink()  # it is a secret, and used up in a moment
+        if (found := re.search(r"atoll1-\S+", printed)) is None:
+            raise BadDataError("'atoll invite create' printed no invite")
+        return found[0]
+
+    def _start_nodes(self, invite: str) -> list[Child]:
+        """Lets all nodes join at once; each starts as soon as it has joined."""
+        names = [f"node-{number}" for number in range(1, self.num_nodes + 1)]
+        joins = {
+            name: self.children.start(
+                f"{name}-join",
+                _atoll("join", "--dir", self.folder / name, "--name", name),
+                more_environment={"ATOLL_INVITE": invite},  # command lines are for all to read
+            )
+            for name in names
+        }
+        nodes: list[Child] = []
+        for join in joins.values():
+            join.may_end = True
+
+        def all_started() -> bool:
+            for name in [n for n, join in joins.items() if join.exit_code() is not None]:
+                del joins[name]
+                command = _atoll("node", "start", "--dir", self.folder / name, "--name", name)
+                nodes.append(self.children.start(name, command))
+            return not joins
+
+        self.children.wait_until(all_started, seconds=_COMMAND_SECONDS, what="joining")
+        self.screen.say("the nodes have joined and are starting: torch takes some seconds to load")
+        return nodes
+
+    def _follow(self, nodes: list[Child]) -> pb.GetStatusResponse:
+        """Shows the run until it is finished and its nodes have ended; returns the last status."""
+        status = self.link.status()
+        while status.run.phase != pb.RUN_PHASE_FINISHED:
+            status = self._look(status)
+            self.children.watch_for(REFRESH_SECONDS)
+        for node in nodes:
+            node.may_end = True
+        give_up_at = time.monotonic() + _FINAL_WAIT_SECONDS
+        while any(node.exit_code() is None for node in nodes):
+            if time.monotonic() >= give_up_at:
+                late = " and ".join(node.name for node in nodes if node.exit_code() is None)
+                raise TemporaryError(
+                    f"the run is finished, but {late} still ran {_FINAL_WAIT_SECONDS:.0f} s later",
+                    next_step=f"read the logs in {self.folder / 'logs'}",
+                )
+            status = self._look(status)
+            self.children.watch_for(0.2)
+        self.children.check()
+        # Once more: the last heartbeats came after the last look.
+        status = self.link.status()
+        self.screen.show(status)
+        return status
+
+    def _look(self, last: pb.GetStatusResponse) -> pb.GetStatusResponse:
+        """Asks and shows; returns the last status while the coordinator does not answer."""
+        self.children.check()
+        try:
+            status = self.link.status()
+        except (UnavailableError, TemporaryError) as error:
+            self.screen.away(error.what)
+            return last
+        self.screen.show(status)
+        return status
+
+    def _use_model(self) -> str:
+        """Exports the model and lets it write; both as commands, at the same time."""
+        home, output = self.folder / "node-1", self.folder / "logs" / "sample.txt"
+        both = [
+            self.children.start("export", _atoll("export", self.folder / "model", "--dir", home)),
+            self.children.start(
+                "sample", _atoll("sample", "--dir", home, "--bytes", "300"), output=output
+            ),
+        ]
+        self.children.wait_for(both, seconds=_HEAVY_COMMAND_SECONDS, what="writing the model out")
+        return output.read_text(encoding="utf-8", errors="replace")

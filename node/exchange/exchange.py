@@ -1,0 +1,224 @@
+"""The exchange room's front desk: what the daemon asks for, and what peers ask for.
+
+It owns the outer state and the round in flight. The daemon calls it in the order of a round;
+peers call it at any time through the transport.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import structlog
+
+from node.exchange.catch_up import CatchUp
+from node.exchange.codecs.codec import CodecError
+from node.exchange.held_results import HeldResults
+from node.exchange.outer import Outer, Pending
+from node.exchange.reports import Report
+from node.exchange.round import ExchangeRound
+from node.exchange.snapshot import SnapshotFolder
+from node.exchange.transport.transport import (
+    TransferRefusedError,
+    Transport,
+    Want,
+    WantResult,
+)
+from node.heavy import Heavy
+from protocol.payload import CONTRIBUTION, RESULT, SNAPSHOT, Payload, PayloadHeader
+from protocol.rounds import Commit, Digest, NodeId, Plan, RosterEntry
+
+log = structlog.get_logger()
+
+
+class Exchange:
+    """One node's side of the slow links. Also the transport's handler."""
+
+    def __init__(
+        self,
+        *,
+        node_id: NodeId,
+        run_digest: Digest,
+        context: int,
+        outer: Outer,
+        transport: Transport,
+        snapshots: SnapshotFolder | None,
+        heavy: Heavy,
+        report: Callable[[int, Report], None],
+        list_commits: Callable[[int], Awaitable[tuple[Commit, ...]]],
+    ) -> None:
+        self.outer = outer
+        self._node_id = node_id
+        self._run_digest = run_digest
+        self._context = context
+        self._transport = transport
+        self._snapshots = snapshots
+        self._heavy = heavy
+        self._report = report
+        self._held = HeldResults()
+        self._round: ExchangeRound | None = None
+        self._lingering: set[asyncio.Task[None]] = set()
+        self._members: tuple[NodeId, ...] = ()
+        # Taken while the outer state changes or is copied: a snapshot is never half of two rounds.
+        self._lock = asyncio.Lock()
+        self._snapshot_payload: Payload | None = None
+        self._catch_up = CatchUp(
+            node_id=node_id,
+            outer=outer,
+            held=self._held,
+            transport=transport,
+            heavy=heavy,
+            list_commits=list_commits,
+            peers=lambda: self._members,
+            run_digest=run_digest,
+        )
+
+    # What the daemon asks for
+
+    def set_roster(self, members: tuple[RosterEntry, ...]) -> None:
+        """Tells the transport who is a member, and remembers whom to ask."""
+        self._transport.set_roster(members)
+        self._members = tuple(m.node_id for m in members if m.node_id != self._node_id)
+
+    async def open_round(self, plan: Plan) -> None:
+        """Begins to take contributions and results of a round."""
+        await self.close_round()
+        self._round = ExchangeRound(
+            plan=plan,
+            context=self._context,
+            node_id=self._node_id,
+            run_digest=self._run_digest,
+            outer=self.outer,
+            held=self._held,
+            transport=self._transport,
+            heavy=self._heavy,
+            report=self._report,
+            lingering=self._lingering,
+        )
+
+    async def contribute(self, tokens: int) -> None:
+        """Sends what the island published for the open round."""
+        assert self._round is not None, "contribute follows open_round"
+        await self._round.contribute(tokens)
+
+    def depart(self, round: int, node_ids: tuple[NodeId, ...]) -> None:
+        """Stops waiting for participants that are gone."""
+        if self._round is not None and self._round.plan.round == round:
+            self._round.depart(node_ids)
+
+    async def close_round(self) -> Pending | None:
+        """Ends the transfers of the round in flight; returns what is pending of it."""
+        if self._round is None:
+            return None
+        await self._round.close()
+        pending, self._round = self._round.pending, None
+        return pending
+
+    async def stop(self) -> None:
+        """Ends everything in flight, results that peers still wait for included."""
+        await self.close_round()
+        tasks = tuple(self._lingering)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def apply(self, commit: Commit) -> None:
+        """Brings the outer state to the commit's round, by results or, failing that, by a snapshot."""
+        pending = await self._end_round_with(commit)
+        async with self._lock:
+            self._snapshot_payload = None
+            await self._catch_up.to_commit(commit, pending)
+            self._held.forget_before(self.outer.round)
+
+    async def _end_round_with(self, commit: Commit) -> Pending | None:
+        """Waits for results that are on their way to us, then ends the round."""
+        if self._round is not None and self._round.plan.round == commit.round:
+            await self._round.await_pushed(commit)
+        return await self.close_round()
+
+    async def catch_up(self, round: int) -> None:
+        """Brings the outer state to a committed round or a later one."""
+        pending = await self.close_round()
+        async with self._lock:
+            self._snapshot_payload = None
+            await self._catch_up.to_round(round, pending)
+
+    async def refetch(self, round: int, digest: Digest) -> None:
+        """Replaces the outer state, whatever it is, by that of a peer at this round or later."""
+        await self.close_round()
+        async with self._lock:
+            self._snapshot_payload = None
+            await self._catch_up.replace(round, digest)
+
+    async def save(self) -> None:
+        """Writes the outer state and the residual to disk, if the node keeps a folder for it."""
+        if self._snapshots is None:
+            return
+        folder = self._snapshots
+        async with self._lock:
+            snapshot, residual = self.outer.snapshot(), self.outer.residual_copy()
+        await self._heavy(lambda: folder.save(snapshot, residual))
+
+    def waiting_for(self) -> str:
+        """What the exchange waits for, in words; empty when for nothing."""
+        if self._catch_up.waiting_for:
+            return self._catch_up.waiting_for
+        return self._round.waiting_for() if self._round is not None else ""
+
+    # What peers ask for (TransferHandler)
+
+    def admit(self, sender: NodeId, header: PayloadHeader) -> None:
+        """Decides on an offered payload by its header alone."""
+        if header.run_digest != self._run_digest:
+            raise TransferRefusedError(
+                f"run digest {header.run_digest.hex()[:8]} is not ours, {self._run_digest.hex()[:8]}"
+            )
+        if self._round is None or self._round.plan.round != header.round:
+            raise TransferRefusedError(f"round {header.round} is not open at this node")
+        if header.kind == CONTRIBUTION:
+            self._round.admit_contribution(sender, header)
+        elif header.kind == RESULT:
+            self._round.admit_result(sender, header)
+        else:
+            raise TransferRefusedError(f"a {header.kind_name} is fetched, never pushed")
+
+    async def receive(self, sender: NodeId, payload: Payload) -> None:
+        """Takes an admitted payload; the round may have closed meanwhile."""
+        if self._round is None or self._round.plan.round != payload.header.round:
+            raise TransferRefusedError(f"round {payload.header.round} has closed meanwhile")
+        if payload.header.kind == CONTRIBUTION:
+            self._round.take_contribution(sender, payload)
+            return
+        try:
+            await self._round.take_result(payload)
+        except CodecError as error:
+            log.warning("result refused", round=payload.header.round, sender=sender, why=str(error))
+            raise TransferRefusedError(f"the result does not decode: {error}") from error
+
+    async def supply(self, sender: NodeId, want: Want) -> Payload | None:
+        """A held result, or the outer state as it is now."""
+        if isinstance(want, WantResult):
+            return self._held.find(want.round, want.slice_index, want.digest)
+        if self._lock.locked():
+            return (
+                None  # our state is changing; two nodes that catch up must not wait for each other
+            )
+        async with self._lock:
+            if self.outer.round < want.at_least_round:
+                return None
+            if self._snapshot_payload is None:
+                self._snapshot_payload = await self._heavy(self._sealed_snapshot)
+            return self._snapshot_payload
+
+    def _sealed_snapshot(self) -> Payload:
+        return Payload.seal(
+            kind=SNAPSHOT,
+            run_digest=self._run_digest,
+            round=self.outer.round,
+            fragment=0,
+            slice_index=0,
+            start=0,
+            num_elements=self.outer.layout.num_elements,
+            codec="fp32/1",
+            tokens=0,
+            sender_id=self._node_id,
+            body=self.outer.snapshot().to_body(),
+        )

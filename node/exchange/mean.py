@@ -1,0 +1,73 @@
+"""The weighted mean of contributions: what a reducer does to one slice."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from node.outer_state import Vector
+
+TILE_ELEMENTS = 1 << 16
+"""Elements summed in one go, so that the product stays in a core's cache."""
+
+
+class MeanAccumulator:
+    """Adds contributions one by one, so that only the sum and the one being added are in memory.
+
+    With t the tokens of one contribution and T of all:
+
+        mean = sum of fp32(t / T) * x, in the order of the calls
+
+    t / T is divided in float64 and rounded to fp32; each product and each sum is one fp32
+    operation. So equal contributions in an equal order, which the caller fixes (by node id), give
+    equal bits. The coefficients sum to 1 but for their rounding, 2**-24 at most for each.
+    """
+
+    def __init__(self, *, num_elements: int, total_tokens: int) -> None:
+        if total_tokens < 1:
+            raise ValueError(f"a mean needs weight, not {total_tokens} tokens in total")
+        self._total_tokens = total_tokens
+        self._added_tokens = 0
+        self._sum: Vector | None = None
+        self._num_elements = num_elements
+
+    def add(self, tokens: int, values: Vector) -> None:
+        """Adds a contribution: decoded values [num_elements] and a weight, which may be zero."""
+        if values.shape != (self._num_elements,):
+            raise ValueError(
+                f"a contribution of shape {values.shape} to a mean of {self._num_elements} elements"
+            )
+        if not 0 <= tokens <= self._total_tokens - self._added_tokens:
+            raise ValueError(
+                f"{tokens} tokens more, after {self._added_tokens} of {self._total_tokens}"
+            )
+        self._added_tokens += tokens
+        coefficient = np.float32(tokens / self._total_tokens)
+        if self._sum is None:
+            self._sum = np.multiply(values, coefficient, dtype=np.float32)
+            return
+        scratch = np.empty(min(TILE_ELEMENTS, self._num_elements), dtype=np.float32)
+        for start in range(0, self._num_elements, TILE_ELEMENTS):
+            tile = values[start : start + TILE_ELEMENTS]
+            product = scratch[: tile.size]
+            np.multiply(tile, coefficient, out=product)
+            target = self._sum[start : start + TILE_ELEMENTS]
+            np.add(target, product, out=target)
+
+    def finish(self) -> Vector:
+        """The mean [num_elements]; raises ValueError while contributions are missing."""
+        if self._sum is None or self._added_tokens != self._total_tokens:
+            raise ValueError(
+                f"only {self._added_tokens} of {self._total_tokens} tokens have been added"
+            )
+        return self._sum
+
+
+def weighted_mean(contributions: Sequence[tuple[int, Vector]]) -> Vector:
+    """Mean [n] of (tokens, values [n]) in the order given; raises ValueError without any weight."""
+    accumulator = MeanAccumulator(
+        num_elements=contributions[0][1].size if contributions else 0,
+        total_tokens=sum(tokens for tokens, _ in contributions),
+    )
+    for tokens, values in contributions:
+        accumulator.add(tokens, values)
+    return accumulator.finish()

@@ -1,0 +1,131 @@
+"""Outer optimizers: how a committed mean pseudo-gradient moves the global parameters.
+
+Every node does this arithmetic for itself and must come to the same bits (DESIGN.md, wall 1). So
+each step is one fp32 operation that IEEE 754 rounds correctly, in the order written here. Never
+use a fused form (torch.add with alpha, addcmul, lerp): whether it rounds once or twice depends on
+the machine. numpy runs each operation by itself, on the calling thread.
+"""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import numpy as np
+
+from node.outer_state import Vector
+from protocol.errors import ConfigError, SystemRefusedError
+from protocol.run_spec import OuterSection
+
+TILE_ELEMENTS = 1 << 16
+"""Elements updated in one go: four tiles of 256 KiB stay in a core's cache. It changes no bit."""
+
+
+class OuterOptimizer(Protocol):
+    """Applies a mean pseudo-gradient to a span of the outer state, element by element.
+
+    Element by element means: applying it to two halves is the same as to the whole.
+    """
+
+    def apply(self, parameters: Vector, momentum: Vector, mean: Vector) -> None:
+        """Changes `parameters` and `momentum` [n] in place by the pseudo-gradient `mean` [n].
+
+        Raises ValueError when the lengths differ, and SystemRefusedError when this thread rounds
+        unlike IEEE 754 demands; both before anything has changed.
+        """
+
+
+class Nesterov:
+    """SGD with Nesterov momentum on the averaged pseudo-gradient.
+
+    DiLoCo (Douillard et al. 2023, Algorithm 1), in the form of torch.optim.SGD(nesterov=True,
+    dampening=0), with g the mean:
+
+        m = mu * m + g
+        p = p - lr * (g + mu * m)
+
+    Both hyperparameters are rounded to fp32 first.
+    """
+
+    def __init__(self, *, learning_rate: float, momentum: float) -> None:
+        self._learning_rate = _rounded_learning_rate(learning_rate)
+        self._momentum = np.float32(momentum)
+        if not 0 <= self._momentum < 1:
+            raise ConfigError(
+                f"[outer] momentum = {momentum!r} is {self._momentum} in fp32",
+                next_step="choose one from 0 to 0.9999",
+            )
+
+    def apply(self, parameters: Vector, momentum: Vector, mean: Vector) -> None:
+        """See OuterOptimizer."""
+        _check(parameters, momentum, mean)
+        scratch = np.empty(min(TILE_ELEMENTS, mean.size), dtype=np.float32)
+        for tile in _tiles(mean.size):
+            p, m, g = parameters[tile], momentum[tile], mean[tile]
+            update = scratch[: g.size]
+            np.multiply(m, self._momentum, out=m)
+            np.add(m, g, out=m)
+            np.multiply(m, self._momentum, out=update)
+            np.add(g, update, out=update)
+            np.multiply(update, self._learning_rate, out=update)
+            np.subtract(p, update, out=p)
+
+
+class Sgd:
+    """Plain SGD, p = p - lr * g, which leaves momentum alone. Sparse codecs want it."""
+
+    def __init__(self, *, learning_rate: float) -> None:
+        self._learning_rate = _rounded_learning_rate(learning_rate)
+
+    def apply(self, parameters: Vector, momentum: Vector, mean: Vector) -> None:
+        """See OuterOptimizer."""
+        _check(parameters, momentum, mean)
+        scratch = np.empty(min(TILE_ELEMENTS, mean.size), dtype=np.float32)
+        for tile in _tiles(mean.size):
+            p, g = parameters[tile], mean[tile]
+            update = scratch[: g.size]
+            np.multiply(g, self._learning_rate, out=update)
+            np.subtract(p, update, out=p)
+
+
+def outer_optimizer_of(outer: OuterSection) -> OuterOptimizer:
+    """The optimizer that the run file asks for."""
+    match outer.optimizer:
+        case "nesterov":
+            return Nesterov(learning_rate=outer.learning_rate, momentum=outer.momentum)
+        case "sgd":
+            return Sgd(learning_rate=outer.learning_rate)
+
+
+def _rounded_learning_rate(learning_rate: float) -> np.float32:
+    with np.errstate(over="ignore"):  # what becomes infinite is refused below
+        rounded = np.float32(learning_rate)
+    if not (np.isfinite(rounded) and rounded > 0):
+        raise ConfigError(
+            f"[outer] learning_rate = {learning_rate!r} is {rounded} in fp32",
+            next_step="choose one between 0.01 and 10",
+        )
+    return rounded
+
+
+def _tiles(num_elements: int) -> Iterator[slice]:
+    for start in range(0, num_elements, TILE_ELEMENTS):
+        yield slice(start, start + TILE_ELEMENTS)
+
+
+def _check(parameters: Vector, momentum: Vector, mean: Vector) -> None:
+    if not parameters.shape == momentum.shape == mean.shape:
+        raise ValueError(
+            f"parameters {parameters.shape}, momentum {momentum.shape} and mean {mean.shape} "
+            "differ in length"
+        )
+    if {parameters.dtype, momentum.dtype, mean.dtype} != {np.dtype(np.float32)}:
+        raise ValueError(f"not all float32: {parameters.dtype}, {momentum.dtype}, {mean.dtype}")
+    # Momentum of a weight that no longer moves shrinks into the subnormal range. Libraries built
+    # with -ffast-math make the thread that loads them, and all it starts, flush such numbers to
+    # zero: this node's outer state would leave the others' without a sign.
+    halved = np.multiply(np.finfo(np.float32).tiny, np.float32(0.5))
+    if halved == 0:
+        raise SystemRefusedError(
+            "this process flushes subnormal numbers to zero, so its outer state would differ from "
+            "the other nodes'",
+            next_step="leave out torch.set_flush_denormal(True) and libraries built for fast math",
+        )

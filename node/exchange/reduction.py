@@ -1,0 +1,137 @@
+"""One slice at its reducer: contributions come in, the mean goes out once, as the same bytes for everyone."""
+
+import asyncio
+from collections.abc import Iterable
+
+import structlog
+
+from node.exchange.codecs.codec import Codec, CodecError
+from node.exchange.mean import weighted_mean
+from node.exchange.transport.transport import TransferRefusedError
+from node.outer_state import Vector
+from protocol.payload import RESULT, Payload, PayloadHeader
+from protocol.rounds import Assignment, Contributor, Digest, NodeId, Plan, Slice
+
+log = structlog.get_logger()
+
+
+class Reduction:
+    """Collects the contributions to a slice until all are here or its deadline passes."""
+
+    def __init__(
+        self,
+        *,
+        plan: Plan,
+        slice_: Slice,
+        uplink: Codec,
+        max_tokens: dict[NodeId, int],
+    ) -> None:
+        self.slice = slice_
+        self._plan = plan
+        self._uplink = uplink
+        self._max_tokens = max_tokens  # what each participant can have trained at most
+        self._contributions: dict[NodeId, Payload] = {}
+        self._departed: frozenset[NodeId] = frozenset()
+        self._is_closed = False
+        self._complete = asyncio.Event()
+
+    def admit(self, sender: NodeId, header: PayloadHeader) -> None:
+        """Refuses a contribution that does not belong into the mean, before its body is read."""
+        place = f"slice {self.slice.index} of round {self._plan.round}"
+        if sender not in self._max_tokens:
+            raise TransferRefusedError(f"{sender} takes no part in round {self._plan.round}")
+        if (header.start, header.num_elements) != (self.slice.start, self.slice.num_elements):
+            raise TransferRefusedError(
+                f"{place} holds elements {self.slice.start}+{self.slice.num_elements}, "
+                f"not {header.start}+{header.num_elements}"
+            )
+        if header.codec != self._uplink.name:
+            raise TransferRefusedError(f"{place} takes {self._uplink.name}, not {header.codec}")
+        if header.body_bytes != self._uplink.encoded_bytes(header.num_elements):
+            raise TransferRefusedError(f"{place} has no body of {header.body_bytes} bytes")
+        if not 0 < header.tokens <= self._max_tokens[sender]:
+            raise TransferRefusedError(
+                f"{header.tokens} tokens for {place}, where at most {self._max_tokens[sender]} were assigned"
+            )
+        known = self._contributions.get(sender)
+        if known is not None and known.header.body_digest != header.body_digest:
+            raise TransferRefusedError(f"{place} has another contribution of {sender} already")
+        if known is None and self._is_closed:
+            raise TransferRefusedError(f"{place} is already reduced")
+
+    def take(self, sender: NodeId, payload: Payload) -> None:
+        """Keeps an admitted contribution; one that comes too late is left to its sender's residual."""
+        if not self._is_closed:
+            self._contributions.setdefault(sender, payload)
+            self._check_complete()
+
+    def depart(self, node_ids: Iterable[NodeId]) -> None:
+        """Does not wait for these any longer; what has arrived from them counts."""
+        self._departed |= frozenset(node_ids)
+        self._check_complete()
+
+    def _check_complete(self) -> None:
+        if set(self._max_tokens) <= self._contributions.keys() | self._departed:
+            self._complete.set()
+
+    @property
+    def missing(self) -> tuple[NodeId, ...]:
+        """Who is still waited for."""
+        return tuple(sorted(set(self._max_tokens) - self._contributions.keys() - self._departed))
+
+    async def collected(self, *, timeout_seconds: float) -> None:
+        """Returns when all contributions are here, or after the timeout with what there is."""
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                await self._complete.wait()
+        except TimeoutError:
+            log.info(
+                "reducing without some",
+                round=self._plan.round,
+                slice=self.slice.index,
+                missing=[str(node_id) for node_id in self.missing],
+            )
+        self._is_closed = True
+
+    def result(
+        self, *, downlink: Codec, run_digest: Digest, node_id: NodeId
+    ) -> tuple[Payload, tuple[Contributor, ...]] | None:
+        """The encoded mean with whose contributions it holds, or None when there are none.
+
+        Contributions are added in the order of node ids, so that equal contributions give equal
+        bytes. One that does not decode is left out, and said. Heavy; call it once, when collected.
+        """
+        taken: list[tuple[int, Vector]] = []
+        contributors: list[Contributor] = []
+        for sender in sorted(self._contributions):
+            payload = self._contributions[sender]
+            try:
+                values = self._uplink.decode(payload.body, self.slice.num_elements)
+            except CodecError as error:
+                log.warning(
+                    "contribution left out", round=self._plan.round, sender=sender, why=str(error)
+                )
+                continue
+            taken.append((payload.header.tokens, values))
+            contributors.append(Contributor(node_id=sender, tokens=payload.header.tokens))
+        if not taken:
+            return None
+        payload = Payload.seal(
+            kind=RESULT,
+            run_digest=run_digest,
+            round=self._plan.round,
+            fragment=self._plan.fragment,
+            slice_index=self.slice.index,
+            start=self.slice.start,
+            num_elements=self.slice.num_elements,
+            codec=downlink.name,
+            tokens=0,
+            sender_id=node_id,
+            body=downlink.encode(weighted_mean(taken)),
+        )
+        return payload, tuple(contributors)
+
+
+def most_tokens(assignments: Iterable[Assignment], *, context: int) -> dict[NodeId, int]:
+    """What each participant can have trained at most, by its assignment."""
+    return {a.node_id: a.num_samples * context for a in assignments}

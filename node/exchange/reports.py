@@ -1,0 +1,50 @@
+"""What a node tells the coordinator about its part in a round. node.session puts it on the wire."""
+
+from dataclasses import dataclass
+
+from protocol.rounds import Contributor, Digest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """Inner steps are done; `tokens` is the weight of the contributions that follow."""
+
+    inner_steps: int
+    tokens: int
+    loss: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reduced:
+    """A result is encoded; digest None: nothing arrived to reduce."""
+
+    slice_index: int
+    digest: Digest | None
+    contributors: tuple[Contributor, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A result is held."""
+
+    slice_index: int
+    digest: Digest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Applied:
+    """The commit is applied; the digest is of the outer state after it."""
+
+    outer_digest: Digest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """The outer state is evaluated."""
+
+    held_out_loss: float
+    tokens: int
+
+
+Report = Trained | Reduced | Held | Applied | Evaluated

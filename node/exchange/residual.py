@@ -1,0 +1,66 @@
+"""The residual: what this node still owes the swarm."""
+
+import numpy as np
+
+from node.outer_state import Vector
+
+
+class Residual:
+    """The part of a node's pseudo-gradients that no commit has taken yet.
+
+    DESIGN.md, wall 2: a pseudo-gradient is either in a commit or still here. In each round, and
+    for each slice by itself,
+
+        accumulated = (global parameters - published) + residual      `owed`
+        residual    = accumulated - decoded                           `settle_taken`
+        residual    = accumulated                                     `settle_missed`
+
+    `accumulated` is what gets encoded, `decoded` what the contribution's bytes decode to. A slice
+    is taken when its commit names this node as a contributor; it is missed when it is void, came
+    too late or was left out, and then counts in the next round. Until one of the two is called the
+    residual is as it was, so a crash in the middle of a round loses that round's work only.
+
+    What stays of a taken slice is error feedback (Seide et al. 2014, "1-Bit Stochastic Gradient
+    Descent", section 3). Without it (`error_feedback=False`) encoding errors are dropped, but
+    missed work is kept all the same. The subtraction is exact for values that decoded to within a
+    factor of two of themselves (Sterbenz), else rounded once.
+    """
+
+    def __init__(self, num_elements: int, *, error_feedback: bool = True) -> None:
+        self._values: Vector = np.zeros(num_elements, dtype=np.float32)
+        self._error_feedback = error_feedback
+
+    @property
+    def values(self) -> Vector:
+        """The whole residual [num_elements], canonical order. No copy: write to it to restore."""
+        return self._values
+
+    def owed(self, span: slice, global_parameters: Vector, published: Vector) -> Vector:
+        """`accumulated` of a span of the canonical vector; both vectors hold only that span [n]."""
+        self._check(span, global_parameters, published)
+        accumulated = np.subtract(global_parameters, published)
+        return np.add(accumulated, self._values[span], out=accumulated)
+
+    def settle_taken(self, span: slice, accumulated: Vector, decoded: Vector) -> None:
+        """A commit took the span [n]: what its encoding left out is all that is owed."""
+        self._check(span, accumulated, decoded)
+        if self._error_feedback:
+            np.subtract(accumulated, decoded, out=self._values[span])
+        else:
+            self._values[span] = 0
+
+    def settle_missed(self, span: slice, accumulated: Vector) -> None:
+        """No commit took the span [n]: all of it is still owed."""
+        self._check(span, accumulated)
+        self._values[span] = accumulated
+
+    def _check(self, span: slice, *vectors: Vector) -> None:
+        # Assigning to a slice would broadcast a single element, and a slice past the end is short.
+        start, stop = span.start or 0, self._values.size if span.stop is None else span.stop
+        if span.step is not None or not 0 <= start <= stop <= self._values.size:
+            raise ValueError(f"{span} does not lie in a residual of {self._values.size} elements")
+        for vector in vectors:
+            if vector.shape != (stop - start,) or vector.dtype != np.float32:
+                raise ValueError(
+                    f"{vector.dtype} of shape {vector.shape} for {stop - start} elements of {span}"
+                )

@@ -1,0 +1,228 @@
+"""Snapshots: the outer state of one round as a value, as a payload's body, and as a file.
+
+Body of a payload: the magic, the round and the number of elements n (both unsigned 64 bits), the
+run digest and the layout digest (32 bytes each), then n global parameters and n values of
+momentum, fp32. Everything is little-endian.
+
+File: safetensors with the tensors `parameters`, `momentum` and, where a node owes something,
+`residual`, which never leaves the node. The metadata hold the rest: the outer digest covers both
+vectors of the outer state, the seal covers the residual and all other metadata.
+"""
+
+import re
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import blake3
+import numpy as np
+import structlog
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from node.outer_state import Vector, outer_digest
+from protocol.errors import BadDataError, ConfigError
+from protocol.files import make_folder, remove_durably, write_atomically
+from protocol.rounds import Digest
+
+log = structlog.get_logger()
+
+MAGIC = b"atollsn1"  # the last character is the version
+HEADER = struct.Struct("<8sQQ32s32s")
+
+FILE_FORMAT = "atoll snapshot 1"
+KEPT_FILES = 2
+"""A damaged newest file costs a round, not the outer state."""
+
+
+class SnapshotError(ValueError):
+    """Bytes that are no snapshot, or a damaged one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Snapshot:
+    """The outer state after `round`'s commit. One that was read is read-only: copy its vectors."""
+
+    round: int
+    run_digest: Digest
+    layout_digest: Digest
+    parameters: Vector = field(repr=False)  # [n], canonical order
+    momentum: Vector = field(repr=False)  # [n]
+
+    def outer_digest(self) -> Digest:
+        """What all nodes at this round must share. Reads both vectors: heavy."""
+        return outer_digest(self.parameters, self.momentum)
+
+    @staticmethod
+    def body_bytes(num_elements: int) -> int:
+        """Exact size of a body."""
+        return HEADER.size + 8 * num_elements
+
+    def to_body(self) -> bytes:
+        """The snapshot as a payload's body."""
+        header = HEADER.pack(
+            MAGIC, self.round, self.parameters.size, self.run_digest, self.layout_digest
+        )
+        vectors = (_little_endian(self.parameters), _little_endian(self.momentum))
+        return b"".join((header, *vectors))
+
+    @classmethod
+    def from_body(cls, body: bytes) -> "Snapshot":
+        """Reads a body; raises SnapshotError when it is none.
+
+        The vectors lie in `body` itself. Whether the state is the swarm's is for the caller to
+        find out, by run, layout and outer digest.
+        """
+        if len(body) < HEADER.size:
+            raise SnapshotError(f"{len(body)} bytes are too few for a snapshot")
+        magic, round_number, num_elements, run_digest, layout_digest = HEADER.unpack_from(body)
+        if magic != MAGIC:
+            raise SnapshotError(f"a snapshot begins with {MAGIC!r}, not {magic!r}")
+        if num_elements < 1 or len(body) != cls.body_bytes(num_elements):
+            raise SnapshotError(
+                f"a snapshot of {num_elements} elements has {cls.body_bytes(num_elements)} bytes, "
+                f"not {len(body)}"
+            )
+        vectors = np.frombuffer(body, dtype="<f4", offset=HEADER.size).astype(
+            np.float32, copy=False
+        )
+        return cls(
+            round=round_number,
+            run_digest=Digest(run_digest),
+            layout_digest=Digest(layout_digest),
+            parameters=vectors[:num_elements],
+            momentum=vectors[num_elements:],
+        )
+
+
+class SnapshotFolder:
+    """The newest snapshots of one node on disk. One process at a time may save to a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def save(self, snapshot: Snapshot, residual: Vector | None) -> Path:
+        """Writes a snapshot, with what the node owes, and removes all but the two newest.
+
+        Returns once it is durable. Raises SystemRefusedError when the disk is full and
+        CannotCreateError when the folder cannot be written to; older files are then still there.
+        """
+        make_folder(self.path)
+        self._remove_unfinished()
+        tensors = {"parameters": snapshot.parameters, "momentum": snapshot.momentum}
+        metadata = {
+            "format": FILE_FORMAT,
+            "round": str(snapshot.round),
+            "run_digest": snapshot.run_digest.hex(),
+            "layout_digest": snapshot.layout_digest.hex(),
+            "outer_digest": snapshot.outer_digest().hex(),
+        }
+        if residual is not None:
+            tensors["residual"] = residual
+        metadata["seal"] = _seal(metadata, residual)
+        # safetensors writes the memory behind an array, whatever its strides.
+        contiguous = {name: np.ascontiguousarray(vector) for name, vector in tensors.items()}
+        path = self.path / f"round-{snapshot.round:08}.safetensors"
+        write_atomically(path, save(contiguous, metadata=metadata))
+        for old in self._files()[KEPT_FILES:]:
+            if old != path:  # after a return to an earlier round it may be the oldest
+                remove_durably(old)
+        return path
+
+    def load_newest(
+        self, run_digest: Digest, layout_digest: Digest
+    ) -> tuple[Snapshot, Vector | None] | None:
+        """The newest undamaged snapshot and residual, or None when there is no file.
+
+        A damaged file is left where it is, logged, and the one before it taken. Raises ConfigError
+        for one of another run or layout, and BadDataError when all files are damaged.
+        """
+        files = self._files()
+        for path in files:
+            try:
+                return _load(path, run_digest, layout_digest)
+            except SnapshotError as error:
+                log.warning(
+                    "snapshot damaged or unreadable, taking the one before it",
+                    path=str(path),
+                    why=str(error),
+                )
+        if files:
+            raise BadDataError(
+                f"every snapshot in {self.path} is damaged or unreadable",
+                next_step="move them away; the node then fetches the outer state, and owes nothing",
+            )
+        return None
+
+    def _files(self) -> list[Path]:
+        """Whole files, the newest round first."""
+        if not self.path.is_dir():
+            return []
+        rounds = {
+            path: int(match[1])
+            for path in self.path.iterdir()
+            if (match := re.fullmatch(r"round-(\d+)\.safetensors", path.name))
+        }
+        return sorted(rounds, key=rounds.__getitem__, reverse=True)
+
+    def _remove_unfinished(self) -> None:
+        """Removes what a killed process left of a write; such files are as large as whole ones."""
+        for path in self.path.glob(".round-*.safetensors.*"):
+            remove_durably(path)
+
+
+def _load(path: Path, run_digest: Digest, layout_digest: Digest) -> tuple[Snapshot, Vector | None]:
+    try:
+        with safe_open(path, framework="numpy") as file:
+            metadata: dict[str, str] = file.metadata() or {}
+            tensors: dict[str, Vector] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    except (SafetensorError, OSError) as error:
+        raise SnapshotError(str(error)) from error
+    residual = tensors.get("residual")
+    try:
+        if metadata["format"] != FILE_FORMAT:
+            raise SnapshotError(f"its format is {metadata['format']!r}, not {FILE_FORMAT!r}")
+        num_elements = tensors["parameters"].size
+        for name, vector in tensors.items():
+            if vector.dtype != np.float32 or vector.shape != (num_elements,):
+                raise SnapshotError(f"its {name} is {vector.dtype} of shape {vector.shape}")
+        # Other nodes cannot tell a wrong residual from a right one: nothing else would find it.
+        if metadata.pop("seal") != _seal(metadata, residual):
+            raise SnapshotError("its residual or its metadata do not match its seal")
+        snapshot = Snapshot(
+            round=int(metadata["round"]),
+            run_digest=Digest(bytes.fromhex(metadata["run_digest"])),
+            layout_digest=Digest(bytes.fromhex(metadata["layout_digest"])),
+            parameters=tensors["parameters"],
+            momentum=tensors["momentum"],
+        )
+        if snapshot.outer_digest().hex() != metadata["outer_digest"]:
+            raise SnapshotError("its values do not match its outer digest")
+    except KeyError as error:
+        raise SnapshotError(f"it has no {error}") from error
+    _check_belongs(path, "run", snapshot.run_digest, run_digest)
+    _check_belongs(path, "layout", snapshot.layout_digest, layout_digest)
+    for vector in tensors.values():
+        vector.flags.writeable = False
+    return snapshot, residual
+
+
+def _check_belongs(path: Path, what: str, found: Digest, expected: Digest) -> None:
+    if found != expected:
+        raise ConfigError(
+            f"{path} belongs to {what} {found.hex()[:12]}, not to {expected.hex()[:12]}",
+            next_step="choose another folder with --dir, or move that one away",
+        )
+
+
+def _little_endian(vector: Vector) -> memoryview:
+    return np.ascontiguousarray(vector, dtype="<f4").data.cast("B")
+
+
+def _seal(metadata: dict[str, str], residual: Vector | None) -> str:
+    hasher = blake3.blake3()
+    for key in sorted(metadata):
+        hasher.update(f"{key}={metadata[key]}\n".encode())
+    if residual is not None:
+        hasher.update(_little_endian(residual))
+    return hasher.hexdigest()

@@ -1,0 +1,154 @@
+"""One transfer's stream: small messages in capped frames, bodies raw, nothing waited for forever.
+
+A frame is a little-endian 32-bit length and a protobuf message. The length is checked before
+anything is allocated; a body's size was in a header that was admitted first.
+"""
+
+import asyncio
+import io
+from dataclasses import dataclass
+from typing import TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from protocol.payload import CONTRIBUTION, RESULT, SNAPSHOT
+from protocol.wire_count import WireKind
+
+MAX_FRAME_BYTES = 8192
+"""No message is larger: a header has at most 4096 bytes, a reason is cut to 1000 characters."""
+
+CHUNK_BYTES = 256 * 1024
+"""Bodies are read and written this much at a time."""
+
+_LENGTH_BYTES = 4
+
+WIRE_KINDS_BY_PAYLOAD: dict[int, WireKind] = {
+    CONTRIBUTION: "contribution",
+    RESULT: "result",
+    SNAPSHOT: "snapshot",
+}
+"""What a payload is counted as."""
+
+MessageT = TypeVar("MessageT", bound=Message)
+
+BROKEN = (OSError, EOFError, TimeoutError)
+"""What reading or writing raises when the other side is gone, or silent for too long."""
+
+
+class FrameError(Exception):
+    """The other side does not speak this protocol."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one node lets its peers take from it.
+
+    Raise `idle_seconds` when links stall for longer without being dead, and lower
+    `floor_bytes_per_second` when honest peers are slower still: eight streams share an uplink.
+    """
+
+    idle_seconds: float = 30.0
+    floor_bytes_per_second: float = 2048.0
+    max_streams_per_peer: int = 8
+    max_streams: int = 64
+
+    def whole_seconds(self, num_bytes: int) -> float:
+        """How long a body may take altogether, so that a trickle cannot hold a stream forever."""
+        return 2 * self.idle_seconds + num_bytes / self.floor_bytes_per_second
+
+
+def drop(writer: asyncio.StreamWriter) -> None:
+    """Ends a connection at once, whatever state it is in."""
+    # asyncio's abort() fails on a transport that is closed already.
+    if not writer.transport.is_closing() or writer.transport.get_write_buffer_size():
+        writer.transport.abort()
+
+
+class TransferStream:
+    """Reads and writes one transfer; counts its bytes, frames included.
+
+    Every read and every write must get on within `idle_seconds`, or raises TimeoutError. A peer
+    that went away shows as OSError or EOFError (asyncio.IncompleteReadError).
+    """
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, idle_seconds: float
+    ) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._idle_seconds = idle_seconds
+        self.kind: WireKind = "control"  # until a header says what the transfer carries
+        self.bytes_sent = 0
+        self.bytes_received = 0
+
+    def carries(self, kind: int) -> None:
+        """Says what the transfer carries, for the counts."""
+        self.kind = WIRE_KINDS_BY_PAYLOAD[kind]
+
+    async def send(self, message: Message) -> None:
+        """Writes one message in a frame of its own."""
+        encoded = message.SerializeToString()
+        if len(encoded) > MAX_FRAME_BYTES:
+            raise ValueError(f"a frame of {len(encoded)} bytes; the limit is {MAX_FRAME_BYTES}")
+        await self._write(len(encoded).to_bytes(_LENGTH_BYTES, "little") + encoded)
+
+    async def receive(self, message_type: type[MessageT], *, is_patient: bool = False) -> MessageT:
+        """Reads one message; raises FrameError when it is too long or none of that type.
+
+        Patient: the other side may work before it answers, and the caller bounds the whole.
+        """
+        async with asyncio.timeout(None if is_patient else self._idle_seconds):
+            prefix = await self._reader.readexactly(_LENGTH_BYTES)
+            num_bytes = int.from_bytes(prefix, "little")
+            if num_bytes > MAX_FRAME_BYTES:
+                raise FrameError(f"a frame of {num_bytes} bytes; the limit is {MAX_FRAME_BYTES}")
+            encoded = await self._reader.readexactly(num_bytes)
+        self.bytes_received += _LENGTH_BYTES + num_bytes
+        try:
+            return message_type.FromString(encoded)
+        except DecodeError as error:
+            raise FrameError(f"no {message_type.DESCRIPTOR.name} in a frame: {error}") from error
+
+    async def send_body(self, body: bytes) -> None:
+        """Writes a body, no faster than the other side takes it."""
+        view = memoryview(body)
+        for offset in range(0, len(view), CHUNK_BYTES):
+            await self._write(view[offset : offset + CHUNK_BYTES])
+
+    async def receive_body(self, num_bytes: int) -> bytes:
+        """Reads exactly so many bytes; raises EOFError when fewer come.
+
+        `num_bytes` must have been admitted: that much is allocated.
+        """
+        # BytesIO over a fresh bytes object neither copies it at the first write nor at getvalue():
+        # a body is in memory once. The zero pages are only taken as data arrives.
+        body = io.BytesIO(bytes(num_bytes))
+        missing = num_bytes
+        while missing:
+            async with asyncio.timeout(self._idle_seconds):
+                chunk = await self._reader.read(min(CHUNK_BYTES, missing))
+            if not chunk:
+                raise EOFError(f"{missing} of {num_bytes} bytes of a body did not come")
+            body.write(chunk)
+            missing -= len(chunk)
+            self.bytes_received += len(chunk)
+        return body.getvalue()
+
+    async def close(self) -> None:
+        """Closes after what was written has gone out; gives up where it does not go out."""
+        self._writer.close()
+        try:
+            async with asyncio.timeout(self._idle_seconds):
+                await self._writer.wait_closed()
+        except BROKEN:
+            self.abort()
+
+    def abort(self) -> None:
+        """Drops the stream at once."""
+        drop(self._writer)
+
+    async def _write(self, data: bytes | memoryview) -> None:
+        self.bytes_sent += len(data)
+        self._writer.write(data)
+        async with asyncio.timeout(self._idle_seconds):
+            await self._writer.drain()

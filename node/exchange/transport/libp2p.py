@@ -1,0 +1,263 @@
+"""The transport over the internet: libp2p streams, encrypted and authenticated by each node's key.
+
+libp2p itself lets anyone in who has a key. Membership is checked here, against the roster.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import structlog
+
+from node.exchange.transport.frames import BROKEN, FrameError, Limits, TransferStream, drop
+from node.exchange.transport.neighbours import Neighbours
+from node.exchange.transport.p2pd import DaemonError, P2pd
+from node.exchange.transport.serving import (
+    Doorkeeper,
+    fetch_over,
+    push_over,
+    refuse,
+    serve,
+    verify_inline,
+)
+from node.exchange.transport.transport import (
+    PeerUnreachableError,
+    TransferHandler,
+    TransferRefusedError,
+    Want,
+)
+from node.exchange.transport.wire_cost import CONNECTION_BYTES, wire_bytes
+from protocol.identity import Identity, peer_id_of
+from protocol.payload import Payload, PayloadHeader
+from protocol.rounds import NodeId, RosterEntry
+from protocol.v1 import transfer_pb2 as wire
+from protocol.wire_count import WireCounts
+
+PROTOCOL = "atoll/1/transfer"
+"""What libp2p calls our streams; a change on the wire is a new number."""
+
+_THREAD_BYTES = 1 << 20  # hashing less is quicker than asking a thread to
+
+# Who is turned away is told why, as far as that costs little.
+_PORCH = Limits(idle_seconds=2.0, max_streams_per_peer=2, max_streams=16)
+
+_log = structlog.get_logger(__name__)
+
+
+class Libp2pTransport:
+    """Transport over a p2pd process of its own. Several transfers with a peer run at once.
+
+    `listen_multiaddrs` are libp2p's: "/ip4/0.0.0.0/tcp/7700". `announce_host` (a name or an IP
+    address) replaces the host in what peers are told, for a node behind a forwarded port.
+    """
+
+    def __init__(
+        self,
+        *,
+        identity: Identity,
+        counts: WireCounts,
+        listen_multiaddrs: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/0",),
+        announce_host: str | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        self._identity = identity
+        self._counts = counts
+        self._listen_multiaddrs = listen_multiaddrs
+        self._announce_host = announce_host
+        self._limits = limits or Limits()
+        self._doorkeeper = Doorkeeper(self._limits)
+        self._porch = Doorkeeper(_PORCH)
+        self._daemon: P2pd | None = None
+        self._handler: TransferHandler | None = None
+        self._multiaddrs: tuple[str, ...] = ()
+        self._members: dict[NodeId, RosterEntry] = {}
+        self._node_ids: dict[str, NodeId] = {}  # by libp2p peer id
+        self._neighbours: Neighbours | None = None
+        self._serving: set[asyncio.Task[None]] = set()
+
+    async def start(self, handler: TransferHandler) -> None:
+        """Starts p2pd and listens. Raises SystemRefusedError when it does not come up."""
+        self._handler = handler
+        self._daemon = await P2pd.start(
+            self._identity,
+            listen_multiaddrs=self._listen_multiaddrs,
+            protocol=PROTOCOL,
+            on_stream=self._on_stream,
+        )
+        self._multiaddrs = announced(await self._daemon.multiaddrs(), self._announce_host)
+        self._neighbours = Neighbours(self._daemon, self._identity.peer_id, self._count_connection)
+        self._neighbours.set_roster(tuple(self._members.values()))
+
+    async def stop(self) -> None:
+        """Ends all transfers and p2pd; safe to call more than once."""
+        daemon, self._daemon = self._daemon, None
+        if self._neighbours is not None:
+            await self._neighbours.stop()
+            self._neighbours = None
+        serving = list(self._serving)
+        for task in serving:
+            task.cancel()
+        if serving:
+            await asyncio.wait(serving)
+        if daemon is not None:
+            await daemon.stop()
+
+    @property
+    def multiaddrs(self) -> tuple[str, ...]:
+        """Where peers find us, without the peer id; known once started."""
+        return self._multiaddrs
+
+    async def wait_failed(self) -> str:
+        """Returns the reason once p2pd has died under us: then every transfer fails for good."""
+        if self._daemon is None:
+            raise RuntimeError("the transport is not started")
+        daemon = self._daemon
+        await daemon.died.wait()
+        return f"the libp2p daemon died: {daemon.last_words}"
+
+    def set_roster(self, members: tuple[RosterEntry, ...]) -> None:
+        """Says who is a member now. Anyone else is refused before a body is read."""
+        others = tuple(entry for entry in members if entry.node_id != self._identity.node_id)
+        self._members = {entry.node_id: entry for entry in others}
+        self._node_ids = {peer_id_of(entry.address.public_key): entry.node_id for entry in others}
+        if self._neighbours is not None:
+            self._neighbours.set_roster(others)
+
+    async def push(self, peer: NodeId, payload: Payload, *, timeout_seconds: float) -> None:
+        """See Transport.push."""
+        async with self._transfer(peer, timeout_seconds) as stream:
+            await push_over(stream, payload)
+
+    async def fetch(
+        self, peer: NodeId, want: Want, *, max_body_bytes: int, timeout_seconds: float
+    ) -> Payload:
+        """See Transport.fetch."""
+        async with self._transfer(peer, timeout_seconds) as stream:
+            return await fetch_over(stream, want, max_body_bytes=max_body_bytes, verify=_verify)
+
+    @asynccontextmanager
+    async def _transfer(
+        self, peer: NodeId, timeout_seconds: float
+    ) -> AsyncIterator[TransferStream]:
+        """A stream to a member for one transfer; what goes wrong becomes the contract's errors."""
+        entry = self._members.get(peer)
+        if entry is None:
+            raise PeerUnreachableError(f"{peer} is not on the roster")
+        name = f"{entry.node_name} ({peer})"
+        try:
+            async with asyncio.timeout(timeout_seconds) as deadline:
+                stream = await self._open(entry)
+                try:
+                    yield stream
+                finally:
+                    stream.abort()  # whatever mattered was answered: nothing is left to flush
+                    self._count(stream)
+        except FrameError as error:
+            raise TransferRefusedError(f"{name} speaks another protocol: {error}") from error
+        except (*BROKEN, DaemonError) as error:
+            why = f"no end within {timeout_seconds:g} s" if deadline.expired() else str(error)
+            raise PeerUnreachableError(f"{name}: {why}") from error
+
+    async def _open(self, entry: RosterEntry) -> TransferStream:
+        peer_id = peer_id_of(entry.address.public_key)
+        for is_last_try in (False, True):
+            if self._daemon is None or self._neighbours is None:
+                raise DaemonError("this node's transport is stopped")
+            await self._daemon.connect(peer_id, entry.address.multiaddrs)
+            self._neighbours.saw(peer_id)
+            try:
+                reader, writer = await self._daemon.open_stream(peer_id, PROTOCOL)
+                break
+            except DaemonError:
+                # The connection was dead already, and p2pd knows now: dial once more.
+                self._neighbours.lost(peer_id)
+                if is_last_try:
+                    raise
+        return TransferStream(reader, writer, idle_seconds=self._limits.idle_seconds)
+
+    async def _on_stream(
+        self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Serves one inbound stream. Must not raise: asyncio would print it."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.add(task)
+        try:
+            await self._admit_stream(peer_id, reader, writer)
+        except asyncio.CancelledError:
+            pass  # by stop(); nobody awaits this task, and asyncio would log the cancellation
+        finally:
+            drop(writer)
+            self._serving.discard(task)
+
+    async def _admit_stream(
+        self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        sender = self._node_ids.get(peer_id)
+        if sender is None:
+            _log.warning("refused a stream of a stranger", peer_id=peer_id)
+            await self._turn_away(peer_id, "you are not on the roster", reader, writer)
+            return
+        assert self._handler is not None
+        if self._neighbours is not None:
+            self._neighbours.saw(peer_id)
+        stream = TransferStream(reader, writer, idle_seconds=self._limits.idle_seconds)
+        try:
+            with self._doorkeeper.let_in(peer_id):
+                await serve(stream, sender, self._handler, limits=self._limits, verify=_verify)
+                await stream.close()
+        except TransferRefusedError as refusal:  # of the doorkeeper: serve answers its own
+            await self._turn_away(peer_id, str(refusal), reader, writer)
+        except FrameError as error:
+            _log.warning("a member speaks another protocol", sender=sender, error=str(error))
+        except BROKEN as error:
+            _log.info("a transfer broke off", sender=sender, error=repr(error))
+        finally:
+            self._count(stream)
+
+    async def _turn_away(
+        self, peer_id: str, reason: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Says why, if the porch is not full. Reads the request first, or the answer gets lost."""
+        stream = TransferStream(reader, writer, idle_seconds=_PORCH.idle_seconds)
+        try:
+            with self._porch.let_in(peer_id):
+                await stream.receive(wire.TransferRequest)
+                await refuse(stream, reason)
+                await stream.close()
+        except (TransferRefusedError, FrameError, *BROKEN):
+            pass  # then it is not told
+        finally:
+            self._count(stream)
+
+    def _count(self, stream: TransferStream) -> None:
+        sent, received = wire_bytes(stream.bytes_sent, stream.bytes_received)
+        self._counts.sent(stream.kind, sent)
+        self._counts.received(stream.kind, received)
+
+    def _count_connection(self) -> None:
+        self._counts.sent("control", CONNECTION_BYTES)
+        self._counts.received("control", CONNECTION_BYTES)
+
+
+async def _verify(header: PayloadHeader, body: bytes) -> Payload:
+    if len(body) < _THREAD_BYTES:
+        return await verify_inline(header, body)
+    return await asyncio.to_thread(Payload.verified, header, body)
+
+
+def announced(visible_multiaddrs: tuple[str, ...], announce_host: str | None) -> tuple[str, ...]:
+    """What peers are told: the announced host with our ports, or all that is visible from outside.
+
+    Loopback addresses are told only when there is nothing else (a swarm on one machine).
+    """
+    if announce_host is not None:
+        is_number = announce_host.replace(".", "").isdigit()
+        kind = "ip6" if ":" in announce_host else "ip4" if is_number else "dns"
+        told = [
+            "/".join(["", kind, announce_host, *address.split("/")[3:]])
+            for address in visible_multiaddrs
+        ]
+        return tuple(dict.fromkeys(told))
+    outside = tuple(a for a in visible_multiaddrs if not a.startswith(("/ip4/127.", "/ip6/::1/")))
+    return outside or visible_multiaddrs

@@ -1,0 +1,174 @@
+"""The transport within one process: for tests and for the simulator. No threads, no sockets.
+
+It keeps the rules of the real one (rosters on both sides, admission before the body, digests) and
+takes the same order of events each time it is run the same way. Bodies are handed over, not copied.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from node.exchange.transport.frames import WIRE_KINDS_BY_PAYLOAD
+from node.exchange.transport.serving import check_answer, check_offer, refusing_on_fault
+from node.exchange.transport.transport import (
+    NotHeldError,
+    PeerUnreachableError,
+    TransferHandler,
+    TransferRefusedError,
+    Want,
+)
+from protocol.payload import Payload, PayloadError
+from protocol.rounds import NodeId, RosterEntry
+from protocol.wire_count import WireCounts
+
+T = TypeVar("T")
+
+
+class MemoryNetwork:
+    """Joins the transports of one process, and can keep two of them apart."""
+
+    def __init__(self) -> None:
+        self._running: dict[NodeId, MemoryTransport] = {}
+        self._cuts: set[frozenset[NodeId]] = set()
+
+    def cut(self, one: NodeId, other: NodeId) -> None:
+        """Lets nothing pass between two nodes until mended; what is under way breaks off."""
+        self._cuts.add(frozenset((one, other)))
+
+    def mend(self, one: NodeId, other: NodeId) -> None:
+        """Undoes a cut."""
+        self._cuts.discard(frozenset((one, other)))
+
+    def attach(self, transport: "MemoryTransport") -> None:
+        """Makes a transport reachable."""
+        self._running[transport.node_id] = transport
+
+    def detach(self, transport: "MemoryTransport") -> None:
+        """Makes a transport unreachable."""
+        if self._running.get(transport.node_id) is transport:
+            del self._running[transport.node_id]
+
+    def reach(self, caller: "MemoryTransport", peer: NodeId) -> "MemoryTransport":
+        """The peer's transport; raises PeerUnreachableError when nothing gets through."""
+        if self._running.get(caller.node_id) is not caller:
+            raise PeerUnreachableError("this node's transport is stopped")
+        if frozenset((caller.node_id, peer)) in self._cuts:
+            raise PeerUnreachableError(f"{peer}: the link is cut")
+        if peer not in self._running:
+            raise PeerUnreachableError(f"{peer}: nobody listens")
+        return self._running[peer]
+
+
+class MemoryTransport:
+    """Transport between nodes of one MemoryNetwork. Counts headers and bodies, as sent."""
+
+    def __init__(self, *, network: MemoryNetwork, node_id: NodeId, counts: WireCounts) -> None:
+        self.node_id = node_id
+        self._network = network
+        self._counts = counts
+        self._handler: TransferHandler | None = None
+        self._member_ids: frozenset[NodeId] = frozenset()
+        self._handling: set[asyncio.Task[Any]] = set()
+
+    async def start(self, handler: TransferHandler) -> None:
+        """Begins to listen."""
+        self._handler = handler
+        self._network.attach(self)
+
+    async def stop(self) -> None:
+        """Ends all transfers and stops listening; safe to call more than once."""
+        self._network.detach(self)
+        handling = list(self._handling)
+        for task in handling:
+            task.cancel()
+        if handling:
+            await asyncio.wait(handling)
+
+    @property
+    def multiaddrs(self) -> tuple[str, ...]:
+        """Not an address of libp2p: nobody dials it."""
+        return (f"/memory/{self.node_id}",)
+
+    def set_roster(self, members: tuple[RosterEntry, ...]) -> None:
+        """Says who is a member now."""
+        self._member_ids = frozenset(entry.node_id for entry in members) - {self.node_id}
+
+    async def push(self, peer: NodeId, payload: Payload, *, timeout_seconds: float) -> None:
+        """See Transport.push."""
+        header = payload.header
+        async with _deadline(peer, timeout_seconds):
+            callee = await self._ask(peer)
+            with refusing_on_fault(self.node_id):
+                check_offer(callee.handler, self.node_id, header)
+            await self._pass(callee, payload)
+            try:
+                arrived = Payload.verified(header, payload.body)
+            except PayloadError as error:
+                raise TransferRefusedError(str(error)) from error
+            await self._handled_by(callee, callee.handler.receive(self.node_id, arrived))
+
+    async def fetch(
+        self, peer: NodeId, want: Want, *, max_body_bytes: int, timeout_seconds: float
+    ) -> Payload:
+        """See Transport.fetch."""
+        async with _deadline(peer, timeout_seconds):
+            callee = await self._ask(peer)
+            payload = await self._handled_by(callee, callee.handler.supply(self.node_id, want))
+            if payload is None:
+                raise NotHeldError("the peer does not hold it")
+            check_answer(want, payload.header, max_body_bytes=max_body_bytes)
+            await callee._pass(self, payload)
+            try:
+                return Payload.verified(payload.header, payload.body)
+            except PayloadError as error:
+                raise TransferRefusedError(str(error)) from error
+
+    @property
+    def handler(self) -> TransferHandler:
+        """Who answers here; only asked of a transport that is running."""
+        assert self._handler is not None
+        return self._handler
+
+    async def _ask(self, peer: NodeId) -> "MemoryTransport":
+        if peer not in self._member_ids:
+            raise PeerUnreachableError(f"{peer} is not on the roster")
+        await asyncio.sleep(0)  # others get a turn, as they would on a network
+        callee = self._network.reach(self, peer)
+        if self.node_id not in callee._member_ids:
+            raise TransferRefusedError("you are not on the roster")
+        return callee
+
+    async def _pass(self, receiver: "MemoryTransport", payload: Payload) -> None:
+        """Carries a payload to the other side, and counts it at both."""
+        await asyncio.sleep(0)
+        self._network.reach(self, receiver.node_id)
+        num_bytes = len(payload.header.encode()) + len(payload.body)
+        kind = WIRE_KINDS_BY_PAYLOAD[payload.header.kind]
+        self._counts.sent(kind, num_bytes)
+        receiver._counts.received(kind, num_bytes)
+
+    async def _handled_by(self, callee: "MemoryTransport", work: Awaitable[T]) -> T:
+        """Lets the callee work; it goes on when the caller gives up, and ends with the callee."""
+        task = asyncio.create_task(_guarded(self.node_id, work))
+        callee._handling.add(task)
+        task.add_done_callback(callee._handling.discard)
+        await asyncio.wait([task])
+        if task.cancelled():
+            raise PeerUnreachableError(f"{callee.node_id}: stopped in the middle")
+        self._network.reach(self, callee.node_id)  # or the answer does not get through
+        return task.result()
+
+
+@asynccontextmanager
+async def _deadline(peer: NodeId, timeout_seconds: float) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(timeout_seconds):
+            yield
+    except TimeoutError as error:
+        raise PeerUnreachableError(f"{peer}: no end within {timeout_seconds:g} s") from error
+
+
+async def _guarded(sender: NodeId, work: Awaitable[T]) -> T:
+    with refusing_on_fault(sender):
+        return await work

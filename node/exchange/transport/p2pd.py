@@ -1,0 +1,267 @@
+"""The libp2p daemon that the hivemind wheel ships: its process, and the socket that steers it.
+
+The only file that touches hivemind. We start p2pd ourselves and use hivemind's client for it
+(not hivemind.P2P) for four reasons: its sockets and key lie in a folder that only we can read,
+since whoever can write to them can pretend to be any peer; a Ctrl-C at the terminal does not kill
+it before the node has said goodbye; it serves as a relay for nobody; and its death is seen at once.
+
+p2pd ends by itself within seconds when the process that started it is killed: it watches the
+persistent control connection, and, before there is one, its idle timeout.
+"""
+
+import asyncio
+import logging
+import os
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, suppress
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from node.exchange.transport.frames import drop
+from protocol.errors import SystemRefusedError
+from protocol.identity import Identity
+
+_START_SECONDS = 60.0
+_STOP_SECONDS = 5.0
+_NO_CLIENT_SECONDS = 60  # p2pd ends when nobody connects to it for so long after its start
+
+StreamCallback = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+"""Called with the authenticated libp2p peer id of who opened the stream."""
+
+_log = structlog.get_logger(__name__)
+
+
+class DaemonError(Exception):
+    """p2pd could not do it: no such peer, nobody answers there, or p2pd itself is gone."""
+
+
+class P2pd:
+    """A running p2pd. Make one with `start`; `died` is set when it ends without being stopped."""
+
+    def __init__(self, process: asyncio.subprocess.Process, folder: Path) -> None:
+        self.died = asyncio.Event()
+        self._process = process
+        self._folder = folder
+        self._last_lines: deque[str] = deque(maxlen=3)
+        self._is_stopping = False
+        self._stack = AsyncExitStack()
+        self._client: Any = None  # hivemind carries no types
+        self._watch: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(
+        cls,
+        identity: Identity,
+        *,
+        listen_multiaddrs: tuple[str, ...],
+        protocol: str,
+        on_stream: StreamCallback,
+    ) -> "P2pd":
+        """Starts p2pd and listens; raises SystemRefusedError when it does not come up."""
+        _quieten_hivemind()
+        # A short path: a Unix socket's name has at most 107 bytes.
+        folder = Path(tempfile.mkdtemp(prefix="atoll-"))  # mode 0700
+        try:
+            daemon = cls(await _launch(identity, folder, listen_multiaddrs), folder)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        try:
+            async with asyncio.timeout(_START_SECONDS):
+                await daemon._come_up(identity, protocol, on_stream)
+        except BaseException as error:
+            await daemon.stop()
+            if isinstance(error, (OSError, EOFError, TimeoutError, DaemonError)):
+                raise SystemRefusedError(
+                    f"the libp2p daemon did not start: {daemon.last_words or error}",
+                    next_step="check that the listen address and port are free",
+                ) from error
+            raise
+        return daemon
+
+    @property
+    def last_words(self) -> str:
+        """The end of what p2pd printed."""
+        return " / ".join(self._last_lines)
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    async def multiaddrs(self) -> tuple[str, ...]:
+        """Where p2pd listens; a wildcard address is given as those of the interfaces."""
+        _, addresses = await self._client.identify()
+        return tuple(str(address) for address in addresses)
+
+    async def connect(self, peer_id: str, multiaddrs: tuple[str, ...]) -> None:
+        """Connects unless connected; raises DaemonError."""
+        from hivemind.p2p import PeerID
+        from hivemind.utils.multiaddr import Multiaddr
+
+        try:
+            addresses = [Multiaddr(text) for text in multiaddrs]
+        except ValueError as error:
+            raise DaemonError(f"not a multiaddress: {error}") from error
+        await self._ask(self._client.connect(PeerID.from_base58(peer_id), addresses))
+
+    async def connected_peer_ids(self) -> frozenset[str]:
+        """Who is connected to us, by peer id."""
+        peers = await self._ask(self._client.list_peers())
+        return frozenset(peer.peer_id.to_base58() for peer in peers)
+
+    async def open_stream(
+        self, peer_id: str, protocol: str
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Opens a stream to a connected peer; raises DaemonError.
+
+        hivemind's stream_open leaves its socket open when it fails or is cancelled; with churn
+        that would leak one at each try. So the same exchange is done here.
+        """
+        from hivemind.p2p import PeerID
+        from hivemind.p2p.p2p_daemon_bindings.utils import (
+            raise_if_failed,
+            read_pbmsg_safe,
+            write_pbmsg,
+        )
+        from hivemind.proto import p2pd_pb2
+
+        async def negotiate() -> None:
+            request = p2pd_pb2.Request(
+                type=p2pd_pb2.Request.STREAM_OPEN,
+                streamOpen=p2pd_pb2.StreamOpenRequest(
+                    peer=PeerID.from_base58(peer_id).to_bytes(), proto=[protocol]
+                ),
+            )
+            await write_pbmsg(writer, request)
+            response = p2pd_pb2.Response()
+            await read_pbmsg_safe(reader, response)
+            raise_if_failed(response)
+
+        try:
+            reader, writer = await asyncio.open_unix_connection(str(self._folder / "control"))
+        except OSError as error:
+            raise DaemonError(f"the libp2p daemon does not answer: {error}") from error
+        try:
+            await self._ask(negotiate())
+        except BaseException:
+            drop(writer)
+            raise
+        return reader, writer
+
+    async def stop(self) -> None:
+        """Ends p2pd and removes its folder; nothing of it is left afterwards."""
+        self._is_stopping = True
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.wait([self._watch])
+        if self._client is not None:
+            self._client.close()
+        with suppress(ProcessLookupError):
+            self._process.terminate()
+        try:
+            async with asyncio.timeout(_STOP_SECONDS):
+                await self._process.wait()
+        except TimeoutError:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+        await self._stack.aclose()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _come_up(self, identity: Identity, protocol: str, on_stream: StreamCallback) -> None:
+        from hivemind.p2p.p2p_daemon_bindings.p2pclient import Client
+        from hivemind.utils.multiaddr import Multiaddr
+
+        assert self._process.stdout is not None
+        while not (line := await self._process.stdout.readline()).startswith(b"Peer ID:"):
+            if not line:
+                raise DaemonError("it ended at once")
+            self._note(line)
+        self._watch = asyncio.create_task(self._read_output(), name="p2pd output")
+        (self._folder / "key").unlink()  # p2pd has read it
+
+        async def accept(
+            info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        ) -> None:
+            await on_stream(info.peer_id.to_base58(), reader, writer)
+
+        self._client = await Client.create(
+            control_maddr=Multiaddr(f"/unix{self._folder}/control"),
+            listen_maddr=Multiaddr(f"/unix{self._folder}/streams"),
+        )
+        peer_id, _ = await self._client.identify()
+        if peer_id.to_base58() != identity.peer_id:
+            raise DaemonError(f"it calls itself {peer_id}, not {identity.peer_id}")
+        await self._stack.enter_async_context(self._client.listen())
+        await self._ask(self._client.stream_handler(protocol, accept))
+
+    async def _ask(self, conversation: Awaitable[Any]) -> Any:
+        """Awaits a conversation on the control socket; its many failures become DaemonError."""
+        from hivemind.p2p import P2PDaemonError
+
+        try:
+            return await conversation
+        except P2PDaemonError as error:
+            raise DaemonError(str(error).removeprefix("Connect failed. msg=")) from error
+        except (OSError, EOFError) as error:
+            raise DaemonError(f"the libp2p daemon does not answer: {error}") from error
+
+    async def _read_output(self) -> None:
+        """Reads p2pd's output to its end, which is p2pd's: an unread pipe would block it."""
+        assert self._process.stdout is not None
+        while line := await self._process.stdout.readline():
+            self._note(line)
+        status = await self._process.wait()
+        if not self._is_stopping:
+            _log.error("the libp2p daemon died", status=status, last_words=self.last_words)
+            self.died.set()
+
+    def _note(self, line: bytes) -> None:
+        text = line.decode(errors="replace").strip()
+        self._last_lines.append(text)
+        _log.debug("p2pd", line=text)
+
+
+async def _launch(
+    identity: Identity, folder: Path, listen_multiaddrs: tuple[str, ...]
+) -> asyncio.subprocess.Process:
+    key_path = folder / "key"
+    identity.save(key_path)  # mode 0600
+    with as_file(files("hivemind.hivemind_cli") / "p2pd") as program:
+        return await asyncio.create_subprocess_exec(
+            program,
+            f"-id={key_path}",
+            f"-listen=/unix{folder}/control",
+            f"-hostAddrs={','.join(listen_multiaddrs)}",
+            f"-idleTimeout={_NO_CLIENT_SECONDS}s",
+            "-relay=0",
+            "-relayService=0",
+            "-autonat=0",
+            "-natPortMap=0",
+            "-connManager=0",  # it would close connections beyond a count; the roster is the limit
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, "GOLOG_LOG_LEVEL": "error", "GOLOG_LOG_FMT": "json"},
+            start_new_session=True,  # a Ctrl-C at the terminal is for the daemon of the node
+        )
+
+
+def _quieten_hivemind() -> None:
+    """Imports hivemind (seconds) and undoes what that does to logging.
+
+    It renames WARNING for the whole process, installs a handler of its own that prints to stderr,
+    and warns about peers that are merely away, which our errors say already.
+    """
+    from hivemind.utils.logging import use_hivemind_log_handler
+
+    use_hivemind_log_handler("nowhere")
+    logging.getLogger("hivemind").setLevel(logging.CRITICAL)
+    logging.addLevelName(logging.WARNING, "WARNING")

@@ -1,0 +1,240 @@
+"""Both ends of a transfer over one stream, and who may open one.
+
+Here live the rules that every transport keeps: the sender of a contribution is who it says, a
+body is admitted before it is read, an answer is what was asked for. How a stream comes to be, and
+whether its other end is a member, is the transport's business.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+
+import blake3
+import structlog
+
+from node.exchange.transport.frames import FrameError, Limits, TransferStream
+from node.exchange.transport.transport import (
+    NotHeldError,
+    TransferHandler,
+    TransferRefusedError,
+    Want,
+    WantResult,
+    WantSnapshot,
+)
+from protocol.payload import CONTRIBUTION, RESULT, SNAPSHOT, Payload, PayloadError, PayloadHeader
+from protocol.rounds import Digest, NodeId
+from protocol.v1 import transfer_pb2 as wire
+
+MAX_REASON_CHARACTERS = 1000
+
+Verify = Callable[[PayloadHeader, bytes], Awaitable[Payload]]
+"""Payload.verified, off the event loop where that pays; raises PayloadError."""
+
+_log = structlog.get_logger(__name__)
+
+
+def check_offer(handler: TransferHandler, sender: NodeId, header: PayloadHeader) -> None:
+    """Decides on an offer before its body is read; raises TransferRefusedError.
+
+    A contribution is only taken from the node that it speaks for. Results and snapshots may come
+    from anyone who holds them: a digest on the coordinator's record vouches for them.
+    """
+    if header.kind == CONTRIBUTION and header.sender_id != sender:
+        raise TransferRefusedError(
+            f"{sender} offers a contribution in the name of {header.sender_id}"
+        )
+    handler.admit(sender, header)
+
+
+def check_answer(want: Want, header: PayloadHeader, *, max_body_bytes: int) -> None:
+    """Decides on an answer before its body is read; raises TransferRefusedError."""
+    if isinstance(want, WantResult):
+        digest = blake3.blake3(header.encode()).digest()
+        is_wanted = header.kind == RESULT and digest == want.digest
+    else:
+        is_wanted = header.kind == SNAPSHOT and header.round >= want.at_least_round
+    if not is_wanted:
+        raise TransferRefusedError(
+            f"asked for {want}, offered a {header.kind_name} of round {header.round}"
+        )
+    if header.body_bytes > max_body_bytes:
+        raise TransferRefusedError(
+            f"{header.kind_name} of {header.body_bytes} bytes offered, at most {max_body_bytes} fit"
+        )
+
+
+async def verify_inline(header: PayloadHeader, body: bytes) -> Payload:
+    """Payload.verified on the event loop: for small bodies, and where order must not vary."""
+    return Payload.verified(header, body)
+
+
+@contextmanager
+def refusing_on_fault(sender: NodeId) -> Iterator[None]:
+    """Keeps a fault of our own handler from looking like the peer's, or like a lost link."""
+    try:
+        yield
+    except TransferRefusedError:
+        raise
+    except Exception as error:
+        _log.exception("a transfer failed inside this node", sender=sender)
+        raise TransferRefusedError("this node failed inside; its log says how") from error
+
+
+class Doorkeeper:
+    """Counts the streams that peers have open with us."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._open: Counter[str] = Counter()
+
+    @contextmanager
+    def let_in(self, peer: str) -> Iterator[None]:
+        """Holds a place while a stream is served; raises TransferRefusedError when none is left."""
+        total = self._open.total()
+        if total >= self._limits.max_streams:
+            raise TransferRefusedError(f"busy with {total} transfers; try again later")
+        if self._open[peer] >= self._limits.max_streams_per_peer:
+            raise TransferRefusedError(f"busy with {self._open[peer]} transfers of yours already")
+        self._open[peer] += 1
+        try:
+            yield
+        finally:
+            self._open[peer] -= 1
+            if not self._open[peer]:
+                del self._open[peer]
+
+
+async def serve(
+    stream: TransferStream,
+    sender: NodeId,
+    handler: TransferHandler,
+    *,
+    limits: Limits,
+    verify: Verify,
+) -> None:
+    """Answers a member's request. Raises FrameError, or frames.BROKEN when the member is gone."""
+    request = await stream.receive(wire.TransferRequest)
+    try:
+        match request.WhichOneof("request"):
+            case "offer":
+                await _take(stream, sender, handler, request.offer.header, limits, verify)
+            case "want_result" | "want_snapshot":
+                await _give(stream, handler, sender, _decode_want(request), limits)
+            case _:
+                raise TransferRefusedError("the request is empty, or of a newer version of Atoll")
+    except TransferRefusedError as refusal:
+        await refuse(stream, str(refusal))
+    except PayloadError as error:
+        await refuse(stream, str(error))
+
+
+async def refuse(stream: TransferStream, reason: str) -> None:
+    """Tells the other side why not."""
+    await stream.send(
+        wire.TransferResponse(
+            status=wire.TRANSFER_STATUS_REFUSED, reason=reason[:MAX_REASON_CHARACTERS]
+        )
+    )
+
+
+async def push_over(stream: TransferStream, payload: Payload) -> None:
+    """Our side of a push. Raises TransferRefusedError, FrameError, or frames.BROKEN."""
+    stream.carries(payload.header.kind)
+    offer = wire.Offer(header=payload.header.encode())
+    await stream.send(wire.TransferRequest(offer=offer))
+    await _expect(stream, wire.TRANSFER_STATUS_GO_ON)
+    await stream.send_body(payload.body)
+    await _expect(stream, wire.TRANSFER_STATUS_RECEIVED)
+
+
+async def fetch_over(
+    stream: TransferStream, want: Want, *, max_body_bytes: int, verify: Verify
+) -> Payload:
+    """Our side of a fetch. Raises as push_over does, and NotHeldError."""
+    stream.carries(RESULT if isinstance(want, WantResult) else SNAPSHOT)
+    await stream.send(_encode_want(want))
+    response = await _expect(stream, wire.TRANSFER_STATUS_GO_ON)
+    try:
+        header = PayloadHeader.decode(response.header)
+        check_answer(want, header, max_body_bytes=max_body_bytes)
+        return await verify(header, await _receive_body(stream, header))
+    except PayloadError as error:
+        raise TransferRefusedError(str(error)) from error
+
+
+async def _take(
+    stream: TransferStream,
+    sender: NodeId,
+    handler: TransferHandler,
+    encoded_header: bytes,
+    limits: Limits,
+    verify: Verify,
+) -> None:
+    header = PayloadHeader.decode(encoded_header)
+    stream.carries(header.kind)
+    with refusing_on_fault(sender):
+        check_offer(handler, sender, header)
+    await stream.send(wire.TransferResponse(status=wire.TRANSFER_STATUS_GO_ON))
+    async with asyncio.timeout(limits.whole_seconds(header.body_bytes)):
+        body = await _receive_body(stream, header)
+    payload = await verify(header, body)
+    with refusing_on_fault(sender):
+        await handler.receive(sender, payload)
+    await stream.send(wire.TransferResponse(status=wire.TRANSFER_STATUS_RECEIVED))
+
+
+async def _receive_body(stream: TransferStream, header: PayloadHeader) -> bytes:
+    try:
+        return await stream.receive_body(header.body_bytes)
+    except MemoryError as error:
+        raise TransferRefusedError(f"no memory for a body of {header.body_bytes} bytes") from error
+
+
+async def _give(
+    stream: TransferStream, handler: TransferHandler, sender: NodeId, want: Want, limits: Limits
+) -> None:
+    with refusing_on_fault(sender):
+        payload = await handler.supply(sender, want)
+    if payload is None:
+        await stream.send(wire.TransferResponse(status=wire.TRANSFER_STATUS_NOT_HELD))
+        return
+    stream.carries(payload.header.kind)
+    await stream.send(
+        wire.TransferResponse(status=wire.TRANSFER_STATUS_GO_ON, header=payload.header.encode())
+    )
+    async with asyncio.timeout(limits.whole_seconds(len(payload.body))):
+        await stream.send_body(payload.body)
+
+
+async def _expect(
+    stream: TransferStream, status: "wire.TransferStatus.ValueType"
+) -> wire.TransferResponse:
+    response = await stream.receive(wire.TransferResponse, is_patient=True)
+    if response.status == status:
+        return response
+    if response.status == wire.TRANSFER_STATUS_NOT_HELD:
+        raise NotHeldError("the peer does not hold it")
+    if response.status == wire.TRANSFER_STATUS_REFUSED:
+        reason = "".join(c if c.isprintable() else "?" for c in response.reason)
+        raise TransferRefusedError(reason[:MAX_REASON_CHARACTERS] or "refused without a reason")
+    raise FrameError(f"status {response.status} came where {status} was due")
+
+
+def _encode_want(want: Want) -> wire.TransferRequest:
+    if isinstance(want, WantResult):
+        return wire.TransferRequest(
+            want_result=wire.WantResult(
+                round=want.round, slice_index=want.slice_index, digest=want.digest
+            )
+        )
+    return wire.TransferRequest(want_snapshot=wire.WantSnapshot(at_least_round=want.at_least_round))
+
+
+def _decode_want(request: wire.TransferRequest) -> Want:
+    if request.WhichOneof("request") == "want_result":
+        want = request.want_result
+        return WantResult(
+            round=want.round, slice_index=want.slice_index, digest=Digest(want.digest)
+        )
+    return WantSnapshot(at_least_round=request.want_snapshot.at_least_round)

@@ -1,0 +1,94 @@
+"""What the daemon and its ranks say to each other, over a pipe between our own processes."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from node.island.island import InnerWork, Progress
+from node.outer_state import SharedNames
+from protocol.errors import AtollError
+from protocol.run_spec import RunSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSetup:
+    """Everything that a rank needs to begin."""
+
+    spec: RunSpec
+    names: SharedNames
+    rank: int
+    num_ranks: int
+    device: str
+    num_threads: int
+    folder: Path  # where relative data paths start
+    meeting: Path  # file at which the ranks of this attempt meet
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Build model and data; answered with a CorpusSummary. A rank does it unasked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """Copy the global parameters; answered with None."""
+
+
+@dataclass(frozen=True, slots=True)
+class Train:
+    """Take inner steps; answered with Progress meanwhile, then an InnerReport."""
+
+    work: InnerWork
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Copy local parameters of a fragment to shared memory; answered with None."""
+
+    fragment: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluate:
+    """Measure the held-out loss; answered with an Evaluation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Halt:
+    """Nobody waits for the training in progress any more. Not answered."""
+
+
+Command = Begin | Adopt | Train | Publish | Evaluate
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A command with the number under which it is answered."""
+
+    number: int
+    command: Command
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Progress of the order with that number."""
+
+    number: int
+    progress: Progress
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The answer to the order with that number."""
+
+    number: int
+    answer: object
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The rank cannot go on, and ends."""
+
+    error: AtollError
+
+
+Reply = Told | Done | Failed

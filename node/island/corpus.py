@@ -1,0 +1,231 @@
+"""The text that a node trains on, as bytes in memory, and the part that it never trains on.
+
+A file belongs to the held-out split by the hash of its name, so every node that has the file puts
+it there, whatever else it has. Where whole files cannot be divided like that (one big file, say),
+blocks of files are held out instead, by the hash of name and number. Either way the two splits are
+separate arrays: no sample reaches from one into the other.
+
+A sample is a window of context + 1 bytes; windows begin every `context` bytes, so each byte is
+predicted once. Pieces of text that were not neighbours are joined with a zero byte.
+"""
+
+import glob
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import blake3
+import numpy as np
+import numpy.typing as npt
+
+from protocol.errors import NoInputError
+from protocol.rounds import CorpusSummary, Digest
+from protocol.run_spec import DataSection
+
+Text = npt.NDArray[np.uint8]
+
+SMALL_CORPUS_BYTES = 2 << 20
+BLOCK_BYTES = 64 << 10
+BLOCK_BYTES_OF_SMALL_CORPUS = 4 << 10
+
+_FOLDERS_LEFT_OUT = frozenset(
+    {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib"}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextFile:
+    """A file of the corpus; the name, not the path, is what nodes have in common."""
+
+    name: str  # relative, with forward slashes
+    path: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Piece:
+    """Bytes of one file, from `start` on."""
+
+    name: str
+    start: int
+    text: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Corpus:
+    """Both splits in memory."""
+
+    training: Text
+    held_out: Text
+    context: int
+    digest: Digest  # of the names and bytes of the training split
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the training split."""
+        return _num_windows(self.training, self.context)
+
+    @property
+    def num_held_out_samples(self) -> int:
+        """Samples of the held-out split."""
+        return _num_windows(self.held_out, self.context)
+
+    def summary(self) -> CorpusSummary:
+        """What the coordinator is told."""
+        return CorpusSummary(
+            digest=self.digest, num_samples=self.num_samples, num_bytes=len(self.training)
+        )
+
+    def windows(self, split: Text, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Samples of a split by number: tokens [len(indices), context + 1]."""
+        places = indices[:, None] * self.context + np.arange(self.context + 1)
+        windows: npt.NDArray[np.int64] = split[places].astype(np.int64)
+        return windows
+
+
+def read_corpus(data: DataSection, *, context: int, batch: int, folder: Path) -> Corpus:
+    """Reads and splits the text; relative paths start at `folder`.
+
+    Raises NoInputError when a path or glob matches nothing, a file cannot be read, or there are
+    fewer samples than one batch.
+    """
+    files = stdlib_files() if data.source == "python-stdlib" else text_files(data.paths, folder)
+    pieces = [_Piece(name=file.name, start=0, text=_read(file.path)) for file in files]
+    training, held_out = _split(pieces, data.held_out)
+    corpus = Corpus(
+        training=_joined(training),
+        held_out=_joined(held_out),
+        context=context,
+        digest=_digest_of(training),
+    )
+    if corpus.num_samples < batch or corpus.num_held_out_samples < 1:
+        raise NoInputError(
+            f"the text has {len(corpus.training):,} bytes to train on and {len(corpus.held_out):,} "
+            f"held out: {corpus.num_samples} and {corpus.num_held_out_samples} samples of "
+            f"{context + 1} bytes, but one batch takes {batch} and evaluation at least 1",
+            next_step="add text to [data] paths, or lower [model] context or [inner] batch",
+        )
+    return corpus
+
+
+def stdlib_files() -> list[TextFile]:
+    """The running Python's standard library in source form, without its tests: about 11 MB."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    names: list[str] = []
+    for parent, subfolders, files in os.walk(folder):
+        subfolders[:] = set(subfolders) - _FOLDERS_LEFT_OUT  # not even looked into
+        place = Path(parent).relative_to(folder)
+        names += [(place / name).as_posix() for name in files if name.endswith(".py")]
+    names.sort()
+    if not names:
+        raise NoInputError(
+            f"this Python has no source of its standard library under {folder}",
+            next_step='install it, or set [data] source = "text" and paths',
+        )
+    return [TextFile(name=name, path=folder / name) for name in names]
+
+
+def text_files(patterns: Iterable[str], folder: Path) -> list[TextFile]:
+    """Files that the patterns match, each once, sorted by name.
+
+    A name is relative to the part of its pattern before the first wildcard, so it does not depend
+    on where a contributor keeps the text.
+    """
+    found: dict[Path, TextFile] = {}
+    for pattern in patterns:
+        expanded = Path(pattern).expanduser()
+        whole = folder / expanded
+        if whole.is_file():  # also when its name looks like a glob
+            matches, root = [whole], whole.parent
+        else:
+            matches = [Path(match) for match in _globbed(folder, expanded)]
+            root = folder / _fixed_part(expanded)
+        files = [path for path in matches if path.is_file()]
+        if not files:
+            what = "matches only folders" if matches else "matches no file"
+            raise NoInputError(
+                f"{pattern!r} of [data] paths {what} (looked for {whole})",
+                next_step="put the text there, or correct the path; "
+                "'folder/**/*.txt' takes all below a folder",
+            )
+        for path in files:
+            name = path.relative_to(root).as_posix()
+            found.setdefault(path.resolve(), TextFile(name=name, path=path))
+    return sorted(found.values(), key=lambda file: (file.name, file.path))
+
+
+def _globbed(folder: Path, pattern: Path) -> Iterator[str]:
+    # Not Path.glob, which takes no absolute patterns.
+    whole = Path(glob.escape(str(folder))) / pattern
+    return glob.iglob(str(whole), recursive=True)  # noqa: PTH207
+
+
+def _fixed_part(pattern: Path) -> Path:
+    """The folder before the first wildcard."""
+    parts = pattern.parts
+    num_fixed = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)
+    return Path(*parts[:num_fixed])
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise NoInputError(
+            f"{path} cannot be read: {error.strerror}",
+            next_step="make it readable, or leave it out",
+        ) from error
+
+
+def _split(pieces: list[_Piece], held_out: float) -> tuple[list[_Piece], list[_Piece]]:
+    """Training and held-out pieces: by file when that comes out near the share asked for."""
+    num_bytes = sum(len(piece.text) for piece in pieces)
+    training, kept_back = _divided(pieces, held_out)
+    share = sum(len(piece.text) for piece in kept_back) / max(1, num_bytes)
+    if held_out / 4 <= share <= min(4 * held_out, 0.6):
+        return training, kept_back
+    block_bytes = BLOCK_BYTES if num_bytes >= SMALL_CORPUS_BYTES else BLOCK_BYTES_OF_SMALL_CORPUS
+    return _divided(list(_blocks(pieces, block_bytes)), held_out)
+
+
+def _blocks(pieces: Iterable[_Piece], block_bytes: int) -> Iterator[_Piece]:
+    for piece in pieces:
+        for start in range(0, len(piece.text), block_bytes):
+            yield _Piece(name=piece.name, start=start, text=piece.text[start : start + block_bytes])
+
+
+def _divided(pieces: list[_Piece], held_out: float) -> tuple[list[_Piece], list[_Piece]]:
+    hashes = [_unit_hash(piece) for piece in pieces]
+    training = [piece for piece, value in zip(pieces, hashes, strict=True) if value >= held_out]
+    kept_back = [piece for piece, value in zip(pieces, hashes, strict=True) if value < held_out]
+    return training, kept_back
+
+
+def _unit_hash(piece: _Piece) -> float:
+    """In [0, 1), from the name, and from the place when it is a later block of the file."""
+    key = os.fsencode(piece.name) + (f"\0{piece.start}".encode() if piece.start else b"")
+    return int.from_bytes(blake3.blake3(key).digest(length=8), "little") / 2**64
+
+
+def _joined(pieces: list[_Piece]) -> Text:
+    """The pieces in order, with a zero byte wherever text was left out between two of them."""
+    parts: list[bytes] = []
+    for before, piece in zip([None, *pieces], pieces, strict=False):
+        is_next = before is not None and before.name == piece.name
+        if before is not None and not (is_next and before.start + len(before.text) == piece.start):
+            parts.append(b"\0")
+        parts.append(piece.text)
+    return np.frombuffer(b"".join(parts), np.uint8)
+
+
+def _digest_of(pieces: list[_Piece]) -> Digest:
+    hasher = blake3.blake3()
+    for piece in pieces:
+        text_digest = blake3.blake3(piece.text).digest()
+        hasher.update(os.fsencode(f"{piece.name}\0{piece.start}\0") + text_digest)
+    return Digest(hasher.digest())
+
+
+def _num_windows(text: Text, context: int) -> int:
+    return max(0, (len(text) - 1) // context)

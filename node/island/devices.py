@@ -1,0 +1,50 @@
+"""Which devices the ranks of this node use. What is asked for and not there is refused."""
+
+import os
+
+from protocol.errors import ConfigError
+
+
+def devices_of(choice: str, ranks: int | None = None) -> tuple[str, ...]:
+    """A device for each rank.
+
+    `choice` is "auto" (CUDA when there is a GPU, else the CPU), "cpu", "cuda" or one GPU such as
+    "cuda:1". Without `ranks`, "cuda" takes every GPU and the others one rank. Raises ConfigError
+    with what there is.
+    """
+    import torch  # here, so that prepare_forkserver's caller can import this room early
+
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    there = f"there are {num_gpus} CUDA GPUs" if num_gpus else "no CUDA GPU is usable here"
+    if ranks is not None and ranks < 1:
+        raise ConfigError(f"{ranks} ranks cannot train", next_step="ask for at least one")
+    kind, _, number = choice.partition(":")
+    if choice == "auto":
+        kind = "cuda" if num_gpus else "cpu"
+    if kind == "cpu" and not number:
+        return ("cpu",) * (ranks or 1)
+    if kind != "cuda" or (number and not number.isdecimal()):
+        raise ConfigError(
+            f"unknown device {choice!r} ({there})",
+            next_step='choose "auto", "cpu", "cuda" or one GPU such as "cuda:0"',
+        )
+    wanted = [int(number)] if number else list(range(ranks or num_gpus))
+    if number and (ranks or 1) != 1:
+        raise ConfigError(
+            f"{ranks} ranks cannot share {choice}", next_step='choose "cuda", or one rank'
+        )
+    if not wanted or max(wanted) >= num_gpus:
+        asked = f"{ranks} GPUs" if ranks else choice
+        raise ConfigError(
+            f"{asked} asked for, but {there} (torch {torch.__version__})",
+            next_step='choose fewer ranks or "cpu", or check nvidia-smi and CUDA_VISIBLE_DEVICES',
+        )
+    return tuple(f"cuda:{index}" for index in wanted)
+
+
+def default_threads(num_ranks: int) -> int:
+    """CPU threads of each rank: OMP_NUM_THREADS when set, else the usable cores shared out."""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    if asked.isdecimal() and int(asked) > 0:
+        return int(asked)
+    return max(1, len(os.sched_getaffinity(0)) // num_ranks)

@@ -1,0 +1,21 @@
+"""What can go wrong with ranks, as errors that people see."""
+
+from protocol.errors import AtollError, ExitCode
+
+
+class TrainingDivergedError(AtollError):
+    """The loss or the gradient is no longer a finite number."""
+
+    exit_code = ExitCode.CONFIG
+
+
+class RankDiedError(AtollError):
+    """A rank's process ended by itself: out of memory, killed, a crash in native code."""
+
+    exit_code = ExitCode.SYSTEM
+
+
+class RankFailedError(AtollError):
+    """A rank met an error that is not the user's: a bug. The traceback is in the log."""
+
+    exit_code = ExitCode.INTERNAL

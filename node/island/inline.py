@@ -1,0 +1,86 @@
+"""An island in the calling process, for tests and simulation: no threads, bit-equal repeats.
+
+Its calls never yield to the event loop, so a daemon must not use it.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from node.island.corpus import Corpus, read_corpus
+from node.island.island import Evaluation, InnerReport, InnerWork, Progress
+from node.island.mesh import Mesh
+from node.island.trainer import Clock, Trainer
+from node.outer_state import Vector
+from protocol.rounds import CorpusSummary
+from protocol.run_spec import RunSpec
+
+
+class InlineIsland:
+    """Trains one model on the CPU in the calling thread; implements Island.
+
+    `corpus` spares many islands of one simulation the reading of the same text.
+    """
+
+    def __init__(
+        self,
+        *,
+        spec: RunSpec,
+        parameters: Vector,
+        published: Vector,
+        folder: Path,
+        corpus: Corpus | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._spec = spec
+        self._parameters = parameters
+        self._published = published
+        self._folder = folder
+        self._corpus = corpus
+        self._clock = clock
+        self._trainer: Trainer | None = None
+
+    async def start(self) -> CorpusSummary:
+        """Builds the model and reads the text."""
+        corpus = self._corpus or read_corpus(
+            self._spec.data,
+            context=self._spec.model.context,
+            batch=self._spec.inner.batch,
+            folder=self._folder,
+        )
+        self._trainer = Trainer(
+            spec=self._spec,
+            corpus=corpus,
+            device=torch.device("cpu"),
+            mesh=Mesh(),
+            clock=self._clock,
+        )
+        return corpus.summary()
+
+    async def stop(self) -> None:
+        """Forgets model and optimizer."""
+        self._trainer = None
+
+    async def adopt(self) -> None:
+        """See Island."""
+        self._running.adopt(self._parameters)
+
+    async def train(self, work: InnerWork, on_progress: Callable[[Progress], None]) -> InnerReport:
+        """See Island."""
+        return self._running.train(work, on_progress)
+
+    async def publish(self, fragment: int) -> None:
+        """See Island."""
+        self._running.publish(self._published, fragment)
+
+    async def evaluate(self) -> Evaluation:
+        """See Island."""
+        return self._running.evaluate()
+
+    @property
+    def _running(self) -> Trainer:
+        if self._trainer is None:
+            raise RuntimeError("call start() first")
+        return self._trainer

@@ -1,0 +1,322 @@
+"""The daemon's side of an island: one process for each rank, watched from the event loop.
+
+Ranks come from a forkserver that has torch loaded already: forking the daemon itself is unsafe once
+gRPC or CUDA runs. After any error the island is broken, since the ranks may have parted ways:
+`stop` and `start` it again.
+"""
+
+import asyncio
+import contextlib
+import multiprocessing
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from node.island.commands import (
+    Adopt,
+    Begin,
+    Command,
+    Evaluate,
+    Failed,
+    Halt,
+    Order,
+    Publish,
+    RankSetup,
+    Reply,
+    Told,
+    Train,
+)
+from node.island.devices import default_threads
+from node.island.faults import RankDiedError, RankFailedError
+from node.island.island import Evaluation, InnerReport, InnerWork, Progress
+from node.outer_state import SharedNames
+from protocol.errors import AtollError
+from protocol.rounds import CorpusSummary
+from protocol.run_spec import RunSpec
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+Answer = TypeVar("Answer")
+
+_TERMINATE_SECONDS = 3.0
+_KILL_SECONDS = 1.5
+_GRACE_SECONDS = 0.3  # a rank fails because another died, and says so before the death shows
+
+_context = multiprocessing.get_context("forkserver")
+
+
+def prepare_forkserver() -> None:
+    """Starts the process that ranks are forked from; it imports torch while the daemon goes on.
+
+    Returns at once. Call it first thing in the daemon, before gRPC and hivemind.
+    """
+    _context.set_forkserver_preload(["node.island.rank"])
+    forkserver.ensure_running()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Member:
+    """A rank as the daemon sees it."""
+
+    rank: int
+    device: str
+    process: BaseProcess
+    connection: "Connection[Order | Halt, Reply]"
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Pending:
+    """The order that all ranks are carrying out."""
+
+    number: int
+    future: asyncio.Future[object]
+    on_progress: Callable[[Progress], None] | None
+    answers: dict[int, object] = field(default_factory=dict)
+
+
+class ProcessIsland:
+    """Ranks in processes of their own; implements Island."""
+
+    def __init__(
+        self,
+        *,
+        spec: RunSpec,
+        names: SharedNames,
+        devices: tuple[str, ...],
+        folder: Path,
+        num_threads: int | None = None,
+    ) -> None:
+        self._spec = spec
+        self._names = names
+        self._devices = devices
+        self._folder = folder
+        self._num_threads = num_threads or default_threads(len(devices))
+        self._members: list[_Member] = []
+        self._pending: _Pending | None = None
+        self._number = 0
+        self._broken: AtollError | None = None
+        self._breaking: asyncio.TimerHandle | None = None
+        self._meeting: Path | None = None
+        self._spawning: asyncio.Future[None] | None = None
+        self._stopping = asyncio.Lock()
+
+    @property
+    def process_ids(self) -> tuple[int, ...]:
+        """Process ids of the ranks, in their order."""
+        return tuple(member.process.pid or 0 for member in self._members)
+
+    async def start(self) -> CorpusSummary:
+        """See Island. A batch that ranks cannot share is refused before any process starts."""
+        from node.island.trainer import check_batch  # torch: not before the forkserver is up
+
+        if self._members or self._spawning:
+            raise RuntimeError("the island is started already")
+        check_batch(self._spec, len(self._devices))
+        self._broken = None
+        self._number = 0
+        self._meeting = Path(tempfile.mkdtemp(prefix="atoll-ranks-"))
+        # In a thread: it waits for the forkserver, which may still be importing torch.
+        self._spawning = asyncio.ensure_future(asyncio.to_thread(self._spawn, self._meeting))
+        await asyncio.shield(self._spawning)
+        self._spawning = None
+        self._watch()
+        return await self._answer_of(Begin(), CorpusSummary)
+
+    async def stop(self) -> None:
+        """See Island. Takes at most five seconds."""
+        async with self._stopping:
+            if self._spawning is not None:
+                await asyncio.wait([self._spawning])
+                self._spawning = None
+                self._watch()
+            if self._breaking is not None:
+                self._breaking.cancel()
+                self._breaking = None
+            self._break(RankDiedError("the island was stopped"))
+            if not await self._all_ended(_TERMINATE_SECONDS):
+                for member in self._members:
+                    member.process.kill()
+                await self._all_ended(_KILL_SECONDS)
+            for member in self._members:
+                self._forget(member)
+            self._members = []
+            if self._meeting is not None:
+                shutil.rmtree(self._meeting, ignore_errors=True)
+                self._meeting = None
+
+    async def adopt(self) -> None:
+        """See Island."""
+        await self._answer_of(Adopt(), type(None))
+
+    async def train(self, work: InnerWork, on_progress: Callable[[Progress], None]) -> InnerReport:
+        """See Island. When it is cancelled, the ranks leave off after their current inner step."""
+        try:
+            return await self._answer_of(Train(work), InnerReport, on_progress)
+        except asyncio.CancelledError:
+            for member in self._members:
+                self._send(member, Halt())
+            raise
+
+    async def publish(self, fragment: int) -> None:
+        """See Island."""
+        await self._answer_of(Publish(fragment), type(None))
+
+    async def evaluate(self) -> Evaluation:
+        """See Island."""
+        return await self._answer_of(Evaluate(), Evaluation)
+
+    def _spawn(self, meeting: Path) -> None:
+        from node.island.rank import run_rank
+
+        prepare_forkserver()
+        for rank, device in enumerate(self._devices):
+            ours, theirs = _context.Pipe()
+            setup = RankSetup(
+                spec=self._spec,
+                names=self._names,
+                rank=rank,
+                num_ranks=len(self._devices),
+                device=device,
+                num_threads=self._num_threads,
+                folder=self._folder,
+                meeting=meeting / "store",
+            )
+            process = _context.Process(
+                target=run_rank, args=(theirs, setup), name=f"atoll-rank-{rank}", daemon=True
+            )
+            process.start()
+            theirs.close()  # else we would never see its end close
+            self._members.append(
+                _Member(rank=rank, device=device, process=process, connection=ours)
+            )
+
+    def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        for member in self._members:
+            loop.add_reader(member.connection.fileno(), self._on_replies, member)
+            loop.add_reader(member.process.sentinel, self._on_end, member)
+
+    async def _answer_of(
+        self,
+        command: Command,
+        kind: type[Answer],
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> Answer:
+        """Gives the order to all ranks and waits for all; returns rank 0's answer."""
+        if self._broken is not None:
+            raise self._broken
+        if not self._members:
+            raise RuntimeError("call start() first")
+        if self._pending is not None:
+            raise RuntimeError(f"{command} was asked for before the last order was answered")
+        future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        self._pending = _Pending(number=self._number, future=future, on_progress=on_progress)
+        if not isinstance(command, Begin):
+            for member in self._members:
+                self._send(member, Order(self._number, command))
+        self._number += 1
+        try:
+            answer = await future
+        finally:
+            self._pending = None
+        assert isinstance(answer, kind)
+        return answer
+
+    def _send(self, member: _Member, message: Order | Halt) -> None:
+        # A broken pipe means that the rank is ending; its sentinel tells how.
+        with contextlib.suppress(OSError):
+            member.connection.send(message)
+
+    def _on_replies(self, member: _Member) -> None:
+        try:
+            while member.connection.poll():
+                self._take(member, member.connection.recv())
+        except (EOFError, OSError):
+            asyncio.get_running_loop().remove_reader(member.connection.fileno())
+
+    def _take(self, member: _Member, reply: Reply) -> None:
+        if isinstance(reply, Failed):
+            self._on_failure(reply.error)
+            return
+        pending = self._pending
+        if pending is None or reply.number != pending.number or pending.future.done():
+            return  # the order was cancelled
+        if isinstance(reply, Told):
+            if pending.on_progress is not None:
+                pending.on_progress(reply.progress)
+        else:
+            pending.answers[member.rank] = reply.answer
+            if len(pending.answers) == len(self._members):
+                pending.future.set_result(pending.answers[0])
+
+    def _on_failure(self, error: AtollError) -> None:
+        if len(self._members) > 1 and isinstance(error, RankFailedError):
+            if self._breaking is None:
+                loop = asyncio.get_running_loop()
+                self._breaking = loop.call_later(_GRACE_SECONDS, self._break, error)
+        else:
+            self._break(error)
+
+    def _on_end(self, member: _Member) -> None:
+        self._on_replies(member)  # what it said last comes first
+        self._unwatch(member)
+        member.ended.set()
+        exit_code = member.process.exitcode
+        # A rank that reported an error ends with 0, and the error is what people should see.
+        if exit_code != 0 or self._breaking is None:
+            self._break(
+                RankDiedError(
+                    f"rank {member.rank} on {member.device} {_manner_of(exit_code)}",
+                    next_step="see the log; if the machine ran out of memory, lower [inner] batch "
+                    "or the number of ranks",
+                )
+            )
+
+    def _break(self, error: AtollError) -> None:
+        """Ends all ranks; the pending order, or else the next one, raises the first error."""
+        if self._broken is not None:
+            return
+        self._broken = error
+        if self._pending is not None and not self._pending.future.done():
+            self._pending.future.set_exception(error)
+        for member in self._members:
+            if not member.ended.is_set():
+                member.process.terminate()
+
+    async def _all_ended(self, timeout_seconds: float) -> bool:
+        waits = [asyncio.ensure_future(member.ended.wait()) for member in self._members]
+        if not waits:
+            return True
+        _, unfinished = await asyncio.wait(waits, timeout=timeout_seconds)
+        for wait in unfinished:
+            wait.cancel()
+        return not unfinished
+
+    def _unwatch(self, member: _Member) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(member.connection.fileno())
+        loop.remove_reader(member.process.sentinel)
+
+    def _forget(self, member: _Member) -> None:
+        if not member.ended.is_set():  # unkillable, in the kernel: leave it to the system
+            self._unwatch(member)
+            member.connection.close()
+            return
+        member.connection.close()
+        member.process.join()
+        member.process.close()
+
+
+def _manner_of(exit_code: int | None) -> str:
+    if exit_code is not None and exit_code < 0:
+        with contextlib.suppress(ValueError):
+            return f"was ended by {signal.Signals(-exit_code).name}"
+    return f"ended by itself with exit code {exit_code}"

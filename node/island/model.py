@@ -1,0 +1,194 @@
+"""The model: a Llama-style decoder over bytes, with the parameter names and shapes of Hugging Face.
+
+Names, shapes and arithmetic follow `LlamaForCausalLM`, so that an export loads there unchanged.
+What lives elsewhere: the first weights (node.island.first_weights), training (node.island.trainer).
+"""
+
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+import torch.nn.functional as F  # noqa: N812 — its usual name
+from torch import Tensor, nn
+
+from node.outer_state import Layout, Vector
+from protocol.run_spec import ModelSection
+
+VOCABULARY = 256
+"""One token for each byte."""
+
+
+def rotary_tables(spec: ModelSection) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of RoPE, each [context, head size], for the rotate-half convention.
+
+    RoFormer (Su et al., 2021), section 3.2.2, with the pairs laid out as Llama's checkpoints have
+    them: value i turns together with value i + head size / 2.
+    """
+    head_size = spec.hidden_size // spec.num_heads
+    frequencies = 1.0 / spec.rope_theta ** (torch.arange(0, head_size, 2).float() / head_size)
+    angles = torch.outer(
+        torch.arange(spec.context).float(), frequencies
+    )  # [context, head size / 2]
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Turns queries or keys [B, heads, T, head size] by their positions; tables [T, head size]."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cosines + torch.cat((-second, first), dim=-1) * sines
+
+
+class Attention(nn.Module):
+    """Causal self-attention in which several query heads share a key and value head (GQA)."""
+
+    def __init__(self, spec: ModelSection) -> None:
+        super().__init__()
+        self.head_size = spec.hidden_size // spec.num_heads
+        self.is_grouped = spec.num_kv_heads != spec.num_heads
+        kv_size = self.head_size * spec.num_kv_heads
+        self.q_proj = nn.Linear(spec.hidden_size, spec.hidden_size, bias=False)
+        self.k_proj = nn.Linear(spec.hidden_size, kv_size, bias=False)
+        self.v_proj = nn.Linear(spec.hidden_size, kv_size, bias=False)
+        self.o_proj = nn.Linear(spec.hidden_size, spec.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        """Mixes x [B, T, hidden] over the positions before each."""
+        batch, length, _ = x.shape
+        heads = (batch, length, -1, self.head_size)
+        q = self.q_proj(x).view(heads).transpose(1, 2)  # [B, heads, T, head size]
+        k = self.k_proj(x).view(heads).transpose(1, 2)  # [B, kv heads, T, head size]
+        v = self.v_proj(x).view(heads).transpose(1, 2)  # [B, kv heads, T, head size]
+        mixed = F.scaled_dot_product_attention(
+            rotate(q, cosines, sines),
+            rotate(k, cosines, sines),
+            v,
+            is_causal=True,
+            enable_gqa=self.is_grouped,
+        )
+        return cast("Tensor", self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1)))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer, "GLU variants improve Transformer", 2020)."""
+
+    def __init__(self, spec: ModelSection) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(spec.hidden_size, spec.ffn_size, bias=False)
+        self.up_proj = nn.Linear(spec.hidden_size, spec.ffn_size, bias=False)
+        self.down_proj = nn.Linear(spec.ffn_size, spec.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transforms each position of x [B, T, hidden] by itself."""
+        return cast("Tensor", self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
+
+
+class DecoderLayer(nn.Module):
+    """Attention, then feed-forward, each on normalised input and added to the stream."""
+
+    def __init__(self, spec: ModelSection) -> None:
+        super().__init__()
+        self.self_attn = Attention(spec)
+        self.mlp = FeedForward(spec)
+        self.input_layernorm = nn.RMSNorm(spec.hidden_size, eps=spec.norm_epsilon)
+        self.post_attention_layernorm = nn.RMSNorm(spec.hidden_size, eps=spec.norm_epsilon)
+
+    def forward(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        """One layer over x [B, T, hidden]."""
+        x = x + self.self_attn(self.input_layernorm(x), cosines, sines)
+        return cast("Tensor", x + self.mlp(self.post_attention_layernorm(x)))
+
+
+class Stack(nn.Module):
+    """Embedding, layers and the last norm: what Hugging Face calls `model`."""
+
+    cosines: Tensor  # [context, head size]
+    sines: Tensor  # [context, head size]
+
+    def __init__(self, spec: ModelSection) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(VOCABULARY, spec.hidden_size)
+        # A dictionary, not a list: names stay canonical when a pipeline rank holds layers 4 to 7.
+        self.layers = nn.ModuleDict({str(i): DecoderLayer(spec) for i in range(spec.num_layers)})
+        self.norm = nn.RMSNorm(spec.hidden_size, eps=spec.norm_epsilon)
+        cosines, sines = rotary_tables(spec)
+        self.register_buffer("cosines", cosines, persistent=False)
+        self.register_buffer("sines", sines, persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Hidden states [B, T, hidden] of tokens [B, T]."""
+        x = self.embed_tokens(tokens)
+        cosines, sines = self.cosines[: tokens.shape[1]], self.sines[: tokens.shape[1]]
+        for layer in self.layers.values():
+            x = layer(x, cosines, sines)
+        return cast("Tensor", self.norm(x))
+
+
+class Decoder(nn.Module):
+    """The whole model. Its weights are torch's own until `copy_parameters`."""
+
+    def __init__(self, spec: ModelSection) -> None:
+        super().__init__()
+        self.context = spec.context
+        self.model = Stack(spec)
+        if not spec.tie_embeddings:
+            self.lm_head = nn.Linear(spec.hidden_size, VOCABULARY, bias=False)
+        self.is_tied = spec.tie_embeddings
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits [B, T, 256] of the byte after each of tokens [B, T], T ≤ context."""
+        head = self.model.embed_tokens.weight if self.is_tied else self.lm_head.weight
+        return F.linear(self.model(tokens), head)
+
+
+class Objective(nn.Module):
+    """The loss as a module, so that DistributedDataParallel wraps forward and loss as one."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, windows: Tensor) -> Tensor:
+        """Mean nats per token over windows [B, T + 1]."""
+        logits = self.decoder(windows[:, :-1])  # [B, T, 256]
+        return F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
+
+
+def copy_parameters(decoder: Decoder, layout: Layout, parameters: Vector) -> None:
+    """Gives the decoder the weights of a canonical vector."""
+    named = dict(decoder.named_parameters())
+    whole = torch.from_numpy(parameters)
+    with torch.no_grad():
+        for place in layout.places:
+            part = whole[place.offset : place.offset + place.num_elements]
+            named[place.name].copy_(part.view(place.shape))
+
+
+def model_shapes(spec: ModelSection) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and shapes in canonical order, which is the module's own, without building it."""
+    return list(_shapes(spec))
+
+
+def _shapes(spec: ModelSection) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden = spec.hidden_size
+    kv_size = hidden // spec.num_heads * spec.num_kv_heads
+    yield "model.embed_tokens.weight", (VOCABULARY, hidden)
+    for i in range(spec.num_layers):
+        layer = f"model.layers.{i}"
+        yield f"{layer}.self_attn.q_proj.weight", (hidden, hidden)
+        yield f"{layer}.self_attn.k_proj.weight", (kv_size, hidden)
+        yield f"{layer}.self_attn.v_proj.weight", (kv_size, hidden)
+        yield f"{layer}.self_attn.o_proj.weight", (hidden, hidden)
+        yield f"{layer}.mlp.gate_proj.weight", (spec.ffn_size, hidden)
+        yield f"{layer}.mlp.up_proj.weight", (spec.ffn_size, hidden)
+        yield f"{layer}.mlp.down_proj.weight", (hidden, spec.ffn_size)
+        yield f"{layer}.input_layernorm.weight", (hidden,)
+        yield f"{layer}.post_attention_layernorm.weight", (hidden,)
+    yield "model.norm.weight", (hidden,)
+    if not spec.tie_embeddings:
+        yield "lm_head.weight", (VOCABULARY, hidden)
+
+
+def layout_of(spec: ModelSection) -> Layout:
+    """Where each tensor lies in the canonical vector."""
+    return Layout.of(model_shapes(spec))

@@ -1,0 +1,141 @@
+"""A rank's process: takes orders from the daemon over a pipe until the pipe closes.
+
+The forkserver imports this module once, so that a new rank need not import torch. Nothing here may
+touch a GPU or start a thread at import: ranks are forked from that process.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from multiprocessing import parent_process
+from typing import TYPE_CHECKING
+
+import torch
+import torch._dynamo  # the first optimizer imports it, for a second in every rank unless it is here  # noqa: F401
+
+from node.island.commands import (
+    Adopt,
+    Begin,
+    Command,
+    Done,
+    Evaluate,
+    Failed,
+    Halt,
+    Order,
+    Publish,
+    RankSetup,
+    Reply,
+    Told,
+    Train,
+)
+from node.island.corpus import Corpus, read_corpus
+from node.island.faults import RankFailedError
+from node.island.island import Progress
+from node.island.mesh import Mesh
+from node.island.trainer import Trainer
+from node.outer_state import SharedVectors
+from protocol.errors import AtollError
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+
+def run_rank(connection: "Connection[Reply, Order | Halt]", setup: RankSetup) -> None:
+    """The whole life of a rank."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the daemon's, which then stops us
+    threading.Thread(target=_end_with_daemon, name="end-with-daemon", daemon=True).start()
+    try:
+        _Rank(connection, setup).serve()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return  # the daemon is gone or has closed the pipe
+    except AtollError as error:
+        _send_last(connection, Failed(error))
+    except Exception as error:
+        traceback.print_exc(file=sys.stderr)
+        _send_last(
+            connection,
+            Failed(
+                RankFailedError(
+                    f"rank {setup.rank} failed: {type(error).__name__}: {error}",
+                    next_step="see the traceback in the log, and report it",
+                )
+            ),
+        )
+
+
+class _Rank:
+    """Carries out orders, one at a time."""
+
+    def __init__(self, connection: "Connection[Reply, Order | Halt]", setup: RankSetup) -> None:
+        self._connection = connection
+        self._vectors = SharedVectors.attach(setup.names)
+        torch.set_num_threads(setup.num_threads)
+        device = torch.device(setup.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        self._corpus: Corpus = read_corpus(
+            setup.spec.data,
+            context=setup.spec.model.context,
+            batch=setup.spec.inner.batch,
+            folder=setup.folder,
+        )
+        mesh = Mesh.joined(
+            rank=setup.rank, num_ranks=setup.num_ranks, device=device, meeting=setup.meeting
+        )
+        self._trainer = Trainer(
+            spec=setup.spec,
+            corpus=self._corpus,
+            device=device,
+            mesh=mesh,
+            clock=time.monotonic,
+        )
+        self._speaks = setup.rank == 0
+
+    def serve(self) -> None:
+        """Answers orders; raises EOFError when the pipe closes."""
+        order: Order | Halt = Order(0, Begin())
+        while True:
+            # A Halt that comes when nothing is trained arrived too late: nothing to do.
+            if isinstance(order, Order):
+                answer = self._carry_out(order.number, order.command)
+                self._connection.send(Done(order.number, answer))
+            order = self._connection.recv()
+
+    def _carry_out(self, number: int, command: Command) -> object:
+        match command:
+            case Begin():
+                return self._corpus.summary()
+            case Adopt():
+                self._trainer.adopt(self._vectors.parameters)
+                return None
+            case Publish(fragment):
+                self._trainer.publish(self._vectors.published, fragment)
+                return None
+            case Evaluate():
+                return self._trainer.evaluate()
+            case Train(work):
+
+                def tell(progress: Progress) -> None:
+                    if self._speaks:
+                        self._connection.send(Told(number, progress))
+
+                # Orders come one at a time, so anything in the pipe meanwhile means Halt.
+                return self._trainer.train(work, tell, self._connection.poll)
+
+
+def _send_last(connection: "Connection[Reply, Order | Halt]", reply: Reply) -> None:
+    try:
+        connection.send(reply)
+    except OSError:
+        return  # nobody is left to hear it
+
+
+def _end_with_daemon() -> None:
+    """Ends the process when the daemon is gone, also in the middle of training."""
+    daemon = parent_process()
+    assert daemon is not None
+    daemon.join()
+    os._exit(0)

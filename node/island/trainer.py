@@ -1,0 +1,218 @@
+"""One rank's training: model, inner optimizer, and the inner steps of a round.
+
+The optimizer's state stays with the rank over all rounds; weights come from the shared vector and
+go back there. Processes and commands are node.island.rank's business.
+"""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from node.island.corpus import Corpus
+from node.island.faults import TrainingDivergedError
+from node.island.island import Evaluation, InnerReport, InnerWork, Progress
+from node.island.mesh import Mesh
+from node.island.model import Decoder, Objective, copy_parameters, layout_of
+from node.island.samples import Indices, SampleOrder
+from node.island.schedule import default_total_tokens, learning_rate
+from node.outer_state import TensorPlace, Vector
+from protocol.errors import ConfigError
+from protocol.run_spec import InnerSection, RunSpec
+
+PROGRESS_SECONDS = 0.5
+
+Clock = Callable[[], float]
+
+
+def check_batch(spec: RunSpec, num_ranks: int) -> None:
+    """Raises ConfigError when a batch cannot be shared evenly; ask before starting ranks."""
+    if spec.inner.batch % num_ranks:
+        raise ConfigError(
+            f"[inner] batch = {spec.inner.batch} cannot be shared evenly by {num_ranks} ranks",
+            next_step="start the node with a number of ranks that divides it",
+        )
+
+
+def places_of_ranks(places: tuple[TensorPlace, ...], num_ranks: int) -> list[list[TensorPlace]]:
+    """Deals tensors out to the ranks that publish them, about as many elements to each."""
+    dealt: list[list[TensorPlace]] = [[] for _ in range(num_ranks)]
+    elements = [0] * num_ranks
+    for place in sorted(places, key=lambda place: place.num_elements, reverse=True):
+        least = elements.index(min(elements))
+        dealt[least].append(place)
+        elements[least] += place.num_elements
+    return dealt
+
+
+def adamw(decoder: Decoder, inner: InnerSection) -> torch.optim.AdamW:
+    """AdamW (Loshchilov and Hutter, 2019); only matrices of layers and head decay."""
+    named = list(decoder.named_parameters())
+    decayed = [p for name, p in named if p.ndim > 1 and not name.endswith("embed_tokens.weight")]
+    others = [p for name, p in named if p.ndim == 1 or name.endswith("embed_tokens.weight")]
+    return torch.optim.AdamW(
+        [
+            {"params": decayed, "weight_decay": inner.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ],
+        lr=inner.learning_rate,
+        betas=(inner.beta1, inner.beta2),
+        eps=1e-8,
+        fused=True,
+    )
+
+
+class _Tally:
+    """Sums of loss and gradient norm, kept on the device: reading them makes a GPU wait."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._sums = torch.zeros(2, dtype=torch.float64, device=device)
+        self._loss_before = 0.0
+        self._steps_before = 0
+        self.steps = 0
+        self.loss_sum = 0.0
+
+    def add(self, loss: Tensor, norm: Tensor) -> None:
+        self._sums += torch.stack((loss, norm))
+        self.steps += 1
+
+    def read(self, training_round: int) -> float:
+        """Mean loss since the last reading; raises TrainingDivergedError."""
+        self.loss_sum, norm_sum = self._sums.tolist()
+        # A finite loss with an infinite gradient has ruined the weights as well.
+        if not (math.isfinite(self.loss_sum) and math.isfinite(norm_sum)):
+            raise TrainingDivergedError(
+                f"round {training_round}: the loss or its gradient is no longer finite "
+                f"(inner step {self._steps_before + 1} to {self.steps})",
+                next_step="lower [inner] learning_rate or [outer] learning_rate in run.toml",
+            )
+        mean = (self.loss_sum - self._loss_before) / (self.steps - self._steps_before)
+        self._loss_before, self._steps_before = self.loss_sum, self.steps
+        return mean
+
+
+class Trainer:
+    """A rank's model and inner optimizer. All ranks make the same calls in the same order."""
+
+    def __init__(
+        self, *, spec: RunSpec, corpus: Corpus, device: torch.device, mesh: Mesh, clock: Clock
+    ) -> None:
+        check_batch(spec, mesh.num_ranks)
+        self._spec = spec
+        self._corpus = corpus
+        self._device = device
+        self._mesh = mesh
+        self._clock = clock
+        self._layout = layout_of(spec.model)
+        self._own_places = places_of_ranks(self._layout.places, mesh.num_ranks)[mesh.rank]
+        self._decoder = Decoder(spec.model).to(device)
+        self._named = dict(self._decoder.named_parameters())
+        self._parameters = list(self._named.values())
+        self._plain_objective = Objective(self._decoder)
+        self._objective = mesh.parallel(self._plain_objective, device)
+        self._optimizer = adamw(self._decoder, spec.inner)
+        self._order = SampleOrder(seed=spec.run.seed, num_samples=corpus.num_samples)
+        self._total_tokens = default_total_tokens(spec)
+
+    def adopt(self, parameters: Vector) -> None:
+        """Copies the global parameters into the model."""
+        copy_parameters(self._decoder, self._layout, parameters)
+
+    def publish(self, into: Vector, fragment: int) -> None:
+        """Copies this rank's tensors of the fragment to their places in the canonical vector."""
+        span = self._layout.fragments[fragment].span
+        whole = torch.from_numpy(into)
+        for place in self._own_places:
+            if span.start <= place.offset < span.stop:
+                part = whole[place.offset : place.offset + place.num_elements]
+                part.view(place.shape).copy_(self._named[place.name].detach())
+
+    def train(
+        self,
+        work: InnerWork,
+        on_progress: Callable[[Progress], None],
+        is_halted: Callable[[], bool] = lambda: False,
+    ) -> InnerReport:
+        """Takes inner steps until they, the samples or the time are used up, at least one.
+
+        `is_halted` is asked after each inner step, of rank 0. Progress shows this rank's loss, the
+        report that of all. Raises TrainingDivergedError.
+        """
+        batch = self._spec.inner.batch
+        step_tokens = self._spec.tokens_per_inner_step
+        max_steps = min(work.inner_steps, work.num_samples // batch)
+        if max_steps < 1:
+            raise ValueError(
+                f"{work.num_samples} samples in {work.inner_steps} steps are no inner step"
+            )
+        tally = _Tally(self._device)
+        started = self._clock()
+        told_at, told_steps = started, 0
+        for step in range(max_steps):
+            self._set_learning_rate(work.token_clock + step * work.tokens_per_inner_step)
+            tally.add(*self._inner_step(work.first_sample + step * batch))
+            now = self._clock()
+            if now - told_at >= PROGRESS_SECONDS:
+                loss = tally.read(work.round)
+                now = self._clock()  # a GPU has caught up only now
+                tokens = (tally.steps - told_steps) * step_tokens
+                on_progress(
+                    Progress(
+                        round=work.round,
+                        inner_step=tally.steps,
+                        loss=loss,
+                        tokens_per_second=tokens / (now - told_at),
+                    )
+                )
+                told_at, told_steps = now, tally.steps
+            if self._mesh.decided_by_first(now - started >= work.max_seconds or is_halted()):
+                break
+        if tally.steps > told_steps:
+            tally.read(work.round)
+        loss_sum = self._mesh.summed(torch.tensor(tally.loss_sum, dtype=torch.float64)).item()
+        return InnerReport(
+            round=work.round,
+            inner_steps=tally.steps,
+            tokens=tally.steps * step_tokens,
+            loss=loss_sum / (tally.steps * self._mesh.num_ranks),
+            seconds=self._clock() - started,
+        )
+
+    def evaluate(self) -> Evaluation:
+        """Held-out loss over a fixed choice of samples, spread evenly over the held-out split."""
+        available = self._corpus.num_held_out_samples
+        count = min(self._spec.evaluation.samples, available)
+        own = (np.arange(count, dtype=np.int64) * available // count)[self._mesh.share(count)]
+        batch = self._spec.inner.batch
+        loss_sum = torch.zeros((), dtype=torch.float64)
+        with torch.no_grad():
+            for start in range(0, len(own), batch):
+                indices = own[start : start + batch]
+                windows = self._on_device(self._corpus.held_out, indices)
+                loss_sum += self._plain_objective(windows).cpu() * len(indices)
+        loss = self._mesh.summed(loss_sum).item() / count
+        return Evaluation(loss=loss, tokens=count * self._spec.model.context)
+
+    def _inner_step(self, first_sample: int) -> tuple[Tensor, Tensor]:
+        """One step on this rank's share of a batch: loss, and gradient norm before clipping."""
+        batch = self._spec.inner.batch
+        indices = self._order.indices(first_sample, batch)[self._mesh.share(batch)]
+        loss: Tensor = self._objective(self._on_device(self._corpus.training, indices))
+        loss.backward()  # type: ignore[no-untyped-call]  # torch declares no types
+        norm = nn.utils.clip_grad_norm_(self._parameters, self._spec.inner.clip, foreach=True)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return loss.detach(), norm
+
+    def _set_learning_rate(self, token_clock: int) -> None:
+        rate = learning_rate(self._spec.inner, token_clock, default_total_tokens=self._total_tokens)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+
+    def _on_device(self, split: np.ndarray, indices: Indices) -> Tensor:
+        windows = torch.from_numpy(self._corpus.windows(split, indices))  # [B, T + 1]
+        if self._device.type == "cuda":
+            return windows.pin_memory().to(self._device, non_blocking=True)
+        return windows

@@ -1,0 +1,56 @@
+"""The newest model that a node's folder holds: for export and for sampling, with the node running or not."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from node.config import SNAPSHOTS_FOLDER
+from node.exchange.snapshot import SnapshotFolder
+from node.island.model import layout_of
+from node.outer_state import Layout, Vector
+from protocol.errors import NoInputError
+from protocol.files import write_atomically
+from protocol.rounds import Digest
+from protocol.run_spec import RunSpec, run_from_json
+
+RUN_FILE = "run.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewestModel:
+    """Committed parameters with what is needed to use them."""
+
+    spec: RunSpec
+    layout: Layout
+    round: int
+    outer_digest: Digest
+    parameters: Vector
+
+
+def keep_run(folder: Path, spec: RunSpec) -> None:
+    """Remembers the run file, so that the folder's snapshots can be read without a coordinator."""
+    write_atomically(folder / RUN_FILE, spec.canonical_json().encode())
+
+
+def newest_model(folder: Path) -> NewestModel:
+    """Reads the newest whole snapshot. Raises NoInputError when there is none yet."""
+    path = folder / RUN_FILE
+    snapshot = None
+    if path.is_file():
+        spec = run_from_json(path.read_text(encoding="utf-8"))
+        layout = layout_of(spec.model)
+        kept = SnapshotFolder(folder / SNAPSHOTS_FOLDER).load_newest(
+            spec.digest(), layout.summary().digest
+        )
+        snapshot = kept[0] if kept is not None else None
+    if snapshot is None:
+        raise NoInputError(
+            f"the node in {folder} holds no committed state yet",
+            next_step="start it with 'atoll node start' and wait for its first round",
+        )
+    return NewestModel(
+        spec=spec,
+        layout=layout,
+        round=snapshot.round,
+        outer_digest=snapshot.outer_digest(),
+        parameters=snapshot.parameters,
+    )

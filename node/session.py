@@ -1,0 +1,137 @@
+"""The link to the coordinator over time: attach, heartbeats, events, reports; again after every break.
+
+A report is sent until the coordinator has answered it; after a break all reports of the round are
+sent once more, which the coordinator takes as one.
+"""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from node.coordinator_link import Announcement, Attachment, CoordinatorLink, Event, Vitals
+from node.exchange.reports import Report
+from protocol.errors import TemporaryError, UnavailableError
+
+log = structlog.get_logger()
+
+FIRST_PAUSE_SECONDS = 0.5
+LAST_PAUSE_SECONDS = 15.0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Queued:
+    """A report on its way."""
+
+    round: int
+    report: Report
+    is_answered: bool = False
+
+
+class Session:
+    """Keeps a node attached."""
+
+    def __init__(
+        self,
+        *,
+        link: CoordinatorLink,
+        announce: Callable[[], Announcement],
+        vitals: Callable[[], Vitals],
+        on_attached: Callable[[Attachment], None],
+        on_event: Callable[[Event], None],
+        rng: random.Random,
+    ) -> None:
+        self._link = link
+        self._announce = announce
+        self._vitals = vitals
+        self._on_attached = on_attached
+        self._on_event = on_event
+        self._rng = rng
+        self._reports: list[_Queued] = []  # of the latest rounds, in order
+        self._reports_changed = asyncio.Event()
+        self._all_answered = asyncio.Event()
+        self._all_answered.set()
+        self._session_id: int | None = None
+
+    def report(self, round: int, report: Report) -> None:
+        """Queues a report; reports of rounds before the last one are forgotten."""
+        kept = [queued for queued in self._reports if queued.round >= round - 1]
+        self._reports = [*kept, _Queued(round=round, report=report)]
+        self._all_answered.clear()
+        self._reports_changed.set()
+
+    async def run(self) -> None:
+        """Stays attached until cancelled. Raises what no waiting can mend (AtollError)."""
+        pause_seconds = FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                attachment = await self._link.attach(self._announce())
+                pause_seconds = FIRST_PAUSE_SECONDS
+                self._session_id = attachment.session_id
+                for queued in self._reports:
+                    queued.is_answered = False
+                self._on_attached(attachment)
+                await self._while_attached(attachment)
+            except (UnavailableError, TemporaryError) as error:
+                self._session_id = None
+                # Full jitter: nodes that lost a coordinator together must not return together.
+                pause = self._rng.uniform(0, pause_seconds)
+                log.warning("coordinator away", why=error.what, next_try_seconds=round(pause, 1))
+                await asyncio.sleep(pause)
+                pause_seconds = min(2 * pause_seconds, LAST_PAUSE_SECONDS)
+
+    async def leave(self, reason: str) -> None:
+        """Says goodbye, if anyone is listening."""
+        if self._session_id is not None:
+            with contextlib.suppress(UnavailableError, TemporaryError, TimeoutError):
+                async with asyncio.timeout(3):
+                    await self._link.detach(self._session_id, reason)
+
+    async def flush(self, *, timeout_seconds: float) -> None:
+        """Waits until every report is answered, or for so long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_seconds):
+                await self._all_answered.wait()
+
+    async def _while_attached(self, attachment: Attachment) -> None:
+        """Returns never; raises the first error of the three conversations."""
+        conversations = [
+            asyncio.ensure_future(conversation)
+            for conversation in (
+                self._send_heartbeats(attachment),
+                self._send_reports(attachment.session_id),
+                self._take_events(attachment.session_id),
+            )
+        ]
+        try:
+            done, _ = await asyncio.wait(conversations, return_when=asyncio.FIRST_COMPLETED)
+            for conversation in done:
+                conversation.result()
+        finally:
+            for conversation in conversations:
+                conversation.cancel()
+            await asyncio.gather(*conversations, return_exceptions=True)
+
+    async def _send_heartbeats(self, attachment: Attachment) -> None:
+        while True:
+            await self._link.heartbeat(attachment.session_id, self._vitals())
+            await asyncio.sleep(attachment.heartbeat_seconds)
+
+    async def _send_reports(self, session_id: int) -> None:
+        while True:
+            self._reports_changed.clear()
+            for queued in tuple(self._reports):
+                if not queued.is_answered:
+                    await self._link.report(session_id, queued.round, queued.report)
+                    queued.is_answered = True
+            if all(queued.is_answered for queued in self._reports):
+                self._all_answered.set()
+                await self._reports_changed.wait()
+
+    async def _take_events(self, session_id: int) -> None:
+        async for event in self._link.events(session_id):
+            self._on_event(event)
+        raise TemporaryError("the coordinator ended the stream of events")

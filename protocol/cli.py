@@ -1,0 +1,178 @@
+"""The root command `atoll`. Subcommands are loaded when they are called, by name from a table.
+
+Nothing is imported for `atoll --help`, and the rooms of the coordinator and the node are named here
+as text only, so that no import leads from protocol to them.
+"""
+
+import difflib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module, metadata
+
+import click
+
+from protocol import console
+from protocol.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A subcommand: where it is, as "module:attribute", and its line in the help."""
+
+    name: str
+    target: str
+    summary: str
+
+
+SECTIONS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
+    (
+        "Try it",
+        (
+            Entry(
+                name="demo",
+                target="node.demo:demo",
+                summary="Train a small model with three nodes on this machine.",
+            ),
+        ),
+    ),
+    (
+        "Run owner",
+        (
+            Entry(
+                name="coordinator",
+                target="coordinator.cli:coordinator",
+                summary="Set up and start the coordinator of a run.",
+            ),
+            Entry(
+                name="invite",
+                target="coordinator.cli:invite",
+                summary="Make, list and revoke invites.",
+            ),
+        ),
+    ),
+    (
+        "Contributor",
+        (
+            Entry(name="join", target="node.cli:join", summary="Trade an invite for membership."),
+            Entry(name="node", target="node.cli:node", summary="Start this machine's node."),
+            Entry(
+                name="export",
+                target="node.cli:export",
+                summary="Write the model out for other software.",
+            ),
+            Entry(
+                name="sample",
+                target="node.cli:sample",
+                summary="Let the model write a little text.",
+            ),
+        ),
+    ),
+    (
+        "Anyone",
+        (
+            Entry(
+                name="status",
+                target="protocol.query:status",
+                summary="Show what the run and its nodes do.",
+            ),
+            Entry(name="nodes", target="protocol.query:nodes", summary="List the nodes."),
+            Entry(name="rounds", target="protocol.query:rounds", summary="List the latest rounds."),
+        ),
+    ),
+)
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported when they are called, and listed without it."""
+
+    def __init__(
+        self, *, sections: tuple[tuple[str, tuple[Entry, ...]], ...], **settings: object
+    ) -> None:
+        super().__init__(**settings)  # type: ignore[arg-type] # click's own keywords, passed on
+        self._sections = sections
+        self._entries = {entry.name: entry for _, entries in sections for entry in entries}
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The names, in the order of the help."""
+        return list(self._entries)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Imports the command; None when there is none of this name."""
+        if (entry := self._entries.get(cmd_name)) is None:
+            return None
+        module, _, attribute = entry.target.partition(":")
+        command = getattr(import_module(module), attribute)
+        if not isinstance(command, click.Command):
+            raise TypeError(f"{entry.target} is not a click command")
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Finds the command of the command line; raises UsageError with the nearest name."""
+        name = args[0]
+        if name not in self._entries and not name.startswith("-"):
+            near = difflib.get_close_matches(name, self._entries, n=1)
+            advice = f"did you mean 'atoll {near[0]}'?" if near else "see 'atoll --help'"
+            raise UsageError(f"there is no command '{name}'", next_step=advice)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the sections, from the table alone."""
+        width = max(map(len, self._entries))
+        for title, entries in self._sections:
+            with formatter.section(title):
+                # Padding all names to one width keeps the summaries aligned over the sections.
+                formatter.write_dl([(entry.name.ljust(width), entry.summary) for entry in entries])
+
+
+def _print_version(ctx: click.Context, _: click.Parameter, is_asked: bool) -> None:
+    if not is_asked or ctx.resilient_parsing:
+        return
+    try:
+        version = metadata.version("atoll")
+    except metadata.PackageNotFoundError:
+        version = "(not installed: running from its sources)"
+    click.echo(f"atoll {version}")
+    ctx.exit()
+
+
+@click.pass_context
+def _show_help(ctx: click.Context) -> None:
+    """`atoll` alone shows the help, on stdout and with exit code 0."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+root = LazyGroup(
+    name="atoll",
+    sections=SECTIONS,
+    invoke_without_command=True,
+    callback=_show_help,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    help="""Train one model on GPUs that are far apart.
+
+    Each machine trains alone for many steps; then all exchange one small, compressed message and go
+    on from the same weights. 'atoll demo' shows it on this machine.""",
+    epilog="Each command has its own --help.",
+    params=[
+        click.Option(
+            ["--version"],
+            is_flag=True,
+            is_eager=True,
+            expose_value=False,
+            callback=_print_version,
+            help="Show the version and exit.",
+        )
+    ],
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry of the console script and of `python -m protocol.cli`."""
+    sys.exit(console.run(root, arguments))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""How commands speak to people and to scripts: errors, exit codes, numbers in words, tables, JSON.
+
+rich is imported inside functions: commands that print plain lines start without it.
+"""
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, TextIO
+
+import click
+
+from protocol.errors import AtollError, ExitCode
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+DEBUG_VARIABLE = "ATOLL_DEBUG"
+"""Set to 1, it adds the traceback to every error."""
+
+_BROKEN_PIPE = 1  # the reader went away, as `| head` does; click ends with the same
+
+
+def run(command: click.Command, arguments: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit code; every error ends as a sentence on stderr.
+
+    `arguments` default to those of the process.
+    """
+    try:
+        code = command.main(args=arguments, prog_name="atoll", standalone_mode=False)
+        sys.stdout.flush()  # a reader that is gone must show here, not while Python shuts down
+        return code if isinstance(code, int) else ExitCode.OK
+    except AtollError as error:
+        _complain(error.what, error.next_step)
+        return error.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return ExitCode.USAGE
+    except click.FileError as error:
+        _complain(error.format_message())
+        return ExitCode.NO_INPUT
+    except click.ClickException as error:
+        context = getattr(error, "ctx", None)
+        path = context.command_path if context is not None else "atoll"
+        _complain(_as_sentence(error.format_message()), f"'{path} --help' lists what it takes")
+        return ExitCode.USAGE
+    except (click.Abort, KeyboardInterrupt):
+        return ExitCode.INTERRUPTED
+    except BrokenPipeError:
+        _forget_stdout()
+        return _BROKEN_PIPE
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else ExitCode.INTERNAL
+    except Exception as error:
+        # The last line of defence: a bug must still read as a sentence and carry its exit code.
+        words = f"{type(error).__name__}: {error}".rstrip(": ")
+        _complain(f"a bug in Atoll: {words}; run again with {DEBUG_VARIABLE}=1 for the traceback")
+        return ExitCode.INTERNAL
+
+
+def _complain(what: str, next_step: str = "") -> None:
+    """Writes an error, coloured on a terminal, with the traceback when debugging."""
+    if os.environ.get(DEBUG_VARIABLE, "") not in ("", "0"):
+        traceback.print_exc()
+    styled = is_coloured(sys.stderr)
+    name = click.style("atoll:", fg="red", bold=True) if styled else "atoll:"
+    click.echo(f"{name} {what}", err=True, color=styled)
+    if next_step:
+        label = click.style("  next:", bold=True) if styled else "  next:"
+        click.echo(f"{label} {next_step}", err=True, color=styled)
+
+
+def _as_sentence(text: str) -> str:
+    """Turns click's 'No such option: --x.' into what reads well after 'atoll:'."""
+    return (text[:1].lower() + text[1:]).removesuffix(".")
+
+
+def _forget_stdout() -> None:
+    """Points stdout at nothing, or Python complains once more when it flushes at exit."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+
+
+def is_coloured(stream: TextIO) -> bool:
+    """Whether a stream is a terminal whose user did not set NO_COLOR (no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def bytes_in_words(num_bytes: float) -> str:
+    """Decimal units with three digits or so: '12.3 MB'."""
+    return _scaled(num_bytes, (" B", " kB", " MB", " GB", " TB", " PB"))
+
+
+def count_in_words(count: float) -> str:
+    """Tokens, parameters, tokens per second: '980', '12.3k', '1.5M'."""
+    return _scaled(count, ("", "k", "M", "G", "T", "P"))
+
+
+def _scaled(value: float, units: Sequence[str]) -> str:
+    if abs(value) < 999.5:
+        return f"{value:.0f}{units[0]}"
+    power = 1
+    # 999.95 of a unit would print as 1000.0 of it.
+    while abs(value) / 1000**power >= 999.95 and power < len(units) - 1:
+        power += 1
+    return f"{value / 1000**power:.1f}{units[power]}"
+
+
+def seconds_in_words(seconds: float) -> str:
+    """A duration in its two largest units: '0.4 s', '42 s', '3 min 5 s', '2 h 10 min'."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
+def age_in_words(seconds: float) -> str:
+    """How long ago something was: 'now' below two seconds, then '42 s ago'."""
+    return "now" if seconds < 2 else f"{seconds_in_words(seconds)} ago"
+
+
+def digest_in_words(digest: bytes) -> str:
+    """The first 12 hex digits, enough to tell two states apart; '-' when there is none."""
+    return digest.hex()[:12] or "-"
+
+
+def terminal() -> "Console":
+    """A rich console on stdout; it honours NO_COLOR, and knows whether it is a terminal.
+
+    What goes into a file or a pipe is not folded at the 80 columns that rich assumes there.
+    """
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() or os.environ.get("COLUMNS") else 200
+    return Console(highlight=False, markup=False, emoji=False, width=width)
+
+
+def table(
+    columns: Iterable[str], rows: Iterable[Sequence[str]], *, right: Iterable[str] = ()
+) -> "Table":
+    """A borderless table; the columns named in `right` hold numbers and are aligned right."""
+    from rich.table import Table
+    from rich.text import Text
+
+    numeric = set(right)
+    drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for column in columns:
+        drawn.add_column(column, justify="right" if column in numeric else "left", overflow="fold")
+    for row in rows:
+        drawn.add_row(*(Text(cell) for cell in row))
+    return drawn
+
+
+def print_json(value: Mapping[str, object] | Sequence[object]) -> None:
+    """Prints a value as indented JSON with its keys in the given order."""
+    click.echo(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))

@@ -1,0 +1,268 @@
+"""The values of protocol.rounds on the wire and back. Pure; nothing else knows both forms.
+
+What comes from the wire is checked for the size of its digests and keys and raises
+ProtocolMismatchError. Whether the values make sense is for who uses them to say.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from protocol.errors import ProtocolMismatchError
+from protocol.identity import PUBLIC_KEY_BYTES
+from protocol.rounds import (
+    Assignment,
+    Commit,
+    Contributor,
+    CorpusSummary,
+    Digest,
+    LayoutSummary,
+    NodeId,
+    PeerAddress,
+    Plan,
+    RosterEntry,
+    Slice,
+    SliceOutcome,
+)
+from protocol.v1 import round_pb2, session_pb2
+
+DIGEST_BYTES = 32
+
+
+def digest_from_wire(wire: bytes, *, of: str) -> Digest:
+    """A digest that must be there."""
+    if len(wire) != DIGEST_BYTES:
+        raise ProtocolMismatchError(
+            f"the digest of {of} has {len(wire)} bytes instead of {DIGEST_BYTES}",
+            next_step="use the same version of Atoll on both sides",
+        )
+    return Digest(wire)
+
+
+def optional_digest_to_wire(digest: Digest | None) -> bytes:
+    """Writes None as no bytes."""
+    return digest or b""
+
+
+def optional_digest_from_wire(wire: bytes, *, of: str) -> Digest | None:
+    """Reads no bytes as None."""
+    return digest_from_wire(wire, of=of) if wire else None
+
+
+def slice_to_wire(part: Slice) -> round_pb2.Slice:
+    """One slice of a plan."""
+    return round_pb2.Slice(
+        index=part.index,
+        start=part.start,
+        num_elements=part.num_elements,
+        reducer_id=part.reducer_id,
+    )
+
+
+def slice_from_wire(wire: round_pb2.Slice) -> Slice:
+    """One slice of a plan."""
+    return Slice(
+        index=wire.index,
+        start=wire.start,
+        num_elements=wire.num_elements,
+        reducer_id=NodeId(wire.reducer_id),
+    )
+
+
+def assignment_to_wire(assignment: Assignment) -> round_pb2.Assignment:
+    """One participant's part in a plan."""
+    return round_pb2.Assignment(
+        node_id=assignment.node_id,
+        inner_steps=assignment.inner_steps,
+        first_sample=assignment.first_sample,
+        num_samples=assignment.num_samples,
+    )
+
+
+def assignment_from_wire(wire: round_pb2.Assignment) -> Assignment:
+    """One participant's part in a plan."""
+    return Assignment(
+        node_id=NodeId(wire.node_id),
+        inner_steps=wire.inner_steps,
+        first_sample=wire.first_sample,
+        num_samples=wire.num_samples,
+    )
+
+
+def plan_to_wire(plan: Plan) -> round_pb2.Plan:
+    """A whole plan."""
+    return round_pb2.Plan(
+        round=plan.round,
+        fragment=plan.fragment,
+        base_digest=plan.base_digest,
+        assignments=[assignment_to_wire(assignment) for assignment in plan.assignments],
+        slices=[slice_to_wire(part) for part in plan.slices],
+        token_clock=plan.token_clock,
+        tokens_per_inner_step=plan.tokens_per_inner_step,
+        train_seconds=plan.train_seconds,
+        contribute_seconds=plan.contribute_seconds,
+        commit_seconds=plan.commit_seconds,
+        reason=plan.reason,
+    )
+
+
+def plan_from_wire(wire: round_pb2.Plan) -> Plan:
+    """A whole plan."""
+    return Plan(
+        round=wire.round,
+        fragment=wire.fragment,
+        base_digest=digest_from_wire(wire.base_digest, of="a plan's base"),
+        assignments=tuple(assignment_from_wire(assignment) for assignment in wire.assignments),
+        slices=tuple(slice_from_wire(part) for part in wire.slices),
+        token_clock=wire.token_clock,
+        tokens_per_inner_step=wire.tokens_per_inner_step,
+        train_seconds=wire.train_seconds,
+        contribute_seconds=wire.contribute_seconds,
+        commit_seconds=wire.commit_seconds,
+        reason=wire.reason,
+    )
+
+
+def contributor_to_wire(contributor: Contributor) -> round_pb2.Contributor:
+    """One contributor to a result."""
+    return round_pb2.Contributor(node_id=contributor.node_id, tokens=contributor.tokens)
+
+
+def contributor_from_wire(wire: round_pb2.Contributor) -> Contributor:
+    """One contributor to a result."""
+    return Contributor(node_id=NodeId(wire.node_id), tokens=wire.tokens)
+
+
+def slice_outcome_to_wire(outcome: SliceOutcome) -> round_pb2.SliceOutcome:
+    """What became of one slice."""
+    return round_pb2.SliceOutcome(
+        index=outcome.index,
+        start=outcome.start,
+        num_elements=outcome.num_elements,
+        digest=optional_digest_to_wire(outcome.digest),
+        contributors=[contributor_to_wire(contributor) for contributor in outcome.contributors],
+        holder_ids=outcome.holder_ids,
+        void_reason=outcome.void_reason,
+    )
+
+
+def slice_outcome_from_wire(wire: round_pb2.SliceOutcome) -> SliceOutcome:
+    """What became of one slice."""
+    return SliceOutcome(
+        index=wire.index,
+        start=wire.start,
+        num_elements=wire.num_elements,
+        digest=optional_digest_from_wire(wire.digest, of="a slice's result"),
+        contributors=tuple(contributor_from_wire(contributor) for contributor in wire.contributors),
+        holder_ids=tuple(NodeId(node_id) for node_id in wire.holder_ids),
+        void_reason=wire.void_reason,
+    )
+
+
+def commit_to_wire(commit: Commit) -> round_pb2.Commit:
+    """A whole commit."""
+    return round_pb2.Commit(
+        round=commit.round,
+        fragment=commit.fragment,
+        base_digest=commit.base_digest,
+        slices=[slice_outcome_to_wire(outcome) for outcome in commit.slices],
+        outer_digest=optional_digest_to_wire(commit.outer_digest),
+    )
+
+
+def commit_from_wire(wire: round_pb2.Commit) -> Commit:
+    """A whole commit."""
+    return Commit(
+        round=wire.round,
+        fragment=wire.fragment,
+        base_digest=digest_from_wire(wire.base_digest, of="a commit's base"),
+        slices=tuple(slice_outcome_from_wire(outcome) for outcome in wire.slices),
+        outer_digest=optional_digest_from_wire(wire.outer_digest, of="a commit's outer state"),
+    )
+
+
+def address_to_wire(address: PeerAddress) -> session_pb2.PeerAddress:
+    """Where a node's peers find it."""
+    return session_pb2.PeerAddress(public_key=address.public_key, multiaddrs=address.multiaddrs)
+
+
+def address_from_wire(wire: session_pb2.PeerAddress) -> PeerAddress:
+    """Where a node's peers find it."""
+    if len(wire.public_key) != PUBLIC_KEY_BYTES:
+        raise ProtocolMismatchError(
+            f"a public key has {len(wire.public_key)} bytes instead of {PUBLIC_KEY_BYTES}",
+            next_step="use the same version of Atoll on both sides",
+        )
+    return PeerAddress(public_key=wire.public_key, multiaddrs=tuple(wire.multiaddrs))
+
+
+def roster_entry_to_wire(entry: RosterEntry) -> session_pb2.RosterEntry:
+    """One member."""
+    return session_pb2.RosterEntry(
+        node_id=entry.node_id, node_name=entry.node_name, address=address_to_wire(entry.address)
+    )
+
+
+def roster_entry_from_wire(wire: session_pb2.RosterEntry) -> RosterEntry:
+    """One member."""
+    return RosterEntry(
+        node_id=NodeId(wire.node_id),
+        node_name=wire.node_name,
+        address=address_from_wire(wire.address),
+    )
+
+
+def roster_to_wire(members: tuple[RosterEntry, ...]) -> session_pb2.Roster:
+    """Who is a member now."""
+    return session_pb2.Roster(members=[roster_entry_to_wire(member) for member in members])
+
+
+def roster_from_wire(wire: session_pb2.Roster) -> tuple[RosterEntry, ...]:
+    """Who is a member now."""
+    return tuple(roster_entry_from_wire(member) for member in wire.members)
+
+
+def layout_to_wire(layout: LayoutSummary) -> session_pb2.LayoutSummary:
+    """How a node cuts the model."""
+    return session_pb2.LayoutSummary(
+        digest=layout.digest, fragment_elements=layout.fragment_elements
+    )
+
+
+def layout_from_wire(wire: session_pb2.LayoutSummary) -> LayoutSummary:
+    """How a node cuts the model."""
+    return LayoutSummary(
+        digest=digest_from_wire(wire.digest, of="a layout"),
+        fragment_elements=tuple(wire.fragment_elements),
+    )
+
+
+def corpus_to_wire(corpus: CorpusSummary) -> session_pb2.CorpusSummary:
+    """What a node trains on."""
+    return session_pb2.CorpusSummary(
+        digest=corpus.digest, num_samples=corpus.num_samples, num_bytes=corpus.num_bytes
+    )
+
+
+def corpus_from_wire(wire: session_pb2.CorpusSummary) -> CorpusSummary:
+    """What a node trains on."""
+    return CorpusSummary(
+        digest=digest_from_wire(wire.digest, of="a corpus"),
+        num_samples=wire.num_samples,
+        num_bytes=wire.num_bytes,
+    )
+
+
+def wire_counts_to_wire(
+    totals: Mapping[str, tuple[int, int]],
+) -> list[session_pb2.WireCount]:
+    """Bytes sent and received by kind (`WireCounts.totals`)."""
+    return [
+        session_pb2.WireCount(kind=kind, sent_bytes=sent, received_bytes=received)
+        for kind, (sent, received) in totals.items()
+    ]
+
+
+def wire_counts_from_wire(
+    wire: Iterable[session_pb2.WireCount],
+) -> dict[str, tuple[int, int]]:
+    """Bytes sent and received by kind."""
+    return {count.kind: (count.sent_bytes, count.received_bytes) for count in wire}

@@ -1,0 +1,157 @@
+"""An invite: one line of text with which a machine finds a coordinator, knows it, and may join.
+
+Text: `atoll1-` and lower-case base32 without padding of: length of everything (2 bytes), port (2),
+pin (32), secret (32), invite id and host (each a length byte and UTF-8), and a check (4 bytes of
+BLAKE3), all big-endian. The length tells a truncated invite from a mistyped one.
+"""
+
+import base64
+import re
+from dataclasses import dataclass, field
+
+import blake3
+
+from protocol.errors import BadDataError, UsageError
+
+PIN_BYTES = 32
+SECRET_BYTES = 32
+MAX_HOST_BYTES = 253  # a host name's longest form (RFC 1035)
+MAX_INVITE_ID_BYTES = 64
+
+_PREFIX = "atoll1-"
+_ANY_PREFIX = re.compile(r"atoll[0-9]+-")
+_CHECK_BYTES = 4
+_CHECK_CONTEXT = "atoll invite check 1"
+_SECRET_CONTEXT = "atoll invite secret 1"
+
+_ASK_AGAIN = "copy it again, or ask the run owner for a new one: 'atoll invite create'"
+
+
+def hash_of_secret(secret: bytes) -> bytes:
+    """What the coordinator stores of an invite's secret, 32 bytes."""
+    return blake3.blake3(secret, derive_key_context=_SECRET_CONTEXT).digest()
+
+
+def endpoint_of(host: str, port: int) -> str:
+    """Host and port as URIs and gRPC write them: IPv6 addresses in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Invite:
+    """Where to enrol, whom to expect there, and the right to do so.
+
+    `port` is the enrolment port; `pin` is `pki.pin_of` the server's certificate; `secret` is known
+    only to who holds the invite. Raises UsageError for a host or port that cannot be.
+    """
+
+    host: str
+    port: int
+    pin: bytes
+    invite_id: str
+    secret: bytes = field(repr=False)
+
+    def __post_init__(self) -> None:
+        encoded_host = self.host.encode()
+        if not 0 < len(encoded_host) <= MAX_HOST_BYTES or re.search(r"[\s/\[\]@]", self.host):
+            raise UsageError(
+                f"{self.host!r} is not a host", next_step="give a host name or an IP address"
+            )
+        if not 0 < self.port < 1 << 16:
+            raise UsageError(f"{self.port} is not a port", next_step="give one from 1 to 65535")
+        if len(self.pin) != PIN_BYTES or len(self.secret) != SECRET_BYTES:
+            raise ValueError("an invite's pin and secret have 32 bytes each")
+        if not 0 < len(self.invite_id.encode()) <= MAX_INVITE_ID_BYTES:
+            raise ValueError(f"{self.invite_id!r} is not an invite id")
+
+    @property
+    def endpoint(self) -> str:
+        """Host and port of the enrolment service."""
+        return endpoint_of(self.host, self.port)
+
+    def encode(self) -> str:
+        """The invite as text, around 160 characters."""
+        invite_id, host = self.invite_id.encode(), self.host.encode()
+        content = b"".join(
+            (
+                self.port.to_bytes(2),
+                self.pin,
+                self.secret,
+                len(invite_id).to_bytes(1),
+                invite_id,
+                len(host).to_bytes(1),
+                host,
+            )
+        )
+        sized = (2 + len(content) + _CHECK_BYTES).to_bytes(2) + content
+        return _PREFIX + _base32(sized + _check(sized))
+
+    @classmethod
+    def decode(cls, text: str) -> "Invite":
+        """Reads an invite, with spaces and line breaks anywhere in it, in either case.
+
+        Raises BadDataError that says whether it is no invite, is truncated, or is mistyped.
+        """
+        squeezed = "".join(text.split()).lower()
+        if not squeezed.startswith(_PREFIX):
+            if _ANY_PREFIX.match(squeezed):
+                raise BadDataError(
+                    f"the invite is of another version of Atoll: {squeezed.partition('-')[0]}",
+                    next_step="install the version of Atoll that the run owner uses",
+                )
+            raise BadDataError(
+                f"{_shortened(text)!r} is not an invite: invites begin with {_PREFIX!r}",
+                next_step=_ASK_AGAIN,
+            )
+        characters = squeezed.removeprefix(_PREFIX)
+        wrong = re.search(r"[^a-z2-7]", characters)
+        if wrong:
+            raise BadDataError(
+                f"character {len(_PREFIX) + wrong.start() + 1} of the invite is wrong: "
+                f"{wrong.group()!r} occurs in none",
+                next_step=_ASK_AGAIN,
+            )
+        packed = _unbase32(characters)
+        num_bytes = int.from_bytes(packed[:2]) if len(packed) >= 2 else 0
+        if len(packed) < max(num_bytes, 2):
+            raise BadDataError(
+                f"the invite is truncated: {len(squeezed)} characters arrived"
+                + (f" of {len(_PREFIX) + -(-num_bytes * 8 // 5)}" if num_bytes else ""),
+                next_step=_ASK_AGAIN,
+            )
+        sized, check = packed[:-_CHECK_BYTES], packed[-_CHECK_BYTES:]
+        if len(packed) != num_bytes or check != _check(sized) or _base32(packed) != characters:
+            raise BadDataError("a character of the invite is wrong", next_step=_ASK_AGAIN)
+        return cls._unpack(sized[2:])
+
+    @classmethod
+    def _unpack(cls, content: bytes) -> "Invite":
+        """Reads what the check covers. It can only be wrong when somebody made it so."""
+        try:
+            port, pin, secret = int.from_bytes(content[:2]), content[2:34], content[34:66]
+            id_end = 67 + content[66]
+            invite_id = content[67:id_end].decode()
+            host = content[id_end + 1 :].decode()
+            if content[id_end] != len(content) - id_end - 1:
+                raise ValueError("its lengths do not add up")
+            return cls(host=host, port=port, pin=pin, invite_id=invite_id, secret=secret)
+        except (IndexError, ValueError, UsageError) as error:
+            raise BadDataError(f"not a valid invite: {error}", next_step=_ASK_AGAIN) from error
+
+
+def _check(sized: bytes) -> bytes:
+    return blake3.blake3(sized, derive_key_context=_CHECK_CONTEXT).digest(length=_CHECK_BYTES)
+
+
+def _base32(data: bytes) -> str:
+    return base64.b32encode(data).decode().rstrip("=").lower()
+
+
+def _unbase32(characters: str) -> bytes:
+    """Decodes as many whole bytes as the characters hold; Python's own refuses broken ends."""
+    whole = len(characters) * 5 // 8
+    return base64.b32decode(characters.upper() + "A" * (-len(characters) % 8))[:whole]
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -1,0 +1,311 @@
+"""The swarm's certificates: one authority, which signs one server, operators and nodes.
+
+Every certificate names its swarm and its role in a URI (atoll://SWARM/node/NODE, …/operator,
+…/coordinator), and only that URI says who a caller is. The authority's key is Ed25519; leaves are
+P-256, because grpcio fails the handshake with an Ed25519 leaf.
+"""
+
+import re
+import secrets
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from enum import StrEnum
+from hashlib import sha256
+from typing import NamedTuple
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from protocol.errors import BadDataError, ProtocolMismatchError
+from protocol.rounds import NodeId
+
+LIFETIME = timedelta(days=3650)
+"""Of the authority. Leaves end with it: who is a member is decided by the roster, not by dates."""
+
+CLOCK_TOLERANCE = timedelta(days=1)
+"""Certificates are valid from this long before they are made, for machines whose clock is slow."""
+
+_SWARM_ID = re.compile(r"[0-9a-f]{32}")
+_NODE_ID = re.compile(r"[0-9a-f]{32}")
+_PRINCIPAL_URI = re.compile(
+    r"atoll://(?P<swarm>[0-9a-f]{32})/(?P<role>operator|coordinator|node)(?:/(?P<node>[0-9a-f]{32}))?"
+)
+
+
+class Role(StrEnum):
+    """What a certificate's holder is to the swarm."""
+
+    NODE = "node"
+    OPERATOR = "operator"
+    COORDINATOR = "coordinator"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Principal:
+    """Who a certificate speaks for. `node_id` is there for nodes and only for them."""
+
+    swarm_id: str
+    role: Role
+    node_id: NodeId | None = None
+
+    @property
+    def uri(self) -> str:
+        """How it stands in the certificate."""
+        place = f"atoll://{self.swarm_id}/{self.role}"
+        return place if self.node_id is None else f"{place}/{self.node_id}"
+
+
+class IssuedCertificate(NamedTuple):
+    """A certificate with the private key that was made for it."""
+
+    certificate_pem: bytes
+    key_pem: bytes
+
+
+class CertificateRequest(NamedTuple):
+    """A PKCS#10 request with the private key that was made for it, which never travels."""
+
+    request_der: bytes
+    key_pem: bytes
+
+
+def new_swarm_id() -> str:
+    """A fresh swarm id: 16 random bytes as hex."""
+    return secrets.token_hex(16)
+
+
+def server_name(swarm_id: str) -> str:
+    """The name in a swarm's server certificate.
+
+    Clients expect this name whatever host they dial, so that coordinators may move between hosts
+    and another swarm's coordinator is never taken for ours. It can never be registered (RFC 6761).
+    """
+    return f"{swarm_id}.atoll.invalid"
+
+
+def pin_of(certificate_pem: bytes) -> bytes:
+    """What an invite says about the server's certificate: SHA-256 of its DER bytes."""
+    return sha256(_certificate(certificate_pem).public_bytes(serialization.Encoding.DER)).digest()
+
+
+def name_in(certificate_pem: bytes) -> str:
+    """The one DNS name of a server certificate, which its clients must expect."""
+    names = _alternative_names(certificate_pem).get_values_for_type(x509.DNSName)
+    if len(names) != 1:
+        raise ProtocolMismatchError(f"a coordinator's certificate has one name, not {names}")
+    return names[0]
+
+
+def principal_of(certificate_pem: bytes) -> Principal:
+    """Who a certificate speaks for; raises ProtocolMismatchError when it is not one of Atoll's.
+
+    Says nothing about who signed it: TLS has verified that, or `has_issued` does.
+    """
+    uris = _alternative_names(certificate_pem).get_values_for_type(x509.UniformResourceIdentifier)
+    match = _PRINCIPAL_URI.fullmatch(uris[0]) if len(uris) == 1 else None
+    if match is None or (match["role"] == Role.NODE) != (match["node"] is not None):
+        raise ProtocolMismatchError(
+            f"a certificate speaks for {', '.join(uris) or 'nobody'}, not for a member of a swarm",
+            next_step="join the swarm with 'atoll join INVITE'",
+        )
+    return Principal(
+        swarm_id=match["swarm"],
+        role=Role(match["role"]),
+        node_id=NodeId(match["node"]) if match["node"] else None,
+    )
+
+
+def has_issued(authority_pem: bytes, certificate_pem: bytes) -> bool:
+    """Whether the authority signed the certificate; says nothing about dates."""
+    try:
+        _certificate(certificate_pem).verify_directly_issued_by(_certificate(authority_pem))
+    except (ValueError, TypeError, InvalidSignature):  # other issuer, other key type, forged
+        return False
+    return True
+
+
+def is_key_of(key_pem: bytes, certificate_pem: bytes) -> bool:
+    """Whether the private key belongs to the certificate."""
+    try:
+        key = serialization.load_pem_private_key(key_pem, password=None)
+    except (ValueError, TypeError):
+        return False
+    return key.public_key() == _certificate(certificate_pem).public_key()
+
+
+def enrolment_statement(invite_id: str, request_der: bytes) -> bytes:
+    """What a node signs with its identity to show that identity and request belong together."""
+    name = invite_id.encode()
+    return b"atoll/1 enrolment\0" + len(name).to_bytes(4) + name + sha256(request_der).digest()
+
+
+def make_request() -> CertificateRequest:
+    """A fresh P-256 key and the request for its certificate.
+
+    The request names nobody: the authority takes nothing but the public key from it.
+    """
+    key = ec.generate_private_key(ec.SECP256R1())
+    request = x509.CertificateSigningRequestBuilder(subject_name=x509.Name([]))
+    signed = request.sign(key, hashes.SHA256())
+    return CertificateRequest(signed.public_bytes(serialization.Encoding.DER), _private_pem(key))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Authority:
+    """A swarm's certificate authority. Its key never leaves the coordinator."""
+
+    certificate_pem: bytes
+    key_pem: bytes = field(repr=False)
+
+    @classmethod
+    def create(cls, swarm_id: str, now: datetime) -> "Authority":
+        """A new authority for the swarm, valid for ten years."""
+        if not _SWARM_ID.fullmatch(swarm_id):
+            raise ValueError(f"{swarm_id!r} is not a swarm id; new_swarm_id() makes one")
+        key = Ed25519PrivateKey.generate()
+        name = _name("Atoll swarm", swarm_id)
+        certificate = (
+            x509.CertificateBuilder(subject_name=name, issuer_name=name)
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - CLOCK_TOLERANCE)
+            .not_valid_after(now + LIFETIME)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(_key_usage(signs_certificates=True), critical=True)
+            .add_extension(
+                x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False
+            )
+            .sign(key, None)
+        )
+        return cls(certificate_pem=_pem(certificate), key_pem=_private_pem(key))
+
+    @property
+    def swarm_id(self) -> str:
+        """The swarm whose authority this is."""
+        names = _certificate(self.certificate_pem).subject.get_attributes_for_oid(
+            NameOID.COMMON_NAME
+        )
+        return str(names[0].value)
+
+    def issue_server(self, now: datetime) -> IssuedCertificate:
+        """The coordinator's certificate, with a fresh key."""
+        return self._issue_with_key(Role.COORDINATOR, now)
+
+    def issue_operator(self, now: datetime) -> IssuedCertificate:
+        """A run owner's certificate, with a fresh key."""
+        return self._issue_with_key(Role.OPERATOR, now)
+
+    def issue_node(self, request_der: bytes, node_id: NodeId, now: datetime) -> bytes:
+        """A node's certificate, PEM. Takes the public key from the request and nothing else.
+
+        The caller has checked that whoever sent the request is `node_id` (`enrolment_statement`).
+        Raises BadDataError for a request that is not signed by its own P-256 key.
+        """
+        if not _NODE_ID.fullmatch(node_id):
+            raise ValueError(f"{node_id!r} is not a node id")
+        try:
+            request = x509.load_der_x509_csr(request_der)
+            key = request.public_key()
+            is_signed = request.is_signature_valid
+        except (ValueError, UnsupportedAlgorithm) as error:
+            raise BadDataError(f"not a certificate request: {error}") from error
+        if not is_signed:
+            raise BadDataError("the certificate request is not signed by its own key")
+        if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(
+            key.curve, ec.SECP256R1
+        ):
+            raise BadDataError("the certificate request is for a key that is not P-256")
+        return self._issue(
+            key, Principal(swarm_id=self.swarm_id, role=Role.NODE, node_id=node_id), now
+        )
+
+    def _issue_with_key(self, role: Role, now: datetime) -> IssuedCertificate:
+        key = ec.generate_private_key(ec.SECP256R1())
+        principal = Principal(swarm_id=self.swarm_id, role=role)
+        return IssuedCertificate(self._issue(key.public_key(), principal, now), _private_pem(key))
+
+    def _issue(self, key: ec.EllipticCurvePublicKey, principal: Principal, now: datetime) -> bytes:
+        authority = _certificate(self.certificate_pem)
+        signing_key = serialization.load_pem_private_key(self.key_pem, password=None)
+        if not isinstance(signing_key, Ed25519PrivateKey):
+            raise BadDataError("the swarm's authority key is not Ed25519")
+        names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(principal.uri)]
+        usage = ExtendedKeyUsageOID.CLIENT_AUTH
+        if principal.role is Role.COORDINATOR:
+            names.append(x509.DNSName(server_name(principal.swarm_id)))
+            usage = ExtendedKeyUsageOID.SERVER_AUTH
+        certificate = (
+            x509.CertificateBuilder(
+                subject_name=_name("Atoll member", principal.role), issuer_name=authority.subject
+            )
+            .public_key(key)
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - CLOCK_TOLERANCE)
+            .not_valid_after(authority.not_valid_after_utc)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_key_usage(signs_certificates=False), critical=True)
+            .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
+            .add_extension(x509.SubjectAlternativeName(names), critical=False)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+            .add_extension(
+                x509.AuthorityKeyIdentifier.from_issuer_public_key(signing_key.public_key()),
+                critical=False,
+            )
+            .sign(signing_key, None)
+        )
+        return _pem(certificate)
+
+
+def _certificate(certificate_pem: bytes) -> x509.Certificate:
+    try:
+        return x509.load_pem_x509_certificate(certificate_pem)
+    except ValueError as error:
+        raise ProtocolMismatchError(f"not a certificate: {error}") from error
+
+
+def _alternative_names(certificate_pem: bytes) -> x509.SubjectAlternativeName:
+    extensions = _certificate(certificate_pem).extensions
+    try:
+        return extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return x509.SubjectAlternativeName([])
+
+
+def _name(organisation: str, common_name: str) -> x509.Name:
+    """Only the authority's is read by us; the others are for people who print a certificate."""
+    return x509.Name(
+        [
+            x509.NameAttribute(NameOID.ORGANIZATION_NAME, organisation),
+            x509.NameAttribute(NameOID.COMMON_NAME, common_name),
+        ]
+    )
+
+
+def _key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _pem(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def _private_pem(key: Ed25519PrivateKey | ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )

@@ -1,0 +1,255 @@
+"""The commands that ask a coordinator: status, nodes, rounds. They start in a fraction of a second.
+
+grpc and rich are imported where they are used: --help and usage errors do not wait for them.
+"""
+
+import math
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import click
+
+from protocol import console
+from protocol.errors import AtollError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import grpc
+    from google.protobuf.message import Message
+
+    from protocol.v1 import status_pb2
+    from protocol.v1.status_pb2_grpc import StatusServiceStub
+
+ANSWER_SECONDS = 5.0
+"""How long a query may take before the coordinator counts as away."""
+
+
+class StatusLink:
+    """Asks the coordinator of one folder's swarm.
+
+    After a failure the credentials are read and the channel is opened anew: a coordinator may come
+    back on another port, and gRPC itself waits ever longer before it tries a lost address again.
+    """
+
+    def __init__(self, directory: Path | None) -> None:
+        self._directory = directory
+        self._channel: grpc.Channel | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the channel; a later question opens it again."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    def status(self) -> "status_pb2.GetStatusResponse":
+        """The status; raises AtollError when there is none to be had."""
+        from protocol.v1.status_pb2 import GetStatusRequest
+
+        with self._closing_on_error() as stub:
+            return stub.GetStatus(GetStatusRequest(), timeout=ANSWER_SECONDS)
+
+    def rounds(self, limit: int) -> "status_pb2.ListRoundsResponse":
+        """The latest closed rounds; raises AtollError when there is no answer."""
+        from protocol.v1.status_pb2 import ListRoundsRequest
+
+        with self._closing_on_error() as stub:
+            return stub.ListRounds(ListRoundsRequest(limit=limit), timeout=ANSWER_SECONDS)
+
+    @contextmanager
+    def _closing_on_error(self) -> "Iterator[StatusServiceStub]":
+        try:
+            yield self._stub()
+        except AtollError:
+            self.close()
+            raise
+
+    def _stub(self) -> "StatusServiceStub":
+        from protocol.channel import open_blocking_channel
+        from protocol.credentials import Credentials, find_home
+        from protocol.v1.status_pb2_grpc import StatusServiceStub
+
+        if self._channel is None:
+            home = find_home(self._directory)
+            self._channel = open_blocking_channel(Credentials.load(home))
+        return StatusServiceStub(self._channel)
+
+
+def as_json(message: "Message") -> dict[str, object]:
+    """A message under the names of its fields, which proto/ describes.
+
+    Bytes become hex, enums their short lower-case word, absent messages and numbers that JSON has
+    not become null. Every field is there, whatever its value.
+    """
+    return {
+        field.name: [_plain(field, item) for item in getattr(message, field.name)]
+        if field.is_repeated
+        else None
+        if field.message_type is not None and not message.HasField(field.name)
+        else _plain(field, getattr(message, field.name))
+        for field in message.DESCRIPTOR.fields
+    }
+
+
+def _plain(field: Any, value: Any) -> object:
+    # Any: protobuf's stubs and its C implementation name two unrelated descriptor types.
+    if field.message_type is not None:
+        return as_json(value)
+    if field.enum_type is not None:
+        prefix = field.enum_type.values[0].name.removesuffix("UNSPECIFIED")
+        known = field.enum_type.values_by_number.get(value)
+        return known.name.removeprefix(prefix).lower() if known else f"unknown-{value}"
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+_dir_option = click.option(
+    "--dir",
+    "directory",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder of the node or coordinator. Default: $ATOLL_DIR, else the current folder when it "
+    "is one, else the folder that 'atoll join' made.",
+)
+_json_option = click.option("--json", "is_json", is_flag=True, help="Print JSON.")
+
+
+@click.command()
+@click.option(
+    "--watch", "is_watching", is_flag=True, help="Follow the run until it is finished; Ctrl-C ends."
+)
+@_json_option
+@_dir_option
+def status(is_watching: bool, is_json: bool, directory: Path | None) -> None:
+    """Show what the run and its nodes do.
+
+    \b
+    Example:
+      atoll status --watch
+
+    JSON holds the fields of GetStatusResponse (proto/protocol/v1/status.proto), digests as hex:
+
+    \b
+      {"run": {"run_name": "my-run", "phase": "training", "committed_round": 6,
+               "total_rounds": 100, "outer_digest": "8f3a…", "digests_agree": true, …},
+       "nodes": [{"node_name": "node-1", "state": "ready", "heartbeat": {…}, …}]}
+    """  # noqa: D301 - click reads the character \b, not its two letters
+    if is_watching and is_json:
+        raise UsageError(
+            "--watch shows a picture and --json prints one answer",
+            next_step="leave one of them out",
+        )
+    with StatusLink(directory) as link:
+        if is_watching:
+            _watch(link)
+            return
+        answer = link.status()
+    if is_json:
+        console.print_json(as_json(answer))
+        return
+    from protocol.status_view import render
+
+    console.terminal().print(render(answer))
+
+
+def _watch(link: StatusLink) -> None:
+    from protocol.watch import LineScreen, LiveScreen, watch
+
+    screen = LiveScreen() if sys.stdout.isatty() else LineScreen()
+    try:
+        with screen:
+            watch(link.status, screen)
+    except KeyboardInterrupt:
+        return  # the way to end it, hence exit code 0
+
+
+@click.command()
+@_json_option
+@_dir_option
+def nodes(is_json: bool, directory: Path | None) -> None:
+    """List the nodes: who they are and how they stand with the swarm.
+
+    \b
+    Example:
+      atoll nodes --json
+
+    JSON is a list of NodeStatus (proto/protocol/v1/status.proto):
+
+    \b
+      [{"node_id": "5d41…", "node_name": "node-1", "state": "ready", "device": "cpu", …}]
+    """  # noqa: D301 - click reads the character \b, not its two letters
+    with StatusLink(directory) as link:
+        answer = link.status()
+    if is_json:
+        console.print_json([as_json(node) for node in answer.nodes])
+        return
+    from protocol.status_view import by_name, name_of, state_in_words
+
+    rows = [
+        (
+            name_of(node),
+            node.node_id[:12],
+            state_in_words(node),
+            f"{node.device} ×{node.num_ranks}",
+            console.age_in_words(node.silent_seconds),
+            console.count_in_words(node.committed_tokens),
+            "same" if node.same_corpus else "other",
+            node.version,
+            " ".join(node.address.multiaddrs),
+        )
+        for node in by_name(answer.nodes)
+    ]
+    columns = ("node", "id", "state", "device", "heard", "tokens", "text", "version", "addresses")
+    console.terminal().print(console.table(columns, rows, right=("tokens",)))
+
+
+@click.command()
+@click.option(
+    "--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="How many."
+)
+@_json_option
+@_dir_option
+def rounds(limit: int, is_json: bool, directory: Path | None) -> None:
+    """List the latest closed rounds, newest first.
+
+    \b
+    Example:
+      atoll rounds --limit 5
+
+    JSON is a list of RoundSummary (proto/protocol/v1/status.proto):
+
+    \b
+      [{"round": 7, "num_participants": 3, "num_committed_slices": 3, "tokens": 184320,
+        "seconds": 8.4, "loss": 2.1, "outer_digest": "8f3a…", "reason": "…", …}]
+    """  # noqa: D301 - click reads the character \b, not its two letters
+    with StatusLink(directory) as link:
+        answer = link.rounds(limit)
+    if is_json:
+        console.print_json([as_json(closed) for closed in answer.rounds])
+        return
+    rows = [
+        (
+            str(closed.round),
+            f"{closed.num_contributors} of {closed.num_participants}",
+            f"{closed.num_committed_slices} of {closed.num_slices}",
+            console.count_in_words(closed.tokens),
+            console.seconds_in_words(closed.seconds),
+            f"{closed.loss:.3f}" if closed.loss > 0 else "-",
+            console.digest_in_words(closed.outer_digest),
+            closed.reason,
+        )
+        for closed in answer.rounds
+    ]
+    columns = ("round", "nodes", "slices", "tokens", "took", "loss", "digest", "reason")
+    right = ("round", "tokens", "took", "loss")
+    console.terminal().print(console.table(columns, rows, right=right))

@@ -1,0 +1,124 @@
+"""What a coordinator's gRPC servers need: options, ports with TLS, and who is calling.
+
+Control and enrolment are two servers on two ports: a gRPC port either demands client certificates
+or never asks for them, and a machine that enrols has none yet.
+"""
+
+import contextlib
+import errno
+import socket
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from protocol.channel import MAX_MESSAGE_BYTES
+from protocol.errors import NotPermittedError, SystemRefusedError
+from protocol.invite import endpoint_of
+from protocol.pki import Principal, principal_of
+
+SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    # With SO_REUSEPORT, gRPC's default, a second coordinator shares the port and steals calls.
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Nodes ping every 20 s, calls or none; by default gRPC would end such a connection for it.
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    # Finds nodes that vanished without a word, so that their event streams do not pile up.
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+)
+"""Pass as `grpc.aio.server(options=SERVER_OPTIONS)`."""
+
+
+def bind_control(
+    server: grpc.aio.Server,
+    host: str,
+    port: int,
+    *,
+    authority_pem: bytes,
+    certificate_pem: bytes,
+    key_pem: bytes,
+) -> int:
+    """Listens for members: only certificates of the swarm's authority get through the handshake.
+
+    Returns the port, which is a free one when `port` is 0. Raises SystemRefusedError.
+    """
+    credentials = grpc.ssl_server_credentials(
+        [(key_pem, certificate_pem)],
+        root_certificates=authority_pem,
+        require_client_auth=True,
+    )
+    return _bind(server, host, port, credentials)
+
+
+def bind_enrolment(
+    server: grpc.aio.Server, host: str, port: int, *, certificate_pem: bytes, key_pem: bytes
+) -> int:
+    """Listens for anybody: encrypted, with the certificate that invites pin.
+
+    Returns the port, which is a free one when `port` is 0. Raises SystemRefusedError.
+    """
+    credentials = grpc.ssl_server_credentials([(key_pem, certificate_pem)])
+    return _bind(server, host, port, credentials)
+
+
+def caller(context: grpc.aio.ServicerContext[Any, Any]) -> Principal:
+    """Who calls, by the certificate that TLS verified.
+
+    Raises NotPermittedError when there is none, ProtocolMismatchError when it names nobody.
+    """
+    certificates = list(context.auth_context().get("x509_pem_cert", ()))
+    if not certificates:
+        raise NotPermittedError(
+            "the caller shows no certificate", next_step="join the swarm with 'atoll join INVITE'"
+        )
+    return principal_of(certificates[0])
+
+
+def _bind(
+    server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials
+) -> int:
+    bound = 0
+    with contextlib.suppress(RuntimeError):
+        bound = server.add_secure_port(endpoint_of(host, port), credentials)
+    if not bound:
+        raise _refusal(host, port)
+    return bound
+
+
+def _refusal(host: str, port: int) -> SystemRefusedError:
+    """Finds out why by binding a plain socket: gRPC gives the reason as text for its log only."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, address in found:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+                probe.listen()
+    except socket.gaierror as error:
+        return SystemRefusedError(
+            f"{host} is not a host ({error.strerror})", next_step="choose another with --host"
+        )
+    except OSError as error:
+        match error.errno:
+            case errno.EADDRINUSE:
+                return SystemRefusedError(
+                    f"port {port} of {host} is in use",
+                    next_step="choose another with --port, or stop what listens there",
+                )
+            case errno.EADDRNOTAVAIL:
+                return SystemRefusedError(
+                    f"{host} is not an address of this machine",
+                    next_step="choose another with --host; 0.0.0.0 means all",
+                )
+            case _:
+                return SystemRefusedError(
+                    f"cannot listen on port {port} of {host}: {error.strerror or error}",
+                    next_step="choose another with --port",
+                )
+    return SystemRefusedError(
+        f"cannot listen on port {port} of {host}: gRPC refuses without a reason",
+        next_step="try again; if it stays so, check the swarm's certificates",
+    )

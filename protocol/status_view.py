@@ -1,0 +1,206 @@
+"""A status as a picture and as a line. Pure: it neither asks for a status nor prints one."""
+
+from collections.abc import Iterable
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from protocol.console import bytes_in_words, count_in_words, digest_in_words, seconds_in_words
+from protocol.v1 import status_pb2 as pb
+
+SILENT_SECONDS = 6.0
+"""A node not heard for this long is shown as silent: two heartbeats at the default lease."""
+
+_BAR_WIDTH = 24
+
+_STATES: dict[pb.NodeState.ValueType, tuple[str, str]] = {  # word and colour
+    pb.NODE_STATE_JOINING: ("joining", "cyan"),
+    pb.NODE_STATE_READY: ("ready", "green"),
+    pb.NODE_STATE_DIVERGED: ("diverged", "bold red"),
+    pb.NODE_STATE_LOST: ("lost", "red"),
+    pb.NODE_STATE_LEFT: ("left", "dim"),
+}
+
+_PHASES: dict[pb.RunPhase.ValueType, tuple[str, str]] = {
+    pb.RUN_PHASE_WAITING: ("waiting", "yellow"),
+    pb.RUN_PHASE_TRAINING: ("training", "green"),
+    pb.RUN_PHASE_EXCHANGING: ("exchanging", "blue"),
+    pb.RUN_PHASE_APPLYING: ("applying", "blue"),
+    pb.RUN_PHASE_FINISHED: ("finished", "bold green"),
+}
+
+_GONE = frozenset({pb.NODE_STATE_LOST, pb.NODE_STATE_LEFT})
+
+
+def phase_in_words(run: pb.RunStatus) -> str:
+    """What the run does, in one word."""
+    return _PHASES.get(run.phase, ("unknown", ""))[0]
+
+
+def state_in_words(node: pb.NodeStatus) -> str:
+    """How the node stands with the swarm, in one word."""
+    return _STATES.get(node.state, ("unknown", ""))[0]
+
+
+def name_of(node: pb.NodeStatus) -> str:
+    """What people call the node; the beginning of its id when it has no name."""
+    return node.node_name or node.node_id[:8]
+
+
+def by_name(nodes: Iterable[pb.NodeStatus]) -> list[pb.NodeStatus]:
+    """The nodes as people look for them; their ids, by which they come, say nothing to people."""
+    return sorted(nodes, key=lambda node: (name_of(node), node.node_id))
+
+
+def sent_bytes(node: pb.NodeStatus) -> int:
+    """Bytes that the node has sent since it started, of all kinds."""
+    return sum(count.sent_bytes for count in node.heartbeat.wire)
+
+
+def received_bytes(node: pb.NodeStatus) -> int:
+    """Bytes that the node has received since it started, of all kinds."""
+    return sum(count.received_bytes for count in node.heartbeat.wire)
+
+
+def training_loss(nodes: Iterable[pb.NodeStatus]) -> float | None:
+    """The mean of the latest training losses of the nodes that are there; None before the first."""
+    losses = [n.heartbeat.loss for n in nodes if n.state not in _GONE and n.heartbeat.loss > 0]
+    return sum(losses) / len(losses) if losses else None
+
+
+def render(status: pb.GetStatusResponse, *, notice: str = "") -> RenderableType:
+    """Draws the run, its losses, its outer state and its nodes.
+
+    Fits 80 columns. `notice` is shown first: that the coordinator is away, for example.
+    """
+    lines: list[RenderableType] = [Text(notice, style="bold yellow")] if notice else []
+    lines += [_run_line(status.run), _loss_line(status), _digest_line(status.run)]
+    if status.run.reason:
+        reason = Text(status.run.reason, style="italic")
+        lines.append(Padding(reason, (0, 0, 0, len("digest ")), expand=False))
+    return Group(*lines, Text(), _node_table(status))
+
+
+def summary_line(status: pb.GetStatusResponse) -> str:
+    """The status in one line, for logs and pipes."""
+    run = status.run
+    parts = [f"round {_round_shown(run)} of {run.total_rounds}, {phase_in_words(run)}"]
+    if (loss := training_loss(status.nodes)) is not None:
+        parts.append(f"loss {loss:.3f}")
+    if held_out := _held_out(run):
+        parts.append(f"held-out {held_out}")
+    num_ready = sum(node.state == pb.NODE_STATE_READY for node in status.nodes)
+    parts.append(f"{num_ready} of {len(status.nodes)} nodes ready")
+    parts.append(_agreement(run))
+    if run.reason:
+        parts.append(run.reason)
+    return "; ".join(parts)
+
+
+def what_people_wait_for(status: pb.GetStatusResponse) -> tuple[object, ...]:
+    """What has to differ before a status is worth a new line: not losses, nor seconds left."""
+    run = status.run
+    return (
+        run.phase,
+        run.open_round,
+        run.committed_round,
+        run.digests_agree,
+        len(run.held_out_losses),
+        tuple((node.node_id, node.state) for node in status.nodes),
+    )
+
+
+def _round_shown(run: pb.RunStatus) -> int:
+    return run.open_round or run.committed_round
+
+
+def _run_line(run: pb.RunStatus) -> Text:
+    word, colour = _PHASES.get(run.phase, ("unknown", ""))
+    done = run.committed_round / run.total_rounds if run.total_rounds else 0.0
+    full = round(_BAR_WIDTH * min(done, 1.0))
+    return Text.assemble(
+        (run.run_name, "bold"),
+        "  ",
+        ("━" * full, "green"),
+        ("─" * (_BAR_WIDTH - full), "dim"),
+        f"  round {_round_shown(run)} of {run.total_rounds}  ",
+        (word, colour),
+    )
+
+
+def _loss_line(status: pb.GetStatusResponse) -> Text:
+    loss = training_loss(status.nodes)
+    return Text.assemble(
+        ("loss   ", "dim"),
+        f"training {'-' if loss is None else f'{loss:.3f}'}",
+        f"   held-out {_held_out(status.run) or '-'}",
+        f"   {count_in_words(status.run.token_clock)} tokens",
+    )
+
+
+def _held_out(run: pb.RunStatus) -> str:
+    """The first and the latest held-out loss, nats per token."""
+    losses = [held_out.loss for held_out in run.held_out_losses]
+    if not losses:
+        return ""
+    return f"{losses[0]:.3f}" if len(losses) == 1 else f"{losses[0]:.3f} → {losses[-1]:.3f}"
+
+
+def _agreement(run: pb.RunStatus) -> str:
+    if not run.outer_digest:
+        return "no digest yet"
+    verdict = "the same on all nodes" if run.digests_agree else "NOT the same on all nodes"
+    return f"{digest_in_words(run.outer_digest)} at round {run.outer_digest_round}, {verdict}"
+
+
+def _digest_line(run: pb.RunStatus) -> Text:
+    is_bad = bool(run.outer_digest) and not run.digests_agree
+    return Text.assemble(("digest ", "dim"), (_agreement(run), "bold red" if is_bad else ""))
+
+
+def _node_table(status: pb.GetStatusResponse) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    table.add_column("node", no_wrap=True, overflow="ellipsis", max_width=16)
+    table.add_column("state", no_wrap=True)
+    table.add_column("does", no_wrap=True)
+    for heading in ("loss", "tok/s", "sent", "received"):
+        table.add_column(heading, no_wrap=True, justify="right")
+    # The only column that wraps: the others hold figures, and this one gives way on 80 columns.
+    table.add_column("waits for", overflow="fold", min_width=12)
+    for node in by_name(status.nodes):
+        table.add_row(*_node_cells(node, status.run))
+    return table
+
+
+def _node_cells(node: pb.NodeStatus, run: pb.RunStatus) -> tuple[Text, ...]:
+    beat = node.heartbeat
+    word, colour = _STATES.get(node.state, ("unknown", ""))
+    is_gone = node.state in _GONE
+    if is_gone:
+        does, loss, speed, waits_for = Text("-"), "-", "-", ""
+    else:
+        does = _activity(node, run)
+        loss = f"{beat.loss:.3f}" if beat.loss > 0 else "-"
+        speed = count_in_words(beat.tokens_per_second) if beat.tokens_per_second > 0 else "-"
+        waits_for = beat.waiting_for
+    return (
+        Text(name_of(node), style="dim" if is_gone else ""),
+        Text(word, style=colour),
+        does,
+        Text(loss),
+        Text(speed),
+        Text(bytes_in_words(sent_bytes(node))),
+        Text(bytes_in_words(received_bytes(node))),
+        Text(waits_for),
+    )
+
+
+def _activity(node: pb.NodeStatus, run: pb.RunStatus) -> Text:
+    if node.silent_seconds > SILENT_SECONDS:
+        return Text(f"silent {seconds_in_words(node.silent_seconds)}", style="yellow")
+    beat = node.heartbeat
+    if beat.activity == "training":
+        return Text(f"training {beat.inner_step}/{run.inner_steps}")
+    return Text(beat.activity or "-")

@@ -1,0 +1,269 @@
+"""Ranks as real processes: same training as inline, and no rank outlives what it belongs to."""
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from node.island.faults import RankDiedError, RankFailedError, TrainingDivergedError
+from node.island.first_weights import initial_parameters
+from node.island.inline import InlineIsland
+from node.island.island import InnerReport, InnerWork, Progress
+from node.island.launcher import ProcessIsland, prepare_forkserver
+from node.island.model import layout_of
+from node.outer_state import SharedVectors
+from protocol.errors import ConfigError, NoInputError
+from protocol.run_spec import (
+    DataSection,
+    EvaluationSection,
+    InnerSection,
+    ModelSection,
+    RunSpec,
+)
+
+ENDLESS = 1_000_000
+
+
+def small_spec(learning_rate: float = 1e-2, batch: int = 4) -> RunSpec:
+    return RunSpec(
+        model=ModelSection(
+            hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, ffn_size=24, context=16
+        ),
+        data=DataSection(source="text", paths=("*.txt",), held_out=0.2),
+        inner=InnerSection(batch=batch, learning_rate=learning_rate, schedule="constant"),
+        evaluation=EvaluationSection(samples=7),
+    )
+
+
+def work_of(inner_steps: int, max_seconds: float = 60.0) -> InnerWork:
+    return InnerWork(
+        round=3,
+        inner_steps=inner_steps,
+        first_sample=0,
+        num_samples=ENDLESS * 8,
+        token_clock=0,
+        tokens_per_inner_step=64,
+        max_seconds=max_seconds,
+    )
+
+
+def ignore(progress: Progress) -> None:
+    pass
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forkserver() -> None:
+    prepare_forkserver()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for i in range(12):
+        text = " ".join(f"{i}:{j * j}" for j in range(60 + 10 * i))
+        (tmp_path / f"{i}.txt").write_text(text)
+    return tmp_path
+
+
+@pytest.fixture
+def vectors() -> Iterator[SharedVectors]:
+    model = small_spec().model
+    vectors = SharedVectors.create(layout_of(model).num_elements)
+    vectors.parameters[:] = initial_parameters(model, 0)
+    yield vectors
+    vectors.close()
+
+
+@contextlib.asynccontextmanager
+async def running(
+    spec: RunSpec, vectors: SharedVectors, folder: Path, ranks: int
+) -> AsyncIterator[ProcessIsland]:
+    island = ProcessIsland(
+        spec=spec, names=vectors.names, devices=("cpu",) * ranks, folder=folder, num_threads=1
+    )
+    try:
+        await island.start()
+        await island.adopt()
+        yield island
+    finally:
+        await island.stop()
+
+
+async def trained_inline(spec: RunSpec, vectors: SharedVectors, folder: Path) -> np.ndarray:
+    published = np.zeros_like(vectors.parameters)
+    island = InlineIsland(
+        spec=spec, parameters=vectors.parameters.copy(), published=published, folder=folder
+    )
+    await island.start()
+    await island.adopt()
+    await island.train(work_of(6), ignore)
+    await island.publish(0)
+    return published
+
+
+async def test_a_rank_process_trains_bit_for_bit_like_the_inline_island(
+    vectors: SharedVectors, folder: Path
+) -> None:
+    spec = small_spec()
+    async with running(spec, vectors, folder, ranks=1) as island:
+        report = await island.train(work_of(6), ignore)
+        await island.publish(0)
+    assert (report.inner_steps, report.tokens) == (6, 6 * 64)
+    assert not np.array_equal(vectors.published, vectors.parameters)
+    assert np.array_equal(vectors.published, await trained_inline(spec, vectors, folder))
+
+
+async def test_two_ranks_train_and_evaluate_like_one(vectors: SharedVectors, folder: Path) -> None:
+    spec = small_spec()
+    async with running(spec, vectors, folder, ranks=2) as island:
+        two = await island.evaluate()
+        await island.train(work_of(6), ignore)
+        await island.publish(0)
+    async with running(spec, vectors, folder, ranks=1) as island:
+        one = await island.evaluate()
+    assert two.tokens == one.tokens == 7 * 16
+    assert two.loss == pytest.approx(one.loss, rel=1e-6)
+    # Only fp32 sums in another order: far below the 6 × 0.01 that the steps moved.
+    np.testing.assert_allclose(
+        vectors.published, await trained_inline(spec, vectors, folder), atol=2e-4
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_a_killed_rank_fails_the_call_and_the_island_starts_again(
+    ranks: int, vectors: SharedVectors, folder: Path
+) -> None:
+    async with running(small_spec(), vectors, folder, ranks) as island:
+        training = asyncio.create_task(island.train(work_of(ENDLESS), ignore))
+        victim = island.process_ids[-1]
+        await asyncio.sleep(0)  # lets the task give its order
+        os.kill(victim, signal.SIGKILL)
+        with pytest.raises(RankDiedError, match=f"rank {ranks - 1} on cpu was ended by SIGKILL"):
+            await training
+        with pytest.raises(RankDiedError):
+            await island.evaluate()
+        await island.stop()
+        await island.start()
+        await island.adopt()
+        assert (await island.train(work_of(2), ignore)).inner_steps == 2
+
+
+async def test_cancelled_training_leaves_off_and_the_ranks_go_on(
+    vectors: SharedVectors, folder: Path
+) -> None:
+    async with running(small_spec(), vectors, folder, ranks=2) as island:
+        seen = asyncio.Event()
+        training = asyncio.create_task(
+            island.train(work_of(ENDLESS, max_seconds=1e6), lambda progress: seen.set())
+        )
+        await seen.wait()
+        training.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await training
+        report: InnerReport = await island.train(work_of(2), ignore)
+        assert report.inner_steps == 2
+
+
+async def test_a_rank_ignores_ctrl_c(vectors: SharedVectors, folder: Path) -> None:
+    async with running(small_spec(), vectors, folder, ranks=1) as island:
+        os.kill(island.process_ids[0], signal.SIGINT)
+        assert (await island.train(work_of(2), ignore)).inner_steps == 2
+
+
+async def test_an_error_in_a_rank_reaches_the_daemon_as_what_it_is(
+    vectors: SharedVectors, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    empty = tmp_path_factory.mktemp("empty")
+    with pytest.raises(NoInputError, match=r"'\*.txt' of \[data\] paths matches no file"):
+        async with running(small_spec(), vectors, empty, ranks=1):
+            pass
+    vectors.parameters[0] = np.nan
+    async with running(small_spec(), vectors, folder, ranks=1) as island:
+        with pytest.raises(TrainingDivergedError, match="round 3"):
+            await island.train(work_of(5), ignore)
+
+
+async def test_a_bug_in_a_rank_is_told_apart_from_its_death(
+    vectors: SharedVectors, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async with running(small_spec(), vectors, folder, ranks=2) as island:
+        with pytest.raises(RankFailedError, match="IndexError"):
+            await island.publish(9)
+
+
+async def test_a_batch_that_ranks_cannot_share_is_refused_before_a_process_starts(
+    vectors: SharedVectors, folder: Path
+) -> None:
+    island = ProcessIsland(
+        spec=small_spec(batch=4), names=vectors.names, devices=("cpu",) * 3, folder=folder
+    )
+    with pytest.raises(ConfigError, match=r"batch = 4 cannot be shared evenly by 3 ranks"):
+        await island.start()
+    assert not multiprocessing.active_children()
+
+
+async def test_stop_ends_ranks_in_the_middle_of_training_and_may_be_repeated(
+    vectors: SharedVectors, folder: Path
+) -> None:
+    async with running(small_spec(), vectors, folder, ranks=2) as island:
+        seen = asyncio.Event()
+        training = asyncio.create_task(
+            island.train(work_of(ENDLESS, max_seconds=1e6), lambda progress: seen.set())
+        )
+        await seen.wait()
+        async with asyncio.timeout(5):
+            await asyncio.gather(island.stop(), island.stop())
+        with pytest.raises(RankDiedError, match="stopped"):
+            await training
+        assert not multiprocessing.active_children()
+
+
+DAEMON = """
+import asyncio, sys
+from pathlib import Path
+sys.path[:0] = sys.argv[2:]
+from test_ranks import ENDLESS, ProcessIsland, SharedVectors, layout_of, small_spec, work_of
+
+async def main():
+    vectors = SharedVectors.create(layout_of(small_spec().model).num_elements)
+    island = ProcessIsland(spec=small_spec(), names=vectors.names, devices=("cpu",) * 2,
+                           folder=Path(sys.argv[1]), num_threads=1)
+    await island.start()
+    await island.adopt()
+    told = lambda progress: print(*island.process_ids, flush=True)
+    await island.train(work_of(ENDLESS, max_seconds=1e6), told)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_ranks_in_training_end_at_once_when_the_daemon_is_killed(folder: Path) -> None:
+    script = folder / "daemon.py"
+    script.write_text(textwrap.dedent(DAEMON))
+    here = Path(__file__).parent
+    daemon = subprocess.Popen(
+        [sys.executable, str(script), str(folder), str(here), str(here.parents[1])],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert daemon.stdout is not None
+    ranks = [int(word) for word in daemon.stdout.readline().split()]
+    assert len(ranks) == 2
+    handles = [os.pidfd_open(rank) for rank in ranks]
+    daemon.kill()
+    daemon.wait()
+    daemon.stdout.close()
+    for handle in handles:
+        # Readable once the process has ended.
+        ended = multiprocessing.connection.wait([handle], timeout=10)
+        os.close(handle)
+        assert ended

@@ -1,0 +1,107 @@
+"""A whole swarm in one process, in virtual time: real core, real nodes, real training, no network."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from benchmarks.simulation import SimulatedRun, simulate
+from node.island.corpus import Corpus, read_corpus
+from protocol.run_spec import RunSpec, validated
+
+TINY = {
+    "run": {"rounds": 4, "min_nodes": 3, "seed": 1},
+    "model": {
+        "hidden_size": 32,
+        "num_layers": 1,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "ffn_size": 64,
+        "context": 32,
+    },
+    "inner": {"steps": 5, "batch": 4},
+    "evaluation": {"every_rounds": 2, "samples": 16},
+}
+
+
+def tiny(**changes: dict[str, object]) -> RunSpec:
+    tables = {name: {**table} for name, table in TINY.items()}
+    for table, values in changes.items():
+        tables.setdefault(table, {}).update(values)
+    return validated(tables, origin="the test")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    spec = tiny()
+    folder = tmp_path_factory.mktemp("text")
+    return read_corpus(spec.data, context=spec.model.context, batch=spec.inner.batch, folder=folder)
+
+
+@pytest.fixture(scope="module")
+def finished(corpus: Corpus) -> SimulatedRun:
+    return simulate(tiny(), num_nodes=3, corpus=corpus)
+
+
+def test_the_same_run_file_gives_the_same_digests_twice(
+    finished: SimulatedRun, corpus: Corpus
+) -> None:
+    again = simulate(tiny(), num_nodes=3, corpus=corpus)
+    assert [c.outer_digest for c in again.commits] == [c.outer_digest for c in finished.commits]
+    assert again.digests == finished.digests
+    assert again.held_out == finished.held_out
+
+
+def test_another_seed_gives_other_digests(finished: SimulatedRun, corpus: Corpus) -> None:
+    other = simulate(tiny(run={"seed": 2}), num_nodes=3, corpus=corpus)
+    assert set(other.digests.values()).isdisjoint(finished.digests.values())
+
+
+def test_all_nodes_hold_the_same_state_and_it_is_the_settled_one(finished: SimulatedRun) -> None:
+    assert set(finished.digests.values()) == {finished.final.outer_digest}
+    assert finished.commits[-1].outer_digest == finished.final.outer_digest
+
+
+def test_every_slice_of_every_round_holds_all_contributions(finished: SimulatedRun) -> None:
+    assert [commit.round for commit in finished.commits] == [1, 2, 3, 4]
+    tokens_of_a_node = 5 * 4 * 32
+    for commit in finished.commits:
+        assert len(commit.slices) == 3
+        for outcome in commit.slices:
+            assert [c.tokens for c in outcome.contributors] == [tokens_of_a_node] * 3
+    assert finished.final.token_clock == 4 * 3 * tokens_of_a_node
+
+
+def test_training_lowers_the_held_out_loss(finished: SimulatedRun) -> None:
+    assert [held_out.round for held_out in finished.held_out] == [0, 2, 4]
+    first, *_, last = finished.held_out
+    assert first.loss == pytest.approx(np.log(256), abs=0.2)  # an untrained model knows nothing
+    assert last.loss < first.loss - 0.5
+
+
+def test_one_node_with_sgd_at_rate_1_and_fp32_is_plain_training(corpus: Corpus) -> None:
+    """With nothing to average and nothing rounded away, adopting is going on where one was."""
+    plain = {"optimizer": "sgd", "learning_rate": 1.0}
+    exact = {"uplink": "fp32", "downlink": "fp32"}
+    alone = {"min_nodes": 1, "rounds": 4}
+    in_rounds = simulate(tiny(run=alone, outer=plain, exchange=exact), num_nodes=1, corpus=corpus)
+    at_once = simulate(
+        tiny(run={**alone, "rounds": 1}, inner={"steps": 20}, outer=plain, exchange=exact),
+        num_nodes=1,
+        corpus=corpus,
+    )
+    np.testing.assert_allclose(in_rounds.parameters, at_once.parameters, atol=2e-6)
+
+
+def test_int4_sends_about_an_eighth_of_fp32(finished: SimulatedRun, corpus: Corpus) -> None:
+    exact = simulate(
+        tiny(exchange={"uplink": "fp32", "downlink": "fp32"}), num_nodes=3, corpus=corpus
+    )
+    ratio = sum(exact.bytes_sent.values()) / sum(finished.bytes_sent.values())
+    assert 6 < ratio < 8  # headers and scales keep it below 8
+
+
+def test_settled_digests_form_a_chain(finished: SimulatedRun) -> None:
+    for before, after in zip(finished.commits, finished.commits[1:], strict=False):
+        assert after.base_digest == before.outer_digest
+    assert replace(finished.commits[0]).base_digest not in {None, finished.final.outer_digest}

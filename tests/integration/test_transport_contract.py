@@ -1,0 +1,235 @@
+"""What every transport promises, held against each: in memory, and over libp2p on loopback."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from transport_peers import BIG, Peer, introduce, make_payload, want
+
+from node.exchange.transport.libp2p import Libp2pTransport
+from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
+from node.exchange.transport.transport import (
+    NotHeldError,
+    PeerUnreachableError,
+    TransferRefusedError,
+    Transport,
+    Want,
+    WantSnapshot,
+)
+from protocol.identity import Identity
+from protocol.payload import CONTRIBUTION, RESULT, SNAPSHOT, Payload
+from protocol.wire_count import WireCounts
+
+SECONDS = 20.0
+
+
+class Swarm:
+    """Makes peers of one kind of transport, and stops them all at the end."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.network = MemoryNetwork()
+        self.transports: list[Transport] = []
+
+    async def start(self, identity: Identity | None = None) -> Peer:
+        identity = identity or Identity.generate()
+        counts = WireCounts()
+        transport: Transport
+        if self.kind == "memory":
+            transport = MemoryTransport(
+                network=self.network, node_id=identity.node_id, counts=counts
+            )
+        else:
+            transport = Libp2pTransport(identity=identity, counts=counts)
+        self.transports.append(transport)
+        peer = Peer(identity.node_id, identity.public_key, transport, counts)
+        await transport.start(peer.desk)
+        return peer
+
+    async def pair(self) -> tuple[Peer, Peer]:
+        one, other = await self.start(), await self.start()
+        introduce(one, other)
+        return one, other
+
+    async def stop(self) -> None:
+        for transport in self.transports:
+            await transport.stop()
+
+
+@pytest.fixture(params=["memory", "libp2p"])
+async def swarm(
+    request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> AsyncIterator[Swarm]:
+    swarm = Swarm(request.param)
+    yield swarm
+    await swarm.stop()
+    assert not [record for record in caplog.records if record.name == "asyncio"]
+
+
+async def push(sender: Peer, receiver: Peer, payload: Payload, seconds: float = SECONDS) -> None:
+    await sender.transport.push(receiver.node_id, payload, timeout_seconds=seconds)
+
+
+async def fetch(sender: Peer, holder: Peer, wanted: Want, max_body_bytes: int = BIG) -> Payload:
+    return await sender.transport.fetch(
+        holder.node_id, wanted, max_body_bytes=max_body_bytes, timeout_seconds=SECONDS
+    )
+
+
+async def test_a_pushed_payload_arrives_whole_and_is_counted_on_both_sides(swarm: Swarm) -> None:
+    one, other = await swarm.pair()
+    payload = make_payload(CONTRIBUTION, sender_id=one.node_id, body=bytes(range(250)) * 12_000)
+    await push(one, other, payload)
+    assert other.desk.received == [(one.node_id, payload)]
+    assert payload.header.body_bytes == BIG
+    for num_bytes in (
+        one.counts.totals()["contribution"][0],
+        other.counts.totals()["contribution"][1],
+    ):
+        assert BIG <= num_bytes < 1.1 * BIG
+
+
+async def test_an_empty_body_is_a_payload_too(swarm: Swarm) -> None:
+    one, other = await swarm.pair()
+    payload = make_payload(body=b"")
+    other.desk.held = payload
+    await push(one, other, payload)
+    assert other.desk.received == [(one.node_id, payload)]
+    assert await fetch(one, other, want(payload)) == payload
+
+
+async def test_a_result_is_fetched_by_its_digest(swarm: Swarm) -> None:
+    one, other = await swarm.pair()
+    other.desk.held = make_payload(body=bytes(BIG))
+    assert await fetch(one, other, want(other.desk.held)) == other.desk.held
+    assert other.desk.wanted == [want(other.desk.held)]
+
+
+async def test_a_snapshot_is_fetched_by_its_round(swarm: Swarm) -> None:
+    one, other = await swarm.pair()
+    other.desk.held = make_payload(SNAPSHOT, round=7)
+    assert await fetch(one, other, WantSnapshot(at_least_round=6)) == other.desk.held
+    with pytest.raises(TransferRefusedError, match="at_least_round=8"):
+        await fetch(one, other, WantSnapshot(at_least_round=8))
+
+
+async def test_what_a_peer_does_not_hold_is_said_so(swarm: Swarm) -> None:
+    one, other = await swarm.pair()
+    with pytest.raises(NotHeldError):
+        await fetch(one, other, WantSnapshot(at_least_round=0))
+
+
+async def test_an_offer_that_is_not_admitted_is_refused_with_the_reason(swarm: Swarm) -> None:
+    one, other = await swarm.pair()
+    other.desk.max_body_bytes = 100
+    with pytest.raises(TransferRefusedError, match="101 bytes are too many"):
+        await push(one, other, make_payload(body=bytes(101)))
+    assert not other.desk.received
+    assert one.counts.totals()["result"][0] < 1500  # no body was sent
+
+
+async def test_who_is_not_on_the_roster_is_refused(swarm: Swarm) -> None:
+    one, other = await swarm.pair()
+    other.transport.set_roster((other.entry,))
+    with pytest.raises(TransferRefusedError, match="not on the roster"):
+        await push(one, other, make_payload())
+    with pytest.raises(TransferRefusedError, match="not on the roster"):
+        await fetch(one, other, WantSnapshot(at_least_round=0))
+    with pytest.raises(PeerUnreachableError, match="not on the roster"):
+        await push(other, one, make_payload())
+    assert not other.desk.admitted
+    assert not other.desk.wanted
+
+
+async def test_nobody_contributes_in_anothers_name(swarm: Swarm) -> None:
+    one, other = await swarm.pair()
+    with pytest.raises(TransferRefusedError, match="in the name of"):
+        await push(one, other, make_payload(CONTRIBUTION, sender_id=other.node_id))
+    assert not other.desk.admitted
+    # A result may be passed on by any holder: the commit names its digest.
+    await push(one, other, make_payload(RESULT, sender_id=other.node_id))
+
+
+async def test_an_answer_larger_than_allowed_is_not_read(swarm: Swarm) -> None:
+    one, other = await swarm.pair()
+    other.desk.held = make_payload(body=bytes(BIG))
+    with pytest.raises(TransferRefusedError, match="at most 2999999"):
+        await fetch(one, other, want(other.desk.held), max_body_bytes=BIG - 1)
+    assert one.counts.totals()["result"][1] < BIG / 2
+
+
+async def test_an_answer_that_is_not_what_was_asked_for_is_refused(swarm: Swarm) -> None:
+    one, other = await swarm.pair()
+    other.desk.held = make_payload(body=b"another")
+    with pytest.raises(TransferRefusedError, match="offered a result of round 7"):
+        await fetch(one, other, want(make_payload(body=b"wanted")))
+
+
+async def test_a_damaged_body_is_refused_on_either_side(swarm: Swarm) -> None:
+    one, other = await swarm.pair()
+    good = make_payload(body=bytes(BIG))
+    bad = Payload(header=good.header, body=bytes(BIG - 1) + b"!")
+    other.desk.held = bad
+    with pytest.raises(TransferRefusedError, match="is damaged"):
+        await push(one, other, bad)
+    with pytest.raises(TransferRefusedError, match="is damaged"):
+        await fetch(one, other, want(good))
+    assert not other.desk.received
+
+
+async def test_a_fault_inside_the_receiver_is_not_told_as_a_lost_link(swarm: Swarm) -> None:
+    one, other = await swarm.pair()
+    other.desk.fault = ZeroDivisionError()
+    with pytest.raises(TransferRefusedError, match="failed inside"):
+        await push(one, other, make_payload())
+
+
+async def test_a_peer_that_takes_too_long_is_unreachable(swarm: Swarm) -> None:
+    one, other = await swarm.pair()
+    other.desk.gate = asyncio.Event()  # nobody sets it
+    with pytest.raises(PeerUnreachableError, match=r"no end within 0\.5 s"):
+        await push(one, other, make_payload(), seconds=0.5)
+
+
+async def test_a_peer_that_stops_in_the_middle_is_unreachable(swarm: Swarm) -> None:
+    one, other = await swarm.pair()
+    other.desk.gate = asyncio.Event()  # nobody sets it
+    pushing = asyncio.create_task(push(one, other, make_payload()))
+    await other.desk.has_admitted.wait()
+    await other.transport.stop()
+    with pytest.raises(PeerUnreachableError):
+        await pushing
+
+
+async def test_a_peer_that_comes_back_elsewhere_is_found_by_its_new_entry(swarm: Swarm) -> None:
+    one, identity = await swarm.start(), Identity.generate()
+    before = await swarm.start(identity)
+    introduce(one, before)
+    await push(one, before, make_payload())
+    await before.transport.stop()
+    with pytest.raises(PeerUnreachableError):
+        await push(one, before, make_payload())
+
+    after = await swarm.start(identity)
+    introduce(one, after)
+    await push(one, after, make_payload())
+    assert len(after.desk.received) == 1
+
+
+async def test_a_stopped_transport_reaches_nobody_and_stops_twice(swarm: Swarm) -> None:
+    one, other = await swarm.pair()
+    await one.transport.stop()
+    await one.transport.stop()
+    with pytest.raises(PeerUnreachableError, match="stopped"):
+        await push(one, other, make_payload())
+
+
+async def test_both_push_many_payloads_at_once(swarm: Swarm) -> None:
+    one, other = await swarm.pair()
+    bodies = [bytes([number]) * 300_000 for number in range(8)]
+    await asyncio.gather(
+        *(push(one, other, make_payload(body=body)) for body in bodies),
+        *(push(other, one, make_payload(body=body)) for body in bodies),
+    )
+    for peer in (one, other):
+        assert sorted(payload.body for _, payload in peer.desk.received) == bodies

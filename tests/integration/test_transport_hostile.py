@@ -1,0 +1,396 @@
+"""Members that break the protocol, strangers, and deaths: against the libp2p transport."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+from transport_peers import BIG, Desk, Peer, introduce, make_payload
+
+from node.exchange.transport import libp2p
+from node.exchange.transport.frames import Limits, TransferStream
+from node.exchange.transport.libp2p import PROTOCOL, Libp2pTransport, announced
+from node.exchange.transport.p2pd import P2pd
+from node.exchange.transport.transport import (
+    PeerUnreachableError,
+    TransferRefusedError,
+    WantSnapshot,
+)
+from protocol.errors import SystemRefusedError
+from protocol.identity import Identity
+from protocol.payload import SNAPSHOT, Payload
+from protocol.rounds import PeerAddress, RosterEntry
+from protocol.v1 import transfer_pb2 as wire
+from protocol.wire_count import WireCounts
+
+SECONDS = 20.0
+ANSWER_SECONDS = 5.0
+
+
+async def start_transport(
+    limits: Limits | None = None, identity: Identity | None = None
+) -> tuple[Libp2pTransport, Peer]:
+    identity = identity or Identity.generate()
+    counts = WireCounts()
+    transport = Libp2pTransport(identity=identity, counts=counts, limits=limits)
+    peer = Peer(identity.node_id, identity.public_key, transport, counts)
+    await transport.start(peer.desk)
+    return transport, peer
+
+
+@dataclass
+class Raw:
+    """A libp2p peer that says whatever a test wants it to say."""
+
+    identity: Identity = field(default_factory=Identity.generate)
+    answer: Callable[[TransferStream], Awaitable[None]] | None = None
+    daemon: P2pd | None = None
+
+    async def start(self) -> None:
+        async def on_stream(
+            _: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        ) -> None:
+            stream = TransferStream(reader, writer, idle_seconds=ANSWER_SECONDS)
+            assert self.answer is not None
+            await self.answer(stream)
+            await stream.close()
+
+        self.daemon = await P2pd.start(
+            self.identity,
+            listen_multiaddrs=("/ip4/127.0.0.1/tcp/0",),
+            protocol=PROTOCOL,
+            on_stream=on_stream,
+        )
+
+    async def entry(self) -> RosterEntry:
+        assert self.daemon is not None
+        return RosterEntry(
+            node_id=self.identity.node_id,
+            node_name="raw",
+            address=PeerAddress(
+                public_key=self.identity.public_key, multiaddrs=await self.daemon.multiaddrs()
+            ),
+        )
+
+    async def open(self, victim: Peer) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        assert self.daemon is not None
+        address = victim.entry.address
+        await self.daemon.connect(libp2p.peer_id_of(address.public_key), address.multiaddrs)
+        return await self.daemon.open_stream(libp2p.peer_id_of(address.public_key), PROTOCOL)
+
+    async def offer(self, victim: Peer, payload: Payload) -> tuple[TransferStream, int, str]:
+        """Offers a payload; gives the stream, and the status and reason of the answer."""
+        stream = TransferStream(*await self.open(victim), idle_seconds=ANSWER_SECONDS)
+        await stream.send(wire.TransferRequest(offer=wire.Offer(header=payload.header.encode())))
+        response = await stream.receive(wire.TransferResponse)
+        return stream, response.status, response.reason
+
+
+class Scene:
+    """A node with short patience, and others about it."""
+
+    def __init__(self, victim: Peer, limits: Limits) -> None:
+        self.victim = victim
+        self.limits = limits
+        self.raw = Raw()
+        self.others: list[Libp2pTransport] = []
+
+    async def make_member(self) -> None:
+        self.victim.transport.set_roster((self.victim.entry, await self.raw.entry()))
+
+    async def still_serves(self) -> None:
+        """A new member's payload gets through."""
+        transport, member = await start_transport()
+        self.others.append(transport)
+        introduce(member, self.victim)
+        payload = make_payload(body=b"from a good member")
+        await transport.push(self.victim.node_id, payload, timeout_seconds=SECONDS)
+        assert (member.node_id, payload) in self.victim.desk.received
+
+
+@pytest.fixture
+async def scene(caplog: pytest.LogCaptureFixture) -> AsyncIterator[Scene]:
+    limits = Limits(
+        idle_seconds=0.5, floor_bytes_per_second=1e6, max_streams_per_peer=2, max_streams=3
+    )
+    transport, victim = await start_transport(limits)
+    scene = Scene(victim, limits)
+    await scene.raw.start()
+    yield scene
+    for one in [transport, *scene.others]:
+        await one.stop()
+    assert scene.raw.daemon is not None
+    await scene.raw.daemon.stop()
+    assert not [record for record in caplog.records if record.name == "asyncio"]
+
+
+async def is_dropped(reader: asyncio.StreamReader) -> bool:
+    """Whether the other side ends the stream, without another word, before our patience ends."""
+    try:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            return await reader.read(1) == b""
+    except ConnectionError:
+        return True
+    except TimeoutError:
+        return False
+
+
+async def test_a_stranger_is_refused_before_its_body_is_read(scene: Scene) -> None:
+    _, status, reason = await scene.raw.offer(scene.victim, make_payload(body=bytes(BIG)))
+    assert status == wire.TRANSFER_STATUS_REFUSED
+    assert reason == "you are not on the roster"
+    assert not scene.victim.desk.admitted
+
+
+async def test_silent_strangers_do_not_keep_members_out(scene: Scene) -> None:
+    streams = [await scene.raw.open(scene.victim) for _ in range(10)]
+    await scene.still_serves()
+    assert [await is_dropped(reader) for reader, _ in streams] == [True] * 10
+
+
+async def test_a_frame_that_claims_two_gigabytes_is_not_waited_for(scene: Scene) -> None:
+    await scene.make_member()
+    reader, writer = await scene.raw.open(scene.victim)
+    writer.write((2**31).to_bytes(4, "little") + b"x" * 1000)
+    assert await is_dropped(reader)
+    await scene.still_serves()
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason"),
+    [
+        (wire.TransferRequest(), "the request is empty"),
+        (wire.TransferRequest(offer=wire.Offer(header=b"\xff")), "not a payload header"),
+        (wire.TransferRequest(offer=wire.Offer(header=bytes(5000))), "longer than 4096"),
+    ],
+)
+async def test_nonsense_is_refused_with_the_reason(
+    scene: Scene, request_: wire.TransferRequest, reason: str
+) -> None:
+    await scene.make_member()
+    stream = TransferStream(*await scene.raw.open(scene.victim), idle_seconds=ANSWER_SECONDS)
+    await stream.send(request_)
+    response = await stream.receive(wire.TransferResponse)
+    assert response.status == wire.TRANSFER_STATUS_REFUSED
+    assert reason in response.reason
+
+
+async def test_a_body_shorter_than_announced_is_not_taken(scene: Scene) -> None:
+    await scene.make_member()
+    stream, status, _ = await scene.raw.offer(scene.victim, make_payload(body=bytes(1000)))
+    assert status == wire.TRANSFER_STATUS_GO_ON
+    await stream.send_body(bytes(999))
+    await stream.close()
+    await scene.still_serves()
+    assert len(scene.victim.desk.received) == 1
+
+
+async def test_a_body_longer_than_announced_is_not_taken(scene: Scene) -> None:
+    await scene.make_member()
+    payload = make_payload(body=bytes(1001))
+    short = Payload(header=replace(payload.header, body_bytes=1000), body=payload.body)
+    stream, status, _ = await scene.raw.offer(scene.victim, short)
+    assert status == wire.TRANSFER_STATUS_GO_ON
+    await stream.send_body(short.body)
+    response = await stream.receive(wire.TransferResponse)
+    assert response.status == wire.TRANSFER_STATUS_REFUSED
+    assert "is damaged" in response.reason
+    assert not scene.victim.desk.received
+
+
+async def test_a_body_that_never_comes_frees_its_place(scene: Scene) -> None:
+    await scene.make_member()
+    reader, writer = await scene.raw.open(scene.victim)
+    stream = TransferStream(reader, writer, idle_seconds=ANSWER_SECONDS)
+    offer = wire.Offer(header=make_payload(body=bytes(1000)).header.encode())
+    await stream.send(wire.TransferRequest(offer=offer))
+    answer = await stream.receive(wire.TransferResponse)
+    assert answer.status == wire.TRANSFER_STATUS_GO_ON
+    assert await is_dropped(reader)
+
+
+async def test_a_body_that_trickles_is_cut_off(scene: Scene) -> None:
+    await scene.make_member()
+    stream, status, _ = await scene.raw.offer(scene.victim, make_payload(body=bytes(1000)))
+    assert status == wire.TRANSFER_STATUS_GO_ON
+
+    async def trickle() -> None:
+        while True:
+            await stream.send_body(b"\0")
+            await asyncio.sleep(scene.limits.idle_seconds / 10)
+
+    with pytest.raises(OSError, match=r"(?i)connection|pipe"):
+        await asyncio.wait_for(trickle(), ANSWER_SECONDS)
+    assert not scene.victim.desk.received
+
+
+async def test_a_member_opens_no_more_streams_than_its_share(scene: Scene) -> None:
+    await scene.make_member()
+    scene.victim.desk.gate = asyncio.Event()
+    kept = []
+    for _ in range(2):
+        stream, status, _ = await scene.raw.offer(scene.victim, make_payload(body=b""))
+        assert status == wire.TRANSFER_STATUS_GO_ON
+        kept.append(stream)  # its handler waits at the gate
+    _, status, reason = await scene.raw.offer(scene.victim, make_payload(body=b""))
+    assert status == wire.TRANSFER_STATUS_REFUSED
+    assert reason == "busy with 2 transfers of yours already"
+    scene.victim.desk.gate.set()
+    for stream in kept:
+        answer = await stream.receive(wire.TransferResponse)
+        assert answer.status == wire.TRANSFER_STATUS_RECEIVED
+
+
+@pytest.mark.parametrize("body_bytes", [BIG + 1, 2**62])
+async def test_an_answer_that_announces_too_much_is_not_allocated(
+    scene: Scene, body_bytes: int
+) -> None:
+    header = replace(make_payload(SNAPSHOT).header, body_bytes=body_bytes)
+
+    async def answer(stream: TransferStream) -> None:
+        await stream.receive(wire.TransferRequest)
+        status = wire.TRANSFER_STATUS_GO_ON
+        await stream.send(wire.TransferResponse(status=status, header=header.encode()))
+        await stream.receive(wire.TransferRequest)  # keeps it open until the other side is done
+
+    async def answer_until_closed(stream: TransferStream) -> None:
+        with pytest.raises(EOFError):
+            await answer(stream)
+
+    scene.raw.answer = answer_until_closed
+    await scene.make_member()
+    with pytest.raises(TransferRefusedError, match=f"{body_bytes} bytes offered, at most {BIG}"):
+        await scene.victim.transport.fetch(
+            scene.raw.identity.node_id,
+            WantSnapshot(at_least_round=1),
+            max_body_bytes=BIG,
+            timeout_seconds=SECONDS,
+        )
+
+
+async def test_an_answer_in_another_language_is_refused(scene: Scene) -> None:
+    async def answer(stream: TransferStream) -> None:
+        await stream.receive(wire.TransferRequest)
+        await stream.send(wire.TransferResponse(status=wire.TRANSFER_STATUS_RECEIVED))
+
+    scene.raw.answer = answer
+    await scene.make_member()
+    with pytest.raises(TransferRefusedError, match="speaks another protocol"):
+        await scene.victim.transport.push(
+            scene.raw.identity.node_id, make_payload(), timeout_seconds=SECONDS
+        )
+
+
+async def test_a_node_that_cannot_be_dialled_is_reached_over_its_own_connection(
+    scene: Scene,
+) -> None:
+    transport, hidden = await start_transport()
+    scene.others.append(transport)
+    nowhere = replace(hidden.entry.address, multiaddrs=("/ip4/127.0.0.1/tcp/9",))
+    scene.victim.transport.set_roster((scene.victim.entry, replace(hidden.entry, address=nowhere)))
+    transport.set_roster((scene.victim.entry, hidden.entry))  # which makes it dial
+    payload = make_payload()
+    async with asyncio.timeout(SECONDS):
+        while True:
+            try:
+                await scene.victim.transport.push(hidden.node_id, payload, timeout_seconds=SECONDS)
+                break
+            except PeerUnreachableError:
+                await asyncio.sleep(0.1)
+    assert hidden.desk.received == [(scene.victim.node_id, payload)]
+
+
+def has_process(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def p2pd_of(transport: Libp2pTransport) -> P2pd:
+    assert transport._daemon is not None
+    return transport._daemon
+
+
+async def test_stopping_leaves_neither_process_nor_folder() -> None:
+    transport, _ = await start_transport()
+    daemon = p2pd_of(transport)
+    folder = daemon._folder
+    assert has_process(daemon.pid)
+    assert os.getsid(daemon.pid) != os.getsid(0)  # a Ctrl-C does not reach it
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert not (folder / "key").exists()
+    await transport.stop()
+    assert not has_process(daemon.pid)
+    assert not folder.exists()
+
+
+async def test_the_death_of_p2pd_is_told_and_fails_transfers() -> None:
+    transport, peer = await start_transport()
+    other_transport, other = await start_transport()
+    introduce(peer, other)
+    os.kill(p2pd_of(transport).pid, signal.SIGKILL)
+    reason = await asyncio.wait_for(transport.wait_failed(), SECONDS)
+    assert "libp2p daemon died" in reason
+    with pytest.raises(PeerUnreachableError):
+        await transport.push(other.node_id, make_payload(), timeout_seconds=SECONDS)
+    await transport.stop()
+    await other_transport.stop()
+
+
+def test_p2pd_does_not_outlive_a_killed_node() -> None:
+    program = """
+import asyncio
+from node.exchange.transport.libp2p import Libp2pTransport
+from protocol.identity import Identity
+from protocol.wire_count import WireCounts
+
+async def main():
+    transport = Libp2pTransport(identity=Identity.generate(), counts=WireCounts())
+    await transport.start(None)
+    print("pid", transport._daemon.pid, flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+    node = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert node.stdout is not None
+    pid = next(int(line.split()[1]) for line in node.stdout if line.startswith("pid "))
+    assert has_process(pid)
+    node.kill()
+    node.wait()
+    node.stdout.close()
+    ends = time.monotonic() + SECONDS
+    while has_process(pid):
+        assert time.monotonic() < ends, "p2pd is an orphan"
+        time.sleep(0.05)
+
+
+async def test_a_port_in_use_is_a_sentence_for_people() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        transport = Libp2pTransport(
+            identity=Identity.generate(),
+            counts=WireCounts(),
+            listen_multiaddrs=(f"/ip4/127.0.0.1/tcp/{port}",),
+        )
+        with pytest.raises(SystemRefusedError, match="did not start"):
+            await transport.start(Desk())
+
+
+def test_an_announced_host_replaces_what_is_visible() -> None:
+    visible = ("/ip4/127.0.0.1/tcp/77", "/ip4/10.0.0.2/tcp/77")
+    assert announced(visible, None) == ("/ip4/10.0.0.2/tcp/77",)
+    assert announced(visible[:1], None) == visible[:1]
+    assert announced(visible, "203.0.113.7") == ("/ip4/203.0.113.7/tcp/77",)
+    assert announced(visible, "gpu.example.org") == ("/dns/gpu.example.org/tcp/77",)
+    assert announced(visible, "2001:db8::7") == ("/ip6/2001:db8::7/tcp/77",)

@@ -1,0 +1,87 @@
+"""Peers for the tests of transports: payloads, a handler that notes what comes, rosters."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from node.exchange.transport.transport import TransferRefusedError, Transport, Want, WantResult
+from protocol.payload import RESULT, Payload, PayloadHeader
+from protocol.rounds import Digest, NodeId, PeerAddress, RosterEntry
+from protocol.wire_count import WireCounts
+
+BIG = 3_000_000  # bytes: many chunks, and more than any buffer on the way holds
+
+
+def make_payload(
+    kind: int = RESULT, *, sender_id: str = "", body: bytes = b"body", round: int = 7
+) -> Payload:
+    return Payload.seal(
+        kind=kind,  # type: ignore[arg-type]  # an enum's value
+        run_digest=Digest(bytes(32)),
+        round=round,
+        fragment=0,
+        slice_index=1,
+        start=256,
+        num_elements=4,
+        codec="fp32/1",
+        tokens=5,
+        sender_id=NodeId(sender_id),
+        body=body,
+    )
+
+
+def want(payload: Payload) -> WantResult:
+    return WantResult(round=7, slice_index=1, digest=payload.digest)
+
+
+@dataclass
+class Desk:
+    """A TransferHandler that notes what comes, and holds what it is given."""
+
+    max_body_bytes: int = 10_000_000
+    held: Payload | None = None
+    fault: Exception | None = None
+    gate: asyncio.Event | None = None
+    has_admitted: asyncio.Event = field(default_factory=asyncio.Event)
+    admitted: list[PayloadHeader] = field(default_factory=list)
+    received: list[tuple[NodeId, Payload]] = field(default_factory=list)
+    wanted: list[Want] = field(default_factory=list)
+
+    def admit(self, sender: NodeId, header: PayloadHeader) -> None:
+        if header.body_bytes > self.max_body_bytes:
+            raise TransferRefusedError(f"{header.body_bytes} bytes are too many")
+        self.admitted.append(header)
+        self.has_admitted.set()
+
+    async def receive(self, sender: NodeId, payload: Payload) -> None:
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.fault is not None:
+            raise self.fault
+        self.received.append((sender, payload))
+
+    async def supply(self, sender: NodeId, want: Want) -> Payload | None:
+        self.wanted.append(want)
+        return self.held
+
+
+@dataclass
+class Peer:
+    node_id: NodeId
+    public_key: bytes
+    transport: Transport
+    counts: WireCounts
+    desk: Desk = field(default_factory=Desk)
+
+    @property
+    def entry(self) -> RosterEntry:
+        return RosterEntry(
+            node_id=self.node_id,
+            node_name=f"peer-{self.node_id[:4]}",
+            address=PeerAddress(public_key=self.public_key, multiaddrs=self.transport.multiaddrs),
+        )
+
+
+def introduce(*peers: Peer) -> None:
+    roster = tuple(peer.entry for peer in peers)
+    for peer in peers:
+        peer.transport.set_roster(roster)

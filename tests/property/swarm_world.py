@@ -1,0 +1,394 @@
+"""A swarm in a hostile world: nodes that die, lie and come back, messages that are lost or late.
+
+The world keeps its own books of what was reported and checks every step of the core against them.
+"""
+
+from dataclasses import dataclass, field, replace
+
+import blake3
+
+from coordinator.swarm.actions import (
+    Action,
+    AskEvaluation,
+    AskRefetch,
+    EndSession,
+    OpenSession,
+    SendCommit,
+    SendFinished,
+    SendPlan,
+)
+from coordinator.swarm.events import (
+    Attached,
+    CommitApplied,
+    Detached,
+    Evaluated,
+    Event,
+    HeartbeatSeen,
+    ResultHeld,
+    SliceReduced,
+    Ticked,
+    TrainingDone,
+)
+from coordinator.swarm.state import PRESENT, MemberState, Rules, SwarmState, Trained
+from coordinator.swarm.transition import initial_state, next_deadline, plan_of, step
+from protocol.errors import SessionEndedError
+from protocol.rounds import (
+    Commit,
+    Contributor,
+    CorpusSummary,
+    Digest,
+    LayoutSummary,
+    NodeId,
+    PeerAddress,
+    Plan,
+)
+
+RUN = Digest(b"r" * 32)
+LAYOUT = LayoutSummary(digest=Digest(b"l" * 32), fragment_elements=(700, 200))
+CORPUS = CorpusSummary(digest=Digest(b"c" * 32), num_samples=9, num_bytes=9)
+INITIAL = Digest(b"initial")
+
+
+def state_after(digest: Digest, commit: Commit) -> Digest:
+    """The outer state that an honest node has after a commit, as a digest."""
+    taken = [outcome.digest for outcome in commit.slices if outcome.digest is not None]
+    return Digest(blake3.blake3(digest + b"".join(taken)).digest()) if taken else digest
+
+
+@dataclass
+class SimulatedNode:
+    """An honest node's memory."""
+
+    node_id: NodeId
+    outer_round: int = 0
+    outer_digest: Digest = INITIAL
+    session_id: int | None = None
+    plan: Plan | None = None
+    reduced: dict[tuple[int, int], Digest] = field(default_factory=dict)
+
+
+class World:
+    """Nodes, messages under way, and the coordinator's core."""
+
+    def __init__(self, *, num_nodes: int, min_nodes: int, total_rounds: int) -> None:
+        rules = Rules(
+            total_rounds=total_rounds,
+            min_nodes=min_nodes,
+            inner_steps=3,
+            batch=2,
+            context=4,
+            train_seconds=20,
+            contribute_seconds=25,
+            commit_seconds=30,
+            apply_seconds=10,
+            lease_seconds=8,
+            evaluate_every_rounds=2,
+        )
+        self.state: SwarmState = initial_state(rules, RUN)
+        self.now = 0.0
+        self.nodes = {
+            NodeId(f"n{i}"): SimulatedNode(node_id=NodeId(f"n{i}")) for i in range(num_nodes)
+        }
+        self.under_way: list[Event] = []
+        # The books.
+        self.commits: list[Commit] = []
+        self.leased_until = 0
+        self.sessions: set[int] = set()
+        self.told: dict[tuple[int, int], set[Digest]] = {}  # what the slice's reducer reported
+        self.held: dict[tuple[int, int], dict[NodeId, Digest]] = {}
+        self.is_finished = False
+
+    # ---- what can happen
+
+    def deliver(self, event: Event) -> None:
+        """Puts an event through the core, and everything it promises to the test."""
+        before = self.state
+        shown = repr(before)
+        self._note(event)
+        try:
+            transition = step(before, event, self.now)
+        except SessionEndedError:
+            assert isinstance(event, HeartbeatSeen | Detached)
+            assert repr(before) == shown
+            return
+        assert step(before, event, self.now) == transition, "not deterministic"
+        assert repr(before) == shown, "the state before was changed in place"
+        assert transition.reason
+        self.state = transition.state
+        for action in transition.actions:
+            self._check_action(before, action)
+            self._obey(action)
+        self._check_state(before)
+        self._check_deadline()
+        if not isinstance(event, Attached | HeartbeatSeen | Detached):
+            again = step(self.state, event, self.now)
+            assert (again.state, again.actions) == (self.state, ()), "not idempotent"
+
+    def attach(self, node: SimulatedNode, *, has_restarted: bool = True) -> None:
+        if has_restarted:
+            node.plan = None
+            node.reduced.clear()
+        self.deliver(
+            Attached(
+                node_id=node.node_id,
+                node_name=f"node {node.node_id}",
+                address=PeerAddress(public_key=b"k" * 32, multiaddrs=()),
+                device="cpu",
+                num_ranks=1,
+                version="1",
+                run_digest=RUN,
+                layout=LAYOUT,
+                corpus=CORPUS,
+                outer_round=node.outer_round,
+                outer_digest=node.outer_digest,
+            )
+        )
+
+    def heartbeat(self, node: SimulatedNode) -> HeartbeatSeen | None:
+        if node.session_id is None:
+            return None
+        return HeartbeatSeen(
+            node_id=node.node_id,
+            session_id=node.session_id,
+            outer_round=node.outer_round,
+            outer_digest=node.outer_digest,
+        )
+
+    def work(self, node: SimulatedNode, *, missing: NodeId | None = None) -> list[Event]:
+        """What the node can report of the round it knows: trained, reduced, held."""
+        plan = node.plan
+        if plan is None or plan.round <= self.state.committed_round:
+            return []
+        limit = plan.assignments[0].num_samples * self.state.rules.context
+        trained = Trained(inner_steps=3, tokens=limit, loss=1.0, seconds=1.0)
+        events: list[Event] = [
+            TrainingDone(node_id=node.node_id, round=plan.round, trained=trained)
+        ]
+        for part in plan.slices:
+            place = (plan.round, part.index)
+            if part.reducer_id == node.node_id:
+                names = [n for n in plan.participants if n != missing]
+                digest = Digest(f"{plan.round}/{part.index}:{','.join(names)}".encode())
+                node.reduced.setdefault(place, digest)
+                contributors = tuple(
+                    Contributor(node_id=name, tokens=limit - i) for i, name in enumerate(names)
+                )
+                events.append(
+                    SliceReduced(
+                        node_id=node.node_id,
+                        round=plan.round,
+                        slice_index=part.index,
+                        digest=node.reduced[place] if names else None,
+                        contributors=contributors,
+                    )
+                )
+            result = self.nodes[part.reducer_id].reduced.get(place)
+            if result is not None:
+                events.append(
+                    ResultHeld(
+                        node_id=node.node_id,
+                        round=plan.round,
+                        slice_index=part.index,
+                        digest=result,
+                    )
+                )
+        return events
+
+    def catch_up(self, node: SimulatedNode) -> list[Event]:
+        """Applies the commits after the node's state, and reports the last."""
+        for commit in self.commits[node.outer_round :]:
+            node.outer_digest = state_after(node.outer_digest, commit)
+            node.outer_round = commit.round
+        return [
+            CommitApplied(
+                node_id=node.node_id, round=node.outer_round, outer_digest=node.outer_digest
+            )
+        ]
+
+    def recover(self) -> None:
+        """Faults stop: all nodes are honest, and no message is lost. Rounds must commit again."""
+        self.under_way.clear()
+        num_before = len(self.commits)
+        for _ in range(200):
+            if self.is_finished or self._num_fruitful(num_before) >= 2:
+                break
+            self.now += 1
+            for node in self.nodes.values():
+                member = self.state.members.get(node.node_id)
+                if member is None or member.state not in PRESENT:
+                    self.attach(node)
+                if beat := self.heartbeat(node):
+                    self.deliver(beat)
+                for event in (*self.catch_up(node), *self.work(node)):
+                    self.deliver(event)
+                asked = self.state.evaluating
+                if asked is not None and asked.node_id == node.node_id:
+                    self.deliver(self.evaluation(node, asked.round))
+            self.deliver(Ticked())
+        else:
+            raise AssertionError(f"no progress: {self.state}")
+        if self.is_finished:
+            assert self.state.committed_round == self.state.rules.total_rounds
+
+    def evaluation(self, node: SimulatedNode, number: int) -> Evaluated:
+        return Evaluated(node_id=node.node_id, round=number, held_out_loss=1.0, tokens=8)
+
+    def _num_fruitful(self, since: int) -> int:
+        return sum(any(s.digest for s in commit.slices) for commit in self.commits[since:])
+
+    # ---- the books
+
+    def _note(self, event: Event) -> None:
+        if isinstance(event, Attached):
+            for holders in self.held.values():
+                holders.pop(event.node_id, None)
+            return
+        if not isinstance(event, ResultHeld | SliceReduced) or event.digest is None:
+            return
+        place = (event.round, event.slice_index)
+        if isinstance(event, ResultHeld):
+            self.held.setdefault(place, {})[event.node_id] = event.digest
+            return
+        current = self.state.open_round
+        if current is None or current.number != event.round:
+            return
+        reducers = {p.slice.index: p.slice.reducer_id for p in current.slices}
+        if reducers.get(event.slice_index) == event.node_id:
+            self.told.setdefault(place, set()).add(event.digest)
+
+    def _obey(self, action: Action) -> None:
+        match action:
+            case OpenSession():
+                node = self.nodes[action.node_id]
+                node.session_id = action.session_id
+                current = self.state.open_round
+                if current and node.node_id in plan_of(current, self.now).participants:
+                    node.plan = plan_of(current, self.now)  # as the edge does on subscribe
+            case EndSession():
+                self.nodes[action.node_id].session_id = None
+            case SendPlan():
+                for node_id in action.plan.participants:
+                    self.nodes[node_id].plan = action.plan
+            case AskRefetch():
+                node = self.nodes[action.node_id]
+                node.outer_round, node.outer_digest = action.round, action.outer_digest
+            case _:
+                pass
+
+    # ---- what must hold
+
+    def _check_action(self, before: SwarmState, action: Action) -> None:
+        match action:
+            case OpenSession():
+                assert action.session_id not in self.sessions
+                self.sessions.add(action.session_id)
+            case SendPlan():
+                self._check_plan(action.plan)
+            case SendCommit():
+                self._check_commit(before, action.commit)
+                self.commits.append(action.commit)
+            case AskEvaluation():
+                assert self.state.members[action.node_id].state in PRESENT
+                assert action.round == self.state.committed_round
+            case SendFinished():
+                assert not self.is_finished, "finished twice"
+                assert action.round == self.state.rules.total_rounds == len(self.commits)
+                self.is_finished = True
+            case _:
+                pass
+
+    def _check_plan(self, plan: Plan) -> None:
+        assert plan.round == len(self.commits) + 1
+        assert plan.base_digest == self.state.outer_digest
+        assert len(plan.participants) >= self.state.rules.min_nodes
+        assert list(plan.participants) == sorted(set(plan.participants))
+        assert plan.token_clock == self.state.token_clock
+        for node_id in plan.participants:
+            assert self.state.members[node_id].state is MemberState.READY
+        for assignment in plan.assignments:
+            assert assignment.first_sample >= self.leased_until, "a sample is leased twice"
+            self.leased_until = assignment.first_sample + assignment.num_samples
+        covered = 0
+        for part in plan.slices:
+            assert part.start == covered and part.reducer_id in plan.participants
+            covered += part.num_elements
+        assert covered == LAYOUT.fragment_elements[plan.fragment]
+
+    def _check_commit(self, before: SwarmState, commit: Commit) -> None:
+        current = before.open_round
+        assert commit.round == len(self.commits) + 1, "a round must have exactly one commit"
+        assert current is not None and current.number == commit.round
+        leased = {a.node_id: a.num_samples * before.rules.context for a in current.assignments}
+        present = {n for n in leased if self.state.members[n].state in PRESENT}
+        for outcome in commit.slices:
+            place = (commit.round, outcome.index)
+            assert (outcome.digest is None) == bool(outcome.void_reason)
+            if outcome.digest is None:
+                assert not outcome.contributors and not outcome.holder_ids
+                continue
+            assert outcome.digest in self.told[place], "no reducer reported this digest"
+            reducer_id = current.slices[outcome.index].slice.reducer_id
+            for holder in outcome.holder_ids:
+                assert holder in present
+                is_told = self.held.get(place, {}).get(holder) == outcome.digest
+                assert is_told or holder == reducer_id, "who did not say so does not hold it"
+            assert len(set(outcome.holder_ids)) >= max(1, min(2, len(present)))
+            names = [c.node_id for c in outcome.contributors]
+            assert len(set(names)) == len(names) > 0
+            assert all(0 <= c.tokens <= leased[c.node_id] for c in outcome.contributors)
+
+    def _check_state(self, before: SwarmState) -> None:
+        state = self.state
+        assert state.committed_round == len(self.commits)
+        tokens = 0
+        for commit in self.commits:
+            largest: dict[NodeId, int] = {}
+            for contributor in (c for outcome in commit.slices for c in outcome.contributors):
+                name = contributor.node_id
+                largest[name] = max(contributor.tokens, largest.get(name, 0))
+            tokens += sum(largest.values())
+        assert state.token_clock == tokens
+        assert sum(m.committed_tokens for m in state.members.values()) == tokens
+        assert [h.round for h in state.held_out] == sorted({h.round for h in state.held_out})
+        assert state.is_finished == self.is_finished
+        if state.outer_digest is not None:
+            for member in state.members.values():
+                if member.state is MemberState.READY:
+                    assert member.outer_digest == state.outer_digest
+                    assert member.outer_round == state.committed_round
+        if state.committed_round == before.committed_round and before.committed_round:
+            assert before.outer_digest in (None, state.outer_digest), "a settled digest changed"
+
+    def _check_deadline(self) -> None:
+        """Before its deadline a tick changes nothing; at it something happens, so nobody spins."""
+        deadline = next_deadline(self.state)
+        if deadline is None:
+            later = step(self.state, Ticked(), self.now + 1e6)
+            assert (later.state, later.actions) == (self.state, ())
+            return
+        assert deadline > self.now
+        early = step(self.state, Ticked(), (self.now + deadline) / 2)
+        assert (early.state, early.actions) == (self.state, ())
+        due = step(self.state, Ticked(), deadline)
+        assert due.state != self.state
+        after = next_deadline(due.state)
+        assert after is None or after > deadline
+
+
+def spoiled(event: Event, digest: Digest) -> Event:
+    """The event as a liar would send it."""
+    match event:
+        case SliceReduced():
+            greedy = tuple(replace(c, tokens=c.tokens * 1000) for c in event.contributors)
+            return replace(event, contributors=greedy)
+        case ResultHeld():
+            return replace(event, digest=digest)
+        case CommitApplied() | HeartbeatSeen():
+            return replace(event, outer_digest=digest)
+        case _:
+            return event
+
+
+def sender_of(event: Event) -> NodeId | None:
+    """Who sent the event; nobody sends a tick."""
+    return None if isinstance(event, Ticked) else event.node_id

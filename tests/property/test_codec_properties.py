@@ -1,0 +1,110 @@
+import contextlib
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as of_numpy
+
+from node.exchange.codecs.codec import Codec, CodecError
+from node.exchange.codecs.registry import CODECS, codec_named
+from node.exchange.residual import Residual
+from protocol.rounds import BLOCK
+
+TOP = {"int8/1": 127, "int4/1": 7}
+
+every_codec = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+few = settings(max_examples=60, deadline=None)
+
+any_float = st.floats(width=32, allow_nan=False, allow_infinity=False)
+scaled_float = st.builds(
+    lambda value, power: np.ldexp(np.float32(value), power),
+    st.floats(-1, 1, width=32),
+    st.sampled_from([-149, -126, -119, -118, -117, -30, 0, 30, 127]),
+)
+slices = of_numpy.arrays(
+    np.float32,
+    st.integers(1, 3 * BLOCK + 1),
+    elements=any_float | scaled_float,
+    fill=any_float,
+)
+
+
+@every_codec
+@few
+@given(values=slices)
+def test_every_finite_slice_comes_back_within_half_a_scale(
+    codec: Codec, values: np.ndarray
+) -> None:
+    body = codec.encode(values)
+    assert len(body) == codec.encoded_bytes(values.size)
+    decoded = codec.decode(body, values.size)
+    assert np.isfinite(decoded).all()
+    if codec.name == "fp32/1":
+        assert decoded.tobytes() == values.tobytes()
+        return
+    for start in range(0, values.size, BLOCK):
+        block = values[start : start + BLOCK].astype(np.float64)
+        error = np.abs(decoded[start : start + BLOCK] - block).max()
+        peak = np.abs(block).max()
+        # The scale, the quotient and the product are rounded, each by 2**-24 of `peak` at most.
+        bound = peak if peak < 2.0**-118 else peak / TOP[codec.name] / 2 + peak * 2.0**-21
+        assert error <= bound
+
+
+@every_codec
+@few
+@given(values=slices, cut=st.integers(1, 3))
+def test_a_slice_that_begins_at_a_block_decodes_as_it_does_in_the_whole(
+    codec: Codec, values: np.ndarray, cut: int
+) -> None:
+    whole = codec.decode(codec.encode(values), values.size)
+    part = values[cut * BLOCK :]
+    if part.size:
+        assert (
+            codec.decode(codec.encode(part), part.size).tobytes() == whole[cut * BLOCK :].tobytes()
+        )
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+@few
+@given(
+    body=st.binary(min_size=1, max_size=500), num_elements=st.integers(0, 600), fit=st.booleans()
+)
+def test_any_bytes_decode_to_finite_values_or_are_refused(
+    name: str, body: bytes, num_elements: int, fit: bool
+) -> None:
+    codec = codec_named(name)
+    if fit and num_elements:
+        body = (body * 600)[: codec.encoded_bytes(num_elements)]
+    with contextlib.suppress(CodecError):
+        decoded = codec.decode(body, num_elements)
+        assert decoded.shape == (num_elements,)
+        assert np.isfinite(decoded).all()
+
+
+@every_codec
+@few
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    fates=st.lists(st.booleans(), min_size=1, max_size=12),
+)
+def test_over_many_rounds_all_work_is_sent_or_still_owed(
+    codec: Codec, seed: int, fates: list[bool]
+) -> None:
+    rng = np.random.default_rng(seed)
+    span = slice(0, 300)
+    residual = Residual(300)
+    done, taken = np.zeros(300), np.zeros(300)
+    for is_taken in fates:
+        base = rng.standard_normal(300, dtype=np.float32)
+        published = base - rng.standard_normal(300, dtype=np.float32)
+        done += (base - published).astype(np.float64)
+        accumulated = residual.owed(span, base, published)
+        if is_taken:
+            sent = codec.decode(codec.encode(accumulated), 300)
+            residual.settle_taken(span, accumulated, sent)
+            taken += sent
+        else:
+            residual.settle_missed(span, accumulated)
+    np.testing.assert_allclose(taken + residual.values, done, rtol=0, atol=1e-4)

@@ -1,0 +1,188 @@
+"""A swarm on stage, for tests of the pure core: one line for each thing that happens."""
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+from coordinator.swarm.actions import Action
+from coordinator.swarm.events import (
+    Attached,
+    CommitApplied,
+    Detached,
+    Evaluated,
+    Event,
+    HeartbeatSeen,
+    ResultHeld,
+    SliceReduced,
+    Ticked,
+    TrainingDone,
+)
+from coordinator.swarm.state import Member, Round, Rules, SwarmState, Trained
+from coordinator.swarm.transition import initial_state, next_deadline, step
+from protocol.rounds import (
+    Contributor,
+    CorpusSummary,
+    Digest,
+    LayoutSummary,
+    NodeId,
+    PeerAddress,
+)
+
+T = TypeVar("T")
+RUN = Digest(b"r" * 32)
+INITIAL = Digest(b"0" * 32)
+LAYOUT = LayoutSummary(digest=Digest(b"l" * 32), fragment_elements=(1024,))
+CORPUS = CorpusSummary(digest=Digest(b"c" * 32), num_samples=1000, num_bytes=9000)
+TOKENS = 5 * 2 * 8  # that a node trains in a full round
+
+
+def digest_of(text: str) -> Digest:
+    return Digest(text.encode().ljust(32, b"."))
+
+
+class Scene:
+    def __init__(
+        self,
+        *,
+        min_nodes: int = 1,
+        rounds: int = 10,
+        evaluate_every: int = 1000,
+        lease_seconds: float = 10_000,
+        layout: LayoutSummary = LAYOUT,
+    ) -> None:
+        rules = Rules(
+            total_rounds=rounds,
+            min_nodes=min_nodes,
+            inner_steps=5,
+            batch=2,
+            context=8,
+            train_seconds=60,
+            contribute_seconds=70,
+            commit_seconds=80,
+            apply_seconds=20,
+            lease_seconds=lease_seconds,
+            evaluate_every_rounds=evaluate_every,
+        )
+        self.layout = layout
+        self.state: SwarmState = initial_state(rules, RUN)
+        self.now = 1000.0
+        self.reason = ""
+        self.actions: tuple[Action, ...] = ()  # of the latest event
+        self.log: list[Action] = []  # of all of them
+
+    def do(self, event: Event) -> None:
+        transition = step(self.state, event, self.now)
+        self.state, self.actions = transition.state, transition.actions
+        self.reason = transition.reason
+        self.log.extend(self.actions)
+
+    def asked(self, kind: type[T]) -> list[T]:
+        """The actions of one kind that the latest event led to."""
+        return [action for action in self.actions if isinstance(action, kind)]
+
+    def member(self, name: str) -> Member:
+        return self.state.members[NodeId(name)]
+
+    @property
+    def round(self) -> Round:
+        assert self.state.open_round is not None, self.reason
+        return self.state.open_round
+
+    def attach(
+        self,
+        *names: str,
+        at: int = 0,
+        digest: Digest = INITIAL,
+        run: Digest = RUN,
+        layout: LayoutSummary | None = None,
+        corpus: CorpusSummary = CORPUS,
+    ) -> None:
+        for name in names:
+            self.do(
+                Attached(
+                    node_id=NodeId(name),
+                    node_name=name,
+                    address=PeerAddress(public_key=name.encode().ljust(32), multiaddrs=()),
+                    device="cpu",
+                    num_ranks=1,
+                    version="1",
+                    run_digest=run,
+                    layout=layout or self.layout,
+                    corpus=corpus,
+                    outer_round=at,
+                    outer_digest=digest,
+                )
+            )
+
+    def beat(self, name: str, *, at: int, digest: Digest, session_id: int | None = None) -> None:
+        if session_id is None:
+            session_id = self.member(name).session_id
+        self.do(
+            HeartbeatSeen(
+                node_id=NodeId(name), session_id=session_id, outer_round=at, outer_digest=digest
+            )
+        )
+
+    def leave(self, name: str) -> None:
+        session_id = self.member(name).session_id
+        self.do(Detached(node_id=NodeId(name), session_id=session_id, reason="tired"))
+
+    def train(self, name: str, *, tokens: int = TOKENS) -> None:
+        trained = Trained(inner_steps=5, tokens=tokens, loss=2.0, seconds=1.0)
+        self.do(TrainingDone(node_id=NodeId(name), round=self.round.number, trained=trained))
+
+    def reduce(
+        self, name: str, index: int, digest: Digest | None, tokens: dict[str, int] | None = None
+    ) -> None:
+        """`tokens` by contributor; all participants with their full budget unless told."""
+        if tokens is None:
+            tokens = {str(a.node_id): TOKENS for a in self.round.assignments}
+        self.do(
+            SliceReduced(
+                node_id=NodeId(name),
+                round=self.round.number,
+                slice_index=index,
+                digest=digest,
+                contributors=tuple(
+                    Contributor(node_id=NodeId(node), tokens=count)
+                    for node, count in tokens.items()
+                ),
+            )
+        )
+
+    def hold(self, name: str, index: int, digest: Digest) -> None:
+        number = self.round.number
+        self.do(ResultHeld(node_id=NodeId(name), round=number, slice_index=index, digest=digest))
+
+    def apply(self, digest: Digest, *names: str, round: int | None = None) -> None:
+        for name in names:
+            number = self.state.committed_round if round is None else round
+            self.do(CommitApplied(node_id=NodeId(name), round=number, outer_digest=digest))
+
+    def evaluate(self, name: str, *, round: int, loss: float = 1.5) -> None:
+        self.do(Evaluated(node_id=NodeId(name), round=round, held_out_loss=loss, tokens=64))
+
+    def commit(self, *holders: str) -> None:
+        """Every slice is reduced, and held by `holders`: the round commits."""
+        number = self.round.number
+        for progress in self.round.slices:
+            index = progress.slice.index
+            result = digest_of(f"result {number}/{index}")
+            self.reduce(progress.slice.reducer_id, index, result)
+            for holder in holders:
+                if self.state.committed_round < number:
+                    self.hold(holder, index, result)
+        assert self.state.committed_round == number, self.reason
+
+    def wait_until(self, time: float) -> None:
+        """Lets time pass as the edge does it: a tick at each deadline."""
+        while (deadline := next_deadline(self.state)) is not None and deadline <= time:
+            self.now = max(self.now, deadline)
+            self.do(Ticked())
+        self.now = time
+
+    def wait(self, seconds: float) -> None:
+        self.wait_until(self.now + seconds)
+
+
+def of_kind(actions: Iterable[Action], kind: type[T]) -> list[T]:
+    return [action for action in actions if isinstance(action, kind)]

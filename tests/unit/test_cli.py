@@ -1,0 +1,137 @@
+"""The root command: what it lists, what it loads, and what it leaves unloaded."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from protocol import cli, console, query
+from protocol.errors import ExitCode
+from protocol.v1 import session_pb2, status_pb2
+
+ROOT = Path(cli.__file__).parent.parent
+
+
+def loaded_by(arguments):
+    """The modules that a fresh process has imported after running the command."""
+    program = (
+        "import sys; from protocol import cli, console; "
+        f"code = console.run(cli.root, {arguments!r}); "
+        "print(); print('LOADED', code, *sorted(sys.modules))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert ran.returncode == 0, ran.stderr
+    _, code, *modules = ran.stdout.splitlines()[-1].split()
+    return int(code), set(modules)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["status", "--help"], []])
+def test_help_waits_for_no_heavy_import(arguments):
+    code, modules = loaded_by(arguments)
+    assert code == ExitCode.OK
+    assert "protocol.cli" in modules
+    assert not {"torch", "hivemind", "numpy", "grpc", "rich", "pydantic"} & modules
+
+
+def test_a_query_imports_neither_torch_nor_hivemind_nor_asks_for_them(tmp_path):
+    code, modules = loaded_by(["status", "--dir", str(tmp_path)])
+    assert code == ExitCode.NO_INPUT  # no swarm joined in this folder
+    assert "protocol.credentials" in modules
+    assert not {"torch", "hivemind", "numpy"} & modules
+
+
+def test_the_help_names_every_command_under_its_section(capsys):
+    assert console.run(cli.root, ["--help"]) == ExitCode.OK
+    out = capsys.readouterr().out
+    titles = ["Try it:", "Run owner:", "Contributor:", "Anyone:"]
+    assert [line for line in out.splitlines() if line in titles] == titles
+    for _, entries in cli.SECTIONS:
+        for entry in entries:
+            assert f"  {entry.name} " in out
+            assert entry.summary in out
+
+
+def test_every_command_of_the_table_exists():
+    context = cli.root.make_context("atoll", [], resilient_parsing=True)
+    for name in cli.root.list_commands(context):
+        command = cli.root.get_command(context, name)
+        assert command is not None
+        assert command.help, f"{name} says nothing in its --help"
+
+
+def test_the_table_names_modules_that_stand_beside_protocol():
+    rooms = {entry.target.partition(".")[0] for _, entries in cli.SECTIONS for entry in entries}
+    assert rooms == {"protocol", "node", "coordinator"}
+    assert all(find_spec(room) is not None for room in rooms)
+
+
+def test_a_mistyped_command_is_answered_with_the_nearest_one(capsys):
+    assert console.run(cli.root, ["stauts"]) == ExitCode.USAGE
+    assert capsys.readouterr().err == (
+        "atoll: there is no command 'stauts'\n  next: did you mean 'atoll status'?\n"
+    )
+
+
+def test_the_module_is_the_command_and_passes_the_exit_code_on():
+    ran = subprocess.run(
+        [sys.executable, "-m", "protocol.cli", "no-such"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ran.returncode == ExitCode.USAGE
+    assert ran.stdout == ""
+
+
+def test_a_reader_that_goes_away_ends_the_command_quietly():
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        ran = subprocess.run(
+            [sys.executable, "-m", "protocol.cli", "--help"],
+            cwd=ROOT,
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    finally:
+        os.close(writer)
+    assert ran.returncode == 1
+    assert ran.stderr == ""
+
+
+def test_watching_and_json_exclude_each_other(capsys):
+    assert console.run(cli.root, ["status", "--watch", "--json"]) == ExitCode.USAGE
+    assert "--watch shows a picture" in capsys.readouterr().err
+
+
+def test_json_has_every_field_with_hex_bytes_short_enums_and_null_for_what_is_absent():
+    node = status_pb2.NodeStatus(node_id="ab", state=status_pb2.NODE_STATE_READY)
+    assert query.as_json(node) == {
+        "node_id": "ab",
+        "node_name": "",
+        "state": "ready",
+        "device": "",
+        "num_ranks": 0,
+        "silent_seconds": 0.0,
+        "committed_tokens": 0,
+        "address": None,
+        "heartbeat": None,
+        "same_corpus": False,
+        "version": "",
+    }
+    node.heartbeat.CopyFrom(
+        session_pb2.HeartbeatRequest(outer_digest=b"\x01\xff", loss=float("nan"))
+    )
+    node.heartbeat.wire.add(kind="control", sent_bytes=2**63)
+    beat = query.as_json(node)["heartbeat"]
+    assert beat["outer_digest"] == "01ff"
+    assert beat["loss"] is None
+    assert beat["wire"] == [{"kind": "control", "sent_bytes": 2**63, "received_bytes": 0}]

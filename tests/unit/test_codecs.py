@@ -1,0 +1,198 @@
+import numpy as np
+import pytest
+import torch
+from golden.golden_file import matches_golden
+
+from node.exchange.codecs.codec import Codec, CodecError
+from node.exchange.codecs.fp32 import TILE_ELEMENTS
+from node.exchange.codecs.registry import CODECS, codec_named
+from protocol.errors import ConfigError
+from protocol.rounds import BLOCK
+
+INT8 = codec_named("int8/1")
+INT4 = codec_named("int4/1")
+FP32 = codec_named("fp32/1")
+BLOCKWISE = [INT8, INT4]
+TOP = {"int8/1": 127, "int4/1": 7}
+FP32_MAX = np.finfo(np.float32).max
+
+every_codec = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+every_blockwise = pytest.mark.parametrize("codec", BLOCKWISE, ids=lambda codec: codec.name)
+
+
+def spread(num_elements: int) -> np.ndarray:
+    """Values of many magnitudes from integer arithmetic, the same on every machine."""
+    index = np.arange(num_elements, dtype=np.uint64)
+    mixed = ((index * 2654435761 + 12345) % 2**32).astype(np.float64) - 2.0**31
+    return (mixed * 2.0 ** (-36.0 + (index // 37 % 9))).astype(np.float32)
+
+
+def with_bytes(body: bytes, place: int, replacement: bytes) -> bytes:
+    return body[:place] + replacement + body[place + len(replacement) :]
+
+
+@every_codec
+def test_the_bytes_and_their_values_never_change(codec: Codec) -> None:
+    values = spread(3 * BLOCK + 45)
+    values[BLOCK : 2 * BLOCK] = 0
+    values[2 * BLOCK] = -0.0
+    values[2 * BLOCK + 1] = 2.0**-149
+    values[2 * BLOCK + 2] = FP32_MAX
+    body = codec.encode(values)
+    name = codec.name.replace("/", "-")
+    assert matches_golden(f"{name}-body", body)
+    assert matches_golden(f"{name}-values", codec.decode(body, values.size).astype("<f4").tobytes())
+
+
+@every_codec
+@pytest.mark.parametrize("num_elements", [1, 2, 255, 256, 257, TILE_ELEMENTS + 301])
+def test_a_body_has_the_announced_size(codec: Codec, num_elements: int) -> None:
+    values = spread(num_elements)
+    body = codec.encode(values)
+    assert len(body) == codec.encoded_bytes(num_elements)
+    decoded = codec.decode(memoryview(body), num_elements)
+    assert decoded.shape == (num_elements,) and decoded.dtype == np.float32
+
+
+def test_fp32_returns_every_bit() -> None:
+    values = np.array([0.0, -0.0, 2.0**-149, -FP32_MAX, 1 / 3], dtype=np.float32)
+    assert FP32.decode(FP32.encode(values), 5).tobytes() == values.tobytes()
+
+
+@every_blockwise
+def test_tiles_leave_no_seam(codec: Codec) -> None:
+    values = spread(2 * TILE_ELEMENTS + 3 * BLOCK + 7)
+    whole = codec.decode(codec.encode(values), values.size)
+    cut = TILE_ELEMENTS + BLOCK
+    parts = [codec.decode(codec.encode(part), part.size) for part in (values[:cut], values[cut:])]
+    assert whole.tobytes() == np.concatenate(parts).tobytes()
+
+
+@every_blockwise
+def test_values_and_codes_follow_the_definition(codec: Codec) -> None:
+    top = np.float32(TOP[codec.name])
+    values = np.array([1.0, -1.0, 0.5 / top, 1.5 / top, 2.5 / top, 0.0], dtype=np.float32)
+    scale = np.float32(1) / top
+    codes = np.array([top, -top, 0, 2, 2, 0], dtype=np.float32)  # ties to even
+    np.testing.assert_array_equal(codec.decode(codec.encode(values), 6), codes * scale)
+
+
+@every_blockwise
+def test_a_scale_is_the_peak_divided_once(codec: Codec) -> None:
+    values = spread(200 * BLOCK)
+    peaks = np.abs(values).reshape(-1, BLOCK).max(axis=1)
+    scales = np.frombuffer(codec.encode(values), dtype="<f4", count=200)
+    np.testing.assert_array_equal(scales, peaks / np.float32(TOP[codec.name]))
+
+
+def test_int4_puts_the_first_code_into_the_low_nibble() -> None:
+    body = INT4.encode(np.array([7.0, -7.0, 1.0], dtype=np.float32))
+    assert body == bytes.fromhex("0000803f 1f 09")
+
+
+@every_blockwise
+def test_the_largest_numbers_stay_finite(codec: Codec) -> None:
+    values = np.array([FP32_MAX, -FP32_MAX, FP32_MAX / 2], dtype=np.float32)
+    decoded = codec.decode(codec.encode(values), 3)
+    np.testing.assert_allclose(decoded[:2], values[:2], rtol=2.0**-22)
+
+
+@every_blockwise
+def test_a_block_below_the_smallest_peak_becomes_zero(codec: Codec) -> None:
+    below = np.full(BLOCK, np.nextafter(np.float32(2.0**-118), np.float32(0)), dtype=np.float32)
+    body = codec.encode(below)
+    assert body[:4] == bytes(4)
+    assert not codec.decode(body, BLOCK).any()
+    smallest = np.full(BLOCK, 2.0**-118, dtype=np.float32)
+    np.testing.assert_allclose(codec.decode(codec.encode(smallest), BLOCK), smallest, rtol=2.0**-22)
+
+
+@every_blockwise
+def test_a_thread_that_flushes_subnormals_gets_the_same_bytes(codec: Codec) -> None:
+    powers = 2.0 ** -(116.0 + np.arange(2 * BLOCK) % 34)  # down to the smallest subnormal
+    values = np.concatenate([powers, 2.0**-3 * powers]).astype(np.float32)
+    body = codec.encode(values)
+    decoded = codec.decode(body, values.size)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush subnormal numbers")
+    try:
+        assert codec.encode(values) == body
+        assert codec.decode(body, values.size).tobytes() == decoded.tobytes()
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@every_codec
+@pytest.mark.parametrize("place", [0, 700, TILE_ELEMENTS + 5])
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+def test_a_value_that_is_not_finite_is_refused_by_its_index(
+    codec: Codec, place: int, wrong: float
+) -> None:
+    values = spread(TILE_ELEMENTS + 300)
+    values[place] = wrong
+    with pytest.raises(CodecError, match=rf"value {place} of the slice is {wrong}"):
+        codec.encode(values)
+
+
+@every_codec
+def test_what_is_no_row_of_fp32_is_refused(codec: Codec) -> None:
+    for values in (np.zeros(4), np.zeros((2, 2), dtype=np.float32), np.zeros(0, dtype=np.float32)):
+        with pytest.raises(CodecError):
+            codec.encode(values)
+
+
+@every_codec
+def test_a_body_of_another_size_is_refused_before_anything_is_allocated(codec: Codec) -> None:
+    body = codec.encode(spread(300))
+    for wrong, num_elements in ((body[:-1], 300), (body + b"\0", 300), (body, 2**62), (b"", 0)):
+        with pytest.raises(CodecError):
+            codec.decode(wrong, num_elements)
+
+
+def test_fp32_bodies_that_are_not_finite_are_refused() -> None:
+    for wrong in (np.nan, np.inf):
+        with pytest.raises(CodecError, match="value 1 "):
+            FP32.decode(np.array([0, wrong], dtype="<f4").tobytes(), 2)
+
+
+@every_blockwise
+@pytest.mark.parametrize("scale", [np.nan, np.inf, -1.0, -0.0, 2.0**-130, FP32_MAX / 2])
+def test_a_scale_that_no_encoder_writes_is_refused(codec: Codec, scale: float) -> None:
+    body = codec.encode(spread(2 * BLOCK))
+    wrong = with_bytes(body, 4, np.array(scale, dtype="<f4").tobytes())
+    with pytest.raises(CodecError, match="block 1"):
+        codec.decode(wrong, 2 * BLOCK)
+
+
+def test_forbidden_codes_are_refused() -> None:
+    ones = np.ones(5, dtype=np.float32)
+    with pytest.raises(CodecError, match="-128"):
+        INT8.decode(with_bytes(INT8.encode(ones), 8, b"\x80"), 5)
+    for place, nibbles in ((4, b"\xf0"), (5, b"\x0f")):
+        with pytest.raises(CodecError, match="-8"):
+            INT4.decode(with_bytes(INT4.encode(ones), place, nibbles), 5)
+    with pytest.raises(CodecError, match="padding"):
+        INT4.decode(with_bytes(INT4.encode(ones), 6, b"\x1f"), 5)
+
+
+@every_blockwise
+def test_a_short_zero_block_may_follow_a_full_tile(codec: Codec) -> None:
+    values = spread(TILE_ELEMENTS + 3)
+    values[TILE_ELEMENTS:] = 0
+    assert not codec.decode(codec.encode(values), values.size)[TILE_ELEMENTS:].any()
+
+
+@every_blockwise
+def test_a_zero_block_with_codes_is_refused(codec: Codec) -> None:
+    values = spread(BLOCK + 3)
+    values[BLOCK:] = 0
+    body = codec.encode(values)
+    with pytest.raises(CodecError, match="scale 0"):
+        codec.decode(with_bytes(body, len(body) - 2, b"\x99"), values.size)
+
+
+def test_a_codec_is_found_by_name_and_by_version() -> None:
+    assert codec_named("int4").name == codec_named("int4/1").name == "int4/1"
+    for unknown in ("int4/2", "int", "", "int4/"):
+        with pytest.raises(ConfigError, match="fp32/1, int8/1, int4/1"):
+            codec_named(unknown)

@@ -1,0 +1,131 @@
+"""Every way a command can end: its words on stderr and its exit code."""
+
+import json
+
+import click
+import pytest
+
+from protocol import console
+from protocol.errors import ConfigError, ExitCode
+
+
+def command_that(action):
+    return click.Command("it", callback=action)
+
+
+def fails_with(error):
+    def action():
+        raise error
+
+    return command_that(action)
+
+
+@pytest.fixture(autouse=True)
+def _no_debugging(monkeypatch):
+    monkeypatch.delenv(console.DEBUG_VARIABLE, raising=False)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+
+
+def test_an_error_is_a_sentence_and_a_next_step_and_its_exit_code(capsys):
+    code = console.run(fails_with(ConfigError("[inner] steps = 0", next_step="set it to 1")), [])
+    assert code == ExitCode.CONFIG
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "atoll: [inner] steps = 0\n  next: set it to 1\n")
+
+
+def test_a_wrong_command_line_exits_with_64_and_names_the_help(capsys):
+    assert console.run(command_that(lambda: None), ["--no-such"]) == ExitCode.USAGE
+    assert capsys.readouterr().err == (
+        "atoll: no such option '--no-such'\n  next: 'atoll --help' lists what it takes\n"
+    )
+
+
+def test_ctrl_c_exits_with_130_and_says_nothing(capsys):
+    assert console.run(fails_with(KeyboardInterrupt()), []) == ExitCode.INTERRUPTED
+    assert capsys.readouterr().err.strip() == ""  # click ends the line that ^C stands in
+
+
+def test_an_unexpected_exception_is_one_line_without_a_traceback(capsys):
+    assert console.run(fails_with(ValueError("seven")), []) == ExitCode.INTERNAL
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "a bug in Atoll: ValueError: seven; run again with ATOLL_DEBUG=1" in err
+
+
+def test_debugging_adds_the_traceback(capsys, monkeypatch):
+    monkeypatch.setenv(console.DEBUG_VARIABLE, "1")
+    console.run(fails_with(ValueError("seven")), [])
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+def test_success_and_help_exit_with_0(capsys):
+    assert console.run(command_that(lambda: None), []) == ExitCode.OK
+    assert console.run(command_that(lambda: None), ["--help"]) == ExitCode.OK
+
+
+def test_a_group_without_a_command_shows_its_help_as_a_usage_error(capsys):
+    group = click.Group("invite", commands=[click.Command("create")])
+    assert console.run(group, []) == ExitCode.USAGE
+    assert "create" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "is_terminal", "expected"),
+    [
+        ("TERM", "xterm", True, True),
+        ("TERM", "xterm", False, False),
+        ("TERM", "dumb", True, False),
+        ("NO_COLOR", "1", True, False),
+        ("NO_COLOR", "", True, True),  # no-color.org: set and not empty
+    ],
+)
+def test_colour_is_for_terminals_whose_user_wants_it(
+    monkeypatch, variable, value, is_terminal, expected
+):
+    class Stream:
+        def isatty(self):
+            return is_terminal
+
+    monkeypatch.setenv(variable, value)
+    assert console.is_coloured(Stream()) is expected
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "words"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.0 kB"),
+        (12_345_678, "12.3 MB"),
+        (999_949, "999.9 kB"),
+        (999_950, "1.0 MB"),  # never "1000.0 kB"
+        (999.7, "1.0 kB"),
+        (5e18, "5000.0 PB"),
+    ],
+)
+def test_bytes_have_decimal_units(num_bytes, words):
+    assert console.bytes_in_words(num_bytes) == words
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.44, "0.4 s"),
+        (9.96, "10 s"),
+        (59.4, "59 s"),
+        (59.6, "1 min 0 s"),
+        (185, "3 min 5 s"),
+        (7800, "2 h 10 min"),
+        (4 * 86400 + 3 * 3600, "4 d 3 h"),
+    ],
+)
+def test_durations_are_told_in_their_two_largest_units(seconds, words):
+    assert console.seconds_in_words(seconds) == words
+
+
+def test_json_is_printed_with_its_keys_in_order(capsys):
+    console.print_json({"b": "→", "a": [1, None]})
+    out = capsys.readouterr().out
+    assert list(json.loads(out)) == ["b", "a"]
+    assert "→" in out

@@ -1,0 +1,91 @@
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any, get_args, get_type_hints
+
+import pytest
+from google.protobuf.message import Message
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol import convert, rounds
+from protocol.errors import ProtocolMismatchError
+from protocol.rounds import Digest
+
+digests = st.binary(min_size=32, max_size=32)
+uint32, uint64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
+PLAN_UINT32 = {"index", "fragment", "inner_steps"}  # narrower on the wire than in Python
+
+
+def values(kind: Any) -> st.SearchStrategy[Any]:
+    """Any value of one of the dataclasses of protocol.rounds, by its annotations."""
+    return st.builds(
+        kind,
+        **{
+            field.name: of_type(get_type_hints(kind)[field.name], field.name)
+            for field in fields(kind)
+        },
+    )
+
+
+def of_type(hint: Any, name: str) -> st.SearchStrategy[Any]:
+    if hint in (Digest, bytes):
+        return digests
+    if hint == Digest | None:
+        return st.none() | digests
+    if hint is int:
+        return uint32 if name in PLAN_UINT32 else uint64
+    if hint is float:
+        return st.floats(allow_nan=False)
+    if hint is str or hint is rounds.NodeId:
+        return st.text(max_size=20)
+    if args := get_args(hint):
+        return st.lists(of_type(args[0], ""), max_size=3).map(tuple)
+    return values(hint)
+
+
+PAIRS: dict[type, tuple[Callable[[Any], Message], Callable[[Any], Any]]] = {
+    rounds.Plan: (convert.plan_to_wire, convert.plan_from_wire),
+    rounds.Commit: (convert.commit_to_wire, convert.commit_from_wire),
+    rounds.RosterEntry: (convert.roster_entry_to_wire, convert.roster_entry_from_wire),
+    rounds.LayoutSummary: (convert.layout_to_wire, convert.layout_from_wire),
+    rounds.CorpusSummary: (convert.corpus_to_wire, convert.corpus_from_wire),
+}
+
+
+@pytest.mark.parametrize("kind", PAIRS, ids=lambda kind: kind.__name__)
+@given(data=st.data())
+def test_what_crosses_the_wire_is_the_same_value(kind: type, data: st.DataObject) -> None:
+    to_wire, from_wire = PAIRS[kind]
+    value = data.draw(values(kind))
+    wire = to_wire(value)
+    assert from_wire(type(wire).FromString(wire.SerializeToString())) == value
+
+
+def test_rosters_and_counts_cross_the_wire() -> None:
+    address = rounds.PeerAddress(public_key=bytes(32), multiaddrs=("/ip4/10.0.0.7/tcp/4001",))
+    members = (rounds.RosterEntry(node_id=rounds.NodeId("a"), node_name="b", address=address),)
+    assert convert.roster_from_wire(convert.roster_to_wire(members)) == members
+    totals = {"contribution": (1, 2), "control": (3, 4)}
+    assert convert.wire_counts_from_wire(convert.wire_counts_to_wire(totals)) == totals
+
+
+def test_a_digest_or_key_of_the_wrong_size_is_refused() -> None:
+    commit = rounds.Commit(
+        round=1,
+        fragment=0,
+        base_digest=Digest(bytes(32)),
+        slices=(rounds.SliceOutcome(index=0, start=0, num_elements=1, digest=None),),
+    )
+    assert convert.commit_from_wire(convert.commit_to_wire(commit)) == commit
+    short = Digest(bytes(31))
+    for wrong in (
+        replace(commit, base_digest=short),
+        replace(commit, base_digest=Digest(b"")),
+        replace(commit, outer_digest=short),
+        replace(commit, slices=(replace(commit.slices[0], digest=short),)),
+    ):
+        with pytest.raises(ProtocolMismatchError, match=r"digest of .* bytes instead of 32"):
+            convert.commit_from_wire(convert.commit_to_wire(wrong))
+    address = rounds.PeerAddress(public_key=bytes(33), multiaddrs=())
+    with pytest.raises(ProtocolMismatchError, match="public key has 33 bytes"):
+        convert.address_from_wire(convert.address_to_wire(address))

@@ -1,0 +1,108 @@
+import stat
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from protocol import credentials as module
+from protocol.credentials import Credentials, find_home
+from protocol.errors import BadDataError, CannotCreateError, NoInputError
+from protocol.identity import Identity
+from protocol.pki import Authority, make_request, new_swarm_id
+
+NOW = datetime(2026, 11, 1, tzinfo=UTC)
+
+
+def joined(*, host: str = "coordinator.example") -> Credentials:
+    authority, request = Authority.create(new_swarm_id(), NOW), make_request()
+    return Credentials(
+        swarm_id=authority.swarm_id,
+        run_name='a "quoted" \\ run \x7f ü',
+        host=host,
+        control_port=7700,
+        authority_pem=authority.certificate_pem,
+        certificate_pem=authority.issue_node(request.request_der, Identity.generate().node_id, NOW),
+        key_pem=request.key_pem,
+    )
+
+
+def test_saved_credentials_are_the_same_when_loaded_and_the_key_is_private(tmp_path: Path) -> None:
+    home, credentials = tmp_path / "a" / "home", joined(host="::1")
+    credentials.save(home)
+    assert Credentials.load(home) == credentials
+    assert credentials.endpoint == "[::1]:7700"
+    assert stat.S_IMODE((home / "client.key").stat().st_mode) == 0o600
+    assert sorted(file.name for file in home.iterdir()) == [
+        "ca.pem",
+        "client.key",
+        "client.pem",
+        "link.toml",
+    ]
+
+
+@pytest.mark.parametrize("num_writes", range(4))
+def test_an_interrupted_save_leaves_no_mixture_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_writes: int
+) -> None:
+    joined().save(tmp_path)
+    write, written = module.write_atomically, []
+
+    def fail_later(path: Path, data: bytes, *, mode: int = 0o644) -> None:
+        if len(written) == num_writes:
+            raise CannotCreateError("power cut")
+        written.append(path)
+        write(path, data, mode=mode)
+
+    monkeypatch.setattr(module, "write_atomically", fail_later)
+    with pytest.raises(CannotCreateError, match="power cut"):
+        joined().save(tmp_path)
+    with pytest.raises(NoInputError, match=r"no swarm joined in .*atoll join INVITE"):
+        Credentials.load(tmp_path)
+
+
+def test_a_folder_without_a_swarm_says_how_to_join_one(tmp_path: Path) -> None:
+    with pytest.raises(
+        NoInputError, match=r"no swarm joined in .*; join one with 'atoll join INVITE'"
+    ):
+        Credentials.load(tmp_path / "nowhere")
+
+
+def test_files_that_do_not_belong_together_are_called_damaged(tmp_path: Path) -> None:
+    credentials, other = joined(), joined()
+    for mixture in (
+        replace(credentials, swarm_id=other.swarm_id),
+        replace(credentials, authority_pem=other.authority_pem),
+        replace(credentials, key_pem=other.key_pem),
+        replace(credentials, certificate_pem=b"nonsense"),
+        replace(credentials, key_pem=b"nonsense"),
+    ):
+        mixture.save(tmp_path)
+        with pytest.raises(BadDataError, match=r"damaged.*join again"):
+            Credentials.load(tmp_path)
+    credentials.save(tmp_path)
+    (tmp_path / "client.pem").unlink()
+    with pytest.raises(BadDataError, match=r"damaged.*client\.pem"):
+        Credentials.load(tmp_path)
+
+
+def test_home_is_what_was_given_then_the_variable_then_here_then_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.setenv("ATOLL_DIR", str(tmp_path / "variable"))
+    assert find_home(Path("given")) == Path("given")
+    assert find_home(None) == tmp_path / "variable"
+    monkeypatch.setenv("ATOLL_DIR", "")
+    assert find_home(None) == tmp_path / "data" / "atoll"
+    joined().save(here)
+    assert find_home(None) == here
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CannotCreateError, match=r"cannot write .*file/home"):
+        joined().save(tmp_path / "file" / "home")

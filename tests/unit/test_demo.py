@@ -1,0 +1,178 @@
+"""The demo's children and its final report. The demo itself runs in tests/integration."""
+
+import os
+import select
+import signal
+import sys
+
+import pytest
+
+from node.demo.children import ChildDiedError, Children
+from node.demo.report import NotProvenError, agreed_digest, printable, traffic_of
+from protocol.errors import ExitCode, TemporaryError
+from protocol.v1 import session_pb2, status_pb2
+
+SLEEP = ["sleep", "60"]
+
+
+@pytest.fixture
+def children(tmp_path):
+    with Children(logs=tmp_path, environment=os.environ) as children:
+        yield children
+
+
+def python(program):
+    return [sys.executable, "-c", program]
+
+
+def exists(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def ended(child):
+    return lambda: child.exit_code() is not None
+
+
+def test_leaving_stops_every_child_and_reaps_it(tmp_path):
+    with Children(logs=tmp_path, environment=os.environ) as children:
+        pids = [children.start(name, SLEEP).pid for name in ("one", "two")]
+        assert all(map(exists, pids))
+    assert not any(map(exists, pids))
+
+
+def test_a_child_that_ignores_sigterm_is_killed_with_what_it_started(children):
+    stubborn = children.start(
+        "stubborn",
+        python(
+            "import signal, subprocess, time\n"
+            "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+            "print(subprocess.Popen(['sleep', '60']).pid, flush=True)\n"
+            "time.sleep(60)"
+        ),
+    )
+    children.wait_until(lambda: "\n" in stubborn.log_text(), seconds=30, what="starting")
+    grandchild = os.pidfd_open(int(stubborn.log_text()))
+    children.stop(stop_seconds=0.3)
+    assert not exists(stubborn.pid)
+    assert has_ended(grandchild, within_seconds=10)
+
+
+def test_what_a_child_left_behind_goes_with_it(children):
+    short = children.start(
+        "short",
+        python("import subprocess; print(subprocess.Popen(['sleep', '60']).pid, flush=True)"),
+    )
+    children.wait_for([short], seconds=30, what="the child")
+    leftover = os.pidfd_open(int(short.log_text()))
+    assert not has_ended(leftover, within_seconds=0)
+    children.stop()
+    assert has_ended(leftover, within_seconds=10)
+
+
+def has_ended(pidfd, *, within_seconds):
+    """A kill takes effect a moment after it was sent."""
+    return bool(select.select([pidfd], [], [], within_seconds)[0])
+
+
+def test_a_child_that_dies_is_named_with_its_last_words_and_its_exit_code(children):
+    child = children.start("node-2", python("import sys; print('port in use'); sys.exit(71)"))
+    with pytest.raises(ChildDiedError) as caught:
+        children.wait_until(lambda: False, seconds=30, what="forever")
+    assert "node-2 ended with exit code 71" in caught.value.what
+    assert "| port in use" in caught.value.what
+    assert str(child.log) in caught.value.next_step
+    assert caught.value.exit_code == ExitCode.SYSTEM
+
+
+def test_a_killed_child_is_told_by_the_signals_name(children):
+    child = children.start("node-1", SLEEP)
+    child.signal(signal.SIGKILL)
+    with pytest.raises(ChildDiedError, match="node-1 was killed by SIGKILL"):
+        children.wait_until(lambda: False, seconds=30, what="forever")
+
+
+def test_a_child_may_end_well_only_when_it_is_meant_to(children):
+    early = children.start("early", ["true"])
+    with pytest.raises(ChildDiedError, match="early ended before its work was done"):
+        children.wait_until(lambda: False, seconds=30, what="forever")
+    early.may_end = True
+    children.check()
+
+
+def test_a_signal_ends_the_wait_and_leaves_nothing_running(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        Children(logs=tmp_path, environment=os.environ) as children,
+    ):
+        pid = children.start("one", SLEEP).pid
+        os.kill(os.getpid(), signal.SIGTERM)
+        children.wait_until(lambda: False, seconds=30, what="forever")
+    assert not exists(pid)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_children_do_not_share_the_terminals_session(children):
+    assert os.getsid(children.start("one", SLEEP).pid) != os.getsid(0)
+
+
+def test_waiting_ends_when_it_takes_too_long(tmp_path):
+    now = [0.0]
+
+    def pause(seconds):
+        now[0] += seconds
+
+    with Children(
+        logs=tmp_path, environment=os.environ, clock=lambda: now[0], pause=pause
+    ) as children:
+        with pytest.raises(TemporaryError, match="joining took more than 60 s"):
+            children.wait_until(lambda: False, seconds=60, what="joining")
+        assert 60 <= now[0] < 61
+
+
+def a_node(name, *, round=12, digest=b"\x11" * 32, sent=0, tokens=0):
+    node = status_pb2.NodeStatus(node_name=name, committed_tokens=tokens)
+    node.heartbeat.CopyFrom(session_pb2.HeartbeatRequest(outer_round=round, outer_digest=digest))
+    node.heartbeat.wire.add(kind="contribution", sent_bytes=sent)
+    return node
+
+
+def test_nodes_that_hold_the_same_state_are_proven_equal():
+    nodes = [a_node("node-1"), a_node("node-2")]
+    assert agreed_digest(nodes, round=12, num_nodes=2) == b"\x11" * 32
+
+
+@pytest.mark.parametrize(
+    ("odd_one", "what"),
+    [
+        (a_node("node-2", digest=b"\x22" * 32), "node-1 111111111111, node-2 222222222222"),
+        (a_node("node-2", round=11), "node-2 did not report its outer state at round 12"),
+        (a_node("node-2", digest=b""), "node-2 did not report its outer state"),
+    ],
+)
+def test_a_node_that_differs_or_says_nothing_is_a_failure(odd_one, what):
+    with pytest.raises(NotProvenError, match=what) as caught:
+        agreed_digest([a_node("node-1"), odd_one], round=12, num_nodes=2)
+    assert caught.value.exit_code == ExitCode.INTERNAL
+
+
+def test_a_missing_node_is_a_failure():
+    with pytest.raises(NotProvenError, match="1 of 2 nodes"):
+        agreed_digest([a_node("node-1")], round=12, num_nodes=2)
+
+
+def test_traffic_is_compared_with_a_ring_all_reduce_at_every_inner_step():
+    # 3 nodes of 10 steps each: a ring sends 2·2/3·4 bytes for each of 300 parameters and step.
+    nodes = [a_node(f"node-{i}", sent=1000, tokens=10 * 2048) for i in range(3)]
+    traffic = traffic_of(nodes, num_parameters=300, tokens_per_inner_step=2048)
+    assert traffic.sent_bytes == 3000
+    assert traffic.averaging_bytes == pytest.approx(3 * 10 * 1600)
+    assert traffic.times_less == pytest.approx(16)
+
+
+def test_a_models_text_cannot_steer_the_terminal():
+    assert printable("def f():\n\t\x1b[2J\x07é") == "def f():\n\t·[2J·é"

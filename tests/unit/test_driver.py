@@ -1,0 +1,292 @@
+"""The driver: durable before told, told once, and told what holds when a session subscribes."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from coordinator.driver import MAX_UNREAD, Delivery, Driver, LoopClock, RosterNow, Stream
+from coordinator.store import Store
+from coordinator.swarm.actions import (
+    AskEvaluation,
+    AskRefetch,
+    SendCommit,
+    SendDeparted,
+    SendFinished,
+    SendPlan,
+)
+from coordinator.swarm.events import (
+    Attached,
+    CommitApplied,
+    Detached,
+    Evaluated,
+    HeartbeatSeen,
+    SliceReduced,
+)
+from coordinator.swarm.state import MemberState, Rules, SwarmState
+from coordinator.swarm.transition import initial_state
+from protocol.errors import SessionEndedError, SystemRefusedError
+from protocol.rounds import (
+    Contributor,
+    CorpusSummary,
+    Digest,
+    LayoutSummary,
+    NodeId,
+    PeerAddress,
+)
+
+RULES = Rules(
+    total_rounds=1,
+    min_nodes=2,
+    inner_steps=5,
+    batch=2,
+    context=8,
+    train_seconds=60,
+    contribute_seconds=70,
+    commit_seconds=80,
+    apply_seconds=10,
+    lease_seconds=15,
+    evaluate_every_rounds=1,
+)
+RUN = Digest(b"\x99" * 32)
+START, END = Digest(b"\0" * 32), Digest(b"\1" * 32)
+A, B = NodeId("a" * 32), NodeId("b" * 32)
+
+
+class HandClock:
+    """Time that moves when the test says so, and jumps to what run_clock waits for."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+        self.is_idle = asyncio.Event()
+
+    def now(self) -> float:
+        return self.time
+
+    async def wait_until(self, time: float | None, changed: asyncio.Event) -> None:
+        if time is None:
+            self.is_idle.set()
+            await changed.wait()
+        else:
+            self.time = time
+            await asyncio.sleep(0)
+
+
+class FullStore(Store):
+    """A store whose disk is full, from when it is told."""
+
+    is_full = False
+
+    def save(self, before: SwarmState, after: SwarmState, *, now: float) -> None:
+        if self.is_full:
+            raise SystemRefusedError("the disk is full")
+        super().save(before, after, now=now)
+
+
+def new_driver(store: Store | None = None) -> Driver:
+    return Driver(
+        state=initial_state(RULES, RUN), store=store or Store.in_memory(), clock=HandClock()
+    )
+
+
+def move_time(driver: Driver, to: float) -> None:
+    assert isinstance(driver.clock, HandClock)
+    driver.clock.time = to
+
+
+def attach(driver: Driver, node_id: NodeId, *, outer: tuple[int, Digest] = (0, START)) -> int:
+    driver.apply(
+        Attached(
+            node_id=node_id,
+            node_name=f"node-{node_id[0]}",
+            address=PeerAddress(public_key=b"k" * 32, multiaddrs=()),
+            device="cpu",
+            num_ranks=1,
+            version="0",
+            run_digest=RUN,
+            layout=LayoutSummary(digest=START, fragment_elements=(256,)),
+            corpus=CorpusSummary(digest=START, num_samples=100, num_bytes=1000),
+            outer_round=outer[0],
+            outer_digest=outer[1],
+        )
+    )
+    return driver.state.members[node_id].session_id
+
+
+def unread(stream: Stream) -> list[Delivery]:
+    """Everything that waits in a stream that has not ended; never blocks."""
+    deliveries = []
+    while stream.num_unread:
+        coroutine = stream.next()
+        with pytest.raises(StopIteration) as result:
+            coroutine.send(None)
+        deliveries.append(result.value.value)
+    return deliveries
+
+
+def kinds(stream: Stream) -> list[type]:
+    return [type(delivery) for delivery in unread(stream)]
+
+
+def opened() -> tuple[Driver, int, int]:
+    """A driver whose round 1 is open, with the sessions of A and B. A was asked to evaluate."""
+    driver = new_driver()
+    return driver, attach(driver, A), attach(driver, B)
+
+
+def void(driver: Driver) -> None:
+    """Brings round 1 to its commit: there was nothing to reduce, so it is void."""
+    driver.apply(SliceReduced(node_id=A, round=1, slice_index=0, digest=None, contributors=()))
+
+
+async def test_nothing_is_told_and_nothing_changes_before_it_is_durable() -> None:
+    store = FullStore.in_memory()
+    driver = new_driver(store)
+    stream = driver.subscribe(A, attach(driver, A))
+    unread(stream)
+    before = driver.state
+    store.is_full = True
+    with pytest.raises(SystemRefusedError, match="disk is full"):
+        attach(driver, B)
+    assert driver.state is before
+    assert kinds(stream) == []
+    store.is_full = False
+    attach(driver, B)
+    assert kinds(stream) == [RosterNow, AskEvaluation, SendPlan]
+
+
+async def test_a_plan_goes_to_its_participants_and_a_roster_to_everyone() -> None:
+    driver, session_a, session_b = opened()
+    to_a, to_b = driver.subscribe(A, session_a), driver.subscribe(B, session_b)
+    unread(to_a), unread(to_b)
+    newcomer = NodeId("c" * 32)
+    to_c = driver.subscribe(newcomer, attach(driver, newcomer))
+    assert kinds(to_a) == kinds(to_b) == kinds(to_c) == [RosterNow]
+    driver.apply(Detached(node_id=B, session_id=session_b, reason=""))
+    assert kinds(to_a) == [RosterNow, SendDeparted]
+    assert kinds(to_c) == [RosterNow]
+
+
+async def test_a_participant_that_subscribes_late_gets_the_plan_with_the_time_that_is_left() -> (
+    None
+):
+    driver, session_a, session_b = opened()
+    driver.apply(Detached(node_id=B, session_id=session_b, reason=""))
+    move_time(driver, 10.0)
+    roster, plan, departed, evaluation = unread(driver.subscribe(A, session_a))
+    assert isinstance(roster, RosterNow) and [m.node_id for m in roster.members] == [A]
+    assert isinstance(plan, SendPlan)
+    assert (plan.plan.train_seconds, plan.plan.commit_seconds) == (50.0, 70.0)
+    assert departed == SendDeparted(round=1, node_ids=(B,))
+    assert evaluation == AskEvaluation(node_id=A, round=0)
+
+
+async def test_who_subscribes_while_a_round_is_applied_gets_its_commit() -> None:
+    driver, session_a, session_b = opened()
+    share = (Contributor(node_id=A, tokens=80),)
+    driver.apply(SliceReduced(node_id=A, round=1, slice_index=0, digest=END, contributors=share))
+    driver.apply(Detached(node_id=B, session_id=session_b, reason=""))
+    newcomer = NodeId("c" * 32)
+    for node_id, session_id in ((A, session_a), (newcomer, attach(driver, newcomer))):
+        _, told, *_ = unread(driver.subscribe(node_id, session_id))
+        assert isinstance(told, SendCommit)
+        assert (told.commit.round, told.commit.slices[0].digest) == (1, END)
+
+
+async def test_who_subscribes_after_the_end_is_told_of_it() -> None:
+    driver, session_a, _ = opened()
+    void(driver)
+    for node_id in (A, B):
+        driver.apply(CommitApplied(node_id=node_id, round=1, outer_digest=START))
+    evaluating = driver.state.evaluating
+    assert evaluating is not None and evaluating.node_id is not None and evaluating.round == 1
+    driver.apply(Evaluated(node_id=evaluating.node_id, round=1, held_out_loss=1.0, tokens=8))
+    roster, finished = unread(driver.subscribe(A, session_a))
+    assert isinstance(roster, RosterNow)
+    assert isinstance(finished, SendFinished) and finished.outer_digest == START
+
+
+async def test_a_diverged_node_is_told_to_refetch_whenever_it_subscribes() -> None:
+    driver, session_a, _ = opened()
+    driver.apply(HeartbeatSeen(node_id=A, session_id=session_a, outer_round=0, outer_digest=END))
+    assert driver.state.members[A].state is MemberState.DIVERGED
+    for _ in range(2):
+        *_, refetch = unread(driver.subscribe(A, session_a))
+        assert isinstance(refetch, AskRefetch)
+        assert (refetch.round, refetch.outer_digest) == (0, START)
+
+
+async def test_a_newer_subscription_and_a_newer_session_end_the_older_stream_for_good() -> None:
+    driver, session_a, _ = opened()
+    first = driver.subscribe(A, session_a)
+    second = driver.subscribe(A, session_a)
+    newer_session = attach(driver, A)
+    for ended in (first, second, first):
+        with pytest.raises(SessionEndedError, match=f"session {session_a} "):
+            await ended.next()
+    driver.unsubscribe(second)
+    third = driver.subscribe(A, newer_session)
+    driver.unsubscribe(second)
+    unread(third)
+    attach(driver, NodeId("c" * 32))
+    assert kinds(third) == [RosterNow], "an ended stream must not take the newer one with it"
+    with pytest.raises(SessionEndedError):
+        driver.subscribe(A, session_a)
+
+
+async def test_a_session_that_does_not_read_ends_and_the_others_go_on() -> None:
+    driver, session_a, session_b = opened()
+    slow, quick = driver.subscribe(A, session_a), driver.subscribe(B, session_b)
+    for _ in range(MAX_UNREAD):
+        attach(driver, NodeId("c" * 32))
+        unread(quick)
+    attach(driver, NodeId("c" * 32))
+    assert kinds(quick) == [RosterNow]
+    with pytest.raises(SessionEndedError, match="unread"):
+        await slow.next()
+
+
+async def test_the_clock_gives_up_the_silent_and_then_waits_for_events() -> None:
+    driver = new_driver()
+    attach(driver, A)
+    clock = driver.clock
+    assert isinstance(clock, HandClock)
+    task = asyncio.create_task(driver.run_clock())
+    await clock.is_idle.wait()
+    assert driver.state.members[A].state is MemberState.LOST
+    assert clock.time == RULES.lease_seconds
+    attach(driver, A)
+    clock.is_idle.clear()
+    await clock.is_idle.wait()
+    assert driver.state.members[A].state is MemberState.LOST
+    assert clock.time == 2 * RULES.lease_seconds
+    task.cancel()
+
+
+async def test_a_clock_that_cannot_save_fails_loudly() -> None:
+    store = FullStore.in_memory()
+    driver = new_driver(store)
+    attach(driver, A)
+    store.is_full = True
+    with pytest.raises(SystemRefusedError):
+        await driver.run_clock()
+
+
+async def test_the_loops_clock_goes_on_from_where_it_was_saved() -> None:
+    clock = LoopClock(starts_at=1000.0)
+    changed = asyncio.Event()
+    assert 1000.0 <= clock.now() < 1010.0
+    await clock.wait_until(1000.02, changed)
+    assert clock.now() >= 1000.02
+    changed.set()
+    await clock.wait_until(None, changed)
+    await clock.wait_until(5000.0, changed)
+    assert clock.now() < 1100.0
+
+
+async def test_a_recovered_driver_goes_on_where_the_one_before_died() -> None:
+    driver, session_a, _ = opened()
+    state = driver.store.load(RULES, RUN)
+    recovered = Driver(state=state, store=driver.store, clock=HandClock())
+    assert replace(recovered.state, members={}) == replace(driver.state, members={})
+    assert kinds(recovered.subscribe(A, session_a)) == [RosterNow, SendPlan, AskEvaluation]

@@ -1,0 +1,93 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.errors import BadDataError, UsageError
+from protocol.invite import Invite, endpoint_of, hash_of_secret
+
+INVITE = Invite(
+    host="atoll.example.org",
+    port=7701,
+    pin=bytes(range(32)),
+    invite_id="k3v9",
+    secret=bytes(range(100, 132)),
+)
+TEXT = INVITE.encode()
+GOLDEN = (
+    "atoll1-abpr4fiaaebagbafaydqqcikbmga2dqpcaireeyuculbogazdinryhi6d5sgkzthnbuwu23mn"
+    "vxg64drojzxi5lwo54hs6t3pr6x474aqgbigbdlgn3dselborxwy3bomv4gc3lqnrss433sm54vmtcz"
+)
+
+
+def test_an_invite_is_always_written_the_same() -> None:
+    assert TEXT == GOLDEN
+    assert (
+        hash_of_secret(INVITE.secret).hex()
+        == "d01cb59d9bd52e10525eea1cdc8815431bdad2b7a62711491bf538c6cfdbb31e"
+    )
+    assert "secret" not in repr(INVITE)
+
+
+@given(
+    host=st.sampled_from(
+        ["h", "10.0.0.7", "2001:db8::1", "fe80::1%eth0", "münchen.example", "x" * 253]
+    ),
+    port=st.integers(1, 65535),
+    pin=st.binary(min_size=32, max_size=32),
+    secret=st.binary(min_size=32, max_size=32),
+    invite_id=st.text("0123456789abcdef", min_size=1, max_size=64),
+)
+def test_a_written_invite_is_read_back(
+    host: str, port: int, pin: bytes, secret: bytes, invite_id: str
+) -> None:
+    invite = Invite(host=host, port=port, pin=pin, invite_id=invite_id, secret=secret)
+    assert Invite.decode(invite.encode()) == invite
+
+
+def test_an_invite_survives_mail_and_terminals() -> None:
+    middle = len(TEXT) // 2
+    assert Invite.decode(f"  {TEXT[:middle]}\r\n\t{TEXT[middle:]} \n") == INVITE
+    assert Invite.decode(TEXT.upper()) == INVITE
+
+
+def test_every_mistyped_character_is_noticed() -> None:
+    for place in range(len("atoll1-"), len(TEXT)):
+        mistyped = TEXT[:place] + ("a" if TEXT[place] != "a" else "b") + TEXT[place + 1 :]
+        with pytest.raises(BadDataError, match=r"character|truncated"):
+            Invite.decode(mistyped)
+
+
+def test_a_truncated_invite_is_told_from_a_mistyped_one() -> None:
+    for length in range(len("atoll1-"), len(TEXT)):
+        with pytest.raises(BadDataError, match="truncated"):
+            Invite.decode(TEXT[:length])
+    with pytest.raises(BadDataError, match="a character of the invite is wrong"):
+        Invite.decode(TEXT + "a")
+    with pytest.raises(
+        BadDataError, match="character 12 of the invite is wrong: '1' occurs in none"
+    ):
+        Invite.decode(TEXT[:11] + "1" + TEXT[12:])
+
+
+@pytest.mark.parametrize("text", ["", "hello", "atoll", "7701", TEXT[1:]])
+def test_what_is_no_invite_at_all_is_called_so(text: str) -> None:
+    with pytest.raises(BadDataError, match=r"is not an invite.*atoll invite create"):
+        Invite.decode(text)
+
+
+def test_an_invite_of_another_version_is_not_called_mistyped() -> None:
+    with pytest.raises(BadDataError, match="another version of Atoll: atoll2"):
+        Invite.decode(TEXT.replace("atoll1-", "atoll2-"))
+
+
+@pytest.mark.parametrize(
+    ("host", "port"), [("", 1), ("a b", 1), ("[::1]", 1), ("x" * 254, 1), ("h", 0), ("h", 65536)]
+)
+def test_an_invite_to_nowhere_cannot_be_made(host: str, port: int) -> None:
+    with pytest.raises(UsageError):
+        Invite(host=host, port=port, pin=bytes(32), invite_id="a", secret=bytes(32))
+
+
+def test_endpoints_put_ipv6_addresses_in_brackets() -> None:
+    assert endpoint_of("::1", 7700) == "[::1]:7700"
+    assert endpoint_of("example.org", 7700) == "example.org:7700"

@@ -1,0 +1,127 @@
+import numpy as np
+import pytest
+import torch
+from golden.golden_file import matches_golden
+
+from node.exchange.outer_optimizer import (
+    TILE_ELEMENTS,
+    Nesterov,
+    OuterOptimizer,
+    Sgd,
+    outer_optimizer_of,
+)
+from protocol.errors import ConfigError, SystemRefusedError
+from protocol.run_spec import OuterSection
+
+NESTEROV = Nesterov(learning_rate=0.6, momentum=0.9)
+SGD = Sgd(learning_rate=0.6)
+both = pytest.mark.parametrize("optimizer", [NESTEROV, SGD], ids=["nesterov", "sgd"])
+
+
+def normal(num_elements: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(num_elements, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [(NESTEROV, {"momentum": 0.9, "nesterov": True}), (SGD, {})],
+    ids=["nesterov", "sgd"],
+)
+def test_it_moves_as_torch_does(optimizer: OuterOptimizer, options: dict) -> None:
+    num_elements = TILE_ELEMENTS + 100
+    parameters, momentum = normal(num_elements, 0), np.zeros(num_elements, dtype=np.float32)
+    peer = torch.nn.Parameter(torch.from_numpy(parameters.copy()))
+    torch_optimizer = torch.optim.SGD([peer], lr=0.6, dampening=0, **options)
+    for seed in range(1, 6):
+        mean = normal(num_elements, seed)
+        optimizer.apply(parameters, momentum, mean)
+        peer.grad = torch.from_numpy(mean)
+        torch_optimizer.step()
+    np.testing.assert_allclose(parameters, peer.detach().numpy(), rtol=1e-6, atol=4e-6)
+
+
+@both
+def test_two_halves_are_the_whole(optimizer: OuterOptimizer) -> None:
+    num_elements = 2 * TILE_ELEMENTS + 77
+    whole = normal(num_elements, 0), normal(num_elements, 1)
+    halves = whole[0].copy(), whole[1].copy()
+    mean = normal(num_elements, 2)
+    optimizer.apply(*whole, mean)
+    for part in (slice(TILE_ELEMENTS // 2 + 3, None), slice(None, TILE_ELEMENTS // 2 + 3)):
+        optimizer.apply(halves[0][part], halves[1][part], mean[part])
+    assert [vector.tobytes() for vector in whole] == [vector.tobytes() for vector in halves]
+
+
+@both
+def test_every_operation_rounds_once(optimizer: OuterOptimizer) -> None:
+    """Fails for fused forms: the same steps in float64, rounded to fp32 after each.
+
+    For one sum or product of fp32 numbers the detour over float64 rounds as fp32 does.
+    """
+
+    def rounded(values: np.ndarray) -> np.ndarray:
+        return values.astype(np.float32).astype(np.float64)
+
+    parameters, momentum, mean = (normal(1000, seed) for seed in range(3))
+    p, m, g = (vector.astype(np.float64) for vector in (parameters, momentum, mean))
+    learning_rate, decay = rounded(np.array(0.6)), rounded(np.array(0.9))
+    update = g
+    if optimizer is NESTEROV:
+        m = rounded(rounded(decay * m) + g)
+        update = rounded(g + rounded(decay * m))
+    p = rounded(p - rounded(learning_rate * update))
+    optimizer.apply(parameters, momentum, mean)
+    np.testing.assert_array_equal(parameters, p)
+    np.testing.assert_array_equal(momentum, m)
+
+
+def test_the_bits_are_the_same_on_every_machine() -> None:
+    index = np.arange(64)
+    parameters, momentum, mean = (
+        ((index * factor % 61 - 30) / 7).astype(np.float32) for factor in (13, 29, 47)
+    )
+    momentum[0], mean[0] = 2.0**-149, -(2.0**-148)
+    for _ in range(3):
+        NESTEROV.apply(parameters, momentum, mean)
+    assert matches_golden(
+        "nesterov", b"".join(v.astype("<f4").tobytes() for v in (parameters, momentum))
+    )
+
+
+def test_sgd_leaves_momentum_alone() -> None:
+    momentum = np.zeros(4, dtype=np.float32)
+    SGD.apply(normal(4, 0), momentum, normal(4, 1))
+    assert not momentum.any()
+
+
+def test_unequal_lengths_and_types_change_nothing() -> None:
+    ones = np.ones(4, dtype=np.float32)
+    for mean in (np.ones(3, dtype=np.float32), np.ones(1, dtype=np.float32), np.ones(4)):
+        with pytest.raises(ValueError, match=r"differ in length|not all float32"):
+            NESTEROV.apply(ones, ones.copy(), mean)
+    assert (ones == 1).all()
+
+
+def test_a_thread_that_flushes_subnormals_is_refused() -> None:
+    ones = np.ones(4, dtype=np.float32)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush subnormal numbers")
+    try:
+        with pytest.raises(SystemRefusedError, match="subnormal"):
+            NESTEROV.apply(ones, ones.copy(), ones.copy())
+    finally:
+        torch.set_flush_denormal(False)
+    assert (ones == 1).all()
+
+
+def test_the_run_file_chooses() -> None:
+    assert isinstance(outer_optimizer_of(OuterSection()), Nesterov)
+    assert isinstance(outer_optimizer_of(OuterSection(optimizer="sgd", momentum=0)), Sgd)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("learning_rate", 1e-60), ("learning_rate", 1e60), ("momentum", 1 - 1e-12)]
+)
+def test_what_fp32_cannot_hold_is_refused(key: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=rf"\[outer\] {key}"):
+        outer_optimizer_of(OuterSection(**{key: value}))

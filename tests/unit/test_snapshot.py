@@ -1,0 +1,174 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+from golden.golden_file import matches_golden
+from structlog.testing import capture_logs
+
+from node.exchange.snapshot import Snapshot, SnapshotError, SnapshotFolder
+from protocol.errors import BadDataError, CannotCreateError, ConfigError
+from protocol.rounds import Digest
+
+RUN = Digest(bytes(range(32)))
+LAYOUT = Digest(bytes(range(32, 64)))
+NUM_ELEMENTS = 100
+
+
+def vector(seed: int) -> np.ndarray:
+    return ((np.arange(NUM_ELEMENTS) * (2 * seed + 13) % 101 - 50) / 7).astype(np.float32)
+
+
+def snapshot_at(round: int) -> Snapshot:
+    return Snapshot(
+        round=round,
+        run_digest=RUN,
+        layout_digest=LAYOUT,
+        parameters=vector(round),
+        momentum=vector(round + 1),
+    )
+
+
+def assert_same(found: Snapshot, expected: Snapshot) -> None:
+    assert (found.round, found.run_digest, found.layout_digest) == (expected.round, RUN, LAYOUT)
+    assert found.parameters.tobytes() == expected.parameters.tobytes()
+    assert found.momentum.tobytes() == expected.momentum.tobytes()
+    assert found.outer_digest() == expected.outer_digest()
+
+
+def names(path: Path) -> list[str]:
+    return sorted(file.name for file in path.iterdir())
+
+
+def flip(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_body_never_changes_and_returns_every_bit() -> None:
+    body = snapshot_at(7).to_body()
+    assert matches_golden("snapshot-body", body)
+    assert len(body) == Snapshot.body_bytes(NUM_ELEMENTS)
+    assert_same(Snapshot.from_body(body), snapshot_at(7))
+
+
+def test_what_is_no_body_is_refused() -> None:
+    body = snapshot_at(7).to_body()
+    without_elements = body[:16] + bytes(8) + body[24:88]
+    for wrong in (
+        b"",
+        body[:87],
+        body[:-1],
+        body + b"\0",
+        b"atollsn2" + body[8:],
+        without_elements,
+    ):
+        with pytest.raises(SnapshotError):
+            Snapshot.from_body(wrong)
+
+
+def test_what_was_read_is_read_only(tmp_path: Path) -> None:
+    folder = SnapshotFolder(tmp_path)
+    folder.save(snapshot_at(1), vector(9))
+    loaded = folder.load_newest(RUN, LAYOUT)
+    assert loaded is not None and loaded[1] is not None
+    body = Snapshot.from_body(snapshot_at(1).to_body())
+    for found in (body.parameters, body.momentum, loaded[0].parameters, loaded[1]):
+        with pytest.raises(ValueError, match="read-only"):
+            found[0] = 1
+
+
+@pytest.mark.parametrize("residual", [None, vector(9)], ids=["nothing owed", "residual"])
+def test_a_file_returns_every_bit(tmp_path: Path, residual: np.ndarray | None) -> None:
+    folder = SnapshotFolder(tmp_path / "snapshots")
+    assert folder.load_newest(RUN, LAYOUT) is None
+    path = folder.save(snapshot_at(12), residual)
+    assert path.name == "round-00000012.safetensors"
+    loaded = folder.load_newest(RUN, LAYOUT)
+    assert loaded is not None
+    assert_same(loaded[0], snapshot_at(12))
+    if residual is None:
+        assert loaded[1] is None
+    else:
+        assert loaded[1] is not None and loaded[1].tobytes() == residual.tobytes()
+
+
+def test_strided_vectors_are_saved_as_they_look(tmp_path: Path) -> None:
+    wide = np.repeat(vector(3), 2)
+    state = Snapshot(
+        round=1, run_digest=RUN, layout_digest=LAYOUT, parameters=vector(1), momentum=vector(2)
+    )
+    SnapshotFolder(tmp_path).save(state, wide[::2])
+    loaded = SnapshotFolder(tmp_path).load_newest(RUN, LAYOUT)
+    assert loaded is not None and loaded[1] is not None
+    assert loaded[1].tobytes() == vector(3).tobytes()
+
+
+def test_the_two_newest_files_are_kept(tmp_path: Path) -> None:
+    folder = SnapshotFolder(tmp_path)
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / ".round-00000009.safetensors.abc").write_text("left by a killed process")
+    for round in (9, 10, 99_999_999, 100_000_000):
+        folder.save(snapshot_at(round), None)
+    assert names(tmp_path) == [
+        "notes.txt",
+        "round-100000000.safetensors",
+        "round-99999999.safetensors",
+    ]
+    loaded = folder.load_newest(RUN, LAYOUT)
+    assert loaded is not None and loaded[0].round == 100_000_000
+
+
+def test_what_was_just_saved_is_never_removed(tmp_path: Path) -> None:
+    folder = SnapshotFolder(tmp_path)
+    for round in (8, 9, 3):
+        folder.save(snapshot_at(round), None)
+    assert "round-00000003.safetensors" in names(tmp_path)
+
+
+def test_any_flipped_byte_is_found_and_the_file_before_is_taken(tmp_path: Path) -> None:
+    folder = SnapshotFolder(tmp_path)
+    folder.save(snapshot_at(1), vector(5))
+    path = folder.save(snapshot_at(2), vector(6))
+    whole = path.read_bytes()
+    for place in range(0, len(whole), 17):
+        flip(path, place)
+        with capture_logs() as logs:
+            loaded = folder.load_newest(RUN, LAYOUT)
+        assert loaded is not None and loaded[0].round == 1, place
+        assert [entry["log_level"] for entry in logs] == ["warning"]
+        assert logs[0]["path"] == str(path)
+        path.write_bytes(whole)
+
+
+def test_a_truncated_file_is_passed_over(tmp_path: Path) -> None:
+    folder = SnapshotFolder(tmp_path)
+    folder.save(snapshot_at(1), None)
+    path = folder.save(snapshot_at(2), None)
+    for length in (0, 5, 400, path.stat().st_size - 1):
+        path.write_bytes(path.read_bytes()[:length])
+        loaded = folder.load_newest(RUN, LAYOUT)
+        assert loaded is not None and loaded[0].round == 1
+
+
+def test_nothing_but_damage_is_an_error(tmp_path: Path) -> None:
+    folder = SnapshotFolder(tmp_path)
+    flip(folder.save(snapshot_at(1), None), -1)
+    with pytest.raises(BadDataError, match="damaged"):
+        folder.load_newest(RUN, LAYOUT)
+
+
+def test_files_of_another_run_or_layout_are_refused_by_name(tmp_path: Path) -> None:
+    folder = SnapshotFolder(tmp_path)
+    folder.save(snapshot_at(1), None)
+    other = Digest(b"\xee" * 32)
+    with pytest.raises(ConfigError, match=r"run 000102030405, not to eeeeeeeeeeee"):
+        folder.load_newest(other, LAYOUT)
+    with pytest.raises(ConfigError, match=r"layout 202122232425, not to eeeeeeeeeeee"):
+        folder.load_newest(RUN, other)
+
+
+def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file")
+    with pytest.raises(CannotCreateError, match="taken"):
+        SnapshotFolder(tmp_path / "taken").save(snapshot_at(1), None)

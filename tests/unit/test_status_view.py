@@ -1,0 +1,158 @@
+"""What people see of a run, and what is worth a new line."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from protocol.errors import NotPermittedError, UnavailableError
+from protocol.status_view import render, summary_line
+from protocol.v1 import session_pb2, status_pb2
+from protocol.watch import LineScreen, watch
+
+DIGEST = bytes(range(32))
+
+
+def a_node(name, state=status_pb2.NODE_STATE_READY, **heartbeat):
+    node = status_pb2.NodeStatus(node_id=f"{name}-0123456789", node_name=name, state=state)
+    node.heartbeat.CopyFrom(session_pb2.HeartbeatRequest(**heartbeat))
+    return node
+
+
+def a_status(*nodes, **changes):
+    run = {
+        "run_name": "demo",
+        "phase": status_pb2.RUN_PHASE_TRAINING,
+        "reason": "training: 1 of 3 nodes are done",
+        "committed_round": 6,
+        "open_round": 7,
+        "total_rounds": 12,
+        "token_clock": 1_234_567,
+        "outer_digest": DIGEST,
+        "outer_digest_round": 6,
+        "digests_agree": True,
+        "inner_steps": 30,
+    }
+    return status_pb2.GetStatusResponse(run=status_pb2.RunStatus(**run | changes), nodes=nodes)
+
+
+def drawn(status, *, width=80, **settings):
+    target = io.StringIO()
+    Console(file=target, width=width, color_system=None).print(render(status, **settings))
+    return target.getvalue()
+
+
+@pytest.fixture
+def three_nodes():
+    training = a_node(
+        "node-1", activity="training", inner_step=17, loss=2.1, tokens_per_second=9100.0
+    )
+    training.heartbeat.wire.add(kind="contribution", sent_bytes=1_000_000, received_bytes=900_000)
+    training.heartbeat.wire.add(kind="control", sent_bytes=200_000)
+    waiting = a_node(
+        "node-2", activity="waiting", waiting_for="the result of slice 2 from node-3", loss=2.3
+    )
+    gone = a_node("node-3", status_pb2.NODE_STATE_LOST, activity="training", loss=9.0)
+    return training, waiting, gone
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_picture_tells_all_and_fits(three_nodes, width):
+    status = a_status(*three_nodes)
+    for round_, loss in ((0, 5.561), (5, 2.31)):
+        status.run.held_out_losses.add(round=round_, loss=loss, tokens=1000)
+    picture = drawn(status, width=width)
+    assert max(map(len, picture.splitlines())) <= width
+    words = " ".join(picture.split())
+    for expected in (
+        "round 7 of 12 training",
+        "training 2.200 held-out 5.561 → 2.310 1.2M tokens",  # the lost node's loss is not counted
+        "000102030405 at round 6, the same on all nodes",
+        "training: 1 of 3 nodes are done",
+        "node-1 ready training 17/30 2.100 9.1k 1.2 MB 900.0 kB",
+        "node-2 ready waiting 2.300 - 0 B 0 B the result of",
+        "node-3 lost - - -",
+    ):
+        assert expected in words
+
+
+def test_long_names_and_figures_still_fit_80_columns():
+    node = a_node(
+        "a-machine-with-a-very-long-name",
+        status_pb2.NODE_STATE_DIVERGED,
+        activity="contributing",
+        waiting_for="the committed state at round 12345 from node-17",
+        loss=10.123,
+        tokens_per_second=999_900.0,
+    )
+    node.heartbeat.wire.add(kind="result", sent_bytes=999_900_000, received_bytes=999_900_000)
+    picture = drawn(a_status(node))
+    assert max(map(len, picture.splitlines())) <= 80
+    assert all(w in picture for w in ("diverged", "contributing", "10.123", "999.9k", "999.9 MB"))
+
+
+def test_nodes_that_differ_and_nodes_that_are_silent_are_told():
+    node = a_node("node-1", activity="training")
+    node.silent_seconds = 12.0
+    picture = drawn(a_status(node, digests_agree=False), notice="coordinator away for 4.0 s")
+    assert "NOT the same on all nodes" in picture
+    assert "silent 12 s" in picture
+    assert picture.startswith("coordinator away for 4.0 s\n")
+
+
+def test_an_empty_status_can_be_drawn():
+    assert "round 0 of 0" in drawn(status_pb2.GetStatusResponse())
+
+
+def test_the_line_says_it_all_in_one(three_nodes):
+    assert summary_line(a_status(*three_nodes)) == (
+        "round 7 of 12, training; loss 2.200; 2 of 3 nodes ready; "
+        "000102030405 at round 6, the same on all nodes; training: 1 of 3 nodes are done"
+    )
+
+
+def answers(*items):
+    remaining = iter(items)
+
+    def ask():
+        item = next(remaining)
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    return ask
+
+
+def test_watching_prints_changes_only_and_survives_an_absent_coordinator(capsys):
+    finished = a_status(phase=status_pb2.RUN_PHASE_FINISHED, committed_round=12, open_round=0)
+    pauses = []
+    watch(
+        answers(
+            a_status(),
+            a_status(reason="training: 2 of 3 nodes are done, 11 s left"),
+            UnavailableError("no coordinator answers at 127.0.0.1:7700"),
+            UnavailableError("no coordinator answers at 127.0.0.1:7700"),
+            a_status(),
+            finished,
+        ),
+        LineScreen(),
+        pause=pauses.append,
+    )
+    starts = [line[:36] for line in capsys.readouterr().out.splitlines()]
+    assert starts == [
+        "round 7 of 12, training; 0 of 0 node",
+        "coordinator away, retrying: no coord",
+        "round 7 of 12, training; 0 of 0 node",
+        "round 12 of 12, finished; 0 of 0 nod",
+    ]
+    assert pauses == [1.0] * 5
+
+
+def test_watching_does_not_wait_for_a_coordinator_that_never_answered():
+    with pytest.raises(UnavailableError):
+        watch(answers(UnavailableError("nobody")), LineScreen(), pause=lambda _: None)
+
+
+def test_watching_ends_when_waiting_cannot_help():
+    with pytest.raises(NotPermittedError):
+        watch(answers(a_status(), NotPermittedError("expired")), LineScreen(), pause=lambda _: None)

@@ -1,0 +1,282 @@
+"""The store: what was saved is there after a crash, and an invite is worth what it says."""
+
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from coordinator.database import DATABASE_NAME
+from coordinator.store import CLOCK_SAVE_SECONDS, Store
+from coordinator.swarm.events import (
+    Attached,
+    CommitApplied,
+    Detached,
+    Evaluated,
+    Event,
+    HeartbeatSeen,
+    ResultHeld,
+    SliceReduced,
+    TrainingDone,
+)
+from coordinator.swarm.state import Rules, SwarmState, Trained
+from coordinator.swarm.transition import initial_state, step
+from protocol.errors import BadDataError, ConfigError, NotPermittedError, SystemRefusedError
+from protocol.rounds import (
+    Contributor,
+    CorpusSummary,
+    Digest,
+    LayoutSummary,
+    NodeId,
+    PeerAddress,
+)
+
+RULES = Rules(
+    total_rounds=100,
+    min_nodes=2,
+    inner_steps=5,
+    batch=2,
+    context=8,
+    train_seconds=60,
+    contribute_seconds=70,
+    commit_seconds=80,
+    apply_seconds=10,
+    lease_seconds=15,
+    evaluate_every_rounds=1,
+)
+RUN = Digest(b"\x99" * 32)
+A, B = NodeId("a" * 32), NodeId("b" * 32)
+
+
+def digest(number: int) -> Digest:
+    return Digest(bytes([number]) * 32)
+
+
+def attached(node_id: NodeId) -> Attached:
+    return Attached(
+        node_id=node_id,
+        node_name=f"node-{node_id[0]}",
+        address=PeerAddress(public_key=b"\xfe" * 32, multiaddrs=("/ip4/192.0.2.1/tcp/1",)),
+        device="cpu",
+        num_ranks=1,
+        version="0",
+        run_digest=RUN,
+        layout=LayoutSummary(digest=digest(7), fragment_elements=(1024,)),
+        corpus=CorpusSummary(digest=digest(8), num_samples=100, num_bytes=1000),
+        outer_round=0,
+        outer_digest=digest(0),
+    )
+
+
+def detached(node_id: NodeId) -> Detached:
+    return Detached(node_id=node_id, session_id=2, reason="")
+
+
+def reports_up_to_commit(number: int) -> list[Event]:
+    trained = Trained(inner_steps=5, tokens=80, loss=2.5, seconds=1.5)
+    contributors = (Contributor(node_id=A, tokens=80), Contributor(node_id=B, tokens=80))
+    reduced = [
+        SliceReduced(
+            node_id=node_id,
+            round=number,
+            slice_index=index,
+            digest=digest(20 + index),
+            contributors=contributors,
+        )
+        for index, node_id in enumerate((A, B))
+    ]
+    held = [
+        ResultHeld(node_id=node_id, round=number, slice_index=index, digest=digest(20 + index))
+        for node_id in (A, B)
+        for index in (0, 1)
+    ]
+    done = [TrainingDone(node_id=n, round=number, trained=trained) for n in (A, B)]
+    return [*done, *reduced, *held]
+
+
+def applied(number: int) -> list[Event]:
+    return [
+        CommitApplied(node_id=n, round=number, outer_digest=digest(100 + number)) for n in (A, B)
+    ]
+
+
+def play(store: Store, state: SwarmState, events: list[Event], *, now: float = 1.0) -> SwarmState:
+    for event in events:
+        after = step(state, event, now).state
+        store.save(state, after, now=now)
+        state = after
+    return state
+
+
+def with_leases_until(state: SwarmState, time: float) -> SwarmState:
+    members = {n: replace(m, lease_until=time) for n, m in state.members.items()}
+    return replace(state, members=members)
+
+
+TWO_ROUNDS: list[Event] = [
+    attached(A),
+    attached(B),
+    Evaluated(node_id=A, round=0, held_out_loss=5.5, tokens=64),
+    *reports_up_to_commit(1),
+    *applied(1),
+    *reports_up_to_commit(2),
+]
+
+
+@pytest.mark.parametrize("num_events", range(len(TWO_ROUNDS) + 1))
+def test_every_state_comes_back_whole_after_a_crash(tmp_path: Path, num_events: int) -> None:
+    store = Store.open(tmp_path)
+    state = play(store, initial_state(RULES, RUN), TWO_ROUNDS[:num_events])
+    store.close()
+    recovered = Store.open(tmp_path)
+    fresh = with_leases_until(state, recovered.saved_now + RULES.lease_seconds)
+    assert recovered.load(RULES, RUN) == fresh
+    assert recovered.saved_now == (1.0 if num_events else 0.0)
+
+
+def test_the_played_rounds_reach_every_table() -> None:
+    """Keeps the test above honest: a state without rounds would come back whole as well."""
+    state = play(Store.in_memory(), initial_state(RULES, RUN), TWO_ROUNDS)
+    assert state.open_round is not None and state.open_round.commit is not None
+    assert state.last_closed is not None and state.held_out and state.layout
+
+
+def test_a_lease_alone_is_not_written_but_the_clock_is_now_and_then(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    state = play(store, initial_state(RULES, RUN), [attached(A)])
+    beat = HeartbeatSeen(node_id=A, session_id=1, outer_round=0, outer_digest=digest(0))
+    state = play(store, state, [beat], now=2.0)
+    assert state.members[A].lease_until == 17.0
+    assert store.saved_now == 1.0
+    play(store, state, [beat], now=1.0 + CLOCK_SAVE_SECONDS)
+    assert store.saved_now == 6.0
+
+
+def test_only_present_members_get_a_fresh_lease(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    play(store, initial_state(RULES, RUN), [attached(A), attached(B), detached(B)], now=30.0)
+    store.close()
+    members = Store.open(tmp_path).load(replace(RULES, lease_seconds=9), RUN).members
+    assert (members[A].lease_until, members[B].lease_until) == (39.0, 45.0)
+
+
+def test_a_step_that_the_disk_refuses_leaves_the_step_before(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    state = play(store, initial_state(RULES, RUN), TWO_ROUNDS[:4])
+    full = store._database._connection
+    full.execute(f"PRAGMA max_page_count = {full.execute('PRAGMA page_count').fetchone()[0]}")
+    crowd = [replace(attached(A), node_id=NodeId(f"{n:032x}")) for n in range(200)]
+    late = state
+    with pytest.raises(SystemRefusedError, match="full"):
+        for event in crowd:
+            after = step(late, event, 2.0).state
+            store.save(late, after, now=2.0)
+            late = after
+    assert len(late.members) > 2, "some must fit, or this is no test of the last step"
+    store.close()
+    assert Store.open(tmp_path).load(RULES, RUN).members.keys() == late.members.keys()
+
+
+def test_the_database_of_another_run_file_is_refused(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    play(store, initial_state(RULES, RUN), [attached(A)])
+    with pytest.raises(ConfigError, match=r"99999999.*abababab.*coordinator init"):
+        store.load(RULES, Digest(b"\xab" * 32))
+
+
+def test_a_folder_has_one_coordinator_at_a_time(tmp_path: Path) -> None:
+    first = Store.open(tmp_path)
+    with pytest.raises(SystemRefusedError, match="another coordinator"):
+        Store.open(tmp_path)
+    first.close()
+    Store.open(tmp_path).close()
+
+
+def test_a_database_that_cannot_be_read_is_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / DATABASE_NAME
+    path.write_bytes(b"not a database" * 100)
+    with pytest.raises(BadDataError, match="damaged"):
+        Store.open(tmp_path)
+    assert path.read_bytes() == b"not a database" * 100
+    path.unlink()
+    with sqlite3.connect(path) as connection:
+        connection.execute("PRAGMA user_version = 999")
+    connection.close()
+    with pytest.raises(ConfigError, match="version 999"):
+        Store.open(tmp_path)
+
+
+def test_commits_come_oldest_first_and_rounds_newest_first() -> None:
+    store = Store.in_memory()
+    state = play(store, initial_state(RULES, RUN), [attached(A), attached(B)])
+    for number in (1, 2, 3):
+        state = play(store, state, [*reports_up_to_commit(number), *applied(number)])
+    assert [commit.round for commit in store.commits_after(0, limit=2)] == [1, 2]
+    assert [commit.outer_digest for commit in store.commits_after(2)] == [digest(103)]
+    assert [closed.commit.round for closed in store.latest_rounds(2)] == [3, 2]
+
+
+# Invites
+
+SECRET, WRONG = b"s" * 32, b"w" * 32
+
+
+def invited(*, max_uses: int = 1, expires: float = 1000.0) -> Store:
+    store = Store.in_memory()
+    store.add_invite(
+        invite_id="inv",
+        secret_hash=SECRET,
+        max_uses=max_uses,
+        expires_utc_seconds=expires,
+        host="h",
+    )
+    return store
+
+
+def redeem(
+    store: Store,
+    node_id: NodeId,
+    *,
+    invite_id: str = "inv",
+    secret: bytes = SECRET,
+    now: float = 0.0,
+) -> None:
+    store.redeem(invite_id, secret, node_id=node_id, node_name="n", public_key=b"k", now=now)
+
+
+def test_an_invite_enrols_as_many_nodes_as_it_says_and_each_as_often_as_it_likes() -> None:
+    store = invited(max_uses=2)
+    for node_id in (A, B, A, B):
+        redeem(store, node_id)
+    with pytest.raises(NotPermittedError, match="used up: 2 of 2"):
+        redeem(store, NodeId("c" * 32))
+    assert store.is_enrolled(A) and not store.is_enrolled(NodeId("c" * 32))
+    assert [invite.node_ids for invite in store.invites()] == [(A, B)]
+
+
+def test_a_wrong_secret_reads_like_an_unknown_invite_and_enrols_nobody() -> None:
+    store = invited()
+    with pytest.raises(NotPermittedError) as wrong:
+        redeem(store, A, secret=WRONG)
+    with pytest.raises(NotPermittedError) as unknown:
+        redeem(store, A, invite_id="inw")
+    with pytest.raises(NotPermittedError, match="is not an invite"):
+        redeem(store, A, invite_id="inw", secret=bytes(32))
+    assert str(wrong.value).replace("inv'", "inw'") == str(unknown.value)
+    assert not store.is_enrolled(A)
+
+
+def test_an_invite_expires_at_its_second() -> None:
+    store = invited(max_uses=2, expires=1000.0)
+    redeem(store, A, now=999.9)
+    with pytest.raises(NotPermittedError, match="expired at 1970-01-01 00:16 UTC"):
+        redeem(store, B, now=1000.0)
+
+
+def test_a_revoked_invite_is_useless_and_its_nodes_stay() -> None:
+    store = invited(max_uses=2)
+    redeem(store, A)
+    assert store.revoke_invite("inv") and not store.revoke_invite("other")
+    with pytest.raises(NotPermittedError, match="revoked"):
+        redeem(store, B)
+    assert store.is_enrolled(A)

@@ -1,0 +1,82 @@
+from swarm_scene import Scene, digest_of, of_kind
+
+from coordinator.swarm.actions import AskEvaluation, SendCommit, SendFinished, SendPlan
+
+NODES = ("node-a", "node-b")
+
+
+def run_round(scene: Scene) -> None:
+    scene.commit(*NODES)
+    number = scene.state.committed_round
+    scene.apply(digest_of(f"state {number}"), *NODES)
+
+
+def test_states_that_are_due_are_evaluated_by_one_node_each_in_turn() -> None:
+    scene = Scene(min_nodes=2, rounds=5, evaluate_every=2)
+    scene.attach(*NODES)
+    assert [type(a) for a in scene.actions[-2:]] == [AskEvaluation, SendPlan]
+    for _ in range(5):
+        run_round(scene)
+    asked = [(ask.round, ask.node_id) for ask in of_kind(scene.log, AskEvaluation)]
+    assert asked == [(0, "node-a"), (2, "node-b"), (4, "node-a"), (5, "node-a")]
+
+
+def test_an_evaluation_counts_once_and_only_from_the_node_that_was_asked() -> None:
+    scene = Scene(min_nodes=2)
+    scene.attach(*NODES)
+    scene.evaluate("node-b", round=0)
+    scene.evaluate("node-a", round=1)
+    assert scene.state.held_out == ()
+    scene.evaluate("node-a", round=0, loss=3.25)
+    scene.evaluate("node-a", round=0, loss=9.0)
+    assert [(one.round, one.loss) for one in scene.state.held_out] == [(0, 3.25)]
+
+
+def test_an_evaluation_never_holds_up_a_round() -> None:
+    scene = Scene(min_nodes=2, evaluate_every=1)
+    scene.attach(*NODES)
+    run_round(scene)
+    run_round(scene)
+    assert scene.round.number == 3
+    scene.evaluate("node-b", round=1)  # too late: superseded
+    scene.evaluate("node-a", round=2)
+    assert [loss.round for loss in scene.state.held_out] == [2]
+
+
+def test_the_run_finishes_after_the_last_state_is_evaluated() -> None:
+    scene = Scene(min_nodes=2, rounds=1, evaluate_every=1)
+    scene.attach(*NODES)
+    run_round(scene)
+    assert not scene.state.is_finished
+    assert scene.reason == "waiting for node-b to evaluate the final state, 20 s left"
+    scene.evaluate("node-b", round=1)
+    (finished,) = scene.asked(SendFinished)
+    assert (finished.round, finished.outer_digest) == (1, digest_of("state 1"))
+    assert scene.reason == "the only round is committed; the held-out loss is 1.500 nats per token"
+    assert len(of_kind(scene.log, SendPlan)) == len(of_kind(scene.log, SendCommit)) == 1
+
+
+def test_another_node_evaluates_the_last_state_when_the_first_is_lost() -> None:
+    scene = Scene(min_nodes=2, rounds=1, evaluate_every=1)
+    scene.attach(*NODES)
+    run_round(scene)
+    scene.leave("node-b")
+    assert [ask.node_id for ask in scene.asked(AskEvaluation)] == ["node-a"]
+    scene.evaluate("node-a", round=1)
+    assert scene.state.is_finished
+
+
+def test_the_run_finishes_without_an_evaluation_when_its_time_is_over() -> None:
+    scene = Scene(min_nodes=2, rounds=1, evaluate_every=1)
+    scene.attach(*NODES)
+    run_round(scene)
+    scene.leave("node-a")
+    scene.leave("node-b")
+    assert scene.reason.startswith("waiting for a ready node that can evaluate the final state")
+    scene.wait(19)
+    assert not scene.state.is_finished
+    scene.wait(1)
+    assert scene.state.is_finished
+    assert scene.reason.endswith("nobody could evaluate the final state in time")
+    scene.attach("node-c", at=1, digest=digest_of("state 1"))
+    assert not scene.asked(SendPlan)

@@ -1,0 +1,174 @@
+from dataclasses import replace
+
+import pytest
+from swarm_scene import CORPUS, INITIAL, LAYOUT, Scene, digest_of, of_kind
+
+from coordinator.swarm.actions import (
+    AskRefetch,
+    EndSession,
+    OpenSession,
+    SendDeparted,
+    SendPlan,
+    SendRoster,
+)
+from coordinator.swarm.events import Ticked
+from coordinator.swarm.membership import roster_of
+from coordinator.swarm.state import MemberState
+from protocol.errors import BadDataError, ProtocolMismatchError, SessionEndedError
+from protocol.rounds import NodeId
+
+WRONG = digest_of("wrong")
+AFTER = digest_of("after")
+
+
+def test_the_first_node_defines_the_initial_state_and_a_different_one_is_told_to_refetch() -> None:
+    scene = Scene(min_nodes=2)
+    scene.attach("node-a")
+    assert scene.state.outer_digest == INITIAL
+    assert scene.member("node-a").state is MemberState.READY
+    scene.attach("node-b", digest=WRONG)
+    assert scene.member("node-b").state is MemberState.DIVERGED
+    (refetch,) = scene.asked(AskRefetch)
+    assert (refetch.node_id, refetch.round, refetch.outer_digest) == ("node-b", 0, INITIAL)
+    scene.beat("node-b", at=0, digest=INITIAL)
+    assert scene.member("node-b").state is MemberState.READY
+
+
+def test_the_initial_state_is_chosen_anew_when_nobody_who_holds_it_is_left() -> None:
+    scene = Scene(min_nodes=2)
+    scene.attach("node-a", digest=WRONG)
+    scene.attach("node-b")
+    scene.leave("node-a")
+    assert scene.state.outer_digest == INITIAL
+    assert scene.member("node-b").state is MemberState.READY
+
+
+def test_a_node_of_another_run_or_layout_is_refused_with_both_digests() -> None:
+    scene = Scene()
+    scene.attach("node-a")
+    before = scene.state
+    with pytest.raises(ProtocolMismatchError, match=r"run 77726f6e.*run 72727272"):
+        scene.attach("node-b", run=WRONG)
+    with pytest.raises(ProtocolMismatchError, match=r"layout 77726f6e.*by 6c6c6c6c"):
+        scene.attach("node-b", layout=replace(LAYOUT, digest=WRONG))
+    with pytest.raises(ProtocolMismatchError):
+        scene.attach("node-b", layout=replace(LAYOUT, fragment_elements=(512, 512)))
+    assert scene.state == before
+
+
+def test_a_layout_that_cannot_be_cut_is_refused() -> None:
+    with pytest.raises(BadDataError):
+        Scene().attach("node-a", layout=replace(LAYOUT, fragment_elements=(4, 0)))
+
+
+def test_a_node_with_another_corpus_takes_part_and_the_first_corpus_stays() -> None:
+    scene = Scene(min_nodes=2)
+    scene.attach("node-a")
+    scene.attach("node-b", corpus=replace(CORPUS, num_bytes=1))
+    assert scene.round.assignments[1].node_id == "node-b"
+    assert scene.state.corpus == CORPUS
+    assert scene.member("node-b").corpus.num_bytes == 1
+
+
+def test_a_new_session_ends_the_one_before() -> None:
+    scene = Scene()
+    scene.attach("node-a", "node-a")
+    sessions = [action.session_id for action in of_kind(scene.log, OpenSession)]
+    assert len(set(sessions)) == 2
+    with pytest.raises(SessionEndedError, match="attach again"):
+        scene.beat("node-a", at=0, digest=INITIAL, session_id=sessions[0])
+    scene.beat("node-a", at=0, digest=INITIAL, session_id=sessions[1])
+
+
+def test_a_silent_member_is_lost_at_the_end_of_its_lease_and_not_before() -> None:
+    scene = Scene(lease_seconds=15)
+    scene.attach("node-a", "node-b")
+    scene.now += 14.9
+    scene.beat("node-b", at=0, digest=INITIAL)
+    assert scene.member("node-a").state is MemberState.READY
+    scene.now += 0.1
+    scene.do(Ticked())
+    assert scene.member("node-a").state is MemberState.LOST
+    assert [e.node_id for e in scene.asked(EndSession)] == ["node-a"]
+    assert scene.asked(SendRoster)
+    assert [entry.node_id for entry in roster_of(scene.state)] == ["node-b"]
+    with pytest.raises(SessionEndedError, match="lost"):
+        scene.beat("node-a", at=0, digest=INITIAL)
+
+
+def test_a_late_heartbeat_saves_its_lease_while_nobody_has_noticed() -> None:
+    scene = Scene(lease_seconds=15)
+    scene.attach("node-a")
+    scene.now += 20
+    scene.beat("node-a", at=0, digest=INITIAL)
+    assert scene.member("node-a").state is MemberState.READY
+
+
+def test_participants_learn_who_departed_and_not_of_others() -> None:
+    scene = Scene(min_nodes=2)
+    scene.attach("node-a", "node-b", "node-c")  # node-c comes after the plan
+    scene.leave("node-c")
+    assert not scene.asked(SendDeparted)
+    scene.leave("node-b")
+    assert scene.asked(SendDeparted) == [SendDeparted(round=1, node_ids=(NodeId("node-b"),))]
+    with pytest.raises(SessionEndedError):
+        scene.leave("node-b")
+
+
+def test_a_node_behind_joins_and_is_ready_once_it_has_caught_up() -> None:
+    scene = Scene(min_nodes=2)
+    scene.attach("node-a", "node-b")
+    scene.commit("node-a", "node-b")
+    scene.apply(AFTER, "node-a", "node-b")
+    scene.attach("node-c")
+    assert scene.member("node-c").state is MemberState.JOINING
+    assert not scene.asked(AskRefetch)
+    scene.apply(AFTER, "node-c")
+    assert scene.member("node-c").state is MemberState.READY
+
+
+def test_a_node_ahead_of_the_swarm_is_told_to_refetch() -> None:
+    scene = Scene()
+    scene.attach("node-a")
+    scene.attach("node-b", at=7, digest=AFTER)
+    assert scene.member("node-b").state is MemberState.JOINING
+    assert [(ask.node_id, ask.round) for ask in scene.asked(AskRefetch)] == [("node-b", 0)]
+
+
+def test_a_wrong_digest_in_a_heartbeat_is_answered_once_and_not_at_each_heartbeat() -> None:
+    scene = Scene()
+    scene.attach("node-a", "node-b")
+    asked = []
+    for digest in (WRONG, WRONG, WRONG, AFTER, AFTER):
+        scene.beat("node-b", at=0, digest=digest)
+        asked.append(len(scene.asked(AskRefetch)))
+    assert asked == [1, 0, 0, 1, 0]
+    assert scene.member("node-b").state is MemberState.DIVERGED
+
+
+def test_an_old_heartbeat_that_arrives_late_does_not_unsettle_a_ready_member() -> None:
+    scene = Scene(min_nodes=2)
+    scene.attach("node-a", "node-b")
+    scene.commit("node-a", "node-b")
+    scene.apply(AFTER, "node-a", "node-b")
+    scene.beat("node-a", at=0, digest=INITIAL)
+    assert scene.member("node-a").state is MemberState.READY
+    assert scene.member("node-a").outer_round == 1
+
+
+def test_a_participant_that_attaches_again_stays_one_and_no_second_plan_is_made() -> None:
+    scene = Scene(min_nodes=2)
+    scene.attach("node-a", "node-b")
+    scene.attach("node-b")
+    assert scene.round.assignments[1].node_id == "node-b"
+    assert len(of_kind(scene.log, SendPlan)) == 1
+
+
+def test_tokens_stay_on_the_account_of_a_node_that_comes_back() -> None:
+    scene = Scene()
+    scene.attach("node-a")
+    scene.commit()
+    scene.apply(AFTER, "node-a")
+    scene.leave("node-a")
+    scene.attach("node-a", at=1, digest=AFTER)
+    assert scene.member("node-a").committed_tokens == scene.state.token_clock > 0

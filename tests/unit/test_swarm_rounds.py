@@ -1,0 +1,298 @@
+from dataclasses import replace
+
+import pytest
+from swarm_scene import INITIAL, LAYOUT, TOKENS, Scene, digest_of, of_kind
+
+from coordinator.swarm.actions import AskRefetch, SendCommit, SendPlan
+from coordinator.swarm.state import MemberState, RoundPhase
+from coordinator.swarm.transition import explain, plan_of
+from protocol.rounds import NodeId
+
+RESULT = digest_of("result")
+OTHER = digest_of("other")
+AFTER = digest_of("after")
+
+
+def two_nodes() -> Scene:
+    scene = Scene(min_nodes=2)
+    scene.attach("node-a", "node-b")
+    return scene
+
+
+def phase_of(scene: Scene) -> RoundPhase:
+    return scene.round.phase
+
+
+def closed_slices(scene: Scene) -> list[tuple[bool, str]]:
+    """For each slice of the last commit: whether it is committed, and why not."""
+    assert scene.state.last_closed is not None
+    return [(s.digest is not None, s.void_reason) for s in scene.state.last_closed.commit.slices]
+
+
+def test_a_round_opens_when_enough_nodes_are_ready_and_says_what_it_waits_for_before() -> None:
+    scene = Scene(min_nodes=3)
+    assert explain(scene.state, scene.now) == "waiting for the first node"
+    scene.attach("node-a")
+    assert scene.reason == "waiting for 2 more nodes: 1 of 3 is ready"
+    scene.attach("node-b", digest=OTHER)
+    assert scene.reason.endswith("; node-b holds another state and fetches the swarm's")
+    scene.attach("node-c")
+    assert not of_kind(scene.log, SendPlan)
+    scene.beat("node-b", at=0, digest=INITIAL)
+    (send,) = scene.asked(SendPlan)
+    plan = send.plan
+    assert plan.reason == "3 nodes are ready"
+    assert plan.participants == ("node-a", "node-b", "node-c")
+    assert (plan.round, plan.fragment, plan.base_digest) == (1, 0, INITIAL)
+    assert plan.tokens_per_inner_step == 3 * 2 * 8
+    assert [a.first_sample for a in plan.assignments] == [0, 10, 20]
+    assert (plan.train_seconds, plan.contribute_seconds, plan.commit_seconds) == (60, 70, 80)
+
+
+def test_fragments_take_turns_and_samples_are_never_leased_twice() -> None:
+    scene = Scene(layout=replace(LAYOUT, fragment_elements=(512, 256, 1024)))
+    scene.attach("node-a")
+    for number in (1, 2, 3):
+        assert scene.round.fragment == number % 3
+        scene.commit()
+        scene.apply(digest_of(str(number)), "node-a")
+    plans = [send.plan for send in of_kind(scene.log, SendPlan)]
+    assert [p.assignments[0].first_sample for p in plans] == [0, 10, 20, 30]
+    assert [p.token_clock for p in plans] == [0, TOKENS, 2 * TOKENS, 3 * TOKENS]
+
+
+def test_a_node_that_reconnects_gets_the_time_that_remains() -> None:
+    scene = two_nodes()
+    plan = plan_of(scene.round, scene.now + 65)
+    assert (plan.train_seconds, plan.contribute_seconds, plan.commit_seconds) == (0, 5, 15)
+
+
+def test_a_round_commits_at_once_when_two_hold_every_slice() -> None:
+    scene = two_nodes()
+    scene.train("node-a")
+    assert phase_of(scene) is RoundPhase.EXCHANGING
+    scene.reduce("node-a", 0, RESULT)
+    scene.reduce("node-b", 1, OTHER)
+    scene.hold("node-b", 0, RESULT)
+    assert not scene.asked(SendCommit)
+    scene.hold("node-a", 1, OTHER)
+    (send,) = scene.asked(SendCommit)
+    assert [s.digest for s in send.commit.slices] == [RESULT, OTHER]
+    assert send.commit.slices[0].holder_ids == ("node-a", "node-b")
+    assert send.commit.outer_digest is None
+    assert phase_of(scene) is RoundPhase.APPLYING
+    assert scene.state.token_clock == 2 * TOKENS
+
+
+def test_a_single_node_commits_alone() -> None:
+    scene = Scene()
+    scene.attach("node-a")
+    scene.reduce("node-a", 0, RESULT)
+    assert scene.state.committed_round == 1
+
+
+def test_a_result_may_be_held_before_its_reducer_reports() -> None:
+    scene = two_nodes()
+    scene.hold("node-b", 0, RESULT)
+    scene.reduce("node-b", 1, None, {})
+    scene.reduce("node-a", 0, RESULT)
+    assert closed_slices(scene) == [(True, ""), (False, "its reducer node-b had nothing to reduce")]
+
+
+def test_who_holds_something_else_than_the_reducer_reported_does_not_count() -> None:
+    scene = two_nodes()
+    scene.reduce("node-a", 0, RESULT)
+    scene.reduce("node-b", 1, None, {})
+    scene.hold("node-b", 0, OTHER)
+    scene.wait(80)
+    assert closed_slices(scene)[0] == (False, "held by 1 of 2 nodes")
+
+
+@pytest.mark.parametrize(
+    ("reducer", "tokens"),
+    [
+        ("node-b", {"node-a": 1}),
+        ("node-a", {"node-z": 1}),
+        ("node-a", {"node-a": TOKENS + 1}),
+        ("node-a", {"node-a": -1}),
+        ("node-a", {}),
+    ],
+    ids=["not its reducer", "a stranger", "more than leased", "negative", "nobody"],
+)
+def test_an_impossible_result_leaves_its_slice_open(reducer: str, tokens: dict[str, int]) -> None:
+    scene = two_nodes()
+    before = scene.state
+    scene.reduce(reducer, 0, RESULT, tokens)
+    assert scene.state == before
+    scene.reduce("node-a", 0, OTHER)
+    assert scene.round.slices[0].digest == OTHER
+
+
+def test_what_a_reducer_reports_later_does_not_replace_its_first_report() -> None:
+    scene = two_nodes()
+    scene.reduce("node-a", 0, RESULT)
+    before = scene.state
+    scene.reduce("node-a", 0, OTHER)
+    scene.reduce("node-a", 0, None, {})
+    assert scene.state == before
+
+
+def test_a_round_ends_at_its_deadline_and_every_void_slice_says_why() -> None:
+    scene = Scene(min_nodes=3)
+    scene.attach("node-a", "node-b", "node-c")
+    scene.reduce("node-a", 0, RESULT)
+    scene.hold("node-c", 0, RESULT)
+    scene.reduce("node-c", 2, OTHER)
+    scene.wait(79.9)
+    assert scene.state.committed_round == 0
+    assert scene.reason.startswith("training")
+    scene.wait(0.1)
+    assert closed_slices(scene) == [
+        (True, ""),
+        (False, "its reducer node-b never reported"),
+        (False, "held by 1 of 3 nodes"),
+    ]
+    assert scene.state.last_closed is not None
+    assert scene.state.last_closed.seconds == 80
+    assert scene.state.last_closed.reason.startswith("1 of 3 slices are committed at the deadline")
+
+
+def test_a_void_round_changes_no_state_and_the_next_one_opens_at_once() -> None:
+    scene = two_nodes()
+    scene.wait(80)
+    assert scene.state.committed_round == 1
+    assert scene.state.outer_digest == INITIAL
+    assert scene.state.token_clock == 0
+    (commit,) = scene.asked(SendCommit)
+    assert commit.commit.outer_digest == INITIAL
+    assert scene.round.number == 2
+    scene.apply(INITIAL, "node-a", round=1)
+    assert scene.member("node-a").state is MemberState.READY
+
+
+def test_the_tokens_of_a_node_count_once_by_its_largest_weight() -> None:
+    scene = two_nodes()
+    scene.reduce("node-a", 0, RESULT, {"node-a": 30, "node-b": 40})
+    scene.hold("node-b", 0, RESULT)
+    scene.reduce("node-b", 1, OTHER, {"node-a": 50})
+    scene.hold("node-a", 1, OTHER)
+    assert scene.state.token_clock == 90
+    assert scene.member("node-a").committed_tokens == 50
+    assert scene.member("node-b").committed_tokens == 40
+
+
+def test_a_lost_holder_is_no_longer_waited_for() -> None:
+    scene = two_nodes()
+    scene.reduce("node-a", 0, RESULT)
+    scene.leave("node-b")
+    assert closed_slices(scene) == [(True, ""), (False, "its reducer node-b is gone")]
+
+
+def test_a_round_that_lost_all_its_participants_closes_at_once() -> None:
+    scene = two_nodes()
+    scene.reduce("node-a", 0, RESULT)
+    scene.reduce("node-b", 1, RESULT)
+    scene.leave("node-a")
+    assert scene.state.committed_round == 0
+    scene.leave("node-b")
+    assert closed_slices(scene) == [(False, "no participant is left")] * 2
+    assert scene.state.token_clock == 0
+
+
+def test_a_node_that_attaches_again_holds_only_what_it_reports_again() -> None:
+    scene = two_nodes()
+    scene.reduce("node-a", 0, RESULT)
+    scene.attach("node-a")
+    scene.hold("node-b", 0, RESULT)
+    scene.reduce("node-b", 1, None, {})
+    assert scene.state.committed_round == 0
+    scene.reduce("node-a", 0, RESULT)
+    assert scene.state.committed_round == 1
+
+
+def test_a_settled_round_makes_those_who_agree_ready_and_others_refetch() -> None:
+    scene = Scene(min_nodes=3)
+    scene.attach("node-a", "node-b", "node-c", "node-d")
+    scene.commit("node-a", "node-b")
+    scene.apply(OTHER, "node-a")
+    scene.apply(AFTER, "node-b")
+    assert scene.state.outer_digest is None
+    assert scene.reason == "applying: waiting for node-c to apply round 1, 20 s left"
+    scene.apply(AFTER, "node-c")
+    assert scene.state.outer_digest == AFTER
+    states = [scene.member(f"node-{x}").state for x in "abcd"]
+    assert states == [
+        MemberState.DIVERGED,
+        MemberState.READY,
+        MemberState.READY,
+        MemberState.JOINING,
+    ]
+    assert [ask.node_id for ask in scene.asked(AskRefetch)] == ["node-a"]
+    assert scene.state.last_closed is not None
+    assert scene.state.last_closed.commit.outer_digest == AFTER
+    scene.apply(AFTER, "node-d")
+    assert scene.round.number == 2
+    assert NodeId("node-a") not in plan_of(scene.round, scene.now).participants
+
+
+def test_equal_votes_are_decided_by_the_smallest_node_id() -> None:
+    scene = two_nodes()
+    scene.commit("node-a", "node-b")
+    scene.apply(AFTER, "node-b")
+    scene.apply(OTHER, "node-a")
+    assert scene.state.outer_digest == OTHER
+
+
+def test_a_participant_that_does_not_apply_in_time_is_not_waited_for() -> None:
+    scene = Scene(min_nodes=2)
+    scene.attach("node-a", "node-b", "node-c")
+    scene.commit("node-a", "node-b")
+    scene.apply(AFTER, "node-a")
+    scene.wait(20)
+    assert scene.state.outer_digest == AFTER
+    assert scene.member("node-b").state is MemberState.JOINING
+    assert scene.reason.startswith("waiting for 1 more node: 1 of 2 is ready; node-b is at round 0")
+
+
+def test_a_digest_is_never_invented_however_long_nobody_reports() -> None:
+    scene = two_nodes()
+    scene.commit("node-a", "node-b")
+    scene.wait(500)
+    assert scene.state.outer_digest is None
+    assert "no participant has reported the state after round 1 yet" in scene.reason
+    scene.apply(AFTER, "node-a", "node-b")
+    assert scene.state.outer_digest == AFTER
+
+
+def test_a_heartbeat_proves_that_a_commit_was_applied() -> None:
+    scene = two_nodes()
+    scene.commit("node-a", "node-b")
+    scene.beat("node-a", at=1, digest=AFTER)
+    scene.beat("node-b", at=1, digest=AFTER)
+    assert scene.state.outer_digest == AFTER
+
+
+def test_reports_of_other_rounds_and_of_strangers_change_nothing() -> None:
+    scene = two_nodes()
+    scene.commit("node-a", "node-b")
+    scene.apply(AFTER, "node-a", "node-b")
+    before = scene.state
+    scene.apply(OTHER, "node-a", round=5)
+    scene.apply(AFTER, "node-z", "node-a")
+    scene.hold("node-z", 0, RESULT)
+    scene.hold("node-a", 9, RESULT)
+    scene.reduce("node-z", 0, RESULT)
+    scene.train("node-z")
+    scene.train("node-a", tokens=TOKENS + 1)
+    assert scene.state == before
+
+
+def test_the_reason_tells_who_still_trains_and_which_slices_are_missing() -> None:
+    scene = two_nodes()
+    assert scene.reason == "training: 0 of 2 nodes are done, 60 s left"
+    scene.train("node-a")
+    scene.reduce("node-a", 0, RESULT)
+    assert explain(scene.state, scene.now + 10) == (
+        "exchanging: waiting for 2 of 2 slices (node-b still training): "
+        "slice 0 held by 1 of 2 nodes, slice 1 from its reducer node-b, 70 s left"
+    )

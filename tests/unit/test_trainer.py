@@ -1,0 +1,235 @@
+"""One rank's inner steps: what they take, when they stop, and that they repeat."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from node.island.corpus import Corpus, read_corpus
+from node.island.devices import devices_of
+from node.island.faults import TrainingDivergedError
+from node.island.first_weights import initial_parameters
+from node.island.island import InnerWork, Progress
+from node.island.mesh import Mesh
+from node.island.model import Decoder, layout_of
+from node.island.trainer import Trainer, adamw, places_of_ranks
+from node.outer_state import Vector
+from protocol.errors import ConfigError
+from protocol.run_spec import (
+    DataSection,
+    EvaluationSection,
+    InnerSection,
+    ModelSection,
+    RunSpec,
+)
+
+SPEC = RunSpec(
+    model=ModelSection(
+        hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, ffn_size=24, context=16
+    ),
+    data=DataSection(source="text", paths=("*.txt",), held_out=0.2),
+    inner=InnerSection(batch=4, learning_rate=1e-2, schedule="constant"),
+    evaluation=EvaluationSection(samples=10),
+)
+STEP_TOKENS = 4 * 16
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(12):
+        (folder / f"{i}.txt").write_text("the quick brown fox; " * (20 + i))
+    return read_corpus(SPEC.data, context=16, batch=4, folder=folder)
+
+
+def ticking(seconds: float) -> Callable[[], float]:
+    """A clock that moves on by so many seconds whenever it is read."""
+    times: Iterator[float] = (i * seconds for i in range(10**6))
+    return lambda: next(times)
+
+
+def trainer_of(corpus: Corpus, spec: RunSpec = SPEC, tick_seconds: float = 0.0) -> Trainer:
+    trainer = Trainer(
+        spec=spec,
+        corpus=corpus,
+        device=torch.device("cpu"),
+        mesh=Mesh(),
+        clock=ticking(tick_seconds),
+    )
+    trainer.adopt(initial_parameters(spec.model, 0))
+    return trainer
+
+
+def work_of(
+    inner_steps: int = 5,
+    num_samples: int = 10**6,
+    first_sample: int = 0,
+    token_clock: int = 0,
+    max_seconds: float = 1e9,
+) -> InnerWork:
+    return InnerWork(
+        round=1,
+        inner_steps=inner_steps,
+        first_sample=first_sample,
+        num_samples=num_samples,
+        token_clock=token_clock,
+        tokens_per_inner_step=3 * STEP_TOKENS,
+        max_seconds=max_seconds,
+    )
+
+
+def ignore(progress: Progress) -> None:
+    pass
+
+
+def published(trainer: Trainer) -> Vector:
+    vector = np.zeros(layout_of(SPEC.model).num_elements, np.float32)
+    trainer.publish(vector, 0)
+    return vector
+
+
+def test_what_was_adopted_is_what_is_published(corpus: Corpus) -> None:
+    weights = initial_parameters(SPEC.model, 5)
+    trainer = trainer_of(corpus)
+    trainer.adopt(weights)
+    assert np.array_equal(published(trainer), weights)
+
+
+def test_training_learns_and_repeats_to_the_bit(corpus: Corpus) -> None:
+    first, second = trainer_of(corpus), trainer_of(corpus)
+    before = first.evaluate()
+    report = first.train(work_of(40), ignore)
+    second.train(work_of(40), ignore)
+    assert (report.inner_steps, report.tokens) == (40, 40 * STEP_TOKENS)
+    assert np.array_equal(published(first), published(second))
+    after = first.evaluate()
+    assert after.tokens == before.tokens == 10 * 16
+    assert after.loss < 0.8 * before.loss
+    assert after.loss < report.loss < before.loss
+
+
+def test_adam_remembers_over_rounds(corpus: Corpus) -> None:
+    whole, halves = trainer_of(corpus), trainer_of(corpus)
+    whole.train(work_of(6), ignore)
+    halves.train(work_of(3), ignore)
+    halves.adopt(published(halves))
+    halves.train(work_of(3, first_sample=12), ignore)
+    assert np.array_equal(published(whole), published(halves))
+
+
+def test_other_samples_train_other_weights(corpus: Corpus) -> None:
+    first, second = trainer_of(corpus), trainer_of(corpus)
+    first.train(work_of(3), ignore)
+    second.train(work_of(3, first_sample=12), ignore)
+    assert not np.array_equal(published(first), published(second))
+
+
+def test_the_learning_rate_follows_the_clock_of_the_whole_swarm(corpus: Corpus) -> None:
+    # Warm-up over two inner steps of three nodes: the first has rate 0, the second half of it.
+    inner = SPEC.inner.model_copy(
+        update={"warmup_tokens": 6 * STEP_TOKENS, "weight_decay": 0.0, "learning_rate": 1e-3}
+    )
+    spec = SPEC.model_copy(update={"inner": inner})
+    start = initial_parameters(spec.model, 0)
+    trainer = trainer_of(corpus, spec)
+    trainer.train(work_of(1), ignore)
+    assert np.array_equal(published(trainer), start)
+    halfway = trainer_of(corpus, spec)
+    halfway.train(work_of(1, token_clock=3 * STEP_TOKENS), ignore)
+    # Adam's first step moves each weight by the rate, wherever the gradient is not tiny.
+    moved = np.abs(published(halfway) - start)
+    assert np.quantile(moved, 0.9) == pytest.approx(0.5e-3, rel=1e-2)
+    second_step = trainer_of(corpus, spec)
+    second_step.train(work_of(2), ignore)
+    assert not np.array_equal(published(second_step), start)
+
+
+def test_training_stops_at_its_time_its_samples_and_a_halt(corpus: Corpus) -> None:
+    # The clock is read once at the start, then once after each step.
+    late = trainer_of(corpus, tick_seconds=0.1).train(work_of(50, max_seconds=0.35), ignore)
+    assert late.inner_steps == 4
+    few = trainer_of(corpus).train(work_of(50, num_samples=11), ignore)
+    assert (few.inner_steps, few.tokens) == (2, 2 * STEP_TOKENS)
+    halts = iter([False, False, True])
+    halted = trainer_of(corpus).train(work_of(50), ignore, lambda: next(halts))
+    assert halted.inner_steps == 3
+    with pytest.raises(ValueError, match="no inner step"):
+        trainer_of(corpus).train(work_of(50, num_samples=3), ignore)
+
+
+def test_progress_comes_every_half_second_with_the_loss_since_the_last(corpus: Corpus) -> None:
+    told: list[Progress] = []
+    report = trainer_of(corpus, tick_seconds=0.2).train(work_of(7), told.append)
+    assert [progress.inner_step for progress in told] == [3, 5, 7]
+    assert [progress.tokens_per_second for progress in told] == pytest.approx(
+        [3 * STEP_TOKENS / 0.8, 2 * STEP_TOKENS / 0.6, 2 * STEP_TOKENS / 0.6]
+    )
+    weighted = (3 * told[0].loss + 2 * told[1].loss + 2 * told[2].loss) / 7
+    assert report.loss == pytest.approx(weighted)
+
+
+def test_ruined_weights_stop_training_with_round_and_steps(corpus: Corpus) -> None:
+    trainer = trainer_of(corpus)
+    weights = initial_parameters(SPEC.model, 0)
+    weights[7] = np.inf
+    trainer.adopt(weights)
+    with pytest.raises(TrainingDivergedError, match=r"round 1: .* \(inner step 1 to 5\); lower"):
+        trainer.train(work_of(5), ignore)
+
+
+def test_only_matrices_and_the_head_decay() -> None:
+    decoder = Decoder(SPEC.model.model_copy(update={"tie_embeddings": False}))
+    decayed, others = adamw(decoder, SPEC.inner).param_groups
+    names = {id(parameter): name for name, parameter in decoder.named_parameters()}
+    assert decayed["weight_decay"] == SPEC.inner.weight_decay
+    assert others["weight_decay"] == 0.0
+    assert sorted(names[id(p)] for p in others["params"]) == [
+        "model.embed_tokens.weight",
+        "model.layers.0.input_layernorm.weight",
+        "model.layers.0.post_attention_layernorm.weight",
+        "model.norm.weight",
+    ]
+    assert len(decayed["params"]) + len(others["params"]) == len(names)
+
+
+def test_every_tensor_is_published_by_one_rank_and_the_ranks_have_about_as_much() -> None:
+    layout = layout_of(ModelSection())
+    dealt = places_of_ranks(layout.places, 4)
+    assert sorted(place.name for places in dealt for place in places) == sorted(
+        place.name for place in layout.places
+    )
+    elements = [sum(place.num_elements for place in places) for places in dealt]
+    assert max(elements) - min(elements) <= max(place.num_elements for place in layout.places)
+
+
+@pytest.mark.parametrize(
+    ("choice", "ranks", "message"),
+    [
+        ("cuda", None, "no CUDA GPU is usable here"),
+        ("cuda:0", 1, "no CUDA GPU is usable here"),
+        ("cuda:0", 2, "2 ranks cannot share cuda:0"),
+        ("tpu", None, "unknown device 'tpu'"),
+        ("cpu", 0, "0 ranks cannot train"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused(
+    choice: str, ranks: int | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=message):
+        devices_of(choice, ranks)
+
+
+def test_auto_takes_every_gpu_and_else_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert devices_of("auto") == ("cpu",)
+    assert devices_of("cpu", 2) == ("cpu", "cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert devices_of("auto") == devices_of("cuda") == ("cuda:0", "cuda:1")
+    assert devices_of("cuda", 1) == ("cuda:0",)
+    assert devices_of("cuda:1") == ("cuda:1",)
+    with pytest.raises(ConfigError, match="3 GPUs asked for, but there are 2 CUDA GPUs"):
+        devices_of("cuda", 3)
