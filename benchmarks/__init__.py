@@ -1,0 +1,1 @@
+"""What the README's figures come from. Run one with `python -m benchmarks.NAME`."""

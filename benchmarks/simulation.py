@@ -8,9 +8,9 @@ the same run file gives the same digests.
 
 import asyncio
 import random
-import tempfile
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,8 +35,10 @@ from node.heavy import in_place
 from node.island.corpus import Corpus, read_corpus
 from node.island.first_weights import initial_parameters
 from node.island.inline import InlineIsland
+from node.island.island import InnerReport, InnerWork, Progress
 from node.island.model import layout_of
 from node.outer_state import Vector
+from protocol.errors import UnavailableError
 from protocol.identity import Identity
 from protocol.rounds import Commit, Digest, NodeId
 from protocol.run_spec import RunSpec
@@ -46,12 +48,21 @@ Wire = TypeVar("Wire", bound=Message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Life:
+    """When a simulated node comes, how fast it is, and how it goes. Virtual seconds."""
+
+    starts_at: float = 0.0
+    seconds_per_inner_step: float = 0.0
+    dies_at: float | None = None  # without a word, in the middle of whatever it does
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedRun:
     """What came of a run."""
 
     final: SwarmState
     commits: tuple[Commit, ...]
-    digests: dict[NodeId, Digest]  # of every node's outer state at the end
+    digests: dict[NodeId, Digest]  # of the outer state of every node that lived to the end
     parameters: Vector
     bytes_sent: dict[NodeId, int]
     seconds: float  # virtual
@@ -66,30 +77,52 @@ class DeskStub:
     """SessionService without gRPC: what a stub's caller sees, answered by a desk in this process."""
 
     def __init__(self, desk: SessionDesk, node_id: NodeId) -> None:
+        self.is_cut = False
         self._desk = desk
         self._node_id = node_id
 
     async def GetRun(self, request: Message) -> Any:
-        return _over_the_wire(self._desk.get_run(_over_the_wire(request)))
+        return self._asked(self._desk.get_run, request)
 
     async def Attach(self, request: Message) -> Any:
-        return _over_the_wire(self._desk.attach(self._node_id, _over_the_wire(request)))
+        return self._asked(partial(self._desk.attach, self._node_id), request)
 
     async def Heartbeat(self, request: Message) -> Any:
-        return _over_the_wire(self._desk.heartbeat(self._node_id, _over_the_wire(request)))
+        return self._asked(partial(self._desk.heartbeat, self._node_id), request)
 
     async def Report(self, request: Message) -> Any:
-        return _over_the_wire(self._desk.report(self._node_id, _over_the_wire(request)))
+        return self._asked(partial(self._desk.report, self._node_id), request)
 
     async def ListCommits(self, request: Message) -> Any:
-        return _over_the_wire(self._desk.list_commits(_over_the_wire(request)))
+        return self._asked(self._desk.list_commits, request)
 
     async def Detach(self, request: Message) -> Any:
-        return _over_the_wire(self._desk.detach(self._node_id, _over_the_wire(request)))
+        return self._asked(partial(self._desk.detach, self._node_id), request)
 
     async def Subscribe(self, request: Message) -> AsyncIterator[Any]:
         async for event in self._desk.subscribe(self._node_id, _over_the_wire(request)):
             yield _over_the_wire(event)
+
+    def _asked(self, answer: Callable[[Any], Message], request: Message) -> Message:
+        if self.is_cut:
+            raise UnavailableError("the simulated link is cut")
+        return _over_the_wire(answer(_over_the_wire(request)))
+
+
+class PacedIsland(InlineIsland):
+    """An island whose inner steps take virtual time."""
+
+    def __init__(self, *, seconds_per_inner_step: float, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._seconds_per_inner_step = seconds_per_inner_step
+
+    async def train(self, work: InnerWork, on_progress: Callable[[Progress], None]) -> InnerReport:
+        """Trains as many inner steps as fit into the time, then lets that time pass."""
+        pace = self._seconds_per_inner_step
+        steps = min(work.inner_steps, int(work.max_seconds / pace)) if pace else work.inner_steps
+        report = await super().train(replace(work, inner_steps=steps), on_progress)
+        await asyncio.sleep(pace * report.inner_steps)
+        return report
 
 
 def _over_the_wire(message: Wire) -> Wire:
@@ -101,28 +134,36 @@ def identity_of(place: int) -> Identity:
     return Identity(private_key=Ed25519PrivateKey.from_private_bytes(bytes([place + 1]) * 32))
 
 
-def simulate(spec: RunSpec, *, num_nodes: int, corpus: Corpus | None = None) -> SimulatedRun:
-    """Runs a swarm to its end and returns what came of it."""
-    return run_in_virtual_time(_simulate(spec, num_nodes, corpus))
+Script = Callable[[MemoryNetwork, "Sequence[SimulatedNode]"], Awaitable[None]]
+"""Does something to links and nodes while the swarm runs."""
 
 
-async def _simulate(spec: RunSpec, num_nodes: int, corpus: Corpus | None) -> SimulatedRun:
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        store = Store.in_memory()
-        try:
-            return await _run(spec, num_nodes, corpus or _corpus_of(spec, folder), store, folder)
-        finally:
-            store.close()
-
-
-def _corpus_of(spec: RunSpec, folder: Path) -> Corpus:
-    return read_corpus(spec.data, context=spec.model.context, batch=spec.inner.batch, folder=folder)
-
-
-async def _run(
-    spec: RunSpec, num_nodes: int, corpus: Corpus, store: Store, folder: Path
+def simulate(
+    spec: RunSpec,
+    *,
+    lives: Sequence[Life],
+    corpus: Corpus | None = None,
+    script: Script | None = None,
 ) -> SimulatedRun:
+    """Runs a swarm to its end and returns what came of it.
+
+    There is one node for each life.
+    """
+    return run_in_virtual_time(_simulate(spec, lives, corpus, script))
+
+
+async def _simulate(
+    spec: RunSpec,
+    lives: Sequence[Life],
+    corpus: Corpus | None,
+    script: Script | None,
+) -> SimulatedRun:
+    folder = Path.cwd()
+    if corpus is None:
+        corpus = read_corpus(
+            spec.data, context=spec.model.context, batch=spec.inner.batch, folder=folder
+        )
+    store = Store.in_memory()
     driver = Driver(
         state=initial_state(rules_of(spec), spec.digest()),
         store=store,
@@ -130,37 +171,50 @@ async def _run(
     )
     desk = SessionDesk(driver, Telemetry(), spec)
     network = MemoryNetwork()
-    clock = asyncio.ensure_future(driver.run_clock())
-    nodes = [_Node(spec, place, desk, network, corpus, folder) for place in range(num_nodes)]
+    nodes = [
+        SimulatedNode(spec, place, life, desk, network, corpus, folder)
+        for place, life in enumerate(lives)
+    ]
+    background = [asyncio.ensure_future(driver.run_clock())]
+    if script is not None:
+        script_run = script(network, nodes)
+        background.append(asyncio.ensure_future(script_run))
     try:
-        await asyncio.gather(*(node.daemon.run() for node in nodes))
+        survivors = [n for n in await asyncio.gather(*(n.live() for n in nodes)) if n is not None]
+        return SimulatedRun(
+            final=driver.state,
+            commits=store.commits_after(0, limit=1 << 30),
+            digests={node.node_id: node.outer.digest for node in survivors},
+            parameters=survivors[0].parameters,
+            bytes_sent={
+                node.node_id: sum(sent for sent, _ in node.counts.totals().values())
+                for node in nodes
+            },
+            seconds=asyncio.get_running_loop().time(),
+        )
     finally:
-        clock.cancel()
-    return SimulatedRun(
-        final=driver.state,
-        commits=store.commits_after(0, limit=1 << 30),
-        digests={node.node_id: node.outer.digest for node in nodes},
-        parameters=nodes[0].parameters,
-        bytes_sent={
-            node.node_id: sum(sent for sent, _ in node.counts.totals().values()) for node in nodes
-        },
-        seconds=asyncio.get_running_loop().time(),
-    )
+        for task in background:
+            task.cancel()
+        await asyncio.gather(*background, return_exceptions=True)
+        store.close()
 
 
-class _Node:
+class SimulatedNode:
     """One simulated node with its own vectors."""
 
     def __init__(
         self,
         spec: RunSpec,
         place: int,
+        life: Life,
         desk: SessionDesk,
         network: MemoryNetwork,
         corpus: Corpus,
         folder: Path,
     ) -> None:
         identity = identity_of(place)
+        self._life = life
+        self._network = network
         layout = layout_of(spec.model)
         self.node_id = identity.node_id
         self.counts = WireCounts()
@@ -177,7 +231,9 @@ class _Node:
             run_digest=spec.digest(),
             node_id=self.node_id,
         )
-        self.daemon = Daemon(
+        self._stub = DeskStub(desk, self.node_id)
+        self._transport = MemoryTransport(network=network, node_id=self.node_id, counts=self.counts)
+        self._daemon = Daemon(
             facts=NodeFacts(
                 node_id=self.node_id,
                 node_name=f"node-{place + 1}",
@@ -187,9 +243,10 @@ class _Node:
                 version="simulated",
             ),
             spec=spec,
-            link=CoordinatorLink(DeskStub(desk, self.node_id)),
-            transport=MemoryTransport(network=network, node_id=self.node_id, counts=self.counts),
-            island=InlineIsland(
+            link=CoordinatorLink(self._stub),
+            transport=self._transport,
+            island=PacedIsland(
+                seconds_per_inner_step=life.seconds_per_inner_step,
                 spec=spec,
                 parameters=self.parameters,
                 published=published,
@@ -203,3 +260,17 @@ class _Node:
             counts=self.counts,
             rng=random.Random(place),
         )
+
+    async def live(self) -> "SimulatedNode | None":
+        """Runs the node; returns it when it lives to the end of the run."""
+        await asyncio.sleep(self._life.starts_at)
+        if self._life.dies_at is None:
+            await self._daemon.run()
+            return self
+        running = asyncio.ensure_future(self._daemon.run())
+        await asyncio.wait((running,), timeout=self._life.dies_at - self._life.starts_at)
+        self._stub.is_cut = True
+        self._network.detach(self._transport)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        return None

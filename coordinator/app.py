@@ -1,7 +1,6 @@
 """A running coordinator: the store, the driver and its clock, both gRPC servers."""
 
 import asyncio
-import contextlib
 import secrets
 import signal
 import time
@@ -122,10 +121,12 @@ class Coordinator:
     async def stop(self) -> None:
         """Ends event streams, lets calls in flight end, and closes the store."""
         self._clock_task.cancel()
-        with contextlib.suppress(asyncio.CancelledError, Exception):
-            await self._clock_task  # its failure is serve_until's to raise
+        # If it failed, serve_until has raised that.
+        await asyncio.gather(self._clock_task, return_exceptions=True)
         self.driver.end_all(
-            UnavailableError("the coordinator is stopping", next_step="it is tried again")
+            UnavailableError(
+                "the coordinator is stopping", next_step="nodes reconnect when it is back"
+            )
         )
         await asyncio.gather(*(server.stop(GRACE_SECONDS) for server in self._servers))
         self._store.close()

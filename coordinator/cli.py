@@ -24,6 +24,7 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _PORT = click.IntRange(0, 65535)
 
+_CONFIG_FILE = "coordinator.toml"
 _UNIT_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -91,7 +92,7 @@ def init(
     click.echo(f"made {directory} for run {home.run.run.name!r}")
     click.echo(
         f"invites will send nodes to {home.config.advertise}"
-        f" (to change it: advertise in {directory / 'coordinator.toml'})"
+        f" (to change it: advertise in {directory / _CONFIG_FILE})"
     )
     click.echo(f"next: look through {directory / 'run.toml'}, then")
     click.echo(f"  atoll coordinator start {directory}")
@@ -122,9 +123,8 @@ def start(
 
     from coordinator.app import run_coordinator
     from coordinator.config import Home
-    from protocol.credentials import find_home
 
-    home = Home.load(find_home(directory))
+    home = Home.load(_folder(directory))
     config = home.config.with_changes(
         host=host, control_port=control_port, enrolment_port=enrolment_port
     )
@@ -237,6 +237,15 @@ def revoke(invite_id: str, directory: Path | None) -> None:
     click.echo(f"invite {invite_id} is revoked")
 
 
+def _folder(directory: Path | None) -> Path:
+    """The folder meant: before its first start a coordinator's has no link.toml to find it by."""
+    from protocol.credentials import HOME_VARIABLE, find_home
+
+    if directory is None and not os.environ.get(HOME_VARIABLE) and Path(_CONFIG_FILE).is_file():
+        return Path.cwd()
+    return find_home(directory)
+
+
 def _standing(status: "InviteStatus") -> str:
     if status.revoked:
         return "revoked"
@@ -250,11 +259,11 @@ def _standing(status: "InviteStatus") -> str:
 def _operator(directory: Path | None) -> "Iterator[OperatorServiceStub]":
     """The run owner's way to the coordinator, by the credentials in its folder."""
     from protocol.channel import open_blocking_channel
-    from protocol.credentials import LINK_FILE, Credentials, find_home
+    from protocol.credentials import LINK_FILE, Credentials
     from protocol.v1.operator_pb2_grpc import OperatorServiceStub
 
-    home = find_home(directory)
-    if (home / "coordinator.toml").is_file() and not (home / LINK_FILE).is_file():
+    home = _folder(directory)
+    if (home / _CONFIG_FILE).is_file() and not (home / LINK_FILE).is_file():
         raise UnavailableError(
             f"the coordinator of {home} was never started, so its port is not known",
             next_step=f"start it with 'atoll coordinator start {home}'",

@@ -6,9 +6,9 @@ roster, participants that are gone) is done on arrival.
 """
 
 import asyncio
-import contextlib
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import structlog
 
@@ -34,6 +34,7 @@ from node.exchange.transport.transport import Transport
 from node.heavy import Heavy
 from node.island.island import InnerReport, InnerWork, Island, Progress
 from node.session import Session
+from protocol.errors import SystemRefusedError
 from protocol.rounds import Commit, CorpusSummary, Digest, NodeId, PeerAddress, Plan
 from protocol.run_spec import RunSpec
 from protocol.wire_count import WireCounts
@@ -118,18 +119,22 @@ class Daemon:
 
         Cancel it to leave early: it says goodbye and stops what it started.
         """
-        session: asyncio.Task[None] | None = None
-        work: asyncio.Task[str] | None = None
+        tasks: list[asyncio.Task[Any]] = []
         try:
             self._corpus, _ = await asyncio.gather(
                 self._island.start(), self._transport.start(self._exchange)
             )
             await self._island.adopt()
-            session = asyncio.ensure_future(self._session.run())
             work = asyncio.ensure_future(self._do_work())
-            await asyncio.wait((session, work), return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                session.result()  # raises: a session ends only by an error
+            tasks = [
+                work,
+                asyncio.ensure_future(self._session.run()),
+                asyncio.ensure_future(self._watch_transport()),
+            ]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done():
+                    task.result()  # raises what went wrong; only the work ends without an error
             reason = await work
             await self._session.flush(timeout_seconds=5)
             await self._session.leave("the run is finished")
@@ -138,13 +143,17 @@ class Daemon:
             await self._session.leave("stopped by its owner")
             raise
         finally:
-            for task in (session, work):
-                if task is not None:
-                    task.cancel()
-                    with contextlib.suppress(asyncio.CancelledError, Exception):
-                        await task
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             await self._exchange.stop()
             await asyncio.gather(self._transport.stop(), self._island.stop())
+
+    async def _watch_transport(self) -> None:
+        reason = await self._transport.wait_failed()
+        raise SystemRefusedError(
+            f"the transport to peers has failed: {reason}", next_step="run 'atoll node start' again"
+        )
 
     # What the session asks
 

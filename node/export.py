@@ -41,9 +41,9 @@ def export_model(
     """
     if len(parameters) != layout.num_elements:
         raise ValueError(f"{len(parameters)} values do not fill a layout of {layout.num_elements}")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CannotCreateError(f"{out} exists already", next_step="name a new folder")
     try:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise CannotCreateError(f"{out} exists already", next_step="name a new folder")
         out.parent.mkdir(parents=True, exist_ok=True)
         beside = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     except OSError as error:
@@ -52,7 +52,7 @@ def export_model(
         _write_files(beside, spec, layout, parameters, metadata)
         beside.chmod(0o755)
         beside.rename(out)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise _cannot_write(out, error) from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)  # gone already when all went well
@@ -186,7 +186,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def _cannot_write(out: Path, error: OSError) -> CannotCreateError:
+def _cannot_write(out: Path, error: Exception) -> CannotCreateError:
     return CannotCreateError(
-        f"{out} cannot be written: {error.strerror}", next_step="name a folder that you can write"
+        f"{out} cannot be written: {error}", next_step="name a folder that you can write"
     )

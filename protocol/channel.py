@@ -77,6 +77,10 @@ def open_channel(credentials: Credentials, counts: WireCounts | None = None) -> 
 
     Every call raises AtollErrors. Unary calls have a deadline of DEADLINE_SECONDS unless they name
     another; streams have none. Bytes are counted as "control" into `counts`.
+
+    Who stops reading a stream early must `cancel()` the call or close its iterator
+    (`contextlib.aclosing`): gRPC's calls are cycles, so a `break` alone leaves the stream open until
+    the garbage collector comes by.
     """
     diagnosis = Diagnosis(credentials)
     counts = WireCounts() if counts is None else counts
@@ -218,7 +222,7 @@ class _StreamInterceptor(_Interceptor, grpc.aio.UnaryStreamClientInterceptor):
         except grpc.RpcError as error:
             raise await self._explained(error) from error
         finally:
-            call.cancel()  # a reader who stops early leaves no stream open; no effect at its end
+            call.cancel()  # for a reader who closes us early; without effect at the end
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 DEBUG_VARIABLE = "ATOLL_DEBUG"
 """Set to 1, it adds the traceback to every error."""
 
-_BROKEN_PIPE = 1  # the reader went away, as `| head` does; click ends with the same
-
 
 def run(command: click.Command, arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code; every error ends as a sentence on stderr.
@@ -31,7 +29,6 @@ def run(command: click.Command, arguments: Sequence[str] | None = None) -> int:
     """
     try:
         code = command.main(args=arguments, prog_name="atoll", standalone_mode=False)
-        sys.stdout.flush()  # a reader that is gone must show here, not while Python shuts down
         return code if isinstance(code, int) else ExitCode.OK
     except AtollError as error:
         _complain(error.what, error.next_step)
@@ -49,10 +46,7 @@ def run(command: click.Command, arguments: Sequence[str] | None = None) -> int:
         return ExitCode.USAGE
     except (click.Abort, KeyboardInterrupt):
         return ExitCode.INTERRUPTED
-    except BrokenPipeError:
-        _forget_stdout()
-        return _BROKEN_PIPE
-    except SystemExit as end:
+    except SystemExit as end:  # click and rich end so when the reader of a pipe has gone
         return end.code if isinstance(end.code, int) else ExitCode.INTERNAL
     except Exception as error:
         # The last line of defence: a bug must still read as a sentence and carry its exit code.
@@ -76,13 +70,6 @@ def _complain(what: str, next_step: str = "") -> None:
 def _as_sentence(text: str) -> str:
     """Turns click's 'No such option: --x.' into what reads well after 'atoll:'."""
     return (text[:1].lower() + text[1:]).removesuffix(".")
-
-
-def _forget_stdout() -> None:
-    """Points stdout at nothing, or Python complains once more when it flushes at exit."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.close(nowhere)
 
 
 def is_coloured(stream: TextIO) -> bool:

@@ -5,6 +5,7 @@
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from datetime import UTC, datetime
+from urllib.parse import unquote
 
 from cryptography import x509
 
@@ -139,7 +140,7 @@ def _check_sizes(request: pb.EnrolRequest) -> None:
 
 def host_of(peer: str) -> str:
     """The host in gRPC's name of a peer: "ipv4:192.0.2.1:5432", "ipv6:%5B2001:db8::1%5D:5432"."""
-    return peer.partition(":")[2].rpartition(":")[0] or peer
+    return unquote(peer).partition(":")[2].rpartition(":")[0] or peer
 
 
 class EnrolmentServicer(EnrolmentServiceServicer):

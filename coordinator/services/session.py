@@ -44,6 +44,10 @@ from protocol.v1.session_pb2_grpc import SessionServiceServicer
 HEARTBEATS_PER_LEASE = 5
 """A node is lost only when so many heartbeats in a row are."""
 
+MAX_COMMITS_BYTES = 1 << 20
+"""An answer with commits ends with the one that passes this: a message holds 4 MiB at most, and a
+commit of a hundred nodes has half of one."""
+
 MAX_WIRE_KINDS = 16
 MAX_CONTRIBUTORS = 1024
 
@@ -121,8 +125,12 @@ class SessionDesk:
     def list_commits(self, request: pb.ListCommitsRequest) -> pb.ListCommitsResponse:
         """The commits after a round, oldest first."""
         after = checks.count(request.after_round, of="the round")
-        commits = self._driver.store.commits_after(after)
-        return pb.ListCommitsResponse(commits=[convert.commit_to_wire(c) for c in commits])
+        response = pb.ListCommitsResponse()
+        for commit in self._driver.store.commits_after(after):
+            response.commits.append(convert.commit_to_wire(commit))
+            if response.ByteSize() > MAX_COMMITS_BYTES:
+                break  # the node asks again after the last one
+        return response
 
     def detach(self, node_id: NodeId, request: pb.DetachRequest) -> pb.DetachResponse:
         """Ends the session; raises SessionEndedError when it has ended already."""

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from coordinator.swarm.evaluation import finished_reason, is_at_end
-from coordinator.swarm.rounds import holders_needed, holders_of, is_undecided
+from coordinator.swarm.rounds import awaited_appliers, holders_needed, holders_of, is_undecided
 from coordinator.swarm.state import Member, MemberState, Round, RoundPhase, SwarmState
-from coordinator.swarm.turn import is_present, name_of, present_members, present_participants
+from coordinator.swarm.turn import is_present, name_of, present_members
 from protocol.rounds import NodeId
 
 
@@ -79,7 +79,7 @@ def _round_in_flight(state: SwarmState, current: Round, now: float) -> str:
 
 
 def _applying(state: SwarmState, current: Round, now: float) -> str:
-    waiting = [n for n in present_participants(state, current) if n not in current.applied]
+    waiting = [n for n in awaited_appliers(state, current) if n not in current.applied]
     left = _left(current.apply_deadline, now)
     is_extended = current.apply_deadline > current.committed_at + state.rules.apply_seconds
     if is_extended or not waiting:

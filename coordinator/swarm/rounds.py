@@ -260,19 +260,29 @@ def committed_tokens(commit: Commit) -> Mapping[NodeId, int]:
     return tokens
 
 
+def awaited_appliers(state: SwarmState, current: Round) -> list[NodeId]:
+    """Whose reports settle a committed round, in the order of their ids.
+
+    The present participants, and the ready members that joined during the round: these fetch the
+    results rather than being sent them, and would miss the start of every next round by that little.
+    """
+    joined = (member.node_id for member in ready_members(state))
+    return sorted({*present_participants(state, current), *joined})
+
+
 def settle_round(turn: Turn) -> None:
     """Fixes the digest of the state after the commit: what most present nodes report.
 
-    Once all present participants have reported, or at the deadline. When nobody has reported by
-    then, waits on: a digest is never invented.
+    Once all that are awaited have reported, or at the deadline. When nobody has reported by then,
+    waits on: a digest is never invented.
     """
     current = turn.state.open_round
     if current is None or current.phase is not RoundPhase.APPLYING:
         return
     present = {member.node_id for member in present_members(turn.state)}
     reports = {node: digest for node, digest in current.applied.items() if node in present}
-    participants = present_participants(turn.state, current)
-    if (participants and all(node in reports for node in participants)) or (
+    awaited = awaited_appliers(turn.state, current)
+    if (awaited and all(node in reports for node in awaited)) or (
         reports and turn.now >= current.apply_deadline
     ):
         _end_round(turn, most_reported(reports))

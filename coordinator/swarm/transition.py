@@ -28,7 +28,6 @@ from coordinator.swarm.membership import (
 from coordinator.swarm.rounds import (
     close_round,
     open_round,
-    plan_of,
     result_held,
     settle_round,
     slice_reduced,
@@ -37,8 +36,6 @@ from coordinator.swarm.rounds import (
 from coordinator.swarm.state import RoundPhase, Rules, SwarmState
 from coordinator.swarm.turn import Turn, present_members
 from protocol.rounds import Digest
-
-__all__ = ["Transition", "explain", "initial_state", "next_deadline", "plan_of", "step"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

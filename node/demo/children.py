@@ -216,6 +216,7 @@ class Children:
 
     def stop(self, *, stop_seconds: float = STOP_SECONDS) -> None:
         """Stops all children: SIGTERM, then SIGKILL for those that take too long."""
+        has_crashed = any(child.exit_code() for child in self._children.values())
         for child in self._running():
             child.signal(signal.SIGTERM)
         give_up_at = self._clock() + stop_seconds
@@ -223,7 +224,7 @@ class Children:
             self._pause(_POLL_SECONDS)
         for child in (late := self._running()):
             child.signal(signal.SIGKILL)
-        if late or any(child.exit_code() for child in self._children.values()):
+        if late or has_crashed:
             self._pause(_LEFTOVER_SECONDS)
         for child in self._children.values():
             child.kill_session()

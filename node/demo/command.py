@@ -5,14 +5,14 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
 import protocol
-from node.demo.children import Child, Children
+from node.demo.children import Child, ChildDiedError, Children
 from node.demo.report import final_report, printable
 from protocol.errors import BadDataError, CannotCreateError, TemporaryError, UnavailableError
 from protocol.query import StatusLink
@@ -148,6 +148,53 @@ def _rounds_done(status: pb.GetStatusResponse) -> object:
     return status.run.committed_round, status.run.phase == pb.RUN_PHASE_FINISHED
 
 
+def follow(
+    nodes: Sequence[Child],
+    children: Children,
+    ask: Callable[[], pb.GetStatusResponse],
+    screen: Screen,
+) -> pb.GetStatusResponse:
+    """Shows the run until it is finished and its nodes have ended; returns the last status.
+
+    Raises ChildDiedError when a node ends before that.
+    """
+    for node in nodes:
+        node.may_end = True  # it may do so before we hear that the run is finished
+    is_finished = False
+    while not is_finished:
+        ended = [node for node in nodes if node.exit_code() is not None]
+        status = _look(ask, screen)
+        is_finished = status is not None and status.run.phase == pb.RUN_PHASE_FINISHED
+        if status is not None and not is_finished and ended:
+            raise ChildDiedError(ended[0], 0)
+        children.watch_for(0.0 if is_finished else REFRESH_SECONDS)
+    give_up_at = time.monotonic() + _FINAL_WAIT_SECONDS
+    while late := [node.name for node in nodes if node.exit_code() is None]:
+        if time.monotonic() >= give_up_at:
+            raise TemporaryError(
+                f"the run is finished, but {' and '.join(late)} still ran "
+                f"{_FINAL_WAIT_SECONDS:.0f} s later",
+                next_step=f"read {nodes[0].log} and the logs beside it",
+            )
+        _look(ask, screen)
+        children.watch_for(0.2)
+    children.check()
+    final = ask()  # the last heartbeats came after the last look
+    screen.show(final)
+    return final
+
+
+def _look(ask: Callable[[], pb.GetStatusResponse], screen: Screen) -> pb.GetStatusResponse | None:
+    """Asks and shows; None when the coordinator did not answer in time."""
+    try:
+        status = ask()
+    except (UnavailableError, TemporaryError) as error:
+        screen.away(error.what)
+        return None
+    screen.show(status)
+    return status
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Demonstration:
     """One run of the demo in its folder."""
@@ -170,7 +217,7 @@ class _Demonstration:
             self.screen.say(f"a swarm of {self.num_nodes} on this machine, in {self.folder}")
             coordinator = self._start_coordinator(run_file)
             nodes = self._start_nodes(self._make_invite())
-            status = self._follow(nodes)
+            status = follow(nodes, self.children, self.link.status, self.screen)
             self.link.close()
             self.children.end(coordinator)
             self.screen.say("the nodes have ended; writing the model out…")
@@ -244,41 +291,6 @@ class _Demonstration:
         self.children.wait_until(all_started, seconds=_COMMAND_SECONDS, what="joining")
         self.screen.say("the nodes have joined and are starting: torch takes some seconds to load")
         return nodes
-
-    def _follow(self, nodes: list[Child]) -> pb.GetStatusResponse:
-        """Shows the run until it is finished and its nodes have ended; returns the last status."""
-        status = self.link.status()
-        while status.run.phase != pb.RUN_PHASE_FINISHED:
-            status = self._look(status)
-            self.children.watch_for(REFRESH_SECONDS)
-        for node in nodes:
-            node.may_end = True
-        give_up_at = time.monotonic() + _FINAL_WAIT_SECONDS
-        while any(node.exit_code() is None for node in nodes):
-            if time.monotonic() >= give_up_at:
-                late = " and ".join(node.name for node in nodes if node.exit_code() is None)
-                raise TemporaryError(
-                    f"the run is finished, but {late} still ran {_FINAL_WAIT_SECONDS:.0f} s later",
-                    next_step=f"read the logs in {self.folder / 'logs'}",
-                )
-            status = self._look(status)
-            self.children.watch_for(0.2)
-        self.children.check()
-        # Once more: the last heartbeats came after the last look.
-        status = self.link.status()
-        self.screen.show(status)
-        return status
-
-    def _look(self, last: pb.GetStatusResponse) -> pb.GetStatusResponse:
-        """Asks and shows; returns the last status while the coordinator does not answer."""
-        self.children.check()
-        try:
-            status = self.link.status()
-        except (UnavailableError, TemporaryError) as error:
-            self.screen.away(error.what)
-            return last
-        self.screen.show(status)
-        return status
 
     def _use_model(self) -> str:
         """Exports the model and lets it write; both as commands, at the same time."""

@@ -177,7 +177,7 @@ class CatchUp:
                 payload = await self._fetched(peer, want, max_body_bytes)
                 snapshot = await self._checked(peer, payload, at_least_round, known)
                 if snapshot is not None:
-                    await self._heavy(lambda snapshot=snapshot: self._outer.restore(snapshot, None))  # type: ignore[misc]
+                    await self._heavy(partial(self._outer.restore, snapshot, None))
                     log.info("state fetched", round=snapshot.round, peer=peer, residual="dropped")
                     return
             await asyncio.sleep(PAUSE_SECONDS)

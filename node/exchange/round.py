@@ -2,10 +2,12 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import structlog
 
+from node.exchange.codecs.codec import CodecError
 from node.exchange.held_results import HeldResults
 from node.exchange.outer import Outer, Pending
 from node.exchange.reduction import Reduction, most_tokens
@@ -16,6 +18,7 @@ from node.exchange.transport.transport import (
     Transport,
 )
 from node.heavy import Heavy
+from protocol.errors import BadDataError
 from protocol.payload import CONTRIBUTION, Payload, PayloadHeader
 from protocol.rounds import Commit, Digest, NodeId, Plan, Slice
 
@@ -98,13 +101,20 @@ class ExchangeRound:
         """Encodes what this node owes for the fragment and sends each slice to its reducer.
 
         Returns once everything is encoded and on its way; transfers go on in the background until
-        they succeed or the reducers' deadline passes.
+        they succeed or the reducers' deadline passes. Raises BadDataError when what it owes is not
+        finite.
         """
         self.pending = await self._heavy(
             lambda: self._outer.accumulate(round=self.plan.round, fragment=self.plan.fragment)
         )
         for slice_ in self.plan.slices:
-            payload = await self._heavy(lambda slice_=slice_: self._encoded(slice_, tokens))  # type: ignore[misc]
+            try:
+                payload = await self._heavy(partial(self._encoded, slice_, tokens))
+            except CodecError as error:
+                raise BadDataError(
+                    f"round {self.plan.round}: this node's pseudo-gradient cannot be sent: {error}",
+                    next_step="lower [inner] learning_rate or [outer] learning_rate in run.toml",
+                ) from error
             self.pending.bodies[slice_.index] = payload.body
             if slice_.reducer_id == self._node_id:
                 self._reductions[slice_.index].take(self._node_id, payload)
@@ -161,11 +171,17 @@ class ExchangeRound:
     async def _reduce(self, reduction: Reduction) -> None:
         await reduction.collected(timeout_seconds=self._seconds_left(self.plan.contribute_seconds))
         index = reduction.slice.index
-        reduced = await self._heavy(
-            lambda: reduction.result(
-                downlink=self._outer.downlink, run_digest=self._run_digest, node_id=self._node_id
+        try:
+            reduced = await self._heavy(
+                lambda: reduction.result(
+                    downlink=self._outer.downlink,
+                    run_digest=self._run_digest,
+                    node_id=self._node_id,
+                )
             )
-        )
+        except CodecError as error:  # finite contributions whose mean is not
+            log.error("slice not reduced", round=self.plan.round, slice=index, why=str(error))
+            reduced = None
         if reduced is None:
             self._report(self.plan.round, Reduced(slice_index=index, digest=None, contributors=()))
             return

@@ -2,8 +2,9 @@
 
 A file belongs to the held-out split by the hash of its name, so every node that has the file puts
 it there, whatever else it has. Where whole files cannot be divided like that (one big file, say),
-blocks of files are held out instead, by the hash of name and number. Either way the two splits are
-separate arrays: no sample reaches from one into the other.
+blocks of files are held out instead, by the hash of name and place; then nodes agree on the split
+only when they have the same text. Either way the two splits are separate arrays: no sample reaches
+from one into the other.
 
 A sample is a window of context + 1 bytes; windows begin every `context` bytes, so each byte is
 predicted once. Pieces of text that were not neighbours are joined with a zero byte.

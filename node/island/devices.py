@@ -3,6 +3,7 @@
 import os
 
 from protocol.errors import ConfigError
+from protocol.run_spec import RunSpec
 
 
 def devices_of(choice: str, ranks: int | None = None) -> tuple[str, ...]:
@@ -12,7 +13,7 @@ def devices_of(choice: str, ranks: int | None = None) -> tuple[str, ...]:
     "cuda:1". Without `ranks`, "cuda" takes every GPU and the others one rank. Raises ConfigError
     with what there is.
     """
-    import torch  # here, so that prepare_forkserver's caller can import this room early
+    import torch  # here: the launcher imports this module before torch is wanted
 
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     there = f"there are {num_gpus} CUDA GPUs" if num_gpus else "no CUDA GPU is usable here"
@@ -40,6 +41,15 @@ def devices_of(choice: str, ranks: int | None = None) -> tuple[str, ...]:
             next_step='choose fewer ranks or "cpu", or check nvidia-smi and CUDA_VISIBLE_DEVICES',
         )
     return tuple(f"cuda:{index}" for index in wanted)
+
+
+def check_batch(spec: RunSpec, num_ranks: int) -> None:
+    """Raises ConfigError when a batch cannot be shared evenly; ask before starting ranks."""
+    if spec.inner.batch % num_ranks:
+        raise ConfigError(
+            f"[inner] batch = {spec.inner.batch} cannot be shared evenly by {num_ranks} ranks",
+            next_step="start the node with a number of ranks that divides it",
+        )
 
 
 def default_threads(num_ranks: int) -> int:

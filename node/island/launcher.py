@@ -32,11 +32,11 @@ from node.island.commands import (
     Told,
     Train,
 )
-from node.island.devices import default_threads
+from node.island.devices import check_batch, default_threads
 from node.island.faults import RankDiedError, RankFailedError
 from node.island.island import Evaluation, InnerReport, InnerWork, Progress
 from node.outer_state import SharedNames
-from protocol.errors import AtollError
+from protocol.errors import AtollError, SystemRefusedError
 from protocol.rounds import CorpusSummary
 from protocol.run_spec import RunSpec
 
@@ -115,8 +115,6 @@ class ProcessIsland:
 
     async def start(self) -> CorpusSummary:
         """See Island. A batch that ranks cannot share is refused before any process starts."""
-        from node.island.trainer import check_batch  # torch: not before the forkserver is up
-
         if self._members or self._spawning:
             raise RuntimeError("the island is started already")
         check_batch(self._spec, len(self._devices))
@@ -125,7 +123,13 @@ class ProcessIsland:
         self._meeting = Path(tempfile.mkdtemp(prefix="atoll-ranks-"))
         # In a thread: it waits for the forkserver, which may still be importing torch.
         self._spawning = asyncio.ensure_future(asyncio.to_thread(self._spawn, self._meeting))
-        await asyncio.shield(self._spawning)
+        try:
+            await asyncio.shield(self._spawning)
+        except OSError as error:
+            raise SystemRefusedError(
+                f"the ranks' processes cannot be started: {error}",
+                next_step="free memory, or raise the limits on processes and open files",
+            ) from error
         self._spawning = None
         self._watch()
         return await self._answer_of(Begin(), CorpusSummary)
@@ -174,8 +178,6 @@ class ProcessIsland:
         return await self._answer_of(Evaluate(), Evaluation)
 
     def _spawn(self, meeting: Path) -> None:
-        from node.island.rank import run_rank
-
         prepare_forkserver()
         for rank, device in enumerate(self._devices):
             ours, theirs = _context.Pipe()
@@ -190,7 +192,7 @@ class ProcessIsland:
                 meeting=meeting / "store",
             )
             process = _context.Process(
-                target=run_rank, args=(theirs, setup), name=f"atoll-rank-{rank}", daemon=True
+                target=_live, args=(theirs, setup), name=f"atoll-rank-{rank}", daemon=True
             )
             process.start()
             theirs.close()  # else we would never see its end close
@@ -313,6 +315,13 @@ class ProcessIsland:
         member.connection.close()
         member.process.join()
         member.process.close()
+
+
+def _live(connection: "Connection[Reply, Order | Halt]", setup: RankSetup) -> None:
+    """What a rank's process runs; a name here, so that the daemon need not import torch for it."""
+    from node.island.rank import run_rank
+
+    run_rank(connection, setup)
 
 
 def _manner_of(exit_code: int | None) -> str:

@@ -70,8 +70,3 @@ class Mesh:
         if self.num_ranks > 1:
             dist.all_reduce(values, group=self.decisions)
         return values
-
-    def leave(self) -> None:
-        """Closes the process groups."""
-        if self.num_ranks > 1:
-            dist.destroy_process_group()

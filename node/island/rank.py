@@ -14,7 +14,7 @@ from multiprocessing import parent_process
 from typing import TYPE_CHECKING
 
 import torch
-import torch._dynamo  # the first optimizer imports it, for a second in every rank unless it is here  # noqa: F401
+import torch._dynamo  # else every rank spends a second on it, at its first optimizer
 
 from node.island.commands import (
     Adopt,

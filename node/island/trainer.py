@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from node.island.corpus import Corpus
+from node.island.devices import check_batch
 from node.island.faults import TrainingDivergedError
 from node.island.island import Evaluation, InnerReport, InnerWork, Progress
 from node.island.mesh import Mesh
@@ -19,21 +20,11 @@ from node.island.model import Decoder, Objective, copy_parameters, layout_of
 from node.island.samples import Indices, SampleOrder
 from node.island.schedule import default_total_tokens, learning_rate
 from node.outer_state import TensorPlace, Vector
-from protocol.errors import ConfigError
 from protocol.run_spec import InnerSection, RunSpec
 
 PROGRESS_SECONDS = 0.5
 
 Clock = Callable[[], float]
-
-
-def check_batch(spec: RunSpec, num_ranks: int) -> None:
-    """Raises ConfigError when a batch cannot be shared evenly; ask before starting ranks."""
-    if spec.inner.batch % num_ranks:
-        raise ConfigError(
-            f"[inner] batch = {spec.inner.batch} cannot be shared evenly by {num_ranks} ranks",
-            next_step="start the node with a number of ranks that divides it",
-        )
 
 
 def places_of_ranks(places: tuple[TensorPlace, ...], num_ranks: int) -> list[list[TensorPlace]]:

@@ -4,7 +4,7 @@ import asyncio
 import random
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -323,11 +323,11 @@ async def test_a_reader_who_stops_early_leaves_no_stream_open(coordinator: Coord
     coordinator.answer = never
     async with open_channel(coordinator.credentials()) as channel:
         stream = session_pb2_grpc.SessionServiceStub(channel).Subscribe(SUBSCRIBE)
-        async for message in stream:
-            assert message.evaluate.round == 1
-            break
-        del stream
-        await coordinator.subscription_ended.wait()
+        async with aclosing(aiter(stream)) as messages:
+            async for message in messages:
+                assert message.evaluate.round == 1
+                break
+        await asyncio.wait_for(coordinator.subscription_ended.wait(), 10)
 
 
 async def test_bytes_are_counted_as_control(coordinator: Coordinator) -> None:

@@ -1,6 +1,7 @@
 """A real coordinator over real TLS: joining, a whole round, and coming back from kill -9."""
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -13,18 +14,22 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner, Result
 
 from coordinator.app import Coordinator
+from coordinator.cli import invite as invite_command
 from coordinator.config import RUN_TEMPLATE, CoordinatorConfig, Home, create_home, run_text
 from protocol.channel import open_blocking_channel, open_channel
 from protocol.credentials import Credentials
 from protocol.enrolment import enrol
 from protocol.errors import (
     BadDataError,
+    NoInputError,
     NotPermittedError,
     ProtocolMismatchError,
     SessionEndedError,
     TemporaryError,
+    UnavailableError,
 )
 from protocol.identity import Identity
 from protocol.invite import Invite
@@ -211,8 +216,8 @@ async def test_two_nodes_join_and_go_through_a_whole_round(tmp_path: Path) -> No
         assert [(r.round, r.num_contributors, r.outer_digest, r.loss) for r in rounds] == [
             (1, 2, MIDDLE, 2.0)
         ]
-        commits = (await b.session.ListCommits(session_pb2.ListCommitsRequest())).commits
-        assert [(c.round, c.outer_digest) for c in commits] == [(1, MIDDLE)]
+        listed = (await b.session.ListCommits(session_pb2.ListCommitsRequest())).commits
+        assert [(c.round, c.outer_digest) for c in listed] == [(1, MIDDLE)]
 
 
 async def test_heartbeats_show_in_the_status_and_a_node_that_leaves_is_gone(
@@ -237,6 +242,33 @@ async def test_heartbeats_show_in_the_status_and_a_node_that_leaves_is_gone(
         beat.session_id += 100
         with pytest.raises(SessionEndedError):
             await a.session.Heartbeat(beat)
+
+
+async def test_the_owner_types_invite_create_and_the_one_line_printed_lets_a_node_join(
+    tmp_path: Path,
+) -> None:
+    home = new_home(tmp_path / "home")
+
+    async def typed(*arguments: str) -> Result:
+        line = [*arguments, "--dir", str(home.directory)]
+        return await asyncio.to_thread(CliRunner().invoke, invite_command, line)
+
+    before = await typed("create")
+    assert (
+        isinstance(before.exception, UnavailableError) and "never started" in before.exception.what
+    )
+    async with serving(home):
+        created = await typed("create", "--uses", "3", "--expires", "7d")
+        match = re.fullmatch(r"atoll join (\S+)\n", created.stdout)
+        assert match is not None, created.output
+        await (await joined(Invite.decode(match[1]), "node-a")).close()
+        (listed,) = json.loads((await typed("list", "--json")).stdout)
+        assert (listed["max_uses"], len(listed["node_ids"])) == (3, 1)
+        assert 6.9 * 86400 < listed["remaining_seconds"] <= 7 * 86400
+        assert (await typed("revoke", listed["invite_id"])).exit_code == 0
+        assert "revoked" in (await typed("list")).stdout
+        unknown = await typed("revoke", "nonesuch")
+        assert isinstance(unknown.exception, NoInputError)
 
 
 async def test_invites_that_do_not_hold_are_refused_each_with_its_reason(tmp_path: Path) -> None:
@@ -416,8 +448,12 @@ async def test_a_second_coordinator_is_refused_its_folder_and_its_port(tmp_path:
             stderr=asyncio.subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            _, stderr = await process.communicate()
+        try:
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                _, stderr = await process.communicate()
+        finally:
+            if process.returncode is None:
+                process.kill()
         return process.returncode, stderr.decode()
 
     async with serving(home) as coordinator:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -192,7 +191,7 @@ async def test_an_error_in_a_rank_reaches_the_daemon_as_what_it_is(
 
 
 async def test_a_bug_in_a_rank_is_told_apart_from_its_death(
-    vectors: SharedVectors, folder: Path, capfd: pytest.CaptureFixture[str]
+    vectors: SharedVectors, folder: Path
 ) -> None:
     async with running(small_spec(), vectors, folder, ranks=2) as island:
         with pytest.raises(RankFailedError, match="IndexError"):
@@ -248,16 +247,18 @@ if __name__ == "__main__":
 
 def test_ranks_in_training_end_at_once_when_the_daemon_is_killed(folder: Path) -> None:
     script = folder / "daemon.py"
-    script.write_text(textwrap.dedent(DAEMON))
+    script.write_text(DAEMON)
+    log = folder / "daemon.log"
     here = Path(__file__).parent
     daemon = subprocess.Popen(
         [sys.executable, str(script), str(folder), str(here), str(here.parents[1])],
         stdout=subprocess.PIPE,
+        stderr=log.open("w"),
         text=True,
     )
     assert daemon.stdout is not None
     ranks = [int(word) for word in daemon.stdout.readline().split()]
-    assert len(ranks) == 2
+    assert len(ranks) == 2, log.read_text()
     handles = [os.pidfd_open(rank) for rank in ranks]
     daemon.kill()
     daemon.wait()

@@ -5,30 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.simulation import SimulatedRun, simulate
+from benchmarks.simulation import Life, SimulatedRun, simulate
 from node.island.corpus import Corpus, read_corpus
-from protocol.run_spec import RunSpec, validated
-
-TINY = {
-    "run": {"rounds": 4, "min_nodes": 3, "seed": 1},
-    "model": {
-        "hidden_size": 32,
-        "num_layers": 1,
-        "num_heads": 2,
-        "num_kv_heads": 1,
-        "ffn_size": 64,
-        "context": 32,
-    },
-    "inner": {"steps": 5, "batch": 4},
-    "evaluation": {"every_rounds": 2, "samples": 16},
-}
-
-
-def tiny(**changes: dict[str, object]) -> RunSpec:
-    tables = {name: {**table} for name, table in TINY.items()}
-    for table, values in changes.items():
-        tables.setdefault(table, {}).update(values)
-    return validated(tables, origin="the test")
+from tests.tiny_runs import tiny
 
 
 @pytest.fixture(scope="module")
@@ -40,20 +19,20 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 @pytest.fixture(scope="module")
 def finished(corpus: Corpus) -> SimulatedRun:
-    return simulate(tiny(), num_nodes=3, corpus=corpus)
+    return simulate(tiny(), lives=[Life()] * 3, corpus=corpus)
 
 
 def test_the_same_run_file_gives_the_same_digests_twice(
     finished: SimulatedRun, corpus: Corpus
 ) -> None:
-    again = simulate(tiny(), num_nodes=3, corpus=corpus)
+    again = simulate(tiny(), lives=[Life()] * 3, corpus=corpus)
     assert [c.outer_digest for c in again.commits] == [c.outer_digest for c in finished.commits]
     assert again.digests == finished.digests
     assert again.held_out == finished.held_out
 
 
 def test_another_seed_gives_other_digests(finished: SimulatedRun, corpus: Corpus) -> None:
-    other = simulate(tiny(run={"seed": 2}), num_nodes=3, corpus=corpus)
+    other = simulate(tiny(run={"seed": 2}), lives=[Life()] * 3, corpus=corpus)
     assert set(other.digests.values()).isdisjoint(finished.digests.values())
 
 
@@ -84,10 +63,12 @@ def test_one_node_with_sgd_at_rate_1_and_fp32_is_plain_training(corpus: Corpus) 
     plain = {"optimizer": "sgd", "learning_rate": 1.0}
     exact = {"uplink": "fp32", "downlink": "fp32"}
     alone = {"min_nodes": 1, "rounds": 4}
-    in_rounds = simulate(tiny(run=alone, outer=plain, exchange=exact), num_nodes=1, corpus=corpus)
+    in_rounds = simulate(
+        tiny(run=alone, outer=plain, exchange=exact), lives=[Life()], corpus=corpus
+    )
     at_once = simulate(
         tiny(run={**alone, "rounds": 1}, inner={"steps": 20}, outer=plain, exchange=exact),
-        num_nodes=1,
+        lives=[Life()],
         corpus=corpus,
     )
     np.testing.assert_allclose(in_rounds.parameters, at_once.parameters, atol=2e-6)
@@ -95,7 +76,7 @@ def test_one_node_with_sgd_at_rate_1_and_fp32_is_plain_training(corpus: Corpus) 
 
 def test_int4_sends_about_an_eighth_of_fp32(finished: SimulatedRun, corpus: Corpus) -> None:
     exact = simulate(
-        tiny(exchange={"uplink": "fp32", "downlink": "fp32"}), num_nodes=3, corpus=corpus
+        tiny(exchange={"uplink": "fp32", "downlink": "fp32"}), lives=[Life()] * 3, corpus=corpus
     )
     ratio = sum(exact.bytes_sent.values()) / sum(finished.bytes_sent.values())
     assert 6 < ratio < 8  # headers and scales keep it below 8

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -116,10 +117,10 @@ class Scene:
 
 
 @pytest.fixture
-async def scene(caplog: pytest.LogCaptureFixture) -> AsyncIterator[Scene]:
-    limits = Limits(
-        idle_seconds=0.5, floor_bytes_per_second=1e6, max_streams_per_peer=2, max_streams=3
-    )
+async def scene(
+    request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> AsyncIterator[Scene]:
+    limits = getattr(request, "param", Limits())
     transport, victim = await start_transport(limits)
     scene = Scene(victim, limits)
     await scene.raw.start()
@@ -149,6 +150,7 @@ async def test_a_stranger_is_refused_before_its_body_is_read(scene: Scene) -> No
     assert not scene.victim.desk.admitted
 
 
+@pytest.mark.parametrize("scene", [Limits(max_streams=2)], indirect=True)
 async def test_silent_strangers_do_not_keep_members_out(scene: Scene) -> None:
     streams = [await scene.raw.open(scene.victim) for _ in range(10)]
     await scene.still_serves()
@@ -205,6 +207,9 @@ async def test_a_body_longer_than_announced_is_not_taken(scene: Scene) -> None:
     assert not scene.victim.desk.received
 
 
+@pytest.mark.parametrize(
+    "scene", [Limits(idle_seconds=0.5, floor_bytes_per_second=0.1)], indirect=True
+)
 async def test_a_body_that_never_comes_frees_its_place(scene: Scene) -> None:
     await scene.make_member()
     reader, writer = await scene.raw.open(scene.victim)
@@ -216,6 +221,9 @@ async def test_a_body_that_never_comes_frees_its_place(scene: Scene) -> None:
     assert await is_dropped(reader)
 
 
+@pytest.mark.parametrize(
+    "scene", [Limits(idle_seconds=0.5, floor_bytes_per_second=1e6)], indirect=True
+)
 async def test_a_body_that_trickles_is_cut_off(scene: Scene) -> None:
     await scene.make_member()
     stream, status, _ = await scene.raw.offer(scene.victim, make_payload(body=bytes(1000)))
@@ -231,6 +239,7 @@ async def test_a_body_that_trickles_is_cut_off(scene: Scene) -> None:
     assert not scene.victim.desk.received
 
 
+@pytest.mark.parametrize("scene", [Limits(max_streams_per_peer=2)], indirect=True)
 async def test_a_member_opens_no_more_streams_than_its_share(scene: Scene) -> None:
     await scene.make_member()
     scene.victim.desk.gate = asyncio.Event()
@@ -355,14 +364,15 @@ from protocol.wire_count import WireCounts
 async def main():
     transport = Libp2pTransport(identity=Identity.generate(), counts=WireCounts())
     await transport.start(None)
-    print("pid", transport._daemon.pid, flush=True)
+    print("p2pd", transport._daemon.pid, transport._daemon._folder, flush=True)
     await asyncio.sleep(600)
 
 asyncio.run(main())
 """
     node = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert node.stdout is not None
-    pid = next(int(line.split()[1]) for line in node.stdout if line.startswith("pid "))
+    _, number, folder = next(line for line in node.stdout if line.startswith("p2pd ")).split()
+    pid = int(number)
     assert has_process(pid)
     node.kill()
     node.wait()
@@ -371,6 +381,7 @@ asyncio.run(main())
     while has_process(pid):
         assert time.monotonic() < ends, "p2pd is an orphan"
         time.sleep(0.05)
+    shutil.rmtree(folder)  # only sockets: a killed node cannot tidy up
 
 
 async def test_a_port_in_use_is_a_sentence_for_people() -> None:

@@ -29,8 +29,9 @@ from coordinator.swarm.events import (
     Ticked,
     TrainingDone,
 )
+from coordinator.swarm.rounds import plan_of
 from coordinator.swarm.state import PRESENT, MemberState, Rules, SwarmState, Trained
-from coordinator.swarm.transition import initial_state, next_deadline, plan_of, step
+from coordinator.swarm.transition import initial_state, next_deadline, step
 from protocol.errors import SessionEndedError
 from protocol.rounds import (
     Commit,

@@ -89,12 +89,21 @@ def test_the_module_is_the_command_and_passes_the_exit_code_on():
     assert ran.stdout == ""
 
 
-def test_a_reader_that_goes_away_ends_the_command_quietly():
+@pytest.mark.parametrize(
+    "program",
+    [
+        "from protocol.cli import main; main(['--help'])",
+        "import click, sys; from protocol import console; "
+        "show = lambda: console.terminal().print(console.table(['node'], [['a']] * 9999)); "
+        "sys.exit(console.run(click.Command('it', callback=show), []))",
+    ],
+)
+def test_a_reader_that_goes_away_ends_the_command_quietly(program):
     reader, writer = os.pipe()
     os.close(reader)
     try:
         ran = subprocess.run(
-            [sys.executable, "-m", "protocol.cli", "--help"],
+            [sys.executable, "-c", program],
             cwd=ROOT,
             stdout=writer,
             stderr=subprocess.PIPE,

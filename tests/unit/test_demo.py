@@ -1,5 +1,6 @@
-"""The demo's children and its final report. The demo itself runs in tests/integration."""
+"""The demo: its children, and what it claims at the end."""
 
+import itertools
 import os
 import select
 import signal
@@ -8,9 +9,11 @@ import sys
 import pytest
 
 from node.demo.children import ChildDiedError, Children
+from node.demo.command import follow
 from node.demo.report import NotProvenError, agreed_digest, printable, traffic_of
-from protocol.errors import ExitCode, TemporaryError
+from protocol.errors import ExitCode, TemporaryError, UnavailableError
 from protocol.v1 import session_pb2, status_pb2
+from protocol.watch import LineScreen
 
 SLEEP = ["sleep", "60"]
 
@@ -132,6 +135,51 @@ def test_waiting_ends_when_it_takes_too_long(tmp_path):
         with pytest.raises(TemporaryError, match="joining took more than 60 s"):
             children.wait_until(lambda: False, seconds=60, what="joining")
         assert 60 <= now[0] < 61
+
+
+def a_status(phase):
+    return status_pb2.GetStatusResponse(run=status_pb2.RunStatus(phase=phase))
+
+
+TRAINING = a_status(status_pb2.RUN_PHASE_TRAINING)
+FINISHED = a_status(status_pb2.RUN_PHASE_FINISHED)
+
+
+def test_nodes_that_end_before_we_hear_that_the_run_is_finished_are_not_missed(children):
+    node = children.start("node-1", ["true"])
+    node.may_end = True
+    children.wait_until(ended(node), seconds=30, what="the node")
+    answers = iter([FINISHED, FINISHED])
+    assert follow([node], children, lambda: next(answers), LineScreen()) == FINISHED
+
+
+def test_a_node_that_leaves_a_run_in_flight_ends_the_demo(children):
+    node = children.start("node-1", ["true"])
+    node.may_end = True
+    children.wait_until(ended(node), seconds=30, what="the node")
+    with pytest.raises(ChildDiedError, match="node-1 ended before its work was done"):
+        follow([node], children, lambda: TRAINING, LineScreen())
+
+
+def test_a_coordinator_that_is_slow_to_answer_is_asked_again(tmp_path):
+    answers = itertools.chain([UnavailableError("busy")], itertools.repeat(FINISHED))
+
+    def ask():
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    now = [0.0]
+
+    def pause(seconds):
+        now[0] += seconds
+
+    with Children(
+        logs=tmp_path, environment=os.environ, clock=lambda: now[0], pause=pause
+    ) as children:
+        node = children.start("node-1", ["true"])
+        assert follow([node], children, ask, LineScreen()) == FINISHED
 
 
 def a_node(name, *, round=12, digest=b"\x11" * 32, sent=0, tokens=0):

@@ -81,7 +81,7 @@ def test_a_failed_export_leaves_nothing_behind(
 
 
 def test_what_is_no_export_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(NoInputError, match="config.json is missing"):
+    with pytest.raises(NoInputError, match=r"config\.json is missing"):
         load_exported(tmp_path)
     export(tmp_path / "model")
     weights = tmp_path / "model" / "model.safetensors"

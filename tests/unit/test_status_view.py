@@ -100,6 +100,11 @@ def test_nodes_that_differ_and_nodes_that_are_silent_are_told():
     assert picture.startswith("coordinator away for 4.0 s\n")
 
 
+def test_nodes_stand_in_the_order_of_their_names():
+    picture = drawn(a_status(a_node("node-2"), a_node("node-1")))
+    assert picture.index("node-1") < picture.index("node-2")
+
+
 def test_an_empty_status_can_be_drawn():
     assert "round 0 of 0" in drawn(status_pb2.GetStatusResponse())
 

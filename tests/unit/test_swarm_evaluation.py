@@ -26,10 +26,10 @@ def test_an_evaluation_counts_once_and_only_from_the_node_that_was_asked() -> No
     scene.attach(*NODES)
     scene.evaluate("node-b", round=0)
     scene.evaluate("node-a", round=1)
-    assert scene.state.held_out == ()
+    assert list(scene.state.held_out) == []
     scene.evaluate("node-a", round=0, loss=3.25)
     scene.evaluate("node-a", round=0, loss=9.0)
-    assert [(one.round, one.loss) for one in scene.state.held_out] == [(0, 3.25)]
+    assert [(kept.round, kept.loss) for kept in scene.state.held_out] == [(0, 3.25)]
 
 
 def test_an_evaluation_never_holds_up_a_round() -> None:

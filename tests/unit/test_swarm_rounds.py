@@ -4,8 +4,9 @@ import pytest
 from swarm_scene import INITIAL, LAYOUT, TOKENS, Scene, digest_of, of_kind
 
 from coordinator.swarm.actions import AskRefetch, SendCommit, SendPlan
+from coordinator.swarm.explain import explain
+from coordinator.swarm.rounds import plan_of
 from coordinator.swarm.state import MemberState, RoundPhase
-from coordinator.swarm.transition import explain, plan_of
 from protocol.rounds import NodeId
 
 RESULT = digest_of("result")
@@ -50,15 +51,16 @@ def test_a_round_opens_when_enough_nodes_are_ready_and_says_what_it_waits_for_be
 
 
 def test_fragments_take_turns_and_samples_are_never_leased_twice() -> None:
-    scene = Scene(layout=replace(LAYOUT, fragment_elements=(512, 256, 1024)))
-    scene.attach("node-a")
+    scene = Scene(min_nodes=2, layout=replace(LAYOUT, fragment_elements=(512, 256, 1024)))
+    scene.attach("node-a", "node-b")
     for number in (1, 2, 3):
         assert scene.round.fragment == number % 3
-        scene.commit()
-        scene.apply(digest_of(str(number)), "node-a")
+        scene.commit("node-a", "node-b")
+        scene.apply(digest_of(str(number)), "node-a", "node-b")
     plans = [send.plan for send in of_kind(scene.log, SendPlan)]
-    assert [p.assignments[0].first_sample for p in plans] == [0, 10, 20, 30]
-    assert [p.token_clock for p in plans] == [0, TOKENS, 2 * TOKENS, 3 * TOKENS]
+    samples = [[a.first_sample for a in plan.assignments] for plan in plans]
+    assert samples == [[0, 10], [20, 30], [40, 50], [60, 70]]
+    assert [plan.token_clock for plan in plans] == [0, 2 * TOKENS, 4 * TOKENS, 6 * TOKENS]
 
 
 def test_a_node_that_reconnects_gets_the_time_that_remains() -> None:
@@ -217,8 +219,10 @@ def test_a_settled_round_makes_those_who_agree_ready_and_others_refetch() -> Non
     scene.apply(OTHER, "node-a")
     scene.apply(AFTER, "node-b")
     assert scene.state.outer_digest is None
-    assert scene.reason == "applying: waiting for node-c to apply round 1, 20 s left"
+    assert scene.reason.startswith("applying: waiting for node-c")
     scene.apply(AFTER, "node-c")
+    assert scene.state.outer_digest is None, "node-d joined meanwhile and is about to have it too"
+    scene.wait_until(scene.round.apply_deadline)
     assert scene.state.outer_digest == AFTER
     states = [scene.member(f"node-{x}").state for x in "abcd"]
     assert states == [

@@ -231,6 +231,8 @@ class Libp2pTransport:
             self._count(stream)
 
     def _count(self, stream: TransferStream) -> None:
+        if not stream.bytes_sent and not stream.bytes_received:
+            return  # turned away by the doorkeeper: counted there
         sent, received = wire_bytes(stream.bytes_sent, stream.bytes_received)
         self._counts.sent(stream.kind, sent)
         self._counts.received(stream.kind, received)

@@ -85,6 +85,10 @@ class MemoryTransport:
         if handling:
             await asyncio.wait(handling)
 
+    async def wait_failed(self) -> str:
+        """Waits for ever: nothing here can fail."""
+        return await asyncio.get_running_loop().create_future()
+
     @property
     def multiaddrs(self) -> tuple[str, ...]:
         """Not an address of libp2p: nobody dials it."""

@@ -68,6 +68,9 @@ class Transport(Protocol):
     async def stop(self) -> None:
         """Ends all transfers and stops listening; safe to call more than once."""
 
+    async def wait_failed(self) -> str:
+        """Returns, with the reason, when the transport can no longer work; waits until then."""
+
     @property
     def multiaddrs(self) -> tuple[str, ...]:
         """Where peers find us, without the peer id; known once started."""

@@ -1,0 +1,127 @@
+"""What goes wrong in swarms, in virtual time: latecomers, deaths, stragglers, cut links, wrong states."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from benchmarks.simulation import Life, Script, SimulatedNode, SimulatedRun, simulate
+from node.exchange import held_results
+from node.exchange.transport.memory import MemoryNetwork
+from node.island.corpus import Corpus, read_corpus
+from tests.tiny_runs import tiny
+
+DEADLINES = {"train": 20, "contribute": 30, "commit": 40, "apply": 10, "lease": 15}
+TOKENS = 5 * 4 * 32
+"""What a node trains in a full round of the tiny run."""
+
+STEADY = Life(seconds_per_inner_step=1.0)
+"""Takes five virtual seconds for a round."""
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    spec = tiny()
+    folder = tmp_path_factory.mktemp("text")
+    return read_corpus(spec.data, context=spec.model.context, batch=spec.inner.batch, folder=folder)
+
+
+def assert_all_agree(run: SimulatedRun) -> None:
+    assert run.final.outer_digest is not None
+    assert set(run.digests.values()) == {run.final.outer_digest}
+
+
+def contributors_of(run: SimulatedRun, round_number: int) -> list[dict[str, int]]:
+    """For each slice of a round: the tokens of each contributor."""
+    commit = run.commits[round_number - 1]
+    assert commit.round == round_number
+    return [{c.node_id: c.tokens for c in outcome.contributors} for outcome in commit.slices]
+
+
+def run_of(
+    corpus: Corpus,
+    lives: list[Life],
+    *,
+    rounds: int = 6,
+    min_nodes: int = 2,
+    script: Script | None = None,
+) -> SimulatedRun:
+    spec = tiny(run={"rounds": rounds, "min_nodes": min_nodes}, deadlines=DEADLINES)
+    return simulate(spec, lives=lives, corpus=corpus, script=script)
+
+
+def test_a_joiner_replays_and_its_first_round_counts_in_full(corpus: Corpus) -> None:
+    late = Life(starts_at=12.0, seconds_per_inner_step=1.0)
+    run = run_of(corpus, [STEADY, STEADY, late])
+    assert_all_agree(run)
+    first_with_three = next(c.round for c in run.commits if len(c.slices) == 3)
+    assert first_with_three == 4  # it came in the middle of round 3
+    for slice_ in contributors_of(run, first_with_three):
+        assert list(slice_.values()) == [TOKENS] * 3
+
+
+def test_a_joiner_takes_a_snapshot_when_results_are_no_longer_kept(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(held_results, "KEPT_ROUNDS", 1)
+    late = Life(starts_at=12.0, seconds_per_inner_step=1.0)
+    run = run_of(corpus, [STEADY, STEADY, late], rounds=8)
+    assert_all_agree(run)
+    assert all(len(slice_) == 3 for slice_ in contributors_of(run, 8))
+
+
+def test_a_node_that_dies_while_training_costs_its_own_work_only(corpus: Corpus) -> None:
+    mortal = Life(seconds_per_inner_step=1.0, dies_at=8.0)
+    run = run_of(corpus, [STEADY, STEADY, mortal])
+    assert_all_agree(run)
+    assert len(run.digests) == 2
+    contributors = contributors_of(run, 2)
+    kept = [slice_ for slice_ in contributors if slice_]
+    assert len(kept) == 2  # the slice that it should have reduced is void
+    assert all(list(slice_.values()) == [TOKENS] * 2 for slice_ in kept)
+    assert all(list(slice_.values()) == [TOKENS] * 2 for slice_ in contributors_of(run, 3))
+
+
+def test_a_straggler_contributes_what_it_has_at_the_deadline(corpus: Corpus) -> None:
+    slow = Life(seconds_per_inner_step=8.0)  # two of five steps within 20 s
+    run = run_of(corpus, [STEADY, STEADY, slow], rounds=3, min_nodes=3)
+    assert_all_agree(run)
+    for round_number in (1, 2, 3):
+        for slice_ in contributors_of(run, round_number):
+            assert sorted(slice_.values()) == [TOKENS * 2 // 5, TOKENS, TOKENS]
+
+
+def test_a_cut_between_two_nodes_leaves_the_third_to_pass_results_on(corpus: Corpus) -> None:
+    async def cut_for_a_while(network: MemoryNetwork, nodes: Sequence[SimulatedNode]) -> None:
+        network.cut(nodes[0].node_id, nodes[1].node_id)
+        await asyncio.sleep(60)
+        network.mend(nodes[0].node_id, nodes[1].node_id)
+
+    run = run_of(corpus, [STEADY] * 3, script=cut_for_a_while, rounds=8, min_nodes=3)
+    assert_all_agree(run)
+    # While it is cut, the contribution of one to the slice of the other is missing, no more.
+    assert sorted(len(slice_) for slice_ in contributors_of(run, 1)) == [2, 2, 3]
+    assert [len(slice_) for slice_ in contributors_of(run, 8)] == [3, 3, 3]
+
+
+def test_a_node_whose_state_was_tampered_with_fetches_it_anew(corpus: Corpus) -> None:
+    async def tamper(network: MemoryNetwork, nodes: Sequence[SimulatedNode]) -> None:
+        await asyncio.sleep(7)  # in the middle of round 2
+        nodes[0].parameters[0] += 1
+
+    run = run_of(corpus, [STEADY] * 3, script=tamper, rounds=8)
+    assert_all_agree(run)
+    assert [len(slice_) for slice_ in contributors_of(run, 8)] == [3, 3, 3]
+
+
+def test_a_swarm_of_one_trains_alone(corpus: Corpus) -> None:
+    spec = tiny(run={"rounds": 3, "min_nodes": 1}, deadlines=DEADLINES)
+    run = simulate(spec, lives=[STEADY], corpus=corpus)
+    assert_all_agree(run)
+    assert [len(c.slices) for c in run.commits] == [1, 1, 1]
+
+
+def test_the_same_faults_give_the_same_digests_twice(corpus: Corpus) -> None:
+    lives = [STEADY, STEADY, Life(seconds_per_inner_step=1.5, dies_at=8.0)]
+    first, second = (run_of(corpus, lives, rounds=4) for _ in range(2))
+    assert first.digests == second.digests

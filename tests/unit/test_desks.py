@@ -1,0 +1,193 @@
+"""The desks refuse what cannot be, before the core or the database sees it."""
+
+import math
+from datetime import UTC, datetime
+
+import pytest
+
+from coordinator.config import rules_of
+from coordinator.driver import Driver, LoopClock
+from coordinator.services.enrolment import (
+    FAILURE_SECONDS,
+    MAX_FAILURES,
+    EnrolmentDesk,
+    Failures,
+    host_of,
+)
+from coordinator.services.session import SessionDesk
+from coordinator.store import Store
+from coordinator.telemetry import Telemetry
+from protocol.errors import AtollError, BadDataError, SessionEndedError, TemporaryError
+from protocol.identity import Identity
+from protocol.invite import hash_of_secret
+from protocol.pki import Authority, enrolment_statement, make_request, new_swarm_id, principal_of
+from protocol.run_spec import RunSpec
+from protocol.v1 import enrolment_pb2, session_pb2
+
+NODE = Identity.generate()
+DIGEST = b"d" * 32
+SECRET = b"s" * 32
+
+
+def new_desk() -> tuple[SessionDesk, Driver]:
+    store = Store.in_memory()
+    state = store.load(rules_of(RunSpec()), RunSpec().digest())
+    driver = Driver(state=state, store=store, clock=LoopClock(starts_at=0.0))
+    return SessionDesk(driver, Telemetry(), RunSpec()), driver
+
+
+def attach_request() -> session_pb2.AttachRequest:
+    return session_pb2.AttachRequest(
+        node_name="node-a",
+        address=session_pb2.PeerAddress(public_key=NODE.public_key, multiaddrs=["/ip4/::1"]),
+        run_digest=RunSpec().digest(),
+        layout=session_pb2.LayoutSummary(digest=DIGEST, fragment_elements=[256]),
+        corpus=session_pb2.CorpusSummary(digest=DIGEST, num_samples=1, num_bytes=1),
+        outer_digest=DIGEST,
+        device="cpu",
+        num_ranks=1,
+    )
+
+
+def field(request: session_pb2.AttachRequest, name: str, value: object) -> None:
+    """Sets a field; a list replaces the one that was there."""
+    *path, last = name.split(".")
+    holder: object = request
+    for part in path:
+        holder = getattr(holder, part)
+    if isinstance(value, list):
+        del getattr(holder, last)[:]
+        getattr(holder, last).extend(value)
+    else:
+        setattr(holder, last, value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("node_name", ""),
+        ("node_name", "n" * 65),
+        ("node_name", "clear\x1b[2J"),
+        ("address.public_key", b"k" * 32),
+        ("address.public_key", b"short"),
+        ("address.multiaddrs", ["/ip4/::1"] * 17),
+        ("address.multiaddrs", ["m" * 257]),
+        ("run_digest", b"d" * 31),
+        ("outer_digest", b""),
+        ("layout.digest", b""),
+        ("layout.fragment_elements", []),
+        ("layout.fragment_elements", [256, 0]),
+        ("layout.fragment_elements", [1] * 1025),
+        ("layout.fragment_elements", [1 << 60]),
+        ("corpus.num_samples", 1 << 63),
+        ("outer_round", 1 << 63),
+        ("num_ranks", 1 << 20),
+        ("device", "d" * 65),
+    ],
+)
+async def test_an_attach_that_cannot_be_is_refused(name: str, value: object) -> None:
+    desk, driver = new_desk()
+    request = attach_request()
+    field(request, name, value)
+    with pytest.raises(AtollError) as refused:
+        desk.attach(NODE.node_id, request)
+    assert refused.value.what
+    assert not driver.state.members
+    desk.attach(NODE.node_id, attach_request())
+    assert driver.state.members
+
+
+async def test_reports_of_numbers_that_are_none_are_refused() -> None:
+    desk, driver = new_desk()
+    session_id = desk.attach(NODE.node_id, attach_request()).session_id
+    before = driver.state
+    heartbeat = session_pb2.HeartbeatRequest(session_id=session_id, outer_digest=DIGEST)
+    heartbeat.loss = math.nan
+    with pytest.raises(BadDataError, match="loss is nan"):
+        desk.heartbeat(NODE.node_id, heartbeat)
+    report = session_pb2.ReportRequest(session_id=session_id, round=1)
+    with pytest.raises(BadDataError, match="of no kind"):
+        desk.report(NODE.node_id, report)
+    report.trained.loss = math.inf
+    with pytest.raises(BadDataError, match="loss is inf"):
+        desk.report(NODE.node_id, report)
+    report.session_id += 1
+    with pytest.raises(SessionEndedError):
+        desk.report(NODE.node_id, report)
+    assert driver.state is before
+
+
+# Enrolment
+
+WALL = 1_700_000_000.0
+
+
+def enrolment_desk() -> tuple[EnrolmentDesk, Store]:
+    store = Store.in_memory()
+    store.add_invite(
+        invite_id="inv",
+        secret_hash=hash_of_secret(SECRET),
+        max_uses=1,
+        expires_utc_seconds=WALL + 60,
+        host="h",
+    )
+    authority = Authority.create(new_swarm_id(), datetime.fromtimestamp(WALL, UTC))
+    desk = EnrolmentDesk(
+        store,
+        authority,
+        run_name="r",
+        control_port=7700,
+        clock=lambda: 0.0,
+        wall_clock=lambda: WALL,
+    )
+    return desk, store
+
+
+def enrol_request(signer: Identity = NODE) -> enrolment_pb2.EnrolRequest:
+    request_der, _ = make_request()
+    return enrolment_pb2.EnrolRequest(
+        invite_id="inv",
+        invite_secret=SECRET,
+        public_key=NODE.public_key,
+        certificate_request=request_der,
+        proof=signer.sign(enrolment_statement("inv", request_der)),
+        node_name="node-a",
+    )
+
+
+def test_a_certificate_names_the_node_whose_key_signed_for_it() -> None:
+    desk, store = enrolment_desk()
+    response = desk.enrol("host", enrol_request())
+    assert principal_of(response.certificate_pem).node_id == NODE.node_id
+    assert store.is_enrolled(NODE.node_id)
+
+
+def test_who_claims_the_identity_of_another_is_refused_and_the_invite_keeps_its_use() -> None:
+    desk, store = enrolment_desk()
+    stolen = enrol_request()
+    stolen.certificate_request = make_request().request_der  # the thief's key under NODE's proof
+    for request in (enrol_request(signer=Identity.generate()), stolen):
+        with pytest.raises(BadDataError, match="not signed"):
+            desk.enrol("host", request)
+    assert not store.is_enrolled(NODE.node_id)
+
+
+def test_failed_attempts_are_limited_by_host_and_forgotten_after_a_while() -> None:
+    now = 0.0
+    failures = Failures(lambda: now)
+    for _ in range(MAX_FAILURES):
+        failures.check("a")
+        failures.add("a")
+    with pytest.raises(TemporaryError, match="from a"):
+        failures.check("a")
+    failures.check("b")
+    now = FAILURE_SECONDS
+    failures.check("a")
+
+
+@pytest.mark.parametrize(
+    ("peer", "host"),
+    [("ipv4:192.0.2.1:55", "192.0.2.1"), ("ipv6:%5B2001:db8::1%5D:55", "[2001:db8::1]")],
+)
+def test_ports_do_not_make_hosts(peer: str, host: str) -> None:
+    assert host_of(peer) == host
