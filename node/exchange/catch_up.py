@@ -7,6 +7,7 @@ settled on. Donors may lie or die: what does not match is thrown away and anothe
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import structlog
 

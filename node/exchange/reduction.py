@@ -8,7 +8,6 @@ import structlog
 from node.exchange.codecs.codec import Codec, CodecError
 from node.exchange.mean import weighted_mean
 from node.exchange.transport.transport import TransferRefusedError
-from node.outer_state import Vector
 from protocol.payload import RESULT, Payload, PayloadHeader
 from protocol.rounds import Assignment, Contributor, Digest, NodeId, Plan, Slice
 
@@ -101,7 +100,7 @@ class Reduction:
         Contributions are added in the order of node ids, so that equal contributions give equal
         bytes. One that does not decode is left out, and said. Heavy; call it once, when collected.
         """
-        taken: list[tuple[int, Vector]] = []
+        taken = []
         contributors: list[Contributor] = []
         for sender in sorted(self._contributions):
             payload = self._contributions[sender]

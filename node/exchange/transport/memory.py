@@ -87,7 +87,8 @@ class MemoryTransport:
 
     async def wait_failed(self) -> str:
         """Waits for ever: nothing here can fail."""
-        return await asyncio.get_running_loop().create_future()
+        reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        return await reason
 
     @property
     def multiaddrs(self) -> tuple[str, ...]:
