@@ -84,10 +84,11 @@ class Session:
                 pause_seconds = min(2 * pause_seconds, LAST_PAUSE_SECONDS)
 
     async def leave(self, reason: str) -> None:
-        """Says goodbye, if anyone is listening."""
+        """Says goodbye with a last heartbeat, which holds the final state and bytes."""
         if self._session_id is not None:
             with contextlib.suppress(UnavailableError, TemporaryError, TimeoutError):
                 async with asyncio.timeout(3):
+                    await self._link.heartbeat(self._session_id, self._vitals())
                     await self._link.detach(self._session_id, reason)
 
     async def flush(self, *, timeout_seconds: float) -> None:

@@ -78,9 +78,8 @@ def open_channel(credentials: Credentials, counts: WireCounts | None = None) -> 
     Every call raises AtollErrors. Unary calls have a deadline of DEADLINE_SECONDS unless they name
     another; streams have none. Bytes are counted as "control" into `counts`.
 
-    Who stops reading a stream early must `cancel()` the call or close its iterator
-    (`contextlib.aclosing`): gRPC's calls are cycles, so a `break` alone leaves the stream open until
-    the garbage collector comes by.
+    Who stops reading a stream early must `cancel()` the call: gRPC's calls are reference cycles, so
+    a `break` alone leaves the stream open until the garbage collector comes by.
     """
     diagnosis = Diagnosis(credentials)
     counts = WireCounts() if counts is None else counts
@@ -221,8 +220,6 @@ class _StreamInterceptor(_Interceptor, grpc.aio.UnaryStreamClientInterceptor):
                 yield message
         except grpc.RpcError as error:
             raise await self._explained(error) from error
-        finally:
-            call.cancel()  # for a reader who closes us early; without effect at the end
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ import asyncio
 import random
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -323,10 +323,31 @@ async def test_a_reader_who_stops_early_leaves_no_stream_open(coordinator: Coord
     coordinator.answer = never
     async with open_channel(coordinator.credentials()) as channel:
         stream = session_pb2_grpc.SessionServiceStub(channel).Subscribe(SUBSCRIBE)
-        async with aclosing(aiter(stream)) as messages:
-            async for message in messages:
-                assert message.evaluate.round == 1
-                break
+        async for message in stream:
+            assert message.evaluate.round == 1
+            break
+        stream.cancel()
+        await asyncio.wait_for(coordinator.subscription_ended.wait(), 10)
+
+
+async def test_a_reader_who_is_cancelled_leaves_no_stream_open(coordinator: Coordinator) -> None:
+    reached = asyncio.Event()
+
+    async def never(_: object) -> str:
+        reached.set()
+        return await asyncio.get_running_loop().create_future()
+
+    async def read(stub: Any) -> None:
+        async for _ in stub.Subscribe(SUBSCRIBE):
+            pass
+
+    coordinator.answer = never
+    async with open_channel(coordinator.credentials()) as channel:
+        reader = asyncio.create_task(read(session_pb2_grpc.SessionServiceStub(channel)))
+        await reached.wait()
+        reader.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reader
         await asyncio.wait_for(coordinator.subscription_ended.wait(), 10)
 
 

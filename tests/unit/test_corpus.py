@@ -1,6 +1,7 @@
 """Held-out text is never trained on, and every place of the sample order has its sample."""
 
 import glob
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -97,6 +98,8 @@ def test_windows_cover_each_byte_once_as_a_target(tmp_path: Path) -> None:
     targets = windows[:, 1:].flatten()
     assert np.array_equal(targets, corpus.training[1 : len(targets) + 1])
     assert len(corpus.training) - 1 - len(targets) < CONTEXT
+    exact = replace(corpus, training=np.arange(3 * CONTEXT, dtype=np.uint8))
+    assert exact.num_samples == 2  # the third window would lack the byte after its last
     summary = corpus.summary()
     assert (summary.num_samples, summary.num_bytes) == (len(windows), len(corpus.training))
 

@@ -178,6 +178,15 @@ def test_ruined_weights_stop_training_with_round_and_steps(corpus: Corpus) -> No
         trainer.train(work_of(5), ignore)
 
 
+def test_an_infinite_gradient_under_a_finite_loss_stops_training_too(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    infinite = torch.tensor(torch.inf)
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *args, **options: infinite)
+    with pytest.raises(TrainingDivergedError):
+        trainer_of(corpus).train(work_of(1), ignore)
+
+
 def test_only_matrices_and_the_head_decay() -> None:
     decoder = Decoder(SPEC.model.model_copy(update={"tie_embeddings": False}))
     decayed, others = adamw(decoder, SPEC.inner).param_groups
