@@ -82,7 +82,8 @@ def _applying(state: SwarmState, current: Round, now: float) -> str:
     waiting = [n for n in awaited_appliers(state, current) if n not in current.applied]
     left = _left(current.apply_deadline, now)
     is_extended = current.apply_deadline > current.committed_at + state.rules.apply_seconds
-    if is_extended or not waiting:
+    is_heard = any(is_present(state, node_id) for node_id in current.applied)
+    if not waiting or (is_extended and not is_heard):
         return (
             f"applying: no participant has reported the state after round {current.number} yet; "
             f"waiting for any node to catch up, {left}"

@@ -178,6 +178,7 @@ class Scene:
         while (deadline := next_deadline(self.state)) is not None and deadline <= time:
             self.now = max(self.now, deadline)
             self.do(Ticked())
+            assert next_deadline(self.state) != deadline, "the edge would spin"
         self.now = time
 
     def wait(self, seconds: float) -> None:

@@ -264,7 +264,9 @@ def test_a_digest_is_never_invented_however_long_nobody_reports() -> None:
     scene.wait(500)
     assert scene.state.outer_digest is None
     assert "no participant has reported the state after round 1 yet" in scene.reason
-    scene.apply(AFTER, "node-a", "node-b")
+    scene.apply(AFTER, "node-a")
+    assert scene.reason.startswith("applying: waiting for node-b to apply round 1")
+    scene.apply(AFTER, "node-b")
     assert scene.state.outer_digest == AFTER
 
 
@@ -276,13 +278,24 @@ def test_a_heartbeat_proves_that_a_commit_was_applied() -> None:
     assert scene.state.outer_digest == AFTER
 
 
+def test_a_node_that_goes_back_for_another_snapshot_takes_back_its_vote() -> None:
+    scene = Scene()
+    scene.attach("node-b")
+    scene.attach("node-a", digest=OTHER)  # diverged; its vote would win as the smallest id's
+    scene.commit()
+    scene.apply(OTHER, "node-a")
+    scene.beat("node-a", at=0, digest=INITIAL)
+    scene.apply(AFTER, "node-b")
+    assert scene.state.outer_digest == AFTER
+
+
 def test_reports_of_other_rounds_and_of_strangers_change_nothing() -> None:
     scene = two_nodes()
     scene.commit("node-a", "node-b")
     scene.apply(AFTER, "node-a", "node-b")
     before = scene.state
-    scene.apply(OTHER, "node-a", round=5)
     scene.apply(AFTER, "node-z", "node-a")
+    scene.apply(OTHER, "node-a", round=5)
     scene.hold("node-z", 0, RESULT)
     scene.hold("node-a", 9, RESULT)
     scene.reduce("node-z", 0, RESULT)
