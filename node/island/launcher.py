@@ -8,6 +8,7 @@ gRPC or CUDA runs. After any error the island is broken, since the ranks may hav
 import asyncio
 import contextlib
 import multiprocessing
+import os
 import shutil
 import signal
 import tempfile
@@ -57,6 +58,9 @@ def prepare_forkserver() -> None:
 
     Returns at once. Call it first thing in the daemon, before gRPC and hivemind.
     """
+    # Ranks of two nodes on one machine have more threads than it has cores. OpenMP's threads spin
+    # while they wait, which made them about twenty times slower; ranks inherit this from the forkserver.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     _context.set_forkserver_preload(["node.island.rank"])
     forkserver.ensure_running()
 

@@ -3,10 +3,12 @@
 import asyncio
 import random
 import socket
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -17,8 +19,12 @@ from protocol import errors, pki
 from protocol.channel import (
     ANSWER_RECEIVED_BYTES,
     CALL_SENT_BYTES,
+    CONNECTION_RECEIVED_BYTES,
+    CONNECTION_SENT_BYTES,
     MESSAGE_RECEIVED_BYTES,
     MESSAGE_SENT_BYTES,
+    _StreamInterceptor,
+    _Traffic,
     open_blocking_channel,
     open_channel,
     retried,
@@ -34,6 +40,7 @@ from protocol.errors import (
     TemporaryError,
     UnavailableError,
 )
+from protocol.handshake import Diagnosis
 from protocol.identity import Identity, is_signed_by, node_id_of
 from protocol.invite import Invite
 from protocol.server import SERVER_OPTIONS, bind_control, bind_enrolment, caller
@@ -56,14 +63,7 @@ class Coordinator(
         self.certificate = self.authority.issue_server(NOW)
         self.control = grpc.aio.server(options=SERVER_OPTIONS)
         self.enrolment = grpc.aio.server(options=SERVER_OPTIONS)
-        self.control_port = bind_control(
-            self.control,
-            "127.0.0.1",
-            0,
-            authority_pem=self.authority.certificate_pem,
-            certificate_pem=self.certificate.certificate_pem,
-            key_pem=self.certificate.key_pem,
-        )
+        self.control_port = self.bind(0)
         self.enrolment_port = bind_enrolment(
             self.enrolment,
             "127.0.0.1",
@@ -71,10 +71,9 @@ class Coordinator(
             certificate_pem=self.certificate.certificate_pem,
             key_pem=self.certificate.key_pem,
         )
-        session_pb2_grpc.add_SessionServiceServicer_to_server(self, self.control)
         enrolment_pb2_grpc.add_EnrolmentServiceServicer_to_server(self, self.enrolment)
         self.answer: Callable[[Any], Awaitable[str]] = self.name_of_caller
-        self.subscription_ended = asyncio.Event()
+        self.subscriptions_ended = asyncio.Semaphore(0)
 
     async def __aenter__(self) -> "Coordinator":
         await self.control.start()
@@ -84,6 +83,22 @@ class Coordinator(
     async def __aexit__(self, *_: object) -> None:
         await self.control.stop(None)
         await self.enrolment.stop(None)
+
+    def bind(self, port: int) -> int:
+        session_pb2_grpc.add_SessionServiceServicer_to_server(self, self.control)
+        return bind_control(
+            self.control,
+            "127.0.0.1",
+            port,
+            authority_pem=self.authority.certificate_pem,
+            certificate_pem=self.certificate.certificate_pem,
+            key_pem=self.certificate.key_pem,
+        )
+
+    async def restart(self) -> None:
+        self.control = grpc.aio.server(options=SERVER_OPTIONS)
+        self.bind(self.control_port)
+        await self.control.start()
 
     async def name_of_caller(self, context: Any) -> str:
         return caller(context).uri
@@ -99,7 +114,7 @@ class Coordinator(
                 yield session_pb2.SubscribeResponse(evaluate=session_pb2.Evaluate(round=number))
             await self.answer(context)
         finally:
-            self.subscription_ended.set()
+            self.subscriptions_ended.release()
 
     async def Enrol(self, request: Any, context: Any) -> enrolment_pb2.EnrolResponse:  # noqa: N802
         statement = pki.enrolment_statement(request.invite_id, request.certificate_request)
@@ -246,6 +261,36 @@ async def test_what_listens_but_is_no_coordinator_is_called_so(coordinator: Coor
             await enrol(replace(coordinator.invite(), port=port), Identity.generate(), "node")
 
 
+async def test_a_connection_that_is_cut_in_the_handshake_may_be_tried_again(
+    coordinator: Coordinator,
+) -> None:
+    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as other:
+        port = other.sockets[0].getsockname()[1]
+        with pytest.raises(UnavailableError, match="broke off"):
+            await get_run(replace(coordinator.credentials(), control_port=port))
+
+
+async def test_a_coordinator_that_stops_is_not_taken_for_one_that_refuses_us(
+    coordinator: Coordinator, tmp_path: Path
+) -> None:
+    async def stop(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        stopping.close()
+        writer.close()
+
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    certificate.write_bytes(coordinator.certificate.certificate_pem)
+    key.write_bytes(coordinator.certificate.key_pem)
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(certificate, key)
+    stopping = await asyncio.start_server(stop, "127.0.0.1", 0, ssl=tls)
+    port = stopping.sockets[0].getsockname()[1]
+    diagnosis = Diagnosis(replace(coordinator.credentials(), control_port=port))
+    assert isinstance(await asyncio.to_thread(diagnosis.find), UnavailableError)
+
+
 async def test_a_coordinator_that_dies_in_a_call_can_be_called_again() -> None:
     async with AsyncExitStack() as stack:
         coordinator = await stack.enter_async_context(Coordinator())
@@ -327,7 +372,7 @@ async def test_a_reader_who_stops_early_leaves_no_stream_open(coordinator: Coord
             assert message.evaluate.round == 1
             break
         stream.cancel()
-        await asyncio.wait_for(coordinator.subscription_ended.wait(), 10)
+        await asyncio.wait_for(coordinator.subscriptions_ended.acquire(), 10)
 
 
 async def test_a_reader_who_is_cancelled_leaves_no_stream_open(coordinator: Coordinator) -> None:
@@ -346,9 +391,42 @@ async def test_a_reader_who_is_cancelled_leaves_no_stream_open(coordinator: Coor
         reader = asyncio.create_task(read(session_pb2_grpc.SessionServiceStub(channel)))
         await reached.wait()
         reader.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await reader
-        await asyncio.wait_for(coordinator.subscription_ended.wait(), 10)
+        await asyncio.wait([reader])
+        await asyncio.wait_for(coordinator.subscriptions_ended.acquire(), 10)
+
+
+async def test_a_stream_is_closed_where_grpc_itself_forgets_to() -> None:
+    """The rare case of the test before: cancelled while gRPC still prepares the request."""
+
+    class Preparing:
+        is_cancelled = False
+        is_asked = asyncio.Event()
+
+        def __aiter__(self) -> "Preparing":
+            return self
+
+        async def __anext__(self) -> object:
+            self.is_asked.set()
+            return await asyncio.get_running_loop().create_future()
+
+        def cancel(self) -> None:
+            self.is_cancelled = True
+
+    call = Preparing()
+
+    async def continuation(details: object, request: object) -> Any:
+        return call
+
+    async def read() -> None:
+        async for _ in await interceptor.intercept_unary_stream(continuation, None, SUBSCRIBE):
+            pass
+
+    interceptor: Any = _StreamInterceptor("host:1", None, _Traffic(WireCounts()))  # type: ignore[arg-type]
+    reader = asyncio.create_task(read())
+    await call.is_asked.wait()
+    reader.cancel()
+    await asyncio.wait([reader])
+    assert call.is_cancelled
 
 
 async def test_bytes_are_counted_as_control(coordinator: Coordinator) -> None:
@@ -357,8 +435,8 @@ async def test_bytes_are_counted_as_control(coordinator: Coordinator) -> None:
         stub = session_pb2_grpc.SessionServiceStub(channel)
         answer = await stub.GetRun(GET_RUN)
         assert counts.totals()["control"] == (
-            CALL_SENT_BYTES,
-            answer.ByteSize() + ANSWER_RECEIVED_BYTES,
+            CONNECTION_SENT_BYTES + CALL_SENT_BYTES,
+            CONNECTION_RECEIVED_BYTES + answer.ByteSize() + ANSWER_RECEIVED_BYTES,
         )
         before = counts.totals()["control"]
         messages = [message async for message in stub.Subscribe(SUBSCRIBE)]
@@ -369,6 +447,26 @@ async def test_bytes_are_counted_as_control(coordinator: Coordinator) -> None:
     assert counts.totals()["result"] == (0, 0)
     with pytest.raises(ValueError, match="gossip"):
         counts.sent("gossip", 1)  # type: ignore[arg-type]
+
+
+async def test_a_connection_is_counted_again_when_the_coordinator_was_away(
+    coordinator: Coordinator,
+) -> None:
+    counts = WireCounts()
+    async with open_channel(coordinator.credentials(), counts) as channel:
+        stub = session_pb2_grpc.SessionServiceStub(channel)
+        answers = [await stub.GetRun(GET_RUN), await stub.GetRun(GET_RUN)]
+        await coordinator.control.stop(None)
+        with pytest.raises(UnavailableError):
+            await stub.GetRun(GET_RUN)
+        await coordinator.restart()
+        answers.append(
+            await retried(
+                lambda: stub.GetRun(GET_RUN), is_wanted=lambda: True, random=random.Random(0)
+            )
+        )
+    of_answers = sum(answer.ByteSize() + ANSWER_RECEIVED_BYTES for answer in answers)
+    assert counts.totals()["control"][1] == 2 * CONNECTION_RECEIVED_BYTES + of_answers
 
 
 async def test_a_second_coordinator_cannot_take_the_port(coordinator: Coordinator) -> None:

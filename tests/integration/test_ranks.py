@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from node.island.commands import Done
 from node.island.faults import RankDiedError, RankFailedError, TrainingDivergedError
 from node.island.first_weights import initial_parameters
 from node.island.inline import InlineIsland
@@ -171,6 +173,28 @@ async def test_cancelled_training_leaves_off_and_the_ranks_go_on(
         assert report.inner_steps == 2
 
 
+async def test_cancelled_training_ends_without_waiting_for_another_order(
+    vectors: SharedVectors, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left_off = asyncio.Event()
+    take = ProcessIsland._take
+
+    def spied(island: ProcessIsland, member: object, reply: object) -> None:
+        if isinstance(reply, Done) and isinstance(reply.answer, InnerReport):
+            left_off.set()
+        take(island, member, reply)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ProcessIsland, "_take", spied)
+    async with running(small_spec(), vectors, folder, ranks=1) as island:
+        seen = asyncio.Event()
+        training = asyncio.create_task(
+            island.train(work_of(ENDLESS, max_seconds=1e6), lambda progress: seen.set())
+        )
+        await seen.wait()
+        training.cancel()
+        await asyncio.wait_for(left_off.wait(), 20)
+
+
 async def test_a_rank_ignores_ctrl_c(vectors: SharedVectors, folder: Path) -> None:
     async with running(small_spec(), vectors, folder, ranks=1) as island:
         os.kill(island.process_ids[0], signal.SIGINT)
@@ -245,6 +269,13 @@ if __name__ == "__main__":
 """
 
 
+def has_ended(process: int) -> bool:
+    """Waits for the process behind a pidfd, which is readable once it has ended."""
+    ended = wait([process], timeout=10)
+    os.close(process)
+    return bool(ended)
+
+
 def test_ranks_in_training_end_at_once_when_the_daemon_is_killed(folder: Path) -> None:
     script = folder / "daemon.py"
     script.write_text(DAEMON)
@@ -260,11 +291,13 @@ def test_ranks_in_training_end_at_once_when_the_daemon_is_killed(folder: Path) -
     ranks = [int(word) for word in daemon.stdout.readline().split()]
     assert len(ranks) == 2, log.read_text()
     handles = [os.pidfd_open(rank) for rank in ranks]
-    daemon.kill()
-    daemon.wait()
-    daemon.stdout.close()
-    for handle in handles:
-        # Readable once the process has ended.
-        ended = multiprocessing.connection.wait([handle], timeout=10)
-        os.close(handle)
-        assert ended
+    # With rank 0 held still, rank 1 hangs in a collective and cannot look at its pipe.
+    os.kill(ranks[0], signal.SIGSTOP)
+    try:
+        daemon.kill()
+        daemon.wait()
+        daemon.stdout.close()
+        assert has_ended(handles[1])
+    finally:
+        os.kill(ranks[0], signal.SIGCONT)
+        assert has_ended(handles[0])

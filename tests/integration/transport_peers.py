@@ -59,6 +59,9 @@ class Desk:
             raise self.fault
         self.received.append((sender, payload))
 
+    def abandoned(self, sender: NodeId, header: PayloadHeader) -> None:
+        pass
+
     async def supply(self, sender: NodeId, want: Want) -> Payload | None:
         self.wanted.append(want)
         return self.held

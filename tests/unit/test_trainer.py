@@ -13,6 +13,7 @@ from node.island.first_weights import initial_parameters
 from node.island.island import InnerWork, Progress
 from node.island.mesh import Mesh
 from node.island.model import Decoder, layout_of
+from node.island.samples import SampleOrder
 from node.island.trainer import Trainer, adamw, places_of_ranks
 from node.outer_state import Vector
 from protocol.errors import ConfigError
@@ -156,6 +157,39 @@ def test_training_stops_at_its_time_its_samples_and_a_halt(corpus: Corpus) -> No
     assert halted.inner_steps == 3
     with pytest.raises(ValueError, match="no inner step"):
         trainer_of(corpus).train(work_of(50, num_samples=3), ignore)
+
+
+class LoneHalf(Mesh):
+    """Rank 1 of two, whose rank 0 says nothing."""
+
+    def __init__(self, seen: list[torch.Tensor]) -> None:
+        super().__init__(rank=1, num_ranks=2)
+        object.__setattr__(self, "seen", seen)
+
+    def parallel(self, objective: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+        objective.register_forward_pre_hook(lambda module, inputs: self.seen.append(inputs[0]))
+        return objective
+
+    def decided_by_first(self, decision: bool) -> bool:
+        return decision
+
+    def summed(self, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+
+def test_each_rank_trains_its_own_half_of_a_batch(corpus: Corpus) -> None:
+    seen: list[torch.Tensor] = []
+    trainer = Trainer(
+        spec=SPEC,
+        corpus=corpus,
+        device=torch.device("cpu"),
+        mesh=LoneHalf(seen),
+        clock=ticking(0.0),
+    )
+    report = trainer.train(work_of(1), ignore)
+    batch = SampleOrder(seed=0, num_samples=corpus.num_samples).indices(0, 4)
+    assert np.array_equal(seen[0].numpy(), corpus.windows(corpus.training, batch[2:]))
+    assert report.tokens == STEP_TOKENS  # of the island, not of the rank
 
 
 def test_progress_comes_every_half_second_with_the_loss_since_the_last(corpus: Corpus) -> None:

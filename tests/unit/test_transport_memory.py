@@ -42,6 +42,9 @@ class Gate:
         await self.is_open.wait()
         self.received.append(payload)
 
+    def abandoned(self, sender: NodeId, header: PayloadHeader) -> None:
+        pass
+
     async def supply(self, sender: NodeId, want: Want) -> Payload | None:
         return None
 
