@@ -1,6 +1,6 @@
 """What a transfer costs on the wire, against what WireCounts says it costs; and how fast it is.
 
-    python benchmarks/wire_transport.py
+    python -m benchmarks.wire_transport
 
 Runs two transports in a network namespace of its own, whose loopback has the MTU of the internet
 and no segmentation offload, so that the interface's counters see packets as a network card sends
@@ -14,13 +14,11 @@ import json
 import logging
 import os
 import platform
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import structlog
 
+from benchmarks.network_namespace import enter, loopback_counters
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.exchange.transport.transport import Want, WantResult
 from protocol.identity import Identity
@@ -31,7 +29,6 @@ from protocol.wire_count import WireCounts
 SIZES_BYTES = (20_000, 200_000, 2_000_000, 20_000_000)
 TIMED_BYTES = 100_000_000
 REPEATS = 5
-INSIDE = "ATOLL_BENCHMARK_INSIDE_NAMESPACE"
 
 
 class Desk:
@@ -45,19 +42,12 @@ class Desk:
     async def receive(self, sender: NodeId, payload: Payload) -> None:
         """Forgets it."""
 
+    def abandoned(self, sender: NodeId, header: PayloadHeader) -> None:
+        pass
+
     async def supply(self, sender: NodeId, want: Want) -> Payload | None:
         """Gives what is held."""
         return self.held
-
-
-def loopback_counters() -> tuple[int, int]:
-    """Bytes and packets that loopback carried; each is counted once as sent."""
-    for line in Path("/proc/net/dev").read_text().splitlines():
-        name, _, numbers = line.partition(":")
-        if name.strip() == "lo":
-            fields = [int(number) for number in numbers.split()]
-            return fields[8], fields[9]
-    raise RuntimeError("no loopback interface in /proc/net/dev")
 
 
 async def settled_counters() -> tuple[int, int]:
@@ -178,11 +168,7 @@ def main() -> None:
         "--mtu", type=int, default=1500, help="of loopback; 65536 leaves it as it is (default 1500)"
     )
     mtu = parser.parse_args().mtu
-    if INSIDE not in os.environ:
-        command = ["unshare", "--map-root-user", "--net", sys.executable, *sys.argv]
-        sys.exit(subprocess.run(command, env={**os.environ, INSIDE: "1"}, check=False).returncode)
-    offload = [] if mtu == 65536 else ["gso_max_segs", "1"]
-    subprocess.run(["ip", "link", "set", "lo", "mtu", str(mtu), *offload, "up"], check=True)
+    enter(mtu=mtu)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     rows = asyncio.run(measure())
     for row in rows:

@@ -31,12 +31,13 @@ DEADLINE_SECONDS = 10.0
 CALL_SENT_BYTES = 215
 """Sent with each request beyond the message itself: HTTP/2 frames, TLS records, TCP and IP headers.
 
-This and the three below were measured on one connection over loopback (grpcio 1.85.1, IPv4, TCP
+This and the five below were measured on one connection over loopback (grpcio 1.85.1, IPv4, TCP
 timestamps on): payload and segments from the client socket's TCP_INFO, 52 bytes of headers each,
 over 200 heartbeats 0.1 s apart and a stream of 200 messages 0.1 s apart. Their sum is what the
 interface's own counter in /proc/net/dev says. Back to back, when acknowledgements ride on data, a
-call costs 133 and 139; IPv6 adds 20 for each segment. Not counted: connecting, about 3.4 KB
-sent and 4.3 KB received, and keepalive pings, which only a connection idle for 20 s needs.
+call costs 133 and 139; IPv6 adds 20 for each segment. Not counted: connections that came to no
+answer, and keepalive pings, which only a connection idle for 20 s needs. How it adds up over a
+whole run: benchmarks/wire.py.
 """
 
 ANSWER_RECEIVED_BYTES = 165
@@ -47,6 +48,12 @@ MESSAGE_RECEIVED_BYTES = 93
 
 MESSAGE_SENT_BYTES = 62
 """Sent for each message of a stream: acknowledgements and window updates."""
+
+CONNECTION_SENT_BYTES = 3400
+"""Sent to open a connection: TCP and TLS handshakes with our certificate, HTTP/2 settings."""
+
+CONNECTION_RECEIVED_BYTES = 4300
+"""Received to open a connection: the same, with the coordinator's certificate and TLS tickets."""
 
 RETRY_CAP_SECONDS = 15.0
 
@@ -82,14 +89,14 @@ def open_channel(credentials: Credentials, counts: WireCounts | None = None) -> 
     a `break` alone leaves the stream open until the garbage collector comes by.
     """
     diagnosis = Diagnosis(credentials)
-    counts = WireCounts() if counts is None else counts
+    traffic = _Traffic(WireCounts() if counts is None else counts)
     return grpc.aio.secure_channel(
         credentials.endpoint,
         _tls(credentials),
         options=channel_options(server_name(credentials.swarm_id)),
         interceptors=[
-            _UnaryInterceptor(credentials.endpoint, diagnosis, counts),
-            _StreamInterceptor(credentials.endpoint, diagnosis, counts),
+            _UnaryInterceptor(credentials.endpoint, diagnosis, traffic),
+            _StreamInterceptor(credentials.endpoint, diagnosis, traffic),
         ],
     )
 
@@ -144,29 +151,53 @@ def _tls(credentials: Credentials) -> grpc.ChannelCredentials:
     )
 
 
+class _Traffic:
+    """Counts what the calls of one channel cost, and each connection once it has carried an answer."""
+
+    def __init__(self, counts: WireCounts) -> None:
+        self._counts = counts
+        self._is_connected = False
+
+    def request(self, message: object) -> None:
+        """A call began."""
+        self._counts.sent("control", _size_of(message) + CALL_SENT_BYTES)
+
+    def answer(self, message: object) -> None:
+        """A unary call was answered."""
+        self._connected()
+        self._counts.received("control", _size_of(message) + ANSWER_RECEIVED_BYTES)
+
+    def streamed(self, message: object) -> None:
+        """A message of a stream came."""
+        self._connected()
+        self._counts.received("control", _size_of(message) + MESSAGE_RECEIVED_BYTES)
+        self._counts.sent("control", MESSAGE_SENT_BYTES)
+
+    def disconnected(self) -> None:
+        """A call found the connection gone, so the next answer comes over a new one."""
+        self._is_connected = False
+
+    def _connected(self) -> None:
+        if not self._is_connected:
+            self._is_connected = True
+            self._counts.sent("control", CONNECTION_SENT_BYTES)
+            self._counts.received("control", CONNECTION_RECEIVED_BYTES)
+
+
 class _Interceptor:
     """What the interceptors for asyncio share."""
 
-    def __init__(self, endpoint: str, diagnosis: Diagnosis, counts: WireCounts) -> None:
+    def __init__(self, endpoint: str, diagnosis: Diagnosis, traffic: _Traffic) -> None:
         self._endpoint = endpoint
         self._diagnosis = diagnosis
-        self._counts = counts
+        self._traffic = traffic
 
     async def _explained(self, error: grpc.RpcError) -> AtollError:
         if not _is_worth_a_look(error):
             return translated(error, endpoint=self._endpoint)
+        self._traffic.disconnected()
         found = await asyncio.to_thread(self._diagnosis.find)
         return found or translated(error, endpoint=self._endpoint)
-
-    def _count_request(self, request: object) -> None:
-        self._counts.sent("control", _size_of(request) + CALL_SENT_BYTES)
-
-    def _count_answer(self, answer: object) -> None:
-        self._counts.received("control", _size_of(answer) + ANSWER_RECEIVED_BYTES)
-
-    def _count_message(self, message: object) -> None:
-        self._counts.received("control", _size_of(message) + MESSAGE_RECEIVED_BYTES)
-        self._counts.sent("control", MESSAGE_SENT_BYTES)
 
 
 class _UnaryInterceptor(_Interceptor, grpc.aio.UnaryUnaryClientInterceptor):
@@ -188,13 +219,13 @@ class _UnaryInterceptor(_Interceptor, grpc.aio.UnaryUnaryClientInterceptor):
                 credentials=details.credentials,
                 wait_for_ready=details.wait_for_ready,
             )
-        self._count_request(request)
+        self._traffic.request(request)
         try:
             call = await continuation(details, request)
             answer = await call
         except grpc.RpcError as error:
             raise await self._explained(error) from error
-        self._count_answer(answer)
+        self._traffic.answer(answer)
         return call
 
 
@@ -208,7 +239,7 @@ class _StreamInterceptor(_Interceptor, grpc.aio.UnaryStreamClientInterceptor):
         client_call_details: grpc.aio.ClientCallDetails,
         request: _Request,
     ) -> AsyncIterator[_Response] | grpc.aio.UnaryStreamCall[_Request, _Response]:
-        self._count_request(request)
+        self._traffic.request(request)
         return self._messages(await continuation(client_call_details, request))
 
     async def _messages(
@@ -216,10 +247,14 @@ class _StreamInterceptor(_Interceptor, grpc.aio.UnaryStreamClientInterceptor):
     ) -> AsyncIterator[_Response]:
         try:
             async for message in call:
-                self._count_message(message)
+                self._traffic.streamed(message)
                 yield message
         except grpc.RpcError as error:
             raise await self._explained(error) from error
+        finally:
+            # gRPC cancels a call whose reader is cancelled while it reads, but not before that,
+            # while it waits for the request to leave: the stream would stay open.
+            call.cancel()
 
 
 @dataclass(frozen=True, slots=True)

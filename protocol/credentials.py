@@ -14,7 +14,7 @@ import platformdirs
 
 from protocol import pki
 from protocol.errors import AtollError, BadDataError, NoInputError, ProtocolMismatchError
-from protocol.files import make_folder, remove_durably, write_atomically
+from protocol.files import expanded, make_folder, remove_durably, write_atomically
 from protocol.invite import endpoint_of
 
 LINK_FILE = "link.toml"
@@ -34,7 +34,7 @@ def find_home(explicit: Path | None) -> Path:
     if explicit is not None:
         return explicit
     if from_environment := os.environ.get(HOME_VARIABLE):
-        return Path(from_environment).expanduser()
+        return expanded(from_environment)
     here = Path.cwd()
     return here if (here / LINK_FILE).is_file() else Path(platformdirs.user_data_path("atoll"))
 

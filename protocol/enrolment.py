@@ -11,12 +11,12 @@ import grpc.aio
 
 from protocol.channel import DEADLINE_SECONDS, channel_options
 from protocol.credentials import Credentials
-from protocol.errors import ProtocolMismatchError
+from protocol.errors import AnswerLostError, ProtocolMismatchError, UnavailableError
 from protocol.handshake import fetch_pinned_certificate
 from protocol.identity import Identity
 from protocol.invite import Invite
 from protocol.pki import Principal, Role, enrolment_statement, has_issued, make_request, name_in
-from protocol.status_codes import translated
+from protocol.status_codes import is_domain_error, translated
 from protocol.v1 import enrolment_pb2, enrolment_pb2_grpc
 
 
@@ -32,8 +32,9 @@ def open_enrolment_channel(invite: Invite, certificate_pem: bytes) -> grpc.aio.C
 async def enrol(invite: Invite, identity: Identity, node_name: str) -> Credentials:
     """Trades an invite for credentials. The same identity may do so again with the same invite.
 
-    Raises UnavailableError when nothing answers, ProtocolMismatchError when the coordinator is not
-    the invite's or contradicts itself, and what the coordinator refuses with.
+    Raises UnavailableError when nothing answers, AnswerLostError when the invite may be used now,
+    ProtocolMismatchError when the coordinator is not the invite's or contradicts itself, and what
+    the coordinator refuses with.
     """
     pinned = await asyncio.to_thread(fetch_pinned_certificate, invite)
     request_der, key_pem = make_request()
@@ -50,7 +51,12 @@ async def enrol(invite: Invite, identity: Identity, node_name: str) -> Credentia
         try:
             answer = await stub.Enrol(request, timeout=DEADLINE_SECONDS)
         except grpc.RpcError as error:
-            raise translated(error, endpoint=invite.endpoint) from error
+            found = translated(error, endpoint=invite.endpoint)
+            if isinstance(found, UnavailableError) and not is_domain_error(error):
+                raise AnswerLostError(
+                    found.what, next_step="run 'atoll join' again, with the same invite"
+                ) from error
+            raise found from error
     credentials = Credentials(
         swarm_id=answer.swarm_id,
         run_name=answer.run_name,

@@ -65,6 +65,10 @@ class UnavailableError(AtollError):
     exit_code = ExitCode.UNAVAILABLE
 
 
+class AnswerLostError(UnavailableError):
+    """The coordinator may have done what it was asked, or not: its answer did not arrive."""
+
+
 class SystemRefusedError(AtollError):
     """The machine refuses: a port in use, a full disk, too little shared memory."""
 

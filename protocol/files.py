@@ -1,12 +1,20 @@
-"""Files that are whole or not there at all, and the folders they lie in."""
+"""Files that are whole or not there at all, and the folders they lie in; what people wrote in them."""
 
 import contextlib
 import errno
 import os
 import tempfile
+import tomllib
 from pathlib import Path
+from typing import Any
 
-from protocol.errors import AtollError, CannotCreateError, SystemRefusedError
+from protocol.errors import (
+    AtollError,
+    CannotCreateError,
+    ConfigError,
+    NoInputError,
+    SystemRefusedError,
+)
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 
@@ -21,6 +29,34 @@ def _refusal(path: Path, error: OSError) -> AtollError:
         f"cannot write {path}: {error.strerror or error}",
         next_step=f"make {path.parent} a folder that you may write to, or choose another",
     )
+
+
+def read_toml(path: Path, *, when_missing: str) -> dict[str, Any]:
+    """Reads a file that people write.
+
+    Raises NoInputError when it cannot be read, with `when_missing` as the next step when it is not
+    there, and ConfigError when it is not TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise NoInputError(f"{path} is not there", next_step=when_missing) from error
+    except OSError as error:
+        raise NoInputError(
+            f"{path} cannot be read: {error.strerror}", next_step="make it a file that you may read"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not TOML: {error}", next_step="correct that line") from error
+
+
+def expanded(path: Path | str) -> Path:
+    """The path with ~ and ~user replaced; raises NoInputError for a user that there is not."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise NoInputError(
+            f"{path}: no home folder of that user is known", next_step="write the path in full"
+        ) from error
 
 
 def make_folder(path: Path, *, mode: int = 0o755) -> None:

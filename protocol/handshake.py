@@ -18,6 +18,8 @@ from protocol.pki import pin_of, server_name
 TIMEOUT_SECONDS = 5.0
 """For connecting and for each answer within a handshake."""
 
+_CUT_OFF = (ssl.SSLEOFError, ssl.SSLZeroReturnError)
+
 _CLOCK_ERRORS = {9, 10}  # X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED
 
 
@@ -100,15 +102,15 @@ class Diagnosis:
                 f"the coordinator at {endpoint} is not of swarm {swarm_id}",
                 next_step="check host and port, or join its swarm with 'atoll join INVITE'",
             )
-        except (ssl.SSLEOFError, ssl.SSLZeroReturnError, TimeoutError, ConnectionError) as error:
+        except OSError as error:
+            if isinstance(error, ssl.SSLError) and not isinstance(error, _CUT_OFF):
+                return ProtocolMismatchError(
+                    f"what answers at {endpoint} is not a coordinator ({error.reason})",
+                    next_step="check host and port",
+                )
             return UnavailableError(
-                f"the coordinator at {endpoint} broke the handshake ({error.strerror or error})",
+                f"the handshake with {endpoint} broke off ({error.strerror or error})",
                 next_step="try again; if it stays so, look at the coordinator's log",
-            )
-        except ssl.SSLError as error:
-            return ProtocolMismatchError(
-                f"what answers at {endpoint} is not a coordinator ({error.reason})",
-                next_step="check host and port",
             )
         with tls:
             return (

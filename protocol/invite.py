@@ -52,8 +52,7 @@ class Invite:
     secret: bytes = field(repr=False)
 
     def __post_init__(self) -> None:
-        encoded_host = self.host.encode()
-        if not 0 < len(encoded_host) <= MAX_HOST_BYTES or re.search(r"[\s/\[\]@]", self.host):
+        if not _is_host(self.host):
             raise UsageError(
                 f"{self.host!r} is not a host", next_step="give a host name or an IP address"
             )
@@ -137,6 +136,15 @@ class Invite:
             return cls(host=host, port=port, pin=pin, invite_id=invite_id, secret=secret)
         except (IndexError, ValueError, UsageError) as error:
             raise BadDataError(f"not a valid invite: {error}", next_step=_ASK_AGAIN) from error
+
+
+def _is_host(text: str) -> bool:
+    """Whether it can be a host name or an address, which is not to say that it is there."""
+    try:
+        text.encode("idna")  # what the socket module does to every host, and raises for
+    except UnicodeError:
+        return False
+    return 0 < len(text.encode()) <= MAX_HOST_BYTES and not re.search(r"[\s/\[\]@]", text)
 
 
 def _check(sized: bytes) -> bytes:

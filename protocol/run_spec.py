@@ -4,26 +4,29 @@ Validated here; its digest stands in every payload.
 """
 
 import json
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import blake3
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from protocol.errors import ConfigError, NoInputError
+from protocol.errors import ConfigError
+from protocol.files import read_toml
 from protocol.rounds import Digest
 
-Positive = Annotated[int, Field(gt=0)]
+Positive = Annotated[int, Field(gt=0, lt=2**31)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Seconds = Annotated[float, Field(gt=0, le=7 * 86400)]
 CodecName = Literal["fp32", "int8", "int4"]
 
 
 class Section(BaseModel):
-    """A table of the run file: unknown keys are refused, values never change."""
+    """A table of a file that people write: unknown keys are refused, values never change.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    Strict, for `steps = "30"` and `steps = true` are mistakes, and would be taken as 30 and 1.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class RunSection(Section):
@@ -70,7 +73,7 @@ class DataSection(Section):
     """[data]: the text, read as bytes. A file belongs to the held-out split by the hash of its name."""
 
     source: Literal["python-stdlib", "text"] = "python-stdlib"
-    paths: tuple[str, ...] = ()
+    paths: Annotated[tuple[str, ...], Field(strict=False)] = ()  # TOML gives lists
     held_out: Annotated[float, Field(gt=0, le=0.5)] = 0.05
 
     @model_validator(mode="after")
@@ -95,7 +98,7 @@ class InnerSection(Section):
     clip: Annotated[float, Field(gt=0)] = 1.0
     schedule: Literal["constant", "cosine"] = "cosine"
     warmup_tokens: Annotated[int, Field(ge=0)] = 0
-    total_tokens: Positive | None = None
+    total_tokens: Annotated[int, Field(gt=0, lt=2**63)] | None = None
     final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
 
 
@@ -176,6 +179,8 @@ def _first_problem(error: ValidationError) -> str:
             return f"{place}: unknown key" if rest else f"[{table}]: unknown table"
         case "value_error":
             return f"{place}: {problem['ctx']['error']}"
+        case "model_type":
+            return f"{table} = {problem['input']!r}: [{table}] is a table of keys and values"
         case _:
             message = problem["msg"][0].lower() + problem["msg"][1:]
             return f"{place} = {problem['input']!r}: {message}"
@@ -194,14 +199,7 @@ def validated(tables: dict[str, Any], *, origin: str) -> RunSpec:
 
 def load_run_file(path: Path) -> RunSpec:
     """Reads a run.toml; raises NoInputError or ConfigError."""
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise NoInputError(
-            f"{path} is not there", next_step=f"run 'atoll coordinator init {path.parent}'"
-        ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not TOML: {error}", next_step="correct that line") from error
+    tables = read_toml(path, when_missing=f"run 'atoll coordinator init {path.parent}'")
     return validated(tables, origin=str(path))
 
 

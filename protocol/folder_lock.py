@@ -1,0 +1,64 @@
+"""One process at a time for a folder: a coordinator, a node, or a machine that joins."""
+
+import fcntl
+import os
+from pathlib import Path
+from typing import Self
+
+from protocol.errors import SystemRefusedError
+
+LOCK_NAME = "lock"
+
+
+class FolderLock:
+    """Holds a folder for this process until `release`, or until the process ends, however it ends.
+
+    The programs that it starts do not inherit the lock, so one that outlives it holds nothing.
+    """
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self._descriptor = descriptor
+
+    @classmethod
+    def take(cls, folder: Path, *, holder: str, next_step: str) -> Self:
+        """Takes the folder; raises SystemRefusedError when another process holds it.
+
+        `holder` is what people call whoever holds it: "coordinator", "node".
+        """
+        path = folder / LOCK_NAME
+        while True:
+            try:
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            except OSError as error:
+                raise SystemRefusedError(
+                    f"{path} cannot be opened: {error.strerror}",
+                    next_step="check the folder's permissions",
+                ) from error
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                owner = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+                os.close(descriptor)
+                raise SystemRefusedError(
+                    f"another {holder} (process {owner}) runs in {folder}", next_step=next_step
+                ) from error
+            if _is_same_file(path, descriptor):
+                break
+            os.close(descriptor)  # its holder removed the file before letting go
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        return cls(path, descriptor)
+
+    def release(self) -> None:
+        """Lets another process have the folder; safe to call more than once."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _is_same_file(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
