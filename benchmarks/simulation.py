@@ -99,14 +99,27 @@ class DeskStub:
     async def Detach(self, request: Message) -> Any:
         return self._asked(partial(self._desk.detach, self._node_id), request)
 
-    async def Subscribe(self, request: Message) -> AsyncIterator[Any]:
-        async for event in self._desk.subscribe(self._node_id, _over_the_wire(request)):
-            yield _over_the_wire(event)
+    def Subscribe(self, request: Message) -> "DeskStream":
+        return DeskStream(self._desk.subscribe(self._node_id, _over_the_wire(request)))
 
     def _asked(self, answer: Callable[[Any], Message], request: Message) -> Message:
         if self.is_cut:
             raise UnavailableError("the simulated link is cut")
         return _over_the_wire(answer(_over_the_wire(request)))
+
+
+class DeskStream:
+    """A stream as a stub's caller sees it."""
+
+    def __init__(self, events: AsyncIterator[Message]) -> None:
+        self._events = events
+
+    async def __aiter__(self) -> AsyncIterator[Message]:
+        async for event in self._events:
+            yield _over_the_wire(event)
+
+    def cancel(self) -> None:
+        """Nothing to do: the desk's stream ends with its reader."""
 
 
 class PacedIsland(InlineIsland):

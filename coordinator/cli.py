@@ -118,9 +118,6 @@ def start(
 
     Example: atoll coordinator start my-run
     """
-    # gRPC's own log repeats what we report, and tells of every stranger's failed handshake.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-
     from coordinator.app import run_coordinator
     from coordinator.config import Home
 

@@ -28,7 +28,7 @@ from protocol.credentials import (
     Credentials,
 )
 from protocol.errors import AtollError, CannotCreateError, ConfigError, NoInputError, UsageError
-from protocol.files import make_folder, write_atomically
+from protocol.files import make_folder, read_toml, write_atomically
 from protocol.pki import Authority, new_swarm_id
 from protocol.run_spec import RunSection, RunSpec, Section, load_run_file, validated
 
@@ -300,10 +300,9 @@ def advertised_host(host: str) -> str:
 
 
 def _load_config(path: Path) -> CoordinatorConfig:
+    values = read_toml(path, when_missing=f"run 'atoll coordinator init {path.parent}'")
     try:
-        return CoordinatorConfig.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not TOML: {error}", next_step="correct that line") from error
+        return CoordinatorConfig.model_validate(values)
     except ValidationError as error:
         known = ", ".join(CoordinatorConfig.model_fields)
         raise ConfigError(

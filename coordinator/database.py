@@ -3,8 +3,6 @@
 What the tables mean is coordinator.store's; here they are made and kept whole.
 """
 
-import fcntl
-import os
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,9 +12,9 @@ from typing import Self
 from pydantic import ValidationError
 
 from protocol.errors import BadDataError, ConfigError, SystemRefusedError
+from protocol.folder_lock import FolderLock
 
 DATABASE_NAME = "atoll.db"
-LOCK_NAME = "lock"
 
 MIGRATIONS: Sequence[str] = (
     """
@@ -58,11 +56,11 @@ class Database:
     """SQLite with a write-ahead log and full sync, for the one process that holds the lock."""
 
     def __init__(
-        self, connection: sqlite3.Connection, *, path: Path, lock_fd: int | None = None
+        self, connection: sqlite3.Connection, *, path: Path, lock: FolderLock | None = None
     ) -> None:
         self.path = path
         self._connection = connection
-        self._lock_fd = lock_fd
+        self._lock = lock
         with self.reading():
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = FULL")
@@ -72,22 +70,26 @@ class Database:
     @classmethod
     def open(cls, directory: Path) -> Self:
         """Opens or makes a folder's database; SystemRefusedError when another process has it."""
-        lock_fd = _lock(directory)
+        lock = FolderLock.take(
+            directory,
+            holder="coordinator",
+            next_step="stop it, or start a new run with 'atoll coordinator init NEWDIR'",
+        )
         path = directory / DATABASE_NAME
         try:
             connection = sqlite3.connect(path, isolation_level=None)
             try:
-                return cls(connection, path=path, lock_fd=lock_fd)
+                return cls(connection, path=path, lock=lock)
             except BaseException:
                 connection.close()
                 raise
         except sqlite3.Error as error:
-            os.close(lock_fd)
+            lock.release()
             raise SystemRefusedError(
                 f"{path} cannot be opened: {error}", next_step="check its permissions"
             ) from error
         except BaseException:
-            os.close(lock_fd)
+            lock.release()
             raise
 
     @classmethod
@@ -98,9 +100,8 @@ class Database:
     def close(self) -> None:
         """Closes the file and lets another process have the folder."""
         self._connection.close()
-        if self._lock_fd is not None:
-            os.close(self._lock_fd)
-            self._lock_fd = None
+        if self._lock is not None:
+            self._lock.release()
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
@@ -145,26 +146,3 @@ class Database:
             self._connection.executescript(
                 f"BEGIN; {script}; PRAGMA user_version = {number}; COMMIT;"
             )
-
-
-def _lock(directory: Path) -> int:
-    """Takes the folder for this process, until it ends, however it ends."""
-    path = directory / LOCK_NAME
-    try:
-        lock_fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise SystemRefusedError(
-            f"{path} cannot be opened: {error.strerror}", next_step="check the folder's permissions"
-        ) from error
-    try:
-        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        owner = os.pread(lock_fd, 32, 0).decode(errors="replace").strip() or "unknown"
-        os.close(lock_fd)
-        raise SystemRefusedError(
-            f"another coordinator (process {owner}) runs in {directory}",
-            next_step="stop it, or start a new run with 'atoll coordinator init NEWDIR'",
-        ) from error
-    os.ftruncate(lock_fd, 0)
-    os.pwrite(lock_fd, f"{os.getpid()}\n".encode(), 0)
-    return lock_fd

@@ -44,6 +44,11 @@ class InviteRecord:
     node_ids: tuple[NodeId, ...]  # who joined with it
 
 
+RECONNECT_SECONDS = 15.0
+"""What a lease is longer after a restart: nodes pause as long between two tries to reach us
+(protocol.channel.RETRY_CAP_SECONDS), and a round must not lose its participants meanwhile."""
+
+
 class Store:
     """The one writer. Its methods raise SystemRefusedError when the disk refuses."""
 
@@ -112,7 +117,8 @@ class Store:
         """Leases are not saved, and nobody could renew one while the coordinator was down."""
         if member.state not in PRESENT:
             return member
-        return replace(member, lease_until=self._saved_now + rules.lease_seconds)
+        seconds = rules.lease_seconds + RECONNECT_SECONDS
+        return replace(member, lease_until=self._saved_now + seconds)
 
     def save(self, before: SwarmState, after: SwarmState, *, now: float) -> None:
         """Makes the step from `before`, which the database holds, to `after` durable at `now`."""

@@ -204,9 +204,12 @@ class CoordinatorLink:
 
     async def events(self, session_id: int) -> AsyncIterator[Event]:
         """What happens, as it happens, beginning with what holds now."""
-        request = session_pb2.SubscribeRequest(session_id=session_id)
-        async for message in self._stub.Subscribe(request):
-            yield _event_from_wire(message)
+        call = self._stub.Subscribe(session_pb2.SubscribeRequest(session_id=session_id))
+        try:
+            async for message in call:
+                yield _event_from_wire(message)
+        finally:
+            call.cancel()  # gRPC keeps a stream open whose reader merely went away
 
     async def list_commits(self, after_round: int) -> tuple[Commit, ...]:
         """Commits of later rounds, oldest first, at most 64."""

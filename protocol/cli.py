@@ -5,6 +5,7 @@ as text only, so that no import leads from protocol to them.
 """
 
 import difflib
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -171,6 +172,8 @@ root = LazyGroup(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry of the console script and of `python -m protocol.cli`."""
+    # gRPC's own log repeats what we report, and tells of every stranger's failed handshake.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     sys.exit(console.run(root, arguments))
 
 
