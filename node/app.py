@@ -1,133 +1,79 @@
-"""Puts a node together from its folder: credentials, run file, island, transport, daemon."""
+"""A node from the outside: who it is, which run it is for, and how it ends.
+
+What people got wrong is found here, before the seconds that torch and hivemind take to load
+(node.assembly): a coordinator that is not there, a device that no machine has, a folder in use.
+"""
 
 import asyncio
-import ipaddress
-import random
-import signal
-from importlib import metadata
 from pathlib import Path
 
 import structlog
 
-from node.config import IDENTITY_FILE, SNAPSHOTS_FOLDER, NodeSettings
+from node.config import IDENTITY_FILE, NodeSettings
 from node.coordinator_link import CoordinatorLink
-from node.daemon import Daemon, NodeFacts
-from node.exchange.codecs.registry import codec_named
-from node.exchange.outer import Outer
-from node.exchange.outer_optimizer import outer_optimizer_of
-from node.exchange.snapshot import SnapshotFolder
-from node.exchange.transport.libp2p import Libp2pTransport
-from node.heavy import in_thread
-from node.island.devices import devices_of
-from node.island.first_weights import initial_parameters
-from node.island.launcher import ProcessIsland
-from node.island.model import layout_of
-from node.newest import keep_run
-from node.outer_state import SharedVectors
+from node.island.devices import check_batch, check_choice
+from node.island.launcher import end_forkserver, prepare_forkserver
+from node.stopping import StopSignals
 from protocol.channel import open_channel
 from protocol.credentials import Credentials
+from protocol.errors import AtollError
+from protocol.folder_lock import FolderLock
 from protocol.identity import Identity
-from protocol.run_spec import RunSpec
 from protocol.v1.session_pb2_grpc import SessionServiceStub
 from protocol.wire_count import WireCounts
 
 log = structlog.get_logger()
 
+_STOPPED = "stopped by its owner"
+
 
 async def run_node(folder: Path, settings: NodeSettings) -> str:
-    """Runs the node of a folder until the run is finished, SIGINT or SIGTERM; returns why it ended."""
+    """Runs the node of a folder until the run is finished or its owner stops it; returns why.
+
+    No process that it started is left when it ends. The last thing that its process does: signals
+    are ignored from then on.
+    """
     credentials = Credentials.load(folder)
     identity = Identity.load(folder / IDENTITY_FILE)
-    counts = WireCounts()
-    this_task = asyncio.current_task()
-    assert this_task is not None
-    for signal_number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(signal_number, this_task.cancel)
-    async with open_channel(credentials, counts) as channel:
-        link = CoordinatorLink(SessionServiceStub(channel))
+    check_choice(settings.device, settings.ranks)
+    lock = FolderLock.take(
+        folder,
+        holder="node",
+        next_step="stop that one first; another node on this machine needs a folder of its own",
+    )
+    with StopSignals() as signals:
         try:
-            spec = await link.get_run()
-            log.info(
-                "run", name=spec.run.name, rounds=spec.run.rounds, coordinator=credentials.endpoint
-            )
-            return await _run_daemon(folder, settings, credentials, identity, spec, link, counts)
+            return await _run(folder, settings, credentials, identity, signals)
         except asyncio.CancelledError:
-            return "stopped by its owner"
+            return _STOPPED
+        except AtollError as error:
+            if not signals.is_asked:
+                raise
+            # Whoever stops a service signals all its processes, and we may see a rank end first.
+            log.info("while stopping", error=str(error))
+            return _STOPPED
+        finally:
+            end_forkserver()
+            lock.release()
 
 
-async def _run_daemon(
+async def _run(
     folder: Path,
     settings: NodeSettings,
     credentials: Credentials,
     identity: Identity,
-    spec: RunSpec,
-    link: CoordinatorLink,
-    counts: WireCounts,
+    signals: StopSignals,
 ) -> str:
-    keep_run(folder, spec)
-    devices = devices_of(settings.device, settings.ranks)
-    layout = layout_of(spec.model)
-    snapshots = SnapshotFolder(folder / SNAPSHOTS_FOLDER)
-    kept = snapshots.load_newest(spec.digest(), layout.summary().digest)
-    shared = SharedVectors.create(layout.num_elements)
-    try:
-        shared.parameters[:] = initial_parameters(spec.model, spec.run.seed)
-        outer = Outer(
-            layout=layout,
-            parameters=shared.parameters,
-            published=shared.published,
-            optimizer=outer_optimizer_of(spec.outer),
-            uplink=codec_named(spec.exchange.uplink),
-            downlink=codec_named(spec.exchange.downlink),
-            error_feedback=spec.exchange.error_feedback,
-            run_digest=spec.digest(),
-            node_id=identity.node_id,
+    counts = WireCounts()
+    async with open_channel(credentials, counts) as channel:
+        link = CoordinatorLink(SessionServiceStub(channel))
+        spec = await link.get_run()
+        check_batch(spec, settings.ranks)
+        log.info(
+            "run", name=spec.run.name, rounds=spec.run.rounds, coordinator=credentials.endpoint
         )
-        if kept is not None:
-            outer.restore(*kept)
-            log.info("resuming from disk", round=outer.round, digest=outer.digest.hex()[:12])
-        daemon = Daemon(
-            facts=NodeFacts(
-                node_id=identity.node_id,
-                node_name=settings.name,
-                public_key=identity.public_key,
-                device=devices[0],
-                num_ranks=len(devices),
-                version=metadata.version("atoll"),
-            ),
-            spec=spec,
-            link=link,
-            transport=Libp2pTransport(
-                identity=identity,
-                counts=counts,
-                listen_multiaddrs=(_listen_multiaddr(settings, credentials.host),),
-                announce_host=settings.announce or None,
-            ),
-            island=ProcessIsland(spec=spec, names=shared.names, devices=devices, folder=Path.cwd()),
-            outer=outer,
-            snapshots=snapshots,
-            heavy=in_thread,
-            counts=counts,
-            rng=random.Random(),
-        )
-        return await daemon.run()
-    finally:
-        # Views of the shared memory must be gone before it can be given back.
-        daemon = outer = None  # type: ignore[assignment]
-        shared.close()
-
-
-def _listen_multiaddr(settings: NodeSettings, coordinator_host: str) -> str:
-    """Where to listen: loopback for a coordinator on this machine, every interface otherwise."""
-    address = settings.listen or ("127.0.0.1" if _is_loopback(coordinator_host) else "0.0.0.0")
-    family = "ip6" if ":" in address else "ip4"
-    return f"/{family}/{address}/tcp/{settings.port}"
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+        log.info("loading torch and hivemind: it takes some seconds")
+        prepare_forkserver()  # it imports torch while we import the rest
+        with signals.blocking():
+            from node.assembly import run_daemon
+        return await run_daemon(folder, settings, credentials, identity, spec, link, counts)

@@ -52,7 +52,7 @@ def node() -> None:
 @node.command()
 @DIRECTORY
 @click.option("--name", help="What people call this node, instead of the name in node.toml.")
-@click.option("--device", help="Where to train: auto, cpu, cuda, mps, xpu.")
+@click.option("--device", help="Where to train: auto, cpu, cuda, or one GPU, as cuda:1.")
 @click.option("--ranks", type=int, help="Training processes; with GPUs, one for each.")
 @click.option("--listen", help="Address that peers connect to.")
 @click.option("--port", type=int, help="Port that peers connect to; 0 picks a free one.")
@@ -69,11 +69,8 @@ def start(folder: Path | None, log_json: bool, **settings: str | int | None) -> 
     from protocol.logging import start_logging
 
     start_logging(as_json=log_json, node=chosen.name)
-    # The fork server must start before gRPC does, and imports torch while we import the rest.
+    # Torch reads it when it is imported, here and in the ranks.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // chosen.ranks)))
-    from node.island.launcher import prepare_forkserver
-
-    prepare_forkserver()
     from node.app import run_node
 
     reason = asyncio.run(run_node(home, chosen))

@@ -1,13 +1,13 @@
 """A node's folder and its settings: what a contributor may change about their own machine."""
 
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
-from protocol.errors import ConfigError
-from protocol.files import write_atomically
+from protocol.errors import ConfigError, UsageError
+from protocol.files import read_toml, write_atomically
+from protocol.run_spec import Section
 
 IDENTITY_FILE = "identity.key"
 SETTINGS_FILE = "node.toml"
@@ -19,7 +19,7 @@ TEMPLATE = """\
 # What people call this node.
 name = {name}
 
-# Where to train: "auto" takes a GPU when there is one; or "cpu", "cuda", "mps", "xpu".
+# Where to train: "auto" takes a GPU when there is one; or "cpu", "cuda", or one GPU, as "cuda:1".
 device = "auto"
 
 # Training processes. With GPUs, one for each.
@@ -36,10 +36,8 @@ announce = ""
 """
 
 
-class NodeSettings(BaseModel):
-    """node.toml. Unknown keys are refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class NodeSettings(Section):
+    """node.toml."""
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
     device: str = "auto"
@@ -60,26 +58,27 @@ def write_settings(folder: Path, *, name: str) -> None:
 def load_settings(folder: Path, **overrides: Any) -> NodeSettings:
     """Reads node.toml; options of the command line that are not None come first.
 
-    Raises ConfigError with the first thing that is wrong.
+    Raises UsageError for a wrong option, ConfigError for the first thing that is wrong in the file.
     """
     path = folder / SETTINGS_FILE
+    values: dict[str, Any] = {"name": folder.resolve().name or "node"}
+    if path.exists():
+        values |= read_toml(path, when_missing="join a swarm with 'atoll join INVITE'")
+    options = {key: value for key, value in overrides.items() if value is not None}
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        values = {"name": folder.name or "node"}
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not TOML: {error}", next_step="correct that line") from error
-    values |= {key: value for key, value in overrides.items() if value is not None}
-    try:
-        return NodeSettings.model_validate(values)
+        return NodeSettings.model_validate(values | options)
     except ValidationError as error:
         problem = error.errors()[0]
         key = ".".join(str(part) for part in problem["loc"])
-        what = (
+        message = f"{problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
+        if key in options:
+            raise UsageError(
+                f"--{key} {message}", next_step="see 'atoll node start --help'"
+            ) from error
+        known = ", ".join(NodeSettings.model_fields)
+        raise ConfigError(
             f"{path}: {key}: unknown key"
             if problem["type"] == "extra_forbidden"
-            else f"{path}: {key} = {problem['input']!r}: {problem['msg']}"
-        )
-        raise ConfigError(
-            what, next_step="correct it, or remove the line to take the default"
+            else f"{path}: {key} = {message}",
+            next_step=f"correct it, or remove the line to take the default; the keys are {known}",
         ) from error

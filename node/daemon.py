@@ -7,7 +7,7 @@ roster, participants that are gone) is done on arrival.
 
 import asyncio
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import structlog
@@ -34,12 +34,16 @@ from node.exchange.transport.transport import Transport
 from node.heavy import Heavy
 from node.island.island import InnerReport, InnerWork, Island, Progress
 from node.session import Session
+from protocol.channel import retried
 from protocol.errors import SystemRefusedError
 from protocol.rounds import Commit, CorpusSummary, Digest, NodeId, PeerAddress, Plan
 from protocol.run_spec import RunSpec
 from protocol.wire_count import WireCounts
 
 log = structlog.get_logger()
+
+FINISH_SECONDS = 120.0
+"""How long a node that is behind when the run is finished waits for somebody with the final state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +65,17 @@ class _CatchUpNeeded:
     round: int
 
 
-_Work = RoundOpened | RoundCommitted | EvaluationAsked | RefetchAsked | RunFinished | _CatchUpNeeded
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PlanReceived:
+    """A plan's durations count from here, however long it waits for its turn."""
+
+    plan: Plan
+    at: float
+
+
+_Work = (
+    _PlanReceived | RoundCommitted | EvaluationAsked | RefetchAsked | RunFinished | _CatchUpNeeded
+)
 
 
 class Daemon:
@@ -84,6 +98,8 @@ class Daemon:
         self._facts = facts
         self._spec = spec
         self._run_digest = spec.digest()
+        self._link = link
+        self._rng = rng
         self._transport = transport
         self._island = island
         self._outer = outer
@@ -97,7 +113,7 @@ class Daemon:
             snapshots=snapshots,
             heavy=heavy,
             report=self._report,
-            list_commits=link.list_commits,
+            list_commits=self._list_commits,
         )
         self._session = Session(
             link=link,
@@ -119,35 +135,37 @@ class Daemon:
 
         Cancel it to leave early: it says goodbye and stops what it started.
         """
-        tasks: list[asyncio.Task[Any]] = []
+        goodbye = "stopped by its owner"
+        island = asyncio.ensure_future(self._island.start())
+        transport = asyncio.ensure_future(self._transport.start(self._exchange))
+        tasks: list[asyncio.Future[Any]] = [island, transport]
         try:
-            self._corpus, _ = await asyncio.gather(
-                self._island.start(), self._transport.start(self._exchange)
-            )
+            self._corpus, _ = await asyncio.gather(island, transport)
             await self._island.adopt()
             work = asyncio.ensure_future(self._do_work())
-            tasks = [
-                work,
-                asyncio.ensure_future(self._session.run()),
-                asyncio.ensure_future(self._watch_transport()),
-            ]
+            session = asyncio.ensure_future(self._session.run())
+            tasks = [work, session, asyncio.ensure_future(self._watch_transport())]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
                 if task.done():
                     task.result()  # raises what went wrong; only the work ends without an error
-            reason = await work
             await self._session.flush(timeout_seconds=5)
-            await self._session.leave("the run is finished")
-            return reason
-        except asyncio.CancelledError:
-            await self._session.leave("stopped by its owner")
+            goodbye = "the run is finished"
+            return work.result()
+        except Exception:
+            goodbye = "stopped by an error, which its log tells"
             raise
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await self._session.leave(goodbye)
             await self._exchange.stop()
-            await asyncio.gather(self._transport.stop(), self._island.stop())
+            for fault in await asyncio.gather(
+                self._transport.stop(), self._island.stop(), return_exceptions=True
+            ):
+                if isinstance(fault, BaseException):
+                    log.error("not stopped cleanly", exc_info=fault)
 
     async def _watch_transport(self) -> None:
         reason = await self._transport.wait_failed()
@@ -210,8 +228,20 @@ class Daemon:
                 self._exchange.set_roster(members)
             case ParticipantsDeparted():
                 self._exchange.depart(event.round, event.node_ids)
+            case RoundOpened(plan=plan):
+                now = asyncio.get_running_loop().time()
+                self._work.put_nowait(_PlanReceived(plan=plan, at=now))
             case _:
                 self._work.put_nowait(event)
+
+    async def _list_commits(self, after_round: int) -> tuple[Commit, ...]:
+        """Outlives a coordinator that is away for a while."""
+        return await retried(
+            lambda: self._link.list_commits(after_round),
+            is_wanted=lambda: True,
+            random=self._rng,
+            on_wait=lambda error, _: log.info("no list of commits yet", why=error.what),
+        )
 
     # Work, one thing after the other
 
@@ -219,8 +249,8 @@ class Daemon:
         while True:
             self._activity = "waiting"
             match await self._work.get():
-                case RoundOpened(plan=plan):
-                    await self._take_part(plan)
+                case _PlanReceived(plan=plan, at=received_at):
+                    await self._take_part(plan, received_at)
                 case RoundCommitted(commit=commit):
                     await self._apply(commit)
                 case EvaluationAsked(round=round_):
@@ -230,18 +260,31 @@ class Daemon:
                 case RefetchAsked() as asked:
                     await self._refetch(asked.round, asked.outer_digest, asked.reason)
                 case RunFinished() as finished:
-                    await self._catch_up(finished.round)
-                    log.info("run finished", round=finished.round, why=finished.reason)
-                    return finished.reason
+                    return await self._finish(finished)
 
-    async def _take_part(self, plan: Plan) -> None:
+    async def _finish(self, finished: RunFinished) -> str:
+        """Takes over the final state. The others may have left with it: then it is not waited for."""
+        try:
+            async with asyncio.timeout(FINISH_SECONDS):
+                await self._catch_up(finished.round)
+        except TimeoutError:
+            log.warning("nobody supplies the final state", round=finished.round)
+            return f"{finished.reason}; this node holds round {self._outer.round} of it"
+        log.info("run finished", round=finished.round, why=finished.reason)
+        return finished.reason
+
+    async def _take_part(self, plan: Plan, received_at: float) -> None:
         assignment = plan.assignment_of(self._facts.node_id)
         is_known = plan.round <= max(self._last_planned_round, self._outer.round)
         if assignment is None or is_known:
             return  # a plan comes again after every break of the session
-        if plan.base_digest != self._outer.digest:
+        # A commit that passed while the session was broken. Even a void one, which leaves the
+        # digest as it is, must be heard of before the plan: it settles what the round before owes.
+        await self._catch_up(plan.round - 1)
+        if (plan.round - 1, plan.base_digest) != (self._outer.round, self._outer.digest):
             log.warning("plan refused: its base is not our state", round=plan.round)
             return
+        plan = _what_is_left_of(plan, asyncio.get_running_loop().time() - received_at)
         self._last_planned_round = plan.round
         await self._exchange.open_round(plan)
         self._activity, self._inner_step = "training", 0
@@ -281,12 +324,10 @@ class Daemon:
             await self._adopted()
 
     async def _refetch(self, round: int, digest: Digest, reason: str) -> None:
-        if (self._outer.round, self._outer.digest) == (round, digest):
-            return
-        log.warning("fetching the outer state anew", round=round, why=reason)
+        log.warning("asked to fetch the outer state anew", round=round, why=reason)
         self._activity = "refetching"
-        await self._exchange.refetch(round, digest)
-        await self._adopted()
+        if await self._exchange.refetch(round, digest):
+            await self._adopted()
 
     async def _adopted(self) -> None:
         """The outer state moved: ranks take it over, then the coordinator learns it, then the disk."""
@@ -303,6 +344,16 @@ class Daemon:
         await self._island.adopt()
         evaluation = await self._island.evaluate()
         self._report(round, Evaluated(held_out_loss=evaluation.loss, tokens=evaluation.tokens))
+
+
+def _what_is_left_of(plan: Plan, seconds: float) -> Plan:
+    """The plan after it has waited."""
+    return replace(
+        plan,
+        train_seconds=max(0.0, plan.train_seconds - seconds),
+        contribute_seconds=max(0.0, plan.contribute_seconds - seconds),
+        commit_seconds=max(0.0, plan.commit_seconds - seconds),
+    )
 
 
 def _trained_report(trained: InnerReport) -> Trained:

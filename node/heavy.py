@@ -4,6 +4,7 @@ The daemon runs it in a thread; tests and simulations run it in place, so that t
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
@@ -18,8 +19,19 @@ class Heavy(Protocol):
 
 
 async def in_thread(work: Callable[[], Result]) -> Result:
-    """Runs `work` in a thread of the loop's pool; numpy, torch and BLAKE3 let go of the GIL there."""
-    return await asyncio.to_thread(work)
+    """Runs `work` in a thread of the loop's pool; numpy, torch and BLAKE3 let go of the GIL there.
+
+    A thread cannot be stopped. So when it is cancelled it waits for the thread first: what follows
+    may free the shared memory that `work` writes to.
+    """
+    thread = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(thread)
+    except asyncio.CancelledError:
+        while not thread.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([thread])
+        raise
 
 
 async def in_place(work: Callable[[], Result]) -> Result:

@@ -8,12 +8,23 @@ from pathlib import Path
 
 from node.config import IDENTITY_FILE, write_settings
 from protocol.credentials import LINK_FILE, Credentials
-from protocol.errors import CannotCreateError, NoInputError, UsageError
-from protocol.files import make_folder
+from protocol.errors import (
+    AnswerLostError,
+    AtollError,
+    BadDataError,
+    CannotCreateError,
+    NoInputError,
+    UsageError,
+)
+from protocol.files import expanded, make_folder
+from protocol.folder_lock import FolderLock
 from protocol.identity import Identity
 from protocol.invite import Invite
 
 INVITE_VARIABLE = "ATOLL_INVITE"
+
+_COORDINATOR_FILE = "coordinator.toml"
+_MAX_FILE_CHARACTERS = 1 << 16
 
 
 def read_invite(given: str | None) -> Invite:
@@ -29,19 +40,40 @@ def read_invite(given: str | None) -> Invite:
             next_step="run 'atoll join INVITE' with the line that the run owner sent you",
         )
     if given == "-":
-        given = sys.stdin.read()
+        given = _not_empty(sys.stdin.read(_MAX_FILE_CHARACTERS), "standard input")
     elif not given.strip().startswith(("atoll1-", "atoll join")) and _is_file_name(given):
-        path = Path(given).expanduser()
-        if not path.is_file():
-            raise NoInputError(
-                f"there is no file {path}", next_step="give the invite itself, or '-'"
-            )
-        given = path.read_text(encoding="utf-8", errors="replace")
+        given = _not_empty(_content(expanded(given)), f"the file {given}")
     return Invite.decode(given.strip().removeprefix("atoll join").strip())
 
 
 def _is_file_name(text: str) -> bool:
-    return Path(text).expanduser().is_file() or os.sep in text
+    try:
+        return os.sep in text or Path(text).exists()
+    except OSError:
+        return False  # too long for one, for example
+
+
+def _content(path: Path) -> str:
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return file.read(_MAX_FILE_CHARACTERS)
+    except FileNotFoundError as error:
+        raise NoInputError(
+            f"there is no file {path}", next_step="give the invite itself, or '-'"
+        ) from error
+    except OSError as error:
+        raise NoInputError(
+            f"{path} cannot be read: {error.strerror}", next_step="give the invite itself, or '-'"
+        ) from error
+
+
+def _not_empty(text: str, origin: str) -> str:
+    if not text.strip():
+        raise BadDataError(
+            f"{origin} holds no invite: it is empty",
+            next_step="ask the run owner for the line that 'atoll invite create' printed",
+        )
+    return text
 
 
 async def join(invite: Invite, folder: Path, *, name: str) -> Credentials:
@@ -51,38 +83,68 @@ async def join(invite: Invite, folder: Path, *, name: str) -> Credentials:
     """
     from protocol.enrolment import enrol
 
-    if (folder / LINK_FILE).exists():
-        known = Credentials.load(folder)
-        raise CannotCreateError(
-            f"{folder} is a member of '{known.run_name}' ({known.endpoint}) already",
-            next_step="start it with 'atoll node start', or join another swarm with --dir OTHER",
-        )
-    with _identity(folder) as identity:
-        credentials = await enrol(invite, identity, name)
-    write_settings(folder, name=name)
-    credentials.save(folder)
+    _check_is_free(folder)
+    with _held(folder):
+        _check_is_free(folder)  # again: another 'atoll join' may just have used it
+        with _identity(folder) as identity:
+            credentials = await enrol(invite, identity, name)
+        write_settings(folder, name=name)
+        credentials.save(folder)
     return credentials
+
+
+def _check_is_free(folder: Path) -> None:
+    if (folder / _COORDINATOR_FILE).exists():
+        raise CannotCreateError(
+            f"{folder} is a coordinator's folder",
+            next_step="give the node a folder of its own with --dir OTHER",
+        )
+    if not (folder / LINK_FILE).exists():
+        return
+    try:
+        known = Credentials.load(folder)
+    except BadDataError:
+        return  # damaged: to join again is the way to mend it
+    raise CannotCreateError(
+        f"{folder} is a member of '{known.run_name}' ({known.endpoint}) already",
+        next_step=f"start it with 'atoll node start --dir {folder}', or join another swarm with "
+        "--dir OTHER",
+    )
+
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """The folder, made when it is not there, for us alone; taken back when it stayed empty."""
+    is_new = not folder.exists()
+    make_folder(folder, mode=0o700)
+    lock = FolderLock.take(folder, holder="node", next_step="wait for it, or choose --dir OTHER")
+    try:
+        yield
+    finally:
+        if is_new and {path.name for path in folder.iterdir()} == {lock.path.name}:
+            lock.path.unlink()
+            with contextlib.suppress(OSError):  # somebody else uses it already
+                folder.rmdir()
+        lock.release()
 
 
 @contextlib.contextmanager
 def _identity(folder: Path) -> Iterator[Identity]:
-    """The folder's identity, made and saved when there is none; taken back when enrolling fails.
+    """The folder's identity, made and saved when there is none; taken back when we are refused.
 
-    It is saved before the invite is used: should the machine fail right after, the same identity
-    may use the same invite again.
+    It is saved before the invite is used, and kept when nobody knows whether it was: the same
+    identity may use the same invite again.
     """
-    path, is_new_folder = folder / IDENTITY_FILE, not folder.exists()
+    path = folder / IDENTITY_FILE
     if path.exists():
         yield Identity.load(path)
         return
-    make_folder(folder, mode=0o700)
     identity = Identity.generate()
     identity.save(path)
     try:
         yield identity
-    except BaseException:
+    except AnswerLostError:
+        raise
+    except AtollError:
         path.unlink(missing_ok=True)
-        if is_new_folder:
-            with contextlib.suppress(OSError):
-                folder.rmdir()
         raise

@@ -2,15 +2,17 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from node.config import SNAPSHOTS_FOLDER
-from node.exchange.snapshot import SnapshotFolder
-from node.island.model import layout_of
-from node.outer_state import Layout, Vector
+from protocol.credentials import Credentials
 from protocol.errors import NoInputError
 from protocol.files import write_atomically
 from protocol.rounds import Digest
 from protocol.run_spec import RunSpec, run_from_json
+
+if TYPE_CHECKING:
+    from node.outer_state import Layout, Vector
 
 RUN_FILE = "run.json"
 
@@ -20,10 +22,10 @@ class NewestModel:
     """Committed parameters with what is needed to use them."""
 
     spec: RunSpec
-    layout: Layout
+    layout: "Layout"
     round: int
     outer_digest: Digest
-    parameters: Vector
+    parameters: "Vector"
 
 
 def keep_run(folder: Path, spec: RunSpec) -> None:
@@ -34,23 +36,31 @@ def keep_run(folder: Path, spec: RunSpec) -> None:
 def newest_model(folder: Path) -> NewestModel:
     """Reads the newest whole snapshot. Raises NoInputError when there is none yet."""
     path = folder / RUN_FILE
-    snapshot = None
-    if path.is_file():
-        spec = run_from_json(path.read_text(encoding="utf-8"))
-        layout = layout_of(spec.model)
-        kept = SnapshotFolder(folder / SNAPSHOTS_FOLDER).load_newest(
-            spec.digest(), layout.summary().digest
-        )
-        snapshot = kept[0] if kept is not None else None
-    if snapshot is None:
-        raise NoInputError(
-            f"the node in {folder} holds no committed state yet",
-            next_step="start it with 'atoll node start' and wait for its first round",
-        )
+    if not path.is_file():
+        Credentials.load(folder)  # a folder that never joined is told so
+        raise _nothing_yet(folder)
+    spec = run_from_json(path.read_text(encoding="utf-8"))
+    # Only now, for torch comes with it.
+    from node.exchange.snapshot import SnapshotFolder
+    from node.island.model import layout_of
+
+    layout = layout_of(spec.model)
+    snapshots = SnapshotFolder(folder / SNAPSHOTS_FOLDER)
+    kept = snapshots.load_newest(spec.digest(), layout.summary().digest)
+    if kept is None:
+        raise _nothing_yet(folder)
+    snapshot, _ = kept
     return NewestModel(
         spec=spec,
         layout=layout,
         round=snapshot.round,
         outer_digest=snapshot.outer_digest(),
         parameters=snapshot.parameters,
+    )
+
+
+def _nothing_yet(folder: Path) -> NoInputError:
+    return NoInputError(
+        f"the node in {folder} holds no committed state yet",
+        next_step=f"start it with 'atoll node start --dir {folder}' and wait for its first round",
     )

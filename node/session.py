@@ -6,6 +6,7 @@ sent once more, which the coordinator takes as one.
 
 import asyncio
 import contextlib
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,12 +15,15 @@ import structlog
 
 from node.coordinator_link import Announcement, Attachment, CoordinatorLink, Event, Vitals
 from node.exchange.reports import Report
-from protocol.errors import TemporaryError, UnavailableError
+from protocol.errors import AtollError, TemporaryError, UnavailableError
 
 log = structlog.get_logger()
 
 FIRST_PAUSE_SECONDS = 0.5
 LAST_PAUSE_SECONDS = 15.0
+
+LEAVE_SECONDS = 3.0
+"""A goodbye that takes longer is left out: the lease ends anyway."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,18 +69,24 @@ class Session:
 
     async def run(self) -> None:
         """Stays attached until cancelled. Raises what no waiting can mend (AtollError)."""
+        clock = asyncio.get_running_loop().time
         pause_seconds = FIRST_PAUSE_SECONDS
         while True:
+            attached_at = math.inf
             try:
                 attachment = await self._link.attach(self._announce())
-                pause_seconds = FIRST_PAUSE_SECONDS
+                attached_at = clock()
                 self._session_id = attachment.session_id
                 for queued in self._reports:
                     queued.is_answered = False
+                    self._all_answered.clear()
                 self._on_attached(attachment)
                 await self._while_attached(attachment)
             except (UnavailableError, TemporaryError) as error:
                 self._session_id = None
+                # Two daemons with one identity end each other's sessions: they must slow down.
+                if clock() - attached_at > LAST_PAUSE_SECONDS:
+                    pause_seconds = FIRST_PAUSE_SECONDS
                 # Full jitter: nodes that lost a coordinator together must not return together.
                 pause = self._rng.uniform(0, pause_seconds)
                 log.warning("coordinator away", why=error.what, next_try_seconds=round(pause, 1))
@@ -84,12 +94,18 @@ class Session:
                 pause_seconds = min(2 * pause_seconds, LAST_PAUSE_SECONDS)
 
     async def leave(self, reason: str) -> None:
-        """Says goodbye with a last heartbeat, which holds the final state and bytes."""
-        if self._session_id is not None:
-            with contextlib.suppress(UnavailableError, TemporaryError, TimeoutError):
-                async with asyncio.timeout(3):
-                    await self._link.heartbeat(self._session_id, self._vitals())
-                    await self._link.detach(self._session_id, reason)
+        """Says goodbye with a last heartbeat, which holds the final state and bytes.
+
+        Call it when `run` has ended: it would take the end of the session for a break, and attach.
+        """
+        if self._session_id is None:
+            return
+        try:
+            async with asyncio.timeout(LEAVE_SECONDS):
+                await self._link.heartbeat(self._session_id, self._vitals())
+                await self._link.detach(self._session_id, reason)
+        except (AtollError, TimeoutError) as error:
+            log.info("left without a goodbye", why=str(error))
 
     async def flush(self, *, timeout_seconds: float) -> None:
         """Waits until every report is answered, or for so long."""

@@ -3,6 +3,7 @@
 First by replay: fetch the committed results after its round from whoever holds them and apply them
 in order. Failing that by a snapshot from a peer, whose digest must be the one that the swarm
 settled on. Donors may lie or die: what does not match is thrown away and another one is asked.
+Either way what the node still owes stays owed, as long as its state is one of the swarm's history.
 """
 
 import asyncio
@@ -30,14 +31,18 @@ from protocol.rounds import Commit, Digest, NodeId, SliceOutcome
 
 log = structlog.get_logger()
 
-FETCH_SECONDS = 300.0
-"""A fetch that takes longer is given up and another holder is asked."""
+FETCH_SECONDS = 60.0
+SLOWEST_BYTES_PER_SECOND = 100_000
+"""A fetch that takes longer than these allow is given up and another holder is asked."""
 
 PAUSE_SECONDS = 1.0
-"""Between two rounds of asking everybody."""
+"""Between two times of asking everybody."""
 
 ASKS_BEFORE_SNAPSHOT = 3
-"""How often everybody is asked for a result before the node falls back to a snapshot."""
+"""How often everybody is asked for results before the node asks for a snapshot as well."""
+
+SETTLE_SECONDS = 120.0
+"""How long a snapshot that was fetched may wait for the swarm to agree on its round's digest."""
 
 
 class CatchUp:
@@ -67,80 +72,107 @@ class CatchUp:
 
     async def to_commit(self, commit: Commit, pending: Pending | None) -> None:
         """Reaches the commit's round or a later one."""
-        if commit.round <= self._outer.round:
-            return
-        if not await self._applied(commit, pending):
-            await self.to_round(commit.round, pending)
+        if commit.round == self._outer.round + 1:  # without asking the coordinator: it may be away
+            await self._pass(commit, pending)
+        await self.to_round(commit.round, pending)
 
     async def to_round(self, round: int, pending: Pending | None) -> None:
-        """Reaches a committed round or a later one, by replay or by snapshot."""
+        """Reaches a committed round or a later one.
+
+        Returns early when the coordinator knows of no such round: it has gone back, and will say.
+        """
         while self._outer.round < round:
             commits = await self._list_commits(self._outer.round)
             if not commits:
-                self.waiting_for = f"the coordinator to list round {self._outer.round + 1}"
-                await asyncio.sleep(PAUSE_SECONDS)
-                continue
+                log.warning("the coordinator lists no such round", round=round)
+                return
             for commit in commits:
-                if not await self._applied(commit, pending):
-                    await self._fetch_snapshot(at_least_round=commit.round, known=None)
-                    break
-        self.waiting_for = ""
+                await self._pass(commit, pending)
+
+    async def is_right(self, round: int, digest: Digest) -> bool:
+        """Whether ours is the swarm's state of this round, which has that digest, or a later one."""
+        settled = await self._settled_digest(self._outer.round, (round, digest))
+        return self._outer.round >= round and settled == self._outer.digest
 
     async def replace(self, round: int, digest: Digest) -> None:
-        """Takes over a peer's state, even when we hold one of the same round."""
-        await self._fetch_snapshot(at_least_round=round, known=(round, digest))
+        """Takes over a peer's state of this round or a later one.
+
+        What this node still owes goes with the state that it was formed on, and that is said.
+        """
+        while True:
+            snapshot = await self._fetched_state(round, (round, digest))
+            if snapshot is not None:
+                break
+            await asyncio.sleep(PAUSE_SECONDS)
+        await self._heavy(partial(self._outer.restore, snapshot, None))
+        log.warning("state replaced", round=snapshot.round, residual="dropped")
         self.waiting_for = ""
 
-    async def _applied(self, commit: Commit, pending: Pending | None) -> bool:
-        """Fetches what is missing of a commit and applies it; False when only a snapshot helps."""
-        if commit.round != self._outer.round + 1 or commit.base_digest != self._outer.digest:
-            log.warning(
-                "our state is not the commit's base", round=commit.round, ours=self._outer.round
-            )
-            return False
+    async def _pass(self, commit: Commit, pending: Pending | None) -> None:
+        """Gets past a commit. Never gives up: holders and donors may come back.
+
+        Both ways are tried in turn. After a cut between all nodes nobody may have a later state
+        yet, and only results bring the first of them there.
+        """
+        asked = 0
+        while self._outer.round < commit.round:
+            is_base = self._outer.is_base_of(commit)
+            if is_base and await self._replayed(commit, pending):
+                break
+            asked += 1
+            if asked == 1:
+                why = "nobody supplies a result" if is_base else "our state is not its base"
+                log.warning("commit not applied yet", round=commit.round, why=why)
+            if (not is_base or asked >= ASKS_BEFORE_SNAPSHOT) and await self._leapt(
+                commit.round, pending
+            ):
+                break
+            await asyncio.sleep(PAUSE_SECONDS)
+        self.waiting_for = ""
+
+    async def _replayed(self, commit: Commit, pending: Pending | None) -> bool:
+        """Fetches what is missing of a commit and applies it; False when that did not work now."""
         results: dict[int, Payload] = {}
         for outcome in commit.slices:
             if outcome.digest is None:
                 continue
-            payload = await self._result(commit, outcome)
-            if payload is None:
-                log.warning("nobody supplies a result", round=commit.round, slice=outcome.index)
-                return False
-            results[outcome.index] = payload
+            payload = await self._result(commit.round, outcome, outcome.digest)
+            if payload is not None:
+                results[outcome.index] = payload
+        if len(results) < sum(outcome.digest is not None for outcome in commit.slices):
+            return False
         try:
             await self._heavy(lambda: self._outer.apply(commit, results, pending))
         except (UnequalBaseError, CodecError) as error:
             log.warning("commit not applied", round=commit.round, why=str(error))
             return False
+        self._held.forget_before(self._outer.round)
         return True
 
-    async def _result(self, commit: Commit, outcome: SliceOutcome) -> Payload | None:
-        assert outcome.digest is not None
-        want = WantResult(round=commit.round, slice_index=outcome.index, digest=outcome.digest)
+    async def _result(self, round: int, outcome: SliceOutcome, digest: Digest) -> Payload | None:
+        """The committed result, from memory or from the first peer that has it."""
+        payload = self._held.find(round, outcome.index, digest)
+        if payload is not None:
+            return payload
+        self.waiting_for = f"slice {outcome.index} of round {round}"
+        want = WantResult(round=round, slice_index=outcome.index, digest=digest)
         max_body_bytes = self._outer.downlink.encoded_bytes(outcome.num_elements)
-        for attempt in range(ASKS_BEFORE_SNAPSHOT):
-            if attempt:
-                await asyncio.sleep(PAUSE_SECONDS)
-            payload = self._held.find(commit.round, outcome.index, outcome.digest)
-            if payload is not None:
-                return payload
-            self.waiting_for = f"slice {outcome.index} of round {commit.round}"
-            for peer in self._whom_to_ask(outcome.holder_ids):
-                payload = await self._fetched(peer, want, max_body_bytes)
-                if payload is None:
-                    continue
-                if payload.header.kind != RESULT or payload.digest != outcome.digest:
-                    log.warning("a donor sent another result", peer=peer, round=commit.round)
-                    continue
-                try:
-                    check_result_header(
-                        payload.header, outcome.start, outcome.num_elements, self._outer
-                    )
-                except TransferRefusedError as error:
-                    log.warning("a result is malformed", peer=peer, why=str(error))
-                    continue
-                self._held.hold(payload)
-                return payload
+        for peer in self._whom_to_ask(outcome.holder_ids):
+            payload = await self._fetched(peer, want, max_body_bytes)
+            if payload is None:
+                continue
+            if payload.header.kind != RESULT or payload.digest != digest:
+                log.warning("a donor sent another result", peer=peer, round=round)
+                continue
+            try:
+                check_result_header(
+                    payload.header, outcome.start, outcome.num_elements, self._outer
+                )
+            except TransferRefusedError as error:
+                log.warning("a result is malformed", peer=peer, why=str(error))
+                continue
+            self._held.hold(payload)
+            return payload
         return None
 
     def _whom_to_ask(self, first: tuple[NodeId, ...]) -> tuple[NodeId, ...]:
@@ -154,7 +186,10 @@ class CatchUp:
     ) -> Payload | None:
         try:
             return await self._transport.fetch(
-                peer, want, max_body_bytes=max_body_bytes, timeout_seconds=FETCH_SECONDS
+                peer,
+                want,
+                max_body_bytes=max_body_bytes,
+                timeout_seconds=FETCH_SECONDS + max_body_bytes / SLOWEST_BYTES_PER_SECOND,
             )
         except NotHeldError:
             return None
@@ -162,58 +197,78 @@ class CatchUp:
             log.info("a donor does not deliver", peer=peer, why=str(error))
             return None
 
-    async def _fetch_snapshot(
-        self, *, at_least_round: int, known: tuple[int, Digest] | None
-    ) -> None:
-        """Asks peer after peer for a snapshot until one has the swarm's digest. Never gives up.
+    async def _leapt(self, at_least_round: int, pending: Pending | None) -> bool:
+        """Takes over a later state; False when nobody supplies one now."""
+        snapshot = await self._fetched_state(at_least_round, None)
+        if snapshot is None:
+            return False
+        passed = [
+            commit
+            for commit in await self._list_commits(self._outer.round)
+            if commit.round <= snapshot.round
+        ]
+        is_kept = (
+            bool(passed)
+            and self._outer.is_base_of(passed[0])
+            and passed[-1].round == snapshot.round
+        )
+        if is_kept:
+            await self._heavy(lambda: self._outer.leap(snapshot, passed, pending))
+        else:  # ours is not of the swarm's history, or so old that its commits fill many answers
+            await self._heavy(partial(self._outer.restore, snapshot, None))
+        log.info("state fetched", round=snapshot.round, residual="kept" if is_kept else "dropped")
+        self._held.forget_before(self._outer.round)
+        return True
 
-        What this node still owed is dropped with its old state, and said: a residual belongs to the
-        state it was formed on.
-        """
+    async def _fetched_state(
+        self, at_least_round: int, known: tuple[int, Digest] | None
+    ) -> Snapshot | None:
+        """Asks every peer once for a snapshot that has the swarm's digest."""
+        self.waiting_for = f"a snapshot of round {at_least_round} or later"
+        if await self._settled_digest(at_least_round, known) is None:
+            return None  # nothing could be checked: spare the link
         max_body_bytes = Snapshot.body_bytes(self._outer.layout.num_elements)
         want = WantSnapshot(at_least_round=at_least_round)
-        while True:
-            self.waiting_for = f"a snapshot of round {at_least_round} or later"
-            for peer in self._peers():
-                payload = await self._fetched(peer, want, max_body_bytes)
-                snapshot = await self._checked(peer, payload, at_least_round, known)
-                if snapshot is not None:
-                    await self._heavy(partial(self._outer.restore, snapshot, None))
-                    log.info("state fetched", round=snapshot.round, peer=peer, residual="dropped")
-                    return
-            await asyncio.sleep(PAUSE_SECONDS)
+        for peer in self._peers():
+            payload = await self._fetched(peer, want, max_body_bytes)
+            if payload is None or payload.header.kind != SNAPSHOT:
+                continue
+            try:
+                snapshot = await self._heavy(partial(Snapshot.from_body, payload.body))
+            except SnapshotError as error:
+                log.warning("a snapshot is malformed", peer=peer, why=str(error))
+                continue
+            if await self._is_the_swarms(snapshot, at_least_round, known):
+                return snapshot
+            log.warning("a snapshot is not the swarm's state", peer=peer, round=snapshot.round)
+        return None
 
-    async def _checked(
-        self,
-        peer: NodeId,
-        payload: Payload | None,
-        at_least_round: int,
-        known: tuple[int, Digest] | None,
-    ) -> Snapshot | None:
-        if payload is None or payload.header.kind != SNAPSHOT:
-            return None
-        try:
-            snapshot = await self._heavy(lambda: Snapshot.from_body(payload.body))
-        except SnapshotError as error:
-            log.warning("a snapshot is malformed", peer=peer, why=str(error))
-            return None
-        digest = await self._digest_at(snapshot.round, known)
+    async def _is_the_swarms(
+        self, snapshot: Snapshot, at_least_round: int, known: tuple[int, Digest] | None
+    ) -> bool:
         if (
             snapshot.round < at_least_round
-            or digest is None
             or snapshot.run_digest != self._run_digest
             or snapshot.layout_digest != self._outer.layout_digest
-            or await self._heavy(snapshot.outer_digest) != digest
         ):
-            log.warning("a snapshot is not the swarm's state", peer=peer, round=snapshot.round)
-            return None
-        return snapshot
+            return False
+        digest = await self._heavy(snapshot.outer_digest)
+        # Donors go on while we fetch, and the swarm may still be agreeing on their newest round.
+        give_up_at = asyncio.get_running_loop().time() + SETTLE_SECONDS
+        while True:
+            settled = await self._settled_digest(snapshot.round, known)
+            is_open = settled is None and await self._commit_of(snapshot.round) is not None
+            if not is_open or asyncio.get_running_loop().time() >= give_up_at:
+                return settled == digest
+            await asyncio.sleep(PAUSE_SECONDS)
 
-    async def _digest_at(self, round: int, known: tuple[int, Digest] | None) -> Digest | None:
+    async def _settled_digest(self, round: int, known: tuple[int, Digest] | None) -> Digest | None:
         """The digest that the swarm settled on for a round, or None while it has not."""
         if known is not None and known[0] == round:
             return known[1]
-        if round < 1:
-            return None
-        commits = await self._list_commits(round - 1)
-        return commits[0].outer_digest if commits and commits[0].round == round else None
+        commit = await self._commit_of(round)
+        return None if commit is None else commit.outer_digest
+
+    async def _commit_of(self, round: int) -> Commit | None:
+        commits = await self._list_commits(round - 1) if round > 0 else ()
+        return commits[0] if commits and commits[0].round == round else None

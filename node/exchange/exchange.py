@@ -57,6 +57,7 @@ class Exchange:
         self._round: ExchangeRound | None = None
         self._lingering: set[asyncio.Task[None]] = set()
         self._members: tuple[NodeId, ...] = ()
+        self._departed: dict[int, tuple[NodeId, ...]] = {}  # round -> participants that are gone
         # Taken while the outer state changes or is copied: a snapshot is never half of two rounds.
         self._lock = asyncio.Lock()
         self._snapshot_payload: Payload | None = None
@@ -80,7 +81,8 @@ class Exchange:
 
     async def open_round(self, plan: Plan) -> None:
         """Begins to take contributions and results of a round."""
-        await self.close_round()
+        await self._close_round()
+        self._departed = {r: gone for r, gone in self._departed.items() if r >= plan.round}
         self._round = ExchangeRound(
             plan=plan,
             context=self._context,
@@ -92,6 +94,7 @@ class Exchange:
             heavy=self._heavy,
             report=self._report,
             lingering=self._lingering,
+            departed=self._departed.get(plan.round, ()),
         )
 
     async def contribute(self, tokens: int) -> None:
@@ -100,21 +103,23 @@ class Exchange:
         await self._round.contribute(tokens)
 
     def depart(self, round: int, node_ids: tuple[NodeId, ...]) -> None:
-        """Stops waiting for participants that are gone."""
+        """Stops waiting for participants that are gone; the round may not be open here yet."""
+        self._departed[round] = (*self._departed.get(round, ()), *node_ids)
         if self._round is not None and self._round.plan.round == round:
             self._round.depart(node_ids)
 
-    async def close_round(self) -> Pending | None:
+    async def _close_round(self) -> Pending | None:
         """Ends the transfers of the round in flight; returns what is pending of it."""
-        if self._round is None:
+        closing, self._round = self._round, None
+        if closing is None:
             return None
-        await self._round.close()
-        pending, self._round = self._round.pending, None
+        await closing.close()
+        pending, closing.pending = closing.pending, None
         return pending
 
     async def stop(self) -> None:
         """Ends everything in flight, results that peers still wait for included."""
-        await self.close_round()
+        await self._close_round()
         tasks = tuple(self._lingering)
         for task in tasks:
             task.cancel()
@@ -126,27 +131,32 @@ class Exchange:
         async with self._lock:
             self._snapshot_payload = None
             await self._catch_up.to_commit(commit, pending)
-            self._held.forget_before(self.outer.round)
 
     async def _end_round_with(self, commit: Commit) -> Pending | None:
         """Waits for results that are on their way to us, then ends the round."""
         if self._round is not None and self._round.plan.round == commit.round:
             await self._round.await_pushed(commit)
-        return await self.close_round()
+        return await self._close_round()
 
     async def catch_up(self, round: int) -> None:
         """Brings the outer state to a committed round or a later one."""
-        pending = await self.close_round()
+        pending = await self._close_round()
         async with self._lock:
             self._snapshot_payload = None
             await self._catch_up.to_round(round, pending)
 
-    async def refetch(self, round: int, digest: Digest) -> None:
-        """Replaces the outer state, whatever it is, by that of a peer at this round or later."""
-        await self.close_round()
+    async def refetch(self, round: int, digest: Digest) -> bool:
+        """Replaces the outer state by that of a peer at this round or later.
+
+        False when there is no need: requests are repeated, and come late.
+        """
+        if await self._catch_up.is_right(round, digest):
+            return False
+        await self._close_round()
         async with self._lock:
             self._snapshot_payload = None
             await self._catch_up.replace(round, digest)
+        return True
 
     async def save(self) -> None:
         """Writes the outer state and the residual to disk, if the node keeps a folder for it."""
@@ -154,7 +164,9 @@ class Exchange:
             return
         folder = self._snapshots
         async with self._lock:
-            snapshot, residual = self.outer.snapshot(), self.outer.residual_copy()
+            snapshot, residual = await self._heavy(
+                lambda: (self.outer.snapshot(), self.outer.residual_copy())
+            )
         await self._heavy(lambda: folder.save(snapshot, residual))
 
     def waiting_for(self) -> str:
@@ -193,14 +205,19 @@ class Exchange:
             log.warning("result refused", round=payload.header.round, sender=sender, why=str(error))
             raise TransferRefusedError(f"the result does not decode: {error}") from error
 
+    def abandoned(self, sender: NodeId, header: PayloadHeader) -> None:
+        """An admitted payload will not come."""
+        if self._round is None or self._round.plan.round != header.round:
+            return
+        if header.kind == RESULT:
+            self._round.abandon_result(header)
+
     async def supply(self, sender: NodeId, want: Want) -> Payload | None:
         """A held result, or the outer state as it is now."""
         if isinstance(want, WantResult):
             return self._held.find(want.round, want.slice_index, want.digest)
         if self._lock.locked():
-            return (
-                None  # our state is changing; two nodes that catch up must not wait for each other
-            )
+            return None  # it is changing; two nodes that catch up must not wait for each other
         async with self._lock:
             if self.outer.round < want.at_least_round:
                 return None

@@ -1,7 +1,5 @@
 """The results that this node holds: of the round in flight, and of the latest ones for who missed them."""
 
-import asyncio
-
 from protocol.payload import Payload
 from protocol.rounds import Digest
 
@@ -14,13 +12,10 @@ class HeldResults:
 
     def __init__(self) -> None:
         self._payloads: dict[tuple[int, int], Payload] = {}
-        self._arrived = asyncio.Event()
 
     def hold(self, payload: Payload) -> None:
-        """Keeps a result, and wakes whoever waits for it."""
+        """Keeps a result; one that was held for the same slice goes."""
         self._payloads[payload.header.round, payload.header.slice_index] = payload
-        self._arrived.set()
-        self._arrived = asyncio.Event()
 
     def get(self, round: int, slice_index: int) -> Payload | None:
         """The result of a slice, whatever its digest."""
@@ -30,12 +25,6 @@ class HeldResults:
         """The result of a slice with this digest."""
         payload = self._payloads.get((round, slice_index))
         return payload if payload is not None and payload.digest == digest else None
-
-    async def arrival(self, round: int, slice_index: int, digest: Digest) -> Payload:
-        """Waits until the result is here."""
-        while (payload := self.find(round, slice_index, digest)) is None:
-            await self._arrived.wait()
-        return payload
 
     def forget_before(self, round: int) -> None:
         """Drops rounds that are too old to be asked for."""

@@ -4,7 +4,7 @@ What comes in are committed results; what goes out are accumulated pseudo-gradie
 here is arithmetic on vectors: no I/O and no waiting.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -68,6 +68,10 @@ class Outer:
         accumulated = self._residual.owed(span, self._parameters[span], self._published[span])
         return Pending(round=round, fragment=fragment, accumulated=accumulated)
 
+    def is_base_of(self, commit: Commit) -> bool:
+        """Whether the commit applies to the state that is held now."""
+        return (commit.round - 1, commit.base_digest) == (self.round, self.digest)
+
     def apply(
         self, commit: Commit, results: Mapping[int, Payload], pending: Pending | None
     ) -> None:
@@ -76,7 +80,7 @@ class Outer:
         `results` holds the payload of every slice that is not void; `pending` is what this node
         accumulated for the round, if it took part. Raises UnequalBaseError before anything changes.
         """
-        if commit.round != self.round + 1 or commit.base_digest != self.digest:
+        if not self.is_base_of(commit):
             raise UnequalBaseError(
                 f"round {commit.round} applies to state {commit.base_digest.hex()[:8]} at round "
                 f"{commit.round - 1}, we hold {self.digest.hex()[:8]} at round {self.round}"
@@ -92,9 +96,7 @@ class Outer:
             self._optimizer.apply(
                 self._parameters[span], self._momentum[span], means[outcome.index]
             )
-        if pending is not None and pending.round == commit.round:
-            for outcome in commit.slices:
-                self._settle(outcome, pending)
+        self._settle(commit, pending)
         self.round = commit.round
         if committed:
             self.digest = outer_digest(self._parameters, self._momentum)
@@ -103,18 +105,25 @@ class Outer:
         start = self.layout.fragments[fragment].start + outcome.start
         return slice(start, start + outcome.num_elements)
 
-    def _settle(self, outcome: SliceOutcome, pending: Pending) -> None:
+    def _settle(self, commit: Commit, pending: Pending | None) -> None:
         """Moves the residual: a taken contribution leaves its encoding error, any other stays whole."""
-        span = self._span(pending.fragment, outcome)
-        accumulated = pending.accumulated[outcome.start : outcome.start + outcome.num_elements]
-        body = pending.bodies.get(outcome.index)
-        is_taken = any(c.node_id == self._node_id for c in outcome.contributors)
-        if outcome.digest is not None and is_taken and body is not None:
-            self._residual.settle_taken(
-                span, accumulated, self.uplink.decode(body, outcome.num_elements)
-            )
-        else:
-            self._residual.settle_missed(span, accumulated)
+        if pending is not None and pending.round != commit.round:
+            pending = None
+        for outcome in commit.slices:
+            span = self._span(commit.fragment, outcome)
+            is_taken = any(c.node_id == self._node_id for c in outcome.contributors)
+            if pending is None:
+                if is_taken:
+                    # Sent by this node before it was restarted: what was owed then was in it. The
+                    # encoding error is not known any more; owing all of it again would count twice.
+                    self._residual.values[span] = 0
+                continue
+            accumulated = pending.accumulated[outcome.start : outcome.start + outcome.num_elements]
+            if is_taken:
+                sent = self.uplink.decode(pending.bodies[outcome.index], outcome.num_elements)
+                self._residual.settle_taken(span, accumulated, sent)
+            else:
+                self._residual.settle_missed(span, accumulated)
 
     def snapshot(self) -> Snapshot:
         """A copy of the state."""
@@ -129,6 +138,15 @@ class Outer:
     def residual_copy(self) -> Vector:
         """A copy of what this node still owes [all elements]."""
         return self._residual.values.copy()
+
+    def leap(self, snapshot: Snapshot, passed: Sequence[Commit], pending: Pending | None) -> None:
+        """Takes over a later state of the history that ours is of.
+
+        `passed` are all commits from ours to that one: what they did not take is still owed.
+        """
+        for commit in passed:
+            self._settle(commit, pending)
+        self.restore(snapshot, self._residual.values)
 
     def restore(self, snapshot: Snapshot, residual: Vector | None) -> None:
         """Takes over another state; without a residual, nothing is owed any more."""

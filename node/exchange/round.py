@@ -1,6 +1,7 @@
 """One round as this node lives it: contribute to every slice, reduce its own, hold the results."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
@@ -50,6 +51,7 @@ class ExchangeRound:
         heavy: Heavy,
         report: Callable[[int, Report], None],
         lingering: set[asyncio.Task[None]],
+        departed: tuple[NodeId, ...] = (),
     ) -> None:
         self.plan = plan
         self.pending: Pending | None = None
@@ -65,7 +67,8 @@ class ExchangeRound:
         self._tasks: set[asyncio.Task[None]] = set()
         self._lingering = lingering  # pushes of results, which outlive the round's commit
         self._is_closed = False
-        self._arriving: set[int] = set()  # slices whose result a peer is pushing to us
+        self._arriving: Counter[int] = Counter()  # slice -> pushes of its result under way to us
+        self._arrivals_changed = asyncio.Event()
         max_tokens = most_tokens(plan.assignments, context=context)
         self._reductions = {
             slice_.index: Reduction(
@@ -74,6 +77,7 @@ class ExchangeRound:
             for slice_ in plan.slices
             if slice_.reducer_id == node_id
         }
+        self.depart(departed)
         for reduction in self._reductions.values():
             self._start(self._reduce(reduction), self._tasks)
 
@@ -222,22 +226,28 @@ class ExchangeRound:
                 f"{sender} does not reduce slice {header.slice_index} of round {header.round}"
             )
         check_result_header(header, slice_.start, slice_.num_elements, self._outer)
-        self._arriving.add(slice_.index)
+        self._arriving[slice_.index] += 1
 
     async def take_result(self, payload: Payload) -> None:
         """Keeps an admitted result and reports it. Raises CodecError when it does not decode."""
         index = payload.header.slice_index
-        if (held := self._held.get(self.plan.round, index)) is not None:
-            if held.digest != payload.digest:
-                raise TransferRefusedError(
-                    f"another result of slice {index} of round {self.plan.round} is held already"
-                )
-            return
         await self._heavy(
             lambda: self._outer.downlink.decode(payload.body, payload.header.num_elements)
         )
-        self._held.hold(payload)
-        self._report(self.plan.round, Held(slice_index=index, digest=payload.digest))
+        held = self._held.get(self.plan.round, index)
+        if held is None:
+            self._held.hold(payload)
+            self._report(self.plan.round, Held(slice_index=index, digest=payload.digest))
+            self._arrivals_changed.set()
+        elif held.digest != payload.digest:
+            raise TransferRefusedError(
+                f"another result of slice {index} of round {self.plan.round} is held already"
+            )
+
+    def abandon_result(self, header: PayloadHeader) -> None:
+        """An admitted result will not come: who waits for it need not wait longer."""
+        self._arriving[header.slice_index] -= 1
+        self._arrivals_changed.set()
 
     def depart(self, node_ids: tuple[NodeId, ...]) -> None:
         """Stops waiting for participants that are gone."""
@@ -247,23 +257,30 @@ class ExchangeRound:
 
     async def await_pushed(self, commit: Commit) -> None:
         """Waits for committed results that are being pushed to us: fetching them would send them twice."""
-        for outcome in commit.slices:
-            if outcome.digest is None:
-                continue
-            arrival = self._held.arrival(commit.round, outcome.index, outcome.digest)
-            is_arriving = outcome.index in self._arriving
+        committed_at = asyncio.get_running_loop().time()
+        while missing := [
+            outcome.index
+            for outcome in commit.slices
+            if outcome.digest is not None
+            and self._held.find(commit.round, outcome.index, outcome.digest) is None
+        ]:
+            is_arriving = any(self._arriving[index] > 0 for index in missing)
+            patience_seconds = ARRIVING_SECONDS if is_arriving else GRACE_SECONDS
+            self._arrivals_changed.clear()
             try:
-                async with asyncio.timeout(ARRIVING_SECONDS if is_arriving else GRACE_SECONDS):
-                    await arrival
+                async with asyncio.timeout_at(committed_at + patience_seconds):
+                    await self._arrivals_changed.wait()
             except TimeoutError:
-                log.info("a result is late", round=commit.round, slice=outcome.index)
+                log.info("results are late", round=commit.round, slices=missing)
+                return
 
     async def close(self) -> None:
         """Ends the round at this node: its commit is known, or the node stops.
 
-        Results that we are pushing go on their way.
+        Results that we are pushing go on their way, and hold nothing else of the round in memory.
         """
         self._is_closed = True
+        self._reductions.clear()
         tasks = tuple(self._tasks)
         for task in tasks:
             task.cancel()

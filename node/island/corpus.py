@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.errors import NoInputError
+from protocol.files import expanded
 from protocol.rounds import CorpusSummary, Digest
 from protocol.run_spec import DataSection
 
@@ -135,13 +136,13 @@ def text_files(patterns: Iterable[str], folder: Path) -> list[TextFile]:
     """
     found: dict[Path, TextFile] = {}
     for pattern in patterns:
-        expanded = Path(pattern).expanduser()
-        whole = folder / expanded
+        place = expanded(pattern)
+        whole = folder / place
         if whole.is_file():  # also when its name looks like a glob
             matches, root = [whole], whole.parent
         else:
-            matches = [Path(match) for match in _globbed(folder, expanded)]
-            root = folder / _fixed_part(expanded)
+            matches = [Path(match) for match in _globbed(folder, place)]
+            root = folder / _fixed_part(place)
         files = [path for path in matches if path.is_file()]
         if not files:
             what = "matches only folders" if matches else "matches no file"

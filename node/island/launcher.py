@@ -14,10 +14,10 @@ import signal
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from node.island.commands import (
     Adopt,
@@ -56,13 +56,33 @@ _context = multiprocessing.get_context("forkserver")
 def prepare_forkserver() -> None:
     """Starts the process that ranks are forked from; it imports torch while the daemon goes on.
 
-    Returns at once. Call it first thing in the daemon, before gRPC and hivemind.
+    Returns at once. It is a fresh Python, so it holds nothing of the daemon's threads and gRPC.
     """
     # Ranks of two nodes on one machine have more threads than it has cores. OpenMP's threads spin
     # while they wait, which made them about twenty times slower; ranks inherit this from the forkserver.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     _context.set_forkserver_preload(["node.island.rank"])
-    forkserver.ensure_running()
+    resource_tracker.ensure_running()  # the forkserver would, and unblock the signal in between
+    # A Ctrl-C at the terminal is the daemon's alone. The forkserver says so itself, but only once
+    # it has imported torch; until then it would end with a traceback.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def end_forkserver() -> None:
+    """Ends that process, if it runs; ranks must have ended.
+
+    It would end by itself after us, but not before it has imported torch. Private names, because
+    Python offers no other way; its own test suite uses them.
+    """
+    server: Any = forkserver._forkserver
+    if server._forkserver_pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(server._forkserver_pid, signal.SIGKILL)
+    server._stop()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

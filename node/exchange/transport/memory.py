@@ -106,12 +106,16 @@ class MemoryTransport:
             callee = await self._ask(peer)
             with refusing_on_fault(self.node_id):
                 check_offer(callee.handler, self.node_id, header)
-            await self._pass(callee, payload)
             try:
-                arrived = Payload.verified(header, payload.body)
-            except PayloadError as error:
-                raise TransferRefusedError(str(error)) from error
-            await self._handled_by(callee, callee.handler.receive(self.node_id, arrived))
+                await self._pass(callee, payload)
+                try:
+                    arrived = Payload.verified(header, payload.body)
+                except PayloadError as error:
+                    raise TransferRefusedError(str(error)) from error
+                await self._handled_by(callee, callee.handler.receive(self.node_id, arrived))
+            except BaseException:
+                callee.handler.abandoned(self.node_id, header)
+                raise
 
     async def fetch(
         self, peer: NodeId, want: Want, *, max_body_bytes: int, timeout_seconds: float

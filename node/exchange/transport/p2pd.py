@@ -80,7 +80,7 @@ class P2pd:
             if isinstance(error, (OSError, EOFError, TimeoutError, DaemonError)):
                 raise SystemRefusedError(
                     f"the libp2p daemon did not start: {daemon.last_words or error}",
-                    next_step="check that the listen address and port are free",
+                    next_step="choose another --listen or --port, or stop what listens there",
                 ) from error
             raise
         return daemon
@@ -182,6 +182,7 @@ class P2pd:
         assert self._process.stdout is not None
         while not (line := await self._process.stdout.readline()).startswith(b"Peer ID:"):
             if not line:
+                await self._process.wait()  # else stop() and asyncio would both want to reap it
                 raise DaemonError("it ended at once")
             self._note(line)
         self._watch = asyncio.create_task(self._read_output(), name="p2pd output")

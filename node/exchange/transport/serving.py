@@ -175,12 +175,16 @@ async def _take(
     stream.carries(header.kind)
     with refusing_on_fault(sender):
         check_offer(handler, sender, header)
-    await stream.send(wire.TransferResponse(status=wire.TRANSFER_STATUS_GO_ON))
-    async with asyncio.timeout(limits.whole_seconds(header.body_bytes)):
-        body = await _receive_body(stream, header)
-    payload = await verify(header, body)
-    with refusing_on_fault(sender):
-        await handler.receive(sender, payload)
+    try:
+        await stream.send(wire.TransferResponse(status=wire.TRANSFER_STATUS_GO_ON))
+        async with asyncio.timeout(limits.whole_seconds(header.body_bytes)):
+            body = await _receive_body(stream, header)
+        payload = await verify(header, body)
+        with refusing_on_fault(sender):
+            await handler.receive(sender, payload)
+    except BaseException:
+        handler.abandoned(sender, header)
+        raise
     await stream.send(wire.TransferResponse(status=wire.TRANSFER_STATUS_RECEIVED))
 
 

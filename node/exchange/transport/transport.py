@@ -55,6 +55,9 @@ class TransferHandler(Protocol):
     async def receive(self, sender: NodeId, payload: Payload) -> None:
         """Takes a payload that was admitted and whose digest is right."""
 
+    def abandoned(self, sender: NodeId, header: PayloadHeader) -> None:
+        """A payload that was admitted will not come: it broke off, or was damaged or refused."""
+
     async def supply(self, sender: NodeId, want: Want) -> Payload | None:
         """The payload that a peer asks for, or None when it is not held."""
 

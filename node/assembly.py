@@ -1,0 +1,112 @@
+"""Puts a node together from its folder: island, transport, outer state, daemon.
+
+Importing it takes seconds: torch and hivemind come with it. node.app is what comes before.
+"""
+
+import ipaddress
+import random
+from importlib import metadata
+from pathlib import Path
+
+import structlog
+
+from node.config import SNAPSHOTS_FOLDER, NodeSettings
+from node.coordinator_link import CoordinatorLink
+from node.daemon import Daemon, NodeFacts
+from node.exchange.codecs.registry import codec_named
+from node.exchange.outer import Outer
+from node.exchange.outer_optimizer import outer_optimizer_of
+from node.exchange.snapshot import SnapshotFolder
+from node.exchange.transport.libp2p import Libp2pTransport
+from node.heavy import in_thread
+from node.island.devices import devices_of
+from node.island.first_weights import initial_parameters
+from node.island.launcher import ProcessIsland
+from node.island.model import layout_of
+from node.newest import keep_run
+from node.outer_state import SharedVectors
+from protocol.credentials import Credentials
+from protocol.identity import Identity
+from protocol.run_spec import RunSpec
+from protocol.wire_count import WireCounts
+
+log = structlog.get_logger()
+
+
+async def run_daemon(
+    folder: Path,
+    settings: NodeSettings,
+    credentials: Credentials,
+    identity: Identity,
+    spec: RunSpec,
+    link: CoordinatorLink,
+    counts: WireCounts,
+) -> str:
+    """Runs the node until the run is finished or it is cancelled; returns why it ended."""
+    devices = devices_of(settings.device, settings.ranks)
+    layout = layout_of(spec.model)
+    snapshots = SnapshotFolder(folder / SNAPSHOTS_FOLDER)
+    kept = snapshots.load_newest(spec.digest(), layout.summary().digest)
+    keep_run(folder, spec)  # only now: what is there may be snapshots of another run
+    shared = SharedVectors.create(layout.num_elements)
+    try:
+        shared.parameters[:] = initial_parameters(spec.model, spec.run.seed)
+        outer = Outer(
+            layout=layout,
+            parameters=shared.parameters,
+            published=shared.published,
+            optimizer=outer_optimizer_of(spec.outer),
+            uplink=codec_named(spec.exchange.uplink),
+            downlink=codec_named(spec.exchange.downlink),
+            error_feedback=spec.exchange.error_feedback,
+            run_digest=spec.digest(),
+            node_id=identity.node_id,
+        )
+        if kept is not None:
+            outer.restore(*kept)
+            log.info("resuming from disk", round=outer.round, digest=outer.digest.hex()[:12])
+        daemon = Daemon(
+            facts=NodeFacts(
+                node_id=identity.node_id,
+                node_name=settings.name,
+                public_key=identity.public_key,
+                device=devices[0],
+                num_ranks=len(devices),
+                version=metadata.version("atoll"),
+            ),
+            spec=spec,
+            link=link,
+            transport=Libp2pTransport(
+                identity=identity,
+                counts=counts,
+                listen_multiaddrs=(_listen_multiaddr(settings, credentials.host),),
+                announce_host=settings.announce or None,
+            ),
+            island=ProcessIsland(spec=spec, names=shared.names, devices=devices, folder=Path.cwd()),
+            outer=outer,
+            snapshots=snapshots,
+            heavy=in_thread,
+            counts=counts,
+            rng=random.Random(),
+        )
+        return await daemon.run()
+    finally:
+        # Views of the shared memory must be gone before it can be given back.
+        daemon = outer = None  # type: ignore[assignment]
+        shared.close()
+
+
+def _listen_multiaddr(settings: NodeSettings, coordinator_host: str) -> str:
+    """Where to listen: loopback for a coordinator on this machine, every interface otherwise."""
+    address = settings.listen or ("127.0.0.1" if _is_loopback(coordinator_host) else "0.0.0.0")
+    family = "ip6" if ":" in address else "ip4"
+    return f"/{family}/{address}/tcp/{settings.port}"
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

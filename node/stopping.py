@@ -1,0 +1,72 @@
+"""How the owner of a node stops it: Ctrl-C, SIGTERM or a closed terminal, whatever it is doing.
+
+The first signal cancels the node's task, which says goodbye and ends what it started. Later ones
+are ignored: they would break that off, and leave ranks or p2pd behind.
+"""
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Self
+
+import structlog
+
+log = structlog.get_logger()
+
+
+class StopSignals:
+    """Within its `with`, signals cancel the task that made it, and `is_asked` tells that they did.
+
+    Afterwards they do nothing any more, for the process ends.
+    """
+
+    def __init__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self.is_asked = False
+        self._task = task
+        self._numbers = _signals()
+
+    def __enter__(self) -> Self:
+        for number in self._numbers:
+            asyncio.get_running_loop().add_signal_handler(number, self._stop)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number in self._numbers:
+            asyncio.get_running_loop().remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)
+
+    @contextmanager
+    def blocking(self) -> Iterator[None]:
+        """For imports that take seconds, during which the event loop hears of no signal.
+
+        Raises CancelledError in the midst of them, so nothing in the block may need winding up.
+        """
+        before = {number: signal.signal(number, self._break_off) for number in self._numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        if self.is_asked:  # raised where Python drops exceptions: in a destructor, say
+            raise asyncio.CancelledError
+
+    def _stop(self) -> None:
+        if not self.is_asked:
+            self.is_asked = True
+            log.info("stopping")
+            self._task.cancel()
+
+    def _break_off(self, _number: int, _frame: FrameType | None) -> None:
+        if not self.is_asked:
+            self.is_asked = True  # and not a word: the signal may have come in the midst of one
+            raise asyncio.CancelledError
+
+
+def _signals() -> tuple[signal.Signals, ...]:
+    """Those that mean stop; not a closed terminal's for a node that nohup started."""
+    ends_with_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    return (signal.SIGINT, signal.SIGTERM, *((signal.SIGHUP,) if ends_with_terminal else ()))

@@ -1,0 +1,302 @@
+"""What new users get wrong, typed for real: one clear sentence each, and nothing half done.
+
+Exit codes stand as numbers: they are an interface.
+"""
+
+import signal
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typed_commands import Swarm, atoll, done, refused
+
+from protocol.invite import Invite
+from protocol.v1 import status_pb2
+
+RUN = """
+[run]
+name = "tried"
+min_nodes = 2
+
+[model]
+hidden_size = 32
+num_layers = 1
+num_heads = 2
+num_kv_heads = 1
+ffn_size = 64
+context = 32
+
+[inner]
+steps = 1000000 # rounds end at their deadline
+batch = 4
+
+[deadlines]
+train = 4
+contribute = 8
+commit = 12
+lease = 5
+"""
+
+NO_TEXT = '[data]\nsource = "text"\npaths = ["nowhere/*.txt"]\n'
+
+
+@pytest.fixture(scope="module")
+def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
+    swarm = Swarm(tmp_path_factory.mktemp("tried") / "swarm", RUN)
+    yield swarm
+    swarm.end()
+
+
+@pytest.fixture(scope="module")
+def member(swarm: Swarm) -> Path:
+    """The folder of a node that has joined and never started."""
+    return swarm.join("member", swarm.invite())
+
+
+@pytest.fixture(scope="module")
+def other_swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
+    """One whose text is nowhere."""
+    swarm = Swarm(tmp_path_factory.mktemp("other") / "swarm", RUN + NO_TEXT)
+    yield swarm
+    swarm.end()
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# The run owner
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[inner]\nstepz = 30", "[inner] stepz: unknown key"),
+        ("[innner]\nsteps = 30", "[innner]: unknown table"),
+        ("[inner]\nsteps = -3", "[inner] steps = -3"),
+        ('[inner]\nsteps = "30"', "[inner] steps = '30'"),
+        ("[run]\nrounds = 99999999999999999999", "[run] rounds = 99999999999999999999"),
+        ("run = 3", "run = 3"),
+        ("[model]\nnum_heads = 3", "hidden_size 64 is not a multiple of num_heads 3"),
+        ("[deadlines]\ntrain = 700", "deadlines must rise: train 700"),
+        ("[run]\nrounds = ten", "not TOML: Invalid value (at line 2, column 10)"),
+    ],
+)
+def test_a_wrong_run_file_is_refused_with_place_and_value(
+    tmp_path: Path, text: str, words: str
+) -> None:
+    run_file = tmp_path / "run.toml"
+    run_file.write_text(text)
+    typed = atoll("coordinator", "init", tmp_path / "home", "--run", run_file)
+    refused(typed, 78, words, str(run_file))
+    assert list(tmp_path.iterdir()) == [run_file]
+
+
+def test_a_coordinator_needs_a_folder_of_its_own(swarm: Swarm, tmp_path: Path) -> None:
+    file, locked = tmp_path / "file", tmp_path / "locked"
+    file.touch()
+    locked.mkdir(mode=0o555)
+    refused(atoll("coordinator", "init", file), 64, f"'{file}' is a file")
+    refused(atoll("coordinator", "init", locked / "home"), 73, str(locked))
+    refused(atoll("coordinator", "init", swarm.home), 73, f"{swarm.home} exists and is not empty")
+    refused(
+        atoll("coordinator", "start", tmp_path), 66, f"{tmp_path} is not a coordinator's folder"
+    )
+    refused(atoll("coordinator", "start", swarm.home), 71, "another coordinator (process ")
+    assert list(locked.iterdir()) == []
+
+
+# Joining
+
+
+def test_an_invite_that_does_not_hold_is_refused_and_leaves_no_trace(
+    swarm: Swarm, tmp_path: Path, free_port: int
+) -> None:
+    home = tmp_path / "node"
+    good = Invite.decode(swarm.invite())
+    used_up, expired, revoked = swarm.invite(), swarm.invite("--expires", "0.1s"), swarm.invite()
+    done(atoll("join", used_up, "--dir", tmp_path / "user"))
+    done(atoll("invite", "revoke", Invite.decode(revoked).invite_id, "--dir", swarm.home))
+    text = good.encode()
+    for invite, code, words in (
+        (used_up, 77, "is used up: 1 of 1 nodes joined with it"),
+        (expired, 77, "expired at 20"),
+        (revoked, 77, "revoked"),
+        (replace(good, secret=b"s" * 32).encode(), 77, "invite"),
+        (replace(good, pin=b"p" * 32).encode(), 76, "has certificate "),
+        (
+            replace(good, port=free_port).encode(),
+            69,
+            f"no coordinator answers at 127.0.0.1:{free_port}",
+        ),
+        (text[:-10] + "a" + text[-9:], 65, "a character of the invite is wrong"),
+        (text[:-10], 65, f"truncated: {len(text) - 10} characters arrived of {len(text)}"),
+        ("atoll9-abc", 65, "another version of Atoll: atoll9"),
+        ("x" * 5000, 65, "invites begin with 'atoll1-'"),
+    ):
+        refused(atoll("join", invite, "--dir", home), code, words)
+        assert not home.exists(), words
+
+
+def test_an_invite_is_taken_from_a_file_standard_input_and_the_environment(
+    swarm: Swarm, tmp_path: Path
+) -> None:
+    file, invite = tmp_path / "invite.txt", swarm.invite("--uses", "3")
+    file.write_text(f"atoll join {invite}\n")
+    done(atoll("join", file, "--dir", tmp_path / "a"))
+    done(atoll("join", "-", "--dir", tmp_path / "b", stdin=f"{invite}\n"))
+    done(atoll("join", "--dir", tmp_path / "c", ATOLL_INVITE=invite))
+    file.write_text("\n")
+    home = ("--dir", tmp_path / "d")
+    refused(atoll("join", file, *home), 65, f"{file} holds no invite: it is empty")
+    refused(atoll("join", "-", *home), 65, "standard input holds no invite")
+    refused(atoll("join", *home), 64, "no invite given and ATOLL_INVITE is not set")
+    refused(atoll("join", tmp_path / "none", *home), 66, f"there is no file {tmp_path / 'none'}")
+    refused(atoll("join", tmp_path, *home), 66, f"{tmp_path} cannot be read: Is a directory")
+    refused(atoll("join", "~nobody-of-that-name/invite", *home), 66, "no home folder")
+    assert not (tmp_path / "d").exists()
+
+
+def test_a_folder_joins_once_and_a_damaged_one_may_again(
+    swarm: Swarm, other_swarm: Swarm, tmp_path: Path
+) -> None:
+    home = tmp_path / "node"
+    done(atoll("join", swarm.invite(), "--dir", home))
+    before = contents(home)
+    invite = other_swarm.invite()
+    refused(atoll("join", invite, "--dir", home), 73, f"{home} is a member of 'tried'")
+    refused(
+        atoll("join", invite, "--dir", swarm.home), 73, f"{swarm.home} is a coordinator's folder"
+    )
+    assert contents(home) == before
+    (home / "client.key").write_text("nonsense")
+    refused(atoll("node", "start", "--dir", home), 65, f"the credentials in {home} are damaged")
+    done(atoll("join", invite, "--dir", home))
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o555)
+    refused(atoll("join", invite, "--dir", locked), 71, f"{locked / 'lock'} cannot be opened")
+
+
+# The contributor
+
+
+@pytest.mark.parametrize(
+    ("setting", "code", "words"),
+    [
+        ("gpus = 1", 78, "node.toml: gpus: unknown key"),
+        ('ranks = "two"', 78, "node.toml: ranks = 'two'"),
+        ("ranks 2", 78, "node.toml: not TOML"),
+        ('device = "banana"', 78, "unknown device 'banana'"),
+    ],
+)
+def test_a_wrong_setting_of_a_node_is_refused(
+    member: Path, setting: str, code: int, words: str
+) -> None:
+    file = member / "node.toml"
+    before = file.read_text()
+    file.write_text(f'name = "member"\n{setting}\n')
+    try:
+        refused(atoll("node", "start", "--dir", member), code, words)
+    finally:
+        file.write_text(before)
+
+
+def test_a_wrong_option_of_a_node_is_refused(member: Path, tmp_path: Path) -> None:
+    start = ("node", "start", "--dir", member)
+    refused(atoll(*start, "--ranks", "0"), 64, "--ranks 0")
+    refused(atoll(*start, "--port", "70000"), 64, "--port 70000")
+    refused(atoll("node", "start", "--dir", tmp_path), 66, f"no swarm joined in {tmp_path}")
+    typed = atoll(*start, "--ranks", "3")
+    assert typed.code == 78
+    assert "[inner] batch = 4 cannot be shared evenly by 3 ranks" in typed.err
+
+
+def test_a_model_that_is_not_there_yet_cannot_be_exported(member: Path, tmp_path: Path) -> None:
+    out = tmp_path / "model"
+    refused(atoll("export", out, "--dir", member), 66, f"the node in {member} holds no committed")
+    refused(atoll("export", out, "--dir", tmp_path / "none"), 66, f"no swarm joined in {tmp_path}")
+    assert not out.exists()
+
+
+def test_a_coordinator_that_is_away_or_of_another_swarm_is_told_apart(
+    swarm: Swarm, other_swarm: Swarm, free_port: int, tmp_path: Path
+) -> None:
+    home = tmp_path / "node"
+    done(atoll("join", swarm.invite(), "--dir", home))
+    link = home / "link.toml"
+    text = link.read_text()
+    for port, code, words in (
+        (str(free_port), 69, f"no coordinator answers at 127.0.0.1:{free_port}"),
+        (other_swarm.control_port, 76, "is not of swarm "),
+    ):
+        link.write_text(text.replace(swarm.control_port, port))
+        refused(atoll("node", "start", "--dir", home), code, words)
+        refused(atoll("status", "--dir", home), code, words)
+
+
+def test_a_glob_that_matches_nothing_is_told_by_the_node(other_swarm: Swarm) -> None:
+    home = other_swarm.join("reader", other_swarm.invite())
+    typed = atoll("node", "start", "--dir", home)
+    assert typed.code == 66
+    assert "atoll: 'nowhere/*.txt' of [data] paths matches no file" in typed.err
+    assert not list((home / "snapshots").glob("*"))
+
+
+# Stopping
+
+
+def test_a_node_in_any_phase_stops_when_asked_and_leaves_nothing(swarm: Swarm) -> None:
+    invite = swarm.invite("--uses", "3")
+    for name in ("first", "second", "third"):
+        swarm.join(name, invite)
+
+    starting = swarm.start_node("second")
+    starting.says("loading torch")
+    starting.stop(signal.SIGINT, is_impatient=True)
+
+    first = swarm.start_node("first")
+    first.says("attached")
+    twice = atoll("node", "start", "--dir", swarm.folder / "first")
+    refused(
+        twice, 71, f"another node (process {first.process.pid}) runs in {swarm.folder / 'first'}"
+    )
+    swarm.does("waiting", "first")
+
+    # Nodes outlive their coordinator and come back by themselves.
+    swarm.coordinator.stop(signal.SIGINT)
+    first.says("coordinator away")
+    run_file = swarm.home / "run.toml"
+    run_text = run_file.read_text()
+    run_file.write_text(run_text.replace("batch = 4", "batch = 8"))
+    refused(atoll("coordinator", "start", swarm.home), 78, "run.toml is ")
+    run_file.write_text(run_text)
+    swarm.start_coordinator()
+    first.says("attached", times=2)
+    swarm.does("waiting", "first")
+
+    second = swarm.start_node("second", "--ranks", "2")
+    swarm.does("training", "first", "second")
+    assert len(second.shared_memory()) == 2
+    second.stop(signal.SIGTERM, is_impatient=True)
+    assert swarm.nodes()["second"].state == status_pb2.NODE_STATE_LEFT  # it said goodbye
+
+    # A killed daemon takes its ranks and p2pd with it, and its shared memory is freed.
+    third = swarm.start_node("third", "--ranks", "2")
+    swarm.does("training", "first", "third")
+    memory = third.shared_memory()
+    assert len(memory) == 2 and len(third.processes()) >= 6
+    third.process.kill()
+    third.process.wait()
+    third.left_nothing(memory)
+
+    swarm.does("waiting", "first")
+    first.stop(signal.SIGTERM)

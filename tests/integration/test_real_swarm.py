@@ -1,0 +1,108 @@
+"""A swarm as people run it: real processes from the first command to the exported model."""
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typed_commands import Swarm, atoll, done, refused, until
+
+from node.export import load_exported
+from node.newest import newest_model
+
+RUN = """
+[run]
+name = "real"
+rounds = 4
+min_nodes = 2
+
+[model]
+hidden_size = 32
+num_layers = 1
+num_heads = 2
+num_kv_heads = 1
+ffn_size = 64
+context = 32
+
+[inner]
+steps = 1000000 # rounds end at their deadline: none is over before the test has seen it
+batch = 4
+
+[deadlines]
+train = 3
+contribute = 20
+commit = 30
+
+[evaluation]
+every_rounds = 2
+samples = 16
+"""
+
+
+@pytest.fixture
+def swarm(tmp_path: Path) -> Iterator[Swarm]:
+    swarm = Swarm(tmp_path / "swarm", RUN)
+    yield swarm
+    swarm.end()
+
+
+def asked(swarm: Swarm, command: str) -> Any:
+    return json.loads(done(atoll(command, "--json", "--dir", swarm.home)))
+
+
+def test_a_swarm_trains_a_model_though_one_leaves_and_another_joins(swarm: Swarm) -> None:
+    invite = swarm.invite("--uses", "3")
+    homes = {name: swarm.join(name, invite) for name in ("stays", "leaves", "joins")}
+    stays, leaves = swarm.start_node("stays", "--ranks", "2"), swarm.start_node("leaves")
+    until(lambda: swarm.status().run.committed_round >= 1, f"{stays.log}\n{leaves.log}")
+    memory = stays.shared_memory()
+    leaves.stop(signal.SIGTERM)
+
+    joins = swarm.start_node("joins")
+    joins.says("attached")
+    memory_of_joins = joins.shared_memory()
+    stays.ends(memory)
+    joins.ends(memory_of_joins)
+    assert "run finished" in stays.log and "run finished" in joins.log
+
+    status, nodes, rounds = (asked(swarm, command) for command in ("status", "nodes", "rounds"))
+    run = status["run"]
+    assert (run["phase"], run["committed_round"], run["open_round"]) == ("finished", 4, 0)
+    assert run["digests_agree"] and run["outer_digest_round"] == 4
+    assert [measured["round"] for measured in run["held_out_losses"]] == [0, 2, 4]
+    for node in (*nodes, *status["nodes"]):
+        assert node.pop("silent_seconds") >= 0  # time goes on between the two
+    assert nodes == status["nodes"]
+    by_name = {node["node_name"]: node for node in nodes}
+    assert {name: node["state"] for name, node in by_name.items()} == dict.fromkeys(homes, "left")
+    assert {name: node["num_ranks"] for name, node in by_name.items()} == {
+        "stays": 2,
+        "leaves": 1,
+        "joins": 1,
+    }
+    assert [closed["round"] for closed in rounds] == [4, 3, 2, 1]
+    assert rounds[-1]["num_contributors"] == rounds[0]["num_contributors"] == 2
+    assert sum(closed["tokens"] for closed in rounds) == run["token_clock"]
+    assert sum(node["committed_tokens"] for node in nodes) == run["token_clock"]
+    assert all(node["committed_tokens"] > 0 for node in nodes)
+
+    # One digest, however it is asked for, and it is that of the very weights.
+    digest = run["outer_digest"]
+    assert rounds[0]["outer_digest"] == digest
+    for name in ("stays", "joins"):
+        heartbeat = by_name[name]["heartbeat"]
+        assert (heartbeat["outer_round"], heartbeat["outer_digest"]) == (4, digest)
+    model = newest_model(homes["stays"])
+    assert (model.round, model.outer_digest.hex()) == (4, digest)
+
+    out = swarm.folder / "model"
+    assert digest[:12] in done(atoll("export", out, "--dir", homes["joins"]))
+    spec, parameters = load_exported(out)
+    assert spec == model.spec.model
+    assert np.array_equal(parameters, model.parameters)
+    assert json.loads((out / "atoll.json").read_text())["outer_digest"] == digest
+    refused(atoll("export", out, "--dir", homes["stays"]), 73, f"{out} exists already")
+    swarm.coordinator.stop(signal.SIGTERM)

@@ -1,0 +1,255 @@
+"""Types `atoll …` as people do, as processes, and finds everything that a node leaves behind."""
+
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from protocol.query import StatusLink
+from protocol.v1 import status_pb2
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_SECONDS = (
+    120.0  # for anything that takes a few seconds on a machine with nothing else to do
+)
+STOP_SECONDS = 10.0  # what a node may take to end
+
+_MARK = "ATOLL_TEST_MARK"
+_READY = re.compile(r"coordinator ready: control 127\.0\.0\.1:(\d+), enrolment 127\.0\.0\.1:(\d+)")
+_PR_CAPBSET_DROP, _CAP_DAC_OVERRIDE, _CAP_DAC_READ_SEARCH = 24, 1, 2
+_libc = ctypes.CDLL(None)
+
+
+def _environment(changes: Mapping[str, str]) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("ATOLL_")}
+    return (
+        kept | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"} | changes
+    )
+
+
+def _command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-P", "-m", "protocol.cli", *map(str, arguments)]
+
+
+def _obey_permissions() -> None:
+    """Lets a root that runs the tests meet read-only folders as everybody does."""
+    for capability in (_CAP_DAC_OVERRIDE, _CAP_DAC_READ_SEARCH):
+        _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Typed:
+    """What came of a command."""
+
+    code: int
+    out: str
+    err: str
+
+
+def atoll(*arguments: str | Path, stdin: str = "", **environment: str) -> Typed:
+    """Runs a command to its end; one that shows a traceback or blames a bug fails the test."""
+    ran = subprocess.run(
+        _command(*arguments),
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,  # it kills the command
+        env=_environment(environment),
+        preexec_fn=_obey_permissions,
+    )
+    assert "Traceback" not in ran.stderr and "a bug in Atoll" not in ran.stderr, ran.stderr
+    return Typed(code=ran.returncode, out=ran.stdout, err=ran.stderr)
+
+
+def done(typed: Typed) -> str:
+    """The output of a command that went well."""
+    assert typed.code == 0, typed.err
+    return typed.out
+
+
+def refused(typed: Typed, code: int, *words: str) -> None:
+    """The command ended with this code, one sentence that holds the words, and what to do next."""
+    told = typed.err.splitlines()
+    assert (typed.code, typed.out) == (code, ""), typed
+    assert len(told) == 2 and told[0].startswith("atoll: ") and told[1].startswith("  next: "), told
+    for word in words:
+        assert word in typed.err, typed.err
+
+
+def until(is_done: Callable[[], bool], what: str, *, seconds: float = PATIENCE_SECONDS) -> None:
+    give_up_at = time.monotonic() + seconds
+    while not is_done():
+        assert time.monotonic() < give_up_at, f"no end of waiting: {what}"
+        time.sleep(0.05)
+
+
+class Running:
+    """A command that goes on, in a session and with a folder for temporary files of its own."""
+
+    def __init__(self, *arguments: str | Path) -> None:
+        # Not below pytest's folder: a Unix socket's name has at most 107 bytes.
+        self._temporary = tempfile.TemporaryDirectory(prefix="atoll-test-")
+        self._mark = uuid.uuid4().hex
+        self._log = Path(self._temporary.name) / "log"
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                _command(*arguments),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=_environment({_MARK: self._mark, "TMPDIR": self._temporary.name}),
+            )
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def says(self, text: str, *, times: int = 1) -> None:
+        """Waits until it has said so, that often."""
+
+        def has_said() -> bool:
+            assert self.process.poll() is None, self.log
+            return self.log.count(text) >= times
+
+        until(has_said, f"{text!r} in\n{self.log}")
+
+    def processes(self) -> set[int]:
+        """Itself and all that came of it, by what they inherit."""
+        mark, found = f"{_MARK}={self._mark}".encode(), set()
+        for folder in Path("/proc").iterdir():
+            try:
+                if folder.name.isdecimal() and mark in (folder / "environ").read_bytes():
+                    found.add(int(folder.name))
+            except OSError:
+                continue  # it ended meanwhile
+        return found
+
+    def shared_memory(self) -> set[Path]:
+        """The outer state's blocks that its processes have mapped."""
+        maps = Path("/proc") / str(self.process.pid) / "maps"
+        return {Path(name) for name in re.findall(r"/dev/shm/psm_\w+", maps.read_text())}
+
+    def stop(self, number: signal.Signals, *, is_impatient: bool = False) -> None:
+        """Signals it and sees it end well.
+
+        Or all its processes, as terminals and service managers do, and again and again.
+        """
+        memory = self.shared_memory()
+        if not is_impatient:
+            self.process.send_signal(number)
+        else:
+
+            def signalled_has_ended() -> bool:
+                # Unreaped until the last look, so the group is nobody else's.
+                os.killpg(self.process.pid, number)
+                time.sleep(0.1)
+                return self.process.poll() is not None
+
+            until(signalled_has_ended, f"an end of\n{self.log}", seconds=STOP_SECONDS)
+        self.ends(memory, seconds=STOP_SECONDS)
+
+    def ends(self, memory: set[Path], *, seconds: float = PATIENCE_SECONDS) -> None:
+        """Waits until it has ended with 0, and looks for what it left behind."""
+        try:
+            code = self.process.wait(seconds)
+        except subprocess.TimeoutExpired as error:
+            raise AssertionError(f"it did not end:\n{self.log}") from error
+        self.left_nothing(memory)
+        # Python's resource tracker, the last to end, tells of memory that it had to give back.
+        assert code == 0 and "Traceback" not in self.log and "leaked" not in self.log, self.log
+        left = [path.name for path in Path(self._temporary.name).iterdir()]
+        assert not [name for name in left if name.startswith(("atoll-", "pymp-"))], left
+
+    def left_nothing(self, memory: set[Path]) -> None:
+        until(lambda: not self.processes(), f"{self.processes()} to end", seconds=STOP_SECONDS)
+        assert not [block for block in memory if block.exists()]
+
+    def clean_up(self) -> None:
+        """Ends whatever a failed test left of it."""
+        for process_id in self.processes():
+            os.kill(process_id, signal.SIGKILL)
+        self.process.wait()
+        self._temporary.cleanup()
+
+
+class Swarm:
+    """A coordinator's folder and what is started for it; `end` stops all of it."""
+
+    def __init__(self, folder: Path, run_text: str) -> None:
+        self.folder = folder
+        self.home = folder / "coordinator"
+        folder.mkdir()
+        run_file = folder / "run.toml"
+        run_file.write_text(run_text)
+        ports = ("--host", "127.0.0.1", "--port", "0", "--enrolment-port", "0")
+        done(atoll("coordinator", "init", self.home, "--run", run_file, *ports))
+        self._ports: tuple[str, str] | None = None
+        self._running: list[Running] = []
+        self.coordinator: Running
+        self.start_coordinator()
+
+    def start(self, *arguments: str | Path) -> Running:
+        running = Running(*arguments)
+        self._running.append(running)
+        return running
+
+    def start_coordinator(self) -> None:
+        """Starts it; again on the ports that it had before."""
+        fixed = (
+            ("--port", self._ports[0], "--enrolment-port", self._ports[1]) if self._ports else ()
+        )
+        self.coordinator = self.start("coordinator", "start", self.home, *fixed)
+        self.coordinator.says("coordinator ready")
+        ready = _READY.search(self.coordinator.log)
+        assert ready is not None
+        self._ports = (ready[1], ready[2])
+
+    @property
+    def control_port(self) -> str:
+        assert self._ports is not None
+        return self._ports[0]
+
+    def invite(self, *options: str) -> str:
+        return done(atoll("invite", "create", "--dir", self.home, *options)).split()[-1]
+
+    def join(self, name: str, invite: str) -> Path:
+        home = self.folder / name
+        done(atoll("join", invite, "--dir", home, "--name", name))
+        return home
+
+    def start_node(self, name: str, *options: str) -> Running:
+        return self.start("node", "start", "--dir", self.folder / name, *options)
+
+    def status(self) -> status_pb2.GetStatusResponse:
+        with StatusLink(self.home) as link:
+            return link.status()
+
+    def nodes(self) -> dict[str, status_pb2.NodeStatus]:
+        return {node.node_name: node for node in self.status().nodes}
+
+    def does(self, activity: str, *names: str) -> None:
+        """Waits until these nodes are attached and say that they do so."""
+
+        def all_do() -> bool:
+            nodes = self.nodes()
+            return all(
+                name in nodes
+                and nodes[name].state == status_pb2.NODE_STATE_READY
+                and nodes[name].heartbeat.activity == activity
+                for name in names
+            )
+
+        until(all_do, f"{names} {activity}; {[running.log for running in self._running]}")
+
+    def end(self) -> None:
+        for running in self._running:
+            running.clean_up()

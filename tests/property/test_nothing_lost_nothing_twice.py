@@ -1,0 +1,109 @@
+"""Wall 2: a pseudo-gradient is either in a commit or still in its node's residual.
+
+Each node works on elements of its own, so that what a commit took of it shows in the parameters.
+"""
+
+import asyncio
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from node.exchange import held_results
+from node.outer_state import Vector
+from protocol.rounds import NodeId
+from tests.unit.exchange_scene import (
+    COMMIT_SECONDS,
+    NUM_ELEMENTS,
+    TOKENS,
+    A,
+    B,
+    C,
+    Scene,
+    in_virtual_time,
+)
+
+OWN = {node_id: np.arange(NUM_ELEMENTS) % 3 == place for place, node_id in enumerate((A, B, C))}
+
+# "late": nothing gets through until the commit; "away": does not hear of the commit until later.
+STEADY = st.sampled_from(["trains", "late"])
+FICKLE = st.sampled_from(["trains", "late", "away", "away", "skips"])
+ROUND = st.fixed_dictionaries(
+    {
+        "acts": st.fixed_dictionaries({A: STEADY, B: FICKLE, C: FICKLE}),
+        "tokens": st.fixed_dictionaries({n: st.integers(1, TOKENS) for n in OWN}),
+        "void": st.sets(st.integers(0, 2), max_size=2),
+    }
+)
+
+
+def work_of(node_id: NodeId, round_number: int) -> Vector:
+    """Whole numbers, different in each round: losing or doubling any shows."""
+    return np.where(OWN[node_id], np.float32(1 + round_number**2), np.float32(0))
+
+
+def taken_by_last(scene: Scene, change: Vector, node_id: NodeId) -> Vector:
+    """What the newest commit took of a node, from how it changed the parameters."""
+    taken = np.zeros(NUM_ELEMENTS)
+    for outcome in scene.commits[-1].slices:
+        span = slice(outcome.start, outcome.start + outcome.num_elements)
+        own = np.where(OWN[node_id][span], -change[span], 0)
+        tokens = {c.node_id: c.tokens for c in outcome.contributors}
+        if node_id in tokens:
+            taken[span] = own * sum(tokens.values()) / tokens[node_id]
+        else:
+            assert not own.any()  # nobody's work is in a slice that does not name them
+    return taken
+
+
+@pytest.mark.parametrize("kept_rounds", [0, 16])  # who comes back takes a snapshot, or replays
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(rounds=st.lists(ROUND, min_size=1, max_size=6))
+@in_virtual_time
+async def test_what_was_taken_and_what_is_owed_are_all_that_was_done(
+    monkeypatch: pytest.MonkeyPatch, kept_rounds: int, rounds: list[dict]
+) -> None:
+    monkeypatch.setattr(held_results, "KEPT_ROUNDS", kept_rounds)
+    scene = await Scene.of(A, B, C)
+    nodes = scene.nodes
+    done = {n: np.zeros(NUM_ELEMENTS) for n in nodes}
+    taken = {n: np.zeros(NUM_ELEMENTS) for n in nodes}
+    for number, drawn in enumerate(rounds, start=1):
+        acts = drawn["acts"]
+        gone = {n for n in nodes if nodes[n].outer.round < number - 1 and acts[n] == "away"}
+        for n in sorted(nodes.keys() - gone):
+            await nodes[n].exchange.catch_up(number - 1)
+        participants = sorted(n for n in nodes if n not in gone and acts[n] != "skips")
+        plan = await scene.open_round(number, *participants)
+        cuts = [pair for pair in combinations(nodes, 2) if "late" in {acts[n] for n in pair}]
+        for pair in cuts:
+            scene.network.cut(*pair)
+        before = nodes[A].parameters
+        for n in participants:
+            await nodes[n].contribute(work_of(n, number), tokens=drawn["tokens"][n])
+            done[n] += work_of(n, number)
+        await asyncio.sleep(COMMIT_SECONDS)
+        for pair in cuts:
+            scene.network.mend(*pair)
+        commit = scene.close_round(plan, void=drawn["void"])
+        await nodes[A].exchange.apply(commit)
+        scene.settle(A)
+        for n in sorted(nodes.keys() - {A} - gone):
+            if acts[n] == "away":
+                nodes[n].exchange._held._payloads.clear()  # it needs the others
+            else:
+                await nodes[n].exchange.apply(commit)
+        for n in nodes:
+            taken[n] += taken_by_last(scene, nodes[A].parameters - before, n)
+    for n in nodes:
+        await nodes[n].exchange.catch_up(len(rounds))
+    assert len({node.outer.digest for node in nodes.values()}) == 1
+    for n, node in nodes.items():
+        np.testing.assert_allclose(taken[n] + node.residual, done[n], atol=0.01)
+    await scene.stop()

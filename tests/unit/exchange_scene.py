@@ -1,0 +1,236 @@
+"""The exchanges of a few nodes in one process and in virtual time; the test is their coordinator."""
+
+import functools
+from collections.abc import Callable, Collection, Coroutine
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from benchmarks.virtual_time import run_in_virtual_time
+from node.exchange.codecs.registry import codec_named
+from node.exchange.exchange import Exchange
+from node.exchange.outer import Outer
+from node.exchange.outer_optimizer import Sgd
+from node.exchange.reports import Held, Reduced, Report
+from node.exchange.snapshot import Snapshot
+from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
+from node.heavy import in_place
+from node.outer_state import Layout, Vector
+from protocol.payload import RESULT, Payload
+from protocol.rounds import (
+    BLOCK,
+    Assignment,
+    Commit,
+    Digest,
+    NodeId,
+    PeerAddress,
+    Plan,
+    RosterEntry,
+    SliceOutcome,
+    cut_into_slices,
+)
+from protocol.wire_count import WireCounts
+
+RUN = Digest(bytes(32))
+LAYOUT = Layout.of([("w", (3 * BLOCK,))])
+NUM_ELEMENTS = LAYOUT.num_elements
+TOKENS = 8
+"""What a participant is assigned; the context is one token."""
+CONTRIBUTE_SECONDS, COMMIT_SECONDS = 20.0, 30.0
+A, B, C = (NodeId(name) for name in "abc")
+
+
+def in_virtual_time(
+    test: Callable[..., Coroutine[Any, Any, None]],
+) -> Callable[..., None]:
+    """Runs an async test on a clock that jumps."""
+
+    @functools.wraps(test)
+    def run(*arguments: Any, **named: Any) -> None:
+        run_in_virtual_time(test(*arguments, **named))
+
+    return run
+
+
+def outer_of(node_id: NodeId, codec: str = "fp32", *, error_feedback: bool = True) -> Outer:
+    """A fresh replica. Its optimizer just subtracts the mean, so every change can be accounted for."""
+    return Outer(
+        layout=LAYOUT,
+        parameters=np.zeros(NUM_ELEMENTS, dtype=np.float32),
+        published=np.zeros(NUM_ELEMENTS, dtype=np.float32),
+        optimizer=Sgd(learning_rate=1.0),
+        uplink=codec_named(codec),
+        downlink=codec_named(codec),
+        error_feedback=error_feedback,
+        run_digest=RUN,
+        node_id=node_id,
+    )
+
+
+def plan_for(
+    *participants: NodeId, round: int = 1, base_digest: Digest = RUN, **changes: Any
+) -> Plan:
+    plan = Plan(
+        round=round,
+        fragment=0,
+        base_digest=base_digest,
+        assignments=tuple(
+            Assignment(node_id=node_id, inner_steps=1, first_sample=0, num_samples=TOKENS)
+            for node_id in sorted(participants)
+        ),
+        slices=cut_into_slices(NUM_ELEMENTS, tuple(sorted(participants))),
+        token_clock=0,
+        tokens_per_inner_step=1,
+        train_seconds=10.0,
+        contribute_seconds=CONTRIBUTE_SECONDS,
+        commit_seconds=COMMIT_SECONDS,
+        reason="",
+    )
+    return replace(plan, **changes)
+
+
+def result_of(values: Vector, *, sender_id: NodeId, round: int = 1, index: int = 0) -> Payload:
+    """A result of one of three slices, as fp32."""
+    return Payload.seal(
+        kind=RESULT,
+        run_digest=RUN,
+        round=round,
+        fragment=0,
+        slice_index=index,
+        start=index * BLOCK,
+        num_elements=values.size,
+        codec="fp32/1",
+        tokens=0,
+        sender_id=sender_id,
+        body=values.astype("<f4").tobytes(),
+    )
+
+
+class Node:
+    """One node's exchange, what it reports, and what its island would have trained."""
+
+    def __init__(self, scene: "Scene", node_id: NodeId, outer: Outer) -> None:
+        self.node_id = node_id
+        self.outer = outer
+        self.reports: list[tuple[int, Report]] = []
+        self.transport = MemoryTransport(
+            network=scene.network, node_id=node_id, counts=WireCounts()
+        )
+        self.exchange = Exchange(
+            node_id=node_id,
+            run_digest=RUN,
+            context=1,
+            outer=outer,
+            transport=self.transport,
+            snapshots=None,
+            heavy=in_place,
+            report=lambda round, report: self.reports.append((round, report)),
+            list_commits=scene.list_commits,
+        )
+
+    @property
+    def parameters(self) -> Vector:
+        return self.outer.snapshot().parameters
+
+    @property
+    def residual(self) -> Vector:
+        return self.outer.residual_copy()
+
+    async def contribute(self, work: Vector | float, *, tokens: int = TOKENS) -> None:
+        """As if the island had trained its way to global parameters minus `work`."""
+        self.outer._published[:] = self.outer._parameters - np.float32(1) * work
+        await self.exchange.contribute(tokens)
+
+    def reported(self, kind: type[Report], round: int) -> list[Any]:
+        return [report for r, report in self.reports if r == round and isinstance(report, kind)]
+
+
+class Scene:
+    """A swarm of exchanges."""
+
+    def __init__(self, codec: str = "fp32") -> None:
+        self.network = MemoryNetwork()
+        self.nodes: dict[NodeId, Node] = {}
+        self.commits: list[Commit] = []
+        self._codec = codec
+
+    @classmethod
+    async def of(cls, *node_ids: NodeId, codec: str = "fp32") -> "Scene":
+        scene = cls(codec)
+        for node_id in node_ids:
+            await scene.add(node_id)
+        return scene
+
+    async def add(self, node_id: NodeId, kept: tuple[Snapshot, Vector] | None = None) -> Node:
+        """Starts a node, or starts it again with what was on its disk."""
+        if node_id in self.nodes:
+            await self.nodes[node_id].exchange.stop()
+            await self.nodes[node_id].transport.stop()
+        outer = outer_of(node_id, self._codec)
+        if kept is not None:
+            outer.restore(*kept)
+        node = self.nodes[node_id] = Node(self, node_id, outer)
+        await node.transport.start(node.exchange)
+        address = PeerAddress(public_key=bytes(32), multiaddrs=())
+        roster = tuple(
+            RosterEntry(node_id=member, node_name=member, address=address) for member in self.nodes
+        )
+        for member in self.nodes.values():
+            member.exchange.set_roster(roster)
+        return node
+
+    async def stop(self) -> None:
+        for node in self.nodes.values():
+            await node.exchange.stop()
+            await node.transport.stop()
+
+    async def list_commits(self, after_round: int) -> tuple[Commit, ...]:
+        return tuple(c for c in self.commits if c.round > after_round)[:64]
+
+    async def open_round(self, round: int, *participants: NodeId) -> Plan:
+        base = self.commits[-1].outer_digest if self.commits else outer_of(A).digest
+        assert base is not None
+        plan = plan_for(*participants, round=round, base_digest=base)
+        for node_id in participants:
+            await self.nodes[node_id].exchange.open_round(plan)
+        return plan
+
+    def close_round(self, plan: Plan, *, void: Collection[int] = ()) -> Commit:
+        """Commits each slice that two participants hold, or all when fewer, unless it is in `void`."""
+        outcomes = []
+        for part in plan.slices:
+            outcome = SliceOutcome(
+                index=part.index, start=part.start, num_elements=part.num_elements, digest=None
+            )
+            reports = self.nodes[part.reducer_id].reported(Reduced, plan.round)
+            reduced = next((r for r in reports if r.slice_index == part.index), None)
+            if reduced is not None and reduced.digest is not None and part.index not in void:
+                mark = Held(slice_index=part.index, digest=reduced.digest)
+                holders = tuple(
+                    node_id
+                    for node_id in plan.participants
+                    if mark in self.nodes[node_id].reported(Held, plan.round)
+                )
+                if len(holders) >= min(2, len(plan.participants)):
+                    outcome = replace(
+                        outcome,
+                        digest=reduced.digest,
+                        contributors=reduced.contributors,
+                        holder_ids=holders,
+                    )
+            outcomes.append(outcome)
+        commit = Commit(
+            round=plan.round,
+            fragment=0,
+            base_digest=plan.base_digest,
+            slices=tuple(outcomes),
+        )
+        self.commits.append(commit)
+        return commit
+
+    def settle(self, node_id: NodeId) -> None:
+        """Fixes the newest commit's digest: that of a node which has applied it."""
+        outer = self.nodes[node_id].outer
+        assert outer.round == self.commits[-1].round
+        self.commits[-1] = replace(self.commits[-1], outer_digest=outer.digest)

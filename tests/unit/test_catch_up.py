@@ -1,0 +1,234 @@
+"""Getting from the state that a node holds to the committed one, among donors that lie, die and lag."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from node.exchange import held_results
+from node.exchange.reports import Held
+from node.exchange.transport.transport import Want, WantSnapshot
+from protocol.payload import SNAPSHOT, Payload
+from protocol.rounds import NodeId
+from tests.unit.exchange_scene import (
+    CONTRIBUTE_SECONDS,
+    RUN,
+    A,
+    B,
+    C,
+    Scene,
+    in_virtual_time,
+    outer_of,
+)
+
+
+async def committed_round(scene: Scene, number: int, *participants: NodeId) -> None:
+    """A round with these nodes that goes well."""
+    plan = await scene.open_round(number, *participants)
+    for node_id in participants:
+        await scene.nodes[node_id].contribute(float(number))
+    await asyncio.sleep(1)
+    commit = scene.close_round(plan)
+    for node_id in participants:
+        await scene.nodes[node_id].exchange.apply(commit)
+    scene.settle(participants[0])
+
+
+@in_virtual_time
+async def test_a_node_replays_what_it_missed_from_whoever_holds_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene = await Scene.of(A, B, C)
+    for number in (1, 2, 3):
+        await committed_round(scene, number, A, B)
+    await scene.nodes[A].transport.stop()
+    monkeypatch.setattr(held_results, "KEPT_ROUNDS", 1)
+    await scene.nodes[C].exchange.catch_up(3)
+    assert scene.nodes[C].outer.digest == scene.nodes[A].outer.digest
+    assert scene.nodes[C].exchange.waiting_for() == ""
+    # It can pass them on, but keeps no more of them than anyone.
+    held = scene.nodes[C].exchange._held
+    assert [held.get(number, 0) is not None for number in (1, 2, 3)] == [False, False, True]
+    await scene.stop()
+
+
+class Liar:
+    """Answers every request for results and snapshots with something that looks right."""
+
+    def __init__(self, scene: Scene, node_id: NodeId) -> None:
+        self.num_asked = 0
+        self._handler = scene.nodes[node_id].exchange
+        self._honest = self._handler.supply
+        self._handler.supply = self.supply  # type: ignore[method-assign]
+
+    async def supply(self, sender: NodeId, want: Want) -> Payload | None:
+        self.num_asked += 1
+        payload = await self._honest(sender, want)
+        if payload is None or not isinstance(want, WantSnapshot):
+            return payload
+        body = bytearray(payload.body)
+        body[-1] ^= 1
+        return replace(Payload.seal(**_fields(payload), body=bytes(body)))
+
+
+def _fields(payload: Payload) -> dict[str, object]:
+    header = payload.header
+    names = "kind run_digest round fragment slice_index start num_elements codec tokens sender_id"
+    return {name: getattr(header, name) for name in names.split()}
+
+
+@in_virtual_time
+async def test_a_lying_donor_costs_time_and_never_correctness(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(held_results, "KEPT_ROUNDS", 0)  # nobody can replay
+    scene = await Scene.of(A, B, C)
+    liar = Liar(scene, A)
+    await committed_round(scene, 1, A, B)
+    await scene.nodes[C].exchange.catch_up(1)
+    assert liar.num_asked > 0
+    assert scene.nodes[C].outer.digest == scene.nodes[B].outer.digest
+    await scene.stop()
+
+
+@in_virtual_time
+async def test_after_a_cut_between_all_nodes_results_still_bring_them_on() -> None:
+    """Nobody has the new state yet: whoever waited for a snapshot only would wait for ever."""
+    scene = await Scene.of(A, B, C)
+    plan = await scene.open_round(1, A, B, C)
+    scene.network.cut(A, C)
+    for node in scene.nodes.values():
+        await node.contribute(1.0)
+    await asyncio.sleep(CONTRIBUTE_SECONDS + 1)
+    commit = scene.close_round(plan)  # B holds all, A and C lack each other's
+    scene.network.cut(A, B)
+    scene.network.cut(B, C)
+    held = scene.nodes[B].exchange._held
+    held._payloads = {key: p for key, p in held._payloads.items() if p.header.sender_id == B}
+    applying = [asyncio.create_task(n.exchange.apply(commit)) for n in scene.nodes.values()]
+    await asyncio.sleep(300)
+    assert not any(task.done() for task in applying)
+    for pair in ((A, B), (B, C), (A, C)):
+        scene.network.mend(*pair)
+    await asyncio.wait_for(asyncio.gather(*applying), 10)
+    assert len({node.outer.digest for node in scene.nodes.values()}) == 1
+    await scene.stop()
+
+
+@in_virtual_time
+async def test_a_snapshot_is_not_fetched_before_its_digest_is_settled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(held_results, "KEPT_ROUNDS", 0)
+    scene = await Scene.of(A, B, C)
+    await committed_round(scene, 1, A, B)
+    scene.commits[-1] = replace(scene.commits[-1], outer_digest=None)
+    catching_up = asyncio.create_task(scene.nodes[C].exchange.catch_up(1))
+    await asyncio.sleep(30)
+    assert scene.nodes[A].transport._counts.totals()["snapshot"] == (0, 0)
+    scene.settle(A)
+    await asyncio.wait_for(catching_up, 5)
+    assert scene.nodes[C].outer.round == 1
+    await scene.stop()
+
+
+@in_virtual_time
+async def test_a_donor_of_a_round_that_never_was_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(held_results, "KEPT_ROUNDS", 0)
+    scene = await Scene.of(A, B, C)
+    await committed_round(scene, 1, A, B)
+    state = replace(outer_of(A).snapshot(), round=99)
+    fake = Payload.seal(
+        kind=SNAPSHOT,
+        run_digest=RUN,
+        round=99,
+        fragment=0,
+        slice_index=0,
+        start=0,
+        num_elements=state.parameters.size,
+        codec="fp32/1",
+        tokens=0,
+        sender_id=A,
+        body=state.to_body(),
+    )
+
+    async def supply(sender: NodeId, want: Want) -> Payload | None:
+        return fake if isinstance(want, WantSnapshot) else None
+
+    scene.nodes[A].exchange.supply = supply  # type: ignore[method-assign]
+    await asyncio.wait_for(scene.nodes[C].exchange.catch_up(1), 10)
+    assert scene.nodes[C].outer.digest == scene.nodes[B].outer.digest
+    await scene.stop()
+
+
+@in_virtual_time
+async def test_a_round_that_the_coordinator_does_not_list_is_not_waited_for() -> None:
+    scene = await Scene.of(A, B)
+    await scene.nodes[A].exchange.catch_up(7)  # it went back to a copy of its database
+    assert scene.nodes[A].outer.round == 0
+    await scene.stop()
+
+
+@in_virtual_time
+async def test_a_refetch_replaces_a_wrong_state_and_drops_what_was_owed_on_it() -> None:
+    scene = await Scene.of(A, B, C)
+    await committed_round(scene, 1, A, B)
+    wrong = scene.nodes[C].outer
+    snapshot = replace(wrong.snapshot(), round=1)
+    wrong.restore(replace(snapshot, parameters=snapshot.parameters + 7), snapshot.parameters + 1)
+    right = scene.nodes[A].outer.digest
+    assert await scene.nodes[C].exchange.refetch(1, right)
+    assert scene.nodes[C].outer.digest == right
+    assert not scene.nodes[C].residual.any()
+    await scene.stop()
+
+
+@in_virtual_time
+async def test_a_late_request_to_refetch_costs_a_right_state_nothing() -> None:
+    scene = await Scene.of(A, B)
+    for number in (1, 2):
+        await committed_round(scene, number, A, B)
+    first = scene.commits[0].outer_digest
+    assert first is not None
+    plan = await scene.open_round(3, A, B)
+    await scene.nodes[A].contribute(5.0)
+    assert not await scene.nodes[A].exchange.refetch(1, first)  # it holds round 2 by now
+    scene.network.cut(A, B)
+    await asyncio.sleep(CONTRIBUTE_SECONDS + 1)
+    commit = scene.close_round(plan, void=(0, 1))
+    await scene.nodes[A].exchange.apply(commit)
+    np.testing.assert_array_equal(scene.nodes[A].residual, 5.0)  # the round was not dropped
+    await scene.stop()
+
+
+@in_virtual_time
+async def test_a_node_that_restarts_after_contributing_counts_nothing_twice() -> None:
+    scene = await Scene.of(A, B)
+    await committed_round(scene, 1, A, B)
+    plan = await scene.open_round(2, A, B)
+    for node in scene.nodes.values():
+        await node.contribute(3.0)
+    scene.network.cut(A, B)
+    commit_of_nothing = scene.close_round(plan, void=(0, 1))
+    for node in scene.nodes.values():
+        await node.exchange.apply(commit_of_nothing)
+    scene.settle(A)
+    scene.network.mend(A, B)
+    on_disk = (scene.nodes[A].outer.snapshot(), scene.nodes[A].residual)
+    assert on_disk[1].all()
+    plan = await scene.open_round(3, A, B)
+    for node in scene.nodes.values():
+        await node.contribute(4.0)
+    await asyncio.sleep(1)
+    commit = scene.close_round(plan)
+    await scene.add(A, on_disk)  # killed before it applied
+    await scene.nodes[B].exchange.apply(commit)
+    scene.settle(B)
+    await scene.nodes[A].exchange.catch_up(3)
+    assert scene.nodes[A].outer.digest == scene.nodes[B].outer.digest
+    assert not scene.nodes[A].residual.any()  # the 3 and the 4 were taken together
+    assert not scene.nodes[A].reported(Held, 3)
+    await scene.stop()

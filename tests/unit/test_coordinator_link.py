@@ -1,0 +1,171 @@
+"""What travels between a node and its coordinator, as the node's values."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from coordinator.driver import Delivery, RosterNow
+from coordinator.services.session import delivery_to_wire
+from coordinator.swarm import actions
+from node import coordinator_link as events
+from node.coordinator_link import CoordinatorLink
+from node.exchange.reports import Applied, Evaluated, Held, Reduced, Report, Trained
+from protocol import convert
+from protocol.errors import ProtocolMismatchError
+from protocol.rounds import Commit, Contributor, Digest, PeerAddress, RosterEntry
+from protocol.run_spec import RunSpec
+from protocol.v1 import session_pb2 as pb
+from tests.unit.exchange_scene import A, B, plan_for
+
+DIGEST = Digest(bytes(range(32)))
+COMMIT = Commit(round=4, fragment=0, base_digest=DIGEST, slices=())
+MEMBER = RosterEntry(
+    node_id=A, node_name="attic", address=PeerAddress(public_key=bytes(32), multiaddrs=("/x",))
+)
+
+
+class Stub:
+    """Answers with what it was given, and keeps what it was asked."""
+
+    def __init__(self, answer: Any = None) -> None:
+        self.answer = answer
+        self.asked: list[Any] = []
+        self.is_cancelled = False
+
+    async def GetRun(self, request: Any) -> Any:  # noqa: N802 - gRPC's names
+        return self.answer
+
+    async def Attach(self, request: Any) -> Any:  # noqa: N802
+        return self.answer
+
+    async def Report(self, request: Any) -> Any:  # noqa: N802
+        self.asked.append(request)
+
+    async def ListCommits(self, request: Any) -> Any:  # noqa: N802
+        self.asked.append(request)
+        return self.answer
+
+    def Subscribe(self, request: Any) -> "Stub":  # noqa: N802
+        return self
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        yield self.answer
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+def link_that_answers(answer: Any) -> tuple[CoordinatorLink, Stub]:
+    stub = Stub(answer)
+    return CoordinatorLink(stub), stub  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("delivery", "event"),
+    [
+        (RosterNow(members=(MEMBER,)), events.RosterChanged(members=(MEMBER,))),
+        (actions.SendPlan(plan=plan_for(A, B)), events.RoundOpened(plan=plan_for(A, B))),
+        (actions.SendCommit(commit=COMMIT), events.RoundCommitted(commit=COMMIT)),
+        (
+            actions.SendDeparted(round=4, node_ids=(A, B)),
+            events.ParticipantsDeparted(round=4, node_ids=(A, B)),
+        ),
+        (actions.AskEvaluation(node_id=A, round=4), events.EvaluationAsked(round=4)),
+        (
+            actions.AskRefetch(node_id=A, round=4, outer_digest=DIGEST, reason="odd"),
+            events.RefetchAsked(round=4, outer_digest=DIGEST, reason="odd"),
+        ),
+        (
+            actions.SendFinished(round=4, outer_digest=DIGEST, reason="done"),
+            events.RunFinished(round=4, outer_digest=DIGEST, reason="done"),
+        ),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+async def test_what_the_coordinator_delivers_is_what_the_node_hears(
+    delivery: Delivery, event: events.Event
+) -> None:
+    link, stub = link_that_answers(delivery_to_wire(delivery))
+    assert [heard async for heard in link.events(1)] == [event]
+    assert stub.is_cancelled  # or gRPC keeps the stream open
+
+
+async def test_an_event_of_a_newer_version_is_not_passed_over_in_silence() -> None:
+    link, _ = link_that_answers(pb.SubscribeResponse())
+    with pytest.raises(ProtocolMismatchError, match="does not know"):
+        await anext(aiter(link.events(1)))
+
+
+@pytest.mark.parametrize(
+    ("report", "kind", "fields"),
+    [
+        (
+            Trained(inner_steps=3, tokens=96, loss=1.5, seconds=2.0),
+            "trained",
+            {"inner_steps": 3, "tokens": 96, "loss": 1.5, "seconds": 2.0},
+        ),
+        (
+            Reduced(
+                slice_index=1, digest=DIGEST, contributors=(Contributor(node_id=A, tokens=96),)
+            ),
+            "reduced",
+            {"slice_index": 1, "digest": DIGEST},
+        ),
+        (Reduced(slice_index=1, digest=None, contributors=()), "reduced", {"digest": b""}),
+        (Held(slice_index=0, digest=DIGEST), "held", {"slice_index": 0, "digest": DIGEST}),
+        (Applied(outer_digest=DIGEST), "applied", {"outer_digest": DIGEST}),
+        (
+            Evaluated(held_out_loss=0.0, tokens=0),
+            "evaluated",
+            {"held_out_loss": 0.0, "tokens": 0},
+        ),
+    ],
+)
+async def test_every_report_says_what_it_is_even_when_it_is_zero(
+    report: Report, kind: str, fields: dict[str, Any]
+) -> None:
+    link, stub = link_that_answers(None)
+    await link.report(7, 4, report)
+    sent = pb.ReportRequest.FromString(stub.asked[0].SerializeToString())
+    assert (sent.session_id, sent.round, sent.WhichOneof("report")) == (7, 4, kind)
+    body = getattr(sent, kind)
+    assert {name: getattr(body, name) for name in fields} == fields
+    if isinstance(report, Reduced):
+        contributors = tuple(map(convert.contributor_from_wire, body.contributors))
+        assert contributors == report.contributors
+
+
+async def test_a_run_file_that_reads_differently_here_is_refused() -> None:
+    spec = RunSpec()
+    right = pb.GetRunResponse(run_json=spec.canonical_json(), run_digest=spec.digest())
+    assert await link_that_answers(right)[0].get_run() == spec
+    right.run_digest = bytes(32)
+    with pytest.raises(ProtocolMismatchError, match="reads as"):
+        await link_that_answers(right)[0].get_run()
+
+
+async def test_an_unsettled_digest_is_none_and_not_empty() -> None:
+    announcement = events.Announcement(
+        node_name="attic",
+        address=MEMBER.address,
+        run_digest=DIGEST,
+        layout=convert.layout_from_wire(pb.LayoutSummary(digest=DIGEST, fragment_elements=[1])),
+        corpus=convert.corpus_from_wire(pb.CorpusSummary(digest=DIGEST)),
+        outer_round=0,
+        outer_digest=DIGEST,
+        device="cpu",
+        num_ranks=1,
+        version="1",
+    )
+    link, _ = link_that_answers(pb.AttachResponse(session_id=3, committed_round=5))
+    attachment = await link.attach(announcement)
+    assert (attachment.session_id, attachment.committed_round) == (3, 5)
+    assert attachment.committed_digest is None
+
+
+async def test_commits_are_listed_after_a_round() -> None:
+    answer = pb.ListCommitsResponse(commits=[convert.commit_to_wire(COMMIT)])
+    link, stub = link_that_answers(answer)
+    assert await link.list_commits(3) == (COMMIT,)
+    assert stub.asked[0].after_round == 3

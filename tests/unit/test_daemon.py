@@ -1,0 +1,440 @@
+"""A node's life at its turns: what comes twice, late, in the wrong order, or in the middle."""
+
+import asyncio
+import random
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from node.coordinator_link import (
+    Attachment,
+    EvaluationAsked,
+    Event,
+    ParticipantsDeparted,
+    RefetchAsked,
+    RosterChanged,
+    RoundCommitted,
+    RoundOpened,
+    RunFinished,
+)
+from node.daemon import FINISH_SECONDS, Daemon, NodeFacts
+from node.exchange.reports import Applied, Evaluated, Reduced, Report
+from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
+from node.heavy import in_place, in_thread
+from node.island.island import Evaluation, InnerReport, InnerWork, Progress
+from protocol.errors import SystemRefusedError, UnavailableError
+from protocol.rounds import (
+    Commit,
+    CorpusSummary,
+    Digest,
+    PeerAddress,
+    Plan,
+    RosterEntry,
+    SliceOutcome,
+)
+from protocol.run_spec import RunSpec
+from protocol.wire_count import WireCounts
+from tests.unit.exchange_scene import (
+    NUM_ELEMENTS,
+    TOKENS,
+    A,
+    B,
+    in_virtual_time,
+    outer_of,
+    plan_for,
+)
+
+ADDRESS = PeerAddress(public_key=bytes(32), multiaddrs=())
+TRAIN_SECONDS = 5.0
+
+
+class FakeIsland:
+    """An island whose training takes five seconds and moves every parameter by one."""
+
+    def __init__(self, outer: Any) -> None:
+        self.outer = outer
+        self.calls: list[str] = []
+        self.works: list[InnerWork] = []
+        self.evaluation_seconds = 0.0
+        self.fault: Exception | None = None
+        self.is_running = False
+
+    async def start(self) -> CorpusSummary:
+        await asyncio.sleep(1)
+        if self.fault is not None:
+            raise self.fault
+        self.is_running = True
+        return CorpusSummary(digest=Digest(bytes(32)), num_samples=1, num_bytes=1)
+
+    async def stop(self) -> None:
+        self.is_running = False
+
+    async def adopt(self) -> None:
+        self.calls.append("adopt")
+
+    async def train(self, work: InnerWork, on_progress: Callable[[Progress], None]) -> InnerReport:
+        self.calls.append(f"train {work.round}")
+        self.works.append(work)
+        await asyncio.sleep(TRAIN_SECONDS)
+        return InnerReport(round=work.round, inner_steps=1, tokens=TOKENS, loss=1.0, seconds=5.0)
+
+    async def publish(self, fragment: int) -> None:
+        self.calls.append("publish")
+        self.outer._published[:] = self.outer._parameters - 1
+
+    async def evaluate(self) -> Evaluation:
+        self.calls.append("evaluate")
+        await asyncio.sleep(self.evaluation_seconds)
+        return Evaluation(loss=1.0, tokens=1)
+
+
+class FakeLink:
+    """The coordinator: the test says its events, and it notes what the node reports."""
+
+    def __init__(self) -> None:
+        self.committed_round = 0
+        self.commits: tuple[Commit, ...] = ()
+        self.lists_after = 0.0  # listing fails before
+        self.num_attached = 0
+        self.reports: list[tuple[int, Report]] = []
+        self.goodbyes: list[str] = []
+        self.events_of_now: asyncio.Queue[Event | Exception] = asyncio.Queue()
+
+    def say(self, *events: Event | Exception) -> None:
+        for event in events:
+            self.events_of_now.put_nowait(event)
+
+    async def attach(self, announcement: Any) -> Attachment:
+        self.num_attached += 1
+        return Attachment(
+            session_id=self.num_attached,
+            heartbeat_seconds=3.0,
+            committed_round=self.committed_round,
+            committed_digest=None,
+        )
+
+    async def heartbeat(self, session_id: int, vitals: Any) -> None:
+        await asyncio.sleep(0)
+
+    async def report(self, session_id: int, round: int, report: Report) -> None:
+        self.reports.append((round, report))
+
+    async def detach(self, session_id: int, reason: str) -> None:
+        self.goodbyes.append(reason)
+        self.say(UnavailableError("the session has ended"))  # as the coordinator does, at once
+        await asyncio.sleep(1)
+
+    async def events(self, session_id: int) -> AsyncIterator[Event]:
+        while True:
+            event = await self.events_of_now.get()
+            if isinstance(event, Exception):
+                raise event
+            yield event
+
+    async def list_commits(self, after_round: int) -> tuple[Commit, ...]:
+        if asyncio.get_running_loop().time() < self.lists_after:
+            raise UnavailableError("the coordinator is away")
+        return tuple(c for c in self.commits if c.round > after_round)
+
+    def reported(self, kind: type[Report]) -> list[tuple[int, Any]]:
+        return [(n, report) for n, report in self.reports if isinstance(report, kind)]
+
+
+class Life:
+    """A daemon with everything around it."""
+
+    def __init__(self) -> None:
+        self.outer = outer_of(A)
+        self.island = FakeIsland(self.outer)
+        self.link = FakeLink()
+        self.transport = MemoryTransport(network=MemoryNetwork(), node_id=A, counts=WireCounts())
+        self.running: asyncio.Task[str] | None = None
+        self.daemon = Daemon(
+            facts=NodeFacts(
+                node_id=A,
+                node_name="attic",
+                public_key=bytes(32),
+                device="cpu",
+                num_ranks=1,
+                version="0",
+            ),
+            spec=RunSpec(),
+            link=self.link,  # type: ignore[arg-type]
+            transport=self.transport,
+            island=self.island,
+            outer=self.outer,
+            snapshots=None,
+            heavy=in_place,
+            counts=WireCounts(),
+            rng=random.Random(0),
+        )
+
+    async def __aenter__(self) -> "Life":
+        self.running = asyncio.create_task(self.daemon.run())
+        await asyncio.sleep(2)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        assert self.running is not None
+        self.running.cancel()
+        await asyncio.gather(self.running, return_exceptions=True)
+
+    def plan(self, round: int, **changes: Any) -> Plan:
+        return plan_for(A, round=round, base_digest=self.outer.digest, **changes)
+
+    def commit(self, plan: Plan, *, is_void: bool = False) -> Commit:
+        """Commits what this node reduced, as the only participant."""
+        ((_, reduced),) = [r for r in self.link.reported(Reduced) if r[0] == plan.round]
+        (part,) = plan.slices
+        outcome = SliceOutcome(
+            index=0,
+            start=0,
+            num_elements=part.num_elements,
+            digest=None if is_void else reduced.digest,
+            contributors=() if is_void else reduced.contributors,
+            holder_ids=() if is_void else (A,),
+        )
+        commit = Commit(
+            round=plan.round, fragment=0, base_digest=plan.base_digest, slices=(outcome,)
+        )
+        self.link.commits = (*self.link.commits, commit)
+        return commit
+
+
+@in_virtual_time
+async def test_a_plan_that_comes_again_is_trained_once() -> None:
+    async with Life() as life:
+        plan = life.plan(1)
+        life.link.say(RoundOpened(plan=plan), RoundOpened(plan=plan))
+        await asyncio.sleep(2)
+        life.link.say(UnavailableError("broken"))  # and comes once more after a break
+        await asyncio.sleep(2)
+        life.link.say(RoundOpened(plan=plan))
+        await asyncio.sleep(60)
+        commit = life.commit(plan)
+        life.link.say(RoundCommitted(commit=commit), RoundCommitted(commit=commit))
+        await asyncio.sleep(1)
+        life.link.say(RoundOpened(plan=plan))
+        await asyncio.sleep(60)
+        assert life.island.calls == ["adopt", "train 1", "publish", "adopt"]
+        assert life.outer.round == 1
+        np.testing.assert_array_equal(life.outer._parameters, -1.0)
+
+
+@in_virtual_time
+async def test_a_commit_that_comes_while_the_node_trains_is_applied_after_it() -> None:
+    async with Life() as life:
+        plan = life.plan(1)
+        outcome = SliceOutcome(index=0, start=0, num_elements=NUM_ELEMENTS, digest=None)
+        void = Commit(round=1, fragment=0, base_digest=plan.base_digest, slices=(outcome,))
+        life.link.say(RoundOpened(plan=plan), RoundCommitted(commit=void))
+        await asyncio.sleep(TRAIN_SECONDS - 1)
+        assert life.outer.round == 0
+        await asyncio.sleep(2)
+        assert life.outer.round == 1
+        np.testing.assert_array_equal(life.outer.residual_copy(), 1.0)  # trained in vain, and owed
+
+
+@in_virtual_time
+async def test_a_void_commit_that_passed_unheard_is_settled_before_the_next_plan() -> None:
+    """The digest is as before, so nothing else would tell; the round's work would be dropped."""
+    async with Life() as life:
+        first = life.plan(1)
+        life.link.say(RoundOpened(plan=first))
+        await asyncio.sleep(60)
+        life.commit(first, is_void=True)
+        second = life.plan(2)
+        life.link.say(RoundOpened(plan=second))
+        await asyncio.sleep(60)
+        life.link.say(RoundCommitted(commit=life.commit(second)))
+        await asyncio.sleep(1)
+        np.testing.assert_array_equal(life.outer._parameters, -2.0)  # the work of both rounds
+        assert not life.outer.residual_copy().any()
+
+
+@in_virtual_time
+async def test_a_plan_that_waited_for_its_turn_has_that_much_less_time() -> None:
+    async with Life() as life:
+        life.island.evaluation_seconds = 4.0
+        life.link.say(EvaluationAsked(round=0), RoundOpened(plan=life.plan(1, train_seconds=10.0)))
+        await asyncio.sleep(5)
+        (work,) = life.island.works
+        assert work.max_seconds == pytest.approx(6.0)
+
+
+@in_virtual_time
+async def test_departures_heard_before_the_round_is_open_are_not_waited_for() -> None:
+    async with Life() as life:
+        life.island.evaluation_seconds = 4.0
+        plan = plan_for(A, B, base_digest=life.outer.digest, contribute_seconds=1e6)
+        life.link.say(
+            EvaluationAsked(round=0),
+            RoundOpened(plan=plan),
+            ParticipantsDeparted(round=1, node_ids=(B,)),
+        )
+        await asyncio.sleep(60)
+        ((_, reduced),) = life.link.reported(Reduced)
+        assert [c.node_id for c in reduced.contributors] == [A]
+
+
+@in_virtual_time
+async def test_a_plan_on_another_base_is_not_trained() -> None:
+    async with Life() as life:
+        life.link.say(RoundOpened(plan=plan_for(A, base_digest=Digest(bytes(32)))))
+        await asyncio.sleep(60)
+        assert not life.island.works
+
+
+@in_virtual_time
+async def test_only_the_state_that_was_asked_for_is_evaluated() -> None:
+    async with Life() as life:
+        life.link.say(EvaluationAsked(round=1), EvaluationAsked(round=0))
+        await asyncio.sleep(1)
+        assert life.island.calls == ["adopt", "adopt", "evaluate"]  # never what is trained so far
+        assert [number for number, _ in life.link.reported(Evaluated)] == [0]
+
+
+@in_virtual_time
+async def test_a_coordinator_that_is_away_while_the_node_catches_up_is_waited_for() -> None:
+    async with Life() as life:
+        void = SliceOutcome(index=0, start=0, num_elements=NUM_ELEMENTS, digest=None)
+        life.link.commits = (
+            Commit(round=1, fragment=0, base_digest=life.outer.digest, slices=(void,)),
+        )
+        life.link.committed_round, life.link.lists_after = 1, 60.0
+        life.link.say(UnavailableError("broken"))
+        await asyncio.sleep(50)
+        assert life.outer.round == 0
+        await asyncio.sleep(50)
+        assert [number for number, _ in life.link.reported(Applied)] == [1]
+
+
+@in_virtual_time
+async def test_a_request_to_refetch_a_state_that_is_right_moves_nothing() -> None:
+    async with Life() as life:
+        life.link.say(RefetchAsked(round=0, outer_digest=life.outer.digest, reason="odd"))
+        await asyncio.sleep(5)
+        assert life.island.calls == ["adopt"]
+        assert not life.link.reported(Applied)
+
+
+@in_virtual_time
+async def test_a_node_that_is_behind_at_the_end_does_not_wait_for_ever() -> None:
+    """The others leave when the run is finished, and with them everyone who has its final state."""
+    async with Life() as life:
+        life.link.commits = (
+            Commit(
+                round=1,
+                fragment=0,
+                base_digest=Digest(bytes(32)),
+                slices=(),
+                outer_digest=Digest(bytes(32)),
+            ),
+        )
+        member = RosterEntry(node_id=B, node_name="b", address=ADDRESS)
+        life.link.say(
+            RosterChanged(members=(member,)),
+            RunFinished(round=1, outer_digest=Digest(bytes(32)), reason="done"),
+        )
+        assert life.running is not None
+        reason = await asyncio.wait_for(life.running, FINISH_SECONDS + 10)
+        assert reason == "done; this node holds round 0 of it"
+
+
+@in_virtual_time
+async def test_a_finished_run_is_left_once_and_with_everything_reported() -> None:
+    life = Life()
+    async with life:
+        plan = life.plan(1)
+        life.link.say(RoundOpened(plan=plan))
+        await asyncio.sleep(60)
+        life.link.say(
+            RoundCommitted(commit=life.commit(plan)),
+            RunFinished(round=1, outer_digest=Digest(bytes(32)), reason="done"),
+        )
+        assert life.running is not None
+        assert await life.running == "done"
+    assert [number for number, _ in life.link.reported(Applied)] == [1]
+    assert life.link.goodbyes == ["the run is finished"]
+    await asyncio.sleep(60)
+    assert life.link.num_attached == 1  # it does not come back as a ghost
+
+
+@pytest.mark.parametrize("seconds", [0.5, 3.0, 6.0, 7.5, 30.0])
+def test_a_node_stopped_at_any_time_leaves_nothing_running(seconds: float) -> None:
+    """While it starts, while it waits, while it trains, while it contributes, while it reduces."""
+
+    @in_virtual_time
+    async def stop() -> None:
+        life = Life()
+        running = asyncio.create_task(life.daemon.run())
+        await asyncio.sleep(0)
+        plan = plan_for(A, B, base_digest=life.outer.digest)
+        life.link.say(RoundOpened(plan=plan))
+        await asyncio.sleep(seconds)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        assert not life.island.is_running
+        assert not life.transport._network._running
+        assert life.link.num_attached <= 1
+        assert life.link.goodbyes == ["stopped by its owner"] * life.link.num_attached
+
+    stop()
+
+
+@in_virtual_time
+async def test_an_island_that_does_not_start_takes_the_transport_down_with_it() -> None:
+    life = Life()
+    life.island.fault = SystemRefusedError("no such device")
+    start = life.transport.start
+
+    async def start_slowly(handler: Any) -> None:
+        await asyncio.sleep(5)
+        await start(handler)
+
+    life.transport.start = start_slowly  # type: ignore[method-assign]
+    with pytest.raises(SystemRefusedError, match="no such device"):
+        await life.daemon.run()
+    assert not life.transport._network._running
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+@in_virtual_time
+async def test_a_node_that_fails_says_goodbye_so_that_nobody_waits_for_its_lease() -> None:
+    async with Life() as life:
+
+        async def fail(fragment: int) -> None:
+            raise SystemRefusedError("the rank died")
+
+        life.island.publish = fail  # type: ignore[method-assign]
+        life.link.say(RoundOpened(plan=life.plan(1)))
+        assert life.running is not None
+        with pytest.raises(SystemRefusedError, match="the rank died"):
+            await asyncio.wait_for(life.running, 60)
+        assert len(life.link.goodbyes) == 1
+
+
+async def test_heavy_work_in_a_thread_has_ended_when_its_cancellation_has() -> None:
+    """Shared memory is freed next: a thread that still writes to it would crash the process."""
+    begun, may_end, is_done = threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        may_end.wait()
+        is_done.set()
+
+    task = asyncio.create_task(in_thread(work))
+    await asyncio.to_thread(begun.wait)
+    for _ in range(3):  # an impatient owner
+        task.cancel()
+        await asyncio.sleep(0)
+    assert not task.done()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert is_done.is_set()

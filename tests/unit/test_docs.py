@@ -1,0 +1,196 @@
+"""README and docs say what is so: files, commands, links, exit codes and keys exist as written."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from coordinator.config import RUN_TEMPLATE
+from protocol import cli
+from protocol.errors import ExitCode
+from protocol.run_spec import RunSpec
+
+ROOT = Path(cli.__file__).parent.parent
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGE_IDS = [page.name for page in PAGES]
+
+ROOMS = ("protocol", "coordinator", "node", "proto", "benchmarks", "tools", "tests", "docs")
+TOP_FILES = ("README.md", "Makefile", "pyproject.toml", "constraints.txt", ".gitignore", ".ci/run")
+
+NESTED = 2  # spaces of indentation for each level of the tree
+BLOCK_INDENT = 4
+
+
+def section(page: Path, title: str) -> str:
+    """The text between a heading and the next one of its level."""
+    return re.split(r"^## ", page.read_text().partition(f"## {title}\n")[2], flags=re.M)[0]
+
+
+def tree_of_readme() -> tuple[set[str], set[str]]:
+    """Files that the README's tree names, and folders that it names without what is in them."""
+    files: set[str] = set()
+    folders: list[str] = []
+    parents: list[str] = []
+    for line in section(ROOT / "README.md", "Where things are").splitlines():
+        if not (match := re.fullmatch(rf" {{{BLOCK_INDENT}}}( *)(\S+)(?:  +\S.*)?", line)):
+            continue
+        name = match[2]
+        del parents[len(match[1]) // NESTED :]
+        path = "".join(parents) + name
+        if name.endswith("/"):
+            parents.append(name)
+            folders.append(path)
+        else:
+            files.add(path)
+    whole = {f for f in folders if not any(other != f and other.startswith(f) for other in folders)}
+    return files, {f for f in whole if not any(file.startswith(f) for file in files)}
+
+
+def files_of_the_tree() -> set[str]:
+    """Source files as they lie there: what `git status` would call neither ignored nor missing."""
+    found = {
+        path.relative_to(ROOT).as_posix()
+        for room in ROOMS
+        for path in (ROOT / room).rglob("*")
+        if path.is_file() and not {"__pycache__", ".hypothesis"} & set(path.parts)
+    }
+    return {name for name in found if not name.endswith("/__init__.py")} | set(TOP_FILES)
+
+
+def code_of(page: Path) -> Iterator[str]:
+    """Lines of code blocks, and code within sentences."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+    for line in text.splitlines():
+        if line.startswith(" " * BLOCK_INDENT):
+            yield line.strip().removeprefix("$ ")
+        else:
+            yield from re.findall(r"`([^`]+)`", line)
+    yield from re.findall(r"`([^`\n]+\n[^`\n]+)`", text)
+
+
+def command_lines(page: Path) -> list[str]:
+    return [code for code in code_of(page) if re.match(r"atoll( |$)", code)]
+
+
+def check_command_line(line: str) -> None:
+    """Raises click's errors for a command, an option or an argument that does not exist."""
+    _, *words = shlex.split(line.split(" | ")[0], comments=True)
+    context = cli.root.make_context("atoll", [], resilient_parsing=True)
+    command: click.Command = cli.root
+    while isinstance(command, click.Group) and words and not words[0].startswith("-"):
+        name = words.pop(0)
+        found = command.get_command(context, name)
+        if found is None:
+            raise click.UsageError(f"there is no command {name!r}")
+        command = found
+        context = click.Context(command, info_name=name, parent=context)
+    _, left_over, _ = command.make_parser(context).parse_args(words)
+    if left_over:
+        raise click.UsageError(f"{left_over} are too many")
+
+
+def slug(heading: str) -> str:
+    """How GitHub names a heading's anchor."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def test_the_tree_of_the_readme_is_the_tree() -> None:
+    files, folders = tree_of_readme()
+    there = files_of_the_tree()
+    assert files - there == set(), "named, but not there"
+    assert {name for name in there - files if not name.startswith(tuple(folders))} == set(), (
+        "there, but not named"
+    )
+    assert [f for f in folders if not any(name.startswith(f) for name in there)] == []
+
+
+def test_every_line_of_the_tree_says_what_the_file_is_for() -> None:
+    block = section(ROOT / "README.md", "Where things are")
+    lines = [line for line in block.splitlines() if line.startswith(" " * BLOCK_INDENT)]
+    bare = [line.strip() for line in lines if not re.search(r"\S  +\S", line)]
+    assert set(bare) <= {"README.md", "tools/", "docs/"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
+def test_every_command_line_of_a_page_parses(page: Path) -> None:
+    for line in command_lines(page):
+        if line.startswith("atoll stauts"):
+            continue  # the example of a mistake
+        try:
+            check_command_line(line)
+        except click.ClickException as error:
+            pytest.fail(f"{page.name}: {line}: {error.format_message()}")
+
+
+def test_a_command_line_with_a_mistake_would_be_found() -> None:
+    check_command_line("atoll invite create --uses 3 --dir my-run   # a comment")
+    for line in ("atoll stauts", "atoll node start --fast", "atoll export a b", "atoll invite mak"):
+        with pytest.raises(click.ClickException):
+            check_command_line(line)
+    assert len(command_lines(ROOT / "README.md")) >= 8  # else they are no longer recognised
+
+
+@pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
+def test_every_relative_link_of_a_page_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = target.partition("#")
+        linked = page.parent / name if name else page
+        assert linked.is_file(), f"{page.name} links to {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", linked.read_text(), flags=re.M)
+            assert anchor in map(slug, headings), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
+def test_every_file_that_a_page_names_is_there(page: Path) -> None:
+    for name in re.findall(rf"`((?:{'|'.join(ROOMS)})/[\w./*-]+)`", page.read_text()):
+        assert any(ROOT.glob(name.rstrip("/"))), f"{page.name} names {name}"
+    for module in re.findall(r"python -m ([\w.]+)", page.read_text()):
+        assert (ROOT / f"{module.replace('.', '/')}.py").is_file(), f"{page.name} runs {module}"
+
+
+def test_every_line_of_the_logs_that_a_page_explains_is_logged() -> None:
+    quoted = re.findall(r"`([a-z][a-z0-9 ]+)`", section(ROOT / "docs" / "operations.md", "Logs"))
+    sources = "".join(
+        path.read_text() for room in ("node", "coordinator") for path in (ROOT / room).rglob("*.py")
+    )
+    assert len(quoted) > 10
+    assert [words for words in quoted if f'"{words}"' not in sources] == []
+
+
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    reached, new = set(), {ROOT / "README.md"}
+    while new:
+        page = new.pop()
+        reached.add(page)
+        for target in re.findall(r"\]\(([^)#\s]+\.md)", page.read_text()):
+            new |= {(page.parent / target).resolve()} - reached
+    assert reached == set(PAGES)
+
+
+def test_the_table_of_exit_codes_is_the_codes() -> None:
+    rows = re.findall(r"^\| (\d+) \| (\w+) \|", (ROOT / "docs" / "exit-codes.md").read_text(), re.M)
+    assert [(int(code), name) for code, name in rows] == [(c.value, c.name) for c in ExitCode]
+
+
+def test_the_template_explains_every_key_of_the_run_file() -> None:
+    table, explained = "", set()
+    for line in RUN_TEMPLATE.splitlines():
+        if match := re.fullmatch(r"\[(\w+)\]", line):
+            table = match[1]
+        elif match := re.fullmatch(r"(?:# )?(\w+) = \S.*# \S.*", line):
+            explained.add((table, match[1]))
+    defaults = RunSpec().model_dump()
+    assert explained == {(name, key) for name in defaults for key in defaults[name]}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
+def test_every_key_of_the_run_file_that_a_page_names_exists(page: Path) -> None:
+    defaults = RunSpec().model_dump()
+    for table, key in re.findall(r"\[(\w+)\] (\w+)[` ]", page.read_text()):
+        assert key in defaults.get(table, {}), f"{page.name} names [{table}] {key}"

@@ -1,0 +1,194 @@
+"""One round between a few nodes: contribute, reduce, hold, and what peers may not do."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from node.exchange.held_results import KEPT_ROUNDS, HeldResults
+from node.exchange.reports import Held, Reduced
+from node.exchange.transport.transport import TransferRefusedError, WantResult, WantSnapshot
+from protocol.payload import Payload
+from protocol.rounds import BLOCK, Digest
+from tests.unit.exchange_scene import (
+    CONTRIBUTE_SECONDS,
+    A,
+    B,
+    C,
+    Scene,
+    in_virtual_time,
+    result_of,
+)
+
+VALUES = np.ones(BLOCK, dtype=np.float32)
+
+
+@in_virtual_time
+async def test_everyone_holds_the_same_results_and_applies_them_to_the_same_bits() -> None:
+    scene = await Scene.of(A, B, C, codec="int4")
+    plan = await scene.open_round(1, A, B, C)
+    for place, node in enumerate(scene.nodes.values()):
+        await node.contribute(np.sin(np.arange(3 * BLOCK, dtype=np.float32) + place))
+    await asyncio.sleep(1)
+    for node in scene.nodes.values():
+        assert len(node.reported(Held, 1)) == 3
+    commit = scene.close_round(plan)
+    for node in scene.nodes.values():
+        await node.exchange.apply(commit)
+    assert len({node.outer.digest for node in scene.nodes.values()}) == 1
+    assert asyncio.get_running_loop().time() == 1  # what was pushed is not waited for again
+    await scene.stop()
+
+
+@in_virtual_time
+async def test_a_departure_heard_before_the_plan_is_not_waited_for() -> None:
+    scene = await Scene.of(A, B, C)
+    scene.nodes[A].exchange.depart(1, (C,))
+    await scene.open_round(1, A, B)  # C is gone: it opens nothing
+    plan = await scene.open_round(1, A, B, C)
+    for node_id in (A, B):
+        await scene.nodes[node_id].contribute(1.0)
+    await asyncio.sleep(1)
+    (reduced,) = scene.nodes[A].reported(Reduced, 1)
+    assert [c.node_id for c in reduced.contributors] == [A, B]
+    assert not scene.nodes[B].reported(Reduced, 1)  # nobody told B
+    assert plan.contribute_seconds == CONTRIBUTE_SECONDS
+    await scene.stop()
+
+
+@in_virtual_time
+async def test_a_contribution_is_sent_again_until_its_reducer_has_opened_the_round() -> None:
+    scene = await Scene.of(A, B)
+    plan = await scene.open_round(1, A, B)
+    await scene.nodes[B].exchange.stop()  # B has not heard of it yet
+    await scene.nodes[A].contribute(1.0)
+    await asyncio.sleep(5)
+    await scene.nodes[B].exchange.open_round(plan)
+    await scene.nodes[B].contribute(1.0)
+    await asyncio.sleep(5)
+    for node in scene.nodes.values():
+        (reduced,) = node.reported(Reduced, 1)
+        assert [c.node_id for c in reduced.contributors] == [A, B]
+    await scene.stop()
+
+
+@in_virtual_time
+async def test_a_result_is_only_taken_from_its_reducer_and_as_the_plan_says() -> None:
+    scene = await Scene.of(A, B, C)
+    await scene.open_round(1, A, B, C)
+    desk = scene.nodes[A].exchange
+    right = result_of(VALUES, sender_id=B, index=1)
+
+    def refused(why: str, sender: Any = B, **change: Any) -> None:
+        with pytest.raises(TransferRefusedError, match=why):
+            desk.admit(sender, replace(right.header, **change))
+
+    desk.admit(B, right.header)
+    refused("does not reduce", sender=C)
+    refused("does not reduce", sender_id=C)
+    refused("does not reduce", slice_index=0)
+    refused("does not reduce", slice_index=7)
+    refused("elements", start=0)
+    refused("elements", num_elements=BLOCK - 1)
+    refused("fp32/1", codec="int4/1")
+    refused("no body", body_bytes=1 << 40)
+    refused("not open", round=2)
+    refused("run digest", run_digest=Digest(bytes(31) + b"x"))
+    await scene.stop()
+
+
+@in_virtual_time
+async def test_a_second_result_of_a_slice_is_refused_and_the_same_one_is_not() -> None:
+    scene = await Scene.of(A, B, C)
+    await scene.open_round(1, A, B, C)
+    desk, first = scene.nodes[A].exchange, result_of(VALUES, sender_id=B, index=1)
+    await desk.receive(B, first)
+    await desk.receive(B, first)
+    with pytest.raises(TransferRefusedError, match="another result"):
+        await desk.receive(B, result_of(2 * VALUES, sender_id=B, index=1))
+    assert scene.nodes[A].reported(Held, 1) == [Held(slice_index=1, digest=first.digest)]
+    await scene.stop()
+
+
+@in_virtual_time
+async def test_a_result_that_does_not_decode_is_not_reported_as_held() -> None:
+    scene = await Scene.of(A, B, C)
+    await scene.open_round(1, A, B, C)
+    with pytest.raises(TransferRefusedError, match="does not decode"):
+        await scene.nodes[A].exchange.receive(B, result_of(np.nan * VALUES, sender_id=B, index=1))
+    assert not scene.nodes[A].reports
+    await scene.stop()
+
+
+@in_virtual_time
+async def test_a_push_that_breaks_off_after_the_commit_is_fetched_from_another_holder() -> None:
+    """Waiting on for what will never come would cost this node the next round."""
+    scene = await Scene.of(A, B, C)
+    plan = await scene.open_round(1, A, B, C)
+    scene.network.cut(A, C)
+    for node in scene.nodes.values():
+        await node.contribute(1.0)
+    await asyncio.sleep(CONTRIBUTE_SECONDS + 1)  # C lacks A's slice, and A lacks C's
+    commit = scene.close_round(plan)
+    header = result_of(VALUES, sender_id=A).header
+    scene.nodes[C].exchange.admit(A, header)  # A's push has begun …
+    applying = asyncio.create_task(scene.nodes[C].exchange.apply(commit))
+    await asyncio.sleep(3)
+    assert not applying.done()
+    scene.nodes[C].exchange.abandoned(A, header)  # … and breaks off
+    await asyncio.sleep(1)
+    assert applying.done()
+    assert scene.nodes[C].outer.round == 1
+    await scene.stop()
+
+
+@in_virtual_time
+async def test_a_broken_push_is_announced_to_its_receiver() -> None:
+    scene = await Scene.of(A, B)
+    await scene.open_round(1, A, B)
+    heard: list[Any] = []
+    scene.nodes[B].exchange.abandoned = lambda *told: heard.append(told)  # type: ignore[method-assign]
+    payload = Payload(header=result_of(VALUES, sender_id=A).header, body=bytes(4 * BLOCK))
+    with pytest.raises(TransferRefusedError, match="damaged"):
+        await scene.nodes[A].transport.push(B, payload, timeout_seconds=1)
+    assert [sender for sender, _ in heard] == [A]
+    await scene.stop()
+
+
+@pytest.mark.parametrize("after_seconds", [1, CONTRIBUTE_SECONDS + 1])
+@in_virtual_time
+async def test_stopping_leaves_no_task_behind(after_seconds: float) -> None:
+    scene = await Scene.of(A, B, C)
+    await scene.open_round(1, A, B, C)
+    scene.network.cut(A, B)
+    for node in scene.nodes.values():
+        await node.contribute(1.0)
+    await asyncio.sleep(after_seconds)  # contributions, then results are tried again
+    assert len(asyncio.all_tasks()) > 1
+    await scene.stop()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+@in_virtual_time
+async def test_nobody_waits_for_a_snapshot_of_a_state_that_is_changing() -> None:
+    scene = await Scene.of(A, B)
+    desk = scene.nodes[A].exchange
+    assert await desk.supply(B, WantSnapshot(at_least_round=1)) is None
+    given = await desk.supply(B, WantSnapshot(at_least_round=0))
+    assert given is not None
+    assert given is await desk.supply(B, WantSnapshot(at_least_round=0))  # made once
+    async with desk._lock:
+        assert await desk.supply(B, WantSnapshot(at_least_round=0)) is None
+    assert await desk.supply(B, WantResult(round=1, slice_index=0, digest=Digest(b""))) is None
+    await scene.stop()
+
+
+def test_results_of_old_rounds_are_forgotten() -> None:
+    held = HeldResults()
+    for number in range(1, KEPT_ROUNDS + 3):
+        held.hold(result_of(VALUES, sender_id=A, round=number))
+    held.forget_before(KEPT_ROUNDS + 2)
+    assert held.get(2, 0) is None
+    assert held.get(3, 0) is not None

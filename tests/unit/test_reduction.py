@@ -1,0 +1,143 @@
+"""One slice at its reducer."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from node.exchange.codecs.registry import codec_named
+from node.exchange.reduction import Reduction, most_tokens
+from node.exchange.transport.transport import TransferRefusedError
+from protocol.payload import CONTRIBUTION, Payload
+from protocol.rounds import BLOCK, Contributor, NodeId
+from tests.unit.exchange_scene import RUN, TOKENS, A, B, C, in_virtual_time, plan_for
+
+PLAN = plan_for(A, B, C)
+FP32 = codec_named("fp32")
+
+
+def reduction_at_a() -> Reduction:
+    return Reduction(
+        plan=PLAN,
+        slice_=PLAN.slices[0],
+        uplink=FP32,
+        max_tokens=most_tokens(PLAN.assignments, context=1),
+    )
+
+
+def contribution(sender: NodeId, value: float, *, tokens: int = TOKENS) -> Payload:
+    return Payload.seal(
+        kind=CONTRIBUTION,
+        run_digest=RUN,
+        round=1,
+        fragment=0,
+        slice_index=0,
+        start=0,
+        num_elements=BLOCK,
+        codec=FP32.name,
+        tokens=tokens,
+        sender_id=sender,
+        body=np.full(BLOCK, value, dtype="<f4").tobytes(),
+    )
+
+
+def give(reduction: Reduction, *payloads: Payload) -> None:
+    for payload in payloads:
+        reduction.admit(payload.header.sender_id, payload.header)
+        reduction.take(payload.header.sender_id, payload)
+
+
+def mean_of(reduction: Reduction) -> tuple[Payload, tuple[Contributor, ...]]:
+    reduced = reduction.result(downlink=FP32, run_digest=RUN, node_id=A)
+    assert reduced is not None
+    return reduced
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"start": 1}, "elements"),
+        ({"num_elements": BLOCK - 1}, "elements"),
+        ({"codec": "int8/1"}, "fp32/1"),
+        ({"body_bytes": 4 * BLOCK + 1}, "no body"),
+        ({"tokens": 0}, "assigned"),
+        ({"tokens": TOKENS + 1}, "assigned"),
+    ],
+)
+def test_a_header_that_does_not_fit_is_refused_unread(change: dict[str, Any], why: str) -> None:
+    reduction = reduction_at_a()
+    with pytest.raises(TransferRefusedError, match=why):
+        reduction.admit(B, replace(contribution(B, 1).header, **change))
+
+
+def test_a_stranger_to_the_round_is_refused() -> None:
+    stranger = NodeId("stranger")
+    with pytest.raises(TransferRefusedError, match="takes no part"):
+        reduction_at_a().admit(stranger, contribution(stranger, 1).header)
+
+
+def test_a_node_cannot_change_its_contribution_and_may_repeat_it() -> None:
+    reduction = reduction_at_a()
+    give(reduction, contribution(B, 1), contribution(B, 1))
+    with pytest.raises(TransferRefusedError, match="already"):
+        give(reduction, contribution(B, 2))
+    reduction.take(B, contribution(B, 2))  # two that were admitted at the same time
+    payload, contributors = mean_of(reduction)
+    assert FP32.decode(payload.body, BLOCK)[0] == 1
+    assert contributors == (Contributor(node_id=B, tokens=TOKENS),)
+
+
+def test_the_order_of_arrival_changes_no_bit_and_tokens_are_the_weights() -> None:
+    given = [contribution(A, 0.1, tokens=1), contribution(B, 0.3, tokens=5), contribution(C, 1e-3)]
+    digests = set()
+    for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0]):
+        reduction = reduction_at_a()
+        give(reduction, *(given[place] for place in order))
+        payload, _ = mean_of(reduction)
+        digests.add(payload.digest)
+    assert len(digests) == 1
+    expected = (1 * 0.1 + 5 * 0.3 + TOKENS * 1e-3) / (6 + TOKENS)
+    assert FP32.decode(payload.body, BLOCK)[0] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_contribution_that_does_not_decode_is_left_out_and_named_by_nobody() -> None:
+    reduction = reduction_at_a()
+    give(reduction, contribution(B, np.nan), contribution(C, 2))
+    payload, contributors = mean_of(reduction)
+    assert FP32.decode(payload.body, BLOCK)[0] == 2
+    assert [c.node_id for c in contributors] == [C]
+
+
+def test_nothing_to_reduce_is_no_result() -> None:
+    assert reduction_at_a().result(downlink=FP32, run_digest=RUN, node_id=A) is None
+
+
+@in_virtual_time
+async def test_it_waits_for_nobody_who_is_gone_and_for_others_to_the_deadline() -> None:
+    clock = asyncio.get_running_loop().time
+    complete = reduction_at_a()
+    give(complete, contribution(A, 1), contribution(B, 1))
+    assert complete.missing == (C,)
+    complete.depart([C])
+    await complete.collected(timeout_seconds=20)
+    assert clock() == 0
+
+    waiting = reduction_at_a()
+    give(waiting, contribution(A, 1), contribution(B, 1))
+    await waiting.collected(timeout_seconds=20)
+    assert clock() == 20
+    late = contribution(C, 1)
+    with pytest.raises(TransferRefusedError, match="already reduced"):
+        waiting.admit(C, late.header)
+    waiting.take(C, late)  # admitted just before the deadline
+    _, contributors = mean_of(waiting)
+    assert [c.node_id for c in contributors] == [A, B]
+
+
+def test_who_departs_after_contributing_still_counts() -> None:
+    reduction = reduction_at_a()
+    give(reduction, contribution(B, 1))
+    reduction.depart([B])
+    assert [c.node_id for c in mean_of(reduction)[1]] == [B]

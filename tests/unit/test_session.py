@@ -1,0 +1,218 @@
+"""The link to the coordinator over time, against a link that breaks when told to."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from node.coordinator_link import Attachment, EvaluationAsked, Event
+from node.exchange.reports import Held, Report
+from node.session import LAST_PAUSE_SECONDS, LEAVE_SECONDS, Session
+from protocol.errors import (
+    AtollError,
+    NotPermittedError,
+    SessionEndedError,
+    UnavailableError,
+)
+from protocol.rounds import Digest
+from tests.unit.exchange_scene import in_virtual_time
+
+HEARTBEAT_SECONDS = 3.0
+AWAY = UnavailableError("the coordinator is away")
+
+
+def report(number: int) -> Held:
+    return Held(slice_index=number, digest=Digest(b""))
+
+
+class Link:
+    """A coordinator's side that notes what is called and when."""
+
+    def __init__(self) -> None:
+        self.error: AtollError | None = None  # what every call ends with
+        self.is_slow = False
+        self.attached_at: list[float] = []
+        self.heartbeats: list[tuple[int, Any]] = []
+        self.reports: list[tuple[int, int, Report]] = []
+        self.goodbyes: list[tuple[int, str]] = []
+        self._events: asyncio.Queue[Event | AtollError] = asyncio.Queue()
+
+    def say(self, event: Event | AtollError) -> None:
+        self._events.put_nowait(event)
+
+    async def attach(self, announcement: Any) -> Attachment:
+        await self._call()
+        self._events = asyncio.Queue()
+        self.attached_at.append(asyncio.get_running_loop().time())
+        return Attachment(
+            session_id=len(self.attached_at),
+            heartbeat_seconds=HEARTBEAT_SECONDS,
+            committed_round=0,
+            committed_digest=None,
+        )
+
+    async def heartbeat(self, session_id: int, vitals: Any) -> None:
+        await self._call()
+        self.heartbeats.append((session_id, vitals))
+
+    async def report(self, session_id: int, round: int, report: Report) -> None:
+        await self._call()
+        self.reports.append((session_id, round, report))
+
+    async def detach(self, session_id: int, reason: str) -> None:
+        await self._call()
+        self.goodbyes.append((session_id, reason))
+
+    async def events(self, session_id: int) -> AsyncIterator[Event]:
+        while True:
+            event = await self._events.get()
+            if isinstance(event, AtollError):
+                raise event
+            yield event
+
+    async def _call(self) -> None:
+        await asyncio.sleep(1e6 if self.is_slow else 0)
+        if self.error is not None:
+            raise self.error
+
+
+def session_on(link: Link, **wants: Any) -> Session:
+    return Session(
+        link=link,  # type: ignore[arg-type]
+        announce=lambda: None,  # type: ignore[arg-type,return-value]
+        vitals=lambda: "vitals",  # type: ignore[arg-type,return-value]
+        on_attached=wants.get("on_attached", lambda attachment: None),
+        on_event=wants.get("on_event", lambda event: None),
+        rng=random.Random(0),
+    )
+
+
+async def started(session: Session) -> asyncio.Task[None]:
+    running = asyncio.create_task(session.run())
+    await asyncio.sleep(1)
+    return running
+
+
+async def ended(running: asyncio.Task[None]) -> None:
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+@in_virtual_time
+async def test_heartbeats_go_on_and_events_arrive() -> None:
+    link, heard = Link(), []
+    running = await started(session_on(link, on_event=heard.append))
+    link.say(EvaluationAsked(round=3))
+    await asyncio.sleep(10 * HEARTBEAT_SECONDS)
+    assert len(link.heartbeats) == 11
+    assert heard == [EvaluationAsked(round=3)]
+    assert len(link.attached_at) == 1
+    await ended(running)
+
+
+@in_virtual_time
+async def test_no_report_is_lost_when_the_coordinator_goes_away() -> None:
+    link = Link()
+    session = session_on(link)
+    running = await started(session)
+    session.report(1, report(1))
+    await asyncio.sleep(1)
+    link.error = AWAY
+    session.report(1, report(2))  # fails while it is sent
+    await asyncio.sleep(60)
+    session.report(2, report(3))  # made while nobody is there
+    link.error = None
+    await asyncio.sleep(60)
+    # What the coordinator answered may still be lost with it: all are sent again, in order.
+    assert [(s, n, r.slice_index) for s, n, r in link.reports] == [
+        (1, 1, 1),
+        (2, 1, 1),
+        (2, 1, 2),
+        (2, 2, 3),
+    ]
+    await ended(running)
+
+
+@in_virtual_time
+async def test_reports_of_rounds_long_past_are_not_kept() -> None:
+    session = session_on(Link())
+    for number in range(1, 100):
+        session.report(number, report(number))
+    assert [queued.round for queued in session._reports] == [98, 99]
+
+
+@in_virtual_time
+async def test_a_flush_ends_when_all_is_answered_or_its_time_is_over() -> None:
+    link, clock = Link(), asyncio.get_running_loop().time
+    session = session_on(link)
+    await session.flush(timeout_seconds=5)
+    assert clock() == 0  # nothing to flush
+    session.report(1, report(1))
+    await session.flush(timeout_seconds=5)
+    assert clock() == 5  # nobody is attached
+    running = await started(session)
+    await session.flush(timeout_seconds=5)
+    assert clock() == 6
+    assert len(link.reports) == 1
+    await ended(running)
+
+
+@in_virtual_time
+async def test_sessions_that_end_at_once_are_opened_ever_more_slowly() -> None:
+    """Two daemons with one identity end each other's sessions."""
+    link = Link()
+
+    def end(attachment: Attachment) -> None:
+        link.say(SessionEndedError("the node attached anew"))
+
+    running = await started(session_on(link, on_attached=end))
+    await asyncio.sleep(600)
+    assert len(link.attached_at) < 2 * 600 / LAST_PAUSE_SECONDS + 20
+    await ended(running)
+
+
+@in_virtual_time
+async def test_a_long_session_that_breaks_is_opened_again_at_once() -> None:
+    link, clock = Link(), asyncio.get_running_loop().time
+    link.error = AWAY
+    running = await started(session_on(link))
+    await asyncio.sleep(600)  # pauses are long by now
+    link.error = None
+    await asyncio.sleep(600)
+    broken_at = clock()
+    link.say(SessionEndedError("the coordinator restarts"))
+    await asyncio.sleep(60)
+    assert link.attached_at[-1] - broken_at < 1
+    await ended(running)
+
+
+@in_virtual_time
+async def test_what_no_waiting_can_mend_ends_it() -> None:
+    link = Link()
+    running = await started(session_on(link))
+    link.error = NotPermittedError("this node was removed")
+    with pytest.raises(NotPermittedError):
+        await asyncio.wait_for(running, 10)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+@in_virtual_time
+async def test_a_goodbye_comes_with_a_last_heartbeat_and_hangs_nobody() -> None:
+    link, clock = Link(), asyncio.get_running_loop().time
+    session = session_on(link)
+    await session.leave("never attached")
+    running = await started(session)
+    await ended(running)
+    num_heartbeats = len(link.heartbeats)
+    await session.leave("enough")
+    assert len(link.heartbeats) == num_heartbeats + 1
+    assert link.goodbyes == [(1, "enough")]
+    link.error = SessionEndedError("gone")
+    await session.leave("refused")
+    link.is_slow, before = True, clock()
+    await session.leave("nobody answers")
+    assert clock() - before == LEAVE_SECONDS
+    assert len(link.goodbyes) == 1
