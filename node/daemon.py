@@ -129,6 +129,7 @@ class Daemon:
         self._inner_step = 0
         self._progress: Progress | None = None
         self._last_planned_round = 0
+        self._saving: asyncio.Task[None] | None = None
 
     async def run(self) -> str:
         """Takes part until the run is finished; returns why it ended. Raises AtollError.
@@ -162,7 +163,10 @@ class Daemon:
             await self._session.leave(goodbye)
             await self._exchange.stop()
             for fault in await asyncio.gather(
-                self._transport.stop(), self._island.stop(), return_exceptions=True
+                self._transport.stop(),
+                self._island.stop(),
+                self._saved(),
+                return_exceptions=True,
             ):
                 if isinstance(fault, BaseException):
                     log.error("not stopped cleanly", exc_info=fault)
@@ -269,7 +273,9 @@ class Daemon:
                 await self._catch_up(finished.round)
         except TimeoutError:
             log.warning("nobody supplies the final state", round=finished.round)
+            await self._saved()
             return f"{finished.reason}; this node holds round {self._outer.round} of it"
+        await self._saved()
         log.info("run finished", round=finished.round, why=finished.reason)
         return finished.reason
 
@@ -334,7 +340,14 @@ class Daemon:
         await self._island.adopt()
         self._report(self._outer.round, Applied(outer_digest=self._outer.digest))
         log.info("applied", round=self._outer.round, digest=self._outer.digest.hex()[:12])
-        await self._exchange.save()
+        await self._saved()
+        self._saving = asyncio.ensure_future(self._exchange.save())  # while the ranks train on
+
+    async def _saved(self) -> None:
+        """Waits for the disk; raises what it refused with."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            await saving
 
     async def _evaluate(self, round: int) -> None:
         if round != self._outer.round:

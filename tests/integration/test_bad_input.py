@@ -260,7 +260,7 @@ def test_a_node_in_any_phase_stops_when_asked_and_leaves_nothing(swarm: Swarm) -
         swarm.join(name, invite)
 
     starting = swarm.start_node("second")
-    starting.says("loading torch")
+    starting.loads_torch()
     starting.stop(signal.SIGINT, is_impatient=True)
 
     first = swarm.start_node("first")

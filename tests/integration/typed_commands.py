@@ -45,6 +45,13 @@ def _obey_permissions() -> None:
         _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
 
 
+def _maps_of(process_id: int) -> str:
+    try:
+        return (Path("/proc") / str(process_id) / "maps").read_text()
+    except OSError:
+        return ""  # it ended meanwhile
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Typed:
     """What came of a command."""
@@ -134,9 +141,17 @@ class Running:
         return found
 
     def shared_memory(self) -> set[Path]:
-        """The outer state's blocks that its processes have mapped."""
-        maps = Path("/proc") / str(self.process.pid) / "maps"
-        return {Path(name) for name in re.findall(r"/dev/shm/psm_\w+", maps.read_text())}
+        """The outer state's blocks that it has mapped."""
+        mapped = _maps_of(self.process.pid)
+        return {Path(name) for name in re.findall(r"/dev/shm/psm_\w+", mapped)}
+
+    def loads_torch(self) -> None:
+        """Waits until it and the process that its ranks come from are in the midst of that."""
+
+        def both_do() -> bool:
+            return sum("libtorch_python" in _maps_of(found) for found in self.processes()) >= 2
+
+        until(both_do, f"an import of torch in\n{self.log}")
 
     def stop(self, number: signal.Signals, *, is_impatient: bool = False) -> None:
         """Signals it and sees it end well.
