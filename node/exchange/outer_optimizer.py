@@ -1,6 +1,6 @@
 """Outer optimizers: how a committed mean pseudo-gradient moves the global parameters.
 
-Every node does this arithmetic for itself and must come to the same bits (DESIGN.md, wall 1). So
+Every node does this arithmetic for itself and must come to the same bits (docs/concepts.md, promise 1). So
 each step is one fp32 operation that IEEE 754 rounds correctly, in the order written here. Never
 use a fused form (torch.add with alpha, addcmul, lerp): whether it rounds once or twice depends on
 the machine. numpy runs each operation by itself, on the calling thread.

@@ -8,7 +8,7 @@ from node.outer_state import Vector
 class Residual:
     """The part of a node's pseudo-gradients that no commit has taken yet.
 
-    DESIGN.md, wall 2: a pseudo-gradient is either in a commit or still here. In each round, and
+    docs/concepts.md, promise 2: a pseudo-gradient is either in a commit or still here. In each round, and
     for each slice by itself,
 
         accumulated = (global parameters - published) + residual      `owed`

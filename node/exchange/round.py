@@ -97,7 +97,9 @@ class ExchangeRound:
     def waiting_for(self) -> str:
         """What the exchange waits for, in words; empty when for nothing."""
         missing = sorted({peer for r in self._reductions.values() for peer in r.missing})
-        return f"contributions of {len(missing)} nodes" if missing else ""
+        if len(missing) < 2:
+            return "one contribution" if missing else ""
+        return f"contributions of {len(missing)} nodes"
 
     # Contributing
 
