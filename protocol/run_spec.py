@@ -97,7 +97,7 @@ class InnerSection(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     clip: Annotated[float, Field(gt=0)] = 1.0
     schedule: Literal["constant", "cosine"] = "cosine"
-    warmup_tokens: Annotated[int, Field(ge=0)] = 0
+    warmup_tokens: Annotated[int, Field(ge=0)] | None = None
     total_tokens: Annotated[int, Field(gt=0, lt=2**63)] | None = None
     final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
 

@@ -38,12 +38,18 @@ def test_without_total_tokens_the_whole_run_of_the_fewest_nodes_counts() -> None
     spec = RunSpec(
         run=RunSection(rounds=7, min_nodes=3),
         model=ModelSection(context=32),
-        inner=InnerSection(steps=5, batch=2, final_fraction=0.0),
+        inner=InnerSection(steps=5, batch=2, final_fraction=0.0, warmup_tokens=0),
     )
     total = default_total_tokens(spec)
     assert total == 7 * 5 * 2 * 32 * 3
     assert learning_rate(spec.inner, 0, default_total_tokens=total) == spec.inner.learning_rate
     assert learning_rate(spec.inner, total, default_total_tokens=total) == pytest.approx(0.0)
+
+
+def test_without_warmup_tokens_a_tenth_of_the_run_warms_up() -> None:
+    inner = InnerSection(learning_rate=1.0)
+    rates = [learning_rate(inner, clock, default_total_tokens=1000) for clock in (0, 50, 100)]
+    assert rates == [0.0, 0.5, 1.0]
 
 
 def test_a_run_shorter_than_its_warm_up_ends_at_the_final_fraction() -> None:

@@ -30,7 +30,7 @@ SPEC = RunSpec(
         hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, ffn_size=24, context=16
     ),
     data=DataSection(source="text", paths=("*.txt",), held_out=0.2),
-    inner=InnerSection(batch=4, learning_rate=1e-2, schedule="constant"),
+    inner=InnerSection(batch=4, learning_rate=1e-2, schedule="constant", warmup_tokens=0),
     evaluation=EvaluationSection(samples=10),
 )
 STEP_TOKENS = 4 * 16
