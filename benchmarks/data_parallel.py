@@ -1,6 +1,7 @@
 """Held-out loss of a swarm against synchronous data parallelism, with the same steps and tokens.
 
     python -m benchmarks.data_parallel [--seeds 0 1] [--rounds 60] [--nodes 3] [--codecs int4 fp32]
+        [--processes 1]
 
 Both train in this process on one thread. The swarm is the demo's: the real coordinator core, nodes,
 codecs and outer optimizer (benchmarks.simulation). Data parallelism averages the gradients of all
@@ -16,6 +17,10 @@ import math
 import statistics
 import time
 import tomllib
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import structlog
@@ -71,46 +76,62 @@ def train_data_parallel(spec: RunSpec, corpus: Corpus, *, learning_rate: float) 
     return trainer.evaluate().loss
 
 
-def main() -> None:
-    """Runs both for every seed and prints losses and ratios."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What one seed gave."""
+
+    lines: tuple[str, ...]
+    ratios: dict[str, float]  # codec -> the swarm's loss over the baseline's
+
+
+def compare(seed: int, *, rounds: int, num_nodes: int, codecs: tuple[str, ...]) -> Comparison:
+    """Trains both with one seed; on one thread, so that seeds may run side by side."""
+    torch.set_num_threads(1)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    specs = {
+        codec: demo_spec(seed=seed, rounds=rounds, num_nodes=num_nodes, codec=codec)
+        for codec in codecs
+    }
+    spec = specs[codecs[0]]
+    corpus = read_corpus(
+        spec.data, context=spec.model.context, batch=spec.inner.batch, folder=Path.cwd()
+    )
+    lines: list[str] = []
+    baseline = float("inf")
+    for rate in (spec.inner.learning_rate, spec.inner.learning_rate / math.sqrt(num_nodes)):
+        loss = train_data_parallel(spec, corpus, learning_rate=rate)
+        lines.append(f"seed {seed}: data parallelism at {rate:.4g}: {loss:.4f} nats per byte")
+        baseline = min(baseline, loss)
+    ratios: dict[str, float] = {}
+    for codec, swarm_spec in specs.items():
+        run = simulate(swarm_spec, lives=[Life()] * num_nodes, corpus=corpus)
+        ratios[codec] = run.held_out[-1].loss / baseline
+        lines.append(
+            f"seed {seed}: swarm of {num_nodes}, {codec}: {run.held_out[-1].loss:.4f} "
+            f"({ratios[codec] - 1:+.2%}), {max(run.bytes_sent.values()):,} payload bytes sent "
+            "by the busiest node"
+        )
+    return Comparison(lines=tuple(lines), ratios=ratios)
+
+
+def main() -> None:
+    """Compares for every seed and prints losses and ratios."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--rounds", type=int, default=DEFAULT_ROUNDS)
     parser.add_argument("--nodes", type=int, default=3)
     parser.add_argument("--codecs", nargs="+", default=["int4", "fp32"])
+    parser.add_argument("--processes", type=int, default=1, help="seeds that run side by side")
     chosen = parser.parse_args()
-    torch.set_num_threads(1)
+    one_seed = partial(
+        compare, rounds=chosen.rounds, num_nodes=chosen.nodes, codecs=tuple(chosen.codecs)
+    )
     ratios: dict[str, list[float]] = {codec: [] for codec in chosen.codecs}
-    for seed in chosen.seeds:
-        specs = {
-            codec: demo_spec(seed=seed, rounds=chosen.rounds, num_nodes=chosen.nodes, codec=codec)
-            for codec in chosen.codecs
-        }
-        spec = next(iter(specs.values()))
-        corpus = read_corpus(
-            spec.data, context=spec.model.context, batch=spec.inner.batch, folder=Path.cwd()
-        )
-        baseline = float("inf")
-        for rate in (
-            spec.inner.learning_rate,
-            spec.inner.learning_rate / math.sqrt(chosen.nodes),
-        ):
-            loss = train_data_parallel(spec, corpus, learning_rate=rate)
-            print(
-                f"seed {seed}: data parallelism at {rate:.4g}: {loss:.4f} nats per byte", flush=True
-            )
-            baseline = min(baseline, loss)
-        for codec, spec in specs.items():
-            run = simulate(spec, lives=[Life()] * chosen.nodes, corpus=corpus)
-            loss = run.held_out[-1].loss
-            ratios[codec].append(loss / baseline)
-            sent = max(run.bytes_sent.values())
-            print(
-                f"seed {seed}: swarm of {chosen.nodes}, {codec}: {loss:.4f} "
-                f"({loss / baseline - 1:+.2%}), {sent:,} payload bytes sent by the busiest node",
-                flush=True,
-            )
+    with ProcessPoolExecutor(chosen.processes, mp_context=get_context("spawn")) as pool:
+        for comparison in pool.map(one_seed, chosen.seeds):
+            print("\n".join(comparison.lines), flush=True)
+            for codec, ratio in comparison.ratios.items():
+                ratios[codec].append(ratio)
     for codec, values in ratios.items():
         spread = f" ± {statistics.stdev(values):.2%}" if len(values) > 1 else ""
         print(f"{codec}: {statistics.mean(values) - 1:+.2%}{spread} over data parallelism")
