@@ -7,6 +7,7 @@ the same run file gives the same digests.
 """
 
 import asyncio
+import math
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -128,14 +129,37 @@ class PacedIsland(InlineIsland):
     def __init__(self, *, seconds_per_inner_step: float, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._seconds_per_inner_step = seconds_per_inner_step
+        self._halted = asyncio.Event()
 
     async def train(self, work: InnerWork, on_progress: Callable[[Progress], None]) -> InnerReport:
-        """Trains as many inner steps as fit into the time, then lets that time pass."""
+        """Lets the time of as many inner steps as fit pass, or of fewer when halted; then trains them.
+
+        Without a pace the report says 0 s, which is no measurement: the plans stay equal.
+        """
         pace = self._seconds_per_inner_step
         steps = min(work.inner_steps, int(work.max_seconds / pace)) if pace else work.inner_steps
+        if pace:
+            steps = await self._steps_before_halt(steps)
         report = await super().train(replace(work, inner_steps=steps), on_progress)
-        await asyncio.sleep(pace * report.inner_steps)
-        return report
+        return replace(report, seconds=pace * report.inner_steps)
+
+    def halt(self) -> None:
+        """See Island."""
+        self._halted.set()
+
+    async def _steps_before_halt(self, steps: int) -> int:
+        pace = self._seconds_per_inner_step
+        clock = asyncio.get_running_loop().time
+        began_at = clock()
+        self._halted.clear()
+        try:
+            async with asyncio.timeout(pace * steps):
+                await self._halted.wait()
+        except TimeoutError:
+            return steps
+        steps = max(1, math.ceil((clock() - began_at) / pace))
+        await asyncio.sleep(began_at + pace * steps - clock())
+        return steps
 
 
 def _over_the_wire(message: Wire) -> Wire:
@@ -227,6 +251,7 @@ class SimulatedNode:
     ) -> None:
         identity = identity_of(place)
         self._life = life
+        self._has_left = False
         self._network = network
         layout = layout_of(spec.model)
         self.node_id = identity.node_id
@@ -274,12 +299,17 @@ class SimulatedNode:
             rng=random.Random(place),
         )
 
+    def drain(self, within_seconds: float) -> None:
+        """Lets it leave with its work; a round must be in flight."""
+        assert self._daemon.drain(within_seconds), "nothing is in flight"
+        self._has_left = True
+
     async def live(self) -> "SimulatedNode | None":
         """Runs the node; returns it when it lives to the end of the run."""
         await asyncio.sleep(self._life.starts_at)
         if self._life.dies_at is None:
             await self._daemon.run()
-            return self
+            return None if self._has_left else self
         running = asyncio.ensure_future(self._daemon.run())
         await asyncio.wait((running,), timeout=self._life.dies_at - self._life.starts_at)
         self._stub.is_cut = True

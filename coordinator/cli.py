@@ -4,7 +4,6 @@ gRPC, TLS and SQLite are imported inside the commands, so that help and mistakes
 """
 
 import os
-import re
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +12,7 @@ import click
 
 from protocol import console
 from protocol.errors import UnavailableError, UsageError
+from protocol.time_span import as_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,15 +25,6 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _PORT = click.IntRange(0, 65535)
 
 _CONFIG_FILE = "coordinator.toml"
-_UNIT_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-
-
-def _as_seconds(_context: click.Context, _parameter: click.Parameter, text: str) -> float:
-    """Reads a time span such as 90s, 30m, 24h or 7d."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text.strip())
-    if match is None or float(match[1]) == 0:
-        raise click.BadParameter(f"{text!r} is not a time span such as 90s, 30m, 24h or 7d")
-    return float(match[1]) * _UNIT_SECONDS[match[2]]
 
 
 @click.group()
@@ -154,7 +145,7 @@ _DIR_OPTION = click.option(
     "--expires",
     default="24h",
     show_default=True,
-    callback=_as_seconds,
+    callback=as_seconds,
     help="How long it is valid: 90s, 30m, 24h, 7d.",
 )
 @click.option("--host", default="", help="Host to send nodes to, instead of the advertised one.")

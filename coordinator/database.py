@@ -48,6 +48,13 @@ MIGRATIONS: Sequence[str] = (
     -- Every call of a node asks whether it is enrolled.
     CREATE INDEX enrolled_by_node ON enrolled (node_id);
     """,
+    # Without a row the store makes the ledger from the closed rounds.
+    """
+    CREATE TABLE ledger (
+        only_row INTEGER PRIMARY KEY CHECK (only_row = 1),
+        ledger TEXT NOT NULL
+    );
+    """,
 )
 """Each entry brings a database from version i to i + 1. Entries are never changed, only added."""
 

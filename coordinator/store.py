@@ -14,10 +14,11 @@ from typing import Self, TypeVar
 from pydantic import ConfigDict, TypeAdapter
 
 from coordinator.database import Database
+from coordinator.swarm.ledger import Ledger, ledger_of
 from coordinator.swarm.state import PRESENT, ClosedRound, Member, Round, Rules, SwarmState
 from coordinator.swarm.transition import initial_state
 from protocol.errors import ConfigError, NotPermittedError
-from protocol.rounds import Commit, Digest, NodeId
+from protocol.rounds import Assignment, Commit, Digest, NodeId
 
 CLOCK_SAVE_SECONDS = 5.0
 """The clock is written this often when nothing else is: what a crash can add to a deadline."""
@@ -28,6 +29,7 @@ _STATE = TypeAdapter(tuple[SwarmState], config=_JSON)
 _MEMBER = TypeAdapter(tuple[Member], config=_JSON)
 _ROUND = TypeAdapter(tuple[Round], config=_JSON)
 _CLOSED = TypeAdapter(tuple[ClosedRound], config=_JSON)
+_LEDGER = TypeAdapter(tuple[Ledger], config=_JSON)
 
 T = TypeVar("T")
 
@@ -97,6 +99,8 @@ class Store:
             ]
             row = connection.execute("SELECT round FROM open_round").fetchone()
             open_round = None if row is None else _ROUND.validate_json(row[0])[0]
+            row = connection.execute("SELECT ledger FROM ledger").fetchone()
+            ledger = None if row is None else _LEDGER.validate_json(row[0])[0]
         if state.run_digest != run_digest:
             raise ConfigError(
                 f"the database {self._database.path} is of run file {state.run_digest.hex()[:8]}…, "
@@ -111,7 +115,23 @@ class Store:
             members={member.node_id: self._with_fresh_lease(member, rules) for member in members},
             open_round=open_round,
             last_closed=last_closed[0] if last_closed else None,
+            ledger=self._ledger_of(open_round, rules) if ledger is None else ledger,
         )
+
+    def _ledger_of(self, open_round: Round | None, rules: Rules) -> Ledger:
+        """The ledger that the rounds of a database add up to which was written without one."""
+        leased: tuple[Assignment, ...] = ()
+        if open_round is not None and open_round.commit is None:
+            leased = open_round.assignments
+        with self._database.reading() as connection:
+            rows = connection.execute("SELECT closed FROM closed_rounds ORDER BY round")
+            closed = (_CLOSED.validate_json(text)[0] for (text,) in rows)
+            return ledger_of(
+                ((done.plan.assignments, done.commit) for done in closed),
+                leased,
+                batch=rules.batch,
+                context=rules.context,
+            )
 
     def _with_fresh_lease(self, member: Member, rules: Rules) -> Member:
         """Leases are not saved, and nobody could renew one while the coordinator was down."""
@@ -136,10 +156,10 @@ class Store:
         is_closed_new = (
             after.last_closed is not before.last_closed and after.last_closed != before.last_closed
         )
+        is_ledger_new = after.ledger is not before.ledger and after.ledger != before.ledger
         is_clock_old = now - self._saved_now >= CLOCK_SAVE_SECONDS
-        if not (
-            are_scalars_new or members or gone or is_round_new or is_closed_new or is_clock_old
-        ):
+        are_rows_new = is_round_new or is_closed_new or is_ledger_new
+        if not (are_scalars_new or members or gone or are_rows_new or is_clock_old):
             return
         with self._database.writing() as connection:
             connection.execute(
@@ -158,6 +178,10 @@ class Store:
                     connection.execute(
                         "INSERT INTO open_round VALUES (1, ?)", (_text(_ROUND, after.open_round),)
                     )
+            if is_ledger_new:
+                connection.execute(
+                    "INSERT OR REPLACE INTO ledger VALUES (1, ?)", (_text(_LEDGER, after.ledger),)
+                )
             if is_closed_new and after.last_closed is not None:
                 closed = after.last_closed
                 connection.execute(
@@ -299,7 +323,7 @@ def _nodes_of(connection: sqlite3.Connection, invite_id: str) -> tuple[NodeId, .
 
 def _scalars(state: SwarmState) -> SwarmState:
     """The state without what has tables of its own."""
-    return replace(state, members={}, open_round=None, last_closed=None)
+    return replace(state, members={}, open_round=None, last_closed=None, ledger=Ledger())
 
 
 def _is_saved_as(before: Member | None, after: Member) -> bool:

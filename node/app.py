@@ -76,4 +76,6 @@ async def _run(
         prepare_forkserver()  # it imports torch while we import the rest
         with signals.blocking():
             from node.assembly import run_daemon
-        return await run_daemon(folder, settings, credentials, identity, spec, link, counts)
+        return await run_daemon(
+            folder, settings, credentials, identity, spec, link, counts, signals
+        )

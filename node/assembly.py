@@ -25,6 +25,7 @@ from node.island.launcher import ProcessIsland
 from node.island.model import layout_of
 from node.newest import keep_run
 from node.outer_state import SharedVectors
+from node.stopping import StopSignals
 from protocol.credentials import Credentials
 from protocol.identity import Identity
 from protocol.run_spec import RunSpec
@@ -41,8 +42,9 @@ async def run_daemon(
     spec: RunSpec,
     link: CoordinatorLink,
     counts: WireCounts,
+    signals: StopSignals,
 ) -> str:
-    """Runs the node until the run is finished or it is cancelled; returns why it ended."""
+    """Runs the node until the run is finished or its owner stops it; returns why it ended."""
     devices = devices_of(settings.device, settings.ranks)
     layout = layout_of(spec.model)
     snapshots = SnapshotFolder(folder / SNAPSHOTS_FOLDER)
@@ -81,6 +83,7 @@ async def run_daemon(
                 counts=counts,
                 listen_multiaddrs=(_listen_multiaddr(settings, credentials.host),),
                 announce_host=settings.announce or None,
+                max_upload_bytes_per_second=settings.max_upload_bytes_per_second,
             ),
             island=ProcessIsland(spec=spec, names=shared.names, devices=devices, folder=Path.cwd()),
             outer=outer,
@@ -89,7 +92,8 @@ async def run_daemon(
             counts=counts,
             rng=random.Random(),
         )
-        return await daemon.run()
+        with signals.draining(daemon.drain, seconds=settings.drain_within):
+            return await daemon.run()
     finally:
         # Views of the shared memory must be gone before it can be given back.
         daemon = outer = None  # type: ignore[assignment]

@@ -9,6 +9,7 @@ import click
 
 from node.config import load_settings
 from protocol.credentials import Credentials, find_home
+from protocol.time_span import as_seconds
 
 DIRECTORY = click.option(
     "--dir",
@@ -46,7 +47,7 @@ def join(invite: str | None, folder: Path | None, name: str | None) -> None:
 
 @click.group()
 def node() -> None:
-    """Start this machine's node."""
+    """Start and stop this machine's node."""
 
 
 @node.command()
@@ -57,9 +58,19 @@ def node() -> None:
 @click.option("--listen", help="Address that peers connect to.")
 @click.option("--port", type=int, help="Port that peers connect to; 0 picks a free one.")
 @click.option("--announce", help="Host to tell peers, when a router forwards the port.")
+@click.option("--max-upload", help="Most that transfers upload together: 10mbit, 1.25MB/s.")
+@click.option(
+    "--drain-within",
+    metavar="TIME",
+    callback=as_seconds,
+    help="How long it may stay when it is stopped, to leave with its work: 30s, 5m; 0 for not at all.",
+)
 @click.option("--log-json", is_flag=True, help="Log one JSON object a line.")
-def start(folder: Path | None, log_json: bool, **settings: str | int | None) -> None:
+def start(folder: Path | None, log_json: bool, **settings: str | float | None) -> None:
     """Contribute this machine until the run is finished or you press Ctrl-C.
+
+    On Ctrl-C or SIGTERM it stops training, contributes what it has trained in this round, waits for
+    the round's commit and says goodbye; a second Ctrl-C makes it leave at once.
 
     Example: atoll node start --device cuda
     """
@@ -75,6 +86,30 @@ def start(folder: Path | None, log_json: bool, **settings: str | int | None) -> 
 
     reason = asyncio.run(run_node(home, chosen))
     click.echo(f"{chosen.name} has stopped: {reason}")
+
+
+@node.command()
+@DIRECTORY
+@click.option(
+    "--within",
+    default="30s",
+    show_default=True,
+    metavar="TIME",
+    callback=as_seconds,
+    help="How long it may stay; after that it leaves at once. Its own --drain-within holds too.",
+)
+def drain(folder: Path | None, within: float) -> None:
+    """Let the running node leave with its work, and wait until it has ended.
+
+    It stops training, contributes what it has trained in this round and waits for the round's
+    commit. For machines that are about to be taken away.
+
+    Example: atoll node drain --within 20s
+    """
+    from node.drain import drain_node
+
+    drain_node(find_home(folder), within_seconds=within, say=click.echo)
+    click.echo("it has left")
 
 
 @click.command()

@@ -1,9 +1,11 @@
 """A node's folder and its settings: what a contributor may change about their own machine."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
 from protocol.errors import ConfigError, UsageError
 from protocol.files import read_toml, write_atomically
@@ -33,7 +35,45 @@ port = 0
 # Host to tell peers instead of the one found here, when a router forwards the port: an address or
 # a name. Empty means the addresses found.
 announce = ""
+
+# Most that all transfers together upload: "10mbit" or "1.25MB/s" (a second, on the wire). About 80 %
+# of what the uplink carries leaves it usable for others. Empty means no limit.
+max_upload = ""
+
+# Seconds that a node which is stopped may stay, to contribute what it trained and to apply the commit
+# of the round in flight; 0 means that it leaves at once.
+drain_within = 30
 """
+
+SLOWEST_UPLOAD_BYTES_PER_SECOND = 32_000.0
+"""256 kbit/s. With less, several transfers at once are slower than peers wait for."""
+
+_RATE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?([kKmMgG]?)(?:(bit)(?:/s)?|B/s)")
+_PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
+
+
+def bytes_per_second_of(rate: str) -> float | None:
+    """What a rate such as "10mbit" or "1.25MB/s" is; None for the empty text: no limit.
+
+    Raises PydanticCustomError. A rate such as "10mb" is refused, as it may mean either.
+    """
+    if not rate:
+        return None
+    match = _RATE.fullmatch(rate)
+    if match is None:
+        raise PydanticCustomError(
+            "rate", "Write bits a second as 10mbit, or bytes a second as 1.25MB/s"
+        )
+    number, prefix, bit = match.groups()
+    bytes_per_second = float(number) * _PREFIXES[prefix.lower()] / (8 if bit else 1)
+    if bytes_per_second < SLOWEST_UPLOAD_BYTES_PER_SECOND:
+        raise PydanticCustomError("rate", "Less than 256kbit is too slow to take part")
+    return bytes_per_second
+
+
+def _rate(text: str) -> str:
+    bytes_per_second_of(text)
+    return text
 
 
 class NodeSettings(Section):
@@ -45,6 +85,13 @@ class NodeSettings(Section):
     listen: str = ""
     port: Annotated[int, Field(ge=0, lt=1 << 16)] = 0
     announce: str = ""
+    max_upload: Annotated[str, AfterValidator(_rate)] = ""
+    drain_within: Annotated[float, Field(ge=0, le=86400)] = 30.0
+
+    @property
+    def max_upload_bytes_per_second(self) -> float | None:
+        """None is no limit."""
+        return bytes_per_second_of(self.max_upload)
 
 
 def write_settings(folder: Path, *, name: str) -> None:
@@ -73,7 +120,7 @@ def load_settings(folder: Path, **overrides: Any) -> NodeSettings:
         message = f"{problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
         if key in options:
             raise UsageError(
-                f"--{key} {message}", next_step="see 'atoll node start --help'"
+                f"--{key.replace('_', '-')} {message}", next_step="see 'atoll node start --help'"
             ) from error
         known = ", ".join(NodeSettings.model_fields)
         raise ConfigError(

@@ -7,7 +7,7 @@ roster, participants that are gone) is done on arrival.
 
 import asyncio
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -33,10 +33,12 @@ from node.exchange.snapshot import SnapshotFolder
 from node.exchange.transport.transport import Transport
 from node.heavy import Heavy
 from node.island.island import InnerReport, InnerWork, Island, Progress
+from node.lasting_island import LastingIsland
 from node.session import Session
+from node.work import CatchUpNeeded, PlanReceived, Work
 from protocol.channel import retried
 from protocol.errors import SystemRefusedError
-from protocol.rounds import Commit, CorpusSummary, Digest, NodeId, PeerAddress, Plan
+from protocol.rounds import Commit, CorpusSummary, Digest, NodeId, PeerAddress
 from protocol.run_spec import RunSpec
 from protocol.wire_count import WireCounts
 
@@ -56,26 +58,6 @@ class NodeFacts:
     device: str
     num_ranks: int
     version: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _CatchUpNeeded:
-    """The session learned of a committed round that we do not hold."""
-
-    round: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _PlanReceived:
-    """A plan's durations count from here, however long it waits for its turn."""
-
-    plan: Plan
-    at: float
-
-
-_Work = (
-    _PlanReceived | RoundCommitted | EvaluationAsked | RefetchAsked | RunFinished | _CatchUpNeeded
-)
 
 
 class Daemon:
@@ -101,7 +83,7 @@ class Daemon:
         self._link = link
         self._rng = rng
         self._transport = transport
-        self._island = island
+        self._island = LastingIsland(island)
         self._outer = outer
         self._counts = counts
         self._exchange = Exchange(
@@ -124,17 +106,21 @@ class Daemon:
             rng=rng,
         )
         self._corpus: CorpusSummary | None = None
-        self._work: asyncio.Queue[_Work] = asyncio.Queue()
+        self._work: asyncio.Queue[Work] = asyncio.Queue()
         self._activity = "starting"
         self._inner_step = 0
         self._progress: Progress | None = None
         self._last_planned_round = 0
         self._saving: asyncio.Task[None] | None = None
+        self._is_draining = False
+        self._is_ending = False
+        self._patience_ended = asyncio.Event()  # of a drain
+        self._patience: asyncio.TimerHandle | None = None
 
     async def run(self) -> str:
         """Takes part until the run is finished; returns why it ended. Raises AtollError.
 
-        Cancel it to leave early: it says goodbye and stops what it started.
+        Cancel it to leave at once, or `drain` it: it says goodbye and stops what it started.
         """
         goodbye = "stopped by its owner"
         island = asyncio.ensure_future(self._island.start())
@@ -145,11 +131,15 @@ class Daemon:
             await self._island.adopt()
             work = asyncio.ensure_future(self._do_work())
             session = asyncio.ensure_future(self._session.run())
-            tasks = [work, session, asyncio.ensure_future(self._watch_transport())]
+            patience = asyncio.ensure_future(self._patience_ended.wait())
+            tasks = [work, session, patience, asyncio.ensure_future(self._watch_transport())]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
                 if task.done():
-                    task.result()  # raises what went wrong; only the work ends without an error
+                    task.result()  # raises what went wrong
+            if self._is_draining:
+                goodbye = self._how_drained()
+                return goodbye
             await self._session.flush(timeout_seconds=5)
             goodbye = "the run is finished"
             return work.result()
@@ -157,10 +147,13 @@ class Daemon:
             goodbye = "stopped by an error, which its log tells"
             raise
         finally:
+            self._is_ending = True
+            if self._patience is not None:
+                self._patience.cancel()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await self._session.leave(goodbye)
+            await self._session.leave(goodbye, has_last_heartbeat=not self._is_draining)
             await self._exchange.stop()
             for fault in await asyncio.gather(
                 self._transport.stop(),
@@ -170,6 +163,35 @@ class Daemon:
             ):
                 if isinstance(fault, BaseException):
                     log.error("not stopped cleanly", exc_info=fault)
+
+    def drain(self, within_seconds: float) -> bool:
+        """Lets the node leave with its work; asked again, the new limit counts.
+
+        It trains no further, contributes what it has, and `run` returns once the round is committed
+        and applied, or after so long. False when no round is in flight here or there is no time for
+        it: then cancel `run`.
+        """
+        if self._is_ending:
+            return True
+        if not self._is_draining:
+            if not self._is_round_in_flight or within_seconds <= 0:
+                return False
+            self._is_draining = True
+            self._island.halt()
+        if self._patience is not None:
+            self._patience.cancel()
+        loop = asyncio.get_running_loop()
+        self._patience = loop.call_later(within_seconds, self._patience_ended.set)
+        return True
+
+    @property
+    def _is_round_in_flight(self) -> bool:
+        """Whether this node takes part in a round that it has not applied yet."""
+        return self._last_planned_round > self._outer.round
+
+    def _how_drained(self) -> str:
+        before_or_after = "before" if self._is_round_in_flight else "after"
+        return f"stopped by its owner, {before_or_after} the commit of round {self._last_planned_round}"
 
     async def _watch_transport(self) -> None:
         reason = await self._transport.wait_failed()
@@ -201,7 +223,7 @@ class Daemon:
         return Vitals(
             outer_round=self._outer.round,
             outer_digest=self._outer.digest,
-            activity=self._activity,
+            activity="restarting ranks" if self._island.is_restarting else self._activity,
             waiting_for=self._waiting_for(),
             inner_step=self._inner_step,
             loss=progress.loss if progress else 0.0,
@@ -224,7 +246,7 @@ class Daemon:
             "attached", session=attachment.session_id, committed_round=attachment.committed_round
         )
         if attachment.committed_round > self._outer.round:
-            self._work.put_nowait(_CatchUpNeeded(round=attachment.committed_round))
+            self._work.put_nowait(CatchUpNeeded(round=attachment.committed_round))
 
     def _on_event(self, event: Event) -> None:
         match event:
@@ -234,7 +256,7 @@ class Daemon:
                 self._exchange.depart(event.round, event.node_ids)
             case RoundOpened(plan=plan):
                 now = asyncio.get_running_loop().time()
-                self._work.put_nowait(_PlanReceived(plan=plan, at=now))
+                self._work.put_nowait(PlanReceived(plan=plan, at=now))
             case _:
                 self._work.put_nowait(event)
 
@@ -252,14 +274,18 @@ class Daemon:
     async def _do_work(self) -> str:
         while True:
             self._activity = "waiting"
+            if self._is_draining and not self._is_round_in_flight:
+                return self._how_drained()
             match await self._work.get():
-                case _PlanReceived(plan=plan, at=received_at):
-                    await self._take_part(plan, received_at)
+                case PlanReceived() | EvaluationAsked() if self._is_draining:
+                    pass
+                case PlanReceived() as received:
+                    await self._take_part(received)
                 case RoundCommitted(commit=commit):
                     await self._apply(commit)
                 case EvaluationAsked(round=round_):
                     await self._evaluate(round_)
-                case _CatchUpNeeded(round=round_):
+                case CatchUpNeeded(round=round_):
                     await self._catch_up(round_)
                 case RefetchAsked() as asked:
                     await self._refetch(asked.round, asked.outer_digest, asked.reason)
@@ -279,7 +305,8 @@ class Daemon:
         log.info("run finished", round=finished.round, why=finished.reason)
         return finished.reason
 
-    async def _take_part(self, plan: Plan, received_at: float) -> None:
+    async def _take_part(self, received: PlanReceived) -> None:
+        plan = received.plan
         assignment = plan.assignment_of(self._facts.node_id)
         is_known = plan.round <= max(self._last_planned_round, self._outer.round)
         if assignment is None or is_known:
@@ -290,11 +317,11 @@ class Daemon:
         if (plan.round - 1, plan.base_digest) != (self._outer.round, self._outer.digest):
             log.warning("plan refused: its base is not our state", round=plan.round)
             return
-        plan = _what_is_left_of(plan, asyncio.get_running_loop().time() - received_at)
+        plan = received.plan_at(asyncio.get_running_loop().time())
         self._last_planned_round = plan.round
         await self._exchange.open_round(plan)
         self._activity, self._inner_step = "training", 0
-        trained = await self._island.train(
+        trained = await self._island.train_and_publish(
             InnerWork(
                 round=plan.round,
                 inner_steps=assignment.inner_steps,
@@ -304,10 +331,10 @@ class Daemon:
                 tokens_per_inner_step=plan.tokens_per_inner_step,
                 max_seconds=plan.train_seconds,
             ),
+            plan.fragment,
             self._on_progress,
         )
         self._activity = "contributing"
-        await self._island.publish(plan.fragment)
         self._report(plan.round, _trained_report(trained))
         if trained.tokens > 0:
             await self._exchange.contribute(trained.tokens)
@@ -336,9 +363,14 @@ class Daemon:
             await self._adopted()
 
     async def _adopted(self) -> None:
-        """The outer state moved: ranks take it over, then the coordinator learns it, then the disk."""
-        await self._island.adopt()
-        self._report(self._outer.round, Applied(outer_digest=self._outer.digest))
+        """The outer state moved: ranks take it over, then the coordinator learns it, then the disk.
+
+        Not the first two in a drain: the coordinator could open the next round with a node that
+        leaves.
+        """
+        if not self._is_draining:
+            await self._island.adopt()
+            self._report(self._outer.round, Applied(outer_digest=self._outer.digest))
         log.info("applied", round=self._outer.round, digest=self._outer.digest.hex()[:12])
         await self._saved()
         self._saving = asyncio.ensure_future(self._exchange.save())  # while the ranks train on
@@ -353,20 +385,9 @@ class Daemon:
         if round != self._outer.round:
             return  # the coordinator asks another node when its time limit passes
         self._activity = "evaluating"
-        # The ranks may have trained on already: what they trained is published, so it may go.
-        await self._island.adopt()
+        # The ranks adopt anew for it. They may have trained on already, but that is published.
         evaluation = await self._island.evaluate()
         self._report(round, Evaluated(held_out_loss=evaluation.loss, tokens=evaluation.tokens))
-
-
-def _what_is_left_of(plan: Plan, seconds: float) -> Plan:
-    """The plan after it has waited."""
-    return replace(
-        plan,
-        train_seconds=max(0.0, plan.train_seconds - seconds),
-        contribute_seconds=max(0.0, plan.contribute_seconds - seconds),
-        commit_seconds=max(0.0, plan.commit_seconds - seconds),
-    )
 
 
 def _trained_report(trained: InnerReport) -> Trained:

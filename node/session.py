@@ -93,8 +93,8 @@ class Session:
                 await asyncio.sleep(pause)
                 pause_seconds = min(2 * pause_seconds, LAST_PAUSE_SECONDS)
 
-    async def leave(self, reason: str) -> None:
-        """Says goodbye with a last heartbeat, which holds the final state and bytes.
+    async def leave(self, reason: str, *, has_last_heartbeat: bool = True) -> None:
+        """Says goodbye, with a last heartbeat that holds the final state and bytes if there shall be one.
 
         Call it when `run` has ended: it would take the end of the session for a break, and attach.
         """
@@ -102,7 +102,8 @@ class Session:
             return
         try:
             async with asyncio.timeout(LEAVE_SECONDS):
-                await self._link.heartbeat(self._session_id, self._vitals())
+                if has_last_heartbeat:
+                    await self._link.heartbeat(self._session_id, self._vitals())
                 await self._link.detach(self._session_id, reason)
         except (AtollError, TimeoutError) as error:
             log.info("left without a goodbye", why=str(error))

@@ -1,12 +1,13 @@
 """How the owner of a node stops it: Ctrl-C, SIGTERM or a closed terminal, whatever it is doing.
 
-The first signal cancels the node's task, which says goodbye and ends what it started. Later ones
-are ignored: they would break that off, and leave ranks or p2pd behind.
+The first signal drains the node when it has a round in flight; the second one, or the first when
+there is nothing to finish, lets it leave at once: it says goodbye and ends what it started. Later
+ones are ignored: they would break that off, and leave ranks or p2pd behind.
 """
 
 import asyncio
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Self
@@ -17,7 +18,7 @@ log = structlog.get_logger()
 
 
 class StopSignals:
-    """Within its `with`, signals cancel the task that made it, and `is_asked` tells that they did.
+    """Within its `with`, signals end the task that made it, and `is_asked` tells that they did.
 
     Afterwards they do nothing any more, for the process ends.
     """
@@ -26,6 +27,9 @@ class StopSignals:
         task = asyncio.current_task()
         assert task is not None
         self.is_asked = False
+        self._is_ending = False
+        self._drain: Callable[[float], bool] | None = None
+        self._drain_seconds = 0.0
         self._task = task
         self._numbers = _signals()
 
@@ -54,16 +58,38 @@ class StopSignals:
         if self.is_asked:  # raised where Python drops exceptions: in a destructor, say
             raise asyncio.CancelledError
 
+    @contextmanager
+    def draining(self, drain: Callable[[float], bool], *, seconds: float) -> Iterator[None]:
+        """Within it, signals are passed on to `drain`, with the seconds that it may take.
+
+        With `seconds` first, with 0 after that. Where it returns False, the task is cancelled.
+        """
+        self._drain, self._drain_seconds = drain, seconds
+        try:
+            yield
+        finally:
+            self._drain = None
+            self._is_ending = self._is_ending or self.is_asked
+
     def _stop(self) -> None:
-        if not self.is_asked:
-            self.is_asked = True
-            log.info("stopping")
-            self._task.cancel()
+        if self._is_ending:
+            return
+        is_first, self.is_asked = not self.is_asked, True
+        if self._drain is not None and self._drain(self._drain_seconds if is_first else 0.0):
+            if is_first:
+                log.info(
+                    "leaving with the round in flight; ask again to leave at once",
+                    within_seconds=self._drain_seconds,
+                )
+            return
+        self._is_ending = True
+        log.info("stopping")
+        self._task.cancel()
 
     def _break_off(self, _number: int, _frame: FrameType | None) -> None:
         if not self.is_asked:
-            self.is_asked = True  # and not a word: the signal may have come in the midst of one
-            raise asyncio.CancelledError
+            self.is_asked = self._is_ending = True
+            raise asyncio.CancelledError  # and not a word: it may have come in the midst of one
 
 
 def _signals() -> tuple[signal.Signals, ...]:

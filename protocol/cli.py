@@ -56,7 +56,9 @@ SECTIONS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         "Contributor",
         (
             Entry(name="join", target="node.cli:join", summary="Trade an invite for membership."),
-            Entry(name="node", target="node.cli:node", summary="Start this machine's node."),
+            Entry(
+                name="node", target="node.cli:node", summary="Start and stop this machine's node."
+            ),
             Entry(
                 name="export",
                 target="node.cli:export",
@@ -79,6 +81,11 @@ SECTIONS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             ),
             Entry(name="nodes", target="protocol.query:nodes", summary="List the nodes."),
             Entry(name="rounds", target="protocol.query:rounds", summary="List the latest rounds."),
+            Entry(
+                name="data",
+                target="protocol.query:data",
+                summary="Show which samples are trained, leased, and waiting.",
+            ),
         ),
     ),
 )

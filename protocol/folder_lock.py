@@ -50,6 +50,21 @@ class FolderLock:
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         return cls(path, descriptor)
 
+    @staticmethod
+    def holder_of(folder: Path) -> int | None:
+        """The process that holds the folder; None when none does, or it is another user's.
+
+        Asks the process too: the number in the file may be that of one which has ended.
+        """
+        path = folder / LOCK_NAME
+        try:
+            process_id = int(path.read_text())
+            lock = path.stat()
+            opened = tuple(Path(f"/proc/{process_id}/fd").iterdir())
+        except (OSError, ValueError):
+            return None
+        return process_id if any(_is_that_file(link, lock) for link in opened) else None
+
     def release(self) -> None:
         """Lets another process have the folder; safe to call more than once."""
         if self._descriptor >= 0:
@@ -58,7 +73,11 @@ class FolderLock:
 
 
 def _is_same_file(path: Path, descriptor: int) -> bool:
+    return _is_that_file(path, os.fstat(descriptor))
+
+
+def _is_that_file(path: Path, that: os.stat_result) -> bool:
     try:
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
+        return os.path.samestat(path.stat(), that)
     except FileNotFoundError:
         return False

@@ -1,4 +1,4 @@
-"""The commands that ask a coordinator: status, nodes, rounds. They start in a fraction of a second.
+"""The commands that ask a coordinator: status, nodes, rounds, data. They start in a fraction of a second.
 
 grpc and rich are imported where they are used: --help and usage errors do not wait for them.
 """
@@ -86,14 +86,14 @@ class StatusLink:
 def as_json(message: "Message") -> dict[str, object]:
     """A message under the names of its fields, which proto/ describes.
 
-    Bytes become hex, enums their short lower-case word, absent messages and numbers that JSON has
-    not become null. Every field is there, whatever its value.
+    Bytes become hex, enums their short lower-case word; what is absent, and numbers that JSON has
+    not, become null. Every field is there, whatever its value.
     """
     return {
         field.name: [_plain(field, item) for item in getattr(message, field.name)]
         if field.is_repeated
         else None
-        if field.message_type is not None and not message.HasField(field.name)
+        if field.has_presence and not message.HasField(field.name)
         else _plain(field, getattr(message, field.name))
         for field in message.DESCRIPTOR.fields
     }
@@ -253,3 +253,48 @@ def rounds(limit: int, is_json: bool, directory: Path | None) -> None:
     columns = ("round", "nodes", "slices", "tokens", "took", "loss", "digest", "reason")
     right = ("round", "tokens", "took", "loss")
     console.terminal().print(console.table(columns, rows, right=right))
+
+
+@click.command()
+@_json_option
+@_dir_option
+def data(is_json: bool, directory: Path | None) -> None:
+    """Show what became of the samples: committed, leased, to be leased again.
+
+    \b
+    Example:
+      atoll data
+
+    JSON is the run's DataStatus (proto/protocol/v1/status.proto):
+
+    \b
+      {"epoch_samples": 91400, "committed_samples": 36000, "leased_samples": 720,
+       "free_again_samples": 80, "free_again_pieces": 1, "frontier": 36800}
+    """  # noqa: D301 - click reads the character \b, not its two letters
+    with StatusLink(directory) as link:
+        samples = link.status().run.data
+    if is_json:
+        console.print_json(as_json(samples))
+        return
+    pieces = "piece" if samples.free_again_pieces == 1 else "pieces"
+    counts = (
+        ("committed", samples.committed_samples, "in the model, each counted once"),
+        ("leased now", samples.leased_samples, "to the participants of the round in flight"),
+        (
+            "to be leased again",
+            samples.free_again_samples,
+            f"leased, not committed; in {samples.free_again_pieces} {pieces}",
+        ),
+        ("reached", samples.frontier, "all of the above; what follows was never leased"),
+    )
+    rows = [
+        (
+            what,
+            str(count),
+            f"{count / samples.epoch_samples:.3f}" if samples.epoch_samples else "-",
+            meaning,
+        )
+        for what, count, meaning in counts
+    ]
+    columns = ("what", "samples", "epochs", "")
+    console.terminal().print(console.table(columns, rows, right=("samples", "epochs")))

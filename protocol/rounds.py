@@ -37,7 +37,12 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Opens a round. The durations count from the moment a node receives the plan."""
+    """Opens a round. The durations count from the moment a node receives the plan.
+
+    `tokens_per_inner_step` is how far the whole swarm's training gets while its fastest participant
+    takes one inner step: over all participants, the sum of a step's tokens times own steps / steps
+    of a full round, rounded down.
+    """
 
     round: int
     fragment: int

@@ -6,6 +6,7 @@ from coordinator.driver import Driver
 from coordinator.services import checks
 from coordinator.services.answering import Context, Gate, answered
 from coordinator.swarm.explain import explain
+from coordinator.swarm.ledger import free_again, num_samples_of
 from coordinator.swarm.state import (
     PRESENT,
     ClosedRound,
@@ -16,7 +17,7 @@ from coordinator.swarm.state import (
 )
 from coordinator.telemetry import Telemetry
 from protocol import convert
-from protocol.rounds import Digest
+from protocol.rounds import Digest, NodeId
 from protocol.run_spec import RunSpec
 from protocol.v1 import status_pb2 as pb
 from protocol.v1.status_pb2_grpc import StatusServiceServicer
@@ -91,6 +92,7 @@ class StatusDesk:
             ],
             uptime_seconds=now - self._started_at,
             min_nodes=state.rules.min_nodes,
+            data=data_status(state),
         )
 
     def _node_status(self, state: SwarmState, member: Member, now: float) -> pb.NodeStatus:
@@ -108,7 +110,22 @@ class StatusDesk:
             heartbeat=None if heard is None else heard.heartbeat,
             same_corpus=state.corpus is None or member.corpus.digest == state.corpus.digest,
             version=member.version,
+            inner_steps=_steps_asked_of(state, member.node_id),
+            inner_steps_per_second=member.inner_steps_per_second,
         )
+
+
+def data_status(state: SwarmState) -> pb.DataStatus:
+    """What became of the samples so far."""
+    waiting = free_again(state.ledger)
+    return pb.DataStatus(
+        epoch_samples=0 if state.corpus is None else state.corpus.num_samples,
+        committed_samples=num_samples_of(state.ledger.committed),
+        leased_samples=num_samples_of(state.ledger.leased),
+        free_again_samples=num_samples_of(waiting),
+        free_again_pieces=len(waiting),
+        frontier=state.ledger.frontier,
+    )
 
 
 def agreed_state(state: SwarmState) -> tuple[int, Digest | None]:
@@ -119,6 +136,12 @@ def agreed_state(state: SwarmState) -> tuple[int, Digest | None]:
     if state.outer_digest is None and state.open_round is not None:
         return state.open_round.number - 1, state.open_round.base_digest
     return state.committed_round, state.outer_digest
+
+
+def _steps_asked_of(state: SwarmState, node_id: NodeId) -> int:
+    """Inner steps of the round in flight; 0 for who does not take part."""
+    assignments = () if state.open_round is None else state.open_round.assignments
+    return next((a.inner_steps for a in assignments if a.node_id == node_id), 0)
 
 
 def _phase_of(state: SwarmState) -> pb.RunPhase.ValueType:

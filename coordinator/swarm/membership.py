@@ -76,6 +76,7 @@ def attach(turn: Turn, event: Attached) -> None:
             outer_round=event.outer_round,
             outer_digest=event.outer_digest,
             committed_tokens=before.committed_tokens if before else 0,
+            inner_steps_per_second=_speed_before(before, event),
         )
     )
     _forget_what_it_held(turn, event.node_id)
@@ -174,6 +175,13 @@ def _refuse_strangers(state: SwarmState, event: Attached) -> None:
     sizes = event.layout.fragment_elements
     if not sizes or min(sizes) < 1:
         raise BadDataError(f"{event.node_name} was refused: its layout has fragments of {sizes}")
+
+
+def _speed_before(before: Member | None, event: Attached) -> float | None:
+    """What was measured of the node, unless it trains on something else now."""
+    if before is None or (before.device, before.num_ranks) != (event.device, event.num_ranks):
+        return None
+    return before.inner_steps_per_second
 
 
 def _forget_what_it_held(turn: Turn, node_id: NodeId) -> None:

@@ -1,13 +1,22 @@
 """A round from its opening to its commit: the plan, what participants report, what commits."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from coordinator.swarm.actions import SendCommit, SendPlan
 from coordinator.swarm.evaluation import ask_if_due
 from coordinator.swarm.events import ResultHeld, SliceReduced, TrainingDone
+from coordinator.swarm.ledger import committed_samples, committed_tokens, lease, settle
 from coordinator.swarm.membership import agree_on, most_reported
-from coordinator.swarm.state import ClosedRound, Round, RoundPhase, SliceProgress, SwarmState
+from coordinator.swarm.speeds import budgets_in_words, measured, step_budgets
+from coordinator.swarm.state import (
+    ClosedRound,
+    Member,
+    Round,
+    RoundPhase,
+    SliceProgress,
+    SwarmState,
+)
 from coordinator.swarm.turn import (
     Turn,
     is_present,
@@ -63,7 +72,9 @@ def open_round(turn: Turn) -> None:
     participants = tuple(member.node_id for member in ready)
     number = state.committed_round + 1
     fragment = number % len(state.layout.fragment_elements)
-    num_samples = rules.inner_steps * rules.batch
+    assignments = _assign(turn, ready)
+    steps = [assignment.inner_steps for assignment in assignments]
+    num_ready = "1 node is ready" if len(ready) == 1 else f"{len(ready)} nodes are ready"
     current = Round(
         number=number,
         fragment=fragment,
@@ -73,35 +84,54 @@ def open_round(turn: Turn) -> None:
         train_deadline=turn.now + rules.train_seconds,
         contribute_deadline=turn.now + rules.contribute_seconds,
         commit_deadline=turn.now + rules.commit_seconds,
-        assignments=tuple(
-            Assignment(
-                node_id=node_id,
-                inner_steps=rules.inner_steps,
-                first_sample=state.next_sample + place * num_samples,
-                num_samples=num_samples,
-            )
-            for place, node_id in enumerate(participants)
-        ),
+        assignments=assignments,
         slices=tuple(
             SliceProgress(slice=part)
             for part in cut_into_slices(state.layout.fragment_elements[fragment], participants)
         ),
         token_clock=state.token_clock,
-        tokens_per_inner_step=len(participants) * rules.batch * rules.context,
-        reason="1 node is ready" if len(ready) == 1 else f"{len(ready)} nodes are ready",
+        tokens_per_inner_step=rules.batch * rules.context * sum(steps) // rules.inner_steps,
+        reason=num_ready + budgets_in_words(steps, rules.inner_steps),
     )
-    next_sample = state.next_sample + len(participants) * num_samples
-    turn.state = replace(turn.state, open_round=current, next_sample=next_sample)
+    turn.put_round(current)
     turn.act(SendPlan(plan=plan_of(current, turn.now)))
 
 
+def _assign(turn: Turn, participants: Sequence[Member]) -> tuple[Assignment, ...]:
+    """Gives each participant inner steps by its speed, and leases it the samples for them."""
+    rules = turn.state.rules
+    ledger = turn.state.ledger
+    assignments = []
+    for node_id, inner_steps in step_budgets(participants, rules.inner_steps).items():
+        ledger, places = lease(ledger, inner_steps * rules.batch)
+        assignments.append(
+            Assignment(
+                node_id=node_id,
+                inner_steps=inner_steps,
+                first_sample=places.first,
+                num_samples=places.num_samples,
+            )
+        )
+    turn.state = replace(turn.state, ledger=ledger)
+    return tuple(assignments)
+
+
 def training_done(turn: Turn, event: TrainingDone) -> None:
-    """Remembers a participant's first report of its training; impossible ones are ignored."""
+    """Remembers a participant's first report of its training; impossible ones are ignored.
+
+    How fast it was decides how many inner steps the next plans ask of it.
+    """
     current = _in_exchange(turn.state, event.round, event.node_id)
     if current is None or event.node_id in current.trained:
         return
     if not 0 <= event.trained.tokens <= _token_limits(turn.state, current)[event.node_id]:
         return
+    budget = next(a.inner_steps for a in current.assignments if a.node_id == event.node_id)
+    if event.trained.inner_steps > budget:
+        return
+    member = turn.state.members[event.node_id]
+    speed = measured(member.inner_steps_per_second, event.trained)
+    turn.put_member(replace(member, inner_steps_per_second=speed))
     trained = {**current.trained, event.node_id: event.trained}
     turn.put_round(replace(current, trained=trained, phase=RoundPhase.EXCHANGING))
 
@@ -212,6 +242,8 @@ def close_round(turn: Turn) -> None:
     if is_void:  # the state does not change, so there is nothing to agree on
         commit = replace(commit, outer_digest=current.base_digest)
     tokens = committed_tokens(commit)
+    rules = state.rules
+    samples = committed_samples(commit, batch=rules.batch, context=rules.context)
     members = {
         node_id: replace(m, committed_tokens=m.committed_tokens + tokens.get(node_id, 0))
         for node_id, m in state.members.items()
@@ -222,12 +254,13 @@ def close_round(turn: Turn) -> None:
         committed_round=current.number,
         outer_digest=None,
         token_clock=state.token_clock + sum(tokens.values()),
+        ledger=settle(state.ledger, current.assignments, samples),
         open_round=replace(
             current,
             phase=RoundPhase.APPLYING,
             commit=commit,
             committed_at=turn.now,
-            apply_deadline=turn.now + state.rules.apply_seconds,
+            apply_deadline=turn.now + rules.apply_seconds,
         ),
         last_closed=ClosedRound(
             plan=plan_of(current, current.opened_at),
@@ -243,21 +276,6 @@ def close_round(turn: Turn) -> None:
         for member in ready_members(turn.state):
             turn.put_member(replace(member, outer_round=current.number))
         _end_round(turn, current.base_digest)
-
-
-def committed_tokens(commit: Commit) -> Mapping[NodeId, int]:
-    """Tokens that the commit takes from each contributor.
-
-    A node's weight may differ between slices (a slow upload misses one reducer and not another).
-    Its tokens count as committed when at least one committed slice holds them: its largest weight,
-    once.
-    """
-    tokens: dict[NodeId, int] = {}
-    for outcome in commit.slices:
-        for contributor in outcome.contributors:
-            known = tokens.get(contributor.node_id, 0)
-            tokens[contributor.node_id] = max(known, contributor.tokens)
-    return tokens
 
 
 def awaited_appliers(state: SwarmState, current: Round) -> list[NodeId]:

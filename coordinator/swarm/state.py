@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from coordinator.swarm.ledger import Ledger
 from protocol.rounds import (
     Assignment,
     Commit,
@@ -52,6 +53,7 @@ class Member:
     outer_round: int
     outer_digest: Digest
     committed_tokens: int = 0
+    inner_steps_per_second: float | None = None  # smoothed; None before the first measurement
 
 
 class RoundPhase(StrEnum):
@@ -168,7 +170,7 @@ class SwarmState:
     committed_round: int = 0
     outer_digest: Digest | None = None  # of the committed round; None while nodes still agree on it
     token_clock: int = 0
-    next_sample: int = 0  # first place in the sample order that was never leased
+    ledger: Ledger = field(default_factory=Ledger)
     next_session_id: int = 1
     open_round: Round | None = None
     last_closed: ClosedRound | None = None

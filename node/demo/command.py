@@ -291,6 +291,8 @@ class _Demonstration:
             for name in [n for n, join in joins.items() if join.exit_code() is not None]:
                 del joins[name]
                 command = _atoll("node", "start", "--dir", self.folder / name, "--name", name)
+                # On Ctrl-C all of them stop together: nobody would be left to commit anything.
+                command += ["--drain-within", "0"]
                 nodes.append(self.children.start(name, command))
             return not joins
 

@@ -32,7 +32,7 @@ from protocol.rounds import Commit, Digest, NodeId, SliceOutcome
 log = structlog.get_logger()
 
 FETCH_SECONDS = 60.0
-SLOWEST_BYTES_PER_SECOND = 100_000
+SLOWEST_BYTES_PER_SECOND = 16_000
 """A fetch that takes longer than these allow is given up and another holder is asked."""
 
 PAUSE_SECONDS = 1.0

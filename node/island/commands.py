@@ -54,7 +54,7 @@ class Evaluate:
 
 @dataclass(frozen=True, slots=True)
 class Halt:
-    """Nobody waits for the training in progress any more. Not answered."""
+    """Leave off the training in progress, which is answered with what it did. Not answered itself."""
 
 
 Command = Begin | Adopt | Train | Publish | Evaluate

@@ -71,6 +71,9 @@ class InlineIsland:
         """See Island."""
         return self._running.train(work, on_progress)
 
+    def halt(self) -> None:
+        """See Island. Nothing to do: nobody can ask while it trains."""
+
     async def publish(self, fragment: int) -> None:
         """See Island."""
         self._running.publish(self._published, fragment)

@@ -54,7 +54,7 @@ class Evaluation:
 
 
 class Island(Protocol):
-    """The local ranks. Calls are made one at a time, in the order of a round."""
+    """The local ranks. Calls are made one at a time, in the order of a round; `halt` at any time."""
 
     async def start(self) -> CorpusSummary:
         """Brings the ranks up: processes, model, data. Raises AtollError with what is wrong."""
@@ -67,6 +67,9 @@ class Island(Protocol):
 
     async def train(self, work: InnerWork, on_progress: Callable[[Progress], None]) -> InnerReport:
         """Takes inner steps; returns early at `work.max_seconds`."""
+
+    def halt(self) -> None:
+        """Lets the training in progress end after its current inner step, with its report."""
 
     async def publish(self, fragment: int) -> None:
         """Ranks copy their local parameters of the fragment into shared memory."""

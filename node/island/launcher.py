@@ -101,6 +101,7 @@ class _Pending:
     """The order that all ranks are carrying out."""
 
     number: int
+    is_training: bool
     future: asyncio.Future[object]
     on_progress: Callable[[Progress], None] | None
     answers: dict[int, object] = field(default_factory=dict)
@@ -189,9 +190,17 @@ class ProcessIsland:
         try:
             return await self._answer_of(Train(work), InnerReport, on_progress)
         except asyncio.CancelledError:
-            for member in self._members:
-                self._send(member, Halt())
+            self._send_halt()
             raise
+
+    def halt(self) -> None:
+        """See Island."""
+        if self._pending is not None and self._pending.is_training:
+            self._send_halt()
+
+    def _send_halt(self) -> None:
+        for member in self._members:
+            self._send(member, Halt())
 
     async def publish(self, fragment: int) -> None:
         """See Island."""
@@ -244,7 +253,12 @@ class ProcessIsland:
         if self._pending is not None:
             raise RuntimeError(f"{command} was asked for before the last order was answered")
         future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-        self._pending = _Pending(number=self._number, future=future, on_progress=on_progress)
+        self._pending = _Pending(
+            number=self._number,
+            is_training=isinstance(command, Train),
+            future=future,
+            on_progress=on_progress,
+        )
         if not isinstance(command, Begin):
             for member in self._members:
                 self._send(member, Order(self._number, command))

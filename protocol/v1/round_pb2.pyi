@@ -65,7 +65,7 @@ class Assignment(_message.Message):
     node_id: _builtins.str
     """The participant."""
     inner_steps: _builtins.int
-    """Inner steps to take."""
+    """Inner steps to take; fewer for a slower participant, so that all finish together."""
     first_sample: _builtins.int
     """First place in the run's sample order that is leased to this participant."""
     num_samples: _builtins.int
@@ -112,7 +112,7 @@ class Plan(_message.Message):
     token_clock: _builtins.int
     """Tokens that the swarm had committed when the round opened."""
     tokens_per_inner_step: _builtins.int
-    """Tokens that all participants together train in one inner step."""
+    """Tokens that all participants together train while the fastest takes one inner step."""
     train_seconds: _builtins.float
     """Seconds, counted from the moment the plan is received, after which a participant stops
     training and contributes what it has.

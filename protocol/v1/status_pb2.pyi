@@ -132,6 +132,7 @@ class RunStatus(_message.Message):
     HELD_OUT_LOSSES_FIELD_NUMBER: _builtins.int
     UPTIME_SECONDS_FIELD_NUMBER: _builtins.int
     MIN_NODES_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
     swarm_id: _builtins.str
     """The swarm's id."""
     run_name: _builtins.str
@@ -168,6 +169,10 @@ class RunStatus(_message.Message):
     def held_out_losses(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldOutLoss]:
         """Held-out losses so far, oldest first."""
 
+    @_builtins.property
+    def data(self) -> Global___DataStatus:
+        """What became of the samples."""
+
     def __init__(
         self,
         *,
@@ -188,14 +193,59 @@ class RunStatus(_message.Message):
         held_out_losses: _abc.Iterable[Global___HeldOutLoss] | None = ...,
         uptime_seconds: _builtins.float = ...,
         min_nodes: _builtins.int = ...,
+        data: Global___DataStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_round", b"committed_round", "digests_agree", b"digests_agree", "held_out_losses", b"held_out_losses", "inner_steps", b"inner_steps", "min_nodes", b"min_nodes", "num_parameters", b"num_parameters", "open_round", b"open_round", "outer_digest", b"outer_digest", "outer_digest_round", b"outer_digest_round", "phase", b"phase", "reason", b"reason", "run_digest", b"run_digest", "run_name", b"run_name", "swarm_id", b"swarm_id", "token_clock", b"token_clock", "total_rounds", b"total_rounds", "uptime_seconds", b"uptime_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_round", b"committed_round", "data", b"data", "digests_agree", b"digests_agree", "held_out_losses", b"held_out_losses", "inner_steps", b"inner_steps", "min_nodes", b"min_nodes", "num_parameters", b"num_parameters", "open_round", b"open_round", "outer_digest", b"outer_digest", "outer_digest_round", b"outer_digest_round", "phase", b"phase", "reason", b"reason", "run_digest", b"run_digest", "run_name", b"run_name", "swarm_id", b"swarm_id", "token_clock", b"token_clock", "total_rounds", b"total_rounds", "uptime_seconds", b"uptime_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RunStatus: _TypeAlias = RunStatus  # noqa: Y015
+
+@_typing.final
+class DataStatus(_message.Message):
+    """What became of the samples, counted in places of the sample order. The order is endless: every
+    epoch_samples places are one epoch.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_SAMPLES_FIELD_NUMBER: _builtins.int
+    COMMITTED_SAMPLES_FIELD_NUMBER: _builtins.int
+    LEASED_SAMPLES_FIELD_NUMBER: _builtins.int
+    FREE_AGAIN_SAMPLES_FIELD_NUMBER: _builtins.int
+    FREE_AGAIN_PIECES_FIELD_NUMBER: _builtins.int
+    FRONTIER_FIELD_NUMBER: _builtins.int
+    epoch_samples: _builtins.int
+    """Samples of one epoch, as the first node that attached counts them; 0 before."""
+    committed_samples: _builtins.int
+    """Places whose training commits have taken, each counted once."""
+    leased_samples: _builtins.int
+    """Places that are leased now: to the participants of the round in flight."""
+    free_again_samples: _builtins.int
+    """Places that were leased, did not commit, and will be leased again."""
+    free_again_pieces: _builtins.int
+    """Contiguous pieces that free_again_samples are in."""
+    frontier: _builtins.int
+    """First place that was never leased."""
+    def __init__(
+        self,
+        *,
+        epoch_samples: _builtins.int = ...,
+        committed_samples: _builtins.int = ...,
+        leased_samples: _builtins.int = ...,
+        free_again_samples: _builtins.int = ...,
+        free_again_pieces: _builtins.int = ...,
+        frontier: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_samples", b"committed_samples", "epoch_samples", b"epoch_samples", "free_again_pieces", b"free_again_pieces", "free_again_samples", b"free_again_samples", "frontier", b"frontier", "leased_samples", b"leased_samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DataStatus: _TypeAlias = DataStatus  # noqa: Y015
 
 @_typing.final
 class HeldOutLoss(_message.Message):
@@ -244,6 +294,8 @@ class NodeStatus(_message.Message):
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     SAME_CORPUS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    INNER_STEPS_FIELD_NUMBER: _builtins.int
+    INNER_STEPS_PER_SECOND_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """The node."""
     node_name: _builtins.str
@@ -262,6 +314,10 @@ class NodeStatus(_message.Message):
     """Whether it trains on the same text as the first node that attached."""
     version: _builtins.str
     """Version of its software."""
+    inner_steps: _builtins.int
+    """Inner steps that the round in flight asks of it; 0 when it does not take part."""
+    inner_steps_per_second: _builtins.float
+    """How fast it trains, smoothed over its rounds; absent before the first measurement."""
     @_builtins.property
     def address(self) -> _session_pb2.PeerAddress:
         """Where peers find it."""
@@ -284,12 +340,16 @@ class NodeStatus(_message.Message):
         heartbeat: _session_pb2.HeartbeatRequest | None = ...,
         same_corpus: _builtins.bool = ...,
         version: _builtins.str = ...,
+        inner_steps: _builtins.int = ...,
+        inner_steps_per_second: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "heartbeat", b"heartbeat"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_inner_steps_per_second", b"_inner_steps_per_second", "address", b"address", "heartbeat", b"heartbeat", "inner_steps_per_second", b"inner_steps_per_second"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "committed_tokens", b"committed_tokens", "device", b"device", "heartbeat", b"heartbeat", "node_id", b"node_id", "node_name", b"node_name", "num_ranks", b"num_ranks", "same_corpus", b"same_corpus", "silent_seconds", b"silent_seconds", "state", b"state", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_inner_steps_per_second", b"_inner_steps_per_second", "address", b"address", "committed_tokens", b"committed_tokens", "device", b"device", "heartbeat", b"heartbeat", "inner_steps", b"inner_steps", "inner_steps_per_second", b"inner_steps_per_second", "node_id", b"node_id", "node_name", b"node_name", "num_ranks", b"num_ranks", "same_corpus", b"same_corpus", "silent_seconds", b"silent_seconds", "state", b"state", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__inner_steps_per_second: _TypeAlias = _typing.Literal["inner_steps_per_second"]  # noqa: Y015
+    _WhichOneofArgType__inner_steps_per_second: _TypeAlias = _typing.Literal["_inner_steps_per_second", b"_inner_steps_per_second"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__inner_steps_per_second) -> _WhichOneofReturnType__inner_steps_per_second | None: ...
 
 Global___NodeStatus: _TypeAlias = NodeStatus  # noqa: Y015
 

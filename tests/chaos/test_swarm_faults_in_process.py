@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from benchmarks.simulation import Life, Script, SimulatedNode, SimulatedRun, simulate
+from coordinator.swarm.ledger import num_samples_of
 from node.exchange import held_results
 from node.exchange.transport.memory import MemoryNetwork
 from node.island.corpus import Corpus, read_corpus
@@ -82,13 +83,41 @@ def test_a_node_that_dies_while_training_costs_its_own_work_only(corpus: Corpus)
     assert all(list(slice_.values()) == [TOKENS] * 2 for slice_ in contributors_of(run, 3))
 
 
-def test_a_straggler_contributes_what_it_has_at_the_deadline(corpus: Corpus) -> None:
+def test_a_straggler_contributes_what_it_has_at_the_deadline_and_is_asked_for_less(
+    corpus: Corpus,
+) -> None:
     slow = Life(seconds_per_inner_step=8.0)  # two of five steps within 20 s
     run = run_of(corpus, [STEADY, STEADY, slow], rounds=3, min_nodes=3)
     assert_all_agree(run)
-    for round_number in (1, 2, 3):
+    for round_number, its_steps in ((1, 2), (2, 1), (3, 1)):
         for slice_ in contributors_of(run, round_number):
-            assert sorted(slice_.values()) == [TOKENS * 2 // 5, TOKENS, TOKENS]
+            assert sorted(slice_.values()) == [TOKENS * its_steps // 5, TOKENS, TOKENS]
+    # What it left of its first range is leased again; the ledger has it all, once.
+    assert num_samples_of(run.final.ledger.committed) * 32 == run.final.token_clock
+    assert run.final.ledger.leased == ()
+
+
+def test_a_node_four_times_slower_gets_a_quarter_of_the_steps_and_rounds_become_fast(
+    corpus: Corpus,
+) -> None:
+    spec = tiny(
+        run={"rounds": 5, "min_nodes": 3},
+        inner={"steps": 8},
+        deadlines=DEADLINES | {"train": 60, "contribute": 70, "commit": 80},
+    )
+    slow = Life(seconds_per_inner_step=4.0)
+    run = simulate(spec, lives=[STEADY, STEADY, slow], corpus=corpus)
+    assert_all_agree(run)
+    full = 8 * 4 * 32
+    for slice_ in contributors_of(run, 1):
+        assert sorted(slice_.values()) == [full] * 3
+    for round_number in (2, 3, 4, 5):
+        for slice_ in contributors_of(run, round_number):
+            assert sorted(slice_.values()) == [full // 4, full, full]
+    # The first round waits 32 s for the slow node, each of the others 8 s for all.
+    assert run.seconds == pytest.approx(32 + 4 * 8, rel=0.02)
+    assert run.final.last_closed is not None
+    assert run.final.last_closed.seconds == pytest.approx(8)
 
 
 def test_a_cut_between_two_nodes_leaves_the_third_to_pass_results_on(corpus: Corpus) -> None:

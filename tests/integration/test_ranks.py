@@ -157,6 +157,27 @@ async def test_a_killed_rank_fails_the_call_and_the_island_starts_again(
         assert (await island.train(work_of(2), ignore)).inner_steps == 2
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_halted_training_returns_what_was_trained_and_the_ranks_go_on(
+    ranks: int, vectors: SharedVectors, folder: Path
+) -> None:
+    async with running(small_spec(), vectors, folder, ranks) as island:
+        island.halt()  # nothing is trained: no rank may take it for the next order's
+        seen = asyncio.Event()
+        training = asyncio.create_task(
+            island.train(work_of(ENDLESS, max_seconds=1e6), lambda progress: seen.set())
+        )
+        await seen.wait()
+        island.halt()
+        island.halt()
+        report = await training
+        assert 1 < report.inner_steps < ENDLESS
+        assert report.tokens == report.inner_steps * 64
+        await island.publish(0)
+        assert not np.array_equal(vectors.published, vectors.parameters)
+        assert (await island.train(work_of(2), ignore)).inner_steps == 2
+
+
 async def test_cancelled_training_leaves_off_and_the_ranks_go_on(
     vectors: SharedVectors, folder: Path
 ) -> None:

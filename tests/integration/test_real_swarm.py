@@ -1,6 +1,7 @@
 """A swarm as people run it: real processes from the first command to the exported model."""
 
 import json
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typed_commands import Swarm, atoll, done, refused, until
+from typed_commands import Swarm, atoll, done, refused
 
 from node.export import load_exported
 from node.newest import newest_model
@@ -53,17 +54,25 @@ def asked(swarm: Swarm, command: str) -> Any:
     return json.loads(done(atoll(command, "--json", "--dir", swarm.home)))
 
 
-def test_a_swarm_trains_a_model_though_one_leaves_and_another_joins(swarm: Swarm) -> None:
+def test_a_swarm_trains_a_model_though_one_leaves_and_another_joins_and_a_rank_dies(
+    swarm: Swarm,
+) -> None:
     invite = swarm.invite("--uses", "3")
     homes = {name: swarm.join(name, invite) for name in ("stays", "leaves", "joins")}
     stays, leaves = swarm.start_node("stays", "--ranks", "2"), swarm.start_node("leaves")
-    until(lambda: swarm.status().run.committed_round >= 1, f"{stays.log}\n{leaves.log}")
-    memory = stays.shared_memory()
-    leaves.stop(signal.SIGTERM)
+    swarm.coordinator.says("round opened", times=2)
+    memory, memory_of_leaves = stays.shared_memory(), leaves.shared_memory()
+    assert "it has left" in done(atoll("node", "drain", "--dir", homes["leaves"]))
+    leaves.ends(memory_of_leaves, seconds=1)
+    assert asked(swarm, "rounds")[0]["num_contributors"] == 2  # what it trained in round 2 counts
+    refused(atoll("node", "drain", "--dir", homes["leaves"]), 71, "no node runs in ")
 
     joins = swarm.start_node("joins")
     joins.says("attached")
     memory_of_joins = joins.shared_memory()
+    swarm.coordinator.says("round opened", times=3)
+    os.kill(stays.ranks()[1], signal.SIGKILL)
+    stays.says("ranks started again")
     stays.ends(memory)
     joins.ends(memory_of_joins)
     assert "run finished" in stays.log and "run finished" in joins.log

@@ -19,6 +19,7 @@ from node.exchange.transport import libp2p
 from node.exchange.transport.frames import Limits, TransferStream
 from node.exchange.transport.libp2p import PROTOCOL, Libp2pTransport, announced
 from node.exchange.transport.p2pd import P2pd
+from node.exchange.transport.pacing import Pacer
 from node.exchange.transport.transport import (
     PeerUnreachableError,
     TransferRefusedError,
@@ -33,6 +34,10 @@ from protocol.wire_count import WireCounts
 
 SECONDS = 20.0
 ANSWER_SECONDS = 5.0
+
+
+def unpaced() -> Pacer:
+    return Pacer(None, floor_bytes_per_second=Limits().floor_bytes_per_second)
 
 
 async def start_transport(
@@ -58,7 +63,7 @@ class Raw:
         async def on_stream(
             _: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
         ) -> None:
-            stream = TransferStream(reader, writer, idle_seconds=ANSWER_SECONDS)
+            stream = TransferStream(reader, writer, idle_seconds=ANSWER_SECONDS, pacer=unpaced())
             assert self.answer is not None
             await self.answer(stream)
             await stream.close()
@@ -88,7 +93,9 @@ class Raw:
 
     async def offer(self, victim: Peer, payload: Payload) -> tuple[TransferStream, int, str]:
         """Offers a payload; gives the stream, and the status and reason of the answer."""
-        stream = TransferStream(*await self.open(victim), idle_seconds=ANSWER_SECONDS)
+        stream = TransferStream(
+            *await self.open(victim), idle_seconds=ANSWER_SECONDS, pacer=unpaced()
+        )
         await stream.send(wire.TransferRequest(offer=wire.Offer(header=payload.header.encode())))
         response = await stream.receive(wire.TransferResponse)
         return stream, response.status, response.reason
@@ -177,7 +184,9 @@ async def test_nonsense_is_refused_with_the_reason(
     scene: Scene, request_: wire.TransferRequest, reason: str
 ) -> None:
     await scene.make_member()
-    stream = TransferStream(*await scene.raw.open(scene.victim), idle_seconds=ANSWER_SECONDS)
+    stream = TransferStream(
+        *await scene.raw.open(scene.victim), idle_seconds=ANSWER_SECONDS, pacer=unpaced()
+    )
     await stream.send(request_)
     response = await stream.receive(wire.TransferResponse)
     assert response.status == wire.TRANSFER_STATUS_REFUSED
@@ -213,7 +222,7 @@ async def test_a_body_longer_than_announced_is_not_taken(scene: Scene) -> None:
 async def test_a_body_that_never_comes_frees_its_place(scene: Scene) -> None:
     await scene.make_member()
     reader, writer = await scene.raw.open(scene.victim)
-    stream = TransferStream(reader, writer, idle_seconds=ANSWER_SECONDS)
+    stream = TransferStream(reader, writer, idle_seconds=ANSWER_SECONDS, pacer=unpaced())
     offer = wire.Offer(header=make_payload(body=bytes(1000)).header.encode())
     await stream.send(wire.TransferRequest(offer=offer))
     answer = await stream.receive(wire.TransferResponse)

@@ -52,6 +52,21 @@ def _maps_of(process_id: int) -> str:
         return ""  # it ended meanwhile
 
 
+def _command_line(process_id: int) -> str:
+    try:
+        return (Path("/proc") / str(process_id) / "cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def _parent_of(process_id: int) -> int:
+    try:
+        stat = (Path("/proc") / str(process_id) / "stat").read_text()
+    except OSError:
+        return 0
+    return int(stat.rpartition(")")[2].split()[1])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Typed:
     """What came of a command."""
@@ -139,6 +154,11 @@ class Running:
             except OSError:
                 continue  # it ended meanwhile
         return found
+
+    def ranks(self) -> list[int]:
+        """Processes that the forkserver forked: both are known by its command line."""
+        forked = [found for found in self.processes() if "forkserver" in _command_line(found)]
+        return sorted(found for found in forked if _parent_of(found) in forked)
 
     def shared_memory(self) -> set[Path]:
         """The outer state's blocks that it has mapped."""

@@ -29,6 +29,7 @@ from coordinator.swarm.events import (
     Ticked,
     TrainingDone,
 )
+from coordinator.swarm.ledger import free_again
 from coordinator.swarm.rounds import plan_of
 from coordinator.swarm.state import PRESENT, MemberState, Rules, SwarmState, Trained
 from coordinator.swarm.transition import initial_state, next_deadline, step
@@ -63,6 +64,7 @@ class SimulatedNode:
     node_id: NodeId
     outer_round: int = 0
     outer_digest: Digest = INITIAL
+    seconds_per_inner_step: float = 0.0
     session_id: int | None = None
     plan: Plan | None = None
     reduced: dict[tuple[int, int], Digest] = field(default_factory=dict)
@@ -88,11 +90,14 @@ class World:
         self.state: SwarmState = initial_state(rules, RUN)
         self.now = 0.0
         self.nodes = {
-            NodeId(f"n{i}"): SimulatedNode(node_id=NodeId(f"n{i}")) for i in range(num_nodes)
+            NodeId(f"n{i}"): SimulatedNode(node_id=NodeId(f"n{i}"), seconds_per_inner_step=float(i))
+            for i in range(num_nodes)
         }
         self.under_way: list[Event] = []
         # The books.
         self.commits: list[Commit] = []
+        self.leased: dict[NodeId, range] = {}  # places in the sample order, in the round in flight
+        self.committed_places: set[int] = set()
         self.leased_until = 0
         self.sessions: set[int] = set()
         self.told: dict[tuple[int, int], set[Digest]] = {}  # what the slice's reducer reported
@@ -160,11 +165,17 @@ class World:
         plan = node.plan
         if plan is None or plan.round <= self.state.committed_round:
             return []
-        limit = plan.assignments[0].num_samples * self.state.rules.context
-        trained = Trained(inner_steps=3, tokens=limit, loss=1.0, seconds=1.0)
-        events: list[Event] = [
-            TrainingDone(node_id=node.node_id, round=plan.round, trained=trained)
-        ]
+        own = plan.assignment_of(node.node_id)
+        limits = {a.node_id: a.num_samples * self.state.rules.context for a in plan.assignments}
+        events: list[Event] = []
+        if own is not None:
+            trained = Trained(
+                inner_steps=own.inner_steps,
+                tokens=limits[node.node_id],
+                loss=1.0,
+                seconds=own.inner_steps * node.seconds_per_inner_step,
+            )
+            events.append(TrainingDone(node_id=node.node_id, round=plan.round, trained=trained))
         for part in plan.slices:
             place = (plan.round, part.index)
             if part.reducer_id == node.node_id:
@@ -172,7 +183,8 @@ class World:
                 digest = Digest(f"{plan.round}/{part.index}:{','.join(names)}".encode())
                 node.reduced.setdefault(place, digest)
                 contributors = tuple(
-                    Contributor(node_id=name, tokens=limit - i) for i, name in enumerate(names)
+                    Contributor(node_id=name, tokens=max(0, limits[name] - 7 * i))
+                    for i, name in enumerate(names)
                 )
                 events.append(
                     SliceReduced(
@@ -306,14 +318,45 @@ class World:
         assert plan.token_clock == self.state.token_clock
         for node_id in plan.participants:
             assert self.state.members[node_id].state is MemberState.READY
-        for assignment in plan.assignments:
-            assert assignment.first_sample >= self.leased_until, "a sample is leased twice"
-            self.leased_until = assignment.first_sample + assignment.num_samples
+        self._check_assignments(plan)
         covered = 0
         for part in plan.slices:
             assert part.start == covered and part.reducer_id in plan.participants
             covered += part.num_elements
         assert covered == LAYOUT.fragment_elements[plan.fragment]
+
+    def _check_assignments(self, plan: Plan) -> None:
+        """Every sample is leased to one node and counted once, and those given back come first."""
+        rules = self.state.rules
+        steps = {a.node_id: a.inner_steps for a in plan.assignments}
+        assert tuple(steps) == plan.participants
+        assert min(steps.values()) >= 1 and max(steps.values()) == rules.inner_steps
+        step_tokens = rules.batch * rules.context
+        assert plan.tokens_per_inner_step == step_tokens * sum(steps.values()) // rules.inner_steps
+        taken = set(self.committed_places)
+        self.leased = {}
+        for a in plan.assignments:
+            assert a.num_samples == a.inner_steps * rules.batch
+            places = range(a.first_sample, a.first_sample + a.num_samples)
+            assert not taken.intersection(places), "a sample is leased twice, or after its commit"
+            in_a_row = 0
+            for place in range(a.first_sample):
+                in_a_row = 0 if place in taken else in_a_row + 1
+                assert in_a_row < a.num_samples, "samples that were given back are passed over"
+            assert a.first_sample <= self.leased_until, "a sample is left out"
+            self.leased_until = max(self.leased_until, places.stop)
+            taken.update(places)
+            self.leased[a.node_id] = places
+        self._check_ledger()
+
+    def _check_ledger(self) -> None:
+        ledger = self.state.ledger
+        committed = [place for p in ledger.committed for place in range(p.first, p.end)]
+        leased = [place for p in ledger.leased for place in range(p.first, p.end)]
+        free = [place for p in free_again(ledger) for place in range(p.first, p.end)]
+        assert set(committed) == self.committed_places
+        assert set(leased) == {place for places in self.leased.values() for place in places}
+        assert sorted(committed + leased + free) == list(range(self.leased_until))
 
     def _check_commit(self, before: SwarmState, commit: Commit) -> None:
         current = before.open_round
@@ -337,10 +380,21 @@ class World:
             names = [c.node_id for c in outcome.contributors]
             assert len(set(names)) == len(names) > 0
             assert all(0 <= c.tokens <= leased[c.node_id] for c in outcome.contributors)
+        step_tokens = before.rules.batch * before.rules.context
+        for node_id, places in self.leased.items():
+            weights = [
+                c.tokens for s in commit.slices for c in s.contributors if c.node_id == node_id
+            ]
+            num_steps = max(weights, default=0) // step_tokens
+            counted = set(places[: num_steps * before.rules.batch])
+            assert not counted & self.committed_places, "a sample is counted twice"
+            self.committed_places |= counted
+        self.leased = {}
 
     def _check_state(self, before: SwarmState) -> None:
         state = self.state
         assert state.committed_round == len(self.commits)
+        self._check_ledger()
         tokens = 0
         for commit in self.commits:
             largest: dict[NodeId, int] = {}

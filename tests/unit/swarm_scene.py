@@ -32,7 +32,8 @@ RUN = Digest(b"r" * 32)
 INITIAL = Digest(b"0" * 32)
 LAYOUT = LayoutSummary(digest=Digest(b"l" * 32), fragment_elements=(1024,))
 CORPUS = CorpusSummary(digest=Digest(b"c" * 32), num_samples=1000, num_bytes=9000)
-TOKENS = 5 * 2 * 8  # that a node trains in a full round
+STEP_TOKENS = 2 * 8
+TOKENS = 5 * STEP_TOKENS  # that a node trains in a full round
 
 
 def digest_of(text: str) -> Digest:
@@ -95,6 +96,7 @@ class Scene:
         run: Digest = RUN,
         layout: LayoutSummary | None = None,
         corpus: CorpusSummary = CORPUS,
+        num_ranks: int = 1,
     ) -> None:
         for name in names:
             self.do(
@@ -103,7 +105,7 @@ class Scene:
                     node_name=name,
                     address=PeerAddress(public_key=name.encode().ljust(32), multiaddrs=()),
                     device="cpu",
-                    num_ranks=1,
+                    num_ranks=num_ranks,
                     version="1",
                     run_digest=run,
                     layout=layout or self.layout,
@@ -126,8 +128,10 @@ class Scene:
         session_id = self.member(name).session_id
         self.do(Detached(node_id=NodeId(name), session_id=session_id, reason="tired"))
 
-    def train(self, name: str, *, tokens: int = TOKENS) -> None:
-        trained = Trained(inner_steps=5, tokens=tokens, loss=2.0, seconds=1.0)
+    def train(
+        self, name: str, *, tokens: int = TOKENS, inner_steps: int = 5, seconds: float = 1.0
+    ) -> None:
+        trained = Trained(inner_steps=inner_steps, tokens=tokens, loss=2.0, seconds=seconds)
         self.do(TrainingDone(node_id=NodeId(name), round=self.round.number, trained=trained))
 
     def reduce(
@@ -135,7 +139,8 @@ class Scene:
     ) -> None:
         """`tokens` by contributor; all participants with their full budget unless told."""
         if tokens is None:
-            tokens = {str(a.node_id): TOKENS for a in self.round.assignments}
+            context = self.state.rules.context
+            tokens = {str(a.node_id): a.num_samples * context for a in self.round.assignments}
         self.do(
             SliceReduced(
                 node_id=NodeId(name),
@@ -161,13 +166,13 @@ class Scene:
     def evaluate(self, name: str, *, round: int, loss: float = 1.5) -> None:
         self.do(Evaluated(node_id=NodeId(name), round=round, held_out_loss=loss, tokens=64))
 
-    def commit(self, *holders: str) -> None:
+    def commit(self, *holders: str, tokens: dict[str, int] | None = None) -> None:
         """Every slice is reduced, and held by `holders`: the round commits."""
         number = self.round.number
         for progress in self.round.slices:
             index = progress.slice.index
             result = digest_of(f"result {number}/{index}")
-            self.reduce(progress.slice.reducer_id, index, result)
+            self.reduce(progress.slice.reducer_id, index, result, tokens)
             for holder in holders:
                 if self.state.committed_round < number:
                     self.hold(holder, index, result)

@@ -1,5 +1,6 @@
 """The root command: what it lists, what it loads, and what it leaves unloaded."""
 
+import json
 import os
 import subprocess
 import sys
@@ -135,6 +136,8 @@ def test_json_has_every_field_with_hex_bytes_short_enums_and_null_for_what_is_ab
         "heartbeat": None,
         "same_corpus": False,
         "version": "",
+        "inner_steps": 0,
+        "inner_steps_per_second": None,
     }
     node.heartbeat.CopyFrom(
         session_pb2.HeartbeatRequest(outer_digest=b"\x01\xff", loss=float("nan"))
@@ -144,3 +147,33 @@ def test_json_has_every_field_with_hex_bytes_short_enums_and_null_for_what_is_ab
     assert beat["outer_digest"] == "01ff"
     assert beat["loss"] is None
     assert beat["wire"] == [{"kind": "control", "sent_bytes": 2**63, "received_bytes": 0}]
+
+
+def test_data_shows_samples_epochs_and_pieces(monkeypatch, capsys):
+    samples = status_pb2.DataStatus(
+        epoch_samples=400,
+        committed_samples=600,
+        leased_samples=80,
+        free_again_samples=20,
+        free_again_pieces=1,
+        frontier=700,
+    )
+    answer = status_pb2.GetStatusResponse(run=status_pb2.RunStatus(data=samples))
+    monkeypatch.setattr(query.StatusLink, "status", lambda self: answer)
+    assert console.run(cli.root, ["data"]) == ExitCode.OK
+    rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert rows[1:] == [
+        "committed 600 1.500 in the model, each counted once",
+        "leased now 80 0.200 to the participants of the round in flight",
+        "to be leased again 20 0.050 leased, not committed; in 1 piece",
+        "reached 700 1.750 all of the above; what follows was never leased",
+    ]
+    assert console.run(cli.root, ["data", "--json"]) == ExitCode.OK
+    assert json.loads(capsys.readouterr().out) == {
+        "epoch_samples": 400,
+        "committed_samples": 600,
+        "leased_samples": 80,
+        "free_again_samples": 20,
+        "free_again_pieces": 1,
+        "frontier": 700,
+    }

@@ -1,18 +1,14 @@
 """A node's life at its turns: what comes twice, late, in the wrong order, or in the middle."""
 
 import asyncio
-import random
 import threading
-from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from node.coordinator_link import (
-    Attachment,
     EvaluationAsked,
-    Event,
     ParticipantsDeparted,
     RefetchAsked,
     RosterChanged,
@@ -20,188 +16,15 @@ from node.coordinator_link import (
     RoundOpened,
     RunFinished,
 )
-from node.daemon import FINISH_SECONDS, Daemon, NodeFacts
-from node.exchange.reports import Applied, Evaluated, Reduced, Report
-from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
-from node.heavy import in_place, in_thread
-from node.island.island import Evaluation, InnerReport, InnerWork, Progress
+from node.daemon import FINISH_SECONDS
+from node.exchange.reports import Applied, Evaluated, Reduced
+from node.heavy import in_thread
 from protocol.errors import SystemRefusedError, UnavailableError
-from protocol.rounds import (
-    Commit,
-    CorpusSummary,
-    Digest,
-    PeerAddress,
-    Plan,
-    RosterEntry,
-    SliceOutcome,
-)
-from protocol.run_spec import RunSpec
-from protocol.wire_count import WireCounts
-from tests.unit.exchange_scene import (
-    NUM_ELEMENTS,
-    TOKENS,
-    A,
-    B,
-    in_virtual_time,
-    outer_of,
-    plan_for,
-)
+from protocol.rounds import Commit, Digest, PeerAddress, RosterEntry, SliceOutcome
+from tests.unit.daemon_scene import TRAIN_SECONDS, Life
+from tests.unit.exchange_scene import NUM_ELEMENTS, A, B, in_virtual_time, plan_for
 
 ADDRESS = PeerAddress(public_key=bytes(32), multiaddrs=())
-TRAIN_SECONDS = 5.0
-
-
-class FakeIsland:
-    """An island whose training takes five seconds and moves every parameter by one."""
-
-    def __init__(self, outer: Any) -> None:
-        self.outer = outer
-        self.calls: list[str] = []
-        self.works: list[InnerWork] = []
-        self.evaluation_seconds = 0.0
-        self.fault: Exception | None = None
-        self.is_running = False
-
-    async def start(self) -> CorpusSummary:
-        await asyncio.sleep(1)
-        if self.fault is not None:
-            raise self.fault
-        self.is_running = True
-        return CorpusSummary(digest=Digest(bytes(32)), num_samples=1, num_bytes=1)
-
-    async def stop(self) -> None:
-        self.is_running = False
-
-    async def adopt(self) -> None:
-        self.calls.append("adopt")
-
-    async def train(self, work: InnerWork, on_progress: Callable[[Progress], None]) -> InnerReport:
-        self.calls.append(f"train {work.round}")
-        self.works.append(work)
-        await asyncio.sleep(TRAIN_SECONDS)
-        return InnerReport(round=work.round, inner_steps=1, tokens=TOKENS, loss=1.0, seconds=5.0)
-
-    async def publish(self, fragment: int) -> None:
-        self.calls.append("publish")
-        self.outer._published[:] = self.outer._parameters - 1
-
-    async def evaluate(self) -> Evaluation:
-        self.calls.append("evaluate")
-        await asyncio.sleep(self.evaluation_seconds)
-        return Evaluation(loss=1.0, tokens=1)
-
-
-class FakeLink:
-    """The coordinator: the test says its events, and it notes what the node reports."""
-
-    def __init__(self) -> None:
-        self.committed_round = 0
-        self.commits: tuple[Commit, ...] = ()
-        self.lists_after = 0.0  # listing fails before
-        self.num_attached = 0
-        self.reports: list[tuple[int, Report]] = []
-        self.goodbyes: list[str] = []
-        self.events_of_now: asyncio.Queue[Event | Exception] = asyncio.Queue()
-
-    def say(self, *events: Event | Exception) -> None:
-        for event in events:
-            self.events_of_now.put_nowait(event)
-
-    async def attach(self, announcement: Any) -> Attachment:
-        self.num_attached += 1
-        return Attachment(
-            session_id=self.num_attached,
-            heartbeat_seconds=3.0,
-            committed_round=self.committed_round,
-            committed_digest=None,
-        )
-
-    async def heartbeat(self, session_id: int, vitals: Any) -> None:
-        await asyncio.sleep(0)
-
-    async def report(self, session_id: int, round: int, report: Report) -> None:
-        self.reports.append((round, report))
-
-    async def detach(self, session_id: int, reason: str) -> None:
-        self.goodbyes.append(reason)
-        self.say(UnavailableError("the session has ended"))  # as the coordinator does, at once
-        await asyncio.sleep(1)
-
-    async def events(self, session_id: int) -> AsyncIterator[Event]:
-        while True:
-            event = await self.events_of_now.get()
-            if isinstance(event, Exception):
-                raise event
-            yield event
-
-    async def list_commits(self, after_round: int) -> tuple[Commit, ...]:
-        if asyncio.get_running_loop().time() < self.lists_after:
-            raise UnavailableError("the coordinator is away")
-        return tuple(c for c in self.commits if c.round > after_round)
-
-    def reported(self, kind: type[Report]) -> list[tuple[int, Any]]:
-        return [(n, report) for n, report in self.reports if isinstance(report, kind)]
-
-
-class Life:
-    """A daemon with everything around it."""
-
-    def __init__(self) -> None:
-        self.outer = outer_of(A)
-        self.island = FakeIsland(self.outer)
-        self.link = FakeLink()
-        self.transport = MemoryTransport(network=MemoryNetwork(), node_id=A, counts=WireCounts())
-        self.running: asyncio.Task[str] | None = None
-        self.daemon = Daemon(
-            facts=NodeFacts(
-                node_id=A,
-                node_name="attic",
-                public_key=bytes(32),
-                device="cpu",
-                num_ranks=1,
-                version="0",
-            ),
-            spec=RunSpec(),
-            link=self.link,  # type: ignore[arg-type]
-            transport=self.transport,
-            island=self.island,
-            outer=self.outer,
-            snapshots=None,
-            heavy=in_place,
-            counts=WireCounts(),
-            rng=random.Random(0),
-        )
-
-    async def __aenter__(self) -> "Life":
-        self.running = asyncio.create_task(self.daemon.run())
-        await asyncio.sleep(2)
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        assert self.running is not None
-        self.running.cancel()
-        await asyncio.gather(self.running, return_exceptions=True)
-
-    def plan(self, round: int, **changes: Any) -> Plan:
-        return plan_for(A, round=round, base_digest=self.outer.digest, **changes)
-
-    def commit(self, plan: Plan, *, is_void: bool = False) -> Commit:
-        """Commits what this node reduced, as the only participant."""
-        ((_, reduced),) = [r for r in self.link.reported(Reduced) if r[0] == plan.round]
-        (part,) = plan.slices
-        outcome = SliceOutcome(
-            index=0,
-            start=0,
-            num_elements=part.num_elements,
-            digest=None if is_void else reduced.digest,
-            contributors=() if is_void else reduced.contributors,
-            holder_ids=() if is_void else (A,),
-        )
-        commit = Commit(
-            round=plan.round, fragment=0, base_digest=plan.base_digest, slices=(outcome,)
-        )
-        self.link.commits = (*self.link.commits, commit)
-        return commit
 
 
 @in_virtual_time
@@ -219,7 +42,7 @@ async def test_a_plan_that_comes_again_is_trained_once() -> None:
         await asyncio.sleep(1)
         life.link.say(RoundOpened(plan=plan))
         await asyncio.sleep(60)
-        assert life.island.calls == ["adopt", "train 1", "publish", "adopt"]
+        assert life.island.calls == ["start", "adopt", "train", "publish", "adopt"]
         assert life.outer.round == 1
         np.testing.assert_array_equal(life.outer._parameters, -1.0)
 
@@ -293,7 +116,12 @@ async def test_only_the_state_that_was_asked_for_is_evaluated() -> None:
     async with Life() as life:
         life.link.say(EvaluationAsked(round=1), EvaluationAsked(round=0))
         await asyncio.sleep(1)
-        assert life.island.calls == ["adopt", "adopt", "evaluate"]  # never what is trained so far
+        assert life.island.calls == [
+            "start",
+            "adopt",
+            "adopt",
+            "evaluate",
+        ]  # never what is trained so far
         assert [number for number, _ in life.link.reported(Evaluated)] == [0]
 
 
@@ -317,7 +145,7 @@ async def test_a_request_to_refetch_a_state_that_is_right_moves_nothing() -> Non
     async with Life() as life:
         life.link.say(RefetchAsked(round=0, outer_digest=life.outer.digest, reason="odd"))
         await asyncio.sleep(5)
-        assert life.island.calls == ["adopt"]
+        assert life.island.calls == ["start", "adopt"]
         assert not life.link.reported(Applied)
 
 

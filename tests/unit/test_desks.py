@@ -15,6 +15,7 @@ from coordinator.services.enrolment import (
     host_of,
 )
 from coordinator.services.session import SessionDesk
+from coordinator.services.status import StatusDesk
 from coordinator.store import Store
 from coordinator.telemetry import Telemetry
 from protocol.errors import AtollError, BadDataError, SessionEndedError, TemporaryError
@@ -22,7 +23,7 @@ from protocol.identity import Identity
 from protocol.invite import hash_of_secret
 from protocol.pki import Authority, enrolment_statement, make_request, new_swarm_id, principal_of
 from protocol.run_spec import RunSpec
-from protocol.v1 import enrolment_pb2, session_pb2
+from protocol.v1 import enrolment_pb2, session_pb2, status_pb2
 
 NODE = Identity.generate()
 DIGEST = b"d" * 32
@@ -115,6 +116,35 @@ async def test_reports_of_numbers_that_are_none_are_refused() -> None:
     with pytest.raises(SessionEndedError):
         desk.report(NODE.node_id, report)
     assert driver.state is before
+
+
+async def test_the_status_tells_of_samples_budgets_and_speeds() -> None:
+    desk, driver = new_desk()
+    status = StatusDesk(driver, Telemetry(), RunSpec(), swarm_id="swarm")
+    steps, batch = RunSpec().inner.steps, RunSpec().inner.batch
+
+    def answer() -> status_pb2.GetStatusResponse:
+        return status.get_status(status_pb2.GetStatusRequest())
+
+    assert answer().run.data == status_pb2.DataStatus()
+    session_id = desk.attach(NODE.node_id, attach_request()).session_id
+    (node,) = answer().nodes
+    assert (node.inner_steps, node.HasField("inner_steps_per_second")) == (steps, False)
+    assert answer().run.data == status_pb2.DataStatus(
+        epoch_samples=1, leased_samples=steps * batch, frontier=steps * batch
+    )
+    report = session_pb2.ReportRequest(session_id=session_id, round=1)
+    report.trained.inner_steps, report.trained.seconds = steps, steps / 4
+    desk.report(NODE.node_id, report)
+    assert answer().nodes[0].inner_steps_per_second == 4.0
+    desk.detach(NODE.node_id, session_pb2.DetachRequest(session_id=session_id))
+    assert answer().nodes[0].inner_steps == 0
+    assert answer().run.data == status_pb2.DataStatus(
+        epoch_samples=1,
+        free_again_samples=steps * batch,
+        free_again_pieces=1,
+        frontier=steps * batch,
+    )
 
 
 # Enrolment

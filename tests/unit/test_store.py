@@ -139,6 +139,43 @@ def test_the_played_rounds_reach_every_table() -> None:
     state = play(Store.in_memory(), initial_state(RULES, RUN), TWO_ROUNDS)
     assert state.open_round is not None and state.open_round.commit is not None
     assert state.last_closed is not None and state.held_out and state.layout
+    assert state.ledger.committed and state.ledger.frontier
+    assert state.members[A].inner_steps_per_second
+
+
+def test_the_ledger_is_read_and_not_added_up_again(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    state = play(store, initial_state(RULES, RUN), TWO_ROUNDS)
+    store.close()
+    connection = sqlite3.connect(tmp_path / DATABASE_NAME)
+    connection.execute("DELETE FROM closed_rounds")
+    connection.commit()
+    connection.close()
+    assert Store.open(tmp_path).load(RULES, RUN).ledger == state.ledger
+
+
+@pytest.mark.parametrize("num_events", [3, 8, len(TWO_ROUNDS)])
+def test_a_database_without_a_ledger_gets_one_from_its_rounds(
+    tmp_path: Path, num_events: int
+) -> None:
+    store = Store.open(tmp_path)
+    state = play(store, initial_state(RULES, RUN), TWO_ROUNDS[:num_events])
+    store.close()
+    connection = sqlite3.connect(tmp_path / DATABASE_NAME)
+    connection.executescript(  # as version 1 wrote it
+        """
+        DROP TABLE ledger;
+        UPDATE swarm SET state = json_set(json_remove(state, '$[0].ledger'), '$[0].next_sample', 9);
+        UPDATE members SET member = json_remove(member, '$[0].inner_steps_per_second');
+        PRAGMA user_version = 1;
+        """
+    )
+    connection.close()
+    store = Store.open(tmp_path)
+    loaded = store.load(RULES, RUN)
+    assert loaded.ledger == state.ledger
+    assert {m.inner_steps_per_second for m in loaded.members.values()} == {None}
+    play(store, loaded, TWO_ROUNDS[num_events:])  # it goes on with the new tables
 
 
 def test_a_lease_alone_is_not_written_but_the_clock_is_now_and_then(tmp_path: Path) -> None:

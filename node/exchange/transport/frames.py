@@ -6,19 +6,18 @@ anything is allocated; a body's size was in a header that was admitted first.
 
 import asyncio
 import io
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
+from node.exchange.transport.pacing import CHUNK_BYTES, Pacer
 from protocol.payload import CONTRIBUTION, RESULT, SNAPSHOT
 from protocol.wire_count import WireKind
 
 MAX_FRAME_BYTES = 8192
 """No message is larger: a header has at most 4096 bytes, a reason is cut to 1000 characters."""
-
-CHUNK_BYTES = 256 * 1024
-"""Bodies are read and written this much at a time."""
 
 _LENGTH_BYTES = 4
 
@@ -65,18 +64,25 @@ def drop(writer: asyncio.StreamWriter) -> None:
 
 
 class TransferStream:
-    """Reads and writes one transfer; counts its bytes, frames included.
+    """Reads and writes one transfer; counts its bytes, frames included. Bodies are paced.
 
     Every read and every write must get on within `idle_seconds`, or raises TimeoutError. A peer
     that went away shows as OSError or EOFError (asyncio.IncompleteReadError).
     """
 
     def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, idle_seconds: float
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        *,
+        idle_seconds: float,
+        pacer: Pacer,
     ) -> None:
         self._reader = reader
         self._writer = writer
         self._idle_seconds = idle_seconds
+        self._pacer = pacer
+        pacer.stream()
         self.kind: WireKind = "control"  # until a header says what the transfer carries
         self.bytes_sent = 0
         self.bytes_received = 0
@@ -90,7 +96,9 @@ class TransferStream:
         encoded = message.SerializeToString()
         if len(encoded) > MAX_FRAME_BYTES:
             raise ValueError(f"a frame of {len(encoded)} bytes; the limit is {MAX_FRAME_BYTES}")
-        await self._write(len(encoded).to_bytes(_LENGTH_BYTES, "little") + encoded)
+        frame = len(encoded).to_bytes(_LENGTH_BYTES, "little") + encoded
+        self._pacer.message(len(frame))
+        await self._write(frame)
 
     async def receive(self, message_type: type[MessageT], *, is_patient: bool = False) -> MessageT:
         """Reads one message; raises FrameError when it is too long or none of that type.
@@ -103,17 +111,27 @@ class TransferStream:
             if num_bytes > MAX_FRAME_BYTES:
                 raise FrameError(f"a frame of {num_bytes} bytes; the limit is {MAX_FRAME_BYTES}")
             encoded = await self._reader.readexactly(num_bytes)
-        self.bytes_received += _LENGTH_BYTES + num_bytes
+        self._got(_LENGTH_BYTES + num_bytes)
         try:
             return message_type.FromString(encoded)
         except DecodeError as error:
             raise FrameError(f"no {message_type.DESCRIPTOR.name} in a frame: {error}") from error
 
+    def place_for_body(self) -> AbstractAsyncContextManager[None]:
+        """See Pacer.place."""
+        return self._pacer.place()
+
     async def send_body(self, body: bytes) -> None:
-        """Writes a body, no faster than the other side takes it."""
+        """Writes a body, no faster than the other side takes it and the pacer allows.
+
+        Hold a `place_for_body` meanwhile.
+        """
         view = memoryview(body)
-        for offset in range(0, len(view), CHUNK_BYTES):
-            await self._write(view[offset : offset + CHUNK_BYTES])
+        chunk_bytes = self._pacer.chunk_bytes
+        for offset in range(0, len(view), chunk_bytes):
+            chunk = view[offset : offset + chunk_bytes]
+            await self._pacer.body(len(chunk))  # our own wait: idle_seconds are the other side's
+            await self._write(chunk)
 
     async def receive_body(self, num_bytes: int) -> bytes:
         """Reads exactly so many bytes; raises EOFError when fewer come.
@@ -131,7 +149,7 @@ class TransferStream:
                 raise EOFError(f"{missing} of {num_bytes} bytes of a body did not come")
             body.write(chunk)
             missing -= len(chunk)
-            self.bytes_received += len(chunk)
+            self._got(len(chunk))
         return body.getvalue()
 
     async def close(self) -> None:
@@ -146,6 +164,10 @@ class TransferStream:
     def abort(self) -> None:
         """Drops the stream at once."""
         drop(self._writer)
+
+    def _got(self, num_bytes: int) -> None:
+        self.bytes_received += num_bytes
+        self._pacer.received(num_bytes)
 
     async def _write(self, data: bytes | memoryview) -> None:
         self.bytes_sent += len(data)

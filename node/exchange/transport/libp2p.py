@@ -5,13 +5,14 @@ libp2p itself lets anyone in who has a key. Membership is checked here, against 
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 
 import structlog
 
 from node.exchange.transport.frames import BROKEN, FrameError, Limits, TransferStream, drop
 from node.exchange.transport.neighbours import Neighbours
 from node.exchange.transport.p2pd import DaemonError, P2pd
+from node.exchange.transport.pacing import Pacer
 from node.exchange.transport.serving import (
     Doorkeeper,
     fetch_over,
@@ -49,6 +50,7 @@ class Libp2pTransport:
 
     `listen_multiaddrs` are libp2p's: "/ip4/0.0.0.0/tcp/7700". `announce_host` (a name or an IP
     address) replaces the host in what peers are told, for a node behind a forwarded port.
+    `max_upload_bytes_per_second` is on the wire, and for all transfers together; None is no limit.
     """
 
     def __init__(
@@ -59,12 +61,18 @@ class Libp2pTransport:
         listen_multiaddrs: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/0",),
         announce_host: str | None = None,
         limits: Limits | None = None,
+        max_upload_bytes_per_second: float | None = None,
     ) -> None:
         self._identity = identity
         self._counts = counts
         self._listen_multiaddrs = listen_multiaddrs
         self._announce_host = announce_host
         self._limits = limits or Limits()
+        self._max_upload_bytes_per_second = max_upload_bytes_per_second
+        self._pacer = Pacer(
+            max_upload_bytes_per_second,
+            floor_bytes_per_second=self._limits.floor_bytes_per_second,
+        )
         self._doorkeeper = Doorkeeper(self._limits)
         self._porch = Doorkeeper(_PORCH)
         self._daemon: P2pd | None = None
@@ -78,6 +86,8 @@ class Libp2pTransport:
     async def start(self, handler: TransferHandler) -> None:
         """Starts p2pd and listens. Raises SystemRefusedError when it does not come up."""
         self._handler = handler
+        if self._max_upload_bytes_per_second is not None:
+            _log.info("uploads are paced", bytes_per_second=self._max_upload_bytes_per_second)
         self._daemon = await P2pd.start(
             self._identity,
             listen_multiaddrs=self._listen_multiaddrs,
@@ -125,7 +135,7 @@ class Libp2pTransport:
 
     async def push(self, peer: NodeId, payload: Payload, *, timeout_seconds: float) -> None:
         """See Transport.push."""
-        async with self._transfer(peer, timeout_seconds) as stream:
+        async with self._transfer(peer, timeout_seconds, is_upload=True) as stream:
             await push_over(stream, payload)
 
     async def fetch(
@@ -137,7 +147,7 @@ class Libp2pTransport:
 
     @asynccontextmanager
     async def _transfer(
-        self, peer: NodeId, timeout_seconds: float
+        self, peer: NodeId, timeout_seconds: float, *, is_upload: bool = False
     ) -> AsyncIterator[TransferStream]:
         """A stream to a member for one transfer; what goes wrong becomes the contract's errors."""
         entry = self._members.get(peer)
@@ -145,7 +155,10 @@ class Libp2pTransport:
             raise PeerUnreachableError(f"{peer} is not on the roster")
         name = f"{entry.node_name} ({peer})"
         try:
-            async with asyncio.timeout(timeout_seconds) as deadline:
+            async with (
+                asyncio.timeout(timeout_seconds) as deadline,
+                self._pacer.place() if is_upload else nullcontext(),
+            ):
                 stream = await self._open(entry)
                 try:
                     yield stream
@@ -173,7 +186,12 @@ class Libp2pTransport:
                 self._neighbours.lost(peer_id)
                 if is_last_try:
                     raise
-        return TransferStream(reader, writer, idle_seconds=self._limits.idle_seconds)
+        return self._stream(reader, writer, self._limits)
+
+    def _stream(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, limits: Limits
+    ) -> TransferStream:
+        return TransferStream(reader, writer, idle_seconds=limits.idle_seconds, pacer=self._pacer)
 
     async def _on_stream(
         self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -201,7 +219,7 @@ class Libp2pTransport:
         assert self._handler is not None
         if self._neighbours is not None:
             self._neighbours.saw(peer_id)
-        stream = TransferStream(reader, writer, idle_seconds=self._limits.idle_seconds)
+        stream = self._stream(reader, writer, self._limits)
         try:
             with self._doorkeeper.let_in(peer_id):
                 await serve(stream, sender, self._handler, limits=self._limits, verify=_verify)
@@ -219,7 +237,7 @@ class Libp2pTransport:
         self, peer_id: str, reason: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         """Says why, if the porch is not full. Reads the request first, or the answer gets lost."""
-        stream = TransferStream(reader, writer, idle_seconds=_PORCH.idle_seconds)
+        stream = self._stream(reader, writer, _PORCH)
         try:
             with self._porch.let_in(peer_id):
                 await stream.receive(wire.TransferRequest)
@@ -238,6 +256,7 @@ class Libp2pTransport:
         self._counts.received(stream.kind, received)
 
     def _count_connection(self) -> None:
+        self._pacer.connection()
         self._counts.sent("control", CONNECTION_BYTES)
         self._counts.received("control", CONNECTION_BYTES)
 

@@ -204,11 +204,12 @@ async def _give(
         await stream.send(wire.TransferResponse(status=wire.TRANSFER_STATUS_NOT_HELD))
         return
     stream.carries(payload.header.kind)
-    await stream.send(
-        wire.TransferResponse(status=wire.TRANSFER_STATUS_GO_ON, header=payload.header.encode())
-    )
-    async with asyncio.timeout(limits.whole_seconds(len(payload.body))):
-        await stream.send_body(payload.body)
+    async with stream.place_for_body():
+        await stream.send(
+            wire.TransferResponse(status=wire.TRANSFER_STATUS_GO_ON, header=payload.header.encode())
+        )
+        async with asyncio.timeout(limits.whole_seconds(len(payload.body))):
+            await stream.send_body(payload.body)
 
 
 async def _expect(

@@ -1,0 +1,170 @@
+"""The ledger: which places of the sample order are leased, committed, or free. Pure.
+
+A place is what the seeded, endless order of samples counts (node.island.samples). It is free until
+it is leased, leased until its round closes, and then committed or free again: what a commit took is
+counted once, all else is leased again before new places. What is free is not written down: it is
+what is neither committed nor leased, so no place can get lost.
+
+A sample counts by the commit that took it. The work of a contribution that no commit took stays in
+its node's residual and is not undone when its samples are trained again elsewhere.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from protocol.rounds import Assignment, Commit, NodeId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """The places first, …, end − 1; never none."""
+
+    first: int
+    end: int
+
+    @property
+    def num_samples(self) -> int:
+        """How many places these are."""
+        return self.end - self.first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """Pieces in order, disjoint. Neighbours among the committed ones are merged into one piece.
+
+    All pieces begin and end at whole batches, because leases and what commits of them do.
+    """
+
+    committed: tuple[Places, ...] = ()
+    leased: tuple[Places, ...] = ()  # one for each assignment of the round in flight
+    frontier: int = 0  # first place that was never leased
+
+
+def free_again(ledger: Ledger) -> tuple[Places, ...]:
+    """What was leased, did not commit, and waits to be leased again, in order."""
+    free, at = [], 0
+    for piece in _in_order((*ledger.committed, *ledger.leased)):
+        if at < piece.first:
+            free.append(Places(first=at, end=piece.first))
+        at = piece.end
+    if at < ledger.frontier:
+        free.append(Places(first=at, end=ledger.frontier))
+    return tuple(free)
+
+
+def lease(ledger: Ledger, num_samples: int) -> tuple[Ledger, Places]:
+    """Leases the first free place from which `num_samples` places in a row are free.
+
+    An assignment is one contiguous range, and steps are kept full: so a shorter piece waits until
+    it is joined by its neighbours or wanted by a slower node, which asks for less. The last piece
+    goes on into the places that were never leased.
+    """
+    first = next(
+        (
+            piece.first
+            for piece in free_again(ledger)
+            if piece.num_samples >= num_samples or piece.end == ledger.frontier
+        ),
+        ledger.frontier,
+    )
+    places = Places(first=first, end=first + num_samples)
+    return _with_lease(ledger, places), places
+
+
+def settle(
+    ledger: Ledger, assignments: Sequence[Assignment], taken: Mapping[NodeId, int]
+) -> Ledger:
+    """Ends the leases of a round: of each, the first `taken` places are committed.
+
+    A node trains its range from the start, so what it did not finish is the end of it.
+    """
+    ended = frozenset(_places_of(assignment) for assignment in assignments)
+    committed = [
+        Places(first=a.first_sample, end=a.first_sample + taken[a.node_id])
+        for a in assignments
+        if taken.get(a.node_id, 0) > 0
+    ]
+    return replace(
+        ledger,
+        committed=_merged((*ledger.committed, *committed)),
+        leased=tuple(places for places in ledger.leased if places not in ended),
+    )
+
+
+def committed_tokens(commit: Commit) -> Mapping[NodeId, int]:
+    """Tokens that the commit takes from each contributor.
+
+    A node's weight may differ between slices (a slow upload misses one reducer and not another).
+    Its tokens count as committed when at least one committed slice holds them: its largest weight,
+    once.
+    """
+    tokens: dict[NodeId, int] = {}
+    for outcome in commit.slices:
+        for contributor in outcome.contributors:
+            known = tokens.get(contributor.node_id, 0)
+            tokens[contributor.node_id] = max(known, contributor.tokens)
+    return tokens
+
+
+def committed_samples(commit: Commit, *, batch: int, context: int) -> Mapping[NodeId, int]:
+    """Samples that the commit takes from each contributor: those of whole inner steps.
+
+    `batch` is samples in an inner step, `context` tokens of a sample. Honest nodes train nothing
+    else than whole steps.
+    """
+    tokens = committed_tokens(commit)
+    return {node_id: count // (batch * context) * batch for node_id, count in tokens.items()}
+
+
+def ledger_of(
+    closed: Iterable[tuple[Sequence[Assignment], Commit]],
+    in_flight: Sequence[Assignment],
+    *,
+    batch: int,
+    context: int,
+) -> Ledger:
+    """What the ledger is after these rounds: for databases written before there was one."""
+    ledger = Ledger()
+    for assignments, commit in closed:
+        ledger = _with_leases(ledger, assignments)
+        ledger = settle(
+            ledger, assignments, committed_samples(commit, batch=batch, context=context)
+        )
+    return _with_leases(ledger, in_flight)
+
+
+def num_samples_of(pieces: Iterable[Places]) -> int:
+    """How many places the pieces hold together."""
+    return sum(piece.num_samples for piece in pieces)
+
+
+def _places_of(assignment: Assignment) -> Places:
+    first = assignment.first_sample
+    return Places(first=first, end=first + assignment.num_samples)
+
+
+def _with_leases(ledger: Ledger, assignments: Iterable[Assignment]) -> Ledger:
+    for assignment in assignments:
+        ledger = _with_lease(ledger, _places_of(assignment))
+    return ledger
+
+
+def _with_lease(ledger: Ledger, places: Places) -> Ledger:
+    return replace(
+        ledger,
+        leased=_in_order((*ledger.leased, places)),
+        frontier=max(ledger.frontier, places.end),
+    )
+
+
+def _in_order(pieces: Iterable[Places]) -> tuple[Places, ...]:
+    return tuple(sorted(pieces, key=lambda piece: piece.first))
+
+
+def _merged(pieces: Iterable[Places]) -> tuple[Places, ...]:
+    merged: list[Places] = []
+    for piece in _in_order(pieces):
+        if merged and merged[-1].end == piece.first:
+            piece = Places(first=merged.pop().first, end=piece.end)
+        merged.append(piece)
+    return tuple(merged)

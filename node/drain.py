@@ -1,0 +1,58 @@
+"""Makes the node of a folder leave with its work, from another process: the owner's or a script's.
+
+The node's own limit holds as well (drain_within in node.toml), so `within_seconds` only shortens it.
+"""
+
+import os
+import select
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from node.config import IDENTITY_FILE
+from protocol.errors import NoInputError, SystemRefusedError
+from protocol.folder_lock import FolderLock
+
+GOODBYE_SECONDS = 20.0
+"""How long a node that leaves at once may take to end what it started."""
+
+
+def drain_node(folder: Path, *, within_seconds: float, say: Callable[[str], None]) -> None:
+    """Signals the folder's node and waits until it has ended. Raises AtollError.
+
+    When it has not ended within the limit it is signalled again, and leaves at once.
+    """
+    if not (folder / IDENTITY_FILE).is_file():
+        raise NoInputError(f"{folder} is not a node's folder", next_step="choose it with --dir DIR")
+    process_id = FolderLock.holder_of(folder)
+    try:
+        process = -1 if process_id is None else os.pidfd_open(process_id)
+    except ProcessLookupError:
+        process = -1
+    # Looked at again: from here on the handle is that of the very process that holds the folder.
+    if process_id is None or process < 0 or FolderLock.holder_of(folder) != process_id:
+        raise SystemRefusedError(
+            f"no node runs in {folder}", next_step="choose its folder with --dir DIR"
+        )
+    try:
+        say(f"draining the node in {folder} (process {process_id}), {within_seconds:g} s at most")
+        if _ends(process, signal.SIGTERM, within_seconds):
+            return
+        say("out of time: it leaves at once")
+        if not _ends(process, signal.SIGTERM, GOODBYE_SECONDS):
+            raise SystemRefusedError(
+                f"the node in {folder} (process {process_id}) does not end",
+                next_step=f"see its log, or 'kill -KILL {process_id}'",
+            )
+    finally:
+        os.close(process)
+
+
+def _ends(process: int, number: signal.Signals, seconds: float) -> bool:
+    """Signals the process behind a pidfd; whether it ends within so long."""
+    try:
+        signal.pidfd_send_signal(process, number)
+    except ProcessLookupError:
+        return True
+    ended, _, _ = select.select([process], [], [], seconds)
+    return bool(ended)

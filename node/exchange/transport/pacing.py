@@ -1,0 +1,135 @@
+"""Paced uploads: all transfers of a node together send no faster than its owner allows.
+
+A node's heartbeats share its uplink with its transfers. What is sent faster than the uplink carries
+waits in the router's queue, and the heartbeats wait behind it; so the limit must be kept here,
+before the bytes reach any queue. Counted are bytes on the wire, as wire_cost estimates them.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from node.exchange.transport.wire_cost import (
+    ACKNOWLEDGEMENT_SHARE,
+    CONNECTION_BYTES,
+    HEADER_SHARE,
+    STREAM_BYTES,
+)
+
+CHUNK_BYTES = 256 * 1024
+"""Bodies are read this much at a time, and written too, or less where that takes long."""
+
+BURST_SECONDS = 0.05
+"""What may leave at once, in seconds of the rate: so long a heartbeat may wait behind a chunk."""
+
+_MARGIN = 2.0  # bodies get this many times the rate at which receivers cut a trickle off
+
+
+class TokenBucket:
+    """How much may leave now. Pure: it is told the time, in seconds of any clock that only rises.
+
+    From any moment on, for `t` seconds, at most `bytes_per_second * t + depth_bytes` pass, beyond
+    what was taken without asking: that makes a debt, which is paid before anything else passes.
+    """
+
+    def __init__(self, *, bytes_per_second: float, depth_bytes: float, now: float) -> None:
+        self._bytes_per_second = bytes_per_second
+        self._depth_bytes = depth_bytes
+        self._level_bytes = depth_bytes
+        self._filled_at = now
+
+    def seconds_until(self, num_bytes: float, now: float) -> float:
+        """How long from now until so many bytes may be taken; more than the depth never may."""
+        self._fill(now)
+        return max(0.0, (num_bytes - self._level_bytes) / self._bytes_per_second)
+
+    def take(self, num_bytes: float, now: float) -> None:
+        """Takes what leaves now, whether it is there or not."""
+        self._fill(now)
+        self._level_bytes -= num_bytes
+
+    def _fill(self, now: float) -> None:
+        gained = self._bytes_per_second * (now - self._filled_at)
+        self._level_bytes = min(self._depth_bytes, self._level_bytes + gained)
+        self._filled_at = now
+
+
+class Pacer:
+    """Shared by all streams of a transport; each chunk of a body waits for its turn here.
+
+    Streams take turns, chunk by chunk, so those that upload at the same time get equal shares.
+    Small messages and acknowledgements do not wait, since transfers would stall, but bodies make
+    room for them. Without a rate (None) nothing waits for anything. `floor_bytes_per_second` is the
+    mean rate below which receivers give a body up.
+    """
+
+    def __init__(
+        self,
+        bytes_per_second: float | None,
+        *,
+        floor_bytes_per_second: float,
+        now: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._now = now
+        self._sleep = sleep
+        self._turn = asyncio.Lock()  # first come, first served
+        self._bucket: TokenBucket | None = None
+        self._places: asyncio.Semaphore | None = None
+        self.chunk_bytes = CHUNK_BYTES
+        """No more than this may be asked for at once, in bytes of a body."""
+        if bytes_per_second is not None:
+            depth_bytes = BURST_SECONDS * bytes_per_second
+            self.chunk_bytes = max(1, min(CHUNK_BYTES, int(depth_bytes / (1 + HEADER_SHARE))))
+            self._bucket = TokenBucket(
+                bytes_per_second=bytes_per_second, depth_bytes=depth_bytes, now=now()
+            )
+            num_places = bytes_per_second / (_MARGIN * floor_bytes_per_second)
+            self._places = asyncio.Semaphore(max(1, int(num_places)))
+
+    @asynccontextmanager
+    async def place(self) -> AsyncIterator[None]:
+        """Waits for a place among the bodies that are uploaded, and holds it.
+
+        There are so many that each gets a share of the rate which receivers do not take for a
+        trickle. Take it before the receiver is told of the body: its patience begins there.
+        """
+        if self._places is None:
+            yield
+        else:
+            async with self._places:
+                yield
+
+    async def body(self, num_bytes: int) -> None:
+        """Waits until so many bytes of a body, at most `chunk_bytes`, may be sent."""
+        bucket = self._bucket
+        if bucket is None:
+            return
+        wire_bytes = (1 + HEADER_SHARE) * num_bytes
+        async with self._turn:
+            seconds = bucket.seconds_until(wire_bytes, self._now())
+            if seconds > 0:
+                await self._sleep(seconds)
+            # Nothing is awaited from here on: who is cancelled has taken nothing.
+            bucket.take(wire_bytes, self._now())
+
+    def message(self, num_bytes: int) -> None:
+        """Notes a small message that is sent."""
+        self._take((1 + HEADER_SHARE) * num_bytes)
+
+    def received(self, num_bytes: int) -> None:
+        """Notes what came, for the acknowledgements that it costs."""
+        self._take(ACKNOWLEDGEMENT_SHARE * num_bytes)
+
+    def stream(self) -> None:
+        """Notes a stream that is opened."""
+        self._take(STREAM_BYTES)
+
+    def connection(self) -> None:
+        """Notes a connection that is made."""
+        self._take(CONNECTION_BYTES)
+
+    def _take(self, wire_bytes: float) -> None:
+        if self._bucket is not None:
+            self._bucket.take(wire_bytes, self._now())

@@ -1,0 +1,206 @@
+"""A daemon with everything around it faked but its exchange; the test is its coordinator."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from node.coordinator_link import Attachment, Event, Vitals
+from node.daemon import Daemon, NodeFacts
+from node.exchange.reports import Reduced, Report
+from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
+from node.heavy import in_place
+from node.island.faults import RankDiedError
+from node.island.island import Evaluation, InnerReport, InnerWork, Progress
+from protocol.errors import UnavailableError
+from protocol.rounds import Commit, CorpusSummary, Digest, Plan, SliceOutcome
+from protocol.run_spec import RunSpec
+from protocol.wire_count import WireCounts
+from tests.unit.exchange_scene import TOKENS, A, outer_of, plan_for
+
+START_SECONDS = 1.0
+TRAIN_SECONDS = 5.0
+DEATH_SECONDS = 2.0
+"""How long a rank trains before it dies."""
+
+
+class FakeIsland:
+    """An island whose training takes five seconds and moves every parameter by one."""
+
+    def __init__(self, outer: Any) -> None:
+        self.outer = outer
+        self.calls: list[str] = []
+        self.works: list[InnerWork] = []
+        self.evaluation_seconds = 0.0
+        self.fault: Exception | None = None
+        self.dies_in: list[str] = []  # calls in which a rank dies, each once
+        self.is_running = False
+        self._is_broken = False
+        self._halted = asyncio.Event()
+
+    async def start(self) -> CorpusSummary:
+        assert not self.is_running
+        self._is_broken = False
+        self.is_running = True
+        await asyncio.sleep(START_SECONDS)
+        if self.fault is not None:
+            raise self.fault
+        self._live("start")
+        return CorpusSummary(digest=Digest(bytes(32)), num_samples=1, num_bytes=1)
+
+    async def stop(self) -> None:
+        self.is_running = False
+
+    async def adopt(self) -> None:
+        self._live("adopt")
+
+    async def train(self, work: InnerWork, on_progress: Callable[[Progress], None]) -> InnerReport:
+        self.works.append(work)
+        self._halted.clear()
+        if "train" in self.dies_in:
+            await asyncio.sleep(DEATH_SECONDS)
+        self._live("train")
+        tokens = TOKENS
+        try:
+            async with asyncio.timeout(min(TRAIN_SECONDS, work.max_seconds)):
+                await self._halted.wait()
+            tokens //= 2
+        except TimeoutError:
+            pass
+        return InnerReport(round=work.round, inner_steps=1, tokens=tokens, loss=1.0, seconds=5.0)
+
+    def halt(self) -> None:
+        self._halted.set()
+
+    async def publish(self, fragment: int) -> None:
+        self._live("publish")
+        self.outer._published[:] = self.outer._parameters - 1
+
+    async def evaluate(self) -> Evaluation:
+        self._live("evaluate")
+        await asyncio.sleep(self.evaluation_seconds)
+        return Evaluation(loss=1.0, tokens=1)
+
+    def _live(self, call: str) -> None:
+        """Notes the call, or dies of it; a broken island fails every call, as ranks do."""
+        if call in self.dies_in:
+            self.dies_in.remove(call)
+            self._is_broken = True
+        if self._is_broken:
+            raise RankDiedError(f"rank 0 on cpu was ended by SIGKILL in {call}")
+        self.calls.append(call)
+
+
+class FakeLink:
+    """The coordinator: the test says its events, and it notes what the node reports."""
+
+    def __init__(self) -> None:
+        self.committed_round = 0
+        self.commits: tuple[Commit, ...] = ()
+        self.lists_after = 0.0  # listing fails before
+        self.num_attached = 0
+        self.reports: list[tuple[int, Report]] = []
+        self.goodbyes: list[str] = []
+        self.heartbeats: list[Vitals] = []
+        self.events_of_now: asyncio.Queue[Event | Exception] = asyncio.Queue()
+
+    def say(self, *events: Event | Exception) -> None:
+        for event in events:
+            self.events_of_now.put_nowait(event)
+
+    async def attach(self, announcement: Any) -> Attachment:
+        self.num_attached += 1
+        return Attachment(
+            session_id=self.num_attached,
+            heartbeat_seconds=3.0,
+            committed_round=self.committed_round,
+            committed_digest=None,
+        )
+
+    async def heartbeat(self, session_id: int, vitals: Vitals) -> None:
+        self.heartbeats.append(vitals)
+        await asyncio.sleep(0)
+
+    async def report(self, session_id: int, round: int, report: Report) -> None:
+        self.reports.append((round, report))
+
+    async def detach(self, session_id: int, reason: str) -> None:
+        self.goodbyes.append(reason)
+        self.say(UnavailableError("the session has ended"))  # as the coordinator does, at once
+        await asyncio.sleep(1)
+
+    async def events(self, session_id: int) -> AsyncIterator[Event]:
+        while True:
+            event = await self.events_of_now.get()
+            if isinstance(event, Exception):
+                raise event
+            yield event
+
+    async def list_commits(self, after_round: int) -> tuple[Commit, ...]:
+        if asyncio.get_running_loop().time() < self.lists_after:
+            raise UnavailableError("the coordinator is away")
+        return tuple(c for c in self.commits if c.round > after_round)
+
+    def reported(self, kind: type[Report]) -> list[tuple[int, Any]]:
+        return [(n, report) for n, report in self.reports if isinstance(report, kind)]
+
+
+class Life:
+    """A daemon with everything around it."""
+
+    def __init__(self) -> None:
+        self.outer = outer_of(A)
+        self.island = FakeIsland(self.outer)
+        self.link = FakeLink()
+        self.transport = MemoryTransport(network=MemoryNetwork(), node_id=A, counts=WireCounts())
+        self.running: asyncio.Task[str] | None = None
+        self.daemon = Daemon(
+            facts=NodeFacts(
+                node_id=A,
+                node_name="attic",
+                public_key=bytes(32),
+                device="cpu",
+                num_ranks=1,
+                version="0",
+            ),
+            spec=RunSpec(),
+            link=self.link,  # type: ignore[arg-type]
+            transport=self.transport,
+            island=self.island,
+            outer=self.outer,
+            snapshots=None,
+            heavy=in_place,
+            counts=WireCounts(),
+            rng=random.Random(0),
+        )
+
+    async def __aenter__(self) -> "Life":
+        self.running = asyncio.create_task(self.daemon.run())
+        await asyncio.sleep(2)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        assert self.running is not None
+        self.running.cancel()
+        await asyncio.gather(self.running, return_exceptions=True)
+
+    def plan(self, round: int, **changes: Any) -> Plan:
+        return plan_for(A, round=round, base_digest=self.outer.digest, **changes)
+
+    def commit(self, plan: Plan, *, is_void: bool = False) -> Commit:
+        """Commits what this node reduced, as the only participant."""
+        ((_, reduced),) = [r for r in self.link.reported(Reduced) if r[0] == plan.round]
+        (part,) = plan.slices
+        outcome = SliceOutcome(
+            index=0,
+            start=0,
+            num_elements=part.num_elements,
+            digest=None if is_void else reduced.digest,
+            contributors=() if is_void else reduced.contributors,
+            holder_ids=() if is_void else (A,),
+        )
+        commit = Commit(
+            round=plan.round, fragment=0, base_digest=plan.base_digest, slices=(outcome,)
+        )
+        self.link.commits = (*self.link.commits, commit)
+        return commit

@@ -1,0 +1,148 @@
+"""A node that leaves with its work: what it trained is contributed, and the commit waited for."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from node.coordinator_link import EvaluationAsked, RoundCommitted, RoundOpened, RunFinished
+from node.exchange.reports import Applied, Evaluated, Reduced
+from tests.unit.daemon_scene import TRAIN_SECONDS, Life
+from tests.unit.exchange_scene import TOKENS, A, B, in_virtual_time, plan_for
+
+
+async def ended(life: Life, *, within: float) -> str:
+    assert life.running is not None
+    return await asyncio.wait_for(life.running, within)
+
+
+@in_virtual_time
+async def test_a_draining_node_contributes_what_it_trained_and_leaves_after_the_commit() -> None:
+    async with Life() as life:
+        plan = life.plan(1)
+        life.link.say(RoundOpened(plan=plan))
+        await asyncio.sleep(TRAIN_SECONDS - 1)
+        assert life.daemon.drain(30)
+        await asyncio.sleep(0.5)
+        ((_, reduced),) = life.link.reported(Reduced)
+        assert [(c.node_id, c.tokens) for c in reduced.contributors] == [(A, TOKENS // 2)]
+        await asyncio.sleep(20)
+        num_heartbeats = len(life.link.heartbeats)
+        commit = life.commit(plan)
+        life.link.say(EvaluationAsked(round=0), RoundCommitted(commit=commit))
+        reason = await ended(life, within=1.5)  # a goodbye takes one
+        assert reason == "stopped by its owner, after the commit of round 1"
+        assert life.link.goodbyes == [reason]
+        np.testing.assert_array_equal(life.outer._parameters, -1.0)
+        # Nothing that could let the coordinator open the next round with it.
+        assert not life.link.reported(Applied) and not life.link.reported(Evaluated)
+        assert len(life.link.heartbeats) == num_heartbeats
+        assert life.island.calls == ["start", "adopt", "train", "publish"]
+
+
+@in_virtual_time
+async def test_a_node_that_has_contributed_already_waits_for_the_commit_too() -> None:
+    async with Life() as life:
+        plan = life.plan(1)
+        life.link.say(RoundOpened(plan=plan))
+        await asyncio.sleep(60)
+        assert life.daemon.drain(30)
+        await asyncio.sleep(10)
+        life.link.say(RoundCommitted(commit=life.commit(plan)))
+        assert await ended(life, within=1.5) == "stopped by its owner, after the commit of round 1"
+
+
+@in_virtual_time
+async def test_a_commit_that_does_not_come_is_waited_for_no_longer_than_asked() -> None:
+    async with Life() as life:
+        life.link.say(RoundOpened(plan=life.plan(1)))
+        await asyncio.sleep(1)
+        assert life.daemon.drain(30)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(life.running), 29)
+        assert await ended(life, within=2.5) == "stopped by its owner, before the commit of round 1"
+        assert not life.island.is_running
+
+
+@in_virtual_time
+async def test_a_draining_node_that_is_asked_again_leaves_at_once() -> None:
+    async with Life() as life:
+        life.link.say(RoundOpened(plan=life.plan(1)))
+        await asyncio.sleep(1)
+        assert life.daemon.drain(30)
+        await asyncio.sleep(1)
+        assert life.daemon.drain(0)
+        assert await ended(life, within=1.5) == "stopped by its owner, before the commit of round 1"
+
+
+@in_virtual_time
+async def test_there_is_nothing_to_drain_without_a_round_in_flight_or_without_time() -> None:
+    async with Life() as life:
+        assert not life.daemon.drain(30)
+        plan = life.plan(1)
+        life.link.say(RoundOpened(plan=plan))
+        await asyncio.sleep(60)
+        assert not life.daemon.drain(0)
+        life.link.say(RoundCommitted(commit=life.commit(plan)))
+        await asyncio.sleep(1)
+        assert not life.daemon.drain(30)
+        life.link.say(RoundOpened(plan=life.plan(2)))
+        await asyncio.sleep(60)
+        assert len(life.island.works) == 2  # as if nobody had asked
+
+
+@in_virtual_time
+async def test_a_node_that_says_goodbye_already_need_not_be_cancelled() -> None:
+    async with Life() as life:
+        life.link.say(RunFinished(round=0, outer_digest=life.outer.digest, reason="done"))
+        await asyncio.sleep(0.5)  # a goodbye takes one second
+        assert life.link.goodbyes == ["the run is finished"]
+        assert life.daemon.drain(30)
+        assert await ended(life, within=1) == "done"
+
+
+@in_virtual_time
+async def test_a_plan_that_comes_to_a_draining_node_is_not_taken() -> None:
+    async with Life() as life:
+        plan = life.plan(1)
+        life.link.say(RoundOpened(plan=plan))
+        await asyncio.sleep(60)
+        assert life.daemon.drain(30)
+        life.link.say(RoundOpened(plan=plan_for(A, B, round=2, base_digest=life.outer.digest)))
+        await asyncio.sleep(5)
+        assert len(life.island.works) == 1
+        life.link.say(RoundCommitted(commit=life.commit(plan)))
+        assert await ended(life, within=1.5) == "stopped by its owner, after the commit of round 1"
+
+
+@in_virtual_time
+async def test_a_rank_that_dies_in_a_draining_node_is_not_replaced() -> None:
+    """Whoever stops a service signals all its processes: ranks die of it."""
+    async with Life() as life:
+        plan = life.plan(1)
+        life.link.say(RoundOpened(plan=plan))
+        await asyncio.sleep(1)
+        life.island.dies_in = ["publish"]
+        assert life.daemon.drain(60)
+        await asyncio.sleep(30)
+        assert life.island.calls.count("start") == 1
+        life.link.say(RoundCommitted(commit=life.commit(plan, is_void=True)))
+        assert await ended(life, within=1.5) == "stopped by its owner, after the commit of round 1"
+
+
+@in_virtual_time
+async def test_training_that_begins_after_the_drain_is_left_out() -> None:
+    """The drain is asked for while the round is being opened."""
+    async with Life() as life:
+        open_round = life.daemon._exchange.open_round
+
+        async def open_slowly(plan: object) -> None:
+            await asyncio.sleep(1)
+            await open_round(plan)  # type: ignore[arg-type]
+
+        life.daemon._exchange.open_round = open_slowly  # type: ignore[method-assign]
+        life.link.say(RoundOpened(plan=life.plan(1)))
+        await asyncio.sleep(0.5)
+        assert life.daemon.drain(30)
+        await asyncio.sleep(25)
+        assert not life.island.works

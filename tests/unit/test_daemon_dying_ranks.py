@@ -1,0 +1,126 @@
+"""Ranks that die under a daemon: it starts them again, and loses a round's work at most."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from node.coordinator_link import EvaluationAsked, RoundCommitted, RoundOpened
+from node.exchange.reports import Applied, Evaluated, Reduced, Trained
+from node.island.faults import RankDiedError, RankFailedError, TrainingDivergedError
+from node.lasting_island import DEATHS_SECONDS, MOST_DEATHS
+from protocol.errors import AtollError
+from tests.unit.daemon_scene import DEATH_SECONDS, START_SECONDS, Life
+from tests.unit.exchange_scene import TOKENS, A, in_virtual_time
+
+
+async def live_a_round(life: Life, number: int, *, train_seconds: float = 10.0) -> list[int]:
+    """Opens a round, commits what this node reduced, and returns the tokens that it contributed."""
+    plan = life.plan(number, train_seconds=train_seconds)
+    life.link.say(RoundOpened(plan=plan))
+    await asyncio.sleep(60)
+    ((_, reduced),) = [r for r in life.link.reported(Reduced) if r[0] == number]
+    assert all(contributor.node_id == A for contributor in reduced.contributors)
+    commit = life.commit(plan, is_void=reduced.digest is None)
+    life.link.say(RoundCommitted(commit=commit))
+    await asyncio.sleep(60)
+    assert life.link.reported(Applied)[-1][0] == number
+    return [contributor.tokens for contributor in reduced.contributors]
+
+
+@pytest.mark.parametrize("phase", ["adopt", "train", "publish"])
+def test_a_rank_that_dies_is_replaced_within_the_round(phase: str) -> None:
+    @in_virtual_time
+    async def die() -> None:
+        async with Life() as life:
+            life.island.dies_in = [phase]
+            assert await live_a_round(life, 1, train_seconds=20.0) == [TOKENS]
+            assert await live_a_round(life, 2) == [TOKENS]
+            assert life.island.calls.count("start") == 2
+            np.testing.assert_array_equal(life.outer._parameters, -2.0)
+
+    die()
+
+
+@in_virtual_time
+async def test_after_a_death_only_the_time_that_is_left_is_trained() -> None:
+    async with Life() as life:
+        life.island.dies_in = ["train"]
+        await live_a_round(life, 1)
+        first, again = life.island.works
+        assert first.max_seconds == pytest.approx(10.0)
+        assert again.max_seconds == pytest.approx(10.0 - DEATH_SECONDS - START_SECONDS)
+        assert again.first_sample == first.first_sample
+
+
+@in_virtual_time
+async def test_a_death_that_leaves_no_time_costs_the_round_and_no_more() -> None:
+    async with Life() as life:
+        life.island.dies_in = ["train"]
+        assert await live_a_round(life, 1, train_seconds=DEATH_SECONDS + START_SECONDS) == []
+        assert [report.tokens for _, report in life.link.reported(Trained)] == [0]
+        assert life.island.calls[-2:] == ["adopt", "adopt"]  # restarted, applied; never published
+        assert await live_a_round(life, 2) == [TOKENS]
+
+
+@in_virtual_time
+async def test_a_rank_that_dies_while_it_evaluates_evaluates_again() -> None:
+    async with Life() as life:
+        life.island.dies_in = ["evaluate"]
+        life.link.say(EvaluationAsked(round=0))
+        await asyncio.sleep(10)
+        assert [number for number, _ in life.link.reported(Evaluated)] == [0]
+        assert life.island.calls[-2:] == ["adopt", "evaluate"]
+
+
+@in_virtual_time
+async def test_people_see_that_ranks_are_restarting() -> None:
+    async with Life() as life:
+        life.island.dies_in = ["evaluate"]
+        life.link.say(EvaluationAsked(round=0))
+        await asyncio.sleep(START_SECONDS / 2)
+        assert life.daemon._vitals().activity == "restarting ranks"
+        await asyncio.sleep(START_SECONDS)
+        assert life.daemon._vitals().activity == "waiting"
+
+
+@in_virtual_time
+async def test_a_rank_that_dies_again_at_once_ends_the_node_with_what_it_died_of() -> None:
+    async with Life() as life:
+        life.island.dies_in = ["train"] + ["start"] * (MOST_DEATHS - 1)
+        life.link.say(RoundOpened(plan=life.plan(1)))
+        assert life.running is not None
+        # The last of them: fakes name the call in which they die.
+        with pytest.raises(RankDiedError, match="SIGKILL in start"):
+            await asyncio.wait_for(life.running, 60)
+        assert not life.island.is_running
+        assert len(life.link.goodbyes) == 1
+
+
+@in_virtual_time
+async def test_deaths_that_are_far_apart_never_end_the_node() -> None:
+    async with Life() as life:
+        for _ in range(2 * MOST_DEATHS):
+            life.island.dies_in = ["evaluate"]
+            life.link.say(EvaluationAsked(round=0))
+            await asyncio.sleep(DEATHS_SECONDS / (MOST_DEATHS - 1))
+        assert len(life.link.reported(Evaluated)) == 2 * MOST_DEATHS
+
+
+@pytest.mark.parametrize("error", [TrainingDivergedError("not finite"), RankFailedError("a bug")])
+def test_what_a_restart_cannot_mend_ends_the_node(error: AtollError) -> None:
+    @in_virtual_time
+    async def fail() -> None:
+        async with Life() as life:
+
+            async def raise_it(fragment: int) -> None:
+                raise error
+
+            life.island.publish = raise_it  # type: ignore[method-assign]
+            life.link.say(RoundOpened(plan=life.plan(1)))
+            assert life.running is not None
+            with pytest.raises(type(error)):
+                await asyncio.wait_for(life.running, 60)
+            assert life.island.calls.count("start") == 1
+
+    fail()

@@ -1,0 +1,56 @@
+"""node.toml, and the options that come before it."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from node.config import SETTINGS_FILE, NodeSettings, load_settings, write_settings
+from protocol.errors import ConfigError, UsageError
+
+
+def test_the_file_that_joining_writes_explains_every_key_and_says_the_defaults(
+    tmp_path: Path,
+) -> None:
+    write_settings(tmp_path, name='a "name"')
+    written = tomllib.loads((tmp_path / SETTINGS_FILE).read_text())
+    assert written.keys() == NodeSettings.model_fields.keys()
+    assert load_settings(tmp_path) == NodeSettings(name='a "name"')
+
+
+@pytest.mark.parametrize(
+    ("rate", "bytes_per_second"),
+    [
+        ("10mbit", 1_250_000),
+        ("10Mbit/s", 1_250_000),
+        ("1.5MB/s", 1_500_000),
+        ("64 kB/s", 64_000),
+        ("1gbit", 125_000_000),
+        ("256kbit", 32_000),
+        ("", None),
+    ],
+)
+def test_a_rate_is_read_in_bits_or_in_bytes(rate: str, bytes_per_second: float | None) -> None:
+    settings = NodeSettings(name="node", max_upload=rate)
+    assert settings.max_upload_bytes_per_second == bytes_per_second
+
+
+@pytest.mark.parametrize(
+    "rate", ["10mb", "10", "fast", "-1mbit", "1e3kbit", "10MB", "1,5MB/s", "9" * 400 + "bit"]
+)
+def test_a_rate_that_may_mean_two_things_is_refused_with_what_to_write(
+    tmp_path: Path, rate: str
+) -> None:
+    why = f"'{rate}': write bits a second as 10mbit, or bytes a second as 1.25MB/s"
+    with pytest.raises(UsageError) as of_option:
+        load_settings(tmp_path, max_upload=rate)
+    assert str(of_option.value).startswith(f"--max-upload {why}")
+    (tmp_path / SETTINGS_FILE).write_text(f'max_upload = "{rate}"')
+    with pytest.raises(ConfigError) as of_file:
+        load_settings(tmp_path)
+    assert f"max_upload = {why}" in str(of_file.value)
+
+
+def test_a_rate_below_what_peers_wait_for_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="less than 256kbit is too slow"):
+        load_settings(tmp_path, max_upload="255kbit")

@@ -1,0 +1,67 @@
+"""Signals to a node: the first drains it, the second lets it leave at once, the rest do nothing."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from node.stopping import StopSignals
+
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.fixture(autouse=True)
+def _handlers() -> Iterator[None]:
+    """A node's process ends deaf to signals; this one goes on."""
+    before = [signal.getsignal(number) for number in NUMBERS]
+    yield
+    for number, handler in zip(NUMBERS, before, strict=True):
+        signal.signal(number, handler)
+
+
+class Node:
+    """Drains as long as it likes; notes for how long it was asked to."""
+
+    def __init__(self, *, has_work: bool) -> None:
+        self.has_work = has_work
+        self.asked: list[float] = []
+        self.is_cancelled = False
+        self._ended = asyncio.Event()
+
+    def drain(self, within_seconds: float) -> bool:
+        self.asked.append(within_seconds)
+        return self.has_work
+
+    async def live(self, *numbers: signal.Signals) -> None:
+        try:
+            with StopSignals() as signals:
+                with signals.draining(self.drain, seconds=30.0):
+                    for number in numbers:
+                        os.kill(os.getpid(), number)
+                        await asyncio.sleep(0.01)  # the loop hears of it, and cancels us if so
+                os.kill(os.getpid(), signal.SIGTERM)
+                await asyncio.sleep(0.01)
+                assert signals.is_asked
+        except asyncio.CancelledError:
+            self.is_cancelled = True
+
+
+async def test_the_first_signal_drains_and_the_second_leaves_no_time() -> None:
+    node = Node(has_work=True)
+    await node.live(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    assert node.asked == [30.0, 0.0, 0.0]
+    assert not node.is_cancelled  # not in the midst of ending, either
+
+
+async def test_a_node_with_nothing_to_finish_is_cancelled_once() -> None:
+    node = Node(has_work=False)
+    await node.live(signal.SIGINT, signal.SIGINT)
+    assert node.asked == [30.0] and node.is_cancelled
+
+
+async def test_a_node_that_is_not_running_yet_is_cancelled() -> None:
+    node = Node(has_work=True)
+    await node.live()  # a signal where no drain is possible
+    assert node.asked == [] and node.is_cancelled

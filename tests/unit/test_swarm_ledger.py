@@ -1,0 +1,126 @@
+"""Samples: counted once when a commit took them, else leased again before new ones."""
+
+from swarm_scene import INITIAL, STEP_TOKENS, TOKENS, Scene, digest_of, of_kind
+
+from coordinator.swarm.actions import SendPlan
+from coordinator.swarm.ledger import Places, free_again
+
+AFTER = digest_of("after")
+EIGHT = [f"node-{i}" for i in range(8)]
+
+
+def two_nodes() -> Scene:
+    scene = Scene(min_nodes=2)
+    scene.attach("node-a", "node-b")
+    return scene
+
+
+def next_round(scene: Scene, *names: str, tokens: dict[str, int]) -> None:
+    scene.commit(*names, tokens=tokens)
+    scene.apply(digest_of(f"after {scene.state.committed_round}"), *names)
+
+
+def leases(scene: Scene) -> list[tuple[int, int]]:
+    """First and number of the samples of each assignment in flight."""
+    return [(a.first_sample, a.num_samples) for a in scene.round.assignments]
+
+
+def pieces(places: tuple[Places, ...]) -> list[tuple[int, int]]:
+    return [(piece.first, piece.end) for piece in places]
+
+
+def test_what_is_committed_is_merged_and_the_next_round_begins_after_it() -> None:
+    scene = two_nodes()
+    assert leases(scene) == [(0, 10), (10, 10)]
+    assert pieces(scene.state.ledger.leased) == [(0, 10), (10, 20)]
+    next_round(scene, "node-a", "node-b", tokens={"node-a": TOKENS, "node-b": TOKENS})
+    assert pieces(scene.state.ledger.committed) == [(0, 20)]
+    assert leases(scene) == [(20, 10), (30, 10)]
+    assert free_again(scene.state.ledger) == ()
+
+
+def test_what_a_contributor_was_leased_and_no_commit_took_is_leased_again_first() -> None:
+    scene = two_nodes()
+    next_round(scene, "node-a", "node-b", tokens={"node-a": TOKENS})
+    assert pieces(scene.state.ledger.committed) == [(0, 10)]
+    assert leases(scene) == [(10, 10), (20, 10)]
+
+
+def test_a_void_round_gives_all_its_samples_back() -> None:
+    scene = two_nodes()
+    scene.wait(80)
+    assert scene.round.number == 2
+    assert scene.state.ledger.committed == ()
+    assert leases(scene) == [(0, 10), (10, 10)]
+
+
+def test_samples_of_a_lost_node_stay_leased_until_its_round_is_over() -> None:
+    scene = Scene(min_nodes=2)
+    scene.attach("node-a", "node-b", "node-c")
+    next_round(scene, "node-a", "node-b", "node-c", tokens=dict.fromkeys(["node-a"], TOKENS))
+    scene.leave("node-b")
+    assert pieces(scene.state.ledger.leased) == [(10, 20), (20, 30), (30, 40)]
+
+
+def test_a_piece_too_short_for_full_steps_waits_for_its_neighbours() -> None:
+    scene = two_nodes()
+    two_steps = 2 * STEP_TOKENS
+    next_round(scene, "node-a", "node-b", tokens={"node-a": two_steps, "node-b": TOKENS})
+    assert pieces(scene.state.ledger.committed) == [(0, 4), (10, 20)]
+    assert pieces(free_again(scene.state.ledger)) == [(4, 10)]
+    assert leases(scene) == [(20, 10), (30, 10)]
+    next_round(scene, "node-a", "node-b", tokens={"node-b": TOKENS})
+    assert leases(scene) == [(20, 10), (40, 10)], "six waiting samples are no full range"
+
+
+def test_the_end_of_the_last_lease_goes_on_into_new_samples() -> None:
+    scene = two_nodes()
+    two_steps = 2 * STEP_TOKENS
+    next_round(scene, "node-a", "node-b", tokens={"node-a": TOKENS, "node-b": two_steps})
+    assert leases(scene) == [(14, 10), (24, 10)]
+    assert scene.state.ledger.frontier == 34
+
+
+def test_a_slower_node_takes_the_short_piece() -> None:
+    scene = Scene(min_nodes=2)
+    scene.attach("node-a", "node-b")
+    scene.train("node-a", seconds=1)
+    scene.train("node-b", seconds=4)
+    step = STEP_TOKENS
+    next_round(scene, "node-a", "node-b", tokens={"node-a": 3 * step, "node-b": TOKENS})
+    assert leases(scene) == [(20, 10), (6, 2)]
+
+
+def test_a_part_of_an_inner_step_is_not_counted() -> None:
+    scene = two_nodes()
+    partial = 3 * STEP_TOKENS - 1
+    next_round(scene, "node-a", "node-b", tokens={"node-a": partial, "node-b": partial})
+    assert pieces(scene.state.ledger.committed) == [(0, 4), (10, 14)]
+
+
+def test_samples_count_by_the_largest_weight_in_any_slice() -> None:
+    scene = two_nodes()
+    for name, index, tokens in (
+        ("node-a", 0, {"node-a": STEP_TOKENS, "node-b": TOKENS}),
+        ("node-b", 1, {"node-a": 2 * STEP_TOKENS}),
+    ):
+        scene.reduce(name, index, AFTER, tokens)
+        scene.hold("node-b" if name == "node-a" else "node-a", index, AFTER)
+    assert pieces(scene.state.ledger.committed) == [(0, 4), (10, 20)]
+
+
+def test_no_round_leases_a_sample_that_is_committed() -> None:
+    scene = Scene(min_nodes=8)
+    scene.attach(*EIGHT)
+    for number in range(6):
+        tokens = {n: STEP_TOKENS * ((i + number) % 6) for i, n in enumerate(EIGHT)}
+        next_round(scene, *EIGHT, tokens={n: t for n, t in tokens.items() if t})
+    seen: set[int] = set()
+    plans = [send.plan for send in of_kind(scene.log, SendPlan)]
+    for number, plan in enumerate(plans[:-1]):
+        for i, a in enumerate(plan.assignments):
+            taken = range(a.first_sample, a.first_sample + 2 * ((i + number) % 6))
+            assert not seen & set(taken)
+            seen |= set(taken)
+    assert sum(p.num_samples for p in scene.state.ledger.committed) == len(seen)
+    assert plans[0].base_digest == INITIAL
