@@ -1,6 +1,6 @@
 """Held-out loss of a swarm against synchronous data parallelism, with the same steps and tokens.
 
-    python -m benchmarks.data_parallel [--seeds 0 1] [--rounds 60] [--nodes 3] [--codecs int4 fp32]
+    python -m benchmarks.data_parallel [--seeds 0 1] [--rounds 80] [--nodes 3] [--codecs int4 fp32]
         [--processes 1]
 
 Both train in this process on one thread. The swarm is the demo's: the real coordinator core, nodes,

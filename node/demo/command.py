@@ -41,7 +41,7 @@ context = 128
 source = "python-stdlib"
 
 [inner]
-steps = 20
+steps = 15
 batch = 8
 learning_rate = 1e-2
 
@@ -66,7 +66,7 @@ lease = 10
 every_rounds = 10
 """
 
-DEFAULT_ROUNDS = 60
+DEFAULT_ROUNDS = 80
 
 _COMMAND_SECONDS = 60.0  # for a command that needs no torch
 _HEAVY_COMMAND_SECONDS = 180.0  # for one that imports torch on a busy machine
