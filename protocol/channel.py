@@ -5,13 +5,10 @@ protocol.server, the first contact of a machine that has no certificate yet in p
 """
 
 import asyncio
-import contextlib
-import os
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -59,8 +56,6 @@ CONNECTION_RECEIVED_BYTES = 4300
 """Received to open a connection: the same, with the coordinator's certificate and TLS tickets."""
 
 RETRY_CAP_SECONDS = 15.0
-
-_kept_channels: list[grpc.Channel | grpc.aio.Channel] = []
 
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
@@ -113,27 +108,8 @@ def open_blocking_channel(credentials: Credentials) -> grpc.Channel:
         _tls(credentials),
         options=channel_options(server_name(credentials.swarm_id)),
     )
-    keep_until_the_end(channel)
     interceptor = _BlockingInterceptor(credentials.endpoint, Diagnosis(credentials))
     return grpc.intercept_channel(channel, interceptor)
-
-
-def keep_until_the_end(channel: grpc.Channel | grpc.aio.Channel) -> None:
-    """Keeps the channel of a command that asks one thing and ends, closed or not.
-
-    When its last channel goes, gRPC's core (1.85.1) shuts down, and once in some thousand times it
-    aborts the process then ("epoll_wait error: Bad file descriptor").
-    """
-    _kept_channels.append(channel)
-
-
-def end_process(code: int) -> NoReturn:
-    """Ends a command with its exit code; without winding Python, and gRPC, up if one is kept."""
-    if _kept_channels:
-        with contextlib.suppress(BrokenPipeError):  # whoever read it has seen enough
-            sys.stdout.flush()
-        os._exit(code)
-    sys.exit(code)
 
 
 async def retried(

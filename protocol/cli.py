@@ -181,10 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Entry of the console script and of `python -m protocol.cli`."""
     # gRPC's own log repeats what we report, and tells of every stranger's failed handshake.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    code = console.run(root, arguments)
-    if "protocol.channel" in sys.modules:  # gRPC is never loaded for this alone
-        import_module("protocol.channel").end_process(code)
-    sys.exit(code)
+    sys.exit(console.run(root, arguments))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import asyncio
 import grpc
 import grpc.aio
 
-from protocol.channel import DEADLINE_SECONDS, channel_options, keep_until_the_end
+from protocol.channel import DEADLINE_SECONDS, channel_options
 from protocol.credentials import Credentials
 from protocol.errors import AnswerLostError, ProtocolMismatchError, UnavailableError
 from protocol.handshake import fetch_pinned_certificate
@@ -22,13 +22,11 @@ from protocol.v1 import enrolment_pb2, enrolment_pb2_grpc
 
 def open_enrolment_channel(invite: Invite, certificate_pem: bytes) -> grpc.aio.Channel:
     """A channel to whoever holds the key of this very certificate, and to nobody else."""
-    channel = grpc.aio.secure_channel(
+    return grpc.aio.secure_channel(
         invite.endpoint,
         grpc.ssl_channel_credentials(root_certificates=certificate_pem),
         options=channel_options(name_in(certificate_pem)),
     )
-    keep_until_the_end(channel)
-    return channel
 
 
 async def enrol(invite: Invite, identity: Identity, node_name: str) -> Credentials:

@@ -4,8 +4,6 @@ import asyncio
 import random
 import socket
 import ssl
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -558,15 +556,3 @@ async def test_what_waiting_cannot_mend_is_not_retried(error: AtollError, is_wan
     with pytest.raises(type(error)) as caught:
         await retried(call, is_wanted=lambda: is_wanted, random=random.Random(0), sleep=sleep)
     assert caught.value is error
-
-
-def test_a_command_that_asked_one_thing_ends_at_once_with_all_it_printed() -> None:
-    """Python's winding up ends gRPC's core, which now and then aborts the process."""
-    script = (
-        "import atexit, grpc; from protocol import channel;"
-        "atexit.register(print, 'wound up');"
-        "channel.keep_until_the_end(grpc.insecure_channel('127.0.0.1:1'));"
-        "print('answer'); channel.end_process(7)"
-    )
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert (ended.returncode, ended.stdout) == (7, "answer\n")

@@ -1,6 +1,5 @@
 """Types `atoll …` as people do, as processes, and finds everything that a node leaves behind."""
 
-import ctypes
 import os
 import re
 import signal
@@ -24,8 +23,19 @@ STOP_SECONDS = 10.0  # what a node may take to end
 
 _MARK = "ATOLL_TEST_MARK"
 _READY = re.compile(r"coordinator ready: control 127\.0\.0\.1:(\d+), enrolment 127\.0\.0\.1:(\d+)")
-_PR_CAPBSET_DROP, _CAP_DAC_OVERRIDE, _CAP_DAC_READ_SEARCH = 24, 1, 2
-_libc = ctypes.CDLL(None)
+
+_WITHOUT_PRIVILEGES = """
+import ctypes, os, sys
+PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 24, 1, 2
+for capability in (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH):
+    ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+"""Lets a root that runs the tests meet read-only folders as everybody does.
+
+Not a preexec_fn: that forks, and gRPC, which other tests of the process use, aborts the child of a
+fork now and then ("epoll_wait error: Bad file descriptor").
+"""
 
 
 def _environment(changes: Mapping[str, str]) -> dict[str, str]:
@@ -37,12 +47,6 @@ def _environment(changes: Mapping[str, str]) -> dict[str, str]:
 
 def _command(*arguments: str | Path) -> list[str]:
     return [sys.executable, "-P", "-m", "protocol.cli", *map(str, arguments)]
-
-
-def _obey_permissions() -> None:
-    """Lets a root that runs the tests meet read-only folders as everybody does."""
-    for capability in (_CAP_DAC_OVERRIDE, _CAP_DAC_READ_SEARCH):
-        _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
 
 
 def _maps_of(process_id: int) -> str:
@@ -79,13 +83,12 @@ class Typed:
 def atoll(*arguments: str | Path, stdin: str = "", **environment: str) -> Typed:
     """Runs a command to its end; one that shows a traceback or blames a bug fails the test."""
     ran = subprocess.run(
-        _command(*arguments),
+        [sys.executable, "-c", _WITHOUT_PRIVILEGES, *_command(*arguments)],
         input=stdin,
         capture_output=True,
         text=True,
         timeout=PATIENCE_SECONDS,  # it kills the command
         env=_environment(environment),
-        preexec_fn=_obey_permissions,
     )
     assert "Traceback" not in ran.stderr and "a bug in Atoll" not in ran.stderr, ran.stderr
     return Typed(code=ran.returncode, out=ran.stdout, err=ran.stderr)
