@@ -47,7 +47,7 @@ async def start_peer() -> AsyncIterator[StartPeer]:
 async def test_what_is_pushed_and_what_is_fetched_share_one_limit(start_peer: StartPeer) -> None:
     one = await start_peer(8 * MEGABIT, Limits())
     other = await start_peer(None, Limits())
-    introduce(one, other)
+    await introduce(one, other)
     one.desk.held = make_payload(body=bytes(1_000_000))
     began = time.monotonic()
     _, fetched = await asyncio.gather(
@@ -73,7 +73,7 @@ async def test_slow_uploads_in_both_ways_never_look_like_a_trickle_to_the_receiv
     impatient = Limits(idle_seconds=1.0, floor_bytes_per_second=20_000)
     one = await start_peer(80_000, impatient)
     other = await start_peer(None, impatient)
-    introduce(one, other)
+    await introduce(one, other)
     one.desk.held = make_payload(body=bytes(56_000))
     bodies = [bytes([number]) * 56_000 for number in range(4)]
     pushes = [

@@ -48,7 +48,7 @@ class Swarm:
 
     async def pair(self) -> tuple[Peer, Peer]:
         one, other = await self.start(), await self.start()
-        introduce(one, other)
+        await introduce(one, other)
         return one, other
 
     async def stop(self) -> None:
@@ -204,14 +204,14 @@ async def test_a_peer_that_stops_in_the_middle_is_unreachable(swarm: Swarm) -> N
 async def test_a_peer_that_comes_back_elsewhere_is_found_by_its_new_entry(swarm: Swarm) -> None:
     one, identity = await swarm.start(), Identity.generate()
     before = await swarm.start(identity)
-    introduce(one, before)
+    await introduce(one, before)
     await push(one, before, make_payload())
     await before.transport.stop()
     with pytest.raises(PeerUnreachableError):
         await push(one, before, make_payload())
 
     after = await swarm.start(identity)
-    introduce(one, after)
+    await introduce(one, after)
     await push(one, after, make_payload())
     assert len(after.desk.received) == 1
 

@@ -18,7 +18,7 @@ from transport_peers import BIG, Desk, Peer, introduce, make_payload
 from node.exchange.transport import libp2p
 from node.exchange.transport.frames import Limits, TransferStream
 from node.exchange.transport.libp2p import PROTOCOL, Libp2pTransport, announced
-from node.exchange.transport.p2pd import P2pd
+from node.exchange.transport.p2pd import DaemonError, P2pd
 from node.exchange.transport.pacing import Pacer
 from node.exchange.transport.transport import (
     PeerUnreachableError,
@@ -88,7 +88,15 @@ class Raw:
     async def open(self, victim: Peer) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         assert self.daemon is not None
         address = victim.entry.address
-        await self.daemon.connect(libp2p.peer_id_of(address.public_key), address.multiaddrs)
+        async with asyncio.timeout(30):
+            while True:
+                try:
+                    await self.daemon.connect(
+                        libp2p.peer_id_of(address.public_key), address.multiaddrs
+                    )
+                    break
+                except DaemonError:  # the victim dialled at the same instant (see introduce)
+                    await asyncio.sleep(1)
         return await self.daemon.open_stream(libp2p.peer_id_of(address.public_key), PROTOCOL)
 
     async def offer(self, victim: Peer, payload: Payload) -> tuple[TransferStream, int, str]:
@@ -117,7 +125,7 @@ class Scene:
         """A new member's payload gets through."""
         transport, member = await start_transport()
         self.others.append(transport)
-        introduce(member, self.victim)
+        await introduce(member, self.victim)
         payload = make_payload(body=b"from a good member")
         await transport.push(self.victim.node_id, payload, timeout_seconds=SECONDS)
         assert (member.node_id, payload) in self.victim.desk.received
@@ -353,7 +361,7 @@ async def test_stopping_leaves_neither_process_nor_folder() -> None:
 async def test_the_death_of_p2pd_is_told_and_fails_transfers() -> None:
     transport, peer = await start_transport()
     other_transport, other = await start_transport()
-    introduce(peer, other)
+    await introduce(peer, other)
     os.kill(p2pd_of(transport).pid, signal.SIGKILL)
     reason = await asyncio.wait_for(transport.wait_failed(), SECONDS)
     assert "libp2p daemon died" in reason

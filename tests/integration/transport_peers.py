@@ -1,9 +1,12 @@
 """Peers for the tests of transports: payloads, a handler that notes what comes, rosters."""
 
 import asyncio
+import itertools
 from dataclasses import dataclass, field
 
+from node.exchange.transport.libp2p import Libp2pTransport
 from node.exchange.transport.transport import TransferRefusedError, Transport, Want, WantResult
+from protocol.identity import peer_id_of
 from protocol.payload import RESULT, Payload, PayloadHeader
 from protocol.rounds import Digest, NodeId, PeerAddress, RosterEntry
 from protocol.wire_count import WireCounts
@@ -84,7 +87,23 @@ class Peer:
         )
 
 
-def introduce(*peers: Peer) -> None:
+async def introduce(*peers: Peer) -> None:
+    """Makes all members of one another's rosters, and waits until libp2p has linked them.
+
+    Two that dial each other at the same instant may both fail, and libp2p refuses to dial again for
+    some seconds. A node tries again; a test that pushes once would not.
+    """
     roster = tuple(peer.entry for peer in peers)
     for peer in peers:
         peer.transport.set_roster(roster)
+    for one, other in itertools.combinations(peers, 2):
+        async with asyncio.timeout(30):
+            while not (_is_linked(one, other) or _is_linked(other, one)):  # noqa: ASYNC110 (p2pd tells nobody)
+                await asyncio.sleep(0.02)
+
+
+def _is_linked(one: Peer, other: Peer) -> bool:
+    if not isinstance(one.transport, Libp2pTransport):
+        return True
+    neighbours = one.transport._neighbours
+    return neighbours is None or peer_id_of(other.public_key) in neighbours._connected
