@@ -17,6 +17,7 @@ from coordinator.database import Database
 from coordinator.swarm.ledger import Ledger, ledger_of
 from coordinator.swarm.state import PRESENT, ClosedRound, Member, Round, Rules, SwarmState
 from coordinator.swarm.transition import initial_state
+from protocol.channel import RETRY_CAP_SECONDS
 from protocol.errors import ConfigError, NotPermittedError
 from protocol.rounds import Assignment, Commit, Digest, NodeId
 
@@ -44,11 +45,6 @@ class InviteRecord:
     is_revoked: bool
     host: str
     node_ids: tuple[NodeId, ...]  # who joined with it
-
-
-RECONNECT_SECONDS = 15.0
-"""What a lease is longer after a restart: nodes pause as long between two tries to reach us
-(protocol.channel.RETRY_CAP_SECONDS), and a round must not lose its participants meanwhile."""
 
 
 class Store:
@@ -137,7 +133,8 @@ class Store:
         """Leases are not saved, and nobody could renew one while the coordinator was down."""
         if member.state not in PRESENT:
             return member
-        seconds = rules.lease_seconds + RECONNECT_SECONDS
+        # Nodes may be in their longest pause, and a round must not lose its participants by it.
+        seconds = rules.lease_seconds + RETRY_CAP_SECONDS
         return replace(member, lease_until=self._saved_now + seconds)
 
     def save(self, before: SwarmState, after: SwarmState, *, now: float) -> None:

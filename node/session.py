@@ -15,12 +15,12 @@ import structlog
 
 from node.coordinator_link import Announcement, Attachment, CoordinatorLink, Event, Vitals
 from node.exchange.reports import Report
+from protocol.channel import RETRY_CAP_SECONDS
 from protocol.errors import AtollError, TemporaryError, UnavailableError
 
 log = structlog.get_logger()
 
 FIRST_PAUSE_SECONDS = 0.5
-LAST_PAUSE_SECONDS = 15.0
 
 LEAVE_SECONDS = 3.0
 """A goodbye that takes longer is left out: the lease ends anyway."""
@@ -85,13 +85,13 @@ class Session:
             except (UnavailableError, TemporaryError) as error:
                 self._session_id = None
                 # Two daemons with one identity end each other's sessions: they must slow down.
-                if clock() - attached_at > LAST_PAUSE_SECONDS:
+                if clock() - attached_at > RETRY_CAP_SECONDS:
                     pause_seconds = FIRST_PAUSE_SECONDS
                 # Full jitter: nodes that lost a coordinator together must not return together.
                 pause = self._rng.uniform(0, pause_seconds)
                 log.warning("coordinator away", why=error.what, next_try_seconds=round(pause, 1))
                 await asyncio.sleep(pause)
-                pause_seconds = min(2 * pause_seconds, LAST_PAUSE_SECONDS)
+                pause_seconds = min(2 * pause_seconds, RETRY_CAP_SECONDS)
 
     async def leave(self, reason: str, *, has_last_heartbeat: bool = True) -> None:
         """Says goodbye, with a last heartbeat that holds the final state and bytes if there shall be one.

@@ -9,7 +9,8 @@ import pytest
 
 from node.coordinator_link import Attachment, EvaluationAsked, Event
 from node.exchange.reports import Held, Report
-from node.session import LAST_PAUSE_SECONDS, LEAVE_SECONDS, Session
+from node.session import LEAVE_SECONDS, Session
+from protocol.channel import RETRY_CAP_SECONDS
 from protocol.errors import (
     AtollError,
     NotPermittedError,
@@ -170,7 +171,7 @@ async def test_sessions_that_end_at_once_are_opened_ever_more_slowly() -> None:
 
     running = await started(session_on(link, on_attached=end))
     await asyncio.sleep(600)
-    assert len(link.attached_at) < 2 * 600 / LAST_PAUSE_SECONDS + 20
+    assert len(link.attached_at) < 2 * 600 / RETRY_CAP_SECONDS + 20
     await ended(running)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.database import DATABASE_NAME
-from coordinator.store import CLOCK_SAVE_SECONDS, RECONNECT_SECONDS, Store
+from coordinator.store import CLOCK_SAVE_SECONDS, Store
 from coordinator.swarm.events import (
     Attached,
     CommitApplied,
@@ -21,6 +21,7 @@ from coordinator.swarm.events import (
 )
 from coordinator.swarm.state import Rules, SwarmState, Trained
 from coordinator.swarm.transition import initial_state, step
+from protocol.channel import RETRY_CAP_SECONDS
 from protocol.errors import BadDataError, ConfigError, NotPermittedError, SystemRefusedError
 from protocol.rounds import (
     Contributor,
@@ -129,7 +130,7 @@ def test_every_state_comes_back_whole_after_a_crash(tmp_path: Path, num_events: 
     state = play(store, initial_state(RULES, RUN), TWO_ROUNDS[:num_events])
     store.close()
     recovered = Store.open(tmp_path)
-    fresh = with_leases_until(state, recovered.saved_now + RULES.lease_seconds + RECONNECT_SECONDS)
+    fresh = with_leases_until(state, recovered.saved_now + RULES.lease_seconds + RETRY_CAP_SECONDS)
     assert recovered.load(RULES, RUN) == fresh
     assert recovered.saved_now == (1.0 if num_events else 0.0)
 
@@ -194,7 +195,7 @@ def test_only_present_members_get_a_fresh_lease(tmp_path: Path) -> None:
     play(store, initial_state(RULES, RUN), [attached(A), attached(B), detached(B)], now=30.0)
     store.close()
     members = Store.open(tmp_path).load(replace(RULES, lease_seconds=9), RUN).members
-    assert (members[A].lease_until, members[B].lease_until) == (39.0 + RECONNECT_SECONDS, 45.0)
+    assert (members[A].lease_until, members[B].lease_until) == (39.0 + RETRY_CAP_SECONDS, 45.0)
 
 
 def test_a_step_that_the_disk_refuses_leaves_the_step_before(tmp_path: Path) -> None:

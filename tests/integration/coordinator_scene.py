@@ -1,0 +1,155 @@
+"""A real coordinator over real TLS, and nodes that train nothing and say what a test wants."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+from coordinator.app import Coordinator
+from coordinator.config import CoordinatorConfig, Home, create_home
+from protocol.channel import open_blocking_channel, open_channel
+from protocol.credentials import Credentials
+from protocol.enrolment import enrol
+from protocol.identity import Identity
+from protocol.invite import Invite
+from protocol.v1 import operator_pb2, round_pb2, session_pb2
+from protocol.v1.operator_pb2_grpc import OperatorServiceStub
+from protocol.v1.session_pb2_grpc import SessionServiceStub
+from protocol.v1.status_pb2_grpc import StatusServiceStub
+
+PATIENCE_SECONDS = 30.0
+LOCAL = CoordinatorConfig(host="127.0.0.1", control_port=0, enrolment_port=0, advertise="127.0.0.1")
+RUN = '[run]\nname = "tested"\nrounds = 2\nmin_nodes = 2\n'
+START, MIDDLE = b"\x10" * 32, b"\x20" * 32
+NUM_ELEMENTS = 1024
+
+
+def new_home(folder: Path) -> Home:
+    return create_home(folder, config=LOCAL, text=RUN, now=datetime.now(UTC))
+
+
+@asynccontextmanager
+async def serving(home: Home) -> AsyncIterator[Coordinator]:
+    coordinator = await Coordinator.start(home, home.config)
+    try:
+        yield coordinator
+    finally:
+        await coordinator.stop()
+
+
+async def invite_from(home: Home, *, uses: int = 2, seconds: float = 60.0) -> tuple[Invite, str]:
+    """An invite, and its name; asked for as 'atoll invite create' does, but without blocking."""
+
+    def ask() -> operator_pb2.CreateInviteResponse:
+        with open_blocking_channel(Credentials.load(home.directory)) as channel:
+            request = operator_pb2.CreateInviteRequest(max_uses=uses, valid_seconds=seconds)
+            response: operator_pb2.CreateInviteResponse = OperatorServiceStub(channel).CreateInvite(
+                request
+            )
+            return response
+
+    made = await asyncio.to_thread(ask)
+    return Invite.decode(made.invite), made.invite_id
+
+
+class FakeNode:
+    """A node that trains nothing and says what the test wants."""
+
+    def __init__(self, identity: Identity, credentials: Credentials, name: str) -> None:
+        self.identity, self.credentials, self.name = identity, credentials, name
+        self.node_id = identity.node_id
+        self.session_id = 0
+        self.events: AsyncIterator[session_pb2.SubscribeResponse]
+        self.connect()
+
+    def connect(self) -> None:
+        self._channel = open_channel(self.credentials)
+        self.session = SessionServiceStub(self._channel)
+        self.status = StatusServiceStub(self._channel)
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def attach(self, **changes: object) -> session_pb2.AttachResponse:
+        digest = (await self.session.GetRun(session_pb2.GetRunRequest())).run_digest
+        request = session_pb2.AttachRequest(
+            node_name=self.name,
+            address=session_pb2.PeerAddress(
+                public_key=self.identity.public_key, multiaddrs=["/ip4/127.0.0.1/tcp/1"]
+            ),
+            run_digest=digest,
+            layout=session_pb2.LayoutSummary(digest=b"l" * 32, fragment_elements=[NUM_ELEMENTS]),
+            corpus=session_pb2.CorpusSummary(digest=b"c" * 32, num_samples=10, num_bytes=99),
+            outer_digest=START,
+            device="cpu",
+            num_ranks=1,
+            version="0",
+        )
+        request.MergeFrom(session_pb2.AttachRequest(**changes))  # type: ignore[arg-type]
+        response: session_pb2.AttachResponse = await self.session.Attach(request)
+        self.session_id = response.session_id
+        return response
+
+    def subscribe(self) -> None:
+        request = session_pb2.SubscribeRequest(session_id=self.session_id)
+        self.events = self.session.Subscribe(request).__aiter__()
+
+    async def next(self, kind: str) -> session_pb2.SubscribeResponse:
+        """The next event of a kind; those of others are passed over."""
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while True:
+                event = await anext(self.events)
+                if event.WhichOneof("event") == kind:
+                    return event
+
+    async def report(self, number: int, **report: object) -> None:
+        request = session_pb2.ReportRequest(session_id=self.session_id, round=number)
+        request.MergeFrom(session_pb2.ReportRequest(**report))  # type: ignore[arg-type]
+        await self.session.Report(request)
+
+    async def trained(self, number: int) -> None:
+        report = session_pb2.TrainedReport(inner_steps=30, tokens=1000, loss=2.0, seconds=1.0)
+        await self.report(number, trained=report)
+
+    async def reduced(self, plan: round_pb2.Plan) -> None:
+        """Reduces its slices, with a contribution of every participant."""
+        contributors = [
+            round_pb2.Contributor(node_id=a.node_id, tokens=1000) for a in plan.assignments
+        ]
+        for part in plan.slices:
+            if part.reducer_id == self.node_id:
+                reduced = session_pb2.ReducedReport(
+                    slice_index=part.index, digest=result(part.index), contributors=contributors
+                )
+                await self.report(plan.round, reduced=reduced)
+
+    async def held(self, plan: round_pb2.Plan) -> None:
+        for part in plan.slices:
+            held = session_pb2.HeldReport(slice_index=part.index, digest=result(part.index))
+            await self.report(plan.round, held=held)
+
+    async def applied(self, number: int, digest: bytes) -> None:
+        await self.report(number, applied=session_pb2.AppliedReport(outer_digest=digest))
+
+
+def result(slice_index: int) -> bytes:
+    return bytes([200 + slice_index]) * 32
+
+
+async def joined(invite: Invite, name: str) -> FakeNode:
+    identity = Identity.generate()
+    return FakeNode(identity, await enrol(invite, identity, name), name)
+
+
+@asynccontextmanager
+async def two_nodes(home: Home) -> AsyncIterator[tuple[FakeNode, FakeNode]]:
+    invite, _ = await invite_from(home)
+    nodes = await joined(invite, "node-a"), await joined(invite, "node-b")
+    try:
+        for node in nodes:
+            await node.attach()
+            node.subscribe()
+        yield nodes
+    finally:
+        await asyncio.gather(*(node.close() for node in nodes))

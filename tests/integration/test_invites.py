@@ -1,0 +1,168 @@
+"""Invites over real TLS: who may join, who may call, and what the others are told."""
+
+import asyncio
+import json
+import re
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from coordinator_scene import (
+    FakeNode,
+    invite_from,
+    joined,
+    new_home,
+    serving,
+)
+
+from coordinator.cli import invite as invite_command
+from protocol.channel import open_channel
+from protocol.credentials import Credentials
+from protocol.enrolment import enrol
+from protocol.errors import (
+    BadDataError,
+    NoInputError,
+    NotPermittedError,
+    ProtocolMismatchError,
+    TemporaryError,
+    UnavailableError,
+)
+from protocol.identity import Identity
+from protocol.invite import Invite
+from protocol.pki import make_request
+from protocol.v1 import operator_pb2, session_pb2, status_pb2
+from protocol.v1.operator_pb2_grpc import OperatorServiceStub
+from protocol.v1.session_pb2_grpc import SessionServiceStub
+
+
+async def test_the_owner_types_invite_create_and_the_one_line_printed_lets_a_node_join(
+    tmp_path: Path,
+) -> None:
+    home = new_home(tmp_path / "home")
+
+    async def typed(*arguments: str) -> Result:
+        line = [*arguments, "--dir", str(home.directory)]
+        return await asyncio.to_thread(CliRunner().invoke, invite_command, line)
+
+    before = await typed("create")
+    assert (
+        isinstance(before.exception, UnavailableError) and "never started" in before.exception.what
+    )
+    async with serving(home):
+        created = await typed("create", "--uses", "3", "--expires", "7d")
+        match = re.fullmatch(r"atoll join (\S+)\n", created.stdout)
+        assert match is not None, created.output
+        await (await joined(Invite.decode(match[1]), "node-a")).close()
+        (listed,) = json.loads((await typed("list", "--json")).stdout)
+        assert (listed["max_uses"], len(listed["node_ids"])) == (3, 1)
+        assert 6.9 * 86400 < listed["remaining_seconds"] <= 7 * 86400
+        assert (await typed("revoke", listed["invite_id"])).exit_code == 0
+        assert "revoked" in (await typed("list")).stdout
+        unknown = await typed("revoke", "nonesuch")
+        assert isinstance(unknown.exception, NoInputError)
+
+
+async def test_invites_that_do_not_hold_are_refused_each_with_its_reason(tmp_path: Path) -> None:
+    home = new_home(tmp_path / "home")
+    async with serving(home):
+        once, _ = await invite_from(home, uses=1)
+        first = await joined(once, "first")
+        await first.close()
+        await enrol(once, first.identity, "first")  # its answer was lost: free of charge
+        with pytest.raises(NotPermittedError, match="used up: 1 of 1"):
+            await joined(once, "second")
+
+        wrong = Invite(
+            host=once.host, port=once.port, pin=once.pin, invite_id=once.invite_id, secret=bytes(32)
+        )
+        with pytest.raises(NotPermittedError, match="is not an invite of this swarm"):
+            await joined(wrong, "third")
+
+        expired, _ = await invite_from(home, seconds=1e-6)
+        with pytest.raises(NotPermittedError, match="expired"):
+            await joined(expired, "fourth")
+
+        revoked, invite_id = await invite_from(home)
+        operator = Credentials.load(home.directory)
+        async with open_channel(operator) as channel:
+            stub = OperatorServiceStub(channel)
+            await stub.RevokeInvite(operator_pb2.RevokeInviteRequest(invite_id=invite_id))
+            listed = (await stub.ListInvites(operator_pb2.ListInvitesRequest())).invites
+        assert [(status.revoked, len(status.node_ids)) for status in listed] == [
+            (True, 0),
+            (False, 0),
+            (False, 1),
+        ]
+        with pytest.raises(NotPermittedError, match="revoked"):
+            await joined(revoked, "fifth")
+
+
+async def test_who_guesses_invites_is_made_to_wait(tmp_path: Path) -> None:
+    home = new_home(tmp_path / "home")
+    async with serving(home):
+        invite, _ = await invite_from(home)
+        wrong = Invite(
+            host=invite.host, port=invite.port, pin=invite.pin, invite_id="guess", secret=bytes(32)
+        )
+        for _ in range(10):
+            with pytest.raises(NotPermittedError):
+                await joined(wrong, "guesser")
+        with pytest.raises(TemporaryError, match="10 attempts"):
+            await joined(invite, "guesser")
+
+
+async def test_only_members_may_call_and_only_the_run_owner_may_invite(tmp_path: Path) -> None:
+    home, other = new_home(tmp_path / "home"), new_home(tmp_path / "other")
+    async with serving(home), serving(other), AsyncExitStack() as opened:
+        invite, _ = await invite_from(home)
+        elsewhere, _ = await invite_from(other)
+        member, stranger = await joined(invite, "member"), await joined(elsewhere, "stranger")
+        opened.push_async_callback(member.close)
+        opened.push_async_callback(stranger.close)
+
+        owner = await opened.enter_async_context(open_channel(Credentials.load(home.directory)))
+        with pytest.raises(NotPermittedError, match="operator's certificate is not a node's"):
+            await SessionServiceStub(owner).GetRun(session_pb2.GetRunRequest())
+
+        mine = await opened.enter_async_context(open_channel(member.credentials))
+        with pytest.raises(NotPermittedError, match="only the run owner"):
+            await OperatorServiceStub(mine).ListInvites(operator_pb2.ListInvitesRequest())
+        with pytest.raises(ProtocolMismatchError, match="works by run"):
+            await member.attach(run_digest=b"\xee" * 32)
+        with pytest.raises(BadDataError, match="has the key of node"):
+            await member.attach(
+                address=session_pb2.PeerAddress(public_key=stranger.identity.public_key)
+            )
+
+        # The other swarm's certificate, shown to this swarm's coordinator.
+        forged = replace(
+            member.credentials,
+            certificate_pem=stranger.credentials.certificate_pem,
+            key_pem=stranger.credentials.key_pem,
+        )
+        theirs = await opened.enter_async_context(open_channel(forged))
+        with pytest.raises(ProtocolMismatchError):
+            await SessionServiceStub(theirs).GetRun(session_pb2.GetRunRequest())
+
+
+async def test_a_certificate_that_the_database_does_not_know_is_not_enough(tmp_path: Path) -> None:
+    home = new_home(tmp_path / "home")
+    async with serving(home):
+        invite, _ = await invite_from(home)
+        identity = Identity.generate()
+        request_der, key_pem = make_request()
+        issued = home.authority.issue_node(request_der, identity.node_id, datetime.now(UTC))
+        credentials = replace(
+            Credentials.load(home.directory), certificate_pem=issued, key_pem=key_pem
+        )
+        node = FakeNode(identity, credentials, "unknown")
+        with pytest.raises(NotPermittedError, match="is not enrolled"):
+            await node.attach()
+        with pytest.raises(NotPermittedError, match="is not enrolled"):
+            await node.status.GetStatus(status_pb2.GetStatusRequest())
+        await enrol(invite, identity, "unknown")
+        await node.attach()
+        await node.close()
