@@ -1,0 +1,204 @@
+"""Atoll and its peers over slow links, side by side: time and bytes to a loss, on the network lab.
+
+    python -m benchmarks.wan [--rates 100] [--round-trips 50] [--contenders atoll ddp …] [--seconds 75]
+
+Every contender trains the same model from the same weights on the same samples, one process for each
+node, in hosts of the network lab, one contender after the other. Held-out loss is measured after each
+has ended. An inner step lasts `--step-seconds`, as on a GPU of one's own: what is not computed is
+slept, alike for all (benchmarks/wan_peers/pace.py), so the cores stay free for the network. The loss to
+be reached is the lowest that a peer ends with, unless `--target` names one; times lie on straight
+lines between evaluations.
+
+`--rates 0` lifts the limits of the links, and with `--steps` all contenders take as many inner steps:
+so settings are compared by their loss alone. `--set outer.learning_rate=0.7` changes the run file, for
+all. Needs root. Prints tables and adds JSON lines to `--output`.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+
+from benchmarks.network_lab import LabUnavailableError, check_this_machine
+from benchmarks.wan_peers.contender import BY_NAME, CONTENDERS
+from benchmarks.wan_report import COLUMNS, Measured, as_markdown, cells_of, target_of
+from benchmarks.wan_run import Case, Judge, measure
+from protocol import console
+from protocol.errors import AtollError, UsageError
+
+DEFAULT_CONTENDERS = (
+    "atoll",
+    "atoll-fp32",
+    "ddp",
+    "ddp-powersgd",
+    "gloo-diloco-bf16",
+    "hivemind",
+    "torchft-overlap",
+)
+
+MODELS: dict[str, dict[str, Any]] = {
+    "1m": {"hidden_size": 128, "num_layers": 6, "ffn_size": 384},
+    "3m": {"hidden_size": 256, "num_layers": 4, "ffn_size": 768},
+    "5m": {"hidden_size": 256, "num_layers": 6, "ffn_size": 768},
+}
+
+FOREVER_ROUNDS = 2**31 - 1
+
+
+def tables_of(chosen: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """The run file that all contenders share."""
+    tables: dict[str, dict[str, Any]] = {
+        "run": {
+            "name": "wan",
+            "seed": chosen.seed,
+            "rounds": 1_000_000,  # it is ended, and does not end
+            "min_nodes": chosen.nodes,
+        },
+        "model": {"num_heads": 4, "num_kv_heads": 2, "context": 64} | MODELS[chosen.model_size],
+        "inner": {
+            "steps": chosen.inner_steps,
+            "batch": 2,
+            "learning_rate": 2e-3,
+            # Contenders differ in how many steps they get: nothing may depend on their number.
+            "schedule": "constant",
+            "warmup_tokens": 20 * chosen.nodes * 2 * 64,
+        },
+        "outer": {"optimizer": "nesterov", "learning_rate": 0.7, "momentum": 0.6},
+        "evaluation": {"every_rounds": FOREVER_ROUNDS, "samples": 128},
+    }
+    for change in chosen.set:
+        place, _, value = change.partition("=")
+        table, _, key = place.partition(".")
+        try:
+            tables.setdefault(table, {})[key] = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise UsageError(
+                f"--set {change}: {value!r} is no JSON value",
+                next_step="write --set outer.learning_rate=0.7",
+            ) from error
+    return tables
+
+
+def cases_of(chosen: argparse.Namespace) -> list[Case]:
+    """Every combination of links that was asked for."""
+    return [
+        Case(
+            num_nodes=chosen.nodes,
+            mbit=rate,
+            up_share=up_share,
+            round_trip_ms=round_trip,
+            step_seconds=chosen.step_seconds,
+            seconds=chosen.seconds,
+            most_steps=chosen.steps,
+            num_saves=chosen.saves,
+            tables=tables_of(chosen),
+        )
+        for rate, round_trip, up_share in itertools.product(
+            chosen.rates, chosen.round_trips, chosen.up_shares
+        )
+    ]
+
+
+def show(line: str) -> None:
+    """Something for who waits: one line that is written over on a terminal."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+    elif "inner steps" not in line:
+        print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
+
+
+def print_table(case: Case, rows: list[Measured], target: float | None) -> None:
+    """One case, for people and for docs."""
+    up = "" if case.up_share == 1 else f", uplinks {case.mbit * case.up_share:g} Mbit/s"
+    print(
+        f"\n{case.mbit:g} Mbit/s{up}, round trip {case.round_trip_ms:g} ms, "
+        f"{case.num_nodes} nodes, {case.seconds:g} s each; "
+        + ("no loss to reach" if target is None else f"the loss to reach is {target:.3f}")
+    )
+    console.terminal().print(
+        console.table(COLUMNS, cells_of(rows, target), right=COLUMNS[1:5] + COLUMNS[5:])
+    )
+    for row in rows:
+        if row.trouble:
+            print(f"{row.name}: {row.trouble}")
+    print(as_markdown(rows, target))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's arguments."""
+    made = argparse.ArgumentParser(
+        prog="python -m benchmarks.wan",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--rates", type=float, nargs="+", default=[100.0], help="Mbit/s of links")
+    made.add_argument("--round-trips", type=float, nargs="+", default=[50.0], help="in ms")
+    made.add_argument(
+        "--up-shares", type=float, nargs="+", default=[1.0], help="an uplink's part of the rate"
+    )
+    made.add_argument(
+        "--contenders", nargs="+", default=list(DEFAULT_CONTENDERS), choices=sorted(BY_NAME)
+    )
+    made.add_argument("--nodes", type=int, default=2)
+    made.add_argument("--seconds", type=float, default=75.0, help="that each contender trains")
+    made.add_argument("--steps", type=int, help="… or inner steps, whichever ends first")
+    made.add_argument(
+        "--step-seconds", type=float, default=0.15, help="of an inner step; 0: its own"
+    )
+    made.add_argument("--inner-steps", type=int, default=10, help="between two exchanges")
+    made.add_argument("--model-size", choices=sorted(MODELS), default="5m")
+    made.add_argument("--saves", type=int, default=20, help="evaluations of each contender")
+    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--target", type=float, help="the loss to be reached, in nats per byte")
+    made.add_argument("--set", nargs="*", default=[], metavar="TABLE.KEY=JSON")
+    made.add_argument(
+        "--note", default="", help="stands in the results: what else ran, for example"
+    )
+    made.add_argument("--output", type=Path, default=Path("docs/results/wan.jsonl"))
+    return made
+
+
+def main() -> None:
+    """Measures all cases, prints."""
+    chosen = parser().parse_args()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
+    torch.set_num_threads(os.cpu_count() or 1)
+    contenders = [c for c in CONTENDERS if c.name in chosen.contenders]
+    try:
+        check_this_machine()
+        cases = cases_of(chosen)
+        judge = Judge(cases[0].spec(contenders[0]))
+        for case in cases:
+            rows: list[Measured] = []
+            for contender in contenders:
+                rows.append(measure(contender, case, judge, show))
+                line = {
+                    "machine": platform.platform(),
+                    "cores": os.cpu_count(),
+                    "load": os.getloadavg()[0],
+                    "note": chosen.note,
+                    **asdict(case),
+                    "model": chosen.model_size,
+                    "parameters": int(judge.first.size),
+                    **asdict(rows[-1]),
+                }
+                with chosen.output.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+            print_table(case, rows, chosen.target or target_of(rows))
+    except LabUnavailableError as error:
+        sys.exit(str(error))
+    except AtollError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

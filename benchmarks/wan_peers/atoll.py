@@ -1,0 +1,63 @@
+"""Atoll by the commands that people type: a coordinator in the host in the middle, and nodes that join."""
+
+import re
+from pathlib import Path
+
+from benchmarks.wan_peers.order import ORDER_VARIABLE
+from benchmarks.wan_peers.stage import MIDDLE, Stage
+
+_CLI = "protocol.cli"
+
+
+def start(stage: Stage) -> None:
+    """Starts the coordinator, lets all nodes join, and starts them."""
+    home = stage.folder / "coordinator"
+    middle = stage.lab.address(MIDDLE)
+    run_file = stage.folder / "run.toml"
+    run_file.write_text(toml_of(stage.orders[0].tables))
+    init = ("coordinator", "init", home, "--run", run_file, "--host", middle)
+    stage.run(MIDDLE, stage.module(_CLI, *init))
+    stage.start(MIDDLE, "coordinator", stage.module(_CLI, "coordinator", "start", home))
+    stage.until(lambda: "coordinator ready" in stage.log_text("coordinator"), "the coordinator")
+    uses = str(len(stage.orders))
+    create = ("invite", "create", "--uses", uses, "--dir", home)
+    printed = stage.run(MIDDLE, stage.module(_CLI, *create))
+    found = re.search(r"atoll1-\S+", printed)
+    assert found is not None, printed
+    for host, order, order_file in stage.nodes():
+        folder = stage.folder / host
+        stage.run(
+            host,
+            stage.module(_CLI, "join", "--dir", folder, "--name", host),
+            ATOLL_INVITE=found[0],
+        )
+        start_node = ("node", "start", "--dir", folder, "--listen", order.address)
+        stage.start(
+            host,
+            host,
+            stage.module(
+                "benchmarks.wan_peers.atoll_node", *start_node, "--drain-within", "0", "--log-json"
+            ),
+            **{ORDER_VARIABLE: str(order_file)},
+        )
+
+
+def toml_of(tables: object) -> str:
+    """Tables of plain values as TOML."""
+    assert isinstance(tables, dict)
+    lines: list[str] = []
+    for table, keys in tables.items():
+        lines.append(f"[{table}]")
+        lines += [f"{key} = {_value(value)}" for key, value in keys.items()]
+    return "\n".join([*lines, ""])
+
+
+def _value(value: object) -> str:
+    match value:
+        case bool():
+            return str(value).lower()
+        case str() | Path():
+            return f'"{value}"'
+        case int() | float():
+            return repr(value)
+    raise TypeError(f"{value!r} has no place in the benchmark's run file")

@@ -1,0 +1,115 @@
+"""One node's training without Atoll: what all other contenders do alike.
+
+Model, first weights, samples, inner optimizer and learning rates are Atoll's own, so that only the way
+of exchanging differs. Node p trains in round r the samples that a plan of Atoll would lease it.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.wan_peers.order import Order, Teller
+from benchmarks.wan_peers.pace import Pace
+from node.island.corpus import read_corpus
+from node.island.first_weights import initial_parameters
+from node.island.model import Decoder, Objective, copy_parameters, layout_of
+from node.island.optimizers import inner_optimizers
+from node.island.samples import SampleOrder
+from node.island.schedule import default_total_tokens, share_of_peak
+from node.outer_state import Vector
+
+MEETING_PORT = 29500
+
+
+class Training:
+    """A node's model and what an inner step does with it."""
+
+    def __init__(self, order: Order) -> None:
+        torch.set_num_threads(1)
+        self.order = order
+        self.spec = order.spec
+        self.teller = Teller(order)
+        self.pace = Pace(order.step_seconds)
+        inner = self.spec.inner
+        self.rounds_steps = inner.steps
+        self._corpus = read_corpus(
+            self.spec.data, context=self.spec.model.context, batch=inner.batch, folder=Path.cwd()
+        )
+        self._samples = SampleOrder(seed=self.spec.run.seed, num_samples=self._corpus.num_samples)
+        self._layout = layout_of(self.spec.model)
+        self.decoder = Decoder(self.spec.model)
+        first = initial_parameters(self.spec.model, self.spec.run.seed)
+        copy_parameters(self.decoder, self._layout, first)
+        self.pace.attach(self.decoder.model.layers)
+        self.objective: nn.Module = Objective(self.decoder)
+        (self.optimizer,) = inner_optimizers(self.decoder, inner)
+
+    def first_sample(self, step: int) -> int:
+        """The place of a step's first sample in the run's order."""
+        inner = self.spec.inner
+        round_, within = divmod(step, inner.steps)
+        leased = (round_ * self.order.num_nodes + self.order.rank) * inner.steps * inner.batch
+        return leased + within * inner.batch
+
+    def inner_step(self, step: int, take: Callable[[], object] | None = None) -> None:
+        """Forward, backward, clipping, and the optimizer's step, or `take` in its place."""
+        if not self.teller.has_begun:
+            self.teller.begin()
+        self.pace.begin()
+        self._set_learning_rate(step)
+        indices = self._samples.indices(self.first_sample(step), self.spec.inner.batch)
+        windows = torch.from_numpy(self._corpus.windows(self._corpus.training, indices))
+        loss: Tensor = self.objective(windows[:, :-1], windows[:, 1:])
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.decoder.parameters(), self.spec.inner.clip)
+        (take or self.optimizer.step)()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.pace.end()
+
+    def _set_learning_rate(self, step: int) -> None:
+        share = share_of_peak(
+            self.spec.inner,
+            step * self.order.num_nodes * self.spec.tokens_per_inner_step,
+            default_total_tokens=default_total_tokens(self.spec),
+        )
+        for group in self.optimizer.param_groups:
+            group["lr"] = share * group["peak_rate"]
+
+    def save_if_due(self, exchanges: int) -> None:
+        """To be called after an exchange, when the weights are the global ones."""
+        self.teller.save_if_due(
+            self.weights,
+            exchanges=exchanges,
+            steps=self.pace.steps,
+            late_steps=self.pace.late_steps,
+        )
+
+    def weights(self) -> Vector:
+        """All parameters as one canonical vector."""
+        named = dict(self.decoder.named_parameters())
+        vector = np.empty(self._layout.num_elements, np.float32)
+        for place in self._layout.places:
+            values = named[place.name].detach().reshape(-1).numpy()
+            vector[place.offset : place.offset + place.num_elements] = values
+        return vector
+
+
+def join_gloo(order: Order) -> None:
+    """Meets the other nodes; the interface is named in the environment."""
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://{order.addresses[0]}:{MEETING_PORT}",
+        rank=order.rank,
+        world_size=order.num_nodes,
+    )
+    dist.barrier()
+
+
+def own_order() -> Order:
+    """The one that the command names."""
+    return Order.read(sys.argv[1])

@@ -1,0 +1,143 @@
+"""What benchmarks/wan.py makes of what was measured: times to a loss, ratios, the table. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from protocol import console
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """The global model of a contender at some moment of its training."""
+
+    seconds: float
+    inner_steps: int  # of one node
+    tokens: int  # of all nodes
+    sent_bytes: int  # by the node that sent most
+    loss: float  # held out, nats per byte
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One contender in one case. `trouble` says why there is nothing to measure, or what to know."""
+
+    name: str
+    words: str
+    is_atoll: bool
+    points: tuple[Point, ...] = ()  # the first one is at 0 seconds
+    step_seconds: float = 0.0
+    late_share: float = 0.0  # of inner steps whose own work took too long
+    replicas_apart: float | None = None  # relative to how far the weights have moved
+    trouble: str = ""
+
+    @property
+    def has_trained(self) -> bool:
+        return len(self.points) > 1
+
+    @property
+    def last(self) -> Point:
+        return self.points[-1]
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.last.tokens / self.last.seconds
+
+    @property
+    def utilisation(self) -> float:
+        """Share of the time that inner steps took, each counted with its set length."""
+        return self.last.inner_steps * self.step_seconds / self.last.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reached:
+    """When a loss was reached, and what had been sent by then."""
+
+    seconds: float
+    sent_bytes: float
+
+
+def reached(points: Sequence[Point], target: float) -> Reached | None:
+    """The first crossing of the target, on a straight line between two evaluations; None: never."""
+    before: Point | None = None
+    for point in points:
+        if point.loss <= target:
+            if before is None:
+                return Reached(seconds=point.seconds, sent_bytes=point.sent_bytes)
+            share = (before.loss - target) / (before.loss - point.loss)
+            return Reached(
+                seconds=before.seconds + share * (point.seconds - before.seconds),
+                sent_bytes=before.sent_bytes + share * (point.sent_bytes - before.sent_bytes),
+            )
+        before = point
+    return None
+
+
+def target_of(rows: Sequence[Measured]) -> float | None:
+    """The lowest loss that a peer ends with; without peers, the highest of ours, to compare those."""
+    peers = [row.last.loss for row in rows if row.has_trained and not row.is_atoll]
+    ours = [row.last.loss for row in rows if row.has_trained and row.is_atoll]
+    if peers:
+        return min(peers)
+    return max(ours, default=None)
+
+
+def fastest_peer_seconds(rows: Sequence[Measured], target: float) -> float | None:
+    """How long the quickest peer took to the target; None when none reached it."""
+    times = [
+        found.seconds
+        for row in rows
+        if not row.is_atoll and (found := reached(row.points, target)) is not None
+    ]
+    return min(times, default=None)
+
+
+COLUMNS = (
+    "contender",
+    "to the loss",
+    "of the best peer",
+    "sent by then",
+    "loss at the end",
+    "inner steps",
+    "tokens/s",
+    "computing",
+    "late steps",
+    "replicas apart",
+)
+
+
+def cells_of(rows: Sequence[Measured], target: float | None) -> list[tuple[str, ...]]:
+    """The table's cells; a contender without figures has its trouble in place of them."""
+    quickest = None if target is None else fastest_peer_seconds(rows, target)
+    return [_cells(row, target, quickest) for row in rows]
+
+
+def _cells(row: Measured, target: float | None, quickest: float | None) -> tuple[str, ...]:
+    name = f"{row.name}: {row.words}"
+    if not row.has_trained:
+        return (name, row.trouble, *[""] * (len(COLUMNS) - 2))
+    found = None if target is None else reached(row.points, target)
+    if found is None:
+        to_loss, ratio, sent = "not reached", "", ""
+    else:
+        to_loss, sent = f"{found.seconds:.1f} s", console.bytes_in_words(round(found.sent_bytes))
+        ratio = "" if quickest is None else f"× {quickest / found.seconds:.2f}"
+    apart = "not compared" if row.replicas_apart is None else f"{row.replicas_apart:.1e}"
+    return (
+        name,
+        to_loss,
+        ratio,
+        sent,
+        f"{row.last.loss:.3f}",
+        f"{row.last.inner_steps}",
+        f"{row.tokens_per_second:,.0f}",
+        f"{row.utilisation:.0%}",
+        f"{row.late_share:.0%}",
+        apart,
+    )
+
+
+def as_markdown(rows: Sequence[Measured], target: float | None) -> str:
+    """The same table for docs."""
+    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    lines += [f"| {' | '.join(cells)} |" for cells in cells_of(rows, target)]
+    return "\n".join(lines)
