@@ -171,7 +171,7 @@ def main() -> None:
     """Measures all cases, prints."""
     chosen = parser().parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
-    torch.set_num_threads(os.cpu_count() or 1)
+    torch.set_num_threads(1)
     contenders = [c for c in CONTENDERS if c.name in chosen.contenders]
     try:
         check_this_machine()

@@ -106,7 +106,7 @@ COLUMNS = (
 
 
 def cells_of(rows: Sequence[Measured], target: float | None) -> list[tuple[str, ...]]:
-    """The table's cells; a contender without figures has its trouble in place of them."""
+    """The table's cells; a contender without figures says so."""
     quickest = None if target is None else fastest_peer_seconds(rows, target)
     return [_cells(row, target, quickest) for row in rows]
 
@@ -114,7 +114,8 @@ def cells_of(rows: Sequence[Measured], target: float | None) -> list[tuple[str, 
 def _cells(row: Measured, target: float | None, quickest: float | None) -> tuple[str, ...]:
     name = f"{row.name}: {row.words}"
     if not row.has_trained:
-        return (name, row.trouble, *[""] * (len(COLUMNS) - 2))
+        # Its words stand below the table: a traceback has no place in a cell.
+        return (name, "no figures", *[""] * (len(COLUMNS) - 2))
     found = None if target is None else reached(row.points, target)
     if found is None:
         to_loss, ratio, sent = "not reached", "", ""

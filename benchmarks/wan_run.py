@@ -34,6 +34,7 @@ CONGESTION_CONTROL = "cubic"
 """What most machines use."""
 
 _POLL_SECONDS = 0.2
+_SAMPLES_AT_ONCE = 16
 _PEERS = "benchmarks.wan_peers"
 
 
@@ -77,7 +78,10 @@ class Case:
 class Judge:
     """Measures the held-out loss of weights, for all contenders on the same samples."""
 
-    def __init__(self, spec: RunSpec) -> None:
+    def __init__(self, run: RunSpec) -> None:
+        # More samples at once than are trained on: fewer passes for the same sum.
+        inner = run.inner.model_copy(update={"batch": _SAMPLES_AT_ONCE})
+        spec = run.model_copy(update={"inner": inner})
         self.first = initial_parameters(spec.model, spec.run.seed)
         corpus = read_corpus(
             spec.data, context=spec.model.context, batch=spec.inner.batch, folder=Path.cwd()

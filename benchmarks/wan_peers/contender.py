@@ -98,7 +98,7 @@ CONTENDERS = (
         name="torchft-overlap",
         module="torchft_diloco",
         words="the same, all-reduce during inner steps",
-        options={"delay_steps": -1, "alpha": 0.5},
+        options={"delay_share": 0.5, "alpha": 0.5},
         needs="torchft",
         has_lighthouse=True,
     ),

@@ -9,14 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import hivemind
+from hivemind.compression import CompressionBase, Float16Compression, NoCompression
 
 from benchmarks.wan_peers.order import Order
 from benchmarks.wan_peers.training import Training, own_order
 
 PORT = 29600
-COMPRESSIONS: dict[str, Callable[[], hivemind.CompressionBase]] = {
-    "none": hivemind.NoCompression,
-    "float16": hivemind.Float16Compression,
+COMPRESSIONS: dict[str, Callable[[], CompressionBase]] = {
+    "none": NoCompression,
+    "float16": Float16Compression,
 }
 
 

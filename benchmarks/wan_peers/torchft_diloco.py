@@ -1,8 +1,8 @@
 """torchft's DiLoCo over its gloo process group, with its lighthouse in the host in the middle.
 
-Options: `delay_steps` lets the all-reduce go on for so many inner steps, and `alpha` is the share of
-the local weights afterwards (Streaming DiLoCo). Quantisation is not offered: without Triton torchft
-sends fp32 and does not say so.
+Options: `delay_share` lets the all-reduce go on for that share of a round's inner steps, and `alpha` is
+the share of the local weights afterwards (Streaming DiLoCo). Quantisation is not offered: without
+Triton torchft sends fp32 and does not say so.
 
     python -m benchmarks.wan_peers.torchft_diloco lighthouse NUM_NODES
 
@@ -19,7 +19,7 @@ from torchft import Manager, ProcessGroupGloo
 from torchft.coordination import LighthouseServer
 from torchft.local_sgd import DiLoCo
 
-from benchmarks.wan_peers.training import MEETING_PORT, Training, own_order
+from benchmarks.wan_peers.training import Training, own_order
 
 LIGHTHOUSE_PORT = 29510
 STORE_PORT = 29511
@@ -44,6 +44,9 @@ def train() -> None:
     store = dist.TCPStore(
         host_name=order.address, port=STORE_PORT, is_master=True, wait_for_workers=False
     )
+    assert (
+        store.port == STORE_PORT
+    )  # and it must live as long as the manager, which has its address
     manager = Manager(
         pg=ProcessGroupGloo(timeout=PATIENCE),
         load_state_dict=lambda _: None,
@@ -61,15 +64,6 @@ def train() -> None:
         hostname=order.address,
         init_sync=False,  # first weights are equal
     )
-    # All nodes are there before the clock runs, as with the other contenders.
-    meeting = dist.TCPStore(
-        host_name=order.addresses[0],
-        port=MEETING_PORT,
-        world_size=order.num_nodes,
-        is_master=order.rank == 0,
-        wait_for_workers=True,
-        timeout=PATIENCE,
-    )
     outer_optimizer = torch.optim.SGD(
         decoder.parameters(),
         lr=outer.learning_rate,
@@ -84,7 +78,7 @@ def train() -> None:
         outer_optimizer,
         sync_every=inner_steps,
         use_bucketization=True,  # else each tensor is an all-reduce of its own, and pays the delay
-        fragment_sync_delay=int(order.options.get("delay_steps", 0)),
+        fragment_sync_delay=int(inner_steps * order.options.get("delay_share", 0.0)),
         fragment_update_alpha=float(order.options.get("alpha", 0.0)),
     )
     fragment = synchronised._fragments[0]
@@ -93,6 +87,11 @@ def train() -> None:
         named = fragment.original_parameters
         return torch.cat([named[name].reshape(-1) for name, _ in decoder.named_parameters()])
 
+    # All nodes are there before the clock runs, as with the other contenders.
+    meeting = dist.FileStore(str(order.folder / "meeting"), order.num_nodes)
+    meeting.set_timeout(PATIENCE)
+    meeting.set(f"{order.rank} is ready", "")
+    meeting.wait([f"{rank} is ready" for rank in range(order.num_nodes)])
     with synchronised:
         step = 0
         while True:
@@ -108,7 +107,6 @@ def train() -> None:
                 steps=training.pace.steps,
                 late_steps=training.pace.late_steps,
             )
-    del store, meeting
 
 
 if __name__ == "__main__":

@@ -23,8 +23,6 @@ from node.island.samples import SampleOrder
 from node.island.schedule import default_total_tokens, share_of_peak
 from node.outer_state import Vector
 
-MEETING_PORT = 29500
-
 
 class Training:
     """A node's model and what an inner step does with it."""
@@ -100,10 +98,10 @@ class Training:
 
 
 def join_gloo(order: Order) -> None:
-    """Meets the other nodes; the interface is named in the environment."""
+    """Meets the other nodes in a file; what follows goes over the interface that the environment names."""
     dist.init_process_group(
         "gloo",
-        init_method=f"tcp://{order.addresses[0]}:{MEETING_PORT}",
+        init_method=f"file://{order.folder}/meeting",
         rank=order.rank,
         world_size=order.num_nodes,
     )

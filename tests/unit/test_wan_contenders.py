@@ -1,0 +1,170 @@
+"""The contenders of benchmarks/wan.py: their settings hold, and one that is missing says so."""
+
+import argparse
+import dataclasses
+import importlib.util
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import wan
+from benchmarks.wan_peers import atoll, atoll_rank
+from benchmarks.wan_peers.contender import BY_NAME, CONTENDERS, Contender
+from benchmarks.wan_peers.order import ORDER_VARIABLE, Order, Teller
+from benchmarks.wan_run import Case, measure
+from node.island.corpus import read_corpus
+from node.island.first_weights import initial_parameters
+from node.island.island import InnerWork
+from node.island.mesh import Mesh
+from node.island.trainer import Trainer
+from protocol.errors import UsageError
+from protocol.run_spec import RunSpec, validated
+from tests.tiny_runs import tiny
+
+
+def chosen(*arguments: str) -> argparse.Namespace:
+    return wan.parser().parse_args(arguments)
+
+
+def case_of(*arguments: str) -> Case:
+    (case,) = wan.cases_of(chosen(*arguments))
+    return case
+
+
+def order_of(folder: Path, spec: RunSpec) -> Order:
+    return Order(
+        rank=0,
+        addresses=("127.0.0.1", "127.0.0.2"),
+        middle="127.0.0.3",
+        interface="lo",
+        tables=spec.model_dump(mode="json"),
+        step_seconds=0.0,
+        save_seconds=10.0,
+        folder=folder,
+    )
+
+
+@pytest.mark.parametrize("contender", CONTENDERS, ids=lambda contender: contender.name)
+def test_every_contender_has_a_file_and_a_run_that_is_valid(contender: Contender) -> None:
+    assert importlib.util.find_spec(f"benchmarks.wan_peers.{contender.module}") is not None
+    spec = case_of().spec(contender)
+    assert spec.run.min_nodes == 2
+
+
+def test_the_default_contenders_are_there() -> None:
+    assert set(wan.DEFAULT_CONTENDERS) <= set(BY_NAME)
+
+
+def test_contenders_differ_in_how_they_exchange_only() -> None:
+    case = case_of()
+    kept = {
+        contender.name: case.spec(contender).model_dump(exclude={"exchange", "outer", "inner"})
+        for contender in CONTENDERS
+    }
+    assert len({str(one) for one in kept.values()}) == 1
+    inner = [case.spec(c).inner.model_dump(exclude={"learning_rate"}) for c in CONTENDERS]
+    assert all(one == inner[0] for one in inner)
+
+
+def test_a_missing_peer_gets_a_row_with_what_to_type(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    missing = dataclasses.replace(BY_NAME["torchft"], needs="no_such_peer")
+    nobody: Any = None  # it must not come to be judged
+    row = measure(missing, case_of(), nobody, lambda line: None)
+    assert not row.has_trained
+    assert row.trouble == "not installed: pip install 'atoll[peers]' brings no_such_peer"
+
+
+def test_a_link_has_half_of_the_paths_delay_and_the_share_of_its_rate() -> None:
+    links = case_of("--rates", "10", "--round-trips", "200", "--up-shares", "0.2").links()
+    assert set(links) == {"node-1", "node-2", "middle"}
+    link = links["node-1"]
+    assert link.up_bits_per_second == pytest.approx(2e6)
+    assert link.down_bits_per_second == pytest.approx(10e6)
+    assert 4 * link.delay_seconds == pytest.approx(0.2)
+
+
+def test_the_run_file_can_be_changed_and_mistakes_are_told() -> None:
+    spec = case_of("--set", "outer.momentum=0.3", "inner.learning_rate=1e-3").spec(CONTENDERS[0])
+    assert (spec.outer.momentum, spec.inner.learning_rate) == (0.3, 1e-3)
+    with pytest.raises(UsageError, match="is no JSON value"):
+        case_of("--set", "outer.momentum=high")
+
+
+@pytest.mark.parametrize("name", ["atoll", "atoll-fp32"])
+def test_atolls_run_file_says_the_same_as_its_tables(name: str) -> None:
+    case = case_of()
+    tables = case.tables_of(BY_NAME[name])
+    written = tomllib.loads(atoll.toml_of(tables))
+    assert validated(written, origin="the file") == case.spec(BY_NAME[name])
+
+
+def test_an_order_is_read_as_it_was_written(tmp_path: Path) -> None:
+    order = order_of(tmp_path, tiny())
+    assert Order.read(order.write()) == order
+    assert order.address == "127.0.0.1"
+
+
+def test_weights_are_kept_once_in_a_while_and_not_at_each_exchange(tmp_path: Path) -> None:
+    now = [50.0]
+    order = order_of(tmp_path, tiny())
+    order.write()
+    teller = Teller(order, clock=lambda: now[0])
+    teller.begin()
+    for exchanges, at in enumerate((55.0, 61.0, 62.0, 85.0), start=1):
+        now[0] = at
+        vector = np.full(3, exchanges, np.float32)
+        teller.save_if_due(
+            lambda kept=vector: kept, exchanges=exchanges, steps=exchanges, late_steps=0
+        )
+    kept = {path.name for path in tmp_path.glob("weights-*")}
+    assert kept == {"weights-0-2.npy", "weights-0-4.npy"}
+    assert np.load(tmp_path / "weights-0-4.npy").tolist() == [4.0, 4.0, 4.0]
+    assert order.log.read_text().count("saved") == 2
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Order:
+    """Trainers of this test are watched as those of Atoll's ranks in the benchmark are."""
+    order = dataclasses.replace(order_of(tmp_path, tiny()), save_seconds=1e-9)
+    monkeypatch.setenv(ORDER_VARIABLE, str(order.write()))
+    for name in ("__init__", "_inner_step", "adopt", "merge", "evaluate_at"):
+        monkeypatch.setattr(Trainer, name, getattr(Trainer, name))  # put back after the test
+    atoll_rank.watch_trainers()
+    return order
+
+
+def test_atolls_ranks_keep_the_global_parameters_that_they_adopt(watched: Order) -> None:
+    spec = watched.spec
+    corpus = read_corpus(
+        spec.data, context=spec.model.context, batch=spec.inner.batch, folder=Path.cwd()
+    )
+    trainer: Any = Trainer(
+        spec=spec, corpus=corpus, device=torch.device("cpu"), mesh=Mesh(), clock=lambda: 0.0
+    )
+    parameters = initial_parameters(spec.model, spec.run.seed)
+    trainer.adopt(parameters)
+    assert not watched.log.read_text(), "first weights are no exchange"
+    work = InnerWork(
+        round=1,
+        inner_steps=2,
+        first_sample=0,
+        num_samples=2 * spec.inner.batch,
+        token_clock=0,
+        tokens_per_inner_step=spec.tokens_per_inner_step,
+        max_seconds=float("inf"),
+        num_participants=1,
+    )
+    trainer.train(work, lambda progress: None)
+    trainer.evaluate_at(parameters)
+    assert [path.name for path in watched.folder.glob("weights-*")] == []
+    parameters += 1
+    trainer.merge(parameters, parameters.copy(), 0, is_taken=True)
+    (kept,) = watched.folder.glob("weights-*")
+    assert np.array_equal(np.load(kept), parameters)
+    assert trainer.watch.pace.steps == 2

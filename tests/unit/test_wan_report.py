@@ -1,0 +1,95 @@
+"""Times to a loss and the table of benchmarks/wan.py."""
+
+import pytest
+
+from benchmarks.wan_report import (
+    COLUMNS,
+    Measured,
+    Point,
+    as_markdown,
+    cells_of,
+    fastest_peer_seconds,
+    reached,
+    target_of,
+)
+
+
+def points(*pairs: tuple[float, float]) -> tuple[Point, ...]:
+    """Evaluations as (seconds, loss): ten steps and a thousand bytes in each second."""
+    return tuple(
+        Point(
+            seconds=seconds,
+            inner_steps=round(10 * seconds),
+            tokens=round(1000 * seconds),
+            sent_bytes=round(1000 * seconds),
+            loss=loss,
+        )
+        for seconds, loss in pairs
+    )
+
+
+def row(name: str, *pairs: tuple[float, float], is_atoll: bool = False) -> Measured:
+    return Measured(
+        name=name, words="words", is_atoll=is_atoll, points=points(*pairs), step_seconds=0.05
+    )
+
+
+def test_a_loss_is_reached_on_the_line_between_two_evaluations() -> None:
+    found = reached(points((0, 5.0), (10, 3.0), (20, 2.0)), target=2.25)
+    assert found is not None
+    assert found.seconds == pytest.approx(17.5)
+    assert found.sent_bytes == pytest.approx(17_500)
+
+
+def test_the_first_crossing_counts_though_the_loss_rises_again() -> None:
+    found = reached(points((0, 5.0), (10, 3.0), (20, 4.0), (30, 1.0)), target=3.0)
+    assert found is not None
+    assert found.seconds == pytest.approx(10)
+
+
+def test_a_loss_that_nobody_came_to_is_not_reached() -> None:
+    assert reached(points((0, 5.0), (10, 3.0)), target=2.9) is None
+    assert reached((), target=2.9) is None
+
+
+def test_the_loss_to_reach_is_the_lowest_that_a_peer_ends_with() -> None:
+    rows = [
+        row("ours", (0, 5.0), (10, 1.0), is_atoll=True),
+        row("slow", (0, 5.0), (10, 4.0)),
+        row("quick", (0, 5.0), (5, 2.5), (10, 3.0)),
+    ]
+    assert target_of(rows) == 3.0
+    assert target_of(rows[:1]) == 1.0
+    assert target_of([]) is None
+
+
+def test_ratios_are_over_the_quickest_peer_and_never_over_ourselves() -> None:
+    rows = [
+        row("ours", (0, 5.0), (10, 1.0), is_atoll=True),
+        row("one", (0, 5.0), (10, 3.0)),
+        row("other", (0, 5.0), (20, 1.0)),
+    ]
+    assert fastest_peer_seconds(rows, 3.0) == pytest.approx(10)
+    ours, one, other = cells_of(rows, 3.0)
+    assert ours[1:3] == ("5.0 s", "× 2.00")
+    assert one[1:3] == ("10.0 s", "× 1.00")
+    assert other[1:3] == ("10.0 s", "× 1.00")
+
+
+def test_computing_is_steps_by_their_set_length() -> None:
+    assert row("one", (0, 5.0), (10, 3.0)).utilisation == pytest.approx(100 * 0.05 / 10)
+
+
+def test_a_contender_without_figures_has_a_row_that_says_so() -> None:
+    missing = Measured(name="gone", words="a peer", is_atoll=False, trouble="not installed: …")
+    (cells,) = cells_of([missing], 3.0)
+    assert len(cells) == len(COLUMNS)
+    assert cells[:2] == ("gone: a peer", "no figures")
+    assert target_of([missing]) is None
+
+
+def test_the_table_for_docs_has_as_many_cells_in_each_row() -> None:
+    lines = as_markdown([row("one", (0, 5.0), (10, 3.0))], 2.0).splitlines()
+    assert len(lines) == 3
+    assert {line.count("|") for line in lines} == {len(COLUMNS) + 1}
+    assert "not reached" in lines[2]
