@@ -83,7 +83,7 @@ CONTENDERS = (
     Contender(
         name="hivemind-delayed",
         module="hivemind_optimizer",
-        words="the same, averaging in the background",
+        words="hivemind.Optimizer, averaging in the background",
         options={"compression": "float16", "delay": True},
         needs="hivemind",
     ),
@@ -97,7 +97,7 @@ CONTENDERS = (
     Contender(
         name="torchft-overlap",
         module="torchft_diloco",
-        words="the same, all-reduce during inner steps",
+        words="torchft DiLoCo, all-reduce during inner steps",
         options={"delay_share": 0.5, "alpha": 0.5},
         needs="torchft",
         has_lighthouse=True,

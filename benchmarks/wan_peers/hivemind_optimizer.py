@@ -12,7 +12,7 @@ import hivemind
 from hivemind.compression import CompressionBase, Float16Compression, NoCompression
 
 from benchmarks.wan_peers.order import Order
-from benchmarks.wan_peers.training import Training, own_order
+from benchmarks.wan_peers.training import Training, meet, own_order
 
 PORT = 29600
 COMPRESSIONS: dict[str, Callable[[], CompressionBase]] = {
@@ -60,12 +60,14 @@ def main() -> None:
         averaging_timeout=120.0,
         state_averaging_compression=COMPRESSIONS[order.options.get("compression", "float16")](),
         # A full group begins at once, and progress is looked at more often than every few seconds.
-        averager_opts={"target_group_size": order.num_nodes},
+        averager_opts={"target_group_size": order.num_nodes, "request_timeout": 1.0},
         tracker_opts={"default_refresh_period": 0.5, "max_refresh_period": 1.0},
     )
+    # Who has no sample yet is not counted as a peer, and averages with nobody.
     while optimizer.tracker.global_progress.num_peers < order.num_nodes:
-        optimizer.tracker.report_local_progress(local_epoch=0, samples_accumulated=0)
+        optimizer.tracker.report_local_progress(local_epoch=0, samples_accumulated=1)
         time.sleep(0.2)
+    meet(order)
     step = 0
     while True:
         before = optimizer.local_epoch

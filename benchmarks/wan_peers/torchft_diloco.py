@@ -19,7 +19,7 @@ from torchft import Manager, ProcessGroupGloo
 from torchft.coordination import LighthouseServer
 from torchft.local_sgd import DiLoCo
 
-from benchmarks.wan_peers.training import Training, own_order
+from benchmarks.wan_peers.training import Training, meet, own_order
 
 LIGHTHOUSE_PORT = 29510
 STORE_PORT = 29511
@@ -87,11 +87,7 @@ def train() -> None:
         named = fragment.original_parameters
         return torch.cat([named[name].reshape(-1) for name, _ in decoder.named_parameters()])
 
-    # All nodes are there before the clock runs, as with the other contenders.
-    meeting = dist.FileStore(str(order.folder / "meeting"), order.num_nodes)
-    meeting.set_timeout(PATIENCE)
-    meeting.set(f"{order.rank} is ready", "")
-    meeting.wait([f"{rank} is ready" for rank in range(order.num_nodes)])
+    meet(order)
     with synchronised:
         step = 0
         while True:

@@ -6,6 +6,7 @@ of exchanging differs. Node p trains in round r the samples that a plan of Atoll
 
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,8 @@ from node.island.samples import SampleOrder
 from node.island.schedule import default_total_tokens, share_of_peak
 from node.outer_state import Vector
 
+MEETING_PATIENCE = timedelta(seconds=180)
+
 
 class Training:
     """A node's model and what an inner step does with it."""
@@ -34,7 +37,6 @@ class Training:
         self.teller = Teller(order)
         self.pace = Pace(order.step_seconds)
         inner = self.spec.inner
-        self.rounds_steps = inner.steps
         self._corpus = read_corpus(
             self.spec.data, context=self.spec.model.context, batch=inner.batch, folder=Path.cwd()
         )
@@ -95,6 +97,14 @@ class Training:
             values = named[place.name].detach().reshape(-1).numpy()
             vector[place.offset : place.offset + place.num_elements] = values
         return vector
+
+
+def meet(order: Order) -> None:
+    """Returns when all nodes are as far: before that no contender's clock runs."""
+    meeting = dist.FileStore(str(order.folder / "meeting"), order.num_nodes)
+    meeting.set_timeout(MEETING_PATIENCE)
+    meeting.set(f"{order.rank} is here", "")
+    meeting.wait([f"{rank} is here" for rank in range(order.num_nodes)])
 
 
 def join_gloo(order: Order) -> None:
