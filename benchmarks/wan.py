@@ -1,6 +1,6 @@
 """Atoll and its peers over slow links, side by side: time and bytes to a loss, on the network lab.
 
-    python -m benchmarks.wan [--rates 100] [--round-trips 50] [--contenders atoll ddp …] [--seconds 75]
+    python -m benchmarks.wan [--rates 100] [--round-trips 50] [--contenders atoll ddp …] [--seconds 60]
 
 Every contender trains the same model from the same weights on the same samples, one process for each
 node, in hosts of the network lab, one contender after the other. Held-out loss is measured after each
@@ -34,16 +34,6 @@ from benchmarks.wan_report import COLUMNS, Measured, as_markdown, cells_of, targ
 from benchmarks.wan_run import Case, Judge, measure
 from protocol import console
 from protocol.errors import AtollError, UsageError
-
-DEFAULT_CONTENDERS = (
-    "atoll",
-    "atoll-fp32",
-    "ddp",
-    "ddp-powersgd",
-    "gloo-diloco-bf16",
-    "hivemind",
-    "torchft-overlap",
-)
 
 MODELS: dict[str, dict[str, Any]] = {
     "1m": {"hidden_size": 128, "num_layers": 6, "ffn_size": 384},
@@ -145,11 +135,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--up-shares", type=float, nargs="+", default=[1.0], help="an uplink's part of the rate"
     )
-    made.add_argument(
-        "--contenders", nargs="+", default=list(DEFAULT_CONTENDERS), choices=sorted(BY_NAME)
-    )
+    made.add_argument("--contenders", nargs="+", default=list(BY_NAME), choices=sorted(BY_NAME))
     made.add_argument("--nodes", type=int, default=2)
-    made.add_argument("--seconds", type=float, default=75.0, help="that each contender trains")
+    made.add_argument("--seconds", type=float, default=60.0, help="that each contender trains")
     made.add_argument("--steps", type=int, help="… or inner steps, whichever ends first")
     made.add_argument(
         "--step-seconds", type=float, default=0.15, help="of an inner step; 0: its own"

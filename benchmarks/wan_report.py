@@ -43,8 +43,10 @@ class Measured:
         return self.last.tokens / self.last.seconds
 
     @property
-    def utilisation(self) -> float:
-        """Share of the time that inner steps took, each counted with its set length."""
+    def utilisation(self) -> float | None:
+        """Share of the time that inner steps took by their set length; None: they have none."""
+        if not self.step_seconds:
+            return None
         return self.last.inner_steps * self.step_seconds / self.last.seconds
 
 
@@ -131,7 +133,7 @@ def _cells(row: Measured, target: float | None, quickest: float | None) -> tuple
         f"{row.last.loss:.3f}",
         f"{row.last.inner_steps}",
         f"{row.tokens_per_second:,.0f}",
-        f"{row.utilisation:.0%}",
+        "" if row.utilisation is None else f"{row.utilisation:.0%}",
         f"{row.late_share:.0%}",
         apart,
     )

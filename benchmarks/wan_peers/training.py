@@ -23,8 +23,15 @@ from node.island.optimizers import inner_optimizers
 from node.island.samples import SampleOrder
 from node.island.schedule import default_total_tokens, share_of_peak
 from node.outer_state import Vector
+from protocol.run_spec import InnerSection
 
 MEETING_PATIENCE = timedelta(seconds=180)
+
+
+def first_sample(inner: InnerSection, step: int, rank: int, num_nodes: int) -> int:
+    """The place of a step's first sample in the run's order: each node has a run of them a round."""
+    round_, within = divmod(step, inner.steps)
+    return ((round_ * num_nodes + rank) * inner.steps + within) * inner.batch
 
 
 class Training:
@@ -49,20 +56,14 @@ class Training:
         self.objective: nn.Module = Objective(self.decoder)
         (self.optimizer,) = inner_optimizers(self.decoder, inner)
 
-    def first_sample(self, step: int) -> int:
-        """The place of a step's first sample in the run's order."""
-        inner = self.spec.inner
-        round_, within = divmod(step, inner.steps)
-        leased = (round_ * self.order.num_nodes + self.order.rank) * inner.steps * inner.batch
-        return leased + within * inner.batch
-
     def inner_step(self, step: int, take: Callable[[], object] | None = None) -> None:
         """Forward, backward, clipping, and the optimizer's step, or `take` in its place."""
         if not self.teller.has_begun:
             self.teller.begin()
         self.pace.begin()
         self._set_learning_rate(step)
-        indices = self._samples.indices(self.first_sample(step), self.spec.inner.batch)
+        first = first_sample(self.spec.inner, step, self.order.rank, self.order.num_nodes)
+        indices = self._samples.indices(first, self.spec.inner.batch)
         windows = torch.from_numpy(self._corpus.windows(self._corpus.training, indices))
         loss: Tensor = self.objective(windows[:, :-1], windows[:, 1:])
         loss.backward()

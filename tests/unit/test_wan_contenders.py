@@ -15,6 +15,7 @@ from benchmarks import wan
 from benchmarks.wan_peers import atoll, atoll_rank
 from benchmarks.wan_peers.contender import BY_NAME, CONTENDERS, Contender
 from benchmarks.wan_peers.order import ORDER_VARIABLE, Order, Teller
+from benchmarks.wan_peers.training import first_sample
 from benchmarks.wan_run import Case, measure
 from node.island.corpus import read_corpus
 from node.island.first_weights import initial_parameters
@@ -22,7 +23,7 @@ from node.island.island import InnerWork
 from node.island.mesh import Mesh
 from node.island.trainer import Trainer
 from protocol.errors import UsageError
-from protocol.run_spec import RunSpec, validated
+from protocol.run_spec import InnerSection, RunSpec, validated
 from tests.tiny_runs import tiny
 
 
@@ -53,10 +54,6 @@ def test_every_contender_has_a_file_and_a_run_that_is_valid(contender: Contender
     assert importlib.util.find_spec(f"benchmarks.wan_peers.{contender.module}") is not None
     spec = case_of().spec(contender)
     assert spec.run.min_nodes == 2
-
-
-def test_the_default_contenders_are_there() -> None:
-    assert set(wan.DEFAULT_CONTENDERS) <= set(BY_NAME)
 
 
 def test_contenders_differ_in_how_they_exchange_only() -> None:
@@ -102,6 +99,20 @@ def test_atolls_run_file_says_the_same_as_its_tables(name: str) -> None:
     tables = case.tables_of(BY_NAME[name])
     written = tomllib.loads(atoll.toml_of(tables))
     assert validated(written, origin="the file") == case.spec(BY_NAME[name])
+
+
+def test_peers_train_each_sample_once_and_those_of_a_round_before_the_next() -> None:
+    inner = InnerSection(steps=3, batch=2)
+    rounds = [
+        [
+            first_sample(inner, step, rank, num_nodes=2) + place
+            for rank in range(2)
+            for step in range(3 * round_, 3 * round_ + 3)
+            for place in range(inner.batch)
+        ]
+        for round_ in range(2)
+    ]
+    assert rounds == [list(range(12)), list(range(12, 24))]
 
 
 def test_an_order_is_read_as_it_was_written(tmp_path: Path) -> None:

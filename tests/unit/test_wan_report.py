@@ -1,5 +1,7 @@
 """Times to a loss and the table of benchmarks/wan.py."""
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.wan_report import (
@@ -77,7 +79,9 @@ def test_ratios_are_over_the_quickest_peer_and_never_over_ourselves() -> None:
 
 
 def test_computing_is_steps_by_their_set_length() -> None:
-    assert row("one", (0, 5.0), (10, 3.0)).utilisation == pytest.approx(100 * 0.05 / 10)
+    paced = row("one", (0, 5.0), (10, 3.0))
+    assert paced.utilisation == pytest.approx(100 * 0.05 / 10)
+    assert replace(paced, step_seconds=0.0).utilisation is None
 
 
 def test_a_contender_without_figures_has_a_row_that_says_so() -> None:
