@@ -76,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
     made.set_defaults(output=Path("docs/results/wan-tuning.jsonl"))
     made.add_argument("--learning-rates", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3])
     made.add_argument(
-        "--outers", nargs="+", default=["0.7,0.9", "0.7,0.3", "1.0,0.3"], metavar="RATE,MOMENTUM"
+        "--outers", nargs="+", default=["0.7,0.9", "0.7,0.3", "1.0,0.2"], metavar="RATE,MOMENTUM"
     )
     made.add_argument("--swarm-steps", type=int, default=300, help="of each node, with rounds")
     made.add_argument("--ddp-steps", type=int, default=45, help="with an exchange at each; 0: none")
