@@ -8,7 +8,7 @@ import itertools
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,17 +105,17 @@ def measure(
     contender: Contender, case: Case, judge: Judge, show: Callable[[str], None]
 ) -> Measured:
     """Lets one contender train; a failure is told in its row, as the others can still be measured."""
-    row = {"name": contender.name, "words": contender.words, "is_atoll": contender.is_atoll}
+    row = Measured(name=contender.name, words=contender.words, is_atoll=contender.is_atoll)
     if not contender.is_installed:
-        return Measured(**row, trouble=not_installed(contender))
+        return replace(row, trouble=not_installed(contender))
     with tempfile.TemporaryDirectory(prefix="atoll-wan-", ignore_cleanup_errors=True) as made:
         folder = Path(made)
         try:
             saved, troubles = _train(contender, case, folder, show)
         except ContenderFailedError as error:
-            return Measured(**row, trouble=f"failed: {error.what}")
+            return replace(row, trouble=f"failed: {error.what}")
         if not saved:
-            return Measured(**row, trouble="no exchange ended in time")
+            return replace(row, trouble="no exchange ended in time")
         show(f"{contender.name}: evaluating {len(saved)} models")
         points = [Point(seconds=0, inner_steps=0, tokens=0, sent_bytes=0, loss=judge.first_loss)]
         step_tokens = case.num_nodes * case.spec(contender).tokens_per_inner_step
@@ -129,8 +129,8 @@ def measure(
                     loss=judge.loss(np.load(folder / said["path"])),
                 )
             )
-        return Measured(
-            **row,
+        return replace(
+            row,
             points=tuple(points),
             step_seconds=case.step_seconds,
             late_share=saved[-1]["late_steps"] / saved[-1]["steps"],

@@ -13,7 +13,6 @@ import argparse
 import itertools
 import json
 import logging
-import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -113,4 +112,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -84,6 +84,6 @@ class Pace:
 
         def hook(_: nn.Module, inputs: tuple[Any, ...]) -> None:
             if isinstance(inputs[0], Tensor) and inputs[0].requires_grad:
-                inputs[0].register_hook(on_gradient)
+                inputs[0].register_hook(on_gradient)  # type: ignore[no-untyped-call]  # torch's
 
         return hook

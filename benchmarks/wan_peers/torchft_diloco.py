@@ -41,7 +41,7 @@ def train() -> None:
     order = own_order()
     training = Training(order)
     decoder, outer = training.decoder, training.spec.outer
-    store = dist.TCPStore(
+    store = dist.TCPStore(  # type: ignore[attr-defined]  # is public
         host_name=order.address, port=STORE_PORT, is_master=True, wait_for_workers=False
     )
     assert (

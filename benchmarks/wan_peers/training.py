@@ -66,7 +66,7 @@ class Training:
         indices = self._samples.indices(first, self.spec.inner.batch)
         windows = torch.from_numpy(self._corpus.windows(self._corpus.training, indices))
         loss: Tensor = self.objective(windows[:, :-1], windows[:, 1:])
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch declares no types
         nn.utils.clip_grad_norm_(self.decoder.parameters(), self.spec.inner.clip)
         (take or self.optimizer.step)()
         self.optimizer.zero_grad(set_to_none=True)
@@ -102,7 +102,8 @@ class Training:
 
 def meet(order: Order) -> None:
     """Returns when all nodes are as far: before that no contender's clock runs."""
-    meeting = dist.FileStore(str(order.folder / "meeting"), order.num_nodes)
+    path = str(order.folder / "meeting")
+    meeting = dist.FileStore(path, order.num_nodes)  # type: ignore[attr-defined]  # is public
     meeting.set_timeout(MEETING_PATIENCE)
     meeting.set(f"{order.rank} is here", "")
     meeting.wait([f"{rank} is here" for rank in range(order.num_nodes)])
