@@ -4,6 +4,7 @@ import asyncio
 import secrets
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Self
 
 import click
@@ -52,6 +53,7 @@ class Coordinator:
         *,
         store: Store,
         driver: Driver,
+        writer: ThreadPoolExecutor,
         control: grpc.aio.Server,
         enrolment: grpc.aio.Server,
         control_port: int,
@@ -61,6 +63,7 @@ class Coordinator:
         self.control_port = control_port
         self.enrolment_port = enrolment_port
         self._store = store
+        self._writer = writer
         self._servers = (control, enrolment)
         self._clock_task = asyncio.create_task(driver.run_clock())
 
@@ -73,6 +76,7 @@ class Coordinator:
         store = Store.open(home.directory)
         control = grpc.aio.server(options=SERVER_OPTIONS)
         enrolment = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_ENROLMENTS)
+        writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="commits")
         try:
             driver = Driver(
                 state=store.load(rules_of(home.run), home.run.digest()),
@@ -80,6 +84,7 @@ class Coordinator:
                 clock=LoopClock(starts_at=store.saved_now, source=seconds_since_boot),
                 watch=log_transition,
                 on_slept=log_slept,
+                writer=writer,
             )
             control_port = bind_control(
                 control,
@@ -105,11 +110,13 @@ class Coordinator:
             await enrolment.start()
         except BaseException:
             await asyncio.gather(control.stop(None), enrolment.stop(None))
+            writer.shutdown()
             store.close()
             raise
         return cls(
             store=store,
             driver=driver,
+            writer=writer,
             control=control,
             enrolment=enrolment,
             control_port=control_port,
@@ -138,6 +145,8 @@ class Coordinator:
             )
         )
         await asyncio.gather(*(server.stop(GRACE_SECONDS) for server in self._servers))
+        await self.driver.settled()
+        self._writer.shutdown()
         self._store.close()
 
 

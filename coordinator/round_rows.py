@@ -30,52 +30,45 @@ Key = tuple[str, int, str]
 V = TypeVar("V", bound=Hashable)
 
 
-class RoundRows:
-    """Knows what the database holds, so that it writes only what is new."""
-
-    def __init__(self) -> None:
-        self._saved: Round | None = None
-
-    def load(self, connection: sqlite3.Connection) -> Round | None:
-        """The round in flight as last saved; None when none was open."""
-        row = connection.execute("SELECT round FROM open_round").fetchone()
-        if row is None:
-            return None
-        head = _ROUND.validate_json(row[0])[0]
-        parts = {
-            (kind, slice_index, node_id): part
-            for kind, slice_index, node_id, part in connection.execute(
-                "SELECT kind, slice_index, node_id, part FROM round_parts"
-            )
-        }
-        return _joined(head, parts) if parts else head
-
-    def save(self, connection: sqlite3.Connection, current: Round | None) -> None:
-        """Brings the database to this round; call `saved` when the transaction is through."""
-        before = self._saved
-        if before is None or current is None or not _is_same(before, current):
-            connection.execute("DELETE FROM open_round")
-            connection.execute("DELETE FROM round_parts")
-            before = None
-        if current is None:
-            return
-        if before is None or _head_of(before) != _head_of(current):
-            connection.execute(
-                "INSERT OR REPLACE INTO open_round VALUES (1, ?)",
-                (_ROUND.dump_json((_head_of(current),)).decode(),),
-            )
-        gone = [] if before is None else list(_gone(before, current))
-        connection.executemany(
-            "DELETE FROM round_parts WHERE kind = ? AND slice_index = ? AND node_id = ?", gone
+def load_round(connection: sqlite3.Connection) -> Round | None:
+    """The round in flight as last saved; None when none was open."""
+    row = connection.execute("SELECT round FROM open_round").fetchone()
+    if row is None:
+        return None
+    head = _ROUND.validate_json(row[0])[0]
+    parts = {
+        (kind, slice_index, node_id): part
+        for kind, slice_index, node_id, part in connection.execute(
+            "SELECT kind, slice_index, node_id, part FROM round_parts"
         )
-        connection.executemany(
-            "INSERT OR REPLACE INTO round_parts VALUES (?, ?, ?, ?)",
-            [(*key, part) for key, part in _changed(before, current)],
-        )
+    }
+    return _joined(head, parts) if parts else head
 
-    def saved(self, current: Round | None) -> None:
-        """The database holds this now."""
-        self._saved = current
+
+def save_round(connection: sqlite3.Connection, held: Round | None, current: Round | None) -> None:
+    """Brings the database to this round from the one that it holds.
+
+    `held` is None when nobody knows in what rows it holds one: then all are written.
+    """
+    if held is None or current is None or not _is_same(held, current):
+        connection.execute("DELETE FROM open_round")
+        connection.execute("DELETE FROM round_parts")
+        held = None
+    if current is None:
+        return
+    if held is None or _head_of(held) != _head_of(current):
+        connection.execute(
+            "INSERT OR REPLACE INTO open_round VALUES (1, ?)",
+            (_ROUND.dump_json((_head_of(current),)).decode(),),
+        )
+    gone = [] if held is None else list(_gone(held, current))
+    connection.executemany(
+        "DELETE FROM round_parts WHERE kind = ? AND slice_index = ? AND node_id = ?", gone
+    )
+    connection.executemany(
+        "INSERT OR REPLACE INTO round_parts VALUES (?, ?, ?, ?)",
+        [(*key, part) for key, part in _changed(held, current)],
+    )
 
 
 def _is_same(before: Round, current: Round) -> bool:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from coordinator.driver import Delivery, RosterDiffers, RosterNow
 from coordinator.services.deliveries import delivery_to_wire
+from coordinator.streams import Delivery, RosterDiffers, RosterNow
 from coordinator.swarm import actions
 from node import coordinator_events as events
 from node.coordinator_link import Announcement, CoordinatorLink, Vitals
