@@ -6,7 +6,7 @@ much as there are nodes and slices, for every one of as many reports.
 
 import sqlite3
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TypeVar
 
 from pydantic import ConfigDict, TypeAdapter
@@ -21,11 +21,8 @@ _ROUND = TypeAdapter(tuple[Round], config=JSON)
 _SLICE = TypeAdapter(tuple[SliceProgress], config=JSON)
 _TRAINED = TypeAdapter(tuple[Trained], config=JSON)
 
-_OWN = tuple(f.name for f in fields(SliceProgress) if f.name != "holders")
-"""What a slice's own row holds."""
-
 Key = tuple[str, int, str]
-"""What a row holds ("slice", "holder", …), of which slice, of which node."""
+"""What a row holds ("slice", "held", …), of which slice, of which node."""
 
 V = TypeVar("V", bound=Hashable)
 
@@ -81,21 +78,20 @@ def _is_same(before: Round, current: Round) -> bool:
 
 
 def _head_of(current: Round) -> Round:
-    return replace(current, slices=(), trained={}, trained_at={}, applied={})
+    return replace(current, slices=(), trained={}, trained_at={}, held={}, applied={})
 
 
 def _changed(before: Round | None, current: Round) -> Iterator[tuple[Key, str]]:
     """The parts that the database does not hold as they are now."""
     for progress in current.slices:
         index = progress.slice.index
-        old = None if before is None else before.slices[index]
-        if old is progress:
-            continue
-        if old is None or any(getattr(old, name) != getattr(progress, name) for name in _OWN):
-            bare = replace(progress, holders={})
-            yield ("slice", index, ""), _SLICE.dump_json((bare,)).decode()
-        for node_id, digest in _news({} if old is None else old.holders, progress.holders):
-            yield ("holder", index, node_id), digest.hex()
+        if before is None or before.slices[index] != progress:
+            yield ("slice", index, ""), _SLICE.dump_json((progress,)).decode()
+    if before is None or before.held is not current.held:
+        was = {} if before is None else before.held
+        for node_id, results in current.held.items():
+            if was.get(node_id) is not results:
+                yield ("held", 0, node_id), _held_in_words(results)
     if before is None or before.trained is not current.trained:
         for node_id, trained in _news({} if before is None else before.trained, current.trained):
             yield ("trained", 0, node_id), _TRAINED.dump_json((trained,)).decode()
@@ -109,12 +105,8 @@ def _changed(before: Round | None, current: Round) -> Iterator[tuple[Key, str]]:
 
 def _gone(before: Round, current: Round) -> Iterator[Key]:
     """The parts that the database holds and that are no more: a slice was taken over."""
-    for progress in current.slices:
-        index = progress.slice.index
-        if before.slices[index] is not progress:
-            for node_id in before.slices[index].holders.keys() - progress.holders.keys():
-                yield "holder", index, node_id
     for kind, old, new in (
+        ("held", before.held, current.held),
         ("trained", before.trained, current.trained),
         ("trained_at", before.trained_at, current.trained_at),
         ("applied", before.applied, current.applied),
@@ -130,7 +122,7 @@ def _news(before: Mapping[NodeId, V], after: Mapping[NodeId, V]) -> Iterable[tup
 
 def _joined(head: Round, parts: Mapping[Key, str]) -> Round:
     slices: dict[int, SliceProgress] = {}
-    holders: dict[int, dict[NodeId, Digest]] = {}
+    held: dict[NodeId, Mapping[int, Digest]] = {}
     trained: dict[NodeId, Trained] = {}
     trained_at: dict[NodeId, float] = {}
     applied: dict[NodeId, Digest] = {}
@@ -139,8 +131,10 @@ def _joined(head: Round, parts: Mapping[Key, str]) -> Round:
         match kind:
             case "slice":
                 slices[index] = _SLICE.validate_json(part)[0]
-            case "holder":
-                holders.setdefault(index, {})[node_id] = Digest(bytes.fromhex(part))
+            case "held":
+                held[node_id] = _held_of(part)
+            case "holder":  # one row for each slice, as it was written before "held" was
+                held[node_id] = {**held.get(node_id, {}), index: Digest(bytes.fromhex(part))}
             case "trained":
                 trained[node_id] = _TRAINED.validate_json(part)[0]
             case "trained_at":
@@ -149,10 +143,18 @@ def _joined(head: Round, parts: Mapping[Key, str]) -> Round:
                 applied[node_id] = Digest(bytes.fromhex(part))
     return replace(
         head,
-        slices=tuple(
-            replace(slices[index], holders=holders.get(index, {})) for index in sorted(slices)
-        ),
+        slices=tuple(slices[index] for index in sorted(slices)),
+        held=held,
         trained=trained,
         trained_at=trained_at,
         applied=applied,
     )
+
+
+def _held_in_words(results: Mapping[int, Digest]) -> str:
+    return " ".join(f"{index}:{digest.hex()}" for index, digest in results.items())
+
+
+def _held_of(words: str) -> Mapping[int, Digest]:
+    told = (word.split(":") for word in words.split())
+    return {int(index): Digest(bytes.fromhex(digest)) for index, digest in told}

@@ -116,13 +116,17 @@ def _hand_over(turn: Turn, current: Round, progress: SliceProgress) -> None:
         slice=replace(progress.slice, reducer_id=backup),
         digest=None,
         contributors=(),
-        holders={},
         attempt=progress.attempt + 1,
         contribute_deadline=deadline,
         is_orphaned=False,
         is_offered=False,
     )
-    _put(turn, current, taken_over)
+    index = progress.slice.index
+    held = {
+        node_id: {place: digest for place, digest in results.items() if place != index}
+        for node_id, results in current.held.items()
+    }  # what was held is of no use any more: the backup makes another result
+    _put(turn, replace(current, held=held), taken_over)
     turn.act(takeover_of(current.number, taken_over, turn.now))
 
 
