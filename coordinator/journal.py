@@ -12,7 +12,7 @@ from coordinator.swarm.actions import (
     SendTakeover,
 )
 from coordinator.swarm.reach import cut_pairs
-from coordinator.swarm.state import MemberState, SwarmState
+from coordinator.swarm.state import Member, MemberState, SwarmState
 from coordinator.swarm.transition import Transition
 from protocol.errors import AtollError
 from protocol.rounds import NodeId
@@ -30,10 +30,7 @@ _NEWS = {
 def log_transition(before: SwarmState, transition: Transition) -> None:
     """Logs what is news to who runs the swarm: no heartbeats, no single reports."""
     after = transition.state
-    for node_id, member in sorted(after.members.items()):
-        was = before.members.get(node_id)
-        if was is member:
-            continue
+    for node_id, member, was in _changed_members(before, after):
         if was is None or was.session_id != member.session_id:
             _log.info("node attached", node=member.node_name, id=node_id, device=member.device)
             was = None
@@ -73,6 +70,16 @@ def log_transition(before: SwarmState, transition: Transition) -> None:
     for held_out in after.held_out[len(before.held_out) :]:
         _log.info("evaluated", round=held_out.round, held_out_loss=round(held_out.loss, 4))
     _log_phases(before, after)
+
+
+def _changed_members(
+    before: SwarmState, after: SwarmState
+) -> list[tuple[NodeId, Member, Member | None]]:
+    """With what they were, in the order of their ids."""
+    if after.members is before.members:
+        return []
+    was = before.members.get
+    return sorted((n, m, was(n)) for n, m in after.members.items() if was(n) is not m)
 
 
 def _log_phases(before: SwarmState, after: SwarmState) -> None:
