@@ -59,6 +59,7 @@ class Measured:
     roster_bytes: int  # to all nodes, in all
     reports_per_second: float
     report_median_seconds: float
+    num_repeated: int  # calls with reports that were not answered within their deadline
     coordinator_cpu_seconds_per_round: float
     own_cpu_seconds_per_round: float  # of this process: the simulated nodes
     heartbeats_per_second: float  # flat out
@@ -179,6 +180,7 @@ async def measured(
             roster_bytes=timings.roster_bytes,
             reports_per_second=num_reports / (finished_at - attached_at),
             report_median_seconds=report_median,
+            num_repeated=timings.num_repeated,
             coordinator_cpu_seconds_per_round=cpu / num_rounds,
             own_cpu_seconds_per_round=own / num_rounds,
             heartbeats_per_second=num_beats / (time.monotonic() - beats_from),
@@ -218,6 +220,7 @@ def table(results: list[Measured]) -> str:
         ("commit at all nodes after, s", lambda m: f"{m.commit_fan_out_seconds:.3f}"),
         ("bytes of a plan", lambda m: f"{m.plan_bytes}"),
         ("calls with reports/s", lambda m: f"{m.reports_per_second:.0f}"),
+        ("calls that had to be repeated", lambda m: f"{m.num_repeated}"),
         ("coordinator CPU, s per round", lambda m: f"{m.coordinator_cpu_seconds_per_round:.2f}"),
         ("simulated nodes' CPU, s per round", lambda m: f"{m.own_cpu_seconds_per_round:.2f}"),
         ("heartbeats/s, flat out", lambda m: f"{m.heartbeats_per_second:.0f}"),

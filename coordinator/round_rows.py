@@ -5,6 +5,7 @@ much as there are nodes and slices, for every one of as many reports.
 """
 
 import sqlite3
+import zlib
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TypeVar
@@ -12,6 +13,7 @@ from typing import TypeVar
 from pydantic import ConfigDict, TypeAdapter
 
 from coordinator.swarm.state import Round, SliceProgress, Trained
+from protocol.errors import BadDataError
 from protocol.rounds import Digest, NodeId
 
 JSON = ConfigDict(ser_json_bytes="hex", val_json_bytes="hex", ser_json_inf_nan="constants")
@@ -26,15 +28,18 @@ Key = tuple[str, int, str]
 
 V = TypeVar("V", bound=Hashable)
 
+PACKED_FROM = 4096
+"""Characters; shorter texts stay readable with any SQLite tool, and would hardly be smaller."""
+
 
 def load_round(connection: sqlite3.Connection) -> Round | None:
     """The round in flight as last saved; None when none was open."""
     row = connection.execute("SELECT round FROM open_round").fetchone()
     if row is None:
         return None
-    head = _ROUND.validate_json(row[0])[0]
+    head = _ROUND.validate_json(unpacked(row[0]))[0]
     parts = {
-        (kind, slice_index, node_id): part
+        (kind, slice_index, node_id): unpacked(part)
         for kind, slice_index, node_id, part in connection.execute(
             "SELECT kind, slice_index, node_id, part FROM round_parts"
         )
@@ -56,7 +61,7 @@ def save_round(connection: sqlite3.Connection, held: Round | None, current: Roun
     if held is None or _head_of(held) != _head_of(current):
         connection.execute(
             "INSERT OR REPLACE INTO open_round VALUES (1, ?)",
-            (_ROUND.dump_json((_head_of(current),)).decode(),),
+            (packed(_ROUND.dump_json((_head_of(current),)).decode()),),
         )
     gone = [] if held is None else list(_gone(held, current))
     connection.executemany(
@@ -64,7 +69,7 @@ def save_round(connection: sqlite3.Connection, held: Round | None, current: Roun
     )
     connection.executemany(
         "INSERT OR REPLACE INTO round_parts VALUES (?, ?, ?, ?)",
-        [(*key, part) for key, part in _changed(held, current)],
+        [(*key, packed(part)) for key, part in _changed(held, current)],
     )
 
 
@@ -158,3 +163,22 @@ def _held_in_words(results: Mapping[int, Digest]) -> str:
 def _held_of(words: str) -> Mapping[int, Digest]:
     told = (word.split(":") for word in words.split())
     return {int(index): Digest(bytes.fromhex(digest)) for index, digest in told}
+
+
+def packed(text: str) -> str | bytes:
+    """What to write for a text: long ones name the same nodes for every slice, and are deflated."""
+    return text if len(text) < PACKED_FROM else zlib.compress(text.encode(), level=1)
+
+
+def unpacked(written: str | bytes) -> str:
+    """The text; raises BadDataError when it is damaged."""
+    if isinstance(written, str):
+        return written
+    try:
+        return zlib.decompress(written).decode()
+    except (zlib.error, UnicodeDecodeError) as error:
+        raise BadDataError(
+            f"a row of the database is damaged: {error}",
+            next_step="restore it from a backup, or start a new run with "
+            "'atoll coordinator init NEWDIR'",
+        ) from error

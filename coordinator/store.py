@@ -16,7 +16,7 @@ from typing import Self, TypeVar
 from pydantic import TypeAdapter
 
 from coordinator.database import Database
-from coordinator.round_rows import JSON, load_round, save_round
+from coordinator.round_rows import JSON, load_round, packed, save_round, unpacked
 from coordinator.swarm.ledger import Ledger, ledger_of
 from coordinator.swarm.state import (
     KEPT_RECENT,
@@ -132,7 +132,7 @@ class Store:
             leased = open_round.assignments
         with self._database.reading() as connection:
             rows = connection.execute("SELECT closed FROM closed_rounds ORDER BY round")
-            closed = (_CLOSED.validate_json(text)[0] for (text,) in rows)
+            closed = (_CLOSED.validate_json(unpacked(text))[0] for (text,) in rows)
             return ledger_of(
                 ((done.plan.assignments, done.commit) for done in closed),
                 leased,
@@ -167,10 +167,11 @@ class Store:
             for change in changes:
                 self._write(connection, change, round_held)
                 round_held = change.after.open_round
-            connection.execute(
-                "INSERT OR REPLACE INTO swarm VALUES (1, ?, ?)",
-                (now, _text(_STATE, _scalars(after[-1]))),
-            )
+            if self._saved_now and not any(change.are_scalars_new for change in changes):
+                connection.execute("UPDATE swarm SET saved_now = ?", (now,))
+            else:
+                scalars = _text(_STATE, _scalars(after[-1]))
+                connection.execute("INSERT OR REPLACE INTO swarm VALUES (1, ?, ?)", (now, scalars))
         self._staged = now, round_held
         return True
 
@@ -203,7 +204,7 @@ class Store:
             )
         connection.executemany(
             "INSERT OR REPLACE INTO closed_rounds VALUES (?, ?)",
-            [(closed.commit.round, _text(_CLOSED, closed)) for closed in change.closed],
+            [(closed.commit.round, packed(_text(_CLOSED, closed))) for closed in change.closed],
         )
 
     def commits_after(self, round_number: int, limit: int = 64) -> tuple[Commit, ...]:
@@ -213,7 +214,7 @@ class Store:
                 "SELECT closed FROM closed_rounds WHERE round > ? ORDER BY round LIMIT ?",
                 (round_number, limit),
             )
-            return tuple(_CLOSED.validate_json(text)[0].commit for (text,) in rows)
+            return tuple(_CLOSED.validate_json(unpacked(text))[0].commit for (text,) in rows)
 
     def latest_rounds(self, limit: int) -> tuple[ClosedRound, ...]:
         """The latest closed rounds, newest first."""
@@ -221,7 +222,7 @@ class Store:
             rows = connection.execute(
                 "SELECT closed FROM closed_rounds ORDER BY round DESC LIMIT ?", (limit,)
             )
-            return tuple(_CLOSED.validate_json(text)[0] for (text,) in rows)
+            return tuple(_CLOSED.validate_json(unpacked(text))[0] for (text,) in rows)
 
     # Invites and enrolment
 

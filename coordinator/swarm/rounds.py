@@ -126,14 +126,12 @@ def results_held(turn: Turn, events: Sequence[ResultHeld]) -> None:
         return
     news: dict[NodeId, dict[int, Digest]] = {}
     for event in events:
-        is_participant = event.node_id in participants_of(current)
-        if event.round != current.number or not is_participant:
-            continue
         is_slice = 0 <= event.slice_index < len(current.slices)
-        if is_slice and is_present(turn.state, event.node_id):
+        if event.round == current.number and is_slice:
             news.setdefault(event.node_id, {})[event.slice_index] = event.digest
     for node_id, results in news.items():
-        current = replace(current, held=_with_held(current.held, node_id, results))
+        if node_id in participants_of(current) and is_present(turn.state, node_id):
+            current = replace(current, held=_with_held(current.held, node_id, results))
     turn.put_round(current)
 
 
