@@ -4,7 +4,6 @@ It puts every event through the core, does what the core asks for, and checks ea
 nodes behave stands in swarm_nodes; what must hold of rounds and samples, in swarm_books.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -92,7 +91,7 @@ class World:
             has_overlap=has_overlap,
         )
         self._sealer = Sealer()
-        self._members_before: tuple[Mapping[NodeId, Member], dict[NodeId, Member]] | None = None
+        self._members_before: tuple[object, dict[NodeId, Member]] | None = None
         self.state: SwarmState = self._sealer.seal(initial_state(rules, RUN))
         self.now = 0.0
         self.nodes = {
