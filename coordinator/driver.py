@@ -177,8 +177,8 @@ class Driver:
             for one in taken:
                 if one.asked is not None and not one.asked.answer.done():
                     one.asked.answer.set_result(one.transition)
-            for asked, error in refused:
-                _refuse(asked, error)
+            for asked, refusal in refused:
+                _refuse(asked, refusal)
         self._changed.set()
 
     async def _save(self, *after: SwarmState, now: float) -> None:
