@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from coordinator.clock import Clock
 from coordinator.store import Store
-from coordinator.streams import Delivery, RosterDiffers, Stream, what_holds_for
+from coordinator.streams import Delivery, RosterDiffers, RosterNow, Stream, what_holds_for
 from coordinator.swarm.actions import (
     Action,
     AskCommits,
@@ -47,6 +47,11 @@ UNNOTICED_SECONDS = DEADLINE_SECONDS / 2
 
 MOST_IN_A_BATCH = 128
 """Events that share a commit at most: nothing else is read or sent while they are stepped."""
+
+FEW_SESSIONS = 64
+ROSTER_SECONDS = 0.25
+"""With more sessions than few, the roster's changes are told this often unless something follows that
+builds on them: a thousand nodes that attach one after the other are a million messages otherwise."""
 
 Session = tuple[NodeId, int]
 """A node and the number of its session."""
@@ -98,6 +103,9 @@ class Driver:
         self._batches: asyncio.Task[None] | None = None  # takes what waits, as long as any does
         self._slept = 0.0  # seconds that the core has yet to be told of
         self._streams: dict[NodeId, Stream] = {}
+        self._roster_told: SwarmState | None = None  # whose roster they know, once it has changed
+        self._roster_now: RosterNow | None = None  # that roster, once a stream has begun with it
+        self._roster_timer: asyncio.TimerHandle | None = None  # until the next change may be told
         self._changed = asyncio.Event()
         self._is_ending = False
         self._patient_until = 0.0  # broken streams are no sign of a death before
@@ -170,9 +178,9 @@ class Driver:
         if is_patient:
             self._patient_until = now + DEADLINE_SECONDS + RETRY_CAP_SECONDS
         self._slept = 0.0
-        batch_before, self._state = self._state, state
+        self._state = state
         try:
-            self._tell(taken, batch_before)
+            self._tell(taken)
         finally:
             for one in taken:
                 if one.asked is not None and not one.asked.answer.done():
@@ -215,6 +223,9 @@ class Driver:
         member = self.session_of(node_id, session_id)
         self._end(node_id, "its events are read by a newer call")
         stream = Stream(node_id=node_id, session_id=session_id)
+        if self._roster_now is None:  # the one that the others know, for changes are told to all
+            self._roster_now = RosterNow(members=roster_of(self._roster_told or self._state))
+        stream.put(self._roster_now)
         for delivery in what_holds_for(self._state, member, self.clock.now()):
             stream.put(delivery)
         self._streams[node_id] = stream
@@ -245,19 +256,19 @@ class Driver:
             stream.end(error)
         self._streams.clear()
 
-    def _tell(self, taken: list[_Taken], batch_before: SwarmState) -> None:
+    def _tell(self, taken: list[_Taken]) -> None:
         """Tells the sessions of the steps of a batch, each in its turn.
 
-        The roster is told once, as it is after all of them: what is said after it holds for it.
+        The roster is told as it is after all of them, and before what is said of its members.
         """
-        is_roster_told = False
         for one in taken:
             for action in one.transition.actions:
                 if not isinstance(action, SendRoster):
                     self._deliver(action, one.before, one.transition.state)
-                elif not is_roster_told:
-                    is_roster_told = True
-                    self._send_roster_change(batch_before)
+                    continue
+                self._roster_told = self._roster_told or one.before
+                if self._roster_timer is None:
+                    self._tell_roster()
             if self._watch is not None:
                 self._watch(one.before, one.transition)
 
@@ -283,17 +294,35 @@ class Driver:
             ):
                 self._send(action, (node_id,))
 
-    def _send_roster_change(self, before: SwarmState) -> None:
+    def _tell_roster(self) -> None:
+        """Tells all sessions what has changed in the roster, if anything has."""
+        before, self._roster_told = self._roster_told, None
+        if before is None:
+            return
+        self._roster_now = None
         was = {entry.node_id: entry for entry in roster_of(before)}
         now = {entry.node_id: entry for entry in roster_of(self._state)}
         change = RosterDiffers(
             joined=tuple(entry for node_id, entry in now.items() if was.get(node_id) != entry),
             gone=tuple(node_id for node_id in was if node_id not in now),
         )
-        if change.joined or change.gone:
-            self._send(change, tuple(self._streams))
+        if not change.joined and not change.gone:
+            return
+        self._put(change, tuple(self._streams))
+        if len(self._streams) > FEW_SESSIONS and self._roster_timer is None:
+            loop = asyncio.get_running_loop()
+            self._roster_timer = loop.call_later(ROSTER_SECONDS, self._roster_may_be_told)
+
+    def _roster_may_be_told(self) -> None:
+        self._roster_timer = None
+        self._tell_roster()
 
     def _send(self, delivery: Delivery, node_ids: tuple[NodeId, ...]) -> None:
+        """What is said of members comes after their names."""
+        self._tell_roster()
+        self._put(delivery, node_ids)
+
+    def _put(self, delivery: Delivery, node_ids: tuple[NodeId, ...]) -> None:
         for node_id in node_ids:
             stream = self._streams.get(node_id)
             if stream is None:

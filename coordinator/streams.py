@@ -19,7 +19,6 @@ from coordinator.swarm.actions import (
     SendTakeover,
 )
 from coordinator.swarm.explain import explain
-from coordinator.swarm.membership import roster_of
 from coordinator.swarm.rounds import holders_of, plan_of
 from coordinator.swarm.state import (
     Member,
@@ -99,8 +98,8 @@ class Stream:
 
 
 def what_holds_for(state: SwarmState, member: Member, now: float) -> list[Delivery]:
-    """What a session has to know that subscribes now, after whatever it missed."""
-    held: list[Delivery] = [RosterNow(members=roster_of(state))]
+    """What a session has to know that subscribes now, after whatever it missed; all but the roster."""
+    held: list[Delivery] = []
     if state.is_finished and state.outer_digest is not None:
         finished = SendFinished(
             round=state.committed_round,

@@ -5,16 +5,18 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.driver import MOST_IN_A_BATCH, Driver
+from coordinator.driver import FEW_SESSIONS, MOST_IN_A_BATCH, Driver
 from coordinator.store import Store
-from coordinator.streams import RosterDiffers, RosterNow
+from coordinator.streams import RosterDiffers, RosterNow, Stream
 from coordinator.swarm.actions import SendCommit, SendPlan
 from coordinator.swarm.events import Detached, Event, HeartbeatSeen, Reported, ResultHeld
+from coordinator.swarm.membership import roster_of
 from coordinator.swarm.state import MemberState, SwarmState
 from coordinator.swarm.transition import initial_state, step
 from protocol.errors import ProtocolMismatchError, SessionEndedError, SystemRefusedError
@@ -263,3 +265,62 @@ def test_all_rounds_that_close_in_one_batch_are_kept() -> None:
     closed = store.latest_rounds(99)
     assert [one.commit.round for one in closed] == [5, 4, 3, 2, 1]
     assert all(one.commit.outer_digest is not None for one in closed)
+
+
+@given(
+    is_batched=st.booleans(),
+    turns=st.lists(st.tuples(st.sampled_from(MANY[:5]), st.sampled_from("jlst")), max_size=30),
+)
+def test_every_stream_knows_the_roster_once_it_may_be_told(
+    is_batched: bool, turns: list[tuple[NodeId, str]]
+) -> None:
+    """Join, leave, subscribe, time: however changes gather in between, and whenever one began."""
+
+    async def play() -> None:
+        driver = driver_of(Store.in_memory())
+        asked: dict[NodeId, asyncio.Task[int]] = {}
+        known: dict[Stream, set[NodeId]] = {}
+        for node_id, turn in turns:
+            session = asked[node_id].result() if node_id in asked else 0
+            if turn == "j":
+                asked[node_id] = asyncio.create_task(attach(driver, node_id))
+            elif turn == "l" and node_id in asked:
+                del asked[node_id]
+                await driver.apply(Detached(node_id=node_id, session_id=session, reason=""))
+            elif turn == "s" and node_id in asked:
+                known[driver.subscribe(node_id, session)] = set()
+            elif turn == "t":
+                driver._roster_may_be_told()
+            await turns_of_the_loop(1 if is_batched else 20)
+            await driver.settled()
+        driver._roster_may_be_told()
+        roster = {entry.node_id for entry in roster_of(driver.state)}
+        for stream, members in known.items():
+            if driver._streams.get(stream.node_id) is not stream:
+                continue
+            for told in unread(stream):
+                if isinstance(told, RosterNow):
+                    members.clear()
+                    members.update(entry.node_id for entry in told.members)
+                elif isinstance(told, RosterDiffers):
+                    members.difference_update(told.gone)
+                    members.update(entry.node_id for entry in told.joined)
+                elif isinstance(told, SendPlan):
+                    assert members >= set(told.plan.participants)
+            assert members == roster
+
+    with mock.patch.multiple("coordinator.driver", FEW_SESSIONS=1, ROSTER_SECONDS=3600.0):
+        asyncio.run(play())
+
+
+async def test_many_sessions_are_not_told_of_each_node_that_joins() -> None:
+    driver = driver_of(Store.in_memory())
+    sessions = [await attach(driver, node_id) for node_id in MANY[: FEW_SESSIONS + 1]]
+    streams = [driver.subscribe(n, s) for n, s in zip(MANY, sessions, strict=False)]
+    for stream in streams:
+        unread(stream)
+    for node_id in MANY[FEW_SESSIONS + 1 :][:10]:
+        await attach(driver, node_id)
+    driver._roster_may_be_told()
+    changes = [told for told in unread(streams[0]) if isinstance(told, RosterDiffers)]
+    assert [len(change.joined) for change in changes] == [1, 9]
