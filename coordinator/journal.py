@@ -12,7 +12,7 @@ from coordinator.swarm.actions import (
     SendTakeover,
 )
 from coordinator.swarm.reach import cut_pairs
-from coordinator.swarm.state import Member, MemberState, SwarmState
+from coordinator.swarm.state import PRESENT, Member, MemberState, SwarmState
 from coordinator.swarm.transition import Transition
 from protocol.errors import AtollError
 from protocol.rounds import NodeId
@@ -30,13 +30,15 @@ _NEWS = {
 def log_transition(before: SwarmState, transition: Transition) -> None:
     """Logs what is news to who runs the swarm: no heartbeats, no single reports."""
     after = transition.state
-    for node_id, member, was in _changed_members(before, after):
+    changed = _changed_members(before, after)
+    for node_id, member, was in changed:
         if was is None or was.session_id != member.session_id:
             _log.info("node attached", node=member.node_name, id=node_id, device=member.device)
             was = None
         if (was is None or was.state is not member.state) and member.state in _NEWS:
             _log.info(_NEWS[member.state], node=member.node_name, round=member.outer_round)
-    _log_reach(before, after)
+    if any(was is None or _reach_of(was) != _reach_of(member) for _, member, was in changed):
+        _log_reach(before, after)
     has_decided = any(isinstance(action, SendCommit) for action in transition.actions)
     if after.committed_round > before.committed_round and not has_decided:
         _log.info("round learned", round=after.committed_round, reason=_reason(after))
@@ -124,10 +126,13 @@ def _log_commit(state: SwarmState, number: int) -> None:
     )
 
 
+def _reach_of(member: Member) -> tuple[bool, tuple[NodeId, ...]]:
+    """What of a member decides which pairs are cut off."""
+    return member.state in PRESENT, member.unreachable
+
+
 def _log_reach(before: SwarmState, after: SwarmState) -> None:
-    if before.members is after.members or not any(
-        member.unreachable for member in after.members.values()
-    ):
+    if not any(member.unreachable for member in after.members.values()):
         return
     was = {(one.node_id, other.node_id) for one, other in cut_pairs(before)}
     now = {(one.node_id, other.node_id): (one, other) for one, other in cut_pairs(after)}

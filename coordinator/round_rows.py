@@ -28,7 +28,7 @@ Key = tuple[str, int, str]
 
 V = TypeVar("V", bound=Hashable)
 
-PACKED_FROM = 4096
+PACKED_FROM = 16384
 """Characters; shorter texts stay readable with any SQLite tool, and would hardly be smaller."""
 
 

@@ -386,7 +386,7 @@ class _Change:
             members = tuple(
                 member
                 for node_id, member in after.members.items()
-                if not _is_saved_as(was.get(node_id), member)
+                if was.get(node_id) is not member and not _is_saved_as(was.get(node_id), member)
             )
             gone = frozenset(was.keys() - after.members.keys())
         return cls(

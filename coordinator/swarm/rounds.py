@@ -23,6 +23,7 @@ from coordinator.swarm.state import (
 )
 from coordinator.swarm.turn import (
     Turn,
+    assignments_of,
     available_members,
     is_held_by,
     is_present,
@@ -67,10 +68,10 @@ def training_done(turn: Turn, event: TrainingDone) -> None:
     current = _in_exchange(turn.state, event.round, event.node_id)
     if current is None or event.node_id in current.trained:
         return
-    if not 0 <= event.trained.tokens <= _token_limits(turn.state, current)[event.node_id]:
+    asked = assignments_of(current)[event.node_id]
+    if not 0 <= event.trained.tokens <= asked.num_samples * turn.state.rules.context:
         return
-    budget = next(a.inner_steps for a in current.assignments if a.node_id == event.node_id)
-    if event.trained.inner_steps > budget:
+    if event.trained.inner_steps > asked.inner_steps:
         return
     member = turn.state.members[event.node_id]
     speed = measured(member.inner_steps_per_second, event.trained)

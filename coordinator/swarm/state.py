@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from operator import attrgetter
 
 from coordinator.swarm.ledger import Ledger
 from coordinator.swarm.shares import UNKNOWN, Rates
@@ -208,6 +209,9 @@ class Rules:
     has_overlap: bool = False  # whether nodes train for the next round while this one is exchanged
 
 
+_LEASE_UNTIL = attrgetter("lease_until")
+
+
 class Members(dict[NodeId, Member]):
     """Members by their ids, never changed in place; knows what most steps ask about all of them.
 
@@ -249,7 +253,8 @@ class Members(dict[NodeId, Member]):
 
     def first_lease_end(self) -> float:
         """When the first lease of a present member ends; infinity when nobody is present."""
-        return min((self[node_id].lease_until for node_id in self.present_ids), default=math.inf)
+        present = map(self.__getitem__, self.present_ids)
+        return min(map(_LEASE_UNTIL, present), default=math.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

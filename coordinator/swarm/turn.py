@@ -4,7 +4,7 @@ A step passes through several decisions, each of which sees what the ones before
 share a Turn, which never leaves the step, so `step` stays a function.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Generic, TypeVar
@@ -101,6 +101,11 @@ def present_participants(state: SwarmState, current: Round) -> tuple[NodeId, ...
     return _present_among(_Same(current.assignments), _Same(members_of(state).present_ids))
 
 
+def assignments_of(current: Round) -> Mapping[NodeId, Assignment]:
+    """What the round asks of each participant."""
+    return _by_node(_Same(current.assignments))
+
+
 @dataclass(frozen=True, slots=True)
 class _Same(Generic[T]):
     """A value that counts as equal to itself alone, so that it can be looked up quickly."""
@@ -117,6 +122,11 @@ class _Same(Generic[T]):
 @lru_cache(maxsize=4)
 def _all_among(assignments: _Same[tuple[Assignment, ...]]) -> frozenset[NodeId]:
     return frozenset(a.node_id for a in assignments.value)
+
+
+@lru_cache(maxsize=4)
+def _by_node(assignments: _Same[tuple[Assignment, ...]]) -> Mapping[NodeId, Assignment]:
+    return {a.node_id: a for a in assignments.value}
 
 
 @lru_cache(maxsize=4)
