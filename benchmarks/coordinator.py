@@ -5,7 +5,8 @@
 The coordinator is a process of its own, as `atoll coordinator start` makes it, with its database on
 the disk. The nodes are `benchmarks.simulated_nodes` in this process: real enrolment, real TLS, a
 connection each. For every number of nodes: all attach, go through some rounds without training, and
-then send heartbeats as fast as they are answered. Prints a table and appends JSON lines.
+then send heartbeats as fast as they are answered. Prints a table and appends JSON lines. The nodes
+take processor time too: what the coordinator itself takes is in rows of its own.
 """
 
 import argparse
@@ -227,10 +228,15 @@ def table(results: list[Measured]) -> str:
         ("calls with reports/s", lambda m: f"{m.reports_per_second:.0f}"),
         ("calls that had to be repeated", lambda m: f"{m.num_repeated}"),
         ("coordinator CPU, s per round", lambda m: f"{m.coordinator_cpu_seconds_per_round:.2f}"),
+        (
+            "the same for each node, ms",
+            lambda m: f"{1e3 * m.coordinator_cpu_seconds_per_round / m.num_nodes:.1f}",
+        ),
         ("simulated nodes' CPU, s per round", lambda m: f"{m.own_cpu_seconds_per_round:.2f}"),
         ("heartbeats/s, flat out", lambda m: f"{m.heartbeats_per_second:.0f}"),
         ("CPU of a heartbeat, ms", lambda m: f"{1e3 * m.heartbeat_cpu_seconds:.2f}"),
         ("memory, MB", lambda m: f"{m.memory_bytes / 1e6:.0f}"),
+        ("memory for each node, MB", lambda m: f"{m.memory_bytes / 1e6 / m.num_nodes:.2f}"),
         ("database, kB per round", lambda m: f"{m.database_bytes_per_round / 1e3:.0f}"),
     ]
     return "\n".join(
