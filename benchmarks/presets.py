@@ -203,7 +203,7 @@ def _print_host_speeds() -> None:
         _ = accumulated - mean
 
     parts: dict[str, Callable[[], object]] = {
-        "apply": lambda: optimizer.apply(parameters, momentum, mean, 1.0),
+        "apply": lambda: optimizer.apply(parameters, momentum, mean, np.float32(1.0)),
         "sums": sums,
         "digest": lambda: outer_digest(parameters, momentum),
     }
@@ -221,7 +221,7 @@ def _print_host_speeds() -> None:
 
 def main() -> None:
     """Prints what was asked for."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--host", action="store_true")
     asked = parser.parse_args()
