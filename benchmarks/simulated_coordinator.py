@@ -58,7 +58,7 @@ class DeskStub:
         return self._coordinator.desk
 
     async def GetRun(self, request: Message) -> Any:
-        return _over_the_wire(self._desk.get_run(_over_the_wire(request)))
+        return self._told(self._desk.get_run, request)
 
     async def Attach(self, request: Message) -> Any:
         return await self._asked(partial(self._desk.attach, self._node_id), request)
@@ -70,7 +70,7 @@ class DeskStub:
         return await self._asked(partial(self._desk.report, self._node_id), request)
 
     async def ListCommits(self, request: Message) -> Any:
-        return _over_the_wire(self._desk.list_commits(_over_the_wire(request)))
+        return self._told(self._desk.list_commits, request)
 
     async def SubmitCommits(self, request: Message) -> Any:
         return await self._asked(partial(self._desk.submit_commits, self._node_id), request)
@@ -80,6 +80,10 @@ class DeskStub:
 
     def Subscribe(self, request: session_pb2.SubscribeRequest) -> "DeskStream":
         return DeskStream(self._desk.subscribe(self._node_id, _over_the_wire(request)))
+
+    @staticmethod
+    def _told(answer: Callable[[Any], Message], request: Message) -> Message:
+        return _over_the_wire(answer(_over_the_wire(request)))
 
     @staticmethod
     async def _asked(answer: Callable[[Any], Awaitable[Message]], request: Message) -> Message:
