@@ -18,6 +18,7 @@ from node.exchange.codecs.tiles import Tiles, threads_beside
 from node.exchange.outer import Outer
 from node.exchange.snapshot import SnapshotFolder
 from node.exchange.transport.libp2p import Libp2pTransport
+from node.exchange_time import ExchangeTime
 from node.heavy import in_thread
 from node.history import History
 from node.hosts.leading import HostDesk, HostsIsland
@@ -88,6 +89,7 @@ async def run_daemon(
         if kept is not None:
             outer.restore(*kept)
             log.info("resuming from disk", round=outer.round, digest=outer.digest.hex()[:12])
+        exchange_time = ExchangeTime()
         daemon = Daemon(
             facts=NodeFacts(
                 node_id=identity.node_id,
@@ -106,6 +108,7 @@ async def run_daemon(
                 listen_multiaddrs=(_listen_multiaddr(settings, credentials.host),),
                 announce_host=settings.announce or None,
                 max_upload_bytes_per_second=settings.max_upload_bytes_per_second,
+                while_moving=exchange_time.exchanging,
             ),
             island=_island_of(settings, spec, devices, shape, shared, desk, checkpoints),
             outer=outer,
@@ -114,6 +117,7 @@ async def run_daemon(
             heavy=in_thread,
             counts=counts,
             rng=random.Random(),
+            exchange_time=exchange_time,
         )
         with signals.draining(daemon.drain, seconds=settings.drain_within):
             return await daemon.run()

@@ -207,6 +207,8 @@ def _utilisation_to_wire(utilisation: Utilisation | None) -> session_pb2.Utilisa
         publish_share=utilisation.publish_share,
         adopt_share=utilisation.adopt_share,
         waiting_share=utilisation.waiting_share,
+        local_communication_share=utilisation.local_communication_share,
+        exchange_share=utilisation.exchange_share,
         peak_memory_bytes=utilisation.peak_memory_bytes,
     )
 
