@@ -104,7 +104,8 @@ async def go_through_a_round(a: FakeNode, b: FakeNode) -> None:
         await node.held(plans[0])
     for node in (a, b):
         await node.next("commit")
-        await node.applied(1, MIDDLE)
+        wire = [session_pb2.WireCount(kind="result", sent_bytes=11, received_bytes=22)]
+        await node.report(1, applied=session_pb2.AppliedReport(outer_digest=MIDDLE, wire=wire))
 
 
 async def test_a_round_and_its_nodes_are_told_to_prometheus(tmp_path: Path) -> None:
@@ -133,6 +134,7 @@ async def test_a_round_and_its_nodes_are_told_to_prometheus(tmp_path: Path) -> N
         assert value("atoll_training_loss_nats") == 2.0
         assert value("atoll_commits_total") == 1
         assert value("atoll_void_slices_total") == 0
+        assert value("atoll_wire_bytes_total", direction="received", kind="result") == 44
         assert value("atoll_members", state="ready") == 2
         assert value("atoll_members", state="lost") == 0
         assert value("atoll_samples", state="leased") > 0
