@@ -34,6 +34,7 @@ from node.island.mesh_shape import MeshShape
 from node.island.model import layout_of
 from node.newest import keep_run
 from node.outer_state import Layout, SharedVectors
+from node.own_metrics import own_metrics
 from node.placement import mesh_for, num_ranks_of
 from node.stopping import StopSignals
 from protocol.credentials import Credentials
@@ -90,16 +91,17 @@ async def run_daemon(
             outer.restore(*kept)
             log.info("resuming from disk", round=outer.round, digest=outer.digest.hex()[:12])
         exchange_time = ExchangeTime()
+        facts = NodeFacts(
+            node_id=identity.node_id,
+            node_name=settings.name,
+            public_key=identity.public_key,
+            device=devices[0],
+            num_ranks=shape.num_ranks,
+            version=metadata.version("atoll"),
+            mesh=str(shape),
+        )
         daemon = Daemon(
-            facts=NodeFacts(
-                node_id=identity.node_id,
-                node_name=settings.name,
-                public_key=identity.public_key,
-                device=devices[0],
-                num_ranks=shape.num_ranks,
-                version=metadata.version("atoll"),
-                mesh=str(shape),
-            ),
+            facts=facts,
             spec=spec,
             link=link,
             transport=Libp2pTransport(
@@ -120,7 +122,8 @@ async def run_daemon(
             exchange_time=exchange_time,
         )
         with signals.draining(daemon.drain, seconds=settings.drain_within):
-            return await daemon.run()
+            async with own_metrics(settings.metrics, facts, daemon.vitals):
+                return await daemon.run()
     finally:
         if desk is not None:
             await desk.close()

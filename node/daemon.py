@@ -107,7 +107,7 @@ class Daemon:
         self._session = Session(
             link=link,
             announce=self._announcement,
-            vitals=self._vitals,
+            vitals=self.vitals,
             on_attached=self._on_attached,
             on_event=self._on_event,
             rng=rng,
@@ -226,7 +226,8 @@ class Daemon:
             process_id=self._process_id,
         )
 
-    def _vitals(self) -> Vitals:
+    def vitals(self) -> Vitals:
+        """How the node is doing now."""
         progress = self._duties.progress
         return Vitals(
             outer_round=self._outer.round,

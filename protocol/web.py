@@ -104,8 +104,8 @@ def _listening(host: str, port: int, *, option: str) -> socket.socket:
         return socket.create_server((host, port), family=family)
     except OSError as error:
         # Python adds the address to the system's words; ours says it already.
-        is_of_system = error.errno is not None and not isinstance(error, socket.gaierror)
-        why = os.strerror(error.errno) if is_of_system else error.strerror
+        is_of_system = not isinstance(error, socket.gaierror)
+        why = os.strerror(error.errno) if is_of_system and error.errno else error.strerror
         raise SystemRefusedError(
             f"cannot serve pages on {endpoint_of(host, port)}: {why}",
             next_step=f"choose another address with {option} HOST:PORT, or leave it out",
