@@ -176,7 +176,7 @@ def _put_run(board: Board, run: pb.RunStatus, version: str) -> None:
     board.put("atoll_all_reduce_bytes_total", run.wire.all_reduce_bytes)
     board.put("atoll_samples", run.data.committed_samples, state="committed")
     board.put("atoll_samples", run.data.leased_samples, state="leased")
-    board.put("atoll_samples", run.data.free_again_samples, state="free again")
+    board.put("atoll_samples", run.data.free_again_samples, state="free_again")
 
 
 def _put_members(board: Board, nodes: Sequence[pb.NodeStatus]) -> None:
