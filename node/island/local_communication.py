@@ -17,7 +17,7 @@ from torch.autograd import profiler
 from node.island.exposed import Operation, exposed_share
 from node.island.mesh import Mesh
 
-LEAST_STEPS_BETWEEN = 100
+LEAST_STEPS_BETWEEN: float = 100
 """Training between two traces, in the time that the last one took with its step and all."""
 
 SMOOTHING = 0.5
