@@ -236,7 +236,7 @@ async def _serve(home: Home, config: CoordinatorConfig, log: LogStream) -> None:
         if coordinator.dashboard_port is not None:
             host, _ = web_address_of(config.dashboard)
             pages = endpoint_of(host, coordinator.dashboard_port)
-            log.write(f"metrics: http://{pages}/metrics; health: http://{pages}/healthz\n")
+            log.write(f"page: http://{pages}/ (metrics: /metrics, health: /healthz)\n")
         log.write(f"invite a node: 'atoll invite create --dir {directory}'\n")
         log.write(f"watch the run: 'atoll status --watch --dir {directory}'\n")
         await coordinator.serve_until(stopped)

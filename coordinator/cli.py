@@ -94,7 +94,7 @@ def init(
 @click.option(
     "--dashboard",
     metavar="HOST:PORT",
-    help="Serve /metrics and /healthz there, readable by all who reach it.  [default: nowhere]",
+    help="Serve a page, /metrics and /healthz there, readable by all who reach it.  [default: nowhere]",
 )
 @click.option("--log-json", is_flag=True, help="Write the log for machines.")
 def start(

@@ -177,7 +177,7 @@ class CoordinatorConfig(Section):
             f"control_port = {self.control_port}      # nodes and queries: mutual TLS\n"
             f"enrolment_port = {self.enrolment_port}    # 'atoll join': TLS and an invite\n"
             f"advertise = {json.dumps(self.advertise)}  # the host that invites send nodes to\n"
-            f"dashboard = {json.dumps(self.dashboard)}  # HOST:PORT of /metrics; empty: no pages\n"
+            f"dashboard = {json.dumps(self.dashboard)}  # HOST:PORT of a page and /metrics; empty: none\n"
         )
 
 

@@ -224,11 +224,11 @@ def summary_line(status: pb.GetStatusResponse) -> str:
         parts.append(f"loss {loss:.3f}")
     if (share := compute_share(status.nodes)) is not None:
         parts.append(f"computing {share:.0%} of the time")
-    if held_out := _held_out(run):
+    if held_out := held_out_in_words(run):
         parts.append(f"held-out {held_out}")
     num_ready = sum(node.state == pb.NODE_STATE_READY for node in status.nodes)
     parts.append(f"{num_ready} of {len(status.nodes)} nodes ready")
-    parts.append(_agreement(run))
+    parts.append(agreement_in_words(run))
     if run.reason:
         parts.append(run.reason)
     if cut := cut_off(status.nodes):
@@ -273,13 +273,13 @@ def _loss_line(status: pb.GetStatusResponse) -> Text:
     return Text.assemble(
         ("loss   ", "dim"),
         f"training {'-' if loss is None else f'{loss:.3f}'}",
-        f"   held-out {_held_out(status.run) or '-'}",
+        f"   held-out {held_out_in_words(status.run) or '-'}",
         f"   {count_in_words(status.run.token_clock)} tokens",
         "" if share is None else f"   computing {share:.0%}",
     )
 
 
-def _held_out(run: pb.RunStatus) -> str:
+def held_out_in_words(run: pb.RunStatus) -> str:
     """The first and the latest held-out loss, nats per token."""
     losses = [held_out.loss for held_out in run.held_out_losses]
     if not losses:
@@ -287,7 +287,8 @@ def _held_out(run: pb.RunStatus) -> str:
     return f"{losses[0]:.3f}" if len(losses) == 1 else f"{losses[0]:.3f} → {losses[-1]:.3f}"
 
 
-def _agreement(run: pb.RunStatus) -> str:
+def agreement_in_words(run: pb.RunStatus) -> str:
+    """Whether all nodes hold the same outer state, and which."""
     if not run.outer_digest:
         return "no digest yet"
     verdict = "the same on all nodes" if run.digests_agree else "NOT the same on all nodes"
@@ -296,7 +297,9 @@ def _agreement(run: pb.RunStatus) -> str:
 
 def _digest_line(run: pb.RunStatus) -> Text:
     is_bad = bool(run.outer_digest) and not run.digests_agree
-    return Text.assemble(("digest ", "dim"), (_agreement(run), "bold red" if is_bad else ""))
+    return Text.assemble(
+        ("digest ", "dim"), (agreement_in_words(run), "bold red" if is_bad else "")
+    )
 
 
 def _node_table(status: pb.GetStatusResponse) -> Table:

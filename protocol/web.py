@@ -1,4 +1,4 @@
-"""A small web server of read-only pages on the event loop: /metrics, /healthz.
+"""A small web server of read-only pages on the event loop.
 
 Imported only where pages are asked for. Plain HTTP without a password: it listens where its owner
 says, on loopback unless told otherwise, and its pages hold nothing secret.
@@ -28,6 +28,13 @@ MAX_CALLS = 32
 """Answered at once; more are told to come back, so that strangers cannot take all sockets."""
 
 _GRACE_SECONDS = 1
+
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
+    "X-Content-Type-Options": "nosniff",
+}
+"""A page runs no script and asks nobody else for anything, whatever stands in it."""
 
 _log = structlog.get_logger()
 
@@ -92,7 +99,7 @@ class _Server(uvicorn.Server):
 def _endpoint_of(page: Page) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(_: Request) -> Response:
         answer = await page()
-        headers = {"Content-Type": answer.content_type, "Cache-Control": "no-store"}
+        headers = {"Content-Type": answer.content_type, **_HEADERS}
         return Response(answer.body, status_code=answer.status, headers=headers)
 
     return endpoint

@@ -1,4 +1,4 @@
-"""The coordinator's pages, /metrics and /healthz.
+"""The coordinator's pages: /, /metrics and /healthz.
 
 What they tell is read from the desk on the event loop, and written out in a thread, so that who asks
 often cannot delay heartbeats.
@@ -11,6 +11,7 @@ from importlib import metadata
 
 from coordinator.dashboard.round_tally import RoundTally
 from coordinator.dashboard.run_metrics import board_of
+from coordinator.dashboard.run_page import NUM_ROUNDS, page_of
 from coordinator.services.status import StatusDesk
 from protocol.metrics import CONTENT_TYPE
 from protocol.v1 import status_pb2 as pb
@@ -38,7 +39,14 @@ class Pages:
 
     def by_path(self) -> Mapping[str, Page]:
         """All pages."""
-        return {"/metrics": self.metrics, "/healthz": self.healthz}
+        return {"/": self.run, "/metrics": self.metrics, "/healthz": self.healthz}
+
+    async def run(self) -> Answer:
+        """For people."""
+        status = self._desk.get_status(pb.GetStatusRequest())
+        rounds = self._desk.list_rounds(pb.ListRoundsRequest(limit=NUM_ROUNDS)).rounds
+        text = await asyncio.to_thread(lambda: page_of(status, rounds))
+        return Answer(body=text.encode(), content_type="text/html; charset=utf-8")
 
     async def metrics(self) -> Answer:
         """For Prometheus."""

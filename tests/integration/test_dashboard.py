@@ -199,6 +199,18 @@ async def test_pages_are_read_only_and_name_no_secret(tmp_path: Path) -> None:
             assert secret not in text
 
 
+async def test_people_see_the_run_and_its_nodes_on_a_page(tmp_path: Path) -> None:
+    home = home_with_pages(tmp_path / "home")
+    async with serving(home) as coordinator, two_nodes(home) as (a, b):
+        await go_through_a_round(a, b)
+        await a.session.Heartbeat(beat_of(a))
+        status, text = await ask(coordinator, "/")
+    assert status == 200
+    for fact in ("round 2 of 2", "node-a", "50% compute, 20% local, 20% exchange, 10% waiting"):
+        assert fact in text
+    assert "all slices are committed" in text
+
+
 async def test_health_is_200_until_the_clock_of_rounds_stops(tmp_path: Path) -> None:
     async with serving(home_with_pages(tmp_path / "home")) as coordinator:
         status, text = await ask(coordinator, "/healthz")
