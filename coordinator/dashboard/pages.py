@@ -36,6 +36,7 @@ class Pages:
         self._now = now
         self._is_serving = is_serving
         self._version = metadata.version("atoll")
+        self._writing = asyncio.Lock()  # one page after the other: threads share a core with rounds
 
     def by_path(self) -> Mapping[str, Page]:
         """All pages."""
@@ -45,8 +46,8 @@ class Pages:
         """For people."""
         status = self._desk.get_status(pb.GetStatusRequest())
         rounds = self._desk.list_rounds(pb.ListRoundsRequest(limit=NUM_ROUNDS)).rounds
-        text = await asyncio.to_thread(lambda: page_of(status, rounds))
-        return Answer(body=text.encode(), content_type="text/html; charset=utf-8")
+        text = await self._written(lambda: page_of(status, rounds).encode())
+        return Answer(body=text, content_type="text/html; charset=utf-8")
 
     async def metrics(self) -> Answer:
         """For Prometheus."""
@@ -54,10 +55,14 @@ class Pages:
         closed = self._desk.list_rounds(pb.ListRoundsRequest(limit=1)).rounds
         newest = closed[0] if closed else None
         counts = self._tally.counts(self._now())
-        text = await asyncio.to_thread(
+        text = await self._written(
             lambda: board_of(status, newest, counts, version=self._version).text()
         )
         return Answer(body=text, content_type=CONTENT_TYPE)
+
+    async def _written(self, write: Callable[[], bytes]) -> bytes:
+        async with self._writing:
+            return await asyncio.to_thread(write)
 
     async def healthz(self) -> Answer:
         """For who restarts it: 200 while rounds can go on."""

