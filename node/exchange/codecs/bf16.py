@@ -30,7 +30,9 @@ def to_bf16(value: np.float32) -> np.uint16:
     bits = bits_of(value)
     # Half of the last place less one: ties go to even.
     rounded = np.uint32(np.uint32(bits + (bits >> 16 & 1) + 0x7FFF) >> 16)
-    is_too_large = rounded & 0x7FFF == 0x7F80  # infinity's pattern is one above the largest number's
+    is_too_large = (
+        rounded & 0x7FFF == 0x7F80
+    )  # infinity's pattern is one above the largest number's
     return np.uint16(rounded - np.uint32(is_too_large))
 
 
@@ -47,7 +49,7 @@ def _encode(values: Vector, halves: Halves) -> bool:
     for i in range(values.size):
         num_wrong += np.uint32(bits_of(values[i]) & 0x7F80_0000 == 0x7F80_0000)
         halves[i] = to_bf16(values[i])
-    return num_wrong == 0
+    return bool(num_wrong == 0)
 
 
 @kernel
@@ -57,7 +59,7 @@ def _decode(halves: Halves, values: Vector) -> bool:
     for i in range(values.size):
         num_wrong += np.uint32(halves[i] & 0x7F80 == 0x7F80)
         values[i] = from_bf16(halves[i])
-    return num_wrong == 0
+    return bool(num_wrong == 0)
 
 
 @dataclass(frozen=True)

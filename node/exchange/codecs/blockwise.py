@@ -117,7 +117,7 @@ def has_codes(scale: np.float32, packed: Bytes, zero: int) -> bool:
         return False
     num_others = 0
     for i in range(packed.size):
-        num_others += np.int64(packed[i] != zero)
+        num_others += int(packed[i] != zero)
     return num_others > 0
 
 

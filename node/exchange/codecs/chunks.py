@@ -33,7 +33,10 @@ def mean_magnitude(chunk: Vector, scratch: Vector) -> np.float32:
         magnitudes[i] = abs(chunk[i])
     mean = sum_of(magnitudes) / np.float32(chunk.size)
     if bits_of(mean) >= 0x7F80_0000:  # the sum may have overflowed
-        mean = np.float32(sum_of(magnitudes.astype(np.float64)) / chunk.size)
+        total = 0.0
+        for i in range(chunk.size):
+            total += np.float64(magnitudes[i])
+        mean = np.float32(total / chunk.size)
     return np.float32(mean)
 
 

@@ -17,7 +17,7 @@ at any time. Where nothing can be written, each process compiles for itself.
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import blake3
 import numba
@@ -47,17 +47,20 @@ def _cache_folder() -> Path:
 
 
 if "NUMBA_CACHE_DIR" not in os.environ:
-    numba.config.CACHE_DIR = str(_cache_folder())
+    numba.config.CACHE_DIR = str(_cache_folder())  # type: ignore[attr-defined]  # made at import
 
 
 def kernel(function: Function) -> Function:
     """Compiles a function at its first call, or takes it from the cache."""
-    options = {"nogil": True, "error_model": "numpy", "fastmath": False}
     try:
-        compiled: Function = numba.njit(cache=True, **options)(function)
-    except RuntimeError:  # no folder for the cache
-        compiled = numba.njit(**options)(function)
-    return compiled
+        return _compiled(function, cache=True)
+    except RuntimeError:  # there is no folder for a cache
+        return _compiled(function, cache=False)
+
+
+def _compiled(function: Function, *, cache: bool) -> Function:
+    decorate = numba.njit(cache=cache, nogil=True, error_model="numpy", fastmath=False)
+    return cast("Function", decorate(function))
 
 
 def read_only(array: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:

@@ -59,7 +59,7 @@ def _encode_fp8(blocks: Blocks, scales: Vector, packed: Bytes) -> None:
 def _decode_fp8(packed: Bytes, scales: Vector, blocks: Blocks) -> int:
     for b in range(blocks.shape[0]):
         codes, scale, row = packed[b], scales[b], blocks[b]
-        num_wrong = 0
+        num_wrong = np.int32(0)
         for i in range(BLOCK):
             is_nan = codes[i] & 0x7F == 0x7F
             num_wrong += np.int32(is_nan | (codes[i] == 0x80))

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from node.exchange.codecs.chunks import CHUNK
+from node.exchange.codecs.codec import Bytes
 from node.exchange.codecs.compiled import ALL_RIGHT, kernel
 from node.outer_state import Vector
 
@@ -32,7 +33,7 @@ def _num_reaching(magnitudes: Magnitudes, bound: np.int32) -> int:
     count = np.int32(0)
     for i in range(magnitudes.size):
         count += np.int32(magnitudes[i] >= bound)
-    return count
+    return int(count)
 
 
 @kernel
@@ -55,8 +56,13 @@ def _bound_of(magnitudes: Magnitudes, least: int, most: int) -> int:
 
 
 @kernel
-def _largest_of_chunk(chunk: Vector, k: int, places: Places, magnitudes: Magnitudes) -> bool:
-    """Writes the places [k] of the largest, rising; returns whether all values are finite."""
+def _largest_of_chunk(
+    chunk: Vector, k: int, places: Places, magnitudes: Magnitudes, reaches: Bytes
+) -> bool:
+    """Writes the places [k] of the largest, rising; returns whether all values are finite.
+
+    Overwrites magnitudes [3, 4096] and reaches [4096].
+    """
     n = chunk.size
     of_chunk = magnitudes[0, :n]
     candidates, of_candidates = magnitudes[1], magnitudes[2]
@@ -72,22 +78,28 @@ def _largest_of_chunk(chunk: Vector, k: int, places: Places, magnitudes: Magnitu
             for g in range(_GROUPS):
                 candidates[g] = max(candidates[g], eighths[e, g])
         bound = _bound_of(candidates[:_GROUPS], k, k + k // 8)
-    count = 0
     for i in range(n):
-        # Written in any case, and written over if it does not count: no branch to guess.
-        candidates[count] = i
-        of_candidates[count] = of_chunk[i]
-        count += np.int64(of_chunk[i] >= bound)
+        reaches[i] = np.uint8(of_chunk[i] >= bound)
+    reaches[n : n + -n % 8] = 0
+    eights = reaches.view(np.uint64)
+    count = 0
+    for eight in range(-(-n // 8)):
+        if eights[eight] != 0:
+            for i in range(8 * eight, 8 * eight + 8):
+                # Written in any case, and written over if it does not count: no branch to guess.
+                candidates[count] = i
+                of_candidates[count] = magnitudes[0, i]
+                count += reaches[i]
     if _num_reaching(of_candidates[:count], _INFINITY):
         return False  # what is not finite is among the largest
     exact = _bound_of(of_candidates[:count], k, k)
     num_equal = k  # of those that only just reach the bound, so many are chosen
     for i in range(count):
-        num_equal -= np.int64(of_candidates[i] > exact)
+        num_equal -= int(of_candidates[i] > exact)
     chosen = 0
     for i in range(count):
         if of_candidates[i] > exact or (of_candidates[i] == exact and num_equal > 0):
-            num_equal -= np.int64(of_candidates[i] == exact)
+            num_equal -= int(of_candidates[i] == exact)
             places[chosen] = candidates[i]
             chosen += 1
     return True
@@ -101,11 +113,11 @@ def places_of_largest(values: Vector, k: int, places: Places) -> int:
     finite, or ALL_RIGHT.
     """
     magnitudes = np.empty((3, CHUNK), dtype=np.int32)
+    reaches = np.empty(CHUNK, dtype=np.uint8)
     for c in range(-(-values.size // CHUNK)):
         of_chunk = places[c * k : (c + 1) * k]
-        if not _largest_of_chunk(
-            values[c * CHUNK : (c + 1) * CHUNK], of_chunk.size, of_chunk, magnitudes
-        ):
+        chunk = values[c * CHUNK : (c + 1) * CHUNK]
+        if not _largest_of_chunk(chunk, of_chunk.size, of_chunk, magnitudes, reaches):
             return c * CHUNK
         for i in range(of_chunk.size):
             of_chunk[i] += c * CHUNK

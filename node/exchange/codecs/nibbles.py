@@ -30,11 +30,11 @@ def pack_nibbles(codes: Codes, packed: Bytes) -> None:
 def unpack_nibbles(packed: Bytes, codes: Codes) -> bool:
     """Writes the codes [2n] of bytes [n]; returns whether all of them are codes."""
     pairs = codes.view(np.uint16)
-    num_wrong = 0
+    num_wrong = np.uint16(0)
     for i in range(packed.size):
         byte = np.uint16(packed[i])
         num_wrong += np.uint16((byte & 15 == 0) | (byte < 16))
         pairs[i] = np.uint16(byte & 15 | byte >> 4 << 8)
     for i in range(codes.size):
         codes[i] -= np.int8(8)
-    return num_wrong == 0
+    return bool(num_wrong == 0)

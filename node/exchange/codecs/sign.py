@@ -65,17 +65,16 @@ def _encode(values: Vector, scales: Vector, packed: Bytes) -> int:
 def _decode(packed: Bytes, scales: Vector, values: Vector) -> bool:
     """Writes chunks; returns whether those with scale 0 have no bits."""
     whole = values.size // 8
+    eights = values[: 8 * whole].view(np.uint32).reshape(whole, 8)
     for c in range(scales.size):
         scale = bits_of(scales[c])
-        bytes_of_chunk = packed[c * CHUNK // 8 : (c + 1) * CHUNK // 8]
-        if scale == 0 and bytes_of_chunk.any():
+        first, past = c * CHUNK // 8, (c + 1) * CHUNK // 8
+        if scale == 0 and packed[first:past].any():
             return False
-        first = c * CHUNK // 8
-        for i in range(first, min(first + CHUNK // 8, whole)):
+        for i in range(first, min(past, whole)):
             byte = np.uint32(packed[i])
-            eight = values[8 * i : 8 * i + 8].view(np.uint32)
             for place in range(8):
-                eight[place] = scale | byte >> np.uint32(place) << np.uint32(31)
+                eights[i, place] = scale | byte >> np.uint32(place) << np.uint32(31)
     for i in range(8 * whole, values.size):
         bit = np.uint32(packed[whole]) >> np.uint32(i % 8)
         values[i] = float_of(np.uint32(bits_of(scales[-1]) | bit << np.uint32(31)))

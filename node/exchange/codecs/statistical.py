@@ -23,7 +23,6 @@ from node.exchange.codecs.codec import (
     check_body,
     check_num_elements,
     check_values,
-    first_not_finite,
     refuse_not_finite,
 )
 from node.exchange.codecs.compiled import ALL_RIGHT, kernel, read_only
@@ -40,68 +39,86 @@ def _count(codes: Bytes, wanted: int) -> int:
     num_found = np.int32(0)
     for i in range(codes.size):
         num_found += np.int32(codes[i] == np.uint8(wanted))
-    return num_found
+    return int(num_found)
 
 
 @kernel
-def _binned(chunk: Vector, scratch: Vector, table: Vector, codes: Bytes) -> None:
+def _binned(chunk: Vector, rows: Vector, table: Vector, codes: Bytes) -> None:
     """Writes the decode table [4] and the bins [n] of a chunk [n], in its own precision.
 
-    0 is far below the mean, 1 below, 2 above, 3 far above. Overwrites scratch [3, 4096].
+    0 is far below the mean, 1 below, 2 above, 3 far above. Overwrites rows [4, 4096].
     """
     n = chunk.size
-    offsets, magnitudes, parts = scratch[0, :n], scratch[1, :n], scratch[2, :n]
-    num = chunk.dtype.type(n)
-    two = chunk.dtype.type(2)
-    zero, one = chunk.dtype.type(0), chunk.dtype.type(1)
+    magnitudes, offsets, far_magnitudes, far_offsets = rows[0], rows[1], rows[2], rows[3]
+    num, two = rows.dtype.type(n), rows.dtype.type(2)
+    zero, one = rows.dtype.type(0), rows.dtype.type(1)
     mean = sum_of(chunk) / num
     for i in range(n):
         offset = chunk[i] - mean
         offsets[i] = offset
         magnitudes[i] = abs(offset)
-    distance_sum, whole_sum = sum_of(magnitudes), sum_of(offsets)
-    bound = distance_sum / num * _FAR
+    bound = sum_of(magnitudes[:n]) / num * _FAR
     for i in range(n):
-        is_far, is_above = magnitudes[i] >= bound, offsets[i] >= zero
-        codes[i] = np.uint8(np.uint8(is_above) << 1 | np.uint8(is_above == is_far))
+        is_far = magnitudes[i] >= bound
+        far = one if is_far else zero
+        far_magnitudes[i] = magnitudes[i] * far
+        far_offsets[i] = offsets[i] * far
+    for i in range(n):
+        is_far, is_above = np.uint8(magnitudes[i] >= bound), np.uint8(offsets[i] >= zero)
+        codes[i] = np.uint8(is_above << 1 | is_above ^ is_far ^ 1)
     # With the sums over all and over the far ones, of offsets and of their magnitudes, those of the
     # four bins follow: what is above adds to both alike.
-    for i in range(n):
-        parts[i] = magnitudes[i] * (one if magnitudes[i] >= bound else zero)
-    far_distance_sum = sum_of(parts)
-    for i in range(n):
-        parts[i] = offsets[i] * (one if magnitudes[i] >= bound else zero)
-    far_sum = sum_of(parts)
-    above, below = (distance_sum + whole_sum) / two, (whole_sum - distance_sum) / two
-    far_above, far_below = (far_distance_sum + far_sum) / two, (far_sum - far_distance_sum) / two
-    # An empty bin has the chunk's mean.
-    table[0] = np.float32(mean + far_below / max(_count(codes[:n], 0), 1))
-    table[1] = np.float32(mean + (below - far_below) / max(_count(codes[:n], 1), 1))
-    table[2] = np.float32(mean + (above - far_above) / max(_count(codes[:n], 2), 1))
-    table[3] = np.float32(mean + far_above / max(_count(codes[:n], 3), 1))
+    sums = np.empty(4, dtype=rows.dtype)
+    for row in range(4):
+        sums[row] = sum_of(rows[row, :n])
+    above, below = (sums[0] + sums[1]) / two, (sums[1] - sums[0]) / two
+    far_above, far_below = (sums[2] + sums[3]) / two, (sums[3] - sums[2]) / two
+    sums[0], sums[1], sums[2], sums[3] = far_below, below - far_below, above - far_above, far_above
+    for code in range(4):
+        # An empty bin has the chunk's mean.
+        table[code] = np.float32(mean + sums[code] / max(_count(codes[:n], code), 1))
 
 
 @kernel
-def _encode(values: Vector, tables: Vector, packed: Bytes) -> int:
-    """Writes chunks; returns the place of one that is not finite, or ALL_RIGHT."""
-    scratch = np.empty((3, CHUNK), dtype=np.float32)
+def _encode(values: Vector, rows: Vector, tables: Vector, packed: Bytes) -> int:
+    """Writes chunks; returns the first whose table is not finite, or ALL_RIGHT.
+
+    Computes in the precision of values. Overwrites rows [4, 4096].
+    """
     codes = np.empty(CHUNK, dtype=np.uint8)
     for c in range(tables.shape[0]):
         chunk, table = values[c * CHUNK : (c + 1) * CHUNK], tables[c]
-        _binned(chunk, scratch, table, codes)
+        _binned(chunk, rows, table, codes)
         if not np.isfinite(table).all():
-            if first_not_finite(chunk) != ALL_RIGHT:
-                return c * CHUNK
-            wide = np.empty((3, CHUNK), dtype=np.float64)  # where no sum overflows
-            _binned(chunk.astype(np.float64), wide, table, codes)
-        for bin_ in range(4):
-            if abs(table[bin_]) < SMALLEST:
-                table[bin_] = np.float32(0)
-            if bin_ and table[bin_] < table[bin_ - 1]:  # rounding may swap what is nearly equal
-                table[bin_] = table[bin_ - 1]
+            return c
+        for code in range(4):
+            if abs(table[code]) < SMALLEST:
+                table[code] = np.float32(0)
+            if code and table[code] < table[code - 1]:  # rounding may swap what is nearly equal
+                table[code] = table[code - 1]
         codes[chunk.size :] = 0
         pack_two_bits(codes, packed[c * CHUNK // 4 : (c + 1) * CHUNK // 4])
     return ALL_RIGHT
+
+
+def _encode_all(values: Vector, tables: Vector, packed: Bytes, start: int) -> None:
+    """Writes chunks, which begin at `start` of the slice; refuses values that are not finite."""
+    rows, first = np.empty((4, CHUNK), dtype=np.float32), 0
+    while first < len(tables):
+        place = first * CHUNK
+        wrong = _encode(values[place:], rows, tables[first:], packed[place // 4 :])
+        if wrong == ALL_RIGHT:
+            return
+        first += wrong
+        chunk = values[first * CHUNK : (first + 1) * CHUNK]
+        refuse_not_finite(chunk, start=start + first * CHUNK)
+        _encode(  # in float64, where no sum overflows
+            read_only(chunk.astype(np.float64)),
+            np.empty((4, CHUNK), dtype=np.float64),
+            tables[first : first + 1],
+            packed[first * CHUNK // 4 : (first + 1) * CHUNK // 4],
+        )
+        first += 1
 
 
 @kernel
@@ -138,13 +155,12 @@ class Int2(FixedSize):
         packed = body[16 * len(tables) :]
 
         def encode_run(first: int, past: int) -> None:
-            wrong = _encode(
+            _encode_all(
                 values[first:past],
                 tables[first // CHUNK : num_chunks(past)],
                 packed[first // 4 : count_bytes(past)],
+                first,
             )
-            if wrong != ALL_RIGHT:
-                refuse_not_finite(values[first + wrong : past], start=first + wrong)
 
         self.tiles.each_run(values.size, encode_run)
         return body.tobytes()

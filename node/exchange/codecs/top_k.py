@@ -32,14 +32,14 @@ from node.exchange.codecs.codec import (
 from node.exchange.codecs.compiled import ALL_RIGHT, kernel, read_only
 from node.exchange.codecs.largest import Places, num_chosen, places_of_largest
 from node.exchange.codecs.places import SECTION, decode_places, encode_places, most_bytes_of_places
-from node.exchange.codecs.sums import sum_of
+from node.exchange.codecs.sums import Floats, sum_of
 from node.exchange.codecs.tiles import ONE_THREAD, Tiles
 from node.exchange.codecs.two_bits import count_bytes, pack_two_bits, unpack_two_bits
 from node.outer_state import Vector
 
 
 @kernel
-def _mean_bf16(sizes: Vector, num: int) -> np.uint16:
+def _mean_bf16(sizes: Floats, num: int) -> np.uint16:
     """The sum divided, 0 below the smallest."""
     mean = np.float32(sum_of(sizes) / max(num, 1))
     return to_bf16(np.float32(0) if mean < SMALLEST else mean)
@@ -64,7 +64,7 @@ def _describe(values: Vector, places: Places, k: int, magnitudes: Halves, codes:
             is_big = sizes[i] >= mean
             big[i] = sizes[i] if is_big else 0.0
             small[i] = 0.0 if is_big else sizes[i]
-            num_big += np.int64(is_big)
+            num_big += int(is_big)
             codes[c * k + i] = np.uint8(is_big) << 1 | np.uint8(values[of_chunk[i]] < 0)
         magnitudes[c, 0] = _mean_bf16(small, n - num_big)
         magnitudes[c, 1] = _mean_bf16(big, num_big)
