@@ -4,6 +4,7 @@ import ast
 import importlib
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import numba
@@ -15,6 +16,7 @@ from node.exchange.codecs.blockwise import largest_scale, peak_of, whole_codes
 from node.exchange.codecs.chunks import CHUNK, mean_magnitude
 from node.exchange.codecs.codec import CodecError, first_not_finite, refuse_not_finite
 from node.exchange.codecs.compiled import ALL_RIGHT, bits_of, float_of, read_only
+from node.exchange.codecs.huffman import code_lengths, huffman_coded
 from node.exchange.codecs.nibbles import pack_nibbles, unpack_nibbles
 from node.exchange.codecs.registry import CODECS, codec_named
 from node.exchange.codecs.sums import sum_of
@@ -171,6 +173,39 @@ def test_packed_codes_come_back() -> None:
     unpacked = np.empty_like(pairs)
     unpack_two_bits(read_only(packed), unpacked)
     np.testing.assert_array_equal(unpacked, pairs)
+
+
+def test_zlib_reads_what_the_kernel_deflates_and_writes_hardly_less() -> None:
+    rng = np.random.Generator(np.random.Philox(7))
+    spread_out = rng.geometric(0.1, 30_000).astype(np.uint8)
+    kinds = [np.repeat(np.arange(num), 50) for num in (1, 2, 3, 200, 256)]
+    for plain in (spread_out, spread_out[:1], spread_out[:33], *kinds):
+        plain = plain.astype(np.uint8)
+        reader = zlib.decompressobj(-15)
+        stream = huffman_coded(read_only(plain)).tobytes()
+        assert reader.decompress(stream) == plain.tobytes()
+        assert reader.eof and not reader.unused_data
+        writer = zlib.compressobj(9, zlib.DEFLATED, -15, 9, zlib.Z_HUFFMAN_ONLY)
+        assert len(stream) <= len(writer.compress(plain.tobytes()) + writer.flush()) * 1.002 + 32
+
+
+def test_codes_that_would_be_too_long_are_made_shorter() -> None:
+    fibonacci = [1, 1]
+    while len(fibonacci) < 24:  # whose tree is as deep as can be
+        fibonacci.append(fibonacci[-1] + fibonacci[-2])
+    counts = np.array(fibonacci)
+    for most_bits, depth in ((30, 23), (15, 15), (7, 7)):
+        lengths = np.zeros(24, dtype=np.int64)
+        code_lengths(counts, most_bits, lengths)
+        assert lengths.max() <= depth
+        assert sum(2.0**-lengths) == 1
+    assert (lengths > 0).all()
+    plain = rng_shuffled(np.repeat(np.arange(24, dtype=np.uint8), counts))
+    assert zlib.decompress(huffman_coded(read_only(plain)).tobytes(), -15) == plain.tobytes()
+
+
+def rng_shuffled(plain: np.ndarray) -> np.ndarray:
+    return np.random.Generator(np.random.Philox(7)).permutation(plain)
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from node.exchange.codecs.chunks import CHUNK, LARGEST, SMALLEST, num_chunks
+from node.exchange.codecs.chunks import CHUNK, INFINITY, LARGEST, SMALLEST, num_chunks
 from node.exchange.codecs.codec import (
     Bytes,
     CodecError,
@@ -89,8 +89,9 @@ def _encode(values: Vector, rows: Vector, tables: Vector, packed: Bytes) -> int:
     for c in range(tables.shape[0]):
         chunk, table = values[c * CHUNK : (c + 1) * CHUNK], tables[c]
         _binned(chunk, rows, table, codes)
-        if not np.isfinite(table).all():
-            return c
+        for code in range(4):
+            if not abs(table[code]) < INFINITY:
+                return c
         for code in range(4):
             if abs(table[code]) < SMALLEST:
                 table[code] = np.float32(0)
