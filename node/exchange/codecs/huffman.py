@@ -181,7 +181,7 @@ def huffman_coded(plain: Bytes) -> Bytes:
     table = np.empty(256, dtype=np.uint64)  # the code, and its bits above 32
     for byte in range(256):
         table[byte] = codes[byte] | np.uint64(lengths[byte]) << np.uint64(32)
-    word = at // 32
+    word = np.int64(at // 32)
     filled, buffer = np.uint64(at % 32), np.uint64(words[word])
     low, thirty_two, one_less = np.uint64(0xFFFF_FFFF), np.uint64(32), np.uint64(31)
     for i in range(plain.size):
@@ -194,5 +194,5 @@ def huffman_coded(plain: Bytes) -> Bytes:
         buffer >>= full << np.uint64(5)
         filled &= one_less
     words[word] = np.uint32(buffer & low)
-    at = _put(words, 32 * word + np.int64(filled), codes[256], lengths[256])
+    at = _put(words, int(32 * word + np.int64(filled)), codes[256], lengths[256])
     return words.view(np.uint8)[: (at + 7) // 8]
