@@ -163,7 +163,7 @@ def naive_top_k(values: Vector, k: int) -> object:
 
 def main() -> None:
     """Measures every codec, prints a table and writes the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--values", type=int, default=1 << 24)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--rounds", type=int, default=24)

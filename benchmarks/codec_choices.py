@@ -118,7 +118,7 @@ def wide_spec(hidden_size: int, rounds: int) -> RunSpec:
 
 def main() -> None:
     """Prints both tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--tile-rounds", type=int, default=3)

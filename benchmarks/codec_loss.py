@@ -68,7 +68,7 @@ def outcome_of(spec: RunSpec, corpus: Corpus) -> Outcome:
 
 def main() -> None:
     """Runs every codec with every seed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = [codec.name.partition("/")[0] for codec in CODECS]
     parser.add_argument("--uplinks", nargs="+", default=names)
     parser.add_argument("--downlink", default="int4")

@@ -82,7 +82,11 @@ def read_results(path: Path) -> list[dict[str, Any]]:
 
 
 def run_all(
-    parts: dict[str, list[Setting]], *, seeds: list[int], processes: int, done: set[tuple[str, ...]]
+    parts: dict[str, list[Setting]],
+    *,
+    seeds: list[int],
+    processes: int,
+    done: set[tuple[str, str, str]],
 ) -> Iterator[dict[str, Any]]:
     """Runs what is not done yet; equal settings of two parts run once. Seed by seed."""
     wanted: dict[str, list[tuple[str, Setting, int]]] = {}
@@ -109,7 +113,7 @@ def _on_one_thread() -> None:
 
 def main() -> None:
     """Runs the parts asked for, appends to the results and prints the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--processes", type=int, default=2, help="runs side by side")

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -208,9 +209,13 @@ def _fan_out(times: dict[int, list[float]]) -> float:
     return statistics.median(max(when) - min(when) for when in times.values())
 
 
+Row = tuple[str, Callable[[Measured], str]]
+"""What a row of the table shows, and how it is said."""
+
+
 def table(results: list[Measured]) -> str:
     """One column for each number of nodes."""
-    rows = [
+    rows: list[Row] = [
         ("nodes", lambda m: f"{m.num_nodes}"),
         ("attach all, s", lambda m: f"{m.attach_seconds:.1f}"),
         ("a round without training, s", lambda m: f"{m.round_seconds:.2f}"),

@@ -117,7 +117,7 @@ def compare(seed: int, *, rounds: int, num_nodes: int, codecs: tuple[str, ...]) 
 
 def main() -> None:
     """Compares for every seed and prints losses and ratios."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--rounds", type=int, default=DEFAULT_ROUNDS)
     parser.add_argument("--nodes", type=int, default=3)

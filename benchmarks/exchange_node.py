@@ -19,7 +19,10 @@ from node.exchange.codecs.registry import codec_named
 from node.exchange.exchange import Exchange
 from node.exchange.outer import Outer
 from node.exchange.outer_optimizer import Sgd
+from node.exchange.rate_scaling import RateScale
+from node.exchange.reducer_error import ReducerError
 from node.exchange.reports import Held, Reduced, Report
+from node.exchange.residual import Residual
 from node.exchange.transport.frames import Limits
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.heavy import in_thread
@@ -56,7 +59,10 @@ class BenchmarkNode:
             optimizer=Sgd(learning_rate=1.0),
             uplink=codec_named(order["codec"]),
             downlink=codec_named(order["codec"]),
-            error_feedback=False,
+            residual=Residual(num_elements, error_feedback=False),
+            reducer_error=ReducerError(num_elements, rule="drop"),
+            merge="mean",
+            rate_scale=RateScale(scaling="none", full_round_tokens=self._tokens),
             run_digest=RUN,
             node_id=identity.node_id,
         )

@@ -66,7 +66,7 @@ def spec_of(optimizer: str, rate: float, *, seed: int, steps: int) -> RunSpec:
 
 def main() -> None:
     """Trains every combination and prints losses, then each optimizer's best."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--steps", type=int, default=400)
     chosen = parser.parse_args()

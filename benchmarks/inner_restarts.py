@@ -126,7 +126,7 @@ def excess_losses(spec: RunSpec, corpus: Corpus) -> dict[tuple[str, int], list[f
 
 def main() -> None:
     """Prints the mean and the spread of every kind of restart."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--rounds", type=int, default=40)
     chosen = parser.parse_args()

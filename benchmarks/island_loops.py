@@ -125,7 +125,7 @@ def run_loop(pipe: "Connection[float, Chunk]", setup: LoopSetup) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         dist.init_process_group(
             backend="nccl" if device.type == "cuda" else "gloo",
-            store=dist.FileStore(str(setup.meeting), setup.num_ranks),
+            store=dist.FileStore(str(setup.meeting), setup.num_ranks),  # type: ignore[attr-defined]  # is public
             rank=setup.rank,
             world_size=setup.num_ranks,
             device_id=device if device.type == "cuda" else None,
@@ -155,7 +155,7 @@ def run_loop(pipe: "Connection[float, Chunk]", setup: LoopSetup) -> None:
                 windows = torch.from_numpy(corpus.windows(corpus.training, own)).to(device)
                 with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
                     loss: Tensor = trained(windows[:, :-1], windows[:, 1:])
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
                 nn.utils.clip_grad_norm_(decoder.parameters(), inner.clip)
                 for optimizer in optimizers:
                     optimizer.step()

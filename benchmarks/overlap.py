@@ -106,7 +106,7 @@ def outcomes_of(seeds: Sequence[int], delays: Sequence[float], rounds: int) -> I
 
 def main() -> None:
     """Prints a line for each run, then the means."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--delays", type=float, nargs="+", default=[3.0, 8.0])
     parser.add_argument("--rounds", type=int, default=24)

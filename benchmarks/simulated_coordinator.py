@@ -26,6 +26,7 @@ from protocol.errors import UnavailableError
 from protocol.rounds import NodeId
 from protocol.run_spec import RunSpec
 from protocol.signing import CommitSigner
+from protocol.v1 import session_pb2
 
 Wire = TypeVar("Wire", bound=Message)
 
@@ -77,7 +78,7 @@ class DeskStub:
     async def Detach(self, request: Message) -> Any:
         return self._asked(partial(self._desk.detach, self._node_id), request)
 
-    def Subscribe(self, request: Message) -> "DeskStream":
+    def Subscribe(self, request: session_pb2.SubscribeRequest) -> "DeskStream":
         return DeskStream(self._desk.subscribe(self._node_id, _over_the_wire(request)))
 
     @staticmethod

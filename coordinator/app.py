@@ -12,7 +12,7 @@ import grpc.aio
 from coordinator.clock import LoopClock, seconds_since_boot
 from coordinator.config import CoordinatorConfig, Home, rules_of
 from coordinator.driver import Driver
-from coordinator.journal import log_refusal, log_slept, log_transition
+from coordinator.journal import log_refusal, log_settled, log_slept, log_transition
 from coordinator.services.answering import Gate
 from coordinator.services.enrolment import EnrolmentDesk, EnrolmentServicer
 from coordinator.services.operator import OperatorDesk, OperatorServicer
@@ -25,6 +25,7 @@ from protocol.errors import UnavailableError
 from protocol.invite import endpoint_of
 from protocol.logging import LogStream, start_logging
 from protocol.pki import pin_of
+from protocol.presets import Plan
 from protocol.server import SERVER_OPTIONS, bind_control, bind_enrolment
 from protocol.signing import CommitSigner
 from protocol.v1.enrolment_pb2_grpc import add_EnrolmentServiceServicer_to_server
@@ -203,9 +204,17 @@ async def _serve(home: Home, config: CoordinatorConfig, log: LogStream) -> None:
         await coordinator.stop()
 
 
-def run_coordinator(home: Home, config: CoordinatorConfig, *, log_json: bool) -> None:
-    """Serves until SIGINT or SIGTERM; `config` is the folder's, with what the caller overrides."""
+def run_coordinator(
+    home: Home, config: CoordinatorConfig, *, log_json: bool, settled: Plan | None = None
+) -> None:
+    """Serves until SIGINT or SIGTERM; `config` is the folder's, with what the caller overrides.
+
+    `settled` is what this start has chosen for a preset, to be logged.
+    """
     require_open_files(
         OWN_OPEN_FILES + OPEN_FILES_PER_NODE * home.run.run.min_nodes, of="the coordinator"
     )
-    asyncio.run(_serve(home, config, start_logging(as_json=log_json)))
+    log = start_logging(as_json=log_json)
+    if settled is not None:
+        log_settled(settled)
+    asyncio.run(_serve(home, config, log))

@@ -15,6 +15,7 @@ from coordinator.swarm.reach import cut_pairs
 from coordinator.swarm.state import MemberState, SwarmState
 from coordinator.swarm.transition import Transition
 from protocol.errors import AtollError
+from protocol.presets import Plan
 from protocol.rounds import NodeId
 
 _log = structlog.get_logger()
@@ -136,3 +137,18 @@ def _reason(state: SwarmState) -> str:
 def _name(state: SwarmState, node_id: NodeId) -> str:
     member = state.members.get(node_id)
     return node_id if member is None else member.node_name
+
+
+def log_settled(plan: Plan) -> None:
+    """Says what a preset has become, key by key, and what it should come to."""
+    for choice in plan.choices:
+        key = f"{choice.table}.{choice.key}"
+        _log.info("preset settled", key=key, value=choice.value, reason=choice.reason)
+    prediction = plan.prediction
+    _log.info(
+        "preset predicts",
+        bytes_per_round=round(prediction.bytes_per_round),
+        exchange_seconds=round(prediction.exchange_seconds, 1),
+        training_seconds=round(prediction.training_seconds, 1),
+        verdict=plan.verdict,
+    )

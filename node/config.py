@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from node.island.local_training import LocalTraining, Precision, Recomputing
 from node.island.mesh_shape import MeshShape, ScheduleName
+from protocol.data_rate import bits_per_second_of
 from protocol.errors import ConfigError, UsageError
 from protocol.files import read_toml, write_atomically
 from protocol.run_spec import Section
@@ -110,9 +111,6 @@ drain_within = 30
 SLOWEST_UPLOAD_BYTES_PER_SECOND = 32_000.0
 """256 kbit/s. With less, several transfers at once are slower than peers wait for."""
 
-_RATE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?([kKmMgG]?)(?:(bit)(?:/s)?|B/s)")
-_PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
-
 
 def bytes_per_second_of(rate: str) -> float | None:
     """What a rate such as "10mbit" or "1.25MB/s" is; None for the empty text: no limit.
@@ -121,13 +119,12 @@ def bytes_per_second_of(rate: str) -> float | None:
     """
     if not rate:
         return None
-    match = _RATE.fullmatch(rate)
-    if match is None:
+    bits_per_second = bits_per_second_of(rate)
+    if bits_per_second is None:
         raise PydanticCustomError(
             "rate", "Write bits a second as 10mbit, or bytes a second as 1.25MB/s"
         )
-    number, prefix, bit = match.groups()
-    bytes_per_second = float(number) * _PREFIXES[prefix.lower()] / (8 if bit else 1)
+    bytes_per_second = bits_per_second / 8
     if bytes_per_second < SLOWEST_UPLOAD_BYTES_PER_SECOND:
         raise PydanticCustomError("rate", "Less than 256kbit is too slow to take part")
     return bytes_per_second

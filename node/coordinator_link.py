@@ -73,14 +73,22 @@ class Vitals:
 class SessionStub(Protocol):
     """The calls of atoll.v1.SessionService; tests put a coordinator in the same process behind it."""
 
-    GetRun: Any
-    Attach: Any
-    Heartbeat: Any
-    Subscribe: Any
-    Report: Any
-    ListCommits: Any
-    SubmitCommits: Any
-    Detach: Any
+    @property
+    def GetRun(self) -> Any: ...  # noqa: D102, N802
+    @property
+    def Attach(self) -> Any: ...  # noqa: D102, N802
+    @property
+    def Heartbeat(self) -> Any: ...  # noqa: D102, N802
+    @property
+    def Subscribe(self) -> Any: ...  # noqa: D102, N802
+    @property
+    def Report(self) -> Any: ...  # noqa: D102, N802
+    @property
+    def ListCommits(self) -> Any: ...  # noqa: D102, N802
+    @property
+    def SubmitCommits(self) -> Any: ...  # noqa: D102, N802
+    @property
+    def Detach(self) -> Any: ...  # noqa: D102, N802
 
 
 class CoordinatorLink:

@@ -17,11 +17,15 @@ os.environ.pop("COLUMNS", None)  # xdist's; commands that we start would fit the
 
 
 class OneSwarmAtATime(LoadScopeScheduling):
-    """Tests with real processes one after the other, beside all else: `make test` has two workers."""
+    """Swarms of real processes one after the other, and so islands, beside each other and all else.
+
+    `make test` has two workers: one takes the swarms, the other the islands; then both what is left.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
-        is_swarm = nodeid.startswith(("tests/integration/", "tests/chaos/"))
-        return "swarms" if is_swarm else nodeid
+        if nodeid.startswith(("tests/integration/", "tests/chaos/")):
+            return "swarms"
+        return "islands" if nodeid.startswith("tests/islands/") else nodeid
 
 
 @pytest.hookimpl(optionalhook=True)
