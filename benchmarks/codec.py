@@ -25,7 +25,7 @@ import torch
 from benchmarks.pseudo_gradients import demo_pseudo_gradients
 from node.exchange.codecs.codec import Codec
 from node.exchange.codecs.deflate import deflated
-from node.exchange.codecs.registry import all_codecs, codec_named
+from node.exchange.codecs.registry import all_codecs, codec_named, compile_kernels
 from node.exchange.codecs.tiles import Tiles
 from node.outer_state import Vector
 from protocol.payload import CONTRIBUTION, Payload
@@ -119,6 +119,7 @@ def measure(
     threads: int,
 ) -> Measured:
     """Everything about one codec."""
+    compile_kernels(codec)
     body = codec.encode(values)
     target = np.zeros_like(values)
     encode, decode, memcpy = [], [], []
