@@ -97,12 +97,18 @@ def init(
 @click.option("--host", help="Address to listen on, instead of coordinator.toml's.")
 @click.option("--port", "control_port", type=_PORT, help="Port for nodes; 0 picks one.")
 @click.option("--enrolment-port", type=_PORT, help="Port for joining; 0 picks one.")
+@click.option(
+    "--dashboard",
+    metavar="HOST:PORT",
+    help="Serve a page, /metrics and /healthz there, readable by all who reach it.  [default: nowhere]",
+)
 @click.option("--log-json", is_flag=True, help="Write the log for machines.")
 def start(
     directory: Path | None,
     host: str | None,
     control_port: int | None,
     enrolment_port: int | None,
+    dashboard: str | None,
     log_json: bool,
 ) -> None:
     """Serve the run in DIR until Ctrl-C.
@@ -119,7 +125,10 @@ def start(
     settled = settle_preset(folder)
     home = Home.load(folder)
     config = home.config.with_changes(
-        host=host, control_port=control_port, enrolment_port=enrolment_port
+        host=host,
+        control_port=control_port,
+        enrolment_port=enrolment_port,
+        dashboard=dashboard,
     )
     plan = None if settled is None else settled.plan
     run_coordinator(home, config, log_json=log_json, settled=plan)

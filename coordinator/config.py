@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
 from coordinator.database import DATABASE_NAME
 from coordinator.swarm.state import Rules
@@ -30,6 +30,7 @@ from protocol.files import is_taken, read_toml, whole_folder, write_atomically
 from protocol.pki import Authority, new_swarm_id
 from protocol.run_spec import RunSection, RunSpec, Section, load_run_file, validated
 from protocol.settling import Settled, settled_run_file, wants_settling
+from protocol.web_address import web_address_of
 
 DEFAULT_CONTROL_PORT = 7700
 DEFAULT_ENROLMENT_PORT = 7701
@@ -54,6 +55,15 @@ HOME_FILES = (
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Host = Annotated[str, Field(min_length=1, max_length=253)]
+
+
+def _checked_web_address(text: str) -> str:
+    if text:
+        web_address_of(text)
+    return text
+
+
+WebAddress = Annotated[str, AfterValidator(_checked_web_address)]
 
 RUN_TEMPLATE = """\
 # The run: what is trained, on what, how, and by which rules. Every value here is the default.
@@ -139,12 +149,16 @@ samples = 64                # held-out samples for that
 
 
 class CoordinatorConfig(Section):
-    """coordinator.toml: where the coordinator listens, and the host that invites send nodes to."""
+    """coordinator.toml: where the coordinator listens, and the host that invites send nodes to.
+
+    `dashboard` is where it serves pages; empty for no pages.
+    """
 
     host: Host = "0.0.0.0"
     control_port: Port = DEFAULT_CONTROL_PORT
     enrolment_port: Port = DEFAULT_ENROLMENT_PORT
     advertise: Host = "127.0.0.1"
+    dashboard: WebAddress = ""
 
     @classmethod
     def checked(cls, **values: str | int | None) -> Self:
@@ -167,6 +181,7 @@ class CoordinatorConfig(Section):
             f"control_port = {self.control_port}      # nodes and queries: mutual TLS\n"
             f"enrolment_port = {self.enrolment_port}    # 'atoll join': TLS and an invite\n"
             f"advertise = {json.dumps(self.advertise)}  # the host that invites send nodes to\n"
+            f"dashboard = {json.dumps(self.dashboard)}  # HOST:PORT of a page and /metrics; empty: none\n"
         )
 
 
@@ -356,7 +371,8 @@ def _first_problem(error: ValidationError) -> str:
     key = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
         return f"{key}: unknown key"
-    return f"{key} = {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
+    message = problem["msg"].removeprefix("Value error, ")  # what pydantic says before ours
+    return f"{key} = {problem['input']!r}: {message[0].lower()}{message[1:]}"
 
 
 def _read(path: Path) -> bytes:

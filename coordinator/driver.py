@@ -140,6 +140,8 @@ class Driver:
         self._slept = 0.0  # seconds that the core has yet to be told of
         self._streams: dict[NodeId, Stream] = {}
         self._changed = asyncio.Event()
+        self.is_keeping_time = False
+        """Whether deadlines are kept: while `run_clock` runs."""
         self._is_ending = False
         self._patient_until = 0.0  # broken streams are no sign of a death before
 
@@ -183,6 +185,13 @@ class Driver:
 
     async def run_clock(self) -> None:
         """Applies Ticked whenever time alone can change something; ends only by an error."""
+        self.is_keeping_time = True
+        try:
+            await self._keep_time()
+        finally:
+            self.is_keeping_time = False
+
+    async def _keep_time(self) -> None:
         while True:
             self._changed.clear()
             await self.clock.wait_until(next_deadline(self._state), self._changed)

@@ -14,6 +14,7 @@ from protocol.data_rate import bits_per_second_of
 from protocol.errors import ConfigError, UsageError
 from protocol.files import read_toml, write_atomically
 from protocol.run_spec import Section
+from protocol.web_address import web_address_of
 
 IDENTITY_FILE = "identity.key"
 SETTINGS_FILE = "node.toml"
@@ -103,6 +104,10 @@ announce = ""
 # of what the uplink carries leaves it usable for others. Empty means no limit.
 max_upload = ""
 
+# HOST:PORT where this node serves its own metrics (/metrics, for Prometheus), for example
+# "127.0.0.1:9101"; readable by all who reach it. Empty means nowhere.
+metrics = ""
+
 # Seconds that a node which is stopped may stay, to contribute what it trained and to apply the commit
 # of the round in flight; 0 means that it leaves at once.
 drain_within = 30
@@ -144,6 +149,15 @@ def _listen_address(text: str) -> str:
     return text
 
 
+def _pages_address(text: str) -> str:
+    try:
+        if text:
+            web_address_of(text)
+    except ValueError as error:
+        raise PydanticCustomError("metrics", "Write HOST:PORT, as 127.0.0.1:9101") from error
+    return text
+
+
 RankCount = Annotated[int, Field(ge=1, le=64)]
 
 
@@ -176,6 +190,7 @@ class NodeSettings(Section):
     port: Annotated[int, Field(ge=0, lt=1 << 16)] = 0
     announce: str = ""
     max_upload: Annotated[str, AfterValidator(_rate)] = ""
+    metrics: Annotated[str, AfterValidator(_pages_address)] = ""
     drain_within: Annotated[float, Field(ge=0, le=86400)] = 30.0
 
     @property

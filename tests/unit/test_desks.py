@@ -109,7 +109,8 @@ async def test_reports_of_numbers_that_are_none_are_refused() -> None:
     heartbeat.loss = math.nan
     with pytest.raises(BadDataError, match="loss is nan"):
         desk.heartbeat(NODE.node_id, heartbeat)
-    for field in ("flops_per_second", "mfu", "peak_flops_per_second", "waiting_share"):
+    fields = ("flops_per_second", "mfu", "peak_flops_per_second", "waiting_share")
+    for field in (*fields, "local_communication_share", "exchange_share"):
         heartbeat = session_pb2.HeartbeatRequest(session_id=session_id, outer_digest=DIGEST)
         setattr(heartbeat.utilisation, field, math.inf)
         with pytest.raises(BadDataError, match="is inf, which is not a finite number"):
