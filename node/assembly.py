@@ -87,6 +87,12 @@ async def run_daemon(
             tiles=tiles,
             node_id=identity.node_id,
         )
+        log.info(
+            "preparing codecs, some seconds the first time",
+            uplink=outer.uplink.name,
+            downlink=outer.downlink.name,
+        )
+        await in_thread(outer.compile_kernels)
         if kept is not None:
             outer.restore(*kept)
             log.info("resuming from disk", round=outer.round, digest=outer.digest.hex()[:12])
