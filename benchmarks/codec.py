@@ -6,7 +6,8 @@
 Speeds are of fp32 values, on the demo's pseudo-gradients one after the other until there are enough;
 memcpy and torch.topk take turns with the codecs in each repeat, and a ratio is of one turn. With one
 thread the time is the thread's own on the processor, so that other work on the machine counts less;
-with more it is the clock's. Errors are |decoded - value| / |value| over a whole pseudo-gradient.
+with more it is the clock's. "In two threads" is how many times faster by the clock two threads are than
+one. Errors are |decoded - value| / |value| over a whole pseudo-gradient.
 """
 
 import argparse
@@ -24,7 +25,7 @@ import torch
 from benchmarks.pseudo_gradients import demo_pseudo_gradients
 from node.exchange.codecs.codec import Codec
 from node.exchange.codecs.deflate import deflated
-from node.exchange.codecs.registry import all_codecs
+from node.exchange.codecs.registry import all_codecs, codec_named, compile_kernels
 from node.exchange.codecs.tiles import Tiles
 from node.outer_state import Vector
 from protocol.payload import CONTRIBUTION, Payload
@@ -65,6 +66,8 @@ class Measured:
     decode: Spread
     encode_of_memcpy: Spread
     decode_of_memcpy: Spread
+    encode_in_two: Spread  # the clock's time on one thread, by that on two
+    decode_in_two: Spread
 
 
 def payload_bytes(codec: Codec, values: Vector) -> int:
@@ -116,13 +119,24 @@ def measure(
     threads: int,
 ) -> Measured:
     """Everything about one codec."""
+    compile_kernels(codec)
     body = codec.encode(values)
     target = np.zeros_like(values)
     encode, decode, memcpy = [], [], []
+    encode_in_two, decode_in_two = [], []
+    clock = Stopwatch(values, time.perf_counter)
+    alone, in_two = (codec_named(codec.name, Tiles(num)) for num in (1, 2))
     for _ in range(repeats):
         memcpy.append(stopwatch.speed(lambda: np.copyto(target, values)))
         encode.append(stopwatch.speed(lambda: codec.encode(values)))
         decode.append(stopwatch.speed(lambda: codec.decode(body, values.size)))
+        encode_in_two.append(
+            clock.speed(lambda: in_two.encode(values)) / clock.speed(lambda: alone.encode(values))
+        )
+        decode_in_two.append(
+            clock.speed(lambda: in_two.decode(body, values.size))
+            / clock.speed(lambda: alone.decode(body, values.size))
+        )
     normal = np.random.default_rng(0).standard_normal(1 << 20, dtype=np.float32)
     demo = pseudo_gradients[-1]
     return Measured(
@@ -137,6 +151,8 @@ def measure(
         decode=Spread.of(decode),
         encode_of_memcpy=Spread.of([a / b for a, b in zip(encode, memcpy, strict=True)]),
         decode_of_memcpy=Spread.of([a / b for a, b in zip(decode, memcpy, strict=True)]),
+        encode_in_two=Spread.of(encode_in_two),
+        decode_in_two=Spread.of(decode_in_two),
     )
 
 
@@ -184,7 +200,10 @@ def main() -> None:
             "naive_top_k": {k: asdict(speed) for k, speed in naive.items()},
         }
     ]
-    print("codec | bits | deflated | error | encode GB/s | of memcpy | decode GB/s | of memcpy")
+    print(
+        "codec | bits | deflated | error | encode GB/s | of memcpy | in two threads | "
+        "decode GB/s | of memcpy | in two threads"
+    )
     for codec in all_codecs(Tiles(chosen.threads)):
         if chosen.codecs and codec.name.partition("/")[0] not in chosen.codecs:
             continue
@@ -199,7 +218,9 @@ def main() -> None:
         print(
             f"{found.codec} | {found.bits:.3f} | {found.bits_deflated:.3f} | {found.error} | "
             f"{found.encode} | {found.encode_of_memcpy.median:.0%} | "
-            f"{found.decode} | {found.decode_of_memcpy.median:.0%}",
+            f"{found.encode_in_two.median:.1f} | "
+            f"{found.decode} | {found.decode_of_memcpy.median:.0%} | "
+            f"{found.decode_in_two.median:.1f}",
             flush=True,
         )
         lines.append(asdict(found))

@@ -69,7 +69,7 @@ def compare_coders(values: Vector) -> None:
         for dead_zone in (MIDDLE, LARGER):
             codes, error = quantised(chunks, coarseness, dead_zone)
             packed = np.empty(count_bytes(codes.size), dtype=np.uint8)
-            pack_nibbles(codes.astype(np.float32).reshape(-1), packed)
+            pack_nibbles(codes.astype(np.int8).reshape(-1), packed)
             cells = [f"{coarseness}", f"{dead_zone}", f"error {error:.4f}"]
             cells.append(f"entropy {entropy_bits(codes.astype(np.int64)):.3f}")
             for name, encode in coders().items():

@@ -5,7 +5,8 @@
 The coordinator is a process of its own, as `atoll coordinator start` makes it, with its database on
 the disk. The nodes are `benchmarks.simulated_nodes` in this process: real enrolment, real TLS, a
 connection each. For every number of nodes: all attach, go through some rounds without training, and
-then send heartbeats as fast as they are answered. Prints a table and appends JSON lines.
+then send heartbeats as fast as they are answered. Prints a table and appends JSON lines. The nodes
+take processor time too: what the coordinator itself takes is in rows of its own.
 """
 
 import argparse
@@ -60,6 +61,7 @@ class Measured:
     roster_bytes: int  # to all nodes, in all
     reports_per_second: float
     report_median_seconds: float
+    num_repeated: int  # calls with reports that were not answered within their deadline
     coordinator_cpu_seconds_per_round: float
     own_cpu_seconds_per_round: float  # of this process: the simulated nodes
     heartbeats_per_second: float  # flat out
@@ -180,6 +182,7 @@ async def measured(
             roster_bytes=timings.roster_bytes,
             reports_per_second=num_reports / (finished_at - attached_at),
             report_median_seconds=report_median,
+            num_repeated=timings.num_repeated,
             coordinator_cpu_seconds_per_round=cpu / num_rounds,
             own_cpu_seconds_per_round=own / num_rounds,
             heartbeats_per_second=num_beats / (time.monotonic() - beats_from),
@@ -223,11 +226,17 @@ def table(results: list[Measured]) -> str:
         ("commit at all nodes after, s", lambda m: f"{m.commit_fan_out_seconds:.3f}"),
         ("bytes of a plan", lambda m: f"{m.plan_bytes}"),
         ("calls with reports/s", lambda m: f"{m.reports_per_second:.0f}"),
+        ("calls that had to be repeated", lambda m: f"{m.num_repeated}"),
         ("coordinator CPU, s per round", lambda m: f"{m.coordinator_cpu_seconds_per_round:.2f}"),
+        (
+            "the same for each node, ms",
+            lambda m: f"{1e3 * m.coordinator_cpu_seconds_per_round / m.num_nodes:.1f}",
+        ),
         ("simulated nodes' CPU, s per round", lambda m: f"{m.own_cpu_seconds_per_round:.2f}"),
         ("heartbeats/s, flat out", lambda m: f"{m.heartbeats_per_second:.0f}"),
         ("CPU of a heartbeat, ms", lambda m: f"{1e3 * m.heartbeat_cpu_seconds:.2f}"),
         ("memory, MB", lambda m: f"{m.memory_bytes / 1e6:.0f}"),
+        ("memory for each node, MB", lambda m: f"{m.memory_bytes / 1e6 / m.num_nodes:.2f}"),
         ("database, kB per round", lambda m: f"{m.database_bytes_per_round / 1e3:.0f}"),
     ]
     return "\n".join(

@@ -59,6 +59,54 @@ def stacked_bars(*, title: str, unit: str, names: Sequence[str], stacks: Sequenc
     return "\n".join([*lines, "</svg>", ""])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One mark with its name beside it, and a line from `low` to `high` through it."""
+
+    series: str
+    label: str
+    x: float
+    y: float
+    low: float
+    high: float
+
+
+def scattered(*, title: str, across: str, upward: str, points: Sequence[Point]) -> str:
+    """Points over a logarithmic axis, in one colour for each series."""
+    if any(point.x <= 0 for point in points):
+        raise ValueError("a logarithmic axis has nothing at or below zero")
+    names = list(dict.fromkeys(point.series for point in points))
+    left = math.floor(math.log10(min(point.x for point in points)))
+    right = max(left + 1, math.ceil(math.log10(max(point.x for point in points))))
+    lowest = min(0.0, *(point.low for point in points))
+    top = nice_ceiling(max(point.high for point in points))
+    bottom = -nice_ceiling(-lowest) if lowest < 0 else 0.0
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        along = (math.log10(x) - left) / (right - left)
+        up = (y - bottom) / (top - bottom)
+        width, height = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
+        return _LEFT + width * along, _HEIGHT - _BOTTOM - height * up
+
+    lines = [*_frame(title), *_scale(top, upward, bottom), *_legend(names)]
+    for power in range(left, right + 1):
+        x, y = place(10.0**power, bottom)
+        lines.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{y:.1f}" stroke="#dddddd"/>')
+        lines.append(_text(x, y + 16, f"{10**power:,}" if power >= 0 else f"{10.0**power:g}"))
+    lines.append(_text(_WIDTH / 2, _HEIGHT - 12, across))
+    for point in points:
+        colour = COLOURS[names.index(point.series) % len(COLOURS)]
+        (x, y), (_, high), (_, low) = (
+            place(point.x, value) for value in (point.y, point.high, point.low)
+        )
+        lines.append(
+            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{high:.1f}" y2="{low:.1f}" stroke="{colour}"/>'
+        )
+        lines.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>')
+        lines.append(_text(x + 7, y - 5, point.label, anchor="start"))
+    return "\n".join([*lines, "</svg>", ""])
+
+
 def nice_ceiling(value: float) -> float:
     """The next number that a scale of five parts can end with."""
     power = 10.0 ** math.floor(math.log10(value))
@@ -76,14 +124,16 @@ def _frame(title: str) -> list[str]:
     ]
 
 
-def _scale(top: float, unit: str) -> list[str]:
+def _scale(top: float, unit: str, bottom: float = 0.0) -> list[str]:
     lines = []
     for i in range(6):
         y = _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * i / 5
         lines.append(
             f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#dddddd"/>'
         )
-        lines.append(_text(_LEFT - 6, y + 4, f"{top * i / 5:g} {unit}", anchor="end"))
+        lines.append(
+            _text(_LEFT - 6, y + 4, f"{bottom + (top - bottom) * i / 5:.4g} {unit}", anchor="end")
+        )
     return lines
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import sqlite3
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -58,32 +58,36 @@ class DeskStub:
         return self._coordinator.desk
 
     async def GetRun(self, request: Message) -> Any:
-        return self._asked(self._desk.get_run, request)
+        return self._told(self._desk.get_run, request)
 
     async def Attach(self, request: Message) -> Any:
-        return self._asked(partial(self._desk.attach, self._node_id), request)
+        return await self._asked(partial(self._desk.attach, self._node_id), request)
 
     async def Heartbeat(self, request: Message) -> Any:
-        return self._asked(partial(self._desk.heartbeat, self._node_id), request)
+        return await self._asked(partial(self._desk.heartbeat, self._node_id), request)
 
     async def Report(self, request: Message) -> Any:
-        return self._asked(partial(self._desk.report, self._node_id), request)
+        return await self._asked(partial(self._desk.report, self._node_id), request)
 
     async def ListCommits(self, request: Message) -> Any:
-        return self._asked(self._desk.list_commits, request)
+        return self._told(self._desk.list_commits, request)
 
     async def SubmitCommits(self, request: Message) -> Any:
-        return self._asked(partial(self._desk.submit_commits, self._node_id), request)
+        return await self._asked(partial(self._desk.submit_commits, self._node_id), request)
 
     async def Detach(self, request: Message) -> Any:
-        return self._asked(partial(self._desk.detach, self._node_id), request)
+        return await self._asked(partial(self._desk.detach, self._node_id), request)
 
     def Subscribe(self, request: session_pb2.SubscribeRequest) -> "DeskStream":
         return DeskStream(self._desk.subscribe(self._node_id, _over_the_wire(request)))
 
     @staticmethod
-    def _asked(answer: Callable[[Any], Message], request: Message) -> Message:
+    def _told(answer: Callable[[Any], Message], request: Message) -> Message:
         return _over_the_wire(answer(_over_the_wire(request)))
+
+    @staticmethod
+    async def _asked(answer: Callable[[Any], Awaitable[Message]], request: Message) -> Message:
+        return _over_the_wire(await answer(_over_the_wire(request)))
 
 
 class SimulatedCoordinator:

@@ -17,7 +17,7 @@ import grpc.aio
 from node.session import MOST_REPORTS
 from protocol.channel import open_channel
 from protocol.credentials import Credentials
-from protocol.errors import AtollError
+from protocol.errors import AtollError, TemporaryError, UnavailableError
 from protocol.identity import Identity
 from protocol.v1 import round_pb2, session_pb2
 from protocol.v1.session_pb2_grpc import SessionServiceStub
@@ -31,6 +31,7 @@ class Timings:
     reports: list[float] = field(default_factory=list)
     plans: dict[int, list[float]] = field(default_factory=dict)  # round -> when each node got it
     commits: dict[int, list[float]] = field(default_factory=dict)
+    num_repeated: int = 0  # calls with reports that were not answered within their deadline
     plan_bytes: int = 0  # of the last one
     roster_bytes: int = 0  # of all that came
 
@@ -184,11 +185,19 @@ class SimulatedNode:
             report.round = number
         for start in range(0, len(reports), MOST_REPORTS):
             batch = reports[start : start + MOST_REPORTS]
+            request = session_pb2.ReportRequest(session_id=self._session_id, reports=batch)
             began_at = time.monotonic()
-            await self._session.Report(
-                session_pb2.ReportRequest(session_id=self._session_id, reports=batch)
-            )
+            while not await self._is_heard(request):
+                self._timings.num_repeated += 1
             self._timings.reports.append(time.monotonic() - began_at)
+
+    async def _is_heard(self, request: session_pb2.ReportRequest) -> bool:
+        """Whether the coordinator has answered in time; a node says it again otherwise."""
+        try:
+            await self._session.Report(request)
+        except (UnavailableError, TemporaryError):
+            return False
+        return True
 
 
 def _digest(text: str) -> bytes:

@@ -137,12 +137,15 @@ def simulate(
     script: Script | None = None,
     outage: Outage | None = None,
     disks: Path | None = None,
+    network: MemoryNetwork | None = None,
 ) -> SimulatedRun:
     """Runs a swarm to its end and returns what came of it.
 
-    There is one node for each life. Whoever dies and returns needs `disks`, an empty folder.
+    There is one node for each life. Whoever dies and returns needs `disks`, an empty folder. Without
+    a `network` transfers take no time.
     """
-    return run_in_virtual_time(_simulate(spec, lives, corpus, script, outage, disks))
+    network = network or MemoryNetwork()
+    return run_in_virtual_time(_simulate(spec, lives, corpus, script, outage, disks, network))
 
 
 async def _simulate(
@@ -152,13 +155,13 @@ async def _simulate(
     script: Script | None,
     outage: Outage | None,
     disks: Path | None,
+    network: MemoryNetwork,
 ) -> SimulatedRun:
     if corpus is None:
         corpus = read_corpus(
             spec.data, context=spec.model.context, batch=spec.inner.batch, folder=Path.cwd()
         )
     coordinator = SimulatedCoordinator(spec, None if disks is None else disks / "coordinator")
-    network = MemoryNetwork()
     nodes = [
         SimulatedNode(spec, place, life, coordinator, network, corpus, disks)
         for place, life in enumerate(lives)

@@ -4,41 +4,51 @@ import asyncio
 import secrets
 import signal
 import time
-from typing import Self
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Self
 
 import click
 import grpc.aio
 
 from coordinator.clock import LoopClock, seconds_since_boot
 from coordinator.config import CoordinatorConfig, Home, rules_of
+from coordinator.dashboard.round_tally import RoundTally
 from coordinator.driver import Driver
-from coordinator.journal import log_refusal, log_slept, log_transition
+from coordinator.journal import log_refusal, log_settled, log_slept, log_transition
 from coordinator.services.answering import Gate
 from coordinator.services.enrolment import EnrolmentDesk, EnrolmentServicer
 from coordinator.services.operator import OperatorDesk, OperatorServicer
 from coordinator.services.session import SessionDesk, SessionServicer
 from coordinator.services.status import StatusDesk, StatusServicer
 from coordinator.store import Store
+from coordinator.swarm.state import SwarmState
+from coordinator.swarm.transition import Transition
 from coordinator.telemetry import Telemetry
 from protocol.descriptors import require_open_files
 from protocol.errors import UnavailableError
 from protocol.invite import endpoint_of
 from protocol.logging import LogStream, start_logging
 from protocol.pki import pin_of
+from protocol.presets import Plan
 from protocol.server import SERVER_OPTIONS, bind_control, bind_enrolment
 from protocol.signing import CommitSigner
 from protocol.v1.enrolment_pb2_grpc import add_EnrolmentServiceServicer_to_server
 from protocol.v1.operator_pb2_grpc import add_OperatorServiceServicer_to_server
 from protocol.v1.session_pb2_grpc import add_SessionServiceServicer_to_server
 from protocol.v1.status_pb2_grpc import add_StatusServiceServicer_to_server
+from protocol.web_address import web_address_of
+
+if TYPE_CHECKING:
+    from protocol.web import WebServer
 
 GRACE_SECONDS = 1.0
 """Calls in flight may take this long to end when the coordinator stops."""
 
 OWN_OPEN_FILES = 96
+DASHBOARD_OPEN_FILES = 64
 OPEN_FILES_PER_NODE = 2
-"""Sockets, the database and what gRPC takes for itself; a node's connection, and the one after a
-break before the old one is given up."""
+"""Sockets, the database and what gRPC takes for itself; twice the calls that pages answer at once;
+a node's connection, and the one after a break before the old one is given up."""
 
 MAX_ENROLMENTS = 32
 """Enrolments answered at once; strangers can ask for no more of this process than that."""
@@ -52,15 +62,20 @@ class Coordinator:
         *,
         store: Store,
         driver: Driver,
+        writer: ThreadPoolExecutor,
         control: grpc.aio.Server,
         enrolment: grpc.aio.Server,
         control_port: int,
         enrolment_port: int,
+        dashboard: "WebServer | None" = None,
     ) -> None:
         self.driver = driver
+        self.dashboard_port = None if dashboard is None else dashboard.port
+        self._dashboard = dashboard
         self.control_port = control_port
         self.enrolment_port = enrolment_port
         self._store = store
+        self._writer = writer
         self._servers = (control, enrolment)
         self._clock_task = asyncio.create_task(driver.run_clock())
 
@@ -71,16 +86,20 @@ class Coordinator:
         Raises SystemRefusedError for a folder or port in use, ConfigError for a changed run file.
         """
         store = Store.open(home.directory)
+        dashboard: WebServer | None = None
         control = grpc.aio.server(options=SERVER_OPTIONS)
         enrolment = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_ENROLMENTS)
+        writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="commits")
         try:
             driver = Driver(
                 state=store.load(rules_of(home.run), home.run.digest()),
                 store=store,
                 clock=LoopClock(starts_at=store.saved_now, source=seconds_since_boot),
-                watch=log_transition,
+                watch=lambda before, transition: _watch(tally, before, transition),
                 on_slept=log_slept,
+                writer=writer,
             )
+            tally = RoundTally(driver.state, now=driver.clock.now())
             control_port = bind_control(
                 control,
                 config.host,
@@ -96,24 +115,31 @@ class Coordinator:
                 certificate_pem=home.server_pem,
                 key_pem=home.server_key_pem,
             )
-            _add_member_services(
+            status = _add_member_services(
                 control, home, config, store=store, driver=driver, enrolment_port=enrolment_port
             )
             _add_enrolment(enrolment, home, store=store, driver=driver, control_port=control_port)
+            if config.dashboard:
+                dashboard = _open_dashboard(config.dashboard, status, tally, driver)
             home.save_link(host=config.host, control_port=control_port)
             await control.start()
             await enrolment.start()
         except BaseException:
             await asyncio.gather(control.stop(None), enrolment.stop(None))
+            if dashboard is not None:
+                await dashboard.close()
+            writer.shutdown()
             store.close()
             raise
         return cls(
             store=store,
             driver=driver,
+            writer=writer,
             control=control,
             enrolment=enrolment,
             control_port=control_port,
             enrolment_port=enrolment_port,
+            dashboard=dashboard,
         )
 
     async def serve_until(self, stopped: asyncio.Event) -> None:
@@ -138,6 +164,10 @@ class Coordinator:
             )
         )
         await asyncio.gather(*(server.stop(GRACE_SECONDS) for server in self._servers))
+        if self._dashboard is not None:
+            await self._dashboard.close()
+        await self.driver.settled()
+        self._writer.shutdown()
         self._store.close()
 
 
@@ -149,8 +179,8 @@ def _add_member_services(
     store: Store,
     driver: Driver,
     enrolment_port: int,
-) -> None:
-    """What is behind mutual TLS."""
+) -> StatusDesk:
+    """What is behind mutual TLS; returns the desk that tells how the run is doing."""
     telemetry = Telemetry()
     swarm_id = home.authority.swarm_id
     gate = Gate(swarm_id=swarm_id, store=store)
@@ -168,6 +198,23 @@ def _add_member_services(
     add_SessionServiceServicer_to_server(SessionServicer(session, gate), server)
     add_StatusServiceServicer_to_server(StatusServicer(status, gate), server)
     add_OperatorServiceServicer_to_server(OperatorServicer(operator, gate), server)
+    return status
+
+
+def _watch(tally: RoundTally, before: SwarmState, transition: Transition) -> None:
+    tally.hear(transition)
+    log_transition(before, transition)
+
+
+def _open_dashboard(
+    address: str, status: StatusDesk, tally: RoundTally, driver: Driver
+) -> "WebServer":
+    """Its libraries are loaded only now: who wants no pages need not wait for them."""
+    from coordinator.dashboard.pages import Pages
+    from protocol.web import WebServer
+
+    pages = Pages(status, tally, now=driver.clock.now, is_serving=lambda: driver.is_keeping_time)
+    return WebServer.open(web_address_of(address), pages.by_path(), option="--dashboard")
 
 
 def _add_enrolment(
@@ -196,6 +243,10 @@ async def _serve(home: Home, config: CoordinatorConfig, log: LogStream) -> None:
         enrolment = endpoint_of(config.host, coordinator.enrolment_port)
         click.echo(f"coordinator ready: control {control}, enrolment {enrolment}")
         directory = home.directory
+        if coordinator.dashboard_port is not None:
+            host, _ = web_address_of(config.dashboard)
+            pages = endpoint_of(host, coordinator.dashboard_port)
+            log.write(f"page: http://{pages}/ (metrics: /metrics, health: /healthz)\n")
         log.write(f"invite a node: 'atoll invite create --dir {directory}'\n")
         log.write(f"watch the run: 'atoll status --watch --dir {directory}'\n")
         await coordinator.serve_until(stopped)
@@ -203,9 +254,19 @@ async def _serve(home: Home, config: CoordinatorConfig, log: LogStream) -> None:
         await coordinator.stop()
 
 
-def run_coordinator(home: Home, config: CoordinatorConfig, *, log_json: bool) -> None:
-    """Serves until SIGINT or SIGTERM; `config` is the folder's, with what the caller overrides."""
+def run_coordinator(
+    home: Home, config: CoordinatorConfig, *, log_json: bool, settled: Plan | None = None
+) -> None:
+    """Serves until SIGINT or SIGTERM; `config` is the folder's, with what the caller overrides.
+
+    `settled` is what this start has chosen for a preset, to be logged.
+    """
+    pages = DASHBOARD_OPEN_FILES if config.dashboard else 0
     require_open_files(
-        OWN_OPEN_FILES + OPEN_FILES_PER_NODE * home.run.run.min_nodes, of="the coordinator"
+        OWN_OPEN_FILES + pages + OPEN_FILES_PER_NODE * home.run.run.min_nodes,
+        of="the coordinator",
     )
-    asyncio.run(_serve(home, config, start_logging(as_json=log_json)))
+    log = start_logging(as_json=log_json)
+    if settled is not None:
+        log_settled(settled)
+    asyncio.run(_serve(home, config, log))

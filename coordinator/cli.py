@@ -62,11 +62,13 @@ def init(
     Example: atoll coordinator init my-run --name my-run
     """
     from coordinator.config import CoordinatorConfig, advertised_host, create_home, run_text
+    from protocol.settling import settled_run_file
 
     if name is not None and run_file is not None:
         raise UsageError(
             f"--name {name} has no effect with --run", next_step=f"set the name in {run_file}"
         )
+    settled = None if run_file is None else settled_run_file(run_file)
     home = create_home(
         directory,
         config=CoordinatorConfig.checked(
@@ -75,8 +77,12 @@ def init(
             enrolment_port=enrolment_port,
             advertise=advertise or advertised_host(host),
         ),
-        text=run_text(name=name, run_file=run_file),
+        text=run_text(name=name, run_file=run_file) if settled is None else settled.text,
     )
+    if settled is not None:
+        from protocol.preset_view import show
+
+        show(settled.plan)
     click.echo(f"made {directory} for run {home.run.run.name!r}")
     click.echo(
         f"invites will send nodes to {home.config.advertise}"
@@ -91,12 +97,18 @@ def init(
 @click.option("--host", help="Address to listen on, instead of coordinator.toml's.")
 @click.option("--port", "control_port", type=_PORT, help="Port for nodes; 0 picks one.")
 @click.option("--enrolment-port", type=_PORT, help="Port for joining; 0 picks one.")
+@click.option(
+    "--dashboard",
+    metavar="HOST:PORT",
+    help="Serve a page, /metrics and /healthz there, readable by all who reach it.  [default: nowhere]",
+)
 @click.option("--log-json", is_flag=True, help="Write the log for machines.")
 def start(
     directory: Path | None,
     host: str | None,
     control_port: int | None,
     enrolment_port: int | None,
+    dashboard: str | None,
     log_json: bool,
 ) -> None:
     """Serve the run in DIR until Ctrl-C.
@@ -107,13 +119,19 @@ def start(
     Example: atoll coordinator start my-run
     """
     from coordinator.app import run_coordinator
-    from coordinator.config import Home
+    from coordinator.config import Home, settle_preset
 
-    home = Home.load(_folder(directory))
+    folder = _folder(directory)
+    settled = settle_preset(folder)
+    home = Home.load(folder)
     config = home.config.with_changes(
-        host=host, control_port=control_port, enrolment_port=enrolment_port
+        host=host,
+        control_port=control_port,
+        enrolment_port=enrolment_port,
+        dashboard=dashboard,
     )
-    run_coordinator(home, config, log_json=log_json)
+    plan = None if settled is None else settled.plan
+    run_coordinator(home, config, log_json=log_json, settled=plan)
 
 
 @coordinator.command()

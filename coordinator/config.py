@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
+from coordinator.database import DATABASE_NAME
 from coordinator.swarm.state import Rules
 from protocol.credentials import (
     AUTHORITY_FILE,
@@ -28,6 +29,8 @@ from protocol.errors import AtollError, CannotCreateError, ConfigError, NoInputE
 from protocol.files import is_taken, read_toml, whole_folder, write_atomically
 from protocol.pki import Authority, new_swarm_id
 from protocol.run_spec import RunSection, RunSpec, Section, load_run_file, validated
+from protocol.settling import Settled, settled_run_file, wants_settling
+from protocol.web_address import web_address_of
 
 DEFAULT_CONTROL_PORT = 7700
 DEFAULT_ENROLMENT_PORT = 7701
@@ -52,6 +55,15 @@ HOME_FILES = (
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Host = Annotated[str, Field(min_length=1, max_length=253)]
+
+
+def _checked_web_address(text: str) -> str:
+    if text:
+        web_address_of(text)
+    return text
+
+
+WebAddress = Annotated[str, AfterValidator(_checked_web_address)]
 
 RUN_TEMPLATE = """\
 # The run: what is trained, on what, how, and by which rules. Every value here is the default.
@@ -106,6 +118,8 @@ momentum = 0.9              # of nesterov
 merge = "mean"              # or "norm-preserving": as long as the contributions are on average
 scaling = "none"            # of the rate, by tokens / a full round of min_nodes: or "sqrt", "cbrt"
 
+# Instead of codecs, fragments and overlap, write preset = "auto", link = "100mbit" (of the slowest
+# node) and inner_step = "1.2s": the first start then writes down what it chose, and why.
 [exchange]
 uplink = "int4"             # codec of contributions, with bits a value: "fp32" 32, "bf16" 16,
                             # "int8" 8.1, "fp8" 8.1, "int4" 4.1, "fp4" 4.1, "ec3" 3.1, "ec2" 2.1,
@@ -135,12 +149,16 @@ samples = 64                # held-out samples for that
 
 
 class CoordinatorConfig(Section):
-    """coordinator.toml: where the coordinator listens, and the host that invites send nodes to."""
+    """coordinator.toml: where the coordinator listens, and the host that invites send nodes to.
+
+    `dashboard` is where it serves pages; empty for no pages.
+    """
 
     host: Host = "0.0.0.0"
     control_port: Port = DEFAULT_CONTROL_PORT
     enrolment_port: Port = DEFAULT_ENROLMENT_PORT
     advertise: Host = "127.0.0.1"
+    dashboard: WebAddress = ""
 
     @classmethod
     def checked(cls, **values: str | int | None) -> Self:
@@ -163,6 +181,7 @@ class CoordinatorConfig(Section):
             f"control_port = {self.control_port}      # nodes and queries: mutual TLS\n"
             f"enrolment_port = {self.enrolment_port}    # 'atoll join': TLS and an invite\n"
             f"advertise = {json.dumps(self.advertise)}  # the host that invites send nodes to\n"
+            f"dashboard = {json.dumps(self.dashboard)}  # HOST:PORT of a page and /metrics; empty: none\n"
         )
 
 
@@ -247,7 +266,7 @@ def rules_of(run: RunSpec) -> Rules:
 def run_text(*, name: str | None, run_file: Path | None) -> str:
     """The text of a new run.toml, checked: the template with that name, or the file as it is."""
     if run_file is not None:
-        load_run_file(run_file)
+        load_run_file(run_file)  # a preset is settled before (protocol.settling)
         return run_file.read_text(encoding="utf-8")
     if name is None:
         return RUN_TEMPLATE
@@ -259,6 +278,27 @@ def run_text(*, name: str | None, run_file: Path | None) -> str:
             next_step="use lower-case letters, digits and hyphens, 63 at most",
         ) from error
     return RUN_TEMPLATE.replace('"my-run"', f'"{name}"', 1)
+
+
+def settle_preset(directory: Path) -> Settled | None:
+    """Writes a preset out that was put into the folder's run.toml before the first start.
+
+    None when there is none. Raises ConfigError for one that comes later, or cannot be answered.
+    """
+    path = directory / RUN_FILE
+    if not path.is_file():
+        return None  # Home.load says what is missing
+    if (directory / DATABASE_NAME).exists() and wants_settling(
+        read_toml(path, when_missing="restore it")
+    ):
+        raise ConfigError(
+            f"{path}: a preset cannot be asked for once the run has started",
+            next_step="write the file as it was, or make a new run with 'atoll coordinator init'",
+        )
+    settled = settled_run_file(path)
+    if settled is not None:
+        write_atomically(path, settled.text.encode())
+    return settled
 
 
 def create_home(directory: Path, *, config: CoordinatorConfig, text: str) -> Home:
@@ -331,7 +371,8 @@ def _first_problem(error: ValidationError) -> str:
     key = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
         return f"{key}: unknown key"
-    return f"{key} = {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
+    message = problem["msg"].removeprefix("Value error, ")  # what pydantic says before ours
+    return f"{key} = {problem['input']!r}: {message[0].lower()}{message[1:]}"
 
 
 def _read(path: Path) -> bytes:

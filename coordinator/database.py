@@ -4,8 +4,9 @@ What the tables mean is coordinator.store's; here they are made and kept whole.
 """
 
 import sqlite3
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -70,15 +71,27 @@ MIGRATIONS: Sequence[str] = (
 
 
 class Database:
-    """SQLite with a write-ahead log and full sync, for the one process that holds the lock."""
+    """SQLite with a write-ahead log and full sync, for the one process that holds the lock.
+
+    A transaction may be committed by another thread than the one that wrote it, because a commit
+    waits for the disk. Reading goes over a connection of its own: it neither waits for that nor
+    sees what is not committed yet.
+    """
 
     def __init__(
-        self, connection: sqlite3.Connection, *, path: Path, lock: FolderLock | None = None
+        self,
+        connection: sqlite3.Connection,
+        *,
+        path: Path,
+        reader: sqlite3.Connection | None = None,
+        lock: FolderLock | None = None,
     ) -> None:
         self.path = path
         self._connection = connection
+        self._reader = reader or connection
         self._lock = lock
-        with self.reading():
+        self._transaction = threading.Lock()  # held from BEGIN to COMMIT or ROLLBACK
+        with self._in_our_words():
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = FULL")
             connection.execute("PRAGMA foreign_keys = ON")
@@ -94,12 +107,13 @@ class Database:
         )
         path = directory / DATABASE_NAME
         try:
-            connection = sqlite3.connect(path, isolation_level=None)
-            try:
-                return cls(connection, path=path, lock=lock)
-            except BaseException:
-                connection.close()
-                raise
+            with ExitStack() as opened:
+                connection, reader = (
+                    opened.enter_context(closing(_connected(path))) for _ in range(2)
+                )
+                database = cls(connection, path=path, reader=reader, lock=lock)
+                opened.pop_all()
+                return database
         except sqlite3.Error as error:
             lock.release()
             raise SystemRefusedError(
@@ -112,19 +126,63 @@ class Database:
     @classmethod
     def in_memory(cls) -> Self:
         """A database without a file, which forgets."""
-        return cls(sqlite3.connect(":memory:", isolation_level=None), path=Path(":memory:"))
+        path = Path(":memory:")
+        return cls(_connected(path), path=path)
 
     def close(self) -> None:
         """Closes the file and lets another process have the folder."""
+        self._reader.close()
         self._connection.close()
         if self._lock is not None:
             self._lock.release()
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
+        """What is committed. Raises as all here does: see `_in_our_words`."""
+        with self._in_our_words():
+            yield self._reader
+
+    @contextmanager
+    def writing(self) -> Iterator[sqlite3.Connection]:
+        """A transaction: all of it is on the disk afterwards, or nothing when it raises."""
+        with self.staging() as connection:
+            yield connection
+        self.commit()
+
+    @contextmanager
+    def staging(self) -> Iterator[sqlite3.Connection]:
+        """A transaction that stays open for `commit`; nothing of it is left when this raises."""
+        self._transaction.acquire()
+        with self._in_our_words():
+            try:
+                self._connection.execute("BEGIN IMMEDIATE")
+                yield self._connection
+            except BaseException:
+                self._end()
+                raise
+
+    def commit(self) -> None:
+        """Brings what was staged to the disk: all of it, or nothing when it raises. In any thread."""
+        with self._in_our_words():
+            try:
+                self._connection.execute("COMMIT")
+            finally:
+                self._end()
+
+    def _end(self) -> None:
+        """Lets the next transaction begin, without what is left of this one."""
+        try:
+            # SQLite ends the transaction by itself after some errors, a full disk among them.
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+        finally:
+            self._transaction.release()
+
+    @contextmanager
+    def _in_our_words(self) -> Iterator[None]:
         """Turns SQLite's errors into ours: SystemRefusedError, or BadDataError when damaged."""
         try:
-            yield self._connection
+            yield
         except sqlite3.OperationalError as error:
             raise SystemRefusedError(
                 f"{self.path} cannot be used: {error}",
@@ -136,20 +194,6 @@ class Database:
                 next_step="restore it from a backup, or start a new run with "
                 "'atoll coordinator init NEWDIR'",
             ) from error
-
-    @contextmanager
-    def writing(self) -> Iterator[sqlite3.Connection]:
-        """A transaction: all of it is on the disk afterwards, or nothing when it raises."""
-        with self.reading() as connection:
-            connection.execute("BEGIN IMMEDIATE")
-            try:
-                yield connection
-                connection.execute("COMMIT")
-            except BaseException:
-                # SQLite ends the transaction by itself after some errors, a full disk among them.
-                if connection.in_transaction:
-                    connection.execute("ROLLBACK")
-                raise
 
     def _migrate(self) -> None:
         (version,) = self._connection.execute("PRAGMA user_version").fetchone()
@@ -163,3 +207,7 @@ class Database:
             self._connection.executescript(
                 f"BEGIN; {script}; PRAGMA user_version = {number}; COMMIT;"
             )
+
+
+def _connected(path: Path) -> sqlite3.Connection:
+    return sqlite3.connect(path, isolation_level=None, check_same_thread=False)

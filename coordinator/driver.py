@@ -1,15 +1,20 @@
-"""Where events meet the core: one step, made durable, then delivered to the sessions.
+"""Where events meet the core: stepped together, made durable by one commit, then told and answered.
 
-Nothing is awaited between a step and its save, and everything runs on one event loop; so steps are
-serial without a lock, and no answer or action leaves before what caused it is on the disk.
+Events that arrive while a commit is on its way to the disk wait for the next one and share it: the
+disk is waited for once for many calls, and the event loop does not wait with them. One batch is on
+its way at a time, so steps are serial without a lock, and no answer or action leaves before what
+caused it is on the disk: not even a refusal, which may rest on a step that nobody has seen yet.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from coordinator.clock import Clock
 from coordinator.store import Store
+from coordinator.streams import Delivery, RosterDiffers, RosterNow, Stream, what_holds_for
 from coordinator.swarm.actions import (
     Action,
     AskCommits,
@@ -27,100 +32,55 @@ from coordinator.swarm.actions import (
     SendTakeover,
 )
 from coordinator.swarm.events import Event, StreamBroken, Ticked, Woke
-from coordinator.swarm.explain import explain
 from coordinator.swarm.membership import require_session, roster_of
-from coordinator.swarm.rounds import holders_of, plan_of
-from coordinator.swarm.state import (
-    Member,
-    MemberState,
-    Round,
-    RoundPhase,
-    SwarmState,
-    last_sure_round,
-)
-from coordinator.swarm.takeover import takeover_of
+from coordinator.swarm.state import Member, SwarmState
 from coordinator.swarm.transition import Transition, next_deadline, step
-from coordinator.swarm.turn import is_present
 from protocol.channel import DEADLINE_SECONDS, RETRY_CAP_SECONDS
 from protocol.errors import AtollError, SessionEndedError
-from protocol.rounds import NodeId, RosterEntry
+from protocol.rounds import NodeId
 
 MAX_UNREAD = 1000
 """Deliveries that may wait in a session; a node that reads slower than this is better off anew."""
 
-
 UNNOTICED_SECONDS = DEADLINE_SECONDS / 2
 """A coordinator that was stopped for less has answered all calls in time: no node has left it."""
 
+MOST_IN_A_BATCH = 128
+"""Events that share a commit at most: nothing else is read or sent while they are stepped."""
+
+FEW_SESSIONS = 64
+ROSTER_SECONDS = 0.25
+"""With more sessions than few, the roster's changes are told this often unless something follows that
+builds on them: a thousand nodes that attach one after the other are a million messages otherwise."""
+
+Session = tuple[NodeId, int]
+"""A node and the number of its session."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RosterNow:
-    """The present members, in the order of their node ids."""
+class _Asked:
+    """An event on its way into a batch, and where its caller waits."""
 
-    members: tuple[RosterEntry, ...]
+    event: Event
+    session: Session | None  # must be the node's when the event is stepped
+    answer: asyncio.Future[Transition]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RosterDiffers:
-    """What changed in the roster: a thousand nodes are not told of all others when one joins."""
+class _Taken:
+    """A step of a batch."""
 
-    joined: tuple[RosterEntry, ...]
-    gone: tuple[NodeId, ...]
-
-
-Delivery = (
-    RosterNow
-    | RosterDiffers
-    | SendPlan
-    | SendCommit
-    | SendDeparted
-    | SendIdle
-    | SendTakeover
-    | SendResultOffered
-    | AskCommits
-    | AskEvaluation
-    | AskRefetch
-    | SendFinished
-)
-
-
-class Stream:
-    """What one session has yet to be told."""
-
-    def __init__(self, *, node_id: NodeId, session_id: int) -> None:
-        self.node_id = node_id
-        self.session_id = session_id
-        self._unread: asyncio.Queue[Delivery | AtollError] = asyncio.Queue()
-
-    async def next(self) -> Delivery:
-        """Waits for the next delivery; raises SessionEndedError, or another reason, at the end."""
-        item = await self._unread.get()
-        if isinstance(item, AtollError):
-            self._unread.put_nowait(item)  # an ended stream stays ended
-            raise item
-        return item
-
-    @property
-    def num_unread(self) -> int:
-        """Deliveries that wait."""
-        return self._unread.qsize()
-
-    def put(self, delivery: Delivery) -> None:
-        """Adds a delivery."""
-        self._unread.put_nowait(delivery)
-
-    def end(self, error: AtollError) -> None:
-        """Ends the stream at once; what was not read is void."""
-        while not self._unread.empty():
-            self._unread.get_nowait()
-        self._unread.put_nowait(error)
+    asked: _Asked | None  # None: the driver's own
+    before: SwarmState
+    transition: Transition
 
 
 class Driver:
     """Holds the state and the sessions' streams.
 
     `watch` is told of every transition after it is durable, with the state before, and `on_slept`
-    of seconds for which this process was stopped; for the log.
+    of seconds for which this process was stopped; for the log. `writer` is a thread that waits for
+    the disk; without one the event loop does.
     """
 
     def __init__(
@@ -131,15 +91,24 @@ class Driver:
         clock: Clock,
         watch: Callable[[SwarmState, Transition], None] | None = None,
         on_slept: Callable[[float], None] | None = None,
+        writer: Executor | None = None,
     ) -> None:
         self.store = store
         self.clock = clock
         self._state = state
         self._watch = watch
         self._on_slept = on_slept
+        self._writer = writer
+        self._waiting: deque[_Asked] = deque()
+        self._batches: asyncio.Task[None] | None = None  # takes what waits, as long as any does
         self._slept = 0.0  # seconds that the core has yet to be told of
         self._streams: dict[NodeId, Stream] = {}
+        self._roster_told: SwarmState | None = None  # whose roster they know, once it has changed
+        self._roster_now: RosterNow | None = None  # that roster, once a stream has begun with it
+        self._roster_timer: asyncio.TimerHandle | None = None  # until the next change may be told
         self._changed = asyncio.Event()
+        self.is_keeping_time = False
+        """Whether deadlines are kept: while `run_clock` runs."""
         self._is_ending = False
         self._patient_until = 0.0  # broken streams are no sign of a death before
 
@@ -148,48 +117,111 @@ class Driver:
         """The state, as durable."""
         return self._state
 
-    def apply(self, event: Event) -> Transition:
-        """Takes one step.
+    async def apply(self, event: Event, *, session: Session | None = None) -> Transition:
+        """Takes one step, in the order in which calls begin; returns once it is durable.
 
-        Raises what the core refuses with, or SystemRefusedError when the disk does; in both cases
-        nothing has happened.
+        `session` is whose event it is, if only its current session may tell it: whether it is that
+        shows when the step is taken. Raises SessionEndedError when it is not, what the core refuses
+        with, or SystemRefusedError when the disk does; in all cases nothing has happened.
         """
-        self._wake()
-        return self._take(event)
+        return await self._ask(event, session)
 
-    def _wake(self) -> None:
-        """Gives the nodes time to come back when this process was stopped for long."""
+    def _ask(self, event: Event, session: Session | None = None) -> asyncio.Future[Transition]:
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Transition] = loop.create_future()
+        self._waiting.append(_Asked(event=event, session=session, answer=answer))
+        if self._batches is None:
+            self._batches = loop.create_task(self._take_batches())
+        return answer
+
+    async def settled(self) -> None:
+        """Waits until nothing is on its way to the disk."""
+        if self._batches is not None:
+            await self._batches
+
+    async def _take_batches(self) -> None:
+        try:
+            while self._waiting:
+                await self._take_batch()
+        finally:
+            self._batches = None
+
+    async def _take_batch(self) -> None:
+        """Steps what waits, saves it with one commit, and then tells and answers."""
+        num_asked = min(len(self._waiting), MOST_IN_A_BATCH)
+        batch = [self._waiting.popleft() for _ in range(num_asked)]
+        now = self.clock.now()
+        is_patient = self._note_sleep() > UNNOTICED_SECONDS
+        taken: list[_Taken] = []
+        refused: list[tuple[_Asked, Exception]] = []
+        state = self._state
+        if is_patient:  # before all else, or who could not be heard would be given up
+            woke = step(state, Woke(pause_seconds=RETRY_CAP_SECONDS), now)
+            taken.append(_Taken(asked=None, before=state, transition=woke))
+            state = woke.state
+        for asked in batch:
+            if asked.answer.done():  # its caller has gone
+                continue
+            try:
+                if asked.session is not None:
+                    require_session(state, *asked.session)
+                transition = step(state, asked.event, now)
+            except Exception as error:  # of this event alone
+                refused.append((asked, error))
+            else:
+                taken.append(_Taken(asked=asked, before=state, transition=transition))
+                state = transition.state
+        try:
+            await self._save(*(one.transition.state for one in taken), now=now)
+        except Exception as error:
+            for asked in batch:  # nothing has happened, to none of them
+                _refuse(asked, error)
+            return
+        if is_patient:
+            self._patient_until = now + DEADLINE_SECONDS + RETRY_CAP_SECONDS
+        self._slept = 0.0
+        self._state = state
+        try:
+            self._tell(taken)
+        finally:
+            for one in taken:
+                if one.asked is not None and not one.asked.answer.done():
+                    one.asked.answer.set_result(one.transition)
+            for asked, refusal in refused:
+                _refuse(asked, refusal)
+        self._changed.set()
+
+    async def _save(self, *after: SwarmState, now: float) -> None:
+        if self._writer is None:
+            self.store.save(self._state, *after, now=now)
+        elif self.store.stage(self._state, *after, now=now):
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._writer, self.store.commit)
+
+    def _note_sleep(self) -> float:
+        """Seconds for which this process was stopped and that the core has yet to be told of."""
         slept = self.clock.take_slept()
         if slept and self._on_slept is not None:
             self._on_slept(slept)
         self._slept += slept
-        if self._slept > UNNOTICED_SECONDS:
-            self._take(Woke(pause_seconds=RETRY_CAP_SECONDS))
-            self._patient_until = self.clock.now() + DEADLINE_SECONDS + RETRY_CAP_SECONDS
-        self._slept = 0.0
-
-    def _take(self, event: Event) -> Transition:
-        before = self._state
-        now = self.clock.now()
-        transition = step(before, event, now)
-        self.store.save(before, transition.state, now=now)
-        self._state = transition.state
-        for action in transition.actions:
-            self._deliver(action, before)
-        if self._watch is not None:
-            self._watch(before, transition)
-        self._changed.set()
-        return transition
+        return self._slept
 
     async def run_clock(self) -> None:
         """Applies Ticked whenever time alone can change something; ends only by an error."""
+        self.is_keeping_time = True
+        try:
+            await self._keep_time()
+        finally:
+            self.is_keeping_time = False
+
+    async def _keep_time(self) -> None:
         while True:
             self._changed.clear()
             await self.clock.wait_until(next_deadline(self._state), self._changed)
-            self._wake()
             deadline = next_deadline(self._state)
-            if deadline is not None and deadline <= self.clock.now():
-                self.apply(Ticked())
+            is_due = deadline is not None and deadline <= self.clock.now()
+            if self._note_sleep() > UNNOTICED_SECONDS or is_due:
+                await self.apply(Ticked())
 
     def session_of(self, node_id: NodeId, session_id: int) -> Member:
         """The member, if this is its session; raises SessionEndedError otherwise."""
@@ -200,7 +232,10 @@ class Driver:
         member = self.session_of(node_id, session_id)
         self._end(node_id, "its events are read by a newer call")
         stream = Stream(node_id=node_id, session_id=session_id)
-        for delivery in self._what_holds_for(member):
+        if self._roster_now is None:  # the one that the others know, for changes are told to all
+            self._roster_now = RosterNow(members=roster_of(self._roster_told or self._state))
+        stream.put(self._roster_now)
+        for delivery in what_holds_for(self._state, member, self.clock.now()):
             stream.put(delivery)
         self._streams[node_id] = stream
         return stream
@@ -213,13 +248,15 @@ class Driver:
     def stream_broken(self, stream: Stream) -> None:
         """Takes note that a stream's reader is gone, if no newer one has taken its place.
 
-        Not when we were stopped for long: then nodes that live have ended their streams too.
+        Not when we were stopped for long: then nodes that live have ended their streams too. What
+        becomes of the note is nobody's to wait for: on a full disk the lease will end the session.
         """
         if self._streams.get(stream.node_id) is not stream or self._is_ending:
             return
-        self._wake()
-        if self.clock.now() >= self._patient_until:
-            self.apply(StreamBroken(node_id=stream.node_id, session_id=stream.session_id))
+        has_slept = self._note_sleep() > UNNOTICED_SECONDS
+        if not has_slept and self.clock.now() >= self._patient_until:
+            broken = StreamBroken(node_id=stream.node_id, session_id=stream.session_id)
+            self._ask(broken).add_done_callback(_look_away)
 
     def end_all(self, error: AtollError) -> None:
         """Ends every stream, because the coordinator stops."""
@@ -228,96 +265,37 @@ class Driver:
             stream.end(error)
         self._streams.clear()
 
-    def _what_holds_for(self, member: Member) -> list[Delivery]:
-        """What a session has to know that subscribes now, after whatever it missed."""
-        state, now = self._state, self.clock.now()
-        held: list[Delivery] = [self._roster()]
-        if state.is_finished and state.outer_digest is not None:
-            finished = SendFinished(
-                round=state.committed_round,
-                outer_digest=state.outer_digest,
-                reason=explain(state, self.clock.now()),
-            )
-            held.append(finished)
-        elif (open_round := state.open_round) is not None:
-            participants = tuple(assignment.node_id for assignment in open_round.assignments)
-            if open_round.commit is not None:
-                held.append(SendCommit(commit=open_round.commit))
-            elif member.node_id in participants:
-                held.append(SendPlan(plan=plan_of(open_round, now)))
-                held.extend(self._news_of(open_round, now))
-        if state.evaluating is not None and state.evaluating.node_id == member.node_id:
-            held.append(AskEvaluation(node_id=member.node_id, round=state.evaluating.round))
-        if member.outer_round > state.committed_round:
-            held.append(AskCommits(node_id=member.node_id, after_round=last_sure_round(state)))
-        if (refetch := self._refetch_due(member)) is not None:
-            held.append(refetch)
-        return held
+    def _tell(self, taken: list[_Taken]) -> None:
+        """Tells the sessions of the steps of a batch, each in its turn.
 
-    def _news_of(self, current: Round, now: float) -> list[Delivery]:
-        """What happened to the round since its plan was sent."""
-        news: list[Delivery] = []
-        participants = tuple(assignment.node_id for assignment in current.assignments)
-        if departed := tuple(n for n in participants if not is_present(self._state, n)):
-            news.append(SendDeparted(round=current.number, node_ids=departed))
-        if idle := tuple(n for n, trained in current.trained.items() if trained.tokens == 0):
-            news.append(SendIdle(round=current.number, node_ids=idle))
-        for progress in current.slices:
-            if progress.attempt:
-                news.append(takeover_of(current.number, progress, now))
-            if progress.is_offered and progress.digest is not None:
-                offered = SendResultOffered(
-                    round=current.number,
-                    slice_index=progress.slice.index,
-                    digest=progress.digest,
-                    holder_ids=holders_of(self._state, current, progress),
-                )
-                news.append(offered)
-        return news
+        The roster is told as it is after all of them, and before what is said of its members.
+        """
+        for one in taken:
+            for action in one.transition.actions:
+                if not isinstance(action, SendRoster):
+                    self._deliver(action, one.before, one.transition.state)
+                    continue
+                self._roster_told = self._roster_told or one.before
+                if self._roster_timer is None:
+                    self._tell_roster()
+            if self._watch is not None:
+                self._watch(one.before, one.transition)
 
-    def _refetch_due(self, member: Member) -> AskRefetch | None:
-        """What a member must fetch whose state cannot become the swarm's by replaying commits."""
-        state = self._state
-        if member.state is not MemberState.DIVERGED:
-            return None
-        reason = f"the state it holds at round {member.outer_round} is not the swarm's"
-        if state.outer_digest is not None:
-            return AskRefetch(
-                node_id=member.node_id,
-                round=state.committed_round,
-                outer_digest=state.outer_digest,
-                reason=reason,
-            )
-        if state.open_round is not None and state.open_round.phase is RoundPhase.APPLYING:
-            # The nodes have yet to agree on the newest state; the one it builds on is certain.
-            return AskRefetch(
-                node_id=member.node_id,
-                round=state.open_round.number - 1,
-                outer_digest=state.open_round.base_digest,
-                reason=reason,
-            )
-        return None
-
-    def _roster(self) -> RosterNow:
-        return RosterNow(members=roster_of(self._state))
-
-    def _deliver(self, action: Action, before: SwarmState) -> None:
+    def _deliver(self, action: Action, before: SwarmState, after: SwarmState) -> None:
         match action:
             case OpenSession(node_id=node_id):
                 self._end(node_id, "the node attached anew")
             case EndSession(node_id=node_id, reason=reason):
                 self._end(node_id, reason)
-            case SendRoster():
-                self._send_roster_change(before)
             case SendPlan(plan=plan):
                 self._send(action, plan.participants)
             case SendCommit() | SendFinished():
                 self._send(action, tuple(self._streams))
             case SendDeparted(node_ids=concerned) | SendIdle(node_ids=concerned):
-                participants = self._participants(action.round, before)
+                participants = _participants(action.round, before, after)
                 self._send(action, tuple(n for n in participants if n not in concerned))
             case SendTakeover() | SendResultOffered():
-                self._send(action, self._participants(action.round, before))
+                self._send(action, _participants(action.round, before, after))
             case (
                 AskEvaluation(node_id=node_id)
                 | AskRefetch(node_id=node_id)
@@ -325,27 +303,35 @@ class Driver:
             ):
                 self._send(action, (node_id,))
 
-    def _send_roster_change(self, before: SwarmState) -> None:
+    def _tell_roster(self) -> None:
+        """Tells all sessions what has changed in the roster, if anything has."""
+        before, self._roster_told = self._roster_told, None
+        if before is None:
+            return
+        self._roster_now = None
         was = {entry.node_id: entry for entry in roster_of(before)}
         now = {entry.node_id: entry for entry in roster_of(self._state)}
         change = RosterDiffers(
             joined=tuple(entry for node_id, entry in now.items() if was.get(node_id) != entry),
             gone=tuple(node_id for node_id in was if node_id not in now),
         )
-        if change.joined or change.gone:
-            self._send(change, tuple(self._streams))
+        if not change.joined and not change.gone:
+            return
+        self._put(change, tuple(self._streams))
+        if len(self._streams) > FEW_SESSIONS and self._roster_timer is None:
+            loop = asyncio.get_running_loop()
+            self._roster_timer = loop.call_later(ROSTER_SECONDS, self._roster_may_be_told)
 
-    def _participants(self, number: int, before: SwarmState) -> tuple[NodeId, ...]:
-        """Who takes part in a round that was in flight before the step or is after it."""
-        participants = (
-            assignment.node_id
-            for state in (before, self._state)
-            if state.open_round is not None and state.open_round.number == number
-            for assignment in state.open_round.assignments
-        )
-        return tuple(dict.fromkeys(participants))
+    def _roster_may_be_told(self) -> None:
+        self._roster_timer = None
+        self._tell_roster()
 
     def _send(self, delivery: Delivery, node_ids: tuple[NodeId, ...]) -> None:
+        """What is said of members comes after their names."""
+        self._tell_roster()
+        self._put(delivery, node_ids)
+
+    def _put(self, delivery: Delivery, node_ids: tuple[NodeId, ...]) -> None:
         for node_id in node_ids:
             stream = self._streams.get(node_id)
             if stream is None:
@@ -360,3 +346,25 @@ class Driver:
         if stream is not None:
             what = f"session {stream.session_id} of node {node_id} has ended: {reason}"
             stream.end(SessionEndedError(what, next_step="attach again"))
+
+
+def _participants(number: int, before: SwarmState, after: SwarmState) -> tuple[NodeId, ...]:
+    """Who takes part in a round that was in flight before the step or is after it."""
+    participants = (
+        assignment.node_id
+        for state in (before, after)
+        if state.open_round is not None and state.open_round.number == number
+        for assignment in state.open_round.assignments
+    )
+    return tuple(dict.fromkeys(participants))
+
+
+def _refuse(asked: _Asked, error: Exception) -> None:
+    if not asked.answer.done():
+        asked.answer.set_exception(error)
+
+
+def _look_away(answer: asyncio.Future[Transition]) -> None:
+    """Nobody waits for the answer; asyncio would log an error that nobody has looked at."""
+    if not answer.cancelled():
+        answer.exception()

@@ -12,9 +12,10 @@ from coordinator.swarm.actions import (
     SendTakeover,
 )
 from coordinator.swarm.reach import cut_pairs
-from coordinator.swarm.state import MemberState, SwarmState
+from coordinator.swarm.state import PRESENT, Member, MemberState, SwarmState
 from coordinator.swarm.transition import Transition
 from protocol.errors import AtollError
+from protocol.presets import Plan
 from protocol.rounds import NodeId
 
 _log = structlog.get_logger()
@@ -30,16 +31,15 @@ _NEWS = {
 def log_transition(before: SwarmState, transition: Transition) -> None:
     """Logs what is news to who runs the swarm: no heartbeats, no single reports."""
     after = transition.state
-    for node_id, member in sorted(after.members.items()):
-        was = before.members.get(node_id)
-        if was is member:
-            continue
+    changed = _changed_members(before, after)
+    for node_id, member, was in changed:
         if was is None or was.session_id != member.session_id:
             _log.info("node attached", node=member.node_name, id=node_id, device=member.device)
             was = None
         if (was is None or was.state is not member.state) and member.state in _NEWS:
             _log.info(_NEWS[member.state], node=member.node_name, round=member.outer_round)
-    _log_reach(before, after)
+    if any(was is None or _reach_of(was) != _reach_of(member) for _, member, was in changed):
+        _log_reach(before, after)
     has_decided = any(isinstance(action, SendCommit) for action in transition.actions)
     if after.committed_round > before.committed_round and not has_decided:
         _log.info("round learned", round=after.committed_round, reason=_reason(after))
@@ -73,6 +73,16 @@ def log_transition(before: SwarmState, transition: Transition) -> None:
     for held_out in after.held_out[len(before.held_out) :]:
         _log.info("evaluated", round=held_out.round, held_out_loss=round(held_out.loss, 4))
     _log_phases(before, after)
+
+
+def _changed_members(
+    before: SwarmState, after: SwarmState
+) -> list[tuple[NodeId, Member, Member | None]]:
+    """With what they were, in the order of their ids."""
+    if after.members is before.members:
+        return []
+    was = before.members.get
+    return sorted((n, m, was(n)) for n, m in after.members.items() if was(n) is not m)
 
 
 def _log_phases(before: SwarmState, after: SwarmState) -> None:
@@ -117,10 +127,13 @@ def _log_commit(state: SwarmState, number: int) -> None:
     )
 
 
+def _reach_of(member: Member) -> tuple[bool, tuple[NodeId, ...]]:
+    """What of a member decides which pairs are cut off."""
+    return member.state in PRESENT, member.unreachable
+
+
 def _log_reach(before: SwarmState, after: SwarmState) -> None:
-    if before.members is after.members or not any(
-        member.unreachable for member in after.members.values()
-    ):
+    if not any(member.unreachable for member in after.members.values()):
         return
     was = {(one.node_id, other.node_id) for one, other in cut_pairs(before)}
     now = {(one.node_id, other.node_id): (one, other) for one, other in cut_pairs(after)}
@@ -136,3 +149,18 @@ def _reason(state: SwarmState) -> str:
 def _name(state: SwarmState, node_id: NodeId) -> str:
     member = state.members.get(node_id)
     return node_id if member is None else member.node_name
+
+
+def log_settled(plan: Plan) -> None:
+    """Says what a preset has become, key by key, and what it should come to."""
+    for choice in plan.choices:
+        key = f"{choice.table}.{choice.key}"
+        _log.info("preset settled", key=key, value=choice.value, reason=choice.reason)
+    prediction = plan.prediction
+    _log.info(
+        "preset predicts",
+        bytes_per_round=round(prediction.bytes_per_round),
+        exchange_seconds=round(prediction.exchange_seconds, 1),
+        training_seconds=round(prediction.training_seconds, 1),
+        verdict=plan.verdict,
+    )

@@ -5,13 +5,15 @@ much as there are nodes and slices, for every one of as many reports.
 """
 
 import sqlite3
+import zlib
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TypeVar
 
 from pydantic import ConfigDict, TypeAdapter
 
 from coordinator.swarm.state import Round, SliceProgress, Trained
+from protocol.errors import BadDataError
 from protocol.rounds import Digest, NodeId
 
 JSON = ConfigDict(ser_json_bytes="hex", val_json_bytes="hex", ser_json_inf_nan="constants")
@@ -21,61 +23,54 @@ _ROUND = TypeAdapter(tuple[Round], config=JSON)
 _SLICE = TypeAdapter(tuple[SliceProgress], config=JSON)
 _TRAINED = TypeAdapter(tuple[Trained], config=JSON)
 
-_OWN = tuple(f.name for f in fields(SliceProgress) if f.name != "holders")
-"""What a slice's own row holds."""
-
 Key = tuple[str, int, str]
-"""What a row holds ("slice", "holder", …), of which slice, of which node."""
+"""What a row holds ("slice", "held", …), of which slice, of which node."""
 
 V = TypeVar("V", bound=Hashable)
 
+PACKED_FROM = 16384
+"""Characters; shorter texts stay readable with any SQLite tool, and would hardly be smaller."""
 
-class RoundRows:
-    """Knows what the database holds, so that it writes only what is new."""
 
-    def __init__(self) -> None:
-        self._saved: Round | None = None
-
-    def load(self, connection: sqlite3.Connection) -> Round | None:
-        """The round in flight as last saved; None when none was open."""
-        row = connection.execute("SELECT round FROM open_round").fetchone()
-        if row is None:
-            return None
-        head = _ROUND.validate_json(row[0])[0]
-        parts = {
-            (kind, slice_index, node_id): part
-            for kind, slice_index, node_id, part in connection.execute(
-                "SELECT kind, slice_index, node_id, part FROM round_parts"
-            )
-        }
-        return _joined(head, parts) if parts else head
-
-    def save(self, connection: sqlite3.Connection, current: Round | None) -> None:
-        """Brings the database to this round; call `saved` when the transaction is through."""
-        before = self._saved
-        if before is None or current is None or not _is_same(before, current):
-            connection.execute("DELETE FROM open_round")
-            connection.execute("DELETE FROM round_parts")
-            before = None
-        if current is None:
-            return
-        if before is None or _head_of(before) != _head_of(current):
-            connection.execute(
-                "INSERT OR REPLACE INTO open_round VALUES (1, ?)",
-                (_ROUND.dump_json((_head_of(current),)).decode(),),
-            )
-        gone = [] if before is None else list(_gone(before, current))
-        connection.executemany(
-            "DELETE FROM round_parts WHERE kind = ? AND slice_index = ? AND node_id = ?", gone
+def load_round(connection: sqlite3.Connection) -> Round | None:
+    """The round in flight as last saved; None when none was open."""
+    row = connection.execute("SELECT round FROM open_round").fetchone()
+    if row is None:
+        return None
+    head = _ROUND.validate_json(unpacked(row[0]))[0]
+    parts = {
+        (kind, slice_index, node_id): unpacked(part)
+        for kind, slice_index, node_id, part in connection.execute(
+            "SELECT kind, slice_index, node_id, part FROM round_parts"
         )
-        connection.executemany(
-            "INSERT OR REPLACE INTO round_parts VALUES (?, ?, ?, ?)",
-            [(*key, part) for key, part in _changed(before, current)],
-        )
+    }
+    return _joined(head, parts) if parts else head
 
-    def saved(self, current: Round | None) -> None:
-        """The database holds this now."""
-        self._saved = current
+
+def save_round(connection: sqlite3.Connection, held: Round | None, current: Round | None) -> None:
+    """Brings the database to this round from the one that it holds.
+
+    `held` is None when nobody knows in what rows it holds one: then all are written.
+    """
+    if held is None or current is None or not _is_same(held, current):
+        connection.execute("DELETE FROM open_round")
+        connection.execute("DELETE FROM round_parts")
+        held = None
+    if current is None:
+        return
+    if held is None or _head_of(held) != _head_of(current):
+        connection.execute(
+            "INSERT OR REPLACE INTO open_round VALUES (1, ?)",
+            (packed(_ROUND.dump_json((_head_of(current),)).decode()),),
+        )
+    gone = [] if held is None else list(_gone(held, current))
+    connection.executemany(
+        "DELETE FROM round_parts WHERE kind = ? AND slice_index = ? AND node_id = ?", gone
+    )
+    connection.executemany(
+        "INSERT OR REPLACE INTO round_parts VALUES (?, ?, ?, ?)",
+        [(*key, packed(part)) for key, part in _changed(held, current)],
+    )
 
 
 def _is_same(before: Round, current: Round) -> bool:
@@ -88,21 +83,20 @@ def _is_same(before: Round, current: Round) -> bool:
 
 
 def _head_of(current: Round) -> Round:
-    return replace(current, slices=(), trained={}, trained_at={}, applied={})
+    return replace(current, slices=(), trained={}, trained_at={}, held={}, applied={})
 
 
 def _changed(before: Round | None, current: Round) -> Iterator[tuple[Key, str]]:
     """The parts that the database does not hold as they are now."""
     for progress in current.slices:
         index = progress.slice.index
-        old = None if before is None else before.slices[index]
-        if old is progress:
-            continue
-        if old is None or any(getattr(old, name) != getattr(progress, name) for name in _OWN):
-            bare = replace(progress, holders={})
-            yield ("slice", index, ""), _SLICE.dump_json((bare,)).decode()
-        for node_id, digest in _news({} if old is None else old.holders, progress.holders):
-            yield ("holder", index, node_id), digest.hex()
+        if before is None or before.slices[index] != progress:
+            yield ("slice", index, ""), _SLICE.dump_json((progress,)).decode()
+    if before is None or before.held is not current.held:
+        was = {} if before is None else before.held
+        for node_id, results in current.held.items():
+            if was.get(node_id) is not results:
+                yield ("held", 0, node_id), _held_in_words(results)
     if before is None or before.trained is not current.trained:
         for node_id, trained in _news({} if before is None else before.trained, current.trained):
             yield ("trained", 0, node_id), _TRAINED.dump_json((trained,)).decode()
@@ -116,12 +110,8 @@ def _changed(before: Round | None, current: Round) -> Iterator[tuple[Key, str]]:
 
 def _gone(before: Round, current: Round) -> Iterator[Key]:
     """The parts that the database holds and that are no more: a slice was taken over."""
-    for progress in current.slices:
-        index = progress.slice.index
-        if before.slices[index] is not progress:
-            for node_id in before.slices[index].holders.keys() - progress.holders.keys():
-                yield "holder", index, node_id
     for kind, old, new in (
+        ("held", before.held, current.held),
         ("trained", before.trained, current.trained),
         ("trained_at", before.trained_at, current.trained_at),
         ("applied", before.applied, current.applied),
@@ -137,7 +127,7 @@ def _news(before: Mapping[NodeId, V], after: Mapping[NodeId, V]) -> Iterable[tup
 
 def _joined(head: Round, parts: Mapping[Key, str]) -> Round:
     slices: dict[int, SliceProgress] = {}
-    holders: dict[int, dict[NodeId, Digest]] = {}
+    held: dict[NodeId, Mapping[int, Digest]] = {}
     trained: dict[NodeId, Trained] = {}
     trained_at: dict[NodeId, float] = {}
     applied: dict[NodeId, Digest] = {}
@@ -146,8 +136,10 @@ def _joined(head: Round, parts: Mapping[Key, str]) -> Round:
         match kind:
             case "slice":
                 slices[index] = _SLICE.validate_json(part)[0]
-            case "holder":
-                holders.setdefault(index, {})[node_id] = Digest(bytes.fromhex(part))
+            case "held":
+                held[node_id] = _held_of(part)
+            case "holder":  # one row for each slice, as it was written before "held" was
+                held[node_id] = {**held.get(node_id, {}), index: Digest(bytes.fromhex(part))}
             case "trained":
                 trained[node_id] = _TRAINED.validate_json(part)[0]
             case "trained_at":
@@ -156,10 +148,37 @@ def _joined(head: Round, parts: Mapping[Key, str]) -> Round:
                 applied[node_id] = Digest(bytes.fromhex(part))
     return replace(
         head,
-        slices=tuple(
-            replace(slices[index], holders=holders.get(index, {})) for index in sorted(slices)
-        ),
+        slices=tuple(slices[index] for index in sorted(slices)),
+        held=held,
         trained=trained,
         trained_at=trained_at,
         applied=applied,
     )
+
+
+def _held_in_words(results: Mapping[int, Digest]) -> str:
+    return " ".join(f"{index}:{digest.hex()}" for index, digest in results.items())
+
+
+def _held_of(words: str) -> Mapping[int, Digest]:
+    told = (word.split(":") for word in words.split())
+    return {int(index): Digest(bytes.fromhex(digest)) for index, digest in told}
+
+
+def packed(text: str) -> str | bytes:
+    """What to write for a text: long ones name the same nodes for every slice, and are deflated."""
+    return text if len(text) < PACKED_FROM else zlib.compress(text.encode(), level=1)
+
+
+def unpacked(written: str | bytes) -> str:
+    """The text; raises BadDataError when it is damaged."""
+    if isinstance(written, str):
+        return written
+    try:
+        return zlib.decompress(written).decode()
+    except (zlib.error, UnicodeDecodeError) as error:
+        raise BadDataError(
+            f"a row of the database is damaged: {error}",
+            next_step="restore it from a backup, or start a new run with "
+            "'atoll coordinator init NEWDIR'",
+        ) from error

@@ -6,15 +6,17 @@ except whether an invite can be redeemed, because that must be one transaction.
 
 import hmac
 import sqlite3
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Self, TypeVar
 
 from pydantic import TypeAdapter
 
 from coordinator.database import Database
-from coordinator.round_rows import JSON, RoundRows
+from coordinator.round_rows import JSON, load_round, packed, save_round, unpacked
 from coordinator.swarm.ledger import Ledger, ledger_of
 from coordinator.swarm.state import (
     KEPT_RECENT,
@@ -60,7 +62,9 @@ class Store:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._saved_now = 0.0
-        self._round_rows = RoundRows()
+        self._round_held: Round | None = None  # by the database, in rows of its own
+        self._staged: tuple[float, Round | None] = 0.0, None  # these two after the next commit
+        self._enrolled: set[NodeId] = set()  # as far as anybody asked; nobody is ever struck off
         with database.reading() as connection:
             row = connection.execute("SELECT saved_now FROM swarm").fetchone()
         if row is not None:
@@ -101,7 +105,7 @@ class Store:
                 _MEMBER.validate_json(text)[0]
                 for (text,) in connection.execute("SELECT member FROM members ORDER BY node_id")
             ]
-            open_round = self._round_rows.load(connection)
+            open_round = load_round(connection)
             row = connection.execute("SELECT ledger FROM ledger").fetchone()
             ledger = None if row is None else _LEDGER.validate_json(row[0])[0]
         if state.run_digest != run_digest:
@@ -128,7 +132,7 @@ class Store:
             leased = open_round.assignments
         with self._database.reading() as connection:
             rows = connection.execute("SELECT closed FROM closed_rounds ORDER BY round")
-            closed = (_CLOSED.validate_json(text)[0] for (text,) in rows)
+            closed = (_CLOSED.validate_json(unpacked(text))[0] for (text,) in rows)
             return ledger_of(
                 ((done.plan.assignments, done.commit) for done in closed),
                 leased,
@@ -144,52 +148,64 @@ class Store:
         seconds = rules.lease_seconds + RETRY_CAP_SECONDS
         return replace(member, lease_until=self._saved_now + seconds)
 
-    def save(self, before: SwarmState, after: SwarmState, *, now: float) -> None:
-        """Makes the step from `before`, which the database holds, to `after` durable at `now`."""
-        scalars = _scalars(after)
-        are_scalars_new = scalars != _scalars(before)
-        members = [
-            member
-            for node_id, member in after.members.items()
-            if not _is_saved_as(before.members.get(node_id), member)
-        ]
-        gone = before.members.keys() - after.members.keys()
-        is_round_new = (
-            after.open_round is not before.open_round and after.open_round != before.open_round
-        )
-        new_closed = [closed for closed in after.recent if closed not in before.recent]
-        is_ledger_new = after.ledger is not before.ledger and after.ledger != before.ledger
+    def save(self, before: SwarmState, *after: SwarmState, now: float) -> None:
+        """Makes the steps from `before`, which the database holds, durable at `now`: all or none.
+
+        `after` are the states that they led to, in their order.
+        """
+        if self.stage(before, *after, now=now):
+            self.commit()
+
+    def stage(self, before: SwarmState, *after: SwarmState, now: float) -> bool:
+        """All of `save` but the wait for the disk, which is for `commit` if this is true."""
+        changes = [_Change.between(one, other) for one, other in pairwise(_to_save(before, after))]
         is_clock_old = now - self._saved_now >= CLOCK_SAVE_SECONDS
-        are_rows_new = is_round_new or bool(new_closed) or is_ledger_new
-        if not (are_scalars_new or members or gone or are_rows_new or is_clock_old):
-            return
-        with self._database.writing() as connection:
+        if not after or not (is_clock_old or any(change.is_any for change in changes)):
+            return False
+        round_held = self._round_held
+        with self._database.staging() as connection:
+            for change in changes:
+                self._write(connection, change, round_held)
+                round_held = change.after.open_round
+            if self._saved_now and not any(change.are_scalars_new for change in changes):
+                connection.execute("UPDATE swarm SET saved_now = ?", (now,))
+            else:
+                scalars = _text(_STATE, _scalars(after[-1]))
+                connection.execute("INSERT OR REPLACE INTO swarm VALUES (1, ?, ?)", (now, scalars))
+        self._staged = now, round_held
+        return True
+
+    def commit(self) -> None:
+        """Waits until the disk has what was staged; when it raises, nothing has happened.
+
+        The one method that may be called in another thread.
+        """
+        self._database.commit()
+        self._saved_now, self._round_held = self._staged
+
+    @staticmethod
+    def _write(connection: sqlite3.Connection, change: "_Change", held: Round | None) -> None:
+        """Writes all that has tables of its own; `held` is the round that they hold."""
+        connection.executemany(
+            "INSERT OR REPLACE INTO members VALUES (?, ?)",
+            [(member.node_id, _text(_MEMBER, member)) for member in change.members],
+        )
+        connection.executemany(
+            "DELETE FROM members WHERE node_id = ?", [(node_id,) for node_id in change.gone]
+        )
+        if change.is_round_new:
+            save_round(connection, held, change.after.open_round)
+        if change.is_ledger_new:
+            ledger = _text(_LEDGER, change.after.ledger)
+            connection.execute("INSERT OR REPLACE INTO ledger VALUES (1, ?)", (ledger,))
+        if change.is_taken_back:
             connection.execute(
-                "INSERT OR REPLACE INTO swarm VALUES (1, ?, ?)", (now, _text(_STATE, scalars))
+                "DELETE FROM closed_rounds WHERE round > ?", (change.after.committed_round,)
             )
-            connection.executemany(
-                "INSERT OR REPLACE INTO members VALUES (?, ?)",
-                [(member.node_id, _text(_MEMBER, member)) for member in members],
-            )
-            connection.executemany(
-                "DELETE FROM members WHERE node_id = ?", [(node_id,) for node_id in gone]
-            )
-            if is_round_new:
-                self._round_rows.save(connection, after.open_round)
-            if is_ledger_new:
-                connection.execute(
-                    "INSERT OR REPLACE INTO ledger VALUES (1, ?)", (_text(_LEDGER, after.ledger),)
-                )
-            if after.committed_round < before.committed_round:  # taken back, as nodes told
-                connection.execute(
-                    "DELETE FROM closed_rounds WHERE round > ?", (after.committed_round,)
-                )
-            connection.executemany(
-                "INSERT OR REPLACE INTO closed_rounds VALUES (?, ?)",
-                [(closed.commit.round, _text(_CLOSED, closed)) for closed in new_closed],
-            )
-        self._saved_now = now
-        self._round_rows.saved(after.open_round)
+        connection.executemany(
+            "INSERT OR REPLACE INTO closed_rounds VALUES (?, ?)",
+            [(closed.commit.round, packed(_text(_CLOSED, closed))) for closed in change.closed],
+        )
 
     def commits_after(self, round_number: int, limit: int = 64) -> tuple[Commit, ...]:
         """The commits of later rounds than this one, oldest first."""
@@ -198,7 +214,7 @@ class Store:
                 "SELECT closed FROM closed_rounds WHERE round > ? ORDER BY round LIMIT ?",
                 (round_number, limit),
             )
-            return tuple(_CLOSED.validate_json(text)[0].commit for (text,) in rows)
+            return tuple(_CLOSED.validate_json(unpacked(text))[0].commit for (text,) in rows)
 
     def latest_rounds(self, limit: int) -> tuple[ClosedRound, ...]:
         """The latest closed rounds, newest first."""
@@ -206,7 +222,7 @@ class Store:
             rows = connection.execute(
                 "SELECT closed FROM closed_rounds ORDER BY round DESC LIMIT ?", (limit,)
             )
-            return tuple(_CLOSED.validate_json(text)[0] for (text,) in rows)
+            return tuple(_CLOSED.validate_json(unpacked(text))[0] for (text,) in rows)
 
     # Invites and enrolment
 
@@ -307,11 +323,15 @@ class Store:
             )
 
     def is_enrolled(self, node_id: NodeId) -> bool:
-        """Whether the node has ever redeemed an invite."""
+        """Whether the node has ever redeemed an invite. Asked at every call."""
+        if node_id in self._enrolled:
+            return True
         with self._database.reading() as connection:
             row = connection.execute(
                 "SELECT 1 FROM enrolled WHERE node_id = ? LIMIT 1", (node_id,)
             ).fetchone()
+        if row is not None:
+            self._enrolled.add(node_id)
         return row is not None
 
 
@@ -320,6 +340,69 @@ def _nodes_of(connection: sqlite3.Connection, invite_id: str) -> tuple[NodeId, .
         "SELECT node_id FROM enrolled WHERE invite_id = ? ORDER BY node_id", (invite_id,)
     )
     return tuple(NodeId(node_id) for (node_id,) in rows)
+
+
+def _to_save(before: SwarmState, after: Sequence[SwarmState]) -> list[SwarmState]:
+    """The states between which all differences show.
+
+    A state keeps only the latest rounds, so none may be left out that brought one of them or took
+    one back. Of the others the last one of a row tells all.
+    """
+    brought = (
+        state
+        for state, earlier in zip(after, (before, *after), strict=False)
+        if state.recent is not earlier.recent or state is after[-1]
+    )
+    return [before, *brought]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Change:
+    """What of a state has to be written that the database holds as it was before."""
+
+    after: SwarmState
+    are_scalars_new: bool
+    members: tuple[Member, ...]
+    gone: frozenset[NodeId]
+    is_round_new: bool
+    is_ledger_new: bool
+    is_taken_back: bool
+    closed: tuple[ClosedRound, ...]
+
+    @property
+    def is_any(self) -> bool:
+        """Whether there is anything to write."""
+        are_rows_new = bool(self.members or self.gone or self.closed)
+        is_one_new = self.is_round_new or self.is_ledger_new
+        return self.are_scalars_new or are_rows_new or is_one_new
+
+    @classmethod
+    def between(cls, before: SwarmState, after: SwarmState) -> Self:
+        """What is new in `after`."""
+        members: tuple[Member, ...] = ()
+        gone: frozenset[NodeId] = frozenset()
+        if after.members is not before.members:
+            was = before.members
+            members = tuple(
+                member
+                for node_id, member in after.members.items()
+                if was.get(node_id) is not member and not _is_saved_as(was.get(node_id), member)
+            )
+            gone = frozenset(was.keys() - after.members.keys())
+        return cls(
+            after=after,
+            are_scalars_new=_scalars(after) != _scalars(before),
+            members=members,
+            gone=gone,
+            is_round_new=_is_new(before.open_round, after.open_round),
+            is_ledger_new=_is_new(before.ledger, after.ledger),
+            is_taken_back=after.committed_round < before.committed_round,
+            closed=tuple(closed for closed in after.recent if closed not in before.recent),
+        )
+
+
+def _is_new(before: object, after: object) -> bool:
+    return after is not before and after != before
 
 
 def _scalars(state: SwarmState) -> SwarmState:

@@ -18,6 +18,7 @@ from node.exchange.codecs.tiles import Tiles, threads_beside
 from node.exchange.outer import Outer
 from node.exchange.snapshot import SnapshotFolder
 from node.exchange.transport.libp2p import Libp2pTransport
+from node.exchange_time import ExchangeTime
 from node.heavy import in_thread
 from node.history import History
 from node.hosts.leading import HostDesk, HostsIsland
@@ -33,6 +34,7 @@ from node.island.mesh_shape import MeshShape
 from node.island.model import layout_of
 from node.newest import keep_run
 from node.outer_state import Layout, SharedVectors
+from node.own_metrics import own_metrics
 from node.placement import mesh_for, num_ranks_of
 from node.stopping import StopSignals
 from protocol.credentials import Credentials
@@ -85,19 +87,27 @@ async def run_daemon(
             tiles=tiles,
             node_id=identity.node_id,
         )
+        log.info(
+            "preparing codecs, some seconds the first time",
+            uplink=outer.uplink.name,
+            downlink=outer.downlink.name,
+        )
+        await in_thread(outer.compile_kernels)
         if kept is not None:
             outer.restore(*kept)
             log.info("resuming from disk", round=outer.round, digest=outer.digest.hex()[:12])
+        exchange_time = ExchangeTime()
+        facts = NodeFacts(
+            node_id=identity.node_id,
+            node_name=settings.name,
+            public_key=identity.public_key,
+            device=devices[0],
+            num_ranks=shape.num_ranks,
+            version=metadata.version("atoll"),
+            mesh=str(shape),
+        )
         daemon = Daemon(
-            facts=NodeFacts(
-                node_id=identity.node_id,
-                node_name=settings.name,
-                public_key=identity.public_key,
-                device=devices[0],
-                num_ranks=shape.num_ranks,
-                version=metadata.version("atoll"),
-                mesh=str(shape),
-            ),
+            facts=facts,
             spec=spec,
             link=link,
             transport=Libp2pTransport(
@@ -106,6 +116,7 @@ async def run_daemon(
                 listen_multiaddrs=(_listen_multiaddr(settings, credentials.host),),
                 announce_host=settings.announce or None,
                 max_upload_bytes_per_second=settings.max_upload_bytes_per_second,
+                while_moving=exchange_time.exchanging,
             ),
             island=_island_of(settings, spec, devices, shape, shared, desk, checkpoints),
             outer=outer,
@@ -114,9 +125,11 @@ async def run_daemon(
             heavy=in_thread,
             counts=counts,
             rng=random.Random(),
+            exchange_time=exchange_time,
         )
         with signals.draining(daemon.drain, seconds=settings.drain_within):
-            return await daemon.run()
+            async with own_metrics(settings.metrics, facts, daemon.vitals):
+                return await daemon.run()
     finally:
         if desk is not None:
             await desk.close()

@@ -71,6 +71,7 @@ def node() -> None:
 @click.option("--port", type=int, help="Port that peers connect to; 0 picks a free one.")
 @click.option("--announce", help="Host to tell peers, when a router forwards the port.")
 @click.option("--max-upload", help="Most that transfers upload together: 10mbit, 1.25MB/s.")
+@click.option("--metrics", metavar="HOST:PORT", help="Serve this node's own /metrics there.")
 @click.option(
     "--drain-within",
     metavar="TIME",

@@ -10,9 +10,11 @@ from pydantic_core import PydanticCustomError
 
 from node.island.local_training import LocalTraining, Precision, Recomputing
 from node.island.mesh_shape import MeshShape, ScheduleName
+from protocol.data_rate import bits_per_second_of
 from protocol.errors import ConfigError, UsageError
 from protocol.files import read_toml, write_atomically
 from protocol.run_spec import Section
+from protocol.web_address import web_address_of
 
 IDENTITY_FILE = "identity.key"
 SETTINGS_FILE = "node.toml"
@@ -102,6 +104,10 @@ announce = ""
 # of what the uplink carries leaves it usable for others. Empty means no limit.
 max_upload = ""
 
+# HOST:PORT where this node serves its own metrics (/metrics, for Prometheus), for example
+# "127.0.0.1:9101"; readable by all who reach it. Empty means nowhere.
+metrics = ""
+
 # Seconds that a node which is stopped may stay, to contribute what it trained and to apply the commit
 # of the round in flight; 0 means that it leaves at once.
 drain_within = 30
@@ -109,9 +115,6 @@ drain_within = 30
 
 SLOWEST_UPLOAD_BYTES_PER_SECOND = 32_000.0
 """256 kbit/s. With less, several transfers at once are slower than peers wait for."""
-
-_RATE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?([kKmMgG]?)(?:(bit)(?:/s)?|B/s)")
-_PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 
 
 def bytes_per_second_of(rate: str) -> float | None:
@@ -121,13 +124,12 @@ def bytes_per_second_of(rate: str) -> float | None:
     """
     if not rate:
         return None
-    match = _RATE.fullmatch(rate)
-    if match is None:
+    bits_per_second = bits_per_second_of(rate)
+    if bits_per_second is None:
         raise PydanticCustomError(
             "rate", "Write bits a second as 10mbit, or bytes a second as 1.25MB/s"
         )
-    number, prefix, bit = match.groups()
-    bytes_per_second = float(number) * _PREFIXES[prefix.lower()] / (8 if bit else 1)
+    bytes_per_second = bits_per_second / 8
     if bytes_per_second < SLOWEST_UPLOAD_BYTES_PER_SECOND:
         raise PydanticCustomError("rate", "Less than 256kbit is too slow to take part")
     return bytes_per_second
@@ -144,6 +146,15 @@ _LISTEN_ADDRESS = re.compile(r"((?:[0-9]{1,3}\.){3}[0-9]{1,3}):([0-9]{1,5})")
 def _listen_address(text: str) -> str:
     if text and _LISTEN_ADDRESS.fullmatch(text) is None:
         raise PydanticCustomError("listen", "Write an IPv4 address and a port, as 10.0.0.1:7720")
+    return text
+
+
+def _pages_address(text: str) -> str:
+    try:
+        if text:
+            web_address_of(text)
+    except ValueError as error:
+        raise PydanticCustomError("metrics", "Write HOST:PORT, as 127.0.0.1:9101") from error
     return text
 
 
@@ -179,6 +190,7 @@ class NodeSettings(Section):
     port: Annotated[int, Field(ge=0, lt=1 << 16)] = 0
     announce: str = ""
     max_upload: Annotated[str, AfterValidator(_rate)] = ""
+    metrics: Annotated[str, AfterValidator(_pages_address)] = ""
     drain_within: Annotated[float, Field(ge=0, le=86400)] = 30.0
 
     @property

@@ -136,24 +136,7 @@ class CoordinatorLink:
 
     async def heartbeat(self, session_id: int, vitals: Vitals) -> None:
         """Renews the lease. Raises SessionEndedError when the session is over."""
-        await self._stub.Heartbeat(
-            session_pb2.HeartbeatRequest(
-                session_id=session_id,
-                outer_round=vitals.outer_round,
-                outer_digest=vitals.outer_digest,
-                outer_incarnation=vitals.outer_incarnation,
-                unreachable_ids=vitals.unreachable,
-                activity=vitals.activity,
-                waiting_for=vitals.waiting_for,
-                inner_step=vitals.inner_step,
-                loss=vitals.loss,
-                tokens_per_second=vitals.tokens_per_second,
-                wire=_wire_to_wire(vitals.wire),
-                link_rates=_rates_to_wire(vitals.link_rates),
-                utilisation=_utilisation_to_wire(vitals.utilisation),
-                mesh=vitals.mesh,
-            )
-        )
+        await self._stub.Heartbeat(heartbeat_of(session_id, vitals))
 
     async def report(self, session_id: int, reports: Sequence[tuple[int, Report]]) -> None:
         """Makes reports, each with its round, durable at the coordinator, in their order."""
@@ -201,6 +184,26 @@ class CoordinatorLink:
         await self._stub.Detach(session_pb2.DetachRequest(session_id=session_id, reason=reason))
 
 
+def heartbeat_of(session_id: int, vitals: Vitals) -> session_pb2.HeartbeatRequest:
+    """What a node says of itself, as it goes over the wire."""
+    return session_pb2.HeartbeatRequest(
+        session_id=session_id,
+        outer_round=vitals.outer_round,
+        outer_digest=vitals.outer_digest,
+        outer_incarnation=vitals.outer_incarnation,
+        unreachable_ids=vitals.unreachable,
+        activity=vitals.activity,
+        waiting_for=vitals.waiting_for,
+        inner_step=vitals.inner_step,
+        loss=vitals.loss,
+        tokens_per_second=vitals.tokens_per_second,
+        wire=_wire_to_wire(vitals.wire),
+        link_rates=_rates_to_wire(vitals.link_rates),
+        utilisation=_utilisation_to_wire(vitals.utilisation),
+        mesh=vitals.mesh,
+    )
+
+
 def _utilisation_to_wire(utilisation: Utilisation | None) -> session_pb2.Utilisation | None:
     if utilisation is None:
         return None
@@ -215,6 +218,8 @@ def _utilisation_to_wire(utilisation: Utilisation | None) -> session_pb2.Utilisa
         publish_share=utilisation.publish_share,
         adopt_share=utilisation.adopt_share,
         waiting_share=utilisation.waiting_share,
+        local_communication_share=utilisation.local_communication_share,
+        exchange_share=utilisation.exchange_share,
         peak_memory_bytes=utilisation.peak_memory_bytes,
     )
 

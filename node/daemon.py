@@ -29,6 +29,7 @@ from node.exchange.outer import Outer
 from node.exchange.reports import Report
 from node.exchange.snapshot import SnapshotFolder
 from node.exchange.transport.transport import Transport
+from node.exchange_time import ExchangeTime
 from node.heavy import Heavy
 from node.history import History
 from node.island.island import Island
@@ -77,14 +78,17 @@ class Daemon:
         heavy: Heavy,
         counts: WireCounts,
         rng: random.Random,
+        exchange_time: ExchangeTime | None = None,
     ) -> None:
+        """`exchange_time` is the one that the transport tells; without it none is counted there."""
+        exchange_time = exchange_time or ExchangeTime(lambda: asyncio.get_running_loop().time())
         self._facts = facts
         self._spec = spec
         self._run_digest = spec.digest()
         self._link = link
         self._rng = rng
         self._transport = transport
-        self._island = LastingIsland(island)
+        self._island = LastingIsland(island, exchange_time)
         self._outer = outer
         self._counts = counts
         self._history = history
@@ -96,14 +100,14 @@ class Daemon:
             transport=transport,
             snapshots=snapshots,
             history=history,
-            heavy=heavy,
+            heavy=exchange_time.over(heavy),
             report=self._report,
             list_commits=self._list_commits,
         )
         self._session = Session(
             link=link,
             announce=self._announcement,
-            vitals=self._vitals,
+            vitals=self.vitals,
             on_attached=self._on_attached,
             on_event=self._on_event,
             rng=rng,
@@ -119,6 +123,7 @@ class Daemon:
             history=history,
             session=self._session,
             counts=counts,
+            exchange_time=exchange_time,
         )
         self._process_id = rng.getrandbits(63)
         self._bringing: asyncio.Task[None] | None = None
@@ -221,7 +226,8 @@ class Daemon:
             process_id=self._process_id,
         )
 
-    def _vitals(self) -> Vitals:
+    def vitals(self) -> Vitals:
+        """How the node is doing now."""
         progress = self._duties.progress
         return Vitals(
             outer_round=self._outer.round,

@@ -15,6 +15,7 @@ from node.coordinator_events import EvaluationAsked, RefetchAsked, RoundCommitte
 from node.exchange.exchange import Exchange
 from node.exchange.outer import Outer
 from node.exchange.reports import Applied, Evaluated, Leaving, Trained
+from node.exchange_time import ExchangeTime
 from node.history import History
 from node.island.island import InnerReport, InnerWork, Progress
 from node.lasting_island import LastingIsland
@@ -49,6 +50,7 @@ class Duties:
         history: History,
         session: Session,
         counts: WireCounts,
+        exchange_time: ExchangeTime,
     ) -> None:
         self.inner_step = 0
         self.progress: Progress | None = None
@@ -65,6 +67,7 @@ class Duties:
         self._history = history
         self._session = session
         self._counts = counts
+        self._exchange_time = exchange_time
         self._counted: WireTotals = {}  # when the outer state moved the last time
         self._times = RoundTimes()
         self._work: asyncio.Queue[Work] = asyncio.Queue()
@@ -180,7 +183,9 @@ class Duties:
         await self._exchange.open_round(plan)
         await self._ahead.pause()
         self._ahead.lease(None)
-        self._times.begin(asyncio.get_running_loop().time())
+        self._times.begin(
+            asyncio.get_running_loop().time(), exchange_seconds=self._exchange_time.seconds
+        )
         self._doing, self.inner_step = "training", 0
         log.debug("phase", phase="training", round=plan.round)
         self._trains_for = plan.round
@@ -366,7 +371,12 @@ class Duties:
         if self._ahead.round is not None and self._ahead.round <= self._outer.round:
             self._ahead.lease(None)  # decided without us
         self._times.adopted(clock() - began_at)
-        self.utilisation = self._times.end(self._outer.round, clock(), self._island.compute_seconds)
+        self.utilisation = self._times.end(
+            self._outer.round,
+            clock(),
+            compute_seconds=self._island.compute_seconds,
+            exchange_seconds=self._exchange_time.seconds,
+        )
         if self.utilisation is not None:
             log.info("utilisation", **self.utilisation.as_fields())
 

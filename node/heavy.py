@@ -19,7 +19,7 @@ class Heavy(Protocol):
 
 
 async def in_thread(work: Callable[[], Result]) -> Result:
-    """Runs `work` in a thread of the loop's pool; numpy, torch and BLAKE3 let go of the GIL there.
+    """Runs `work` in a thread of the loop's pool; kernels, numpy, torch and BLAKE3 let go of the GIL.
 
     A thread cannot be stopped. So when it is cancelled it waits for the thread first: what follows
     may free the shared memory that `work` writes to.

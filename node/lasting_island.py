@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import structlog
 
+from node.exchange_time import ExchangeTime
 from node.island.faults import RankDiedError, RankHungError
 from node.island.island import Evaluation, InnerReport, InnerWork, Island, Progress
 from protocol.rounds import CorpusSummary
@@ -26,8 +27,9 @@ DEATHS_SECONDS = 300.0
 class LastingIsland:
     """An island with one call for each thing that the daemon does with it."""
 
-    def __init__(self, island: Island) -> None:
+    def __init__(self, island: Island, exchange_time: ExchangeTime | None = None) -> None:
         self._island = island
+        self._exchange_time = exchange_time or ExchangeTime()
         self._deaths: list[float] = []  # when, on the loop's clock
         self._num_hangs = 0  # since a round was trained
         self._is_halted = False
@@ -67,7 +69,8 @@ class LastingIsland:
         if self._has_restarted:
             fragment = None
         try:
-            await self._island.adopt(fragment, is_taken=is_taken)
+            with self._exchange_time.ranks_at_work():
+                await self._island.adopt(fragment, is_taken=is_taken)
         except RankDiedError as death:
             await self._restart(death)
         if fragment is None:
@@ -111,7 +114,8 @@ class LastingIsland:
     async def publish(self, fragment: int) -> bool:
         """Publishes a fragment; False when a rank died of it, and with it what it had trained."""
         try:
-            await self._island.publish(fragment)
+            with self._exchange_time.ranks_at_work():
+                await self._island.publish(fragment)
         except RankDiedError as death:
             await self._restart(death)
             return False
@@ -130,7 +134,8 @@ class LastingIsland:
         if self._is_halted or self._is_cut_short or rest.inner_steps < 1:
             return done or _nothing(work, seconds=0.0)
         try:
-            report = await self._island.train(rest, _from_step(done, on_progress))
+            with self._exchange_time.ranks_at_work():
+                report = await self._island.train(rest, _from_step(done, on_progress))
         except RankDiedError as death:
             await self._restart(death)
             return None
@@ -219,7 +224,14 @@ def both(first: InnerReport, second: InnerReport) -> InnerReport:
         flops=first.flops + second.flops,
         peak_memory_bytes=max(first.peak_memory_bytes, second.peak_memory_bytes),
         skipped_steps=first.skipped_steps + second.skipped_steps,
+        communication_seconds=_sum_if_known(
+            first.communication_seconds, second.communication_seconds
+        ),
     )
+
+
+def _sum_if_known(first: float | None, second: float | None) -> float | None:
+    return None if first is None or second is None else first + second
 
 
 def _from_step(

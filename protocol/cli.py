@@ -42,6 +42,11 @@ SECTIONS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         "Run owner",
         (
             Entry(
+                name="init",
+                target="coordinator.new_run:init",
+                summary="Write a run file for a model, its links and its nodes.",
+            ),
+            Entry(
                 name="coordinator",
                 target="coordinator.cli:coordinator",
                 summary="Set up and start the coordinator of a run.",

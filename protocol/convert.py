@@ -134,36 +134,50 @@ def contributor_from_wire(wire: round_pb2.Contributor) -> Contributor:
 
 
 def commit_to_wire(commit: Commit) -> round_pb2.Commit:
-    """A whole commit. Its slices name nodes by their places in one list."""
-    node_ids = sorted(
-        {
-            node_id
-            for outcome in commit.slices
-            for node_id in (*(c.node_id for c in outcome.contributors), *outcome.holder_ids)
-        }
-    )
+    """A whole commit. Its slices name nodes, and sets of them, by their places in one list."""
+    # By identity first: a commit that came over the wire has as many sets as that named, and its
+    # sender must not make us look at each of them once for every slice.
+    told = {id(outcome.contributors): outcome.contributors for outcome in commit.slices}
+    sets = {contributors: place for place, contributors in enumerate(dict.fromkeys(told.values()))}
+    places_of_sets = {key: sets[contributors] for key, contributors in told.items()}
+    contributor_ids = {c.node_id for contributors in sets for c in contributors}
+    holder_ids = {node_id for outcome in commit.slices for node_id in outcome.holder_ids}
+    node_ids = sorted(contributor_ids | holder_ids)
     places = {node_id: place for place, node_id in enumerate(node_ids)}
     return round_pb2.Commit(
         round=commit.round,
         fragment=commit.fragment,
         base_digest=commit.base_digest,
-        slices=[_slice_outcome_to_wire(outcome, places) for outcome in commit.slices],
+        slices=[
+            _slice_outcome_to_wire(outcome, places, places_of_sets[id(outcome.contributors)])
+            for outcome in commit.slices
+        ],
         outer_digest=optional_digest_to_wire(commit.outer_digest),
         incarnation=commit.incarnation,
         assignments=[assignment_to_wire(assignment) for assignment in commit.assignments],
         signature=commit.signature,
         node_ids=node_ids,
+        contributor_sets=[
+            round_pb2.ContributorSet(
+                nodes=[places[contributor.node_id] for contributor in contributors],
+                tokens=[contributor.tokens for contributor in contributors],
+            )
+            for contributors in sets
+        ],
     )
 
 
 def commit_from_wire(wire: round_pb2.Commit) -> Commit:
     """A whole commit."""
     node_ids = tuple(map(NodeId, wire.node_ids))
+    sets = [
+        _contributors_from_wire(contributors, node_ids) for contributors in wire.contributor_sets
+    ]
     return Commit(
         round=wire.round,
         fragment=wire.fragment,
         base_digest=digest_from_wire(wire.base_digest, of="a commit's base"),
-        slices=tuple(_slice_outcome_from_wire(outcome, node_ids) for outcome in wire.slices),
+        slices=tuple(_slice_outcome_from_wire(outcome, node_ids, sets) for outcome in wire.slices),
         outer_digest=optional_digest_from_wire(wire.outer_digest, of="a commit's outer state"),
         incarnation=wire.incarnation,
         assignments=tuple(assignment_from_wire(assignment) for assignment in wire.assignments),
@@ -172,39 +186,51 @@ def commit_from_wire(wire: round_pb2.Commit) -> Commit:
 
 
 def _slice_outcome_to_wire(
-    outcome: SliceOutcome, places: Mapping[NodeId, int]
+    outcome: SliceOutcome, places: Mapping[NodeId, int], contributor_set: int
 ) -> round_pb2.SliceOutcome:
     return round_pb2.SliceOutcome(
         index=outcome.index,
         start=outcome.start,
         num_elements=outcome.num_elements,
         digest=optional_digest_to_wire(outcome.digest),
-        contributors=[places[contributor.node_id] for contributor in outcome.contributors],
-        tokens=[contributor.tokens for contributor in outcome.contributors],
+        contributor_set=contributor_set,
         holders=[places[node_id] for node_id in outcome.holder_ids],
         void_reason=outcome.void_reason,
     )
 
 
+def _contributors_from_wire(
+    wire: round_pb2.ContributorSet, node_ids: Sequence[NodeId]
+) -> tuple[Contributor, ...]:
+    if len(wire.nodes) != len(wire.tokens) or any(place >= len(node_ids) for place in wire.nodes):
+        raise _names_nobody("a set of contributors")
+    return tuple(
+        Contributor(node_id=node_ids[place], tokens=tokens)
+        for place, tokens in zip(wire.nodes, wire.tokens, strict=True)
+    )
+
+
+def _names_nobody(who: str) -> ProtocolMismatchError:
+    return ProtocolMismatchError(
+        f"{who} of a commit speaks of nodes that the commit does not name",
+        next_step="use the same version of Atoll on both sides",
+    )
+
+
 def _slice_outcome_from_wire(
-    wire: round_pb2.SliceOutcome, node_ids: Sequence[NodeId]
+    wire: round_pb2.SliceOutcome,
+    node_ids: Sequence[NodeId],
+    contributor_sets: Sequence[tuple[Contributor, ...]],
 ) -> SliceOutcome:
-    if len(wire.contributors) != len(wire.tokens) or any(
-        place >= len(node_ids) for place in (*wire.contributors, *wire.holders)
-    ):
-        raise ProtocolMismatchError(
-            f"slice {wire.index} of a commit speaks of nodes that the commit does not name",
-            next_step="use the same version of Atoll on both sides",
-        )
+    is_named = all(place < len(node_ids) for place in wire.holders)
+    if not is_named or wire.contributor_set >= len(contributor_sets):
+        raise _names_nobody(f"slice {wire.index}")
     return SliceOutcome(
         index=wire.index,
         start=wire.start,
         num_elements=wire.num_elements,
         digest=optional_digest_from_wire(wire.digest, of="a slice's result"),
-        contributors=tuple(
-            Contributor(node_id=node_ids[place], tokens=tokens)
-            for place, tokens in zip(wire.contributors, wire.tokens, strict=True)
-        ),
+        contributors=contributor_sets[wire.contributor_set],
         holder_ids=tuple(node_ids[place] for place in wire.holders),
         void_reason=wire.void_reason,
     )

@@ -198,8 +198,11 @@ def nodes(is_json: bool, directory: Path | None) -> None:
         cut_off,
         device_in_words,
         link_in_words,
+        memory_in_words,
+        mfu_in_words,
         name_of,
         state_in_words,
+        time_in_words,
     )
 
     rows = [
@@ -211,6 +214,9 @@ def nodes(is_json: bool, directory: Path | None) -> None:
             console.age_in_words(node.silent_seconds),
             console.count_in_words(node.committed_tokens),
             link_in_words(node),
+            time_in_words(node),
+            mfu_in_words(node),
+            memory_in_words(node),
             "same" if node.same_corpus else "other",
             node.version,
             " ".join(node.address.multiaddrs),
@@ -218,8 +224,8 @@ def nodes(is_json: bool, directory: Path | None) -> None:
         for node in by_name(answer.nodes)
     ]
     columns = (
-        *("node", "id", "state", "device", "heard", "tokens", "link", "text", "version"),
-        "addresses",
+        *("node", "id", "state", "device", "heard", "tokens", "link", "time of a round", "mfu"),
+        *("peak memory", "text", "version", "addresses"),
     )
     console.terminal().print(console.table(columns, rows, right=("tokens",)))
     if cut := cut_off(answer.nodes):

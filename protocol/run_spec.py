@@ -300,6 +300,13 @@ def _first_problem(error: ValidationError) -> str:
 
 def validated(tables: dict[str, Any], *, origin: str) -> RunSpec:
     """Checks tables from `origin`; raises ConfigError with the first thing that is wrong."""
+    exchange = tables.get("exchange")
+    if isinstance(exchange, dict) and "preset" in exchange:
+        raise ConfigError(
+            f"{origin}: [exchange] preset = {exchange['preset']!r} is not settled yet",
+            next_step="it is by 'atoll coordinator init DIR --run FILE', or by the first "
+            "'atoll coordinator start DIR'",
+        )
     try:
         return RunSpec.model_validate(tables)
     except ValidationError as error:

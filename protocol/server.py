@@ -7,6 +7,7 @@ or never asks for them, and a machine that enrols has none yet.
 import contextlib
 import errno
 import socket
+from functools import lru_cache
 from typing import Any
 
 import grpc
@@ -74,7 +75,13 @@ def caller(context: grpc.aio.ServicerContext[Any, Any]) -> Principal:
         raise NotPermittedError(
             "the caller shows no certificate", next_step="join the swarm with 'atoll join INVITE'"
         )
-    return principal_of(certificates[0])
+    return _principal_of(certificates[0])
+
+
+@lru_cache(maxsize=4096)
+def _principal_of(certificate_pem: bytes) -> Principal:
+    """A node shows the same certificate at every call, and reading it costs as much as the answer."""
+    return principal_of(certificate_pem)
 
 
 def _bind(

@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from protocol.convert import commit_to_wire
 from protocol.rounds import Commit
 
-_TAG = b"atoll commit 2\n"
+_TAG = b"atoll commit 3\n"
 """What is signed begins with this, so that no signature can be taken for one of another kind."""
 
 

@@ -143,6 +143,58 @@ def compute_share(nodes: Iterable[pb.NodeStatus]) -> float | None:
     return sum(shares) / len(shares) if shares else None
 
 
+def time_in_words(node: pb.NodeStatus) -> str:
+    """Where the time of its latest round went; what was not measured is said to be so."""
+    if node.state in _GONE or not node.heartbeat.HasField("utilisation"):
+        return "-"
+    made = node.heartbeat.utilisation
+    local = (
+        f"{made.local_communication_share:.0%} local"
+        if made.HasField("local_communication_share")
+        else "local not measured"
+    )
+    exchange = made.exchange_share + made.publish_share + made.adopt_share
+    return (
+        f"{made.compute_share:.0%} compute, {local}, {exchange:.0%} exchange, "
+        f"{made.waiting_share:.0%} waiting"
+    )
+
+
+def mfu_in_words(node: pb.NodeStatus) -> str:
+    """Of the peak of its devices, and whether that peak is the vendor's."""
+    made = node.heartbeat.utilisation
+    if node.state in _GONE or not made.HasField("mfu"):
+        return "-"
+    return f"{made.mfu:.1%} of {'a measured' if made.is_peak_measured else 'the'} peak"
+
+
+def memory_in_words(node: pb.NodeStatus) -> str:
+    """Most memory of one of its ranks."""
+    made = node.heartbeat.utilisation
+    return bytes_in_words(made.peak_memory_bytes) if made.peak_memory_bytes else "-"
+
+
+def mean_time_in_words(nodes: Iterable[pb.NodeStatus]) -> str:
+    """Where the time of all nodes' latest rounds went, on average; empty before the first."""
+    present = [n for n in nodes if n.state not in _GONE and n.heartbeat.HasField("utilisation")]
+    if not present:
+        return ""
+    made = [node.heartbeat.utilisation for node in present]
+    local = [m.local_communication_share for m in made if m.HasField("local_communication_share")]
+    exchange = [m.exchange_share + m.publish_share + m.adopt_share for m in made]
+    unmeasured = len(made) - len(local)
+    return (
+        f"{_mean([m.compute_share for m in made]):.0%} compute, "
+        + (f"{sum(local) / len(made):.0%} local, " if local else "")
+        + f"{_mean(exchange):.0%} exchange, {_mean([m.waiting_share for m in made]):.0%} waiting"
+        + (f"; local not measured on {unmeasured} of {len(made)} nodes" if unmeasured else "")
+    )
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
 def render(status: pb.GetStatusResponse, *, notice: str = "") -> RenderableType:
     """Draws the run, its losses, its outer state and its nodes.
 
@@ -157,6 +209,8 @@ def render(status: pb.GetStatusResponse, *, notice: str = "") -> RenderableType:
         lines.append(Text.assemble(("links  ", "dim"), (cut, "yellow")))
     if rates := rates_in_words(status.nodes):
         lines.append(Text.assemble(("rates  ", "dim"), rates))
+    if time := mean_time_in_words(status.nodes):
+        lines.append(Text.assemble(("time   ", "dim"), time))
     if saved := saving_in_words(status.run.wire):
         lines.append(Text.assemble(("wire   ", "dim"), saved))
     return Group(*lines, Text(), _node_table(status))
@@ -170,11 +224,11 @@ def summary_line(status: pb.GetStatusResponse) -> str:
         parts.append(f"loss {loss:.3f}")
     if (share := compute_share(status.nodes)) is not None:
         parts.append(f"computing {share:.0%} of the time")
-    if held_out := _held_out(run):
+    if held_out := held_out_in_words(run):
         parts.append(f"held-out {held_out}")
     num_ready = sum(node.state == pb.NODE_STATE_READY for node in status.nodes)
     parts.append(f"{num_ready} of {len(status.nodes)} nodes ready")
-    parts.append(_agreement(run))
+    parts.append(agreement_in_words(run))
     if run.reason:
         parts.append(run.reason)
     if cut := cut_off(status.nodes):
@@ -219,13 +273,13 @@ def _loss_line(status: pb.GetStatusResponse) -> Text:
     return Text.assemble(
         ("loss   ", "dim"),
         f"training {'-' if loss is None else f'{loss:.3f}'}",
-        f"   held-out {_held_out(status.run) or '-'}",
+        f"   held-out {held_out_in_words(status.run) or '-'}",
         f"   {count_in_words(status.run.token_clock)} tokens",
         "" if share is None else f"   computing {share:.0%}",
     )
 
 
-def _held_out(run: pb.RunStatus) -> str:
+def held_out_in_words(run: pb.RunStatus) -> str:
     """The first and the latest held-out loss, nats per token."""
     losses = [held_out.loss for held_out in run.held_out_losses]
     if not losses:
@@ -233,7 +287,8 @@ def _held_out(run: pb.RunStatus) -> str:
     return f"{losses[0]:.3f}" if len(losses) == 1 else f"{losses[0]:.3f} → {losses[-1]:.3f}"
 
 
-def _agreement(run: pb.RunStatus) -> str:
+def agreement_in_words(run: pb.RunStatus) -> str:
+    """Whether all nodes hold the same outer state, and which."""
     if not run.outer_digest:
         return "no digest yet"
     verdict = "the same on all nodes" if run.digests_agree else "NOT the same on all nodes"
@@ -242,7 +297,9 @@ def _agreement(run: pb.RunStatus) -> str:
 
 def _digest_line(run: pb.RunStatus) -> Text:
     is_bad = bool(run.outer_digest) and not run.digests_agree
-    return Text.assemble(("digest ", "dim"), (_agreement(run), "bold red" if is_bad else ""))
+    return Text.assemble(
+        ("digest ", "dim"), (agreement_in_words(run), "bold red" if is_bad else "")
+    )
 
 
 def _node_table(status: pb.GetStatusResponse) -> Table:

@@ -1,6 +1,6 @@
 """Who may call which service, and how answers and errors leave it."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn, TypeVar
 
 import grpc.aio
@@ -78,12 +78,21 @@ class Gate:
 async def answered(
     context: Context, admit: Callable[[Context], Caller], answer: Callable[[Caller], Answer]
 ) -> Answer:
-    """Admits the caller, then answers; an AtollError of either ends the call with it.
-
-    `answer` is not a coroutine function on purpose: see coordinator.driver.
-    """
+    """Admits the caller, then answers; an AtollError of either ends the call with it."""
     try:
         return answer(admit(context))
+    except AtollError as error:
+        await refuse(context, error)
+
+
+async def answered_when_durable(
+    context: Context,
+    admit: Callable[[Context], Caller],
+    answer: Callable[[Caller], Awaitable[Answer]],
+) -> Answer:
+    """The same for answers that wait for a commit: see coordinator.driver."""
+    try:
+        return await answer(admit(context))
     except AtollError as error:
         await refuse(context, error)
 

@@ -102,6 +102,6 @@ def utilisation(said: Utilisation) -> Utilisation:
     count(said.peak_memory_bytes, of="the peak memory")
     for field in ("tokens_per_second", "flops_per_second", "mfu", "peak_flops_per_second"):
         finite(getattr(said, field), of=f"the utilisation's {field}")
-    for part in ("compute", "publish", "adopt", "waiting"):
+    for part in ("compute", "local_communication", "publish", "adopt", "exchange", "waiting"):
         finite(getattr(said, f"{part}_share"), of=f"the share of time in {part}")
     return said

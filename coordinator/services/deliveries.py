@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from coordinator.driver import Delivery, RosterDiffers, RosterNow
+from coordinator.streams import Delivery, RosterDiffers, RosterNow
 from coordinator.swarm.actions import (
     AskCommits,
     AskEvaluation,

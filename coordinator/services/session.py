@@ -8,11 +8,11 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 
 from coordinator.driver import Driver
 from coordinator.services import checks
-from coordinator.services.answering import Context, Gate, answered, refuse
+from coordinator.services.answering import Context, Gate, answered, answered_when_durable, refuse
 from coordinator.services.deliveries import Messages
 from coordinator.swarm.events import (
     Attached,
@@ -68,7 +68,7 @@ class SessionDesk:
         """The run file."""
         return pb.GetRunResponse(run_json=self._run.canonical_json(), run_digest=self._run.digest())
 
-    def attach(self, node_id: NodeId, request: pb.AttachRequest) -> pb.AttachResponse:
+    async def attach(self, node_id: NodeId, request: pb.AttachRequest) -> pb.AttachResponse:
         """Opens a session; raises ProtocolMismatchError for another run file or layout."""
         event = Attached(
             node_id=node_id,
@@ -91,7 +91,7 @@ class SessionDesk:
         )
         checks.count(event.corpus.num_samples, of="the number of samples")
         checks.count(event.corpus.num_bytes, of="the size of the text")
-        state = self._driver.apply(event).state
+        state = (await self._driver.apply(event)).state
         self._telemetry.attached(node_id, now=self._driver.clock.now())
         lease_seconds = state.rules.lease_seconds
         return pb.AttachResponse(
@@ -102,7 +102,9 @@ class SessionDesk:
             committed_digest=convert.optional_digest_to_wire(state.outer_digest),
         )
 
-    def heartbeat(self, node_id: NodeId, request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
+    async def heartbeat(
+        self, node_id: NodeId, request: pb.HeartbeatRequest
+    ) -> pb.HeartbeatResponse:
         """Renews the lease; raises SessionEndedError when the session is not the node's."""
         checks.at_most(request.unreachable_ids, MAX_UNREACHABLE, of="members out of reach")
         event = HeartbeatSeen(
@@ -122,19 +124,20 @@ class SessionDesk:
         if request.HasField("utilisation"):
             checks.utilisation(request.utilisation)
         checks.wire(request.wire)
-        state = self._driver.apply(event).state
+        state = (await self._driver.apply(event)).state
         self._telemetry.heartbeat(node_id, request, now=self._driver.clock.now())
         return pb.HeartbeatResponse(lease_seconds=state.rules.lease_seconds)
 
-    def report(self, node_id: NodeId, request: pb.ReportRequest) -> pb.ReportResponse:
+    async def report(self, node_id: NodeId, request: pb.ReportRequest) -> pb.ReportResponse:
         """Takes steps of rounds in, in their order; they are durable when this returns.
 
         All are looked at before the first is taken in: a batch with a fault changes nothing.
         """
-        self._driver.session_of(node_id, request.session_id)
+        session = (node_id, request.session_id)
+        self._driver.session_of(*session)  # a report of an ended one is not worth reading
         checks.at_most(request.reports, MAX_REPORTS, of="reports")
         events = tuple(_event_of(node_id, report) for report in request.reports)
-        self._driver.apply(Reported(events=events))
+        await self._driver.apply(Reported(events=events), session=session)
         self._telemetry.heard(node_id, now=self._driver.clock.now())
         return pb.ReportResponse()
 
@@ -143,14 +146,15 @@ class SessionDesk:
         members = self._driver.state.members
         return tuple(sorted({NodeId(n) for n in node_ids if NodeId(n) in members}))
 
-    def submit_commits(
+    async def submit_commits(
         self, node_id: NodeId, request: pb.SubmitCommitsRequest
     ) -> pb.SubmitCommitsResponse:
         """Learns commits that this coordinator lacks; none at all says that there are no more.
 
         Raises BadDataError for one that it never signed.
         """
-        self._driver.session_of(node_id, request.session_id)
+        session = (node_id, request.session_id)
+        self._driver.session_of(*session)
         commits = [convert.commit_from_wire(commit) for commit in request.commits]
         for commit in sorted(commits, key=lambda commit: (commit.round, -commit.incarnation)):
             if not self._signer.has_signed(commit):
@@ -160,11 +164,13 @@ class SessionDesk:
                 )
             before = self._brought.get(node_id)  # messages end anywhere in a history
             if before is not None and before.round == commit.round - 1:
-                self._driver.apply(BaseLearned(after=before, digest=commit.base_digest))
-            self._driver.apply(CommitLearned(commit=commit, node_id=node_id))
+                await self._driver.apply(
+                    BaseLearned(after=before, digest=commit.base_digest), session=session
+                )
+            await self._driver.apply(CommitLearned(commit=commit, node_id=node_id), session=session)
             self._brought[node_id] = commit
         if not commits:
-            self._driver.apply(HistoryTold(node_id=node_id))
+            await self._driver.apply(HistoryTold(node_id=node_id), session=session)
         return pb.SubmitCommitsResponse(committed_round=self._driver.state.committed_round)
 
     def list_commits(self, request: pb.ListCommitsRequest) -> pb.ListCommitsResponse:
@@ -177,11 +183,11 @@ class SessionDesk:
                 break  # the node asks again after the last one
         return response
 
-    def detach(self, node_id: NodeId, request: pb.DetachRequest) -> pb.DetachResponse:
+    async def detach(self, node_id: NodeId, request: pb.DetachRequest) -> pb.DetachResponse:
         """Ends the session; raises SessionEndedError when it has ended already."""
         reason = checks.words(request.reason, of="the reason")
         event = Detached(node_id=node_id, session_id=request.session_id, reason=reason)
-        self._driver.apply(event)
+        await self._driver.apply(event)
         return pb.DetachResponse()
 
     async def subscribe(
@@ -193,8 +199,7 @@ class SessionDesk:
             while True:
                 yield self._on_wire.message(await stream.next())
         except (GeneratorExit, asyncio.CancelledError):  # the reader is gone
-            with suppress(AtollError):  # a full disk: the lease will end it
-                self._driver.stream_broken(stream)
+            self._driver.stream_broken(stream)
             raise
         finally:
             self._driver.unsubscribe(stream)
@@ -280,7 +285,7 @@ class SessionServicer(SessionServiceServicer):
 
     async def Attach(self, request: pb.AttachRequest, context: Context) -> pb.AttachResponse:
         """See SessionDesk.attach."""
-        return await answered(
+        return await answered_when_durable(
             context, self._gate.node, lambda node_id: self._desk.attach(node_id, request)
         )
 
@@ -288,7 +293,7 @@ class SessionServicer(SessionServiceServicer):
         self, request: pb.HeartbeatRequest, context: Context
     ) -> pb.HeartbeatResponse:
         """See SessionDesk.heartbeat."""
-        return await answered(
+        return await answered_when_durable(
             context, self._gate.node, lambda node_id: self._desk.heartbeat(node_id, request)
         )
 
@@ -306,7 +311,7 @@ class SessionServicer(SessionServiceServicer):
 
     async def Report(self, request: pb.ReportRequest, context: Context) -> pb.ReportResponse:
         """See SessionDesk.report."""
-        return await answered(
+        return await answered_when_durable(
             context, self._gate.node, lambda node_id: self._desk.report(node_id, request)
         )
 
@@ -320,12 +325,12 @@ class SessionServicer(SessionServiceServicer):
         self, request: pb.SubmitCommitsRequest, context: Context
     ) -> pb.SubmitCommitsResponse:
         """See SessionDesk.submit_commits."""
-        return await answered(
+        return await answered_when_durable(
             context, self._gate.node, lambda node_id: self._desk.submit_commits(node_id, request)
         )
 
     async def Detach(self, request: pb.DetachRequest, context: Context) -> pb.DetachResponse:
         """See SessionDesk.detach."""
-        return await answered(
+        return await answered_when_durable(
             context, self._gate.node, lambda node_id: self._desk.detach(node_id, request)
         )

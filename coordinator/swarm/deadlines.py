@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from coordinator.swarm.state import Measured, PhaseTimes, Round, SwarmState
-from coordinator.swarm.turn import is_present, present_members, present_participants
+from coordinator.swarm.turn import is_held_by, is_present, present_members, present_participants
 from protocol.rounds import Assignment, NodeId
 
 MARGIN = 1.5
@@ -265,7 +265,7 @@ def _committing(state: SwarmState, current: Round, now: float) -> Measured:
     nodes = present_participants(state, current)
     late: set[NodeId] = set()
     for progress in current.slices:
-        holders = [n for n in nodes if progress.holders.get(n) == progress.digest]
+        holders = [n for n in nodes if is_held_by(n, current, progress)]
         if progress.is_empty:
             continue
         if progress.digest is None:

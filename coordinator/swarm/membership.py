@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 from coordinator.swarm.actions import (
     AskCommits,
@@ -31,11 +32,13 @@ from coordinator.swarm.state import (
     SwarmState,
     last_sure_round,
 )
-from coordinator.swarm.turn import Turn, present_members, ready_members
+from coordinator.swarm.turn import Turn, members_of, present_members, ready_members
 from coordinator.swarm.wire_ledger import note_wire
 from protocol.errors import BadDataError, ProtocolMismatchError, SessionEndedError
 from protocol.rounds import Digest, NodeId, RosterEntry
 from protocol.wire_count import WireTotals
+
+T = TypeVar("T")
 
 HEARTBEATS_PER_LEASE = 5
 """A node is lost only when so many heartbeats in a row are."""
@@ -175,13 +178,14 @@ def detach(turn: Turn, event: Detached) -> None:
 
 def expire_leases(turn: Turn) -> None:
     """Gives up members that were silent for as long as their lease."""
+    if not members_of(turn.state).is_lease_over(turn.now):
+        return
     silent = [m for m in present_members(turn.state) if m.lease_until <= turn.now]
     for member in silent:
         turn.put_member(replace(member, state=MemberState.LOST))
         reason = f"silent for {turn.state.rules.lease_seconds:g} s"
         turn.act(EndSession(node_id=member.node_id, reason=reason))
-    if silent:
-        _announce_departed(turn, tuple(m.node_id for m in silent))
+    _announce_departed(turn, tuple(m.node_id for m in silent))
 
 
 def renew_leases(turn: Turn, event: Woke) -> None:
@@ -295,18 +299,21 @@ def _forget_what_it_held(turn: Turn, node_id: NodeId) -> None:
     if current is None:
         return
     slices = tuple(
-        replace(
-            progress,
-            holders=_without(progress.holders, node_id),
-            is_orphaned=progress.is_orphaned or progress.slice.reducer_id == node_id,
-        )
+        replace(progress, is_orphaned=progress.is_orphaned or progress.slice.reducer_id == node_id)
         for progress in current.slices
     )
-    turn.put_round(replace(current, slices=slices, applied=_without(current.applied, node_id)))
+    turn.put_round(
+        replace(
+            current,
+            slices=slices,
+            held=_without(current.held, node_id),
+            applied=_without(current.applied, node_id),
+        )
+    )
 
 
-def _without(reports: Mapping[NodeId, Digest], node_id: NodeId) -> dict[NodeId, Digest]:
-    return {other: digest for other, digest in reports.items() if other != node_id}
+def _without(reports: Mapping[NodeId, T], node_id: NodeId) -> dict[NodeId, T]:
+    return {other: report for other, report in reports.items() if other != node_id}
 
 
 def _judge(turn: Turn, node_id: NodeId, *, is_news: bool) -> None:

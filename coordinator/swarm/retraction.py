@@ -28,8 +28,8 @@ def lost_slices(state: SwarmState, current: Round) -> list[SliceOutcome]:
         for outcome in current.commit.slices
         if outcome.digest is not None
         and not any(
-            digest == outcome.digest and is_present(state, node_id)
-            for node_id, digest in current.slices[outcome.index].holders.items()
+            results.get(outcome.index) == outcome.digest and is_present(state, node_id)
+            for node_id, results in current.held.items()
         )
     ]
 

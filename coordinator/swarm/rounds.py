@@ -1,6 +1,6 @@
 """A round from its plan to its commit: what participants report, what commits, what settles it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -23,11 +23,13 @@ from coordinator.swarm.state import (
 )
 from coordinator.swarm.turn import (
     Turn,
+    assignments_of,
     available_members,
+    is_held_by,
     is_present,
+    members_of,
     name_of,
     participants_of,
-    present_members,
     present_participants,
     ready_members,
 )
@@ -66,10 +68,10 @@ def training_done(turn: Turn, event: TrainingDone) -> None:
     current = _in_exchange(turn.state, event.round, event.node_id)
     if current is None or event.node_id in current.trained:
         return
-    if not 0 <= event.trained.tokens <= _token_limits(turn.state, current)[event.node_id]:
+    asked = assignments_of(current)[event.node_id]
+    if not 0 <= event.trained.tokens <= asked.num_samples * turn.state.rules.context:
         return
-    budget = next(a.inner_steps for a in current.assignments if a.node_id == event.node_id)
-    if event.trained.inner_steps > budget:
+    if event.trained.inner_steps > asked.inner_steps:
         return
     member = turn.state.members[event.node_id]
     speed = measured(member.inner_steps_per_second, event.trained)
@@ -111,37 +113,39 @@ def slice_reduced(turn: Turn, event: SliceReduced) -> None:
         progress = replace(progress, digest=event.digest, contributors=contributors)
         current = replace(current, reduced_at=turn.now)
     if event.digest is not None and event.digest == progress.digest:
-        holders = {**progress.holders, event.node_id: event.digest}
-        _put_slice(turn, current, replace(progress, holders=holders))
+        held = _with_held(current.held, event.node_id, {event.slice_index: event.digest})
+        _put_slice(turn, replace(current, held=held), progress)
 
 
-def result_held(turn: Turn, event: ResultHeld) -> None:
-    """Remembers what a participant holds; it may come before the reducer's own report.
+def results_held(turn: Turn, events: Sequence[ResultHeld]) -> None:
+    """Remembers what participants hold; it may come before the reducer's own report.
 
     After the commit as well: who holds a result then can supply it to others.
     """
     current = turn.state.open_round
-    if current is None or current.number != event.round:
+    if current is None:
         return
-    is_participant = event.node_id in participants_of(current)
-    if not is_participant or not is_present(turn.state, event.node_id):
-        return
-    if not 0 <= event.slice_index < len(current.slices):
-        return
-    progress = current.slices[event.slice_index]
-    holders = {**progress.holders, event.node_id: event.digest}
-    _put_slice(turn, current, replace(progress, holders=holders))
+    news: dict[NodeId, dict[int, Digest]] = {}
+    for event in events:
+        is_slice = 0 <= event.slice_index < len(current.slices)
+        if event.round == current.number and is_slice:
+            news.setdefault(event.node_id, {})[event.slice_index] = event.digest
+    for node_id, results in news.items():
+        if node_id in participants_of(current) and is_present(turn.state, node_id):
+            current = replace(current, held=_with_held(current.held, node_id, results))
+    turn.put_round(current)
+
+
+def _with_held(
+    held: Mapping[NodeId, Mapping[int, Digest]], node_id: NodeId, news: Mapping[int, Digest]
+) -> Mapping[NodeId, Mapping[int, Digest]]:
+    return {**held, node_id: {**held.get(node_id, {}), **news}}
 
 
 def holders_of(state: SwarmState, current: Round, progress: SliceProgress) -> tuple[NodeId, ...]:
     """The present participants that hold the result which the slice's reducer reported."""
-    if progress.digest is None:
-        return ()
-    return tuple(
-        node_id
-        for node_id in present_participants(state, current)
-        if progress.holders.get(node_id) == progress.digest
-    )
+    participants = present_participants(state, current)
+    return tuple(n for n in participants if is_held_by(n, current, progress))
 
 
 def holders_needed(state: SwarmState, current: Round) -> int:
@@ -179,8 +183,8 @@ def is_undecided(state: SwarmState, current: Round, progress: SliceProgress) -> 
         return is_present(state, progress.slice.reducer_id)
     holding = (
         node_id
-        for node_id, digest in progress.holders.items()
-        if digest == progress.digest and is_present(state, node_id)
+        for node_id in current.held
+        if is_held_by(node_id, current, progress) and is_present(state, node_id)
     )
     needed = holders_needed(state, current)
     return len(list(islice(holding, needed))) < needed  # found at once, however many hold it
@@ -255,21 +259,22 @@ def settle_round(turn: Turn) -> None:
     current = turn.state.open_round
     if current is None or current.phase is not RoundPhase.APPLYING:
         return
-    present = {member.node_id for member in present_members(turn.state)}
+    is_late = turn.now >= current.apply_deadline
+    if not is_late and len(current.applied) < len(present_participants(turn.state, current)):
+        return  # at once, as most reports are: these are awaited in any case
+    present = frozenset(members_of(turn.state).present_ids)
     reports = {node: digest for node, digest in current.applied.items() if node in present}
     awaited = awaited_appliers(turn.state, current)
-    if (awaited and all(node in reports for node in awaited)) or (
-        reports and turn.now >= current.apply_deadline
-    ):
+    if (awaited and all(node in reports for node in awaited)) or (reports and is_late):
         times = times_when_applied(turn.state, current, awaited, turn.now)
         turn.state = replace(turn.state, phase_times=times)
         end_round(turn, most_reported(reports))
-    elif turn.now >= current.apply_deadline and retract_lost(turn):
+    elif is_late and retract_lost(turn):
         retracted = turn.state.open_round
         assert retracted is not None and retracted.commit is not None
         if retracted.commit.outer_digest is not None:  # nothing of it is left: the base stays
             end_round(turn, retracted.base_digest)
-    elif turn.now >= current.apply_deadline:
+    elif is_late:
         deadline = turn.now + turn.state.rules.apply_seconds
         turn.put_round(replace(current, apply_deadline=deadline))
 

@@ -4,9 +4,11 @@ Times are seconds of the coordinator's own clock, which stands still while it is
 waits for is not stored: coordinator.swarm.explain says it for any instant.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from operator import attrgetter
 
 from coordinator.swarm.ledger import Ledger
 from coordinator.swarm.shares import UNKNOWN, Rates
@@ -90,7 +92,6 @@ class SliceProgress:
     digest: Digest | None = None  # what its reducer reported
     is_empty: bool = False  # its reducer had nothing to reduce
     contributors: tuple[Contributor, ...] = ()
-    holders: Mapping[NodeId, Digest] = field(default_factory=dict)  # who reported to hold what
     attempt: int = 0  # takeovers so far
     contribute_deadline: float | None = None  # of its latest takeover; the round's own before
     is_orphaned: bool = False  # its reducer's process began anew, and with it its memory
@@ -116,6 +117,9 @@ class Round:
     reason: str
     ahead: tuple[Assignment, ...] = ()  # told with the plan, for the round after
     trained: Mapping[NodeId, Trained] = field(default_factory=dict)
+    held: Mapping[NodeId, Mapping[int, Digest]] = field(  # which results of which slices, as told
+        default_factory=dict
+    )  # by node: one report tells of all slices, and there are as many as nodes
     commit: Commit | None = None  # set when the phase is APPLYING
     committed_at: float = 0.0
     apply_deadline: float = 0.0
@@ -205,6 +209,54 @@ class Rules:
     has_overlap: bool = False  # whether nodes train for the next round while this one is exchanged
 
 
+_LEASE_UNTIL = attrgetter("lease_until")
+
+
+class Members(dict[NodeId, Member]):
+    """Members by their ids, never changed in place; knows what most steps ask about all of them.
+
+    What a step does not change it need not look at: of a thousand members, one sent a heartbeat.
+    """
+
+    __slots__ = ("_no_lease_ends_before", "ids", "present_ids")
+
+    ids: tuple[NodeId, ...]  # in order
+    present_ids: tuple[NodeId, ...]  # those with a live session, in order
+
+    def __init__(self, members: Mapping[NodeId, Member]) -> None:
+        super().__init__(members)
+        self.ids = tuple(sorted(self))
+        self.present_ids = tuple(n for n in self.ids if self[n].state in PRESENT)
+        self._no_lease_ends_before = -math.inf
+
+    def with_member(self, member: Member) -> "Members":
+        """The same with one more, or with another value of one."""
+        before = self.get(member.node_id)
+        is_present = member.state in PRESENT
+        if before is None or (before.state in PRESENT) is not is_present:
+            return Members({**self, member.node_id: member})
+        after = Members.__new__(Members, ())
+        after.update(self)
+        after[member.node_id] = member
+        after.ids, after.present_ids = self.ids, self.present_ids
+        after._no_lease_ends_before = self._no_lease_ends_before
+        if is_present:
+            after._no_lease_ends_before = min(after._no_lease_ends_before, member.lease_until)
+        return after
+
+    def is_lease_over(self, now: float) -> bool:
+        """Whether a present member was silent for as long as its lease."""
+        if now < self._no_lease_ends_before:
+            return False
+        self._no_lease_ends_before = self.first_lease_end()  # known better now, and no other fact
+        return self._no_lease_ends_before <= now
+
+    def first_lease_end(self) -> float:
+        """When the first lease of a present member ends; infinity when nobody is present."""
+        present = map(self.__getitem__, self.present_ids)
+        return min(map(_LEASE_UNTIL, present), default=math.inf)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwarmState:
     """All of it."""
@@ -230,6 +282,11 @@ class SwarmState:
     wire: WireTotals = field(default_factory=dict)  # what all rounds have cost, on all nodes
     round_wire: WireTotals = field(default_factory=dict)  # the part of it that the open round has
     all_reduce_bytes: int = 0  # what averaging gradients would have: coordinator.swarm.wire_ledger
+
+    def __post_init__(self) -> None:
+        """Members may be given in any mapping."""
+        if not isinstance(self.members, Members):
+            object.__setattr__(self, "members", Members(self.members))
 
     @property
     def last_closed(self) -> ClosedRound | None:

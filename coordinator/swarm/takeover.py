@@ -7,6 +7,7 @@ reduced counts as gone as well: it may be dead and its lease not over yet, or st
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 
 from coordinator.swarm.actions import SendResultOffered, SendTakeover
 from coordinator.swarm.reach import num_cut_off
@@ -31,7 +32,7 @@ def take_over(turn: Turn) -> None:
     current = turn.state.open_round
     if current is None or current.phase is RoundPhase.APPLYING:
         return
-    staying = _staying(turn.state, current)
+    staying = _staying(turn.state, current, at_most=2)
     for progress in current.slices:
         current = turn.state.open_round
         assert current is not None
@@ -61,7 +62,7 @@ def next_overdue(state: SwarmState) -> float | None:
     current = state.open_round
     if current is None or current.phase is RoundPhase.APPLYING:
         return None
-    staying = _staying(state, current)
+    staying = _staying(state, current, at_most=2)
     times = (_overdue_at(current, progress, staying) for progress in current.slices)
     return min((time for time in times if time is not None), default=None)
 
@@ -80,10 +81,13 @@ def _overdue_at(current: Round, progress: SliceProgress, staying: Sequence[Membe
     return overdue_at if is_in_time and is_other else None
 
 
-def _staying(state: SwarmState, current: Round) -> list[Member]:
-    """The present participants that do not leave after this round, in the order of their ids."""
+def _staying(state: SwarmState, current: Round, at_most: int | None = None) -> list[Member]:
+    """The present participants that do not leave after this round, in the order of their ids.
+
+    Two are enough to know whether there is another one than a given reducer.
+    """
     members = (state.members[node_id] for node_id in present_participants(state, current))
-    return [member for member in members if not member.is_draining]
+    return list(islice((member for member in members if not member.is_draining), at_most))
 
 
 def _offer(
@@ -116,13 +120,17 @@ def _hand_over(turn: Turn, current: Round, progress: SliceProgress) -> None:
         slice=replace(progress.slice, reducer_id=backup),
         digest=None,
         contributors=(),
-        holders={},
         attempt=progress.attempt + 1,
         contribute_deadline=deadline,
         is_orphaned=False,
         is_offered=False,
     )
-    _put(turn, current, taken_over)
+    index = progress.slice.index
+    held = {
+        node_id: {place: digest for place, digest in results.items() if place != index}
+        for node_id, results in current.held.items()
+    }  # what was held is of no use any more: the backup makes another result
+    _put(turn, replace(current, held=held), taken_over)
     turn.act(takeover_of(current.number, taken_over, turn.now))
 
 

@@ -1,6 +1,9 @@
 """The door of the core: what an event does to a swarm, and when time alone would do something."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from coordinator.swarm.actions import Action
 from coordinator.swarm.evaluation import evaluated, finish_evaluation, finish_run
@@ -15,6 +18,7 @@ from coordinator.swarm.events import (
     Event,
     HeartbeatSeen,
     HistoryTold,
+    Report,
     Reported,
     ResultHeld,
     SliceReduced,
@@ -41,14 +45,14 @@ from coordinator.swarm.opening import open_round
 from coordinator.swarm.retraction import retract_unsupplied
 from coordinator.swarm.rounds import (
     close_round,
-    result_held,
+    results_held,
     settle_round,
     slice_reduced,
     training_done,
 )
 from coordinator.swarm.state import RoundPhase, Rules, SwarmState
 from coordinator.swarm.takeover import next_overdue, take_over
-from coordinator.swarm.turn import Turn, present_members
+from coordinator.swarm.turn import Turn, members_of
 from protocol.rounds import Digest
 
 
@@ -99,7 +103,9 @@ def step(state: SwarmState, event: Event, now: float) -> Transition:
 
 def next_deadline(state: SwarmState) -> float | None:
     """The earliest time at which Ticked could change something; None when time changes nothing."""
-    deadlines = [member.lease_until for member in present_members(state)]
+    deadlines = []
+    if (lease_end := members_of(state).first_lease_end()) < math.inf:
+        deadlines.append(lease_end)
     if state.open_round is not None:
         is_applying = state.open_round.phase is RoundPhase.APPLYING
         round_ = state.open_round
@@ -128,7 +134,7 @@ def _take_in(turn: Turn, event: Event) -> None:
         case SliceReduced():
             slice_reduced(turn, event)
         case ResultHeld():
-            result_held(turn, event)
+            results_held(turn, (event,))
         case CommitApplied():
             applied(turn, event)
         case Evaluated():
@@ -142,9 +148,19 @@ def _take_in(turn: Turn, event: Event) -> None:
         case HistoryTold():
             history_told(turn, event)
         case Reported(events=events):
-            for reported in events:
-                _take_in(turn, reported)
+            for _, in_a_row in groupby(events, key=type):
+                _take_in_row(turn, tuple(in_a_row))
         case Ticked():
             pass
         case Woke():
             renew_leases(turn, event)
+
+
+def _take_in_row(turn: Turn, reports: Sequence[Report]) -> None:
+    """Reports of one kind in a row. A node holds as many results at once as there are slices."""
+    held = [report for report in reports if isinstance(report, ResultHeld)]
+    if held:
+        results_held(turn, held)
+        return
+    for report in reports:
+        _take_in(turn, report)

@@ -10,7 +10,15 @@ from functools import lru_cache
 from typing import Generic, TypeVar
 
 from coordinator.swarm.actions import Action
-from coordinator.swarm.state import PRESENT, Member, MemberState, Round, SwarmState
+from coordinator.swarm.state import (
+    PRESENT,
+    Member,
+    Members,
+    MemberState,
+    Round,
+    SliceProgress,
+    SwarmState,
+)
 from protocol.rounds import Assignment, NodeId
 
 T = TypeVar("T")
@@ -31,7 +39,7 @@ class Turn:
     def put_member(self, member: Member) -> None:
         """Adds a member or replaces it."""
         if self.state.members.get(member.node_id) != member:
-            members = {**self.state.members, member.node_id: member}
+            members = members_of(self.state).with_member(member)
             self.state = replace(self.state, members=members)
 
     def put_round(self, current: Round | None) -> None:
@@ -40,14 +48,22 @@ class Turn:
             self.state = replace(self.state, open_round=current)
 
 
+def members_of(state: SwarmState) -> Members:
+    """The members, with what is known of all of them."""
+    assert isinstance(state.members, Members)  # any mapping may be given, and this is made of it
+    return state.members
+
+
 def members_where(state: SwarmState, is_wanted: Callable[[Member], bool]) -> list[Member]:
     """The members that satisfy the condition, in the order of their ids, as everything is done."""
-    return [member for member in _in_order(_Same(state.members)) if is_wanted(member)]
+    members = members_of(state)
+    return [member for node_id in members.ids if is_wanted(member := members[node_id])]
 
 
 def present_members(state: SwarmState) -> list[Member]:
     """Members with a live session, in the order of their ids."""
-    return members_where(state, lambda member: member.state in PRESENT)
+    members = members_of(state)
+    return [members[node_id] for node_id in members.present_ids]
 
 
 def ready_members(state: SwarmState) -> list[Member]:
@@ -66,6 +82,12 @@ def is_present(state: SwarmState, node_id: NodeId) -> bool:
     return member is not None and member.state in PRESENT
 
 
+def is_held_by(node_id: NodeId, current: Round, progress: SliceProgress) -> bool:
+    """Whether the node says that it holds the result which the slice's reducer reported."""
+    results = current.held.get(node_id, {})
+    return progress.digest is not None and results.get(progress.slice.index) == progress.digest
+
+
 def participants_of(current: Round) -> frozenset[NodeId]:
     """Who takes part in the round, present or not."""
     return _all_among(_Same(current.assignments))
@@ -74,9 +96,14 @@ def participants_of(current: Round) -> frozenset[NodeId]:
 def present_participants(state: SwarmState, current: Round) -> tuple[NodeId, ...]:
     """The round's participants that have a live session, in the order of their ids.
 
-    The same for many decisions in a row: a report changes neither members nor assignments.
+    The same for many decisions in a row: a report changes neither sessions nor assignments.
     """
-    return _present_among(_Same(current.assignments), _Same(state.members))
+    return _present_among(_Same(current.assignments), _Same(members_of(state).present_ids))
+
+
+def assignments_of(current: Round) -> Mapping[NodeId, Assignment]:
+    """What the round asks of each participant."""
+    return _by_node(_Same(current.assignments))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +125,16 @@ def _all_among(assignments: _Same[tuple[Assignment, ...]]) -> frozenset[NodeId]:
 
 
 @lru_cache(maxsize=4)
-def _present_among(
-    assignments: _Same[tuple[Assignment, ...]], members: _Same[Mapping[NodeId, Member]]
-) -> tuple[NodeId, ...]:
-    present = {m.node_id for m in members.value.values() if m.state in PRESENT}
-    return tuple(sorted(a.node_id for a in assignments.value if a.node_id in present))
+def _by_node(assignments: _Same[tuple[Assignment, ...]]) -> Mapping[NodeId, Assignment]:
+    return {a.node_id: a for a in assignments.value}
 
 
 @lru_cache(maxsize=4)
-def _in_order(members: _Same[Mapping[NodeId, Member]]) -> tuple[Member, ...]:
-    return tuple(member for _, member in sorted(members.value.items()))
+def _present_among(
+    assignments: _Same[tuple[Assignment, ...]], present_ids: _Same[tuple[NodeId, ...]]
+) -> tuple[NodeId, ...]:
+    present = frozenset(present_ids.value)
+    return tuple(sorted(a.node_id for a in assignments.value if a.node_id in present))
 
 
 def name_of(state: SwarmState, node_id: NodeId) -> str:

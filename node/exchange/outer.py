@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from node.exchange.codecs.codec import Codec
-from node.exchange.codecs.registry import codec_named
+from node.exchange.codecs.registry import codec_named, compile_kernels
 from node.exchange.codecs.tiles import ONE_THREAD, Tiles
 from node.exchange.outer_optimizer import OuterOptimizer, outer_optimizer_of
 from node.exchange.rate_scaling import RateScale, rate_scale_of
@@ -106,6 +106,11 @@ class Outer:
             run_digest=spec.digest(),
             node_id=node_id,
         )
+
+    def compile_kernels(self) -> None:
+        """Gets the codecs ready, which takes seconds on a machine's first start. Heavy."""
+        for codec in (self.uplink, self.downlink):
+            compile_kernels(codec)
 
     def accumulate(self, *, round: int, fragment: int) -> Pending:
         """Forms what this node owes the swarm for a fragment: (global − published) + residual."""

@@ -49,6 +49,7 @@ class InnerReport:
     is_peak_measured: bool = False  # by matrix products, for no table names the devices
     peak_memory_bytes: int = 0  # of the rank that took most
     publish_seconds: float = 0.0  # afterwards
+    communication_seconds: float | None = None  # of `seconds`, exposed; None: not measured
     skipped_steps: int = 0  # of the inner steps: their gradients did not fit into fp16
 
 

@@ -71,6 +71,8 @@ def prepare_forkserver() -> None:
     # Ranks of two nodes on one machine have more threads than it has cores. OpenMP's threads spin
     # while they wait, which made them about twenty times slower; ranks inherit this from the forkserver.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Tracing an inner step (node.island.local_communication) would write to standard error each time.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     _context.set_forkserver_preload(["node.island.rank"])
     resource_tracker.ensure_running()  # the forkserver would, and unblock the signal in between
     # A Ctrl-C at the terminal is the daemon's alone. The forkserver says so itself, but only once

@@ -4,6 +4,7 @@ The optimizer's state stays with the rank over all rounds; weights come from the
 go back there. Processes and commands are node.island.rank's business.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,6 +35,7 @@ from node.island.faults import TrainingDivergedError
 from node.island.ferry import copies_of
 from node.island.inner_state import Named, Tensors, is_stepped, load, named_by, staged
 from node.island.island import Evaluation, InnerReport, InnerWork, Progress
+from node.island.local_communication import LocalCommunication
 from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh import Mesh
 from node.island.mesh_shape import check_batch, check_shape
@@ -117,12 +119,14 @@ class Trainer:
         self._order = SampleOrder(seed=spec.run.seed, num_samples=corpus.num_samples)
         self._total_tokens = default_total_tokens(spec)
         self._rewarming = Rewarming(rewarming_steps(spec.inner))
+        self._communication = LocalCommunication(device, mesh)
         if local.compile:
             self._compile_now()
 
     def know_peak(self) -> None:
         """Measures what the device can do, unless a table tells."""
         measure_peak_if_unknown(self._device, self._engine.dtype)
+        self._communication.prepare()
 
     def adopt(self, parameters: Vector) -> None:
         """Copies the global parameters into the model; what was trained locally is gone."""
@@ -179,9 +183,11 @@ class Trainer:
         told_at, told_steps = started, 0
         scale = scale_of_rates(self._spec, work.num_participants)
         self._rewarming.begin(work.token_clock)
+        to_trace = self._communication.step_to_trace(max_steps)
         for step in range(max_steps):
             self._set_learning_rates(work.token_clock + step * work.tokens_per_inner_step, scale)
-            tally.add(*self._inner_step(work.first_sample + step * batch))
+            with self._communication.traced() if step == to_trace else contextlib.nullcontext():
+                tally.add(*self._inner_step(work.first_sample + step * batch))
             self._rewarming.stepped()
             now = self._clock()
             if now - told_at >= PROGRESS_SECONDS:
@@ -204,6 +210,8 @@ class Trainer:
         loss_sum = self._mesh.summed(torch.tensor(tally.loss_sum, dtype=torch.float64)).item()
         num_losses = self._mesh.shape.num_data * self._mesh.shape.context
         seconds = self._clock() - started
+        self._communication.trained(seconds)
+        share = self._communication.share
         hardware = measured(self._device, self._engine.dtype, self._mesh)
         tokens = tally.steps * step_tokens
         return InnerReport(
@@ -217,6 +225,7 @@ class Trainer:
             is_peak_measured=hardware.is_peak_measured,
             peak_memory_bytes=hardware.peak_memory_bytes,
             skipped_steps=tally.skipped_steps,
+            communication_seconds=None if share is None else share * seconds,
         )
 
     def evaluate_at(

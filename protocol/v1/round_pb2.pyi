@@ -189,6 +189,36 @@ class Contributor(_message.Message):
 Global___Contributor: _TypeAlias = Contributor  # noqa: Y015
 
 @_typing.final
+class ContributorSet(_message.Message):
+    """The contributors of a slice. Mostly the same ones with the same weights are in all results."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODES_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Places in the commit's node_ids."""
+
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The tokens of each of them, in the same order."""
+
+    def __init__(
+        self,
+        *,
+        nodes: _abc.Iterable[_builtins.int] | None = ...,
+        tokens: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nodes", b"nodes", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ContributorSet: _TypeAlias = ContributorSet  # noqa: Y015
+
+@_typing.final
 class SliceOutcome(_message.Message):
     """What became of one slice."""
 
@@ -198,8 +228,7 @@ class SliceOutcome(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     NUM_ELEMENTS_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
-    CONTRIBUTORS_FIELD_NUMBER: _builtins.int
-    TOKENS_FIELD_NUMBER: _builtins.int
+    CONTRIBUTOR_SET_FIELD_NUMBER: _builtins.int
     HOLDERS_FIELD_NUMBER: _builtins.int
     VOID_REASON_FIELD_NUMBER: _builtins.int
     index: _builtins.int
@@ -210,16 +239,10 @@ class SliceOutcome(_message.Message):
     """Number of elements."""
     digest: _builtins.bytes
     """Digest of the result payload, 32 bytes; empty when the slice is void."""
+    contributor_set: _builtins.int
+    """Whose pseudo-gradients the result holds, as the place in the commit's contributor_sets."""
     void_reason: _builtins.str
     """Why the slice is void; empty otherwise."""
-    @_builtins.property
-    def contributors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Whose pseudo-gradients the result holds, as places in the commit's node_ids."""
-
-    @_builtins.property
-    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The tokens of each of them, in the same order."""
-
     @_builtins.property
     def holders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Nodes that held the result at the moment of commit, as places in the commit's node_ids: ask
@@ -233,14 +256,13 @@ class SliceOutcome(_message.Message):
         start: _builtins.int = ...,
         num_elements: _builtins.int = ...,
         digest: _builtins.bytes = ...,
-        contributors: _abc.Iterable[_builtins.int] | None = ...,
-        tokens: _abc.Iterable[_builtins.int] | None = ...,
+        contributor_set: _builtins.int = ...,
         holders: _abc.Iterable[_builtins.int] | None = ...,
         void_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contributors", b"contributors", "digest", b"digest", "holders", b"holders", "index", b"index", "num_elements", b"num_elements", "start", b"start", "tokens", b"tokens", "void_reason", b"void_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contributor_set", b"contributor_set", "digest", b"digest", "holders", b"holders", "index", b"index", "num_elements", b"num_elements", "start", b"start", "void_reason", b"void_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -263,6 +285,7 @@ class Commit(_message.Message):
     ASSIGNMENTS_FIELD_NUMBER: _builtins.int
     SIGNATURE_FIELD_NUMBER: _builtins.int
     NODE_IDS_FIELD_NUMBER: _builtins.int
+    CONTRIBUTOR_SETS_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """Round number."""
     fragment: _builtins.int
@@ -287,6 +310,10 @@ class Commit(_message.Message):
     def node_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The nodes that the slices speak of, each once: a slice of a thousand nodes names all of them."""
 
+    @_builtins.property
+    def contributor_sets(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContributorSet]:
+        """Whose pseudo-gradients are in slices' results, each set once."""
+
     def __init__(
         self,
         *,
@@ -299,10 +326,11 @@ class Commit(_message.Message):
         assignments: _abc.Iterable[Global___Assignment] | None = ...,
         signature: _builtins.bytes = ...,
         node_ids: _abc.Iterable[_builtins.str] | None = ...,
+        contributor_sets: _abc.Iterable[Global___ContributorSet] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignments", b"assignments", "base_digest", b"base_digest", "fragment", b"fragment", "incarnation", b"incarnation", "node_ids", b"node_ids", "outer_digest", b"outer_digest", "round", b"round", "signature", b"signature", "slices", b"slices"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignments", b"assignments", "base_digest", b"base_digest", "contributor_sets", b"contributor_sets", "fragment", b"fragment", "incarnation", b"incarnation", "node_ids", b"node_ids", "outer_digest", b"outer_digest", "round", b"round", "signature", b"signature", "slices", b"slices"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -305,6 +305,8 @@ class Utilisation(_message.Message):
     PEAK_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     PEAK_FLOPS_PER_SECOND_FIELD_NUMBER: _builtins.int
     IS_PEAK_MEASURED_FIELD_NUMBER: _builtins.int
+    LOCAL_COMMUNICATION_SHARE_FIELD_NUMBER: _builtins.int
+    EXCHANGE_SHARE_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """The round."""
     tokens_per_second: _builtins.float
@@ -314,19 +316,25 @@ class Utilisation(_message.Message):
     mfu: _builtins.float
     """flops_per_second over the peak of its devices; absent when that is not known."""
     compute_share: _builtins.float
-    """Share of the time in inner steps."""
+    """Share of the time in inner steps, without local_communication_share where that is measured."""
     publish_share: _builtins.float
     """Share in copying what was trained to shared memory."""
     adopt_share: _builtins.float
     """Share in copying the global parameters to the ranks."""
     waiting_share: _builtins.float
-    """All other time: the exchange, and waiting for others."""
+    """All other time: waiting for other nodes, and for ranks that were started again."""
     peak_memory_bytes: _builtins.int
     """Most memory of a rank: of the GPU, or of the process where it trains on a CPU."""
     peak_flops_per_second: _builtins.float
     """Most floating-point operations per second of its devices; absent when that is not known."""
     is_peak_measured: _builtins.bool
     """Whether that was measured by matrix products when the ranks started, for no table names them."""
+    local_communication_share: _builtins.float
+    """Share of the time in which inner steps were held up by collectives between its own ranks; absent
+    when that is not measured, and 0 with one rank.
+    """
+    exchange_share: _builtins.float
+    """Share of the time in which its exchange was at work and its ranks were not."""
     def __init__(
         self,
         *,
@@ -341,15 +349,21 @@ class Utilisation(_message.Message):
         peak_memory_bytes: _builtins.int = ...,
         peak_flops_per_second: _builtins.float | None = ...,
         is_peak_measured: _builtins.bool = ...,
+        local_communication_share: _builtins.float | None = ...,
+        exchange_share: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_mfu", b"_mfu", "_peak_flops_per_second", b"_peak_flops_per_second", "mfu", b"mfu", "peak_flops_per_second", b"peak_flops_per_second"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_local_communication_share", b"_local_communication_share", "_mfu", b"_mfu", "_peak_flops_per_second", b"_peak_flops_per_second", "local_communication_share", b"local_communication_share", "mfu", b"mfu", "peak_flops_per_second", b"peak_flops_per_second"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mfu", b"_mfu", "_peak_flops_per_second", b"_peak_flops_per_second", "adopt_share", b"adopt_share", "compute_share", b"compute_share", "flops_per_second", b"flops_per_second", "is_peak_measured", b"is_peak_measured", "mfu", b"mfu", "peak_flops_per_second", b"peak_flops_per_second", "peak_memory_bytes", b"peak_memory_bytes", "publish_share", b"publish_share", "round", b"round", "tokens_per_second", b"tokens_per_second", "waiting_share", b"waiting_share"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_local_communication_share", b"_local_communication_share", "_mfu", b"_mfu", "_peak_flops_per_second", b"_peak_flops_per_second", "adopt_share", b"adopt_share", "compute_share", b"compute_share", "exchange_share", b"exchange_share", "flops_per_second", b"flops_per_second", "is_peak_measured", b"is_peak_measured", "local_communication_share", b"local_communication_share", "mfu", b"mfu", "peak_flops_per_second", b"peak_flops_per_second", "peak_memory_bytes", b"peak_memory_bytes", "publish_share", b"publish_share", "round", b"round", "tokens_per_second", b"tokens_per_second", "waiting_share", b"waiting_share"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__local_communication_share: _TypeAlias = _typing.Literal["local_communication_share"]  # noqa: Y015
+    _WhichOneofArgType__local_communication_share: _TypeAlias = _typing.Literal["_local_communication_share", b"_local_communication_share"]  # noqa: Y015
     _WhichOneofReturnType__mfu: _TypeAlias = _typing.Literal["mfu"]  # noqa: Y015
     _WhichOneofArgType__mfu: _TypeAlias = _typing.Literal["_mfu", b"_mfu"]  # noqa: Y015
     _WhichOneofReturnType__peak_flops_per_second: _TypeAlias = _typing.Literal["peak_flops_per_second"]  # noqa: Y015
     _WhichOneofArgType__peak_flops_per_second: _TypeAlias = _typing.Literal["_peak_flops_per_second", b"_peak_flops_per_second"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__local_communication_share) -> _WhichOneofReturnType__local_communication_share | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__mfu) -> _WhichOneofReturnType__mfu | None: ...
     @_typing.overload

@@ -147,7 +147,9 @@ async def test_a_round_outlives_a_killed_coordinator(tmp_path: Path) -> None:
             await b.reduced(plan)
             await a.held(plan)
             commits = [(await node.next("commit")).commit for node in (a, b)]
-            assert [len(c.slices[0].contributors) for c in commits] == [2, 2]
+            assert [
+                len(c.contributor_sets[c.slices[0].contributor_set].nodes) for c in commits
+            ] == [2, 2]
             assert all(outcome.digest for commit in commits for outcome in commit.slices)
             code = await process.end(signal.SIGTERM)
         assert code == 0, log.read_text()

@@ -5,6 +5,8 @@ from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from typing import Any, NoReturn, TypeVar
 
+from coordinator.swarm.state import Members
+
 T = TypeVar("T")
 PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 
@@ -35,6 +37,12 @@ class Sealer:
 
     def _rebuilt(self, value: Any) -> Any:
         if isinstance(value, Enum):
+            return value
+        if isinstance(value, Members):  # what it knows of all of them shall be what the core made
+            for node_id, member in value.items():
+                if (sealed := self.seal(member)) is not member:
+                    value = value.with_member(sealed)
+                    assert value[node_id] is sealed
             return value
         if isinstance(value, Mapping):
             return SealedMapping({key: self.seal(part) for key, part in value.items()})

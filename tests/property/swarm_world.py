@@ -41,9 +41,10 @@ from coordinator.swarm.events import (
 )
 from coordinator.swarm.membership import HEARTBEATS_PER_LEASE
 from coordinator.swarm.rounds import holders_of, plan_of
-from coordinator.swarm.state import PRESENT, MemberState, Rules, SwarmState, last_sure_round
+from coordinator.swarm.state import PRESENT, Member, MemberState, Rules, SwarmState, last_sure_round
 from coordinator.swarm.takeover import takeover_of
 from coordinator.swarm.transition import initial_state, next_deadline, step
+from coordinator.swarm.turn import members_of
 from protocol.errors import SessionEndedError
 from protocol.rounds import Commit, CorpusSummary, Digest, NodeId, PeerAddress
 
@@ -90,6 +91,7 @@ class World:
             has_overlap=has_overlap,
         )
         self._sealer = Sealer()
+        self._members_before: tuple[object, dict[NodeId, Member]] | None = None
         self.state: SwarmState = self._sealer.seal(initial_state(rules, RUN))
         self.now = 0.0
         self.nodes = {
@@ -134,6 +136,7 @@ class World:
             return
         assert step(before, event, self.now) == transition, "not deterministic"
         assert transition.reason
+        self._check_members(before, transition.state)
         if transition.state == before and not transition.actions:
             deadline = next_deadline(before)
             assert deadline is None or deadline > self.now
@@ -155,6 +158,19 @@ class World:
         ):
             again = step(self.state, event, self.now)
             assert (again.state, again.actions) == (self.state, ()), "not idempotent"
+
+    def _check_members(self, before: SwarmState, after: SwarmState) -> None:
+        """What is known of all members is so, and those of the state before are as they were."""
+        if self._members_before is not None and self._members_before[0] is before.members:
+            assert self._members_before[1] == before.members, "changed in place"
+        self._members_before = before.members, dict(before.members)
+        known, plain = members_of(after), dict(after.members)
+        assert known.ids == tuple(sorted(plain))
+        assert known.present_ids == tuple(n for n in sorted(plain) if plain[n].state in PRESENT)
+        ends = [member.lease_until for member in plain.values() if member.state in PRESENT]
+        for now in (self.now, *ends):  # asked of another each time, for asking makes it know better
+            asked = known.with_member(next(iter(plain.values()))) if plain else known
+            assert asked.is_lease_over(now) == any(end <= now for end in ends)
 
     def send(self, node: SimulatedNode, *events: Event) -> None:
         """Puts messages under way; a node without a session sends none."""

@@ -12,7 +12,7 @@ from node.exchange.outer import Outer
 from node.exchange.reports import Reduced, Report
 from node.exchange.snapshot import SnapshotFolder
 from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
-from node.heavy import in_place
+from node.heavy import Heavy, in_place
 from node.history import History
 from node.island.faults import RankDiedError
 from node.island.island import Evaluation, InnerReport, InnerWork, Progress
@@ -168,6 +168,7 @@ class Life:
         spec: RunSpec | None = None,
         layout: Layout = LAYOUT,
         make_island: Callable[[Outer], Any] = FakeIsland,
+        heavy: Heavy = in_place,
     ) -> None:
         self.outer = outer_of(A, layout=layout)
         self.island = make_island(self.outer)
@@ -190,7 +191,7 @@ class Life:
             outer=self.outer,
             snapshots=snapshots,
             history=History(None),
-            heavy=in_place,
+            heavy=heavy,
             counts=WireCounts(),
             rng=random.Random(0),
         )

@@ -12,6 +12,7 @@ import numpy as np
 
 from node.exchange.outer import Outer
 from node.exchange.snapshot import SnapshotFolder
+from node.heavy import Heavy, in_place
 from node.island.faults import RankDiedError
 from node.island.island import Evaluation, InnerReport, InnerWork, Progress
 from node.outer_state import Layout
@@ -115,10 +116,17 @@ class OverlapLife(Life):
         layout: Layout = ONE,
         overlap: str = "keep",
         snapshots: SnapshotFolder | None = None,
+        heavy: Heavy = in_place,
     ) -> None:
         fragments = len(layout.fragments)
         spec = validated({"exchange": {"fragments": fragments, "overlap": overlap}}, origin="")
-        super().__init__(spec=spec, layout=layout, make_island=CountingIsland, snapshots=snapshots)
+        super().__init__(
+            spec=spec,
+            layout=layout,
+            make_island=CountingIsland,
+            snapshots=snapshots,
+            heavy=heavy,
+        )
 
     def plan(self, round: int, **changes: Any) -> Plan:
         """Plans after which the samples of the next round begin where those of this one end."""

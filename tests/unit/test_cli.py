@@ -36,14 +36,14 @@ def test_help_waits_for_no_heavy_import(arguments):
     code, modules = loaded_by(arguments)
     assert code == ExitCode.OK
     assert "protocol.cli" in modules
-    assert not {"torch", "hivemind", "numpy", "grpc", "rich", "pydantic"} & modules
+    assert not {"torch", "hivemind", "numba", "numpy", "grpc", "rich", "pydantic"} & modules
 
 
 def test_a_query_imports_neither_torch_nor_hivemind_nor_asks_for_them(tmp_path):
     code, modules = loaded_by(["status", "--dir", str(tmp_path)])
     assert code == ExitCode.NO_INPUT  # no swarm joined in this folder
     assert "protocol.credentials" in modules
-    assert not {"torch", "hivemind", "numpy"} & modules
+    assert not {"torch", "hivemind", "numba", "numpy"} & modules
 
 
 def test_the_help_names_every_command_under_its_section(capsys):

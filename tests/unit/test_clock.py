@@ -92,16 +92,17 @@ async def test_after_a_sleep_nobody_is_given_up_and_all_may_be_in_their_longest_
         clock=clock,
         on_slept=on_slept,
     )
-    session, _ = attach(driver, A), attach(driver, B)
+    session, _ = await attach(driver, A), await attach(driver, B)
     running(source, clock, LEASE - 2)
     source.seconds += HOUR
     if is_heard_first:  # what waits in the sockets may be read before the clock's turn comes
-        driver.apply(
+        await driver.apply(
             HeartbeatSeen(node_id=A, session_id=session, outer_round=0, outer_digest=START)
         )
     else:
         task = asyncio.create_task(driver.run_clock())
         await has_slept.wait()
+        await driver.settled()
         task.cancel()
     assert slept == [pytest.approx(HOUR - TICK_SECONDS)]
     longest = clock.now() + LEASE + RETRY_CAP_SECONDS
@@ -110,18 +111,22 @@ async def test_after_a_sleep_nobody_is_given_up_and_all_may_be_in_their_longest_
         clock.now() + LEASE if is_heard_first else longest
     )
     running(source, clock, LEASE + RETRY_CAP_SECONDS)
-    driver.apply(HeartbeatSeen(node_id=A, session_id=session, outer_round=0, outer_digest=START))
+    await driver.apply(
+        HeartbeatSeen(node_id=A, session_id=session, outer_round=0, outer_digest=START)
+    )
     states = [member.state for _, member in sorted(driver.state.members.items())]
     assert states == [MemberState.READY, MemberState.LOST]  # who does not come back is given up
 
 
-def test_a_sleep_that_no_call_outlasts_lengthens_no_lease() -> None:
+async def test_a_sleep_that_no_call_outlasts_lengthens_no_lease() -> None:
     source = Source()
     clock = LoopClock(starts_at=0.0, source=source)
     driver = Driver(state=initial_state(RULES, RUN), store=Store.in_memory(), clock=clock)
-    session, _ = attach(driver, A), attach(driver, B)
+    session, _ = await attach(driver, A), await attach(driver, B)
     source.seconds += UNNOTICED_SECONDS
-    driver.apply(HeartbeatSeen(node_id=A, session_id=session, outer_round=0, outer_digest=START))
+    await driver.apply(
+        HeartbeatSeen(node_id=A, session_id=session, outer_round=0, outer_digest=START)
+    )
     assert driver.state.members[B].lease_until == LEASE
 
 

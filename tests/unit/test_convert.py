@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from protocol import convert, rounds
 from protocol.errors import ProtocolMismatchError
 from protocol.rounds import Digest
+from protocol.v1 import round_pb2
 
 digests = st.binary(min_size=32, max_size=32)
 uint32, uint64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
@@ -76,11 +77,17 @@ def test_rosters_and_counts_cross_the_wire() -> None:
 
 @pytest.mark.parametrize(
     "damage",
-    [{"contributors": [2]}, {"holders": [2]}, {"tokens": [5, 6]}],
-    ids=lambda d: next(iter(d)),
+    [
+        lambda wire: wire.contributor_sets[0].nodes.__setitem__(0, 2),
+        lambda wire: wire.contributor_sets[0].tokens.append(6),
+        lambda wire: wire.slices[0].holders.append(2),
+        lambda wire: setattr(wire.slices[0], "contributor_set", 1),
+        lambda wire: wire.ClearField("contributor_sets"),
+    ],
+    ids=["contributor", "tokens", "holder", "set", "no sets"],
 )
 def test_a_commit_that_speaks_of_nodes_which_it_does_not_name_is_refused(
-    damage: dict[str, list[int]],
+    damage: Callable[[round_pb2.Commit], object],
 ) -> None:
     nodes = rounds.NodeId("a"), rounds.NodeId("b")
     outcome = rounds.SliceOutcome(
@@ -94,9 +101,7 @@ def test_a_commit_that_speaks_of_nodes_which_it_does_not_name_is_refused(
     commit = rounds.Commit(round=1, fragment=0, base_digest=Digest(bytes(32)), slices=(outcome,))
     wire = convert.commit_to_wire(commit)
     assert list(wire.node_ids) == list(nodes)
-    for name, values in damage.items():
-        wire.slices[0].ClearField(name)
-        getattr(wire.slices[0], name).extend(values)
+    damage(wire)
     with pytest.raises(ProtocolMismatchError, match="does not name"):
         convert.commit_from_wire(wire)
 

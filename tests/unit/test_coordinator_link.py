@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from coordinator.driver import Delivery, RosterDiffers, RosterNow
 from coordinator.services.deliveries import delivery_to_wire
+from coordinator.streams import Delivery, RosterDiffers, RosterNow
 from coordinator.swarm import actions
 from node import coordinator_events as events
 from node.coordinator_link import Announcement, CoordinatorLink, Vitals
@@ -258,12 +258,20 @@ async def test_a_heartbeat_has_what_the_node_made_of_its_round_and_no_mfu_withou
         compute_share=0.5,
         publish_share=0.125,
         adopt_share=0.25,
-        waiting_share=0.0625,
+        waiting_share=0.03125,
+        local_communication_share=None,
+        exchange_share=0.0625,
         peak_memory_bytes=77,
     )
     stub = Stub()
     link = CoordinatorLink(stub)
-    measured = replace(made, mfu=0.5, peak_flops_per_second=4e9, is_peak_measured=True)
+    measured = replace(
+        made,
+        local_communication_share=0.0,
+        mfu=0.5,
+        peak_flops_per_second=4e9,
+        is_peak_measured=True,
+    )
     for utilisation in (None, made, measured):
         await link.heartbeat(1, replace(VITALS, utilisation=utilisation, mesh="tensor 2"))
     nothing, without, with_mfu = stub.asked
@@ -276,6 +284,7 @@ async def test_a_heartbeat_has_what_the_node_made_of_its_round_and_no_mfu_withou
         4e9,
         True,
     )
+    assert of_peak.HasField("local_communication_share")  # none with one rank: that is known
     assert with_mfu.mesh == "tensor 2"
 
 

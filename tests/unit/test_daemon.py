@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,34 @@ async def test_heartbeats_say_what_the_node_made_of_the_round_that_ended_last() 
         assert made.tokens_per_second == pytest.approx(TOKENS / 5.0)  # as the island reports
         assert made.compute_share == pytest.approx(5.0 / (TRAIN_SECONDS + 5), rel=0.01)
         assert made.waiting_share == pytest.approx(1 - made.compute_share, rel=0.01)
+
+
+@in_virtual_time
+async def test_encoding_and_applying_are_the_exchange_and_not_waiting() -> None:
+    heavy_seconds = 0.0
+
+    async def slow(work: Callable[[], Any]) -> Any:
+        nonlocal heavy_seconds
+        await asyncio.sleep(0.25)
+        heavy_seconds += 0.25
+        return work()
+
+    async with Life(heavy=slow) as life:
+        plan = life.plan(1)
+        life.link.say(RoundOpened(plan=plan))
+        await asyncio.sleep(1)
+        before = heavy_seconds
+        await asyncio.sleep(TRAIN_SECONDS + 5)
+        life.link.say(RoundCommitted(commit=life.commit(plan)))
+        await asyncio.sleep(20)
+        made = life.link.heartbeats[-1].utilisation
+        assert made is not None
+        assert made.exchange_share > 0
+        # Saving the state is heavy as well, and comes after the round.
+        total = TRAIN_SECONDS + 6
+        assert 0.5 / total <= made.exchange_share <= (heavy_seconds - before + 0.25) / total
+        parts = (made.compute_share, made.publish_share, made.adopt_share, made.exchange_share)
+        assert sum(parts) + made.waiting_share == pytest.approx(1.0)
 
 
 @in_virtual_time

@@ -87,9 +87,9 @@ async def test_people_see_that_ranks_are_restarting() -> None:
         life.island.dies_in = ["evaluate"]
         life.link.say(EvaluationAsked(round=0))
         await asyncio.sleep(START_SECONDS / 2)
-        assert life.daemon._vitals().activity == "restarting ranks"
+        assert life.daemon.vitals().activity == "restarting ranks"
         await asyncio.sleep(START_SECONDS)
-        assert life.daemon._vitals().activity == "waiting"
+        assert life.daemon.vitals().activity == "waiting"
 
 
 @in_virtual_time

@@ -1,7 +1,9 @@
 """A node that trains on while bytes travel: nothing is lost, nothing counts twice, nobody waits."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -292,3 +294,27 @@ async def test_a_node_whose_bytes_travel_faster_than_it_trains_is_always_in_inne
         assert made is not None
         assert (made.round, made.compute_share) == (3, pytest.approx(1.0))
         assert len(life.island.steps) == 4 * STEPS + 1
+
+
+@in_virtual_time
+async def test_an_exchange_that_inner_steps_hide_takes_no_share_of_the_time() -> None:
+    async def slow(work: Callable[[], Any]) -> Any:
+        await asyncio.sleep(0.1)
+        return work()
+
+    async with OverlapLife(heavy=slow) as life:
+        plan = life.plan(1)
+        life.link.say(RoundOpened(plan=plan))
+        await asyncio.sleep(STEPS + 1.5)
+        for number in (2, 3):
+            life.link.say(RoundCommitted(commit=life.commit(plan)))
+            await asyncio.sleep(1.5)
+            plan = life.plan(number)
+            life.link.say(RoundOpened(plan=plan))
+            await asyncio.sleep(STEPS)
+        made = life.daemon._duties.utilisation
+        assert made is not None
+        assert made.round == 2
+        assert made.compute_share > 0.5
+        shares = made.compute_share + made.publish_share + made.adopt_share + made.exchange_share
+        assert shares + made.waiting_share == pytest.approx(1.0)

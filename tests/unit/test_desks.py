@@ -94,41 +94,42 @@ async def test_an_attach_that_cannot_be_is_refused(name: str, value: object) -> 
     request = attach_request()
     field(request, name, value)
     with pytest.raises(AtollError) as refused:
-        desk.attach(NODE.node_id, request)
+        await desk.attach(NODE.node_id, request)
     assert refused.value.what
     assert not driver.state.members
-    desk.attach(NODE.node_id, attach_request())
+    await desk.attach(NODE.node_id, attach_request())
     assert driver.state.members
 
 
 async def test_reports_of_numbers_that_are_none_are_refused() -> None:
     desk, driver = new_desk()
-    session_id = desk.attach(NODE.node_id, attach_request()).session_id
+    session_id = (await desk.attach(NODE.node_id, attach_request())).session_id
     before = driver.state
     heartbeat = session_pb2.HeartbeatRequest(session_id=session_id, outer_digest=DIGEST)
     heartbeat.loss = math.nan
     with pytest.raises(BadDataError, match="loss is nan"):
-        desk.heartbeat(NODE.node_id, heartbeat)
-    for field in ("flops_per_second", "mfu", "peak_flops_per_second", "waiting_share"):
+        await desk.heartbeat(NODE.node_id, heartbeat)
+    fields = ("flops_per_second", "mfu", "peak_flops_per_second", "waiting_share")
+    for field in (*fields, "local_communication_share", "exchange_share"):
         heartbeat = session_pb2.HeartbeatRequest(session_id=session_id, outer_digest=DIGEST)
         setattr(heartbeat.utilisation, field, math.inf)
         with pytest.raises(BadDataError, match="is inf, which is not a finite number"):
-            desk.heartbeat(NODE.node_id, heartbeat)
+            await desk.heartbeat(NODE.node_id, heartbeat)
     heartbeat = session_pb2.HeartbeatRequest(session_id=session_id, outer_digest=DIGEST)
     heartbeat.mesh = "shard 2\x1b[2J"
     with pytest.raises(BadDataError, match=r"the mesh .* cannot be shown"):
-        desk.heartbeat(NODE.node_id, heartbeat)
+        await desk.heartbeat(NODE.node_id, heartbeat)
     good = session_pb2.Report(round=1, trained=session_pb2.TrainedReport(inner_steps=1))
     request = session_pb2.ReportRequest(session_id=session_id, reports=[good])
     report = request.reports.add(round=1)
     with pytest.raises(BadDataError, match="of no kind"):
-        desk.report(NODE.node_id, request)
+        await desk.report(NODE.node_id, request)
     report.trained.loss = math.inf
     with pytest.raises(BadDataError, match="loss is inf"):
-        desk.report(NODE.node_id, request)
+        await desk.report(NODE.node_id, request)
     request.session_id += 1
     with pytest.raises(SessionEndedError):
-        desk.report(NODE.node_id, request)
+        await desk.report(NODE.node_id, request)
     assert driver.state is before
 
 
@@ -141,7 +142,7 @@ async def test_the_status_tells_of_samples_budgets_and_speeds() -> None:
         return status.get_status(status_pb2.GetStatusRequest())
 
     assert answer().run.data == status_pb2.DataStatus()
-    session_id = desk.attach(NODE.node_id, attach_request()).session_id
+    session_id = (await desk.attach(NODE.node_id, attach_request())).session_id
     (node,) = answer().nodes
     assert (node.inner_steps, node.HasField("inner_steps_per_second")) == (steps, False)
     assert answer().run.data == status_pb2.DataStatus(
@@ -150,9 +151,9 @@ async def test_the_status_tells_of_samples_budgets_and_speeds() -> None:
     request = session_pb2.ReportRequest(session_id=session_id)
     trained = request.reports.add(round=1).trained
     trained.inner_steps, trained.seconds = steps, steps / 4
-    desk.report(NODE.node_id, request)
+    await desk.report(NODE.node_id, request)
     assert answer().nodes[0].inner_steps_per_second == 4.0
-    desk.detach(NODE.node_id, session_pb2.DetachRequest(session_id=session_id))
+    await desk.detach(NODE.node_id, session_pb2.DetachRequest(session_id=session_id))
     assert answer().nodes[0].inner_steps == 0
     assert answer().run.data == status_pb2.DataStatus(
         epoch_samples=1,
@@ -165,17 +166,17 @@ async def test_the_status_tells_of_samples_budgets_and_speeds() -> None:
 async def test_the_status_tells_what_links_carry_and_what_rounds_have_cost() -> None:
     desk, driver = new_desk()
     status = StatusDesk(driver, Telemetry(), RunSpec(), swarm_id="swarm")
-    session_id = desk.attach(NODE.node_id, attach_request()).session_id
+    session_id = (await desk.attach(NODE.node_id, attach_request())).session_id
     (node,) = status.get_status(status_pb2.GetStatusRequest()).nodes
     assert not node.HasField("link_rates")
     heartbeat = session_pb2.HeartbeatRequest(session_id=session_id, outer_digest=DIGEST)
     heartbeat.link_rates.up_bytes_per_second = 2e6
-    desk.heartbeat(NODE.node_id, heartbeat)
+    await desk.heartbeat(NODE.node_id, heartbeat)
     request = session_pb2.ReportRequest(session_id=session_id)
     report = request.reports.add(round=0)
     report.applied.outer_digest = DIGEST
     report.applied.wire.add(kind="result", sent_bytes=70, received_bytes=5)
-    desk.report(NODE.node_id, request)
+    await desk.report(NODE.node_id, request)
     answer = status.get_status(status_pb2.GetStatusRequest())
     assert answer.nodes[0].link_rates == session_pb2.LinkRates(up_bytes_per_second=2e6)
     assert list(answer.run.wire.counts) == list(report.applied.wire)
@@ -183,18 +184,18 @@ async def test_the_status_tells_what_links_carry_and_what_rounds_have_cost() -> 
 
 async def test_bytes_of_a_kind_that_there_is_not_are_refused() -> None:
     desk, driver = new_desk()
-    session_id = desk.attach(NODE.node_id, attach_request()).session_id
+    session_id = (await desk.attach(NODE.node_id, attach_request())).session_id
     before = driver.state
     request = session_pb2.ReportRequest(session_id=session_id)
     report = request.reports.add(round=0)
     report.applied.outer_digest = DIGEST
     report.applied.wire.add(kind="gossip", sent_bytes=1)
     with pytest.raises(BadDataError, match="no kind of bytes 'gossip'"):
-        desk.report(NODE.node_id, request)
+        await desk.report(NODE.node_id, request)
     report.applied.wire[0].kind = "result"
     report.applied.wire[0].sent_bytes = 1 << 60
     with pytest.raises(BadDataError, match="bytes sent"):
-        desk.report(NODE.node_id, request)
+        await desk.report(NODE.node_id, request)
     assert driver.state is before
 
 

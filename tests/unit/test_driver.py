@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 
 from coordinator.clock import LoopClock
-from coordinator.driver import MAX_UNREAD, Delivery, Driver, RosterDiffers, RosterNow, Stream
+from coordinator.driver import MAX_UNREAD, Driver
 from coordinator.store import Store
+from coordinator.streams import Delivery, RosterDiffers, RosterNow, Stream
 from coordinator.swarm.actions import (
     AskEvaluation,
     AskRefetch,
@@ -24,7 +25,7 @@ from coordinator.swarm.events import (
     HeartbeatSeen,
     SliceReduced,
 )
-from coordinator.swarm.state import MemberState, Rules, SwarmState
+from coordinator.swarm.state import MemberState, Rules
 from coordinator.swarm.transition import initial_state
 from protocol.errors import SessionEndedError, SystemRefusedError
 from protocol.rounds import (
@@ -83,10 +84,11 @@ class FullStore(Store):
 
     is_full = False
 
-    def save(self, before: SwarmState, after: SwarmState, *, now: float) -> None:
+    def commit(self) -> None:
         if self.is_full:
+            self._database._end()
             raise SystemRefusedError("the disk is full")
-        super().save(before, after, now=now)
+        super().commit()
 
 
 def new_driver(store: Store | None = None) -> Driver:
@@ -100,8 +102,8 @@ def move_time(driver: Driver, to: float) -> None:
     driver.clock.time = to
 
 
-def attach(driver: Driver, node_id: NodeId, *, outer: tuple[int, Digest] = (0, START)) -> int:
-    driver.apply(
+async def attach(driver: Driver, node_id: NodeId, *, outer: tuple[int, Digest] = (0, START)) -> int:
+    await driver.apply(
         Attached(
             node_id=node_id,
             node_name=f"node-{node_id[0]}",
@@ -134,45 +136,47 @@ def kinds(stream: Stream) -> list[type]:
     return [type(delivery) for delivery in unread(stream)]
 
 
-def opened() -> tuple[Driver, int, int]:
+async def opened() -> tuple[Driver, int, int]:
     """A driver whose round 1 is open, with the sessions of A and B. A was asked to evaluate."""
     driver = new_driver()
-    return driver, attach(driver, A), attach(driver, B)
+    return driver, await attach(driver, A), await attach(driver, B)
 
 
-def void(driver: Driver) -> None:
+async def void(driver: Driver) -> None:
     """Brings round 1 to its commit: there was nothing to reduce, so it is void."""
-    driver.apply(SliceReduced(node_id=A, round=1, slice_index=0, digest=None, contributors=()))
+    await driver.apply(
+        SliceReduced(node_id=A, round=1, slice_index=0, digest=None, contributors=())
+    )
 
 
 async def test_nothing_is_told_and_nothing_changes_before_it_is_durable() -> None:
     store = FullStore.in_memory()
     driver = new_driver(store)
-    stream = driver.subscribe(A, attach(driver, A))
+    stream = driver.subscribe(A, await attach(driver, A))
     unread(stream)
     before = driver.state
     store.is_full = True
     with pytest.raises(SystemRefusedError, match="disk is full"):
-        attach(driver, B)
+        await attach(driver, B)
     assert driver.state is before
     assert kinds(stream) == []
     store.is_full = False
-    attach(driver, B)
+    await attach(driver, B)
     assert kinds(stream) == [RosterDiffers, AskEvaluation, SendPlan]
 
 
 async def test_a_plan_goes_to_its_participants_and_a_roster_to_everyone() -> None:
-    driver, session_a, session_b = opened()
+    driver, session_a, session_b = await opened()
     to_a, to_b = driver.subscribe(A, session_a), driver.subscribe(B, session_b)
     unread(to_a), unread(to_b)
     newcomer = NodeId("c" * 32)
-    to_c = driver.subscribe(newcomer, attach(driver, newcomer))
+    to_c = driver.subscribe(newcomer, await attach(driver, newcomer))
     (change,) = unread(to_a)
     assert isinstance(change, RosterDiffers)
     assert ([m.node_id for m in change.joined], change.gone) == ([newcomer], ())
     assert unread(to_b)[0] is change, "it is made once for all"
     assert kinds(to_c) == [RosterNow]
-    driver.apply(Detached(node_id=B, session_id=session_b, reason=""))
+    await driver.apply(Detached(node_id=B, session_id=session_b, reason=""))
     change, _ = to_a_told = unread(to_a)
     assert list(map(type, to_a_told)) == [RosterDiffers, SendDeparted]
     assert isinstance(change, RosterDiffers) and (change.joined, change.gone) == ((), (B,))
@@ -182,8 +186,8 @@ async def test_a_plan_goes_to_its_participants_and_a_roster_to_everyone() -> Non
 async def test_a_participant_that_subscribes_late_gets_the_plan_with_the_time_that_is_left() -> (
     None
 ):
-    driver, session_a, session_b = opened()
-    driver.apply(Detached(node_id=B, session_id=session_b, reason=""))
+    driver, session_a, session_b = await opened()
+    await driver.apply(Detached(node_id=B, session_id=session_b, reason=""))
     move_time(driver, 10.0)
     roster, plan, departed, evaluation = unread(driver.subscribe(A, session_a))
     assert isinstance(roster, RosterNow) and [m.node_id for m in roster.members] == [A]
@@ -194,33 +198,37 @@ async def test_a_participant_that_subscribes_late_gets_the_plan_with_the_time_th
 
 
 async def test_who_subscribes_while_a_round_is_applied_gets_its_commit() -> None:
-    driver, session_a, session_b = opened()
+    driver, session_a, session_b = await opened()
     share = (Contributor(node_id=A, tokens=80),)
-    driver.apply(SliceReduced(node_id=A, round=1, slice_index=0, digest=END, contributors=share))
-    driver.apply(Detached(node_id=B, session_id=session_b, reason=""))
+    await driver.apply(
+        SliceReduced(node_id=A, round=1, slice_index=0, digest=END, contributors=share)
+    )
+    await driver.apply(Detached(node_id=B, session_id=session_b, reason=""))
     newcomer = NodeId("c" * 32)
-    for node_id, session_id in ((A, session_a), (newcomer, attach(driver, newcomer))):
+    for node_id, session_id in ((A, session_a), (newcomer, await attach(driver, newcomer))):
         _, told, *_ = unread(driver.subscribe(node_id, session_id))
         assert isinstance(told, SendCommit)
         assert (told.commit.round, told.commit.slices[0].digest) == (1, END)
 
 
 async def test_who_subscribes_after_the_end_is_told_of_it() -> None:
-    driver, session_a, _ = opened()
-    void(driver)
+    driver, session_a, _ = await opened()
+    await void(driver)
     for node_id in (A, B):
-        driver.apply(CommitApplied(node_id=node_id, round=1, outer_digest=START))
+        await driver.apply(CommitApplied(node_id=node_id, round=1, outer_digest=START))
     evaluating = driver.state.evaluating
     assert evaluating is not None and evaluating.node_id is not None and evaluating.round == 1
-    driver.apply(Evaluated(node_id=evaluating.node_id, round=1, held_out_loss=1.0, tokens=8))
+    await driver.apply(Evaluated(node_id=evaluating.node_id, round=1, held_out_loss=1.0, tokens=8))
     roster, finished = unread(driver.subscribe(A, session_a))
     assert isinstance(roster, RosterNow)
     assert isinstance(finished, SendFinished) and finished.outer_digest == START
 
 
 async def test_a_diverged_node_is_told_to_refetch_whenever_it_subscribes() -> None:
-    driver, session_a, _ = opened()
-    driver.apply(HeartbeatSeen(node_id=A, session_id=session_a, outer_round=0, outer_digest=END))
+    driver, session_a, _ = await opened()
+    await driver.apply(
+        HeartbeatSeen(node_id=A, session_id=session_a, outer_round=0, outer_digest=END)
+    )
     assert driver.state.members[A].state is MemberState.DIVERGED
     for _ in range(2):
         *_, refetch = unread(driver.subscribe(A, session_a))
@@ -229,10 +237,10 @@ async def test_a_diverged_node_is_told_to_refetch_whenever_it_subscribes() -> No
 
 
 async def test_a_newer_subscription_and_a_newer_session_end_the_older_stream_for_good() -> None:
-    driver, session_a, _ = opened()
+    driver, session_a, _ = await opened()
     first = driver.subscribe(A, session_a)
     second = driver.subscribe(A, session_a)
-    newer_session = attach(driver, A)
+    newer_session = await attach(driver, A)
     for ended in (first, second, first):
         with pytest.raises(SessionEndedError, match=f"session {session_a} "):
             await ended.next()
@@ -240,21 +248,21 @@ async def test_a_newer_subscription_and_a_newer_session_end_the_older_stream_for
     third = driver.subscribe(A, newer_session)
     driver.unsubscribe(second)
     unread(third)
-    attach(driver, NodeId("c" * 32))
+    await attach(driver, NodeId("c" * 32))
     assert kinds(third) == [RosterDiffers], "an ended stream must not take the newer one with it"
     with pytest.raises(SessionEndedError):
         driver.subscribe(A, session_a)
 
 
 async def test_a_session_that_does_not_read_ends_and_the_others_go_on() -> None:
-    driver, session_a, session_b = opened()
+    driver, session_a, session_b = await opened()
     slow, quick = driver.subscribe(A, session_a), driver.subscribe(B, session_b)
     newcomer = NodeId("c" * 32)
     for _ in range(MAX_UNREAD // 2):
-        session_c = attach(driver, newcomer)
-        driver.apply(Detached(node_id=newcomer, session_id=session_c, reason=""))
+        session_c = await attach(driver, newcomer)
+        await driver.apply(Detached(node_id=newcomer, session_id=session_c, reason=""))
         unread(quick)
-    attach(driver, newcomer)
+    await attach(driver, newcomer)
     assert kinds(quick) == [RosterDiffers]
     with pytest.raises(SessionEndedError, match="unread"):
         await slow.next()
@@ -262,14 +270,14 @@ async def test_a_session_that_does_not_read_ends_and_the_others_go_on() -> None:
 
 async def test_the_clock_gives_up_the_silent_and_then_waits_for_events() -> None:
     driver = new_driver()
-    attach(driver, A)
+    await attach(driver, A)
     clock = driver.clock
     assert isinstance(clock, HandClock)
     task = asyncio.create_task(driver.run_clock())
     await clock.is_idle.wait()
     assert driver.state.members[A].state is MemberState.LOST
     assert clock.time == RULES.lease_seconds
-    attach(driver, A)
+    await attach(driver, A)
     clock.is_idle.clear()
     await clock.is_idle.wait()
     assert driver.state.members[A].state is MemberState.LOST
@@ -280,7 +288,7 @@ async def test_the_clock_gives_up_the_silent_and_then_waits_for_events() -> None
 async def test_a_clock_that_cannot_save_fails_loudly() -> None:
     store = FullStore.in_memory()
     driver = new_driver(store)
-    attach(driver, A)
+    await attach(driver, A)
     store.is_full = True
     with pytest.raises(SystemRefusedError):
         await driver.run_clock()
@@ -299,7 +307,7 @@ async def test_the_loops_clock_goes_on_from_where_it_was_saved() -> None:
 
 
 async def test_a_recovered_driver_goes_on_where_the_one_before_died() -> None:
-    driver, session_a, _ = opened()
+    driver, session_a, _ = await opened()
     state = driver.store.load(RULES, RUN)
     recovered = Driver(state=state, store=driver.store, clock=HandClock())
     assert replace(recovered.state, members={}) == replace(driver.state, members={})

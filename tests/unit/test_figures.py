@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.figures import Stack, nice_ceiling, stacked_bars
+from benchmarks.figures import Point, Stack, nice_ceiling, scattered, stacked_bars
 from benchmarks.island_memory import drawn as drawn_memory
 from benchmarks.island_memory import rows_of
 
@@ -68,3 +68,35 @@ def test_the_figure_in_the_docs_is_drawn_from_the_results_beside_it() -> None:
 def test_bars_that_cannot_be_drawn_are_refused(parts: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match=re.compile("each bar needs 2 parts|below zero")):
         drawn(Stack(group="g", label="l", parts=parts))
+
+
+def point(**changed: float) -> Point:
+    given = {"x": 10.0, "y": 2.0, "low": 1.0, "high": 3.0} | changed
+    return Point(series="int4", label=f"at {given['x']:g}", **given)
+
+
+def marks_of(*points: Point) -> list[tuple[float, float]]:
+    figure = ElementTree.fromstring(
+        scattered(title="loss", across="times fewer bytes", upward="%", points=points)
+    )
+    return [
+        (float(c.get("cx", "nan")), float(c.get("cy", "nan"))) for c in figure.iter(f"{SVG}circle")
+    ]
+
+
+def test_ten_times_as_much_is_always_as_far_along_and_more_is_higher_up() -> None:
+    (x1, _), (x2, low), (x3, high) = marks_of(
+        point(x=1.0), point(x=10.0, y=1.0, low=1.0), point(x=100.0, y=3.0)
+    )
+    assert x2 - x1 == pytest.approx(x3 - x2, abs=0.2)
+    assert high < low  # SVG counts from the top
+
+
+def test_a_point_below_zero_has_room() -> None:
+    (_, y), (_, below) = marks_of(point(), point(y=-1.0, low=-2.0))
+    assert y < below < 380 - 56  # the axis
+
+
+def test_a_logarithmic_axis_refuses_zero() -> None:
+    with pytest.raises(ValueError, match="at or below zero"):
+        marks_of(point(x=0.0))

@@ -1,8 +1,13 @@
 """What a link carries, as its transfers show it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 
 from node.exchange.transport.link_rates import LEAST_BYTES, LinkMeter
+from node.exchange.transport.tally import Tally
+from protocol.wire_count import WireCounts
 
 MB = 1_000_000
 
@@ -89,3 +94,22 @@ def test_a_transfer_of_any_number_of_parts_takes_little_memory() -> None:
     assert len(meter._points) <= 512
     meter.end(10_000.0)
     assert meter.bytes_per_second == pytest.approx(10 * MB)
+
+
+def test_a_body_on_its_way_is_told_of_in_both_directions_and_when_it_breaks_off() -> None:
+    told: list[str] = []
+
+    @contextmanager
+    def moving() -> Iterator[None]:
+        told.append("moves")
+        try:
+            yield
+        finally:
+            told.append("ends")
+
+    tally = Tally(WireCounts(), while_moving=moving)
+    with tally.sending():
+        assert told == ["moves"]
+    with pytest.raises(ConnectionError), tally.receiving():
+        raise ConnectionError
+    assert told == ["moves", "ends"] * 2

@@ -35,6 +35,13 @@ def test_a_rate_is_read_in_bits_or_in_bytes(rate: str, bytes_per_second: float |
     assert settings.max_upload_bytes_per_second == bytes_per_second
 
 
+def test_an_address_of_metrics_is_checked_before_anything_starts(tmp_path: Path) -> None:
+    write_settings(tmp_path, name="node")
+    assert load_settings(tmp_path, metrics="[::1]:9101").metrics == "[::1]:9101"
+    with pytest.raises(UsageError, match=r"write HOST:PORT, as 127\.0\.0\.1:9101"):
+        load_settings(tmp_path, metrics="everywhere")
+
+
 @pytest.mark.parametrize(
     "rate", ["10mb", "10", "fast", "-1mbit", "1e3kbit", "10MB", "1,5MB/s", "9" * 400 + "bit"]
 )

@@ -1,9 +1,12 @@
 """The round in flight on disk: after every step a restart finds it as it was."""
 
+import pytest
 from swarm_scene import TOKENS, Scene, digest_of
 
+from coordinator.round_rows import PACKED_FROM, packed, unpacked
 from coordinator.store import Store
 from coordinator.swarm.events import Event
+from protocol.errors import BadDataError
 
 RESULT, OTHER = digest_of("result"), digest_of("other")
 
@@ -37,7 +40,7 @@ def test_a_round_comes_back_as_it_was_after_every_report_and_takeover() -> None:
     scene.hold("node-a", 0, OTHER)
     scene.leave("node-b")  # what was held of its slice is forgotten
     assert scene.round.slices[1].attempt == 1
-    assert not scene.round.slices[1].holders
+    assert all(1 not in results for results in scene.round.held.values())
     scene.reduce("node-a", 1, OTHER, {"node-a": TOKENS, "node-c": TOKENS})
     for index in (0, 2):
         scene.reduce(str(scene.round.slices[index].slice.reducer_id), index, RESULT)
@@ -63,3 +66,29 @@ def test_a_report_writes_only_its_own_rows() -> None:
     assert scene.num_statements[-1] == 2  # the slice, and that its reducer holds it
     scene.hold("node-5", 3, RESULT)
     assert scene.num_statements[-1] == 1
+
+
+def test_what_nodes_held_is_read_from_a_database_that_has_a_row_for_each_slice() -> None:
+    scene = SavedScene(min_nodes=3)
+    scene.attach("node-a", "node-b", "node-c")
+    scene.hold("node-a", 0, RESULT)
+    scene.hold("node-a", 2, OTHER)
+    connection = scene.store._database._connection
+    connection.execute("DELETE FROM round_parts WHERE kind = 'held'")
+    connection.executemany(
+        "INSERT INTO round_parts VALUES ('holder', ?, 'node-a', ?)",
+        [(0, RESULT.hex()), (2, OTHER.hex())],
+    )
+    loaded = scene.store.load(scene.state.rules, scene.state.run_digest)
+    assert loaded.open_round is not None
+    assert loaded.open_round.held == scene.round.held == {"node-a": {0: RESULT, 2: OTHER}}
+
+
+def test_long_rows_are_deflated_and_damage_to_them_is_said() -> None:
+    text = "node-a " * PACKED_FROM
+    written = packed(text)
+    assert isinstance(written, bytes) and len(written) < len(text) / 10
+    assert unpacked(written) == text
+    assert unpacked(packed("short")) == packed("short") == "short"
+    with pytest.raises(BadDataError, match="a row of the database is damaged"):
+        unpacked(written[:-9])

@@ -6,7 +6,14 @@ import pytest
 from rich.console import Console
 
 from protocol.errors import NotPermittedError, UnavailableError
-from protocol.status_view import device_in_words, render, summary_line
+from protocol.status_view import (
+    device_in_words,
+    memory_in_words,
+    mfu_in_words,
+    render,
+    summary_line,
+    time_in_words,
+)
 from protocol.v1 import session_pb2, status_pb2
 from protocol.watch import LineScreen, watch
 
@@ -207,6 +214,32 @@ def test_the_picture_tells_what_links_carry_and_what_was_saved(three_nodes):
     assert "rates node-2 11.8 MB/s up, ? down" in words
     assert "node-3 1" not in words
     assert "4.0 MB sent by all, 200 times less than a ring all-reduce in fp32" in words
+
+
+def test_people_see_where_the_time_of_rounds_went_and_what_was_not_measured():
+    one, two = a_node("node-1"), a_node("node-2")
+    for node, compute in ((one, 0.5), (two, 0.7)):
+        made = node.heartbeat.utilisation
+        made.compute_share, made.publish_share, made.adopt_share = compute, 0.01, 0.02
+        made.exchange_share, made.waiting_share = 0.07, 0.2
+        made.peak_memory_bytes = 3_000_000
+    assert "60% compute, 10% exchange, 20% waiting; local not measured on 2 of 2" in " ".join(
+        drawn(a_status(one, two)).split()
+    )
+    one.heartbeat.utilisation.local_communication_share = 0.2
+    assert time_in_words(one) == "50% compute, 20% local, 10% exchange, 20% waiting"
+    assert time_in_words(two) == "70% compute, local not measured, 10% exchange, 20% waiting"
+    assert "10% local" in drawn(a_status(one, two))
+    two.heartbeat.utilisation.local_communication_share = 0.0  # it has one rank
+    picture = drawn(a_status(one, two))
+    assert "not measured" not in picture
+    assert max(map(len, picture.splitlines())) <= 80
+    two.heartbeat.utilisation.mfu, two.heartbeat.utilisation.is_peak_measured = 0.4, True
+    assert (mfu_in_words(one), mfu_in_words(two)) == ("-", "40.0% of a measured peak")
+    assert memory_in_words(one) == "3.0 MB"
+    gone = a_node("node-3", status_pb2.NODE_STATE_LOST)
+    gone.heartbeat.CopyFrom(two.heartbeat)
+    assert (time_in_words(gone), mfu_in_words(gone)) == ("-", "-")
 
 
 def test_people_see_how_much_of_the_time_is_spent_in_inner_steps():

@@ -17,33 +17,49 @@ from node.exchange.codecs.codec import (
     check_values,
     refuse_not_finite,
 )
-from node.exchange.codecs.tiles import ONE_THREAD, TILE_ELEMENTS, Tiles
+from node.exchange.codecs.compiled import bits_of, float_of, kernel, read_only
+from node.exchange.codecs.tiles import ONE_THREAD, Tiles
 from node.outer_state import Vector
 
 Halves = npt.NDArray[np.uint16]
 
-_EXPONENT = np.uint16(0x7F80)
-_LARGEST = np.uint32(0x7F7F)
+
+@kernel
+def to_bf16(value: np.float32) -> np.uint16:
+    """The pattern of a finite value."""
+    bits = bits_of(value)
+    # Half of the last place less one: ties go to even.
+    rounded = np.uint32(np.uint32(bits + (bits >> 16 & 1) + 0x7FFF) >> 16)
+    is_too_large = (
+        rounded & 0x7FFF == 0x7F80
+    )  # infinity's pattern is one above the largest number's
+    return np.uint16(rounded - np.uint32(is_too_large))
 
 
-def to_bf16(values: Vector) -> Halves:
-    """The patterns of finite values."""
-    bits = values.view(np.uint32)
-    rounded = bits >> np.uint32(16)
-    rounded &= np.uint32(1)
-    rounded += bits
-    rounded += np.uint32(0x7FFF)  # half of the last place less one: ties go to even
-    rounded >>= np.uint32(16)
-    is_too_large = (rounded & np.uint32(0x7FFF)) > _LARGEST
-    rounded -= is_too_large  # infinity's pattern is one above the largest number's
-    return rounded.astype(np.uint16)
+@kernel
+def from_bf16(half: np.uint16) -> np.float32:
+    """What a pattern means."""
+    return float_of(np.uint32(half) << 16)
 
 
-def from_bf16(halves: Halves) -> Vector:
-    """What patterns mean."""
-    bits = halves.astype(np.uint32)
-    bits <<= np.uint32(16)
-    return bits.view(np.float32)
+@kernel
+def _encode(values: Vector, halves: Halves) -> bool:
+    """Writes patterns; returns whether all values are finite."""
+    num_wrong = np.uint32(0)
+    for i in range(values.size):
+        num_wrong += np.uint32(bits_of(values[i]) & 0x7F80_0000 == 0x7F80_0000)
+        halves[i] = to_bf16(values[i])
+    return bool(num_wrong == 0)
+
+
+@kernel
+def _decode(halves: Halves, values: Vector) -> bool:
+    """Writes values; returns whether all are finite."""
+    num_wrong = np.uint32(0)
+    for i in range(values.size):
+        num_wrong += np.uint32(halves[i] & 0x7F80 == 0x7F80)
+        values[i] = from_bf16(halves[i])
+    return bool(num_wrong == 0)
 
 
 @dataclass(frozen=True)
@@ -61,28 +77,25 @@ class Bf16(FixedSize):
     def encode(self, values: Vector) -> bytes:
         """Body for finite values [n]; raises CodecError with the index of one that is not."""
         check_values(values)
+        values = read_only(values)
         halves: Halves = np.empty(values.size, dtype="<u2")
 
         def encode_run(first: int, past: int) -> None:
-            for start in range(first, past, TILE_ELEMENTS):
-                tile = values[start : min(start + TILE_ELEMENTS, past)]
-                refuse_not_finite(tile, start=start)
-                halves[start : start + tile.size] = to_bf16(tile)
+            if not _encode(values[first:past], halves[first:past]):
+                refuse_not_finite(values[first:past], start=first)
 
         self.tiles.each_run(values.size, encode_run)
         return halves.tobytes()
 
     def decode(self, body: bytes | memoryview, num_elements: int) -> Vector:
         """Values [num_elements]; raises CodecError for what is not finite."""
-        halves = check_body(body, codec=self, num_elements=num_elements).view("<u2")
+        raw = check_body(body, codec=self, num_elements=num_elements)
+        halves = read_only(np.require(raw.view("<u2"), requirements="A"))
         values = np.empty(num_elements, dtype=np.float32)
 
         def decode_run(first: int, past: int) -> None:
-            for start in range(first, past, TILE_ELEMENTS):
-                tile = halves[start : min(start + TILE_ELEMENTS, past)]
-                if ((tile & _EXPONENT) == _EXPONENT).any():
-                    raise CodecError("infinity and NaN are no codes of bf16/1")
-                values[start : start + tile.size] = from_bf16(tile)
+            if not _decode(halves[first:past], values[first:past]):
+                raise CodecError("infinity and NaN are no codes of bf16/1")
 
         self.tiles.each_run(num_elements, decode_run)
         return values

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from node.exchange.codecs.codec import (
     Bytes,
@@ -37,10 +38,19 @@ from node.exchange.codecs.codec import (
     check_values,
     refuse_not_finite,
 )
-from node.exchange.codecs.nibbles import count_bytes, pack_nibbles, pairs_of_nibbles, unpack_nibbles
-from node.exchange.codecs.tiles import ONE_THREAD, TILE_ELEMENTS, Tiles
+from node.exchange.codecs.compiled import ALL_RIGHT, TO_WHOLE, float_of, kernel, read_only
+from node.exchange.codecs.nibbles import Codes, pack_nibbles, unpack_nibbles
+from node.exchange.codecs.tiles import ONE_THREAD, Tiles
 from node.outer_state import Vector
 from protocol.rounds import BLOCK
+
+Blocks = npt.NDArray[np.float32]
+"""Values [blocks, 256]."""
+
+_INFINITY = np.float32(np.inf)
+_MAGNITUDE = np.int32(0x7FFF_FFFF)
+FORBIDDEN, NOT_ZERO = 1, 2
+"""What a kernel found: a code that is none, or codes of a block with scale 0 that are not 0."""
 
 
 def largest_scale(top: np.float32) -> np.float32:
@@ -57,17 +67,74 @@ def num_blocks(num_elements: int) -> int:
     return -(-num_elements // BLOCK)
 
 
+@kernel
+def peak_of(row: Vector) -> np.float32:
+    """The largest magnitude; infinity and NaN are the largest of all.
+
+    Magnitudes are ordered like their bits read as integers, which are compared faster.
+    """
+    bits = row.view(np.int32)
+    peak = np.int32(0)
+    for i in range(bits.size):
+        peak = max(peak, np.int32(bits[i] & _MAGNITUDE))
+    return float_of(np.uint32(peak))
+
+
+@kernel
+def scales_of(
+    blocks: Blocks,
+    scales: Vector,
+    top: np.float32,
+    smallest_peak: np.float32,
+    largest_scale: np.float32,
+) -> int:
+    """Writes the scale of each block; returns the first block that is not finite, or ALL_RIGHT."""
+    for b in range(blocks.shape[0]):
+        peak = peak_of(blocks[b])
+        if not peak < _INFINITY:
+            return b
+        scales[b] = min(peak / top, largest_scale) if peak >= smallest_peak else np.float32(0)
+    return ALL_RIGHT
+
+
+@kernel
+def divisor_of(scale: np.float32) -> np.float32:
+    """What values are divided by: infinity for a scale of 0, which gives codes 0."""
+    return scale if scale > 0 else _INFINITY
+
+
+@kernel
+def whole_codes(row: Vector, divisor: np.float32, codes: Codes) -> None:
+    """Writes value / divisor to the nearest integer, ties to even."""
+    for i in range(row.size):
+        codes[i] = np.int8(np.int32(((row[i] / divisor) + TO_WHOLE) - TO_WHOLE))
+
+
+@kernel
+def has_codes(scale: np.float32, packed: Bytes, zero: int) -> bool:
+    """Whether a block with scale 0 has a byte that does not mean 0."""
+    if scale > 0:
+        return False
+    num_others = 0
+    for i in range(packed.size):
+        num_others += int(packed[i] != zero)
+    return num_others > 0
+
+
 @dataclass(frozen=True)
 class Blockwise(FixedSize):
-    """Scales, tiles and checks; the subclasses say what codes are and how they lie in bytes."""
+    """Scales, threads and checks; the subclasses say what codes are and how they lie in bytes."""
 
     tiles: Tiles = ONE_THREAD
 
     name: ClassVar[str]
     top: ClassVar[np.float32]  # the largest code's value
+    codes_in_byte: ClassVar[int]
+    zero_byte: ClassVar[int]  # of codes that are 0
     smallest_peak: ClassVar[np.float32] = np.float32(2.0**-118)
     largest_scale: ClassVar[np.float32]
     allowed_scale_bits: ClassVar[tuple[np.uint32, np.uint32]]
+    forbidden: ClassVar[str]  # what an error calls codes that are none
 
     def __init_subclass__(cls) -> None:
         """Derives the scales that an encoder can write."""
@@ -77,17 +144,19 @@ class Blockwise(FixedSize):
         lowest, highest = bounds.view(np.uint32)
         cls.allowed_scale_bits = (lowest, highest)
 
+    @staticmethod
     @abstractmethod
+    def encode_blocks(blocks: Blocks, scales: Vector, packed: Bytes) -> None:
+        """Writes finite values [blocks, 256] as codes [blocks, bytes], by their scales."""
+
+    @staticmethod
+    @abstractmethod
+    def decode_blocks(packed: Bytes, scales: Vector, blocks: Blocks) -> int:
+        """Writes what codes mean; returns ALL_RIGHT, FORBIDDEN or NOT_ZERO."""
+
     def code_bytes(self, num_elements: int) -> int:
         """Bytes that the codes take."""
-
-    @abstractmethod
-    def pack(self, quotients: Vector, packed: Bytes) -> None:
-        """Writes values [n] within [-top, top] as codes [code_bytes(n)]; may overwrite them."""
-
-    @abstractmethod
-    def unpack(self, packed: Bytes, quotients: Vector) -> None:
-        """Writes what codes [code_bytes(n)] mean [n]; raises CodecError for a forbidden one."""
+        return -(-num_elements // self.codes_in_byte)
 
     def encoded_bytes(self, num_elements: int) -> int:
         """Exact size of the body."""
@@ -97,73 +166,70 @@ class Blockwise(FixedSize):
     def encode(self, values: Vector) -> bytes:
         """Body for finite fp32 values [n]; raises CodecError with the index of one that is not."""
         check_values(values)
-        blocks_in_all = num_blocks(values.size)
+        values = read_only(values)
         body: Bytes = np.empty(self.encoded_bytes(values.size), dtype=np.uint8)
-        scales = body[: 4 * blocks_in_all].view("<f4")  # [blocks]
-        packed = body[4 * blocks_in_all :]
+        scales = body[: 4 * num_blocks(values.size)].view("<f4")  # [blocks]
+        packed = body[scales.nbytes :]
 
         def encode_run(first: int, past: int) -> None:
-            scratch = np.empty(min(TILE_ELEMENTS, BLOCK * num_blocks(past - first)), np.float32)
-            for start in range(first, past, TILE_ELEMENTS):
-                tile = values[start : min(start + TILE_ELEMENTS, past)]
-                self._encode_tile(
-                    tile,
-                    start,
-                    scales[start // BLOCK :],
-                    packed[self.code_bytes(start) : self.code_bytes(start + tile.size)],
-                    scratch,
-                )
+            whole = past - past % BLOCK
+            if whole > first:
+                blocks = values[first:whole].reshape(-1, BLOCK)
+                codes = packed[self.code_bytes(first) : self.code_bytes(whole)]
+                self._encode_whole(blocks, scales[first // BLOCK : whole // BLOCK], codes, first)
+            if past > whole:  # zeros at the end leave a short block's peak
+                padded = np.zeros(BLOCK, dtype=np.float32)
+                padded[: past - whole] = values[whole:past]
+                codes = np.empty(self.code_bytes(BLOCK), dtype=np.uint8)
+                self._encode_whole(read_only(padded).reshape(1, -1), scales[-1:], codes, whole)
+                packed[self.code_bytes(whole) :] = codes[: self.code_bytes(past - whole)]
+                if past % self.codes_in_byte:
+                    packed[-1] &= 0x0F  # the padding
 
         self.tiles.each_run(values.size, encode_run)
         return body.tobytes()
 
-    def _encode_tile(
-        self, tile: Vector, start: int, scales: Vector, packed: Bytes, scratch: Vector
-    ) -> None:
-        blocks = _in_blocks(tile)  # [b, 256]
-        quotients = scratch[: blocks.size].reshape(blocks.shape)
-        np.abs(blocks, out=quotients)
-        # Magnitudes are ordered like their bits, which are compared faster: numpy's maximum of
-        # floats looks for NaN. Infinity and NaN are the largest.
-        peaks = quotients.view(np.int32).max(axis=1).view(np.float32)  # [b]
-        if not np.isfinite(peaks).all():
-            refuse_not_finite(tile, start=start)
-        tile_scales = np.minimum(peaks / self.top, self.largest_scale)
-        tile_scales[peaks < self.smallest_peak] = 0
-        scales[: len(blocks)] = tile_scales
-        # Dividing by infinity gives the zero codes of a zero block without a branch.
-        tile_scales[tile_scales == 0] = np.inf
-        # Within [-top, top] but for rounding: a scale is at most two roundings too small.
-        np.divide(blocks, tile_scales[:, None], out=quotients)
-        self.pack(quotients.reshape(-1)[: tile.size], packed)
+    def _encode_whole(self, blocks: Blocks, scales: Vector, codes: Bytes, start: int) -> None:
+        wrong = scales_of(blocks, scales, self.top, self.smallest_peak, self.largest_scale)
+        if wrong != ALL_RIGHT:
+            refuse_not_finite(blocks[wrong], start=start + wrong * BLOCK)
+        self.encode_blocks(blocks, scales, codes.reshape(len(blocks), -1))
 
     def decode(self, body: bytes | memoryview, num_elements: int) -> Vector:
         """Values [num_elements]; raises CodecError for a body with two meanings or none."""
         raw = check_body(body, codec=self, num_elements=num_elements)
         blocks_in_all = num_blocks(num_elements)
         packed = raw[4 * blocks_in_all :]
-        scales = raw[: 4 * blocks_in_all].view("<f4").astype(np.float32)  # [blocks]
+        scales = read_only(raw[: 4 * blocks_in_all].view("<f4").astype(np.float32))  # [blocks]
         self._check_scales(scales)
-        values = np.empty(blocks_in_all * BLOCK, dtype=np.float32)
+        values = np.empty(num_elements, dtype=np.float32)
 
         def decode_run(first: int, past: int) -> None:
-            for start in range(first, past, TILE_ELEMENTS):
-                end = min(start + TILE_ELEMENTS, past)
-                blocks = slice(start // BLOCK, num_blocks(end))
-                tile = values[start : blocks.stop * BLOCK]
-                self.unpack(
-                    packed[self.code_bytes(start) : self.code_bytes(end)], tile[: end - start]
-                )
-                tile[end - start :] = 0
-                tile_blocks, tile_scales = tile.reshape(-1, BLOCK), scales[blocks]
-                if tile_blocks[tile_scales == 0].any():
-                    raise CodecError(
-                        f"an {self.name} block with scale 0 holds codes that are not 0"
-                    )
-                np.multiply(tile_blocks, tile_scales[:, None], out=tile_blocks)
+            whole = past - past % BLOCK
+            if whole > first:
+                codes = packed[self.code_bytes(first) : self.code_bytes(whole)]
+                blocks = values[first:whole].reshape(-1, BLOCK)
+                self._decode_whole(codes, scales[first // BLOCK : whole // BLOCK], blocks)
+            if past > whole:
+                codes = np.full(self.code_bytes(BLOCK), self.zero_byte, dtype=np.uint8)
+                codes[: self.code_bytes(past - whole)] = packed[self.code_bytes(whole) :]
+                if past % self.codes_in_byte:
+                    if packed[-1] >> 4:
+                        raise CodecError(f"the padding of {self.name} is not 0")
+                    codes[self.code_bytes(past - whole) - 1] |= self.zero_byte & 0xF0
+                padded = np.empty((1, BLOCK), dtype=np.float32)
+                self._decode_whole(read_only(codes), scales[-1:], padded)
+                values[whole:] = padded[0, : past - whole]
 
         self.tiles.each_run(num_elements, decode_run)
-        return values[:num_elements]
+        return values
+
+    def _decode_whole(self, codes: Bytes, scales: Vector, blocks: Blocks) -> None:
+        match self.decode_blocks(codes.reshape(len(blocks), -1), scales, blocks):
+            case 1:
+                raise CodecError(f"{self.forbidden} of {self.name}")
+            case 2:
+                raise CodecError(f"an {self.name} block with scale 0 holds codes that are not 0")
 
     def _check_scales(self, scales: Vector) -> None:
         bits = scales.view(np.uint32)
@@ -174,13 +240,26 @@ class Blockwise(FixedSize):
             raise CodecError(f"scale {scales[block]} of block {block} is none that {self.name} has")
 
 
-def _in_blocks(tile: Vector) -> Vector:
-    """The tile as [blocks, 256]; a short last block is filled with zeros, which leave its peak."""
-    if tile.size % BLOCK == 0:
-        return tile.reshape(-1, BLOCK)
-    blocks = np.zeros((num_blocks(tile.size), BLOCK), dtype=np.float32)
-    blocks.reshape(-1)[: tile.size] = tile
-    return blocks
+@kernel
+def _encode_int8(blocks: Blocks, scales: Vector, packed: Bytes) -> None:
+    for b in range(blocks.shape[0]):
+        whole_codes(blocks[b], divisor_of(scales[b]), packed[b].view(np.int8))
+
+
+@kernel
+def _decode_int8(packed: Bytes, scales: Vector, blocks: Blocks) -> int:
+    for b in range(blocks.shape[0]):
+        codes, scale, row = packed[b].view(np.int8), scales[b], blocks[b]
+        least = np.int8(0)
+        for i in range(BLOCK):
+            least = min(least, codes[i])
+        if least == -128:
+            return FORBIDDEN
+        if has_codes(scale, packed[b], 0):
+            return NOT_ZERO
+        for i in range(BLOCK):
+            row[i] = np.float32(codes[i]) * scale
+    return ALL_RIGHT
 
 
 @dataclass(frozen=True)
@@ -189,25 +268,33 @@ class Int8(Blockwise):
 
     name = "int8/1"
     top = np.float32(127)
-
-    def code_bytes(self, num_elements: int) -> int:
-        """One each."""
-        return num_elements
-
-    def pack(self, quotients: Vector, packed: Bytes) -> None:
-        """See Blockwise."""
-        np.rint(quotients, out=quotients)
-        np.copyto(packed.view(np.int8), quotients, casting="unsafe")
-
-    def unpack(self, packed: Bytes, quotients: Vector) -> None:
-        """See Blockwise."""
-        codes = packed.view(np.int8)
-        if codes.min() == -128:
-            raise CodecError("-128 is no code of int8/1")
-        np.copyto(quotients, codes)
+    codes_in_byte = 1
+    zero_byte = 0
+    forbidden = "-128 is no code"
+    encode_blocks = staticmethod(_encode_int8)
+    decode_blocks = staticmethod(_decode_int8)
 
 
-_INT4_PAIRS = pairs_of_nibbles(np.arange(8, dtype=np.float32))
+@kernel
+def _encode_int4(blocks: Blocks, scales: Vector, packed: Bytes) -> None:
+    codes = np.empty(BLOCK, dtype=np.int8)
+    for b in range(blocks.shape[0]):
+        whole_codes(blocks[b], divisor_of(scales[b]), codes)
+        pack_nibbles(codes, packed[b])
+
+
+@kernel
+def _decode_int4(packed: Bytes, scales: Vector, blocks: Blocks) -> int:
+    codes = np.empty(BLOCK, dtype=np.int8)
+    for b in range(blocks.shape[0]):
+        scale, row = scales[b], blocks[b]
+        if not unpack_nibbles(packed[b], codes):
+            return FORBIDDEN
+        if has_codes(scale, packed[b], 0x88):
+            return NOT_ZERO
+        for i in range(BLOCK):
+            row[i] = np.float32(codes[i]) * scale
+    return ALL_RIGHT
 
 
 @dataclass(frozen=True)
@@ -216,16 +303,8 @@ class Int4(Blockwise):
 
     name = "int4/1"
     top = np.float32(7)
-
-    def code_bytes(self, num_elements: int) -> int:
-        """Half a byte each."""
-        return count_bytes(num_elements)
-
-    def pack(self, quotients: Vector, packed: Bytes) -> None:
-        """See Blockwise."""
-        np.rint(quotients, out=quotients)
-        pack_nibbles(quotients, packed)
-
-    def unpack(self, packed: Bytes, quotients: Vector) -> None:
-        """See Blockwise."""
-        unpack_nibbles(packed, quotients, _INT4_PAIRS, codec=self.name)
+    codes_in_byte = 2
+    zero_byte = 0x88
+    forbidden = "-8 is no code"
+    encode_blocks = staticmethod(_encode_int4)
+    decode_blocks = staticmethod(_decode_int4)

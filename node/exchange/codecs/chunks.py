@@ -3,13 +3,12 @@
 A scale for 256 values would cost them as much as a tenth of their body; for 4096 it is nothing.
 """
 
-from collections.abc import Iterator
-
 import numpy as np
 import numpy.typing as npt
 
-from node.exchange.codecs.codec import CodecError, refuse_not_finite
-from node.exchange.codecs.tiles import TILE_ELEMENTS
+from node.exchange.codecs.codec import CodecError
+from node.exchange.codecs.compiled import bits_of, kernel
+from node.exchange.codecs.sums import sum_of
 from node.outer_state import Vector
 
 CHUNK = 4096
@@ -18,6 +17,7 @@ SMALLEST = np.float32(2.0**-118)
 """What lies below becomes zero, so that no processor's handling of subnormal numbers shows."""
 
 LARGEST = np.finfo(np.float32).max
+INFINITY = np.float32(np.inf)
 
 
 def num_chunks(num_elements: int) -> int:
@@ -25,28 +25,19 @@ def num_chunks(num_elements: int) -> int:
     return -(-num_elements // CHUNK)
 
 
-def rows_of(values: Vector, first: int, past: int) -> Iterator[tuple[int, Vector]]:
-    """The chunks of values[first:past] as (place, rows [chunks, elements]), a tile at a time.
-
-    `first` begins a tile; the short chunk at the end comes as a row of its own.
-    """
-    for start in range(first, past, TILE_ELEMENTS):
-        end = min(start + TILE_ELEMENTS, past)
-        whole = start + (end - start) // CHUNK * CHUNK
-        if whole > start:
-            yield start, values[start:whole].reshape(-1, CHUNK)
-        if end > whole:
-            yield whole, values[whole:end].reshape(1, -1)
-
-
-def mean_magnitudes(magnitudes: Vector, rows: Vector, start: int) -> Vector:
-    """The mean of each row of magnitudes [chunks, elements]; refuses rows that are not finite."""
-    with np.errstate(over="ignore"):
-        means: Vector = magnitudes.sum(axis=1) / np.float32(magnitudes.shape[1])
-    if not np.isfinite(means).all():
-        refuse_not_finite(rows.reshape(-1), start=start)
-        means = magnitudes.mean(axis=1, dtype=np.float64).astype(np.float32)
-    return means
+@kernel
+def mean_magnitude(chunk: Vector, scratch: Vector) -> np.float32:
+    """The mean of magnitudes; infinity or NaN only if a value is. Overwrites scratch [4096]."""
+    magnitudes = scratch[: chunk.size]
+    for i in range(chunk.size):
+        magnitudes[i] = abs(chunk[i])
+    mean = sum_of(magnitudes) / np.float32(chunk.size)
+    if bits_of(mean) >= 0x7F80_0000:  # the sum may have overflowed
+        total = 0.0
+        for i in range(chunk.size):
+            total += np.float64(magnitudes[i])
+        mean = np.float32(total / chunk.size)
+    return np.float32(mean)
 
 
 def check_scales(scales: Vector, *, codec: str, smallest: np.float32, largest: np.float32) -> None:

@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from node.exchange.codecs.compiled import ALL_RIGHT, kernel, read_only
 from node.outer_state import Vector
 
 Bytes = npt.NDArray[np.uint8]
@@ -88,17 +89,33 @@ def check_body(body: bytes | memoryview, *, codec: Codec, num_elements: int) -> 
             f"{'at most ' if not isinstance(codec, FixedSize) else ''}"
             f"{codec.most_bytes(num_elements)} here"
         )
+    raw.flags.writeable = False  # like bytes, also when it lies in memory that is not
     return raw
 
 
-def refuse_not_finite(tile: Vector, *, start: int) -> None:
-    """Raises CodecError with the index of the first value of `tile` that is not finite.
+@kernel
+def first_not_finite(values: Vector) -> int:
+    """The index of the first value that is infinity or NaN, or ALL_RIGHT."""
+    bits = values.view(np.uint32)
+    for start in range(0, bits.size, 1024):
+        part = bits[start : start + 1024]
+        largest = np.uint32(0)
+        for i in range(part.size):
+            largest = max(largest, np.uint32(part[i] & 0x7FFF_FFFF))
+        if largest >= 0x7F80_0000:
+            for i in range(part.size):
+                if part[i] & 0x7FFF_FFFF >= 0x7F80_0000:
+                    return start + i
+    return ALL_RIGHT
 
-    `start` is the tile's place in the slice.
+
+def refuse_not_finite(values: Vector, *, start: int) -> None:
+    """Raises CodecError with the index of the first of these values that is not finite.
+
+    `start` is their place in the slice.
     """
-    is_finite = np.isfinite(tile)
-    if not is_finite.all():
-        first = int(np.argmin(is_finite))
+    first = first_not_finite(read_only(values))
+    if first != ALL_RIGHT:
         raise CodecError(
-            f"value {start + first} of the slice is {tile[first]}, which no codec carries"
+            f"value {start + first} of the slice is {values[first]}, which no codec carries"
         )

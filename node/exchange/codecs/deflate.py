@@ -4,7 +4,8 @@ Codes of a quantiser are noise with uneven frequencies: there are no repetitions
 or more codes share a byte, so that whole bits cost little. docs/performance.md compares it with
 zstd and with the entropy; it comes with Python, and its format is fixed for ever.
 
-The bytes that an encoder writes may differ between builds of zlib. What they mean does not.
+Streams are written by a kernel (huffman.py), and read by zlib, which has met every kind of malformed
+stream. Another encoder may write other bytes; what they mean is the same.
 """
 
 import struct
@@ -13,11 +14,10 @@ import zlib
 import numpy as np
 
 from node.exchange.codecs.codec import Bytes, CodecError
+from node.exchange.codecs.compiled import read_only
+from node.exchange.codecs.huffman import huffman_coded
 
 _RAW = -15  # a window of 32 KiB, without zlib's header and checksum: payloads have a digest
-_MEMORY = 9  # blocks, each with its Huffman code, of 32 Ki bytes
-
-
 _STORED_BLOCK = 65535
 _BLOCK_HEAD = 5
 
@@ -29,13 +29,12 @@ def most_stream_bytes(num_bytes: int) -> int:
 
 def deflated(plain: Bytes) -> bytes:
     """A raw deflate stream of these bytes, one at least."""
-    deflater = zlib.compressobj(1, zlib.DEFLATED, _RAW, _MEMORY, zlib.Z_HUFFMAN_ONLY)
-    stream = deflater.compress(plain.data) + deflater.flush()
-    return stream if len(stream) <= most_stream_bytes(plain.size) else _stored(plain)
+    stream = huffman_coded(read_only(plain))
+    return stream.tobytes() if stream.size <= most_stream_bytes(plain.size) else _stored(plain)
 
 
 def _stored(plain: Bytes) -> bytes:
-    """The stream that stores them (RFC 1951, section 3.2.4); zlib may need a few bytes more."""
+    """The stream that stores them (RFC 1951, section 3.2.4), where codes need more."""
     parts = []
     for start in range(0, plain.size, _STORED_BLOCK):
         block = plain[start : start + _STORED_BLOCK]

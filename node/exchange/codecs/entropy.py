@@ -25,14 +25,14 @@ from typing import ClassVar
 
 import numpy as np
 
-from node.exchange.codecs.blockwise import largest_scale
+from node.exchange.codecs.blockwise import divisor_of, largest_scale, peak_of, whole_codes
 from node.exchange.codecs.chunks import (
     CHUNK,
+    INFINITY,
     SMALLEST,
     check_scales,
-    mean_magnitudes,
+    mean_magnitude,
     num_chunks,
-    rows_of,
 )
 from node.exchange.codecs.codec import (
     Bytes,
@@ -40,16 +40,54 @@ from node.exchange.codecs.codec import (
     check_body,
     check_num_elements,
     check_values,
+    refuse_not_finite,
 )
+from node.exchange.codecs.compiled import ALL_RIGHT, kernel, read_only
 from node.exchange.codecs.deflate import deflated, inflated, most_stream_bytes
-from node.exchange.codecs.nibbles import (
-    count_bytes,
-    pack_nibbles,
-    pairs_of_nibbles,
-    unpack_nibbles,
-)
+from node.exchange.codecs.nibbles import Codes, count_bytes, pack_nibbles, unpack_nibbles
 from node.exchange.codecs.tiles import ONE_THREAD, TILE_ELEMENTS, Tiles
 from node.outer_state import Vector
+
+
+@kernel
+def _quantise(
+    values: Vector,
+    steps: Vector,
+    codes: Codes,
+    coarseness: np.float32,
+    top: np.float32,
+    largest_step: np.float32,
+) -> int:
+    """Writes steps and codes; returns the place of a chunk that is not finite, or ALL_RIGHT."""
+    scratch = np.empty(CHUNK, dtype=np.float32)
+    for c in range(steps.size):
+        chunk = values[c * CHUNK : (c + 1) * CHUNK]
+        peak = peak_of(chunk)
+        if not peak < INFINITY:
+            return c * CHUNK
+        step = min(np.float32(mean_magnitude(chunk, scratch) * coarseness), peak)
+        step = min(max(step, np.float32(peak / top)), largest_step)
+        if peak < SMALLEST:
+            step = np.float32(0)
+        steps[c] = step
+        whole_codes(chunk, divisor_of(step), codes[c * CHUNK : (c + 1) * CHUNK])
+    return ALL_RIGHT
+
+
+@kernel
+def _multiply(codes: Codes, steps: Vector, shift: np.float32, values: Vector) -> bool:
+    """Writes what codes mean; returns whether chunks with step 0 have codes 0."""
+    for c in range(steps.size):
+        chunk, step = values[c * CHUNK : (c + 1) * CHUNK], steps[c]
+        of_chunk = codes[c * CHUNK : (c + 1) * CHUNK]
+        if step == 0 and of_chunk.any():
+            return False
+        for i in range(chunk.size):
+            code = np.float32(of_chunk[i])
+            towards_zero = -shift if code > 0 else shift
+            shifted = code + towards_zero if code != 0 else np.float32(0)
+            chunk[i] = shifted * step
+    return True
 
 
 @dataclass(frozen=True)
@@ -61,6 +99,7 @@ class EntropyCoded:
     name: ClassVar[str]
     top: ClassVar[np.float32]
     coarseness: ClassVar[np.float32]
+    shift: ClassVar[np.float32]
     largest_step: ClassVar[np.float32]
 
     def __init_subclass__(cls) -> None:
@@ -73,12 +112,12 @@ class EntropyCoded:
         """Bytes that codes take before they are deflated."""
 
     @abstractmethod
-    def pack(self, quotients: Vector, packed: Bytes) -> None:
-        """Writes whole numbers [n] within [-top, top] as codes [code_bytes(n)]."""
+    def pack(self, codes: Codes) -> Bytes:
+        """Codes [n] as bytes [code_bytes(n)]."""
 
     @abstractmethod
-    def unpack(self, packed: Bytes, quotients: Vector) -> None:
-        """Writes what codes [code_bytes(n)] mean, in steps [n]; raises CodecError for a forbidden one."""
+    def unpack(self, packed: Bytes, num_codes: int) -> Codes:
+        """The codes [num_codes] of bytes; raises CodecError for a forbidden one."""
 
     def most_bytes(self, num_elements: int) -> int:
         """The size of a body whose streams only store their codes."""
@@ -100,6 +139,7 @@ class EntropyCoded:
     def encode(self, values: Vector) -> bytes:
         """Body for finite values [n]; raises CodecError with the index of one that is not."""
         check_values(values)
+        values = read_only(values)
         steps = np.empty(num_chunks(values.size), dtype="<f4")
 
         def encode_run(first: int, past: int) -> list[bytes]:
@@ -113,31 +153,19 @@ class EntropyCoded:
         return b"".join([steps.tobytes(), sizes.tobytes(), *streams])
 
     def _encode_tile(self, tile: Vector, start: int, steps: Vector) -> bytes:
-        quotients = np.empty(tile.size, dtype=np.float32)
-        for place, rows in rows_of(tile, 0, tile.size):
-            magnitudes = quotients[place : place + rows.size].reshape(rows.shape)
-            np.abs(rows, out=magnitudes)
-            means = mean_magnitudes(magnitudes, rows, start + place)
-            peaks = magnitudes.view(np.int32).max(axis=1).view(np.float32)
-            with np.errstate(over="ignore"):
-                row_steps = np.minimum(means * self.coarseness, peaks)
-            np.maximum(row_steps, peaks / self.top, out=row_steps)
-            row_steps = np.minimum(row_steps, self.largest_step)
-            row_steps[peaks < SMALLEST] = 0
-            chunk = (start + place) // CHUNK
-            steps[chunk : chunk + len(rows)] = row_steps
-            row_steps[row_steps == 0] = np.inf  # which gives codes 0
-            np.divide(rows, row_steps[:, None], out=magnitudes)
-        np.rint(quotients, out=quotients)
-        packed: Bytes = np.empty(self.code_bytes(tile.size), dtype=np.uint8)
-        self.pack(quotients, packed)
-        return deflated(packed)
+        codes: Codes = np.empty(tile.size, dtype=np.int8)
+        first = start // CHUNK
+        of_tile = steps[first : first + num_chunks(tile.size)]
+        wrong = _quantise(tile, of_tile, codes, self.coarseness, self.top, self.largest_step)
+        if wrong != ALL_RIGHT:
+            refuse_not_finite(tile[wrong:], start=start + wrong)
+        return deflated(self.pack(codes))
 
     def decode(self, body: bytes | memoryview, num_elements: int) -> Vector:
         """Values [num_elements]; raises CodecError for what is no body, before it is allocated for."""
         raw = check_body(body, codec=self, num_elements=num_elements)
         head, of_steps = self._head_bytes(num_elements), 4 * num_chunks(num_elements)
-        steps = raw[:of_steps].view("<f4").astype(np.float32)
+        steps = read_only(raw[:of_steps].view("<f4").astype(np.float32))
         check_scales(
             steps, codec=self.name, smallest=SMALLEST / self.top, largest=self.largest_step
         )
@@ -151,15 +179,11 @@ class EntropyCoded:
                 tile = values[start : min(start + TILE_ELEMENTS, past)]
                 index = start // TILE_ELEMENTS
                 stream = raw[ends[index - 1] if index else head : ends[index]]
-                self.unpack(self._codes(stream, tile.size), tile)
-                for place, rows in rows_of(tile, 0, tile.size):
-                    chunk = (start + place) // CHUNK
-                    row_steps = steps[chunk : chunk + len(rows), None]
-                    if rows[row_steps[:, 0] == 0].any():
-                        raise CodecError(
-                            f"an {self.name} chunk with step 0 holds other codes than 0"
-                        )
-                    np.multiply(rows, row_steps, out=rows)
+                codes = read_only(self.unpack(self._codes(stream, tile.size), tile.size))
+                first_step = start // CHUNK
+                of_tile = steps[first_step : first_step + num_chunks(tile.size)]
+                if not _multiply(codes, of_tile, self.shift, tile):
+                    raise CodecError(f"an {self.name} chunk with step 0 holds other codes than 0")
 
         self.tiles.each_run(num_elements, decode_run)
         return values
@@ -172,11 +196,6 @@ class EntropyCoded:
         return codes
 
 
-def _shifted(top: int, shift: float) -> Vector:
-    """What the magnitudes 0 to top mean, in steps."""
-    return np.array([0, *(magnitude - shift for magnitude in range(1, top + 1))], dtype=np.float32)
-
-
 @dataclass(frozen=True)
 class Ec3(EntropyCoded):
     """About 3.1 bits per value, with half the error of 2 bits and as much as int4's."""
@@ -184,42 +203,50 @@ class Ec3(EntropyCoded):
     name = "ec3/1"
     top = np.float32(127)
     coarseness = np.float32(0.625)
+    shift = np.float32(1 / 32)
 
     def code_bytes(self, num_elements: int) -> int:
         """One each."""
         return num_elements
 
-    def pack(self, quotients: Vector, packed: Bytes) -> None:
+    def pack(self, codes: Codes) -> Bytes:
         """See EntropyCoded."""
-        np.copyto(packed.view(np.int8), quotients, casting="unsafe")
+        return codes.view(np.uint8)
 
-    def unpack(self, packed: Bytes, quotients: Vector) -> None:
+    def unpack(self, packed: Bytes, num_codes: int) -> Codes:
         """See EntropyCoded."""
-        if (packed == 128).any():
+        codes = packed.view(np.int8)
+        if codes.min() == -128:
             raise CodecError("-128 is no code of ec3/1")
-        np.take(_EC3_MEANINGS, packed, out=quotients, mode="clip")
-
-
-_EC3_MAGNITUDES = _shifted(127, 1 / 32)
-_EC3_MEANINGS = np.concatenate([_EC3_MAGNITUDES, [0], -_EC3_MAGNITUDES[:0:-1]]).astype(np.float32)
+        return codes
 
 
 class _EntropyCodedNibbles(EntropyCoded):
     """Two codes share a byte, so that Huffman's whole bits cost half as much."""
 
-    _pairs: ClassVar[np.ndarray]
-
     def code_bytes(self, num_elements: int) -> int:
         """Half a byte each."""
         return count_bytes(num_elements)
 
-    def pack(self, quotients: Vector, packed: Bytes) -> None:
+    def pack(self, codes: Codes) -> Bytes:
         """See EntropyCoded."""
-        pack_nibbles(quotients, packed)
+        packed: Bytes = np.empty(count_bytes(codes.size), dtype=np.uint8)
+        if codes.size % 2:
+            codes = np.append(codes, np.int8(-8))  # whose nibble is 0
+        pack_nibbles(codes, packed)
+        return packed
 
-    def unpack(self, packed: Bytes, quotients: Vector) -> None:
+    def unpack(self, packed: Bytes, num_codes: int) -> Codes:
         """See EntropyCoded."""
-        unpack_nibbles(packed, quotients, self._pairs, codec=self.name)
+        if num_codes % 2:
+            if packed[-1] >> 4:
+                raise CodecError(f"the padding of {self.name} is not 0")
+            packed = packed.copy()
+            packed[-1] |= 0x80  # any code in the padding's place
+        codes: Codes = np.empty(2 * packed.size, dtype=np.int8)
+        if not unpack_nibbles(read_only(packed), codes):
+            raise CodecError(f"-8 is no code of {self.name}")
+        return codes[:num_codes]
 
 
 @dataclass(frozen=True)
@@ -229,7 +256,7 @@ class Ec2(_EntropyCodedNibbles):
     name = "ec2/1"
     top = np.float32(7)
     coarseness = np.float32(1.25)
-    _pairs = pairs_of_nibbles(_shifted(7, 5 / 64))
+    shift = np.float32(5 / 64)
 
 
 @dataclass(frozen=True)
@@ -239,4 +266,4 @@ class Ec1(_EntropyCodedNibbles):
     name = "ec1/1"
     top = np.float32(7)
     coarseness = np.float32(3)
-    _pairs = pairs_of_nibbles(_shifted(7, 19 / 64))
+    shift = np.float32(19 / 64)

@@ -16,31 +16,65 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from node.exchange.codecs.blockwise import Blockwise
-from node.exchange.codecs.codec import Bytes, CodecError
-from node.exchange.codecs.nibbles import (
-    count_bytes,
-    pack_nibbles,
-    pairs_of_nibbles,
-    unpack_nibbles,
+from node.exchange.codecs.blockwise import (
+    FORBIDDEN,
+    NOT_ZERO,
+    Blocks,
+    Blockwise,
+    divisor_of,
+    has_codes,
 )
+from node.exchange.codecs.codec import Bytes
+from node.exchange.codecs.compiled import ALL_RIGHT, bits_of, float_of, kernel
+from node.exchange.codecs.nibbles import pack_nibbles, unpack_nibbles
 from node.outer_state import Vector
+from protocol.rounds import BLOCK
 
 _MAGNITUDE = np.uint32(0x7FFF_FFFF)
-
-
-def _fp8_meanings() -> Vector:
-    codes = np.arange(128)
-    exponents, mantissas = codes >> 3, codes & 7
-    magnitudes = np.where(
-        exponents == 0, mantissas * 2.0**-9, (1 + mantissas / 8) * 2.0 ** (exponents - 7)
-    )
-    return np.concatenate([magnitudes, -magnitudes]).astype(np.float32)
-
-
-_FP8_MEANINGS = _fp8_meanings()
 _FP8_SUBNORMAL = np.float32(2.0**14)
 """Added to a small magnitude, it rounds it to multiples of 2**-9, which are then its lowest bits."""
+_FP8_SUBNORMAL_BITS = _FP8_SUBNORMAL.view(np.uint32)
+_FP8_SMALLEST_NORMAL = np.float32(2.0**-6)
+_FP8_STEP = np.float32(2.0**-9)
+
+
+@kernel
+def _encode_fp8(blocks: Blocks, scales: Vector, packed: Bytes) -> None:
+    for b in range(blocks.shape[0]):
+        row, codes, divisor = blocks[b], packed[b], divisor_of(scales[b])
+        for i in range(BLOCK):
+            bits = bits_of(row[i] / divisor)
+            magnitude = np.uint32(bits & _MAGNITUDE)
+            # Half of the last place less one: ties go to even. From fp32's bias to ours.
+            rounded = np.uint32(magnitude + (magnitude >> 20 & 1) + 0x7FFFF)
+            normal = np.uint32((rounded >> 20) - (120 << 3))
+            quotient = float_of(magnitude)
+            small = np.uint32(bits_of(quotient + _FP8_SUBNORMAL) - _FP8_SUBNORMAL_BITS)
+            code = small if quotient < _FP8_SMALLEST_NORMAL else normal
+            sign = np.uint32(bits >> 24 & 0x80) if code else np.uint32(0)
+            codes[i] = np.uint8(code | sign)
+
+
+@kernel
+def _decode_fp8(packed: Bytes, scales: Vector, blocks: Blocks) -> int:
+    for b in range(blocks.shape[0]):
+        codes, scale, row = packed[b], scales[b], blocks[b]
+        num_wrong = np.int32(0)
+        for i in range(BLOCK):
+            is_nan = codes[i] & 0x7F == 0x7F
+            num_wrong += np.int32(is_nan | (codes[i] == 0x80))
+        if num_wrong:
+            return FORBIDDEN
+        if has_codes(scale, codes, 0):
+            return NOT_ZERO
+        for i in range(BLOCK):
+            magnitude = np.int32(codes[i] & 0x7F)
+            normal = float_of(np.uint32((magnitude << 20) + (120 << 23)))
+            small = np.float32(magnitude) * _FP8_STEP
+            quotient = small if magnitude < 8 else normal
+            sign = np.uint32(codes[i] & 0x80) << 24
+            row[i] = float_of(np.uint32(bits_of(quotient) | sign)) * scale
+    return ALL_RIGHT
 
 
 @dataclass(frozen=True)
@@ -50,40 +84,48 @@ class Fp8(Blockwise):
     name = "fp8/1"
     top = np.float32(448)
     smallest_peak = np.float32(2.0**-108)
-
-    def code_bytes(self, num_elements: int) -> int:
-        """One each."""
-        return num_elements
-
-    def pack(self, quotients: Vector, packed: Bytes) -> None:
-        """See Blockwise."""
-        bits = quotients.view(np.uint32)
-        signs = (bits >> np.uint32(24)) & np.uint32(0x80)
-        bits &= _MAGNITUDE
-        normal = bits >> np.uint32(20)
-        normal &= np.uint32(1)
-        normal += bits
-        normal += np.uint32(0x7FFFF)  # half of the last place less one: ties go to even
-        normal >>= np.uint32(20)
-        normal -= np.uint32(120 << 3)  # from fp32's bias to ours; garbage below the normal range
-        small = quotients + _FP8_SUBNORMAL
-        small_codes = small.view(np.uint32)
-        small_codes -= _FP8_SUBNORMAL.view(np.uint32)
-        codes = np.where(quotients < np.float32(2.0**-6), small_codes, normal)
-        signs[codes == 0] = 0
-        np.copyto(packed, codes | signs, casting="unsafe")
-
-    def unpack(self, packed: Bytes, quotients: Vector) -> None:
-        """See Blockwise."""
-        if (packed == 0x80).any() or ((packed & 0x7F) == 0x7F).any():
-            raise CodecError("minus zero and NaN are no codes of fp8/1")
-        np.take(_FP8_MEANINGS, packed, out=quotients, mode="clip")
+    codes_in_byte = 1
+    zero_byte = 0
+    forbidden = "minus zero and NaN are no codes"
+    encode_blocks = staticmethod(_encode_fp8)
+    decode_blocks = staticmethod(_decode_fp8)
 
 
-_FP4_PAIRS = pairs_of_nibbles(
-    np.array([0, *(2.0 ** (code - 7) for code in range(1, 8))], dtype=np.float32)
-)
 _HALF_OF_FP4_SMALLEST = np.float32(2.0**-7).view(np.uint32)
+
+
+@kernel
+def _encode_fp4(blocks: Blocks, scales: Vector, packed: Bytes) -> None:
+    codes = np.empty(BLOCK, dtype=np.int8)
+    for b in range(blocks.shape[0]):
+        row, divisor = blocks[b], divisor_of(scales[b])
+        for i in range(BLOCK):
+            bits = bits_of(row[i] / divisor)
+            magnitude = np.uint32(bits & _MAGNITUDE)
+            # From half of the smallest code on, nothing is zero; above, the exponent rounds at 1.5.
+            least = np.int32(magnitude >= _HALF_OF_FP4_SMALLEST)
+            rounded = np.int32((magnitude + (1 << 22) >> 23) - 120)
+            code = max(rounded, least)
+            codes[i] = np.int8(-code if bits >> 31 else code)
+        pack_nibbles(codes, packed[b])
+
+
+@kernel
+def _decode_fp4(packed: Bytes, scales: Vector, blocks: Blocks) -> int:
+    codes = np.empty(BLOCK, dtype=np.int8)
+    for b in range(blocks.shape[0]):
+        scale, row = scales[b], blocks[b]
+        if not unpack_nibbles(packed[b], codes):
+            return FORBIDDEN
+        if has_codes(scale, packed[b], 0x88):
+            return NOT_ZERO
+        for i in range(BLOCK):
+            code = np.int32(codes[i])
+            power = np.uint32((abs(code) + 120) << 23)  # 2**(|code| - 7)
+            sign = np.uint32(code) & 0x8000_0000
+            bits = np.uint32(power | sign) if code else np.uint32(0)
+            row[i] = float_of(bits) * scale
+    return ALL_RIGHT
 
 
 @dataclass(frozen=True)
@@ -92,27 +134,8 @@ class Fp4(Blockwise):
 
     name = "fp4/1"
     top = np.float32(1)
-
-    def code_bytes(self, num_elements: int) -> int:
-        """Half a byte each."""
-        return count_bytes(num_elements)
-
-    def pack(self, quotients: Vector, packed: Bytes) -> None:
-        """See Blockwise."""
-        bits = quotients.view(np.uint32)
-        signs = quotients.view(np.int32) >> np.int32(31)  # 0 or -1
-        bits &= _MAGNITUDE
-        # From half of the smallest code on, nothing is zero; above, the exponent rounds at 1.5.
-        is_some = bits >= _HALF_OF_FP4_SMALLEST
-        bits += np.uint32(1 << 22)
-        bits >>= np.uint32(23)
-        codes = bits.view(np.int32)
-        codes -= np.int32(120)
-        np.maximum(codes, is_some, out=codes)
-        codes ^= signs  # with the subtraction: the negative where the sign is -1
-        codes -= signs
-        pack_nibbles(codes, packed)
-
-    def unpack(self, packed: Bytes, quotients: Vector) -> None:
-        """See Blockwise."""
-        unpack_nibbles(packed, quotients, _FP4_PAIRS, codec=self.name)
+    codes_in_byte = 2
+    zero_byte = 0x88
+    forbidden = "-8 is no code"
+    encode_blocks = staticmethod(_encode_fp4)
+    decode_blocks = staticmethod(_decode_fp4)

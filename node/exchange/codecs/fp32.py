@@ -11,7 +11,7 @@ from node.exchange.codecs.codec import (
     check_values,
     refuse_not_finite,
 )
-from node.exchange.codecs.tiles import ONE_THREAD, TILE_ELEMENTS, Tiles
+from node.exchange.codecs.tiles import ONE_THREAD, Tiles
 from node.outer_state import Vector
 
 
@@ -41,8 +41,7 @@ class Fp32(FixedSize):
         return values
 
     def _check_finite(self, values: Vector) -> None:
-        def check(first: int, end: int) -> None:
-            for start in range(first, end, TILE_ELEMENTS):
-                refuse_not_finite(values[start : min(start + TILE_ELEMENTS, end)], start=start)
+        def check(first: int, past: int) -> None:
+            refuse_not_finite(values[first:past], start=first)
 
         self.tiles.each_run(values.size, check)

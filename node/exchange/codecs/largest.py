@@ -1,22 +1,26 @@
 """Choosing the k largest magnitudes of each chunk: exact, and the same on every machine.
 
 torch.topk and numpy's partition look at every value several times. Here one pass takes the maxima of
-512 groups of 8 values (or 1024 of 4); the k-th largest of these is a bound that at least k values of
-the chunk reach, and few more. Only those are sorted.
+512 groups of 8 values; a bound that at least k of them reach is reached by at least k values, and by
+few more. A bisection over so few maxima is quick, and so is another over those values, for the exact
+bound. All by their bits: magnitudes are ordered like these, and integers are compared faster.
 """
 
 import numpy as np
 import numpy.typing as npt
 
 from node.exchange.codecs.chunks import CHUNK
+from node.exchange.codecs.codec import Bytes
+from node.exchange.codecs.compiled import ALL_RIGHT, kernel
 from node.outer_state import Vector
 
-Places = npt.NDArray[np.int64]
+Places = npt.NDArray[np.int32]
+Magnitudes = npt.NDArray[np.int32]
+"""Patterns of magnitudes."""
 
-_FEW, _FEW_GROUPS, _MANY_GROUPS = 64, 512, 1024
-"""More groups for more chosen values: the bound is then closer, but the maxima to sort are more."""
-
-_MAGNITUDE = np.int64(0x7FFF_FFFF)
+_GROUPS = 512
+_MAGNITUDE = np.int32(0x7FFF_FFFF)
+_INFINITY = np.int32(0x7F80_0000)
 
 
 def num_chosen(num_elements: int, k: int) -> int:
@@ -24,30 +28,97 @@ def num_chosen(num_elements: int, k: int) -> int:
     return num_elements // CHUNK * k + -(-(num_elements % CHUNK) * k // CHUNK)
 
 
-def places_of_largest(magnitudes: Vector, k: int) -> Places:
-    """Places in the flat rows [chunks, n] of each row's k largest, rising; equal ones: the first."""
-    num_rows, width = magnitudes.shape
-    assert width == CHUNK or num_rows == 1, "only a slice's last chunk is short"
-    bits = magnitudes.view(np.int32)  # ordered like the numbers, and compared faster
-    if width == CHUNK:
-        num_groups = _FEW_GROUPS if k <= _FEW else _MANY_GROUPS
-        maxima = bits
-        while maxima.shape[1] > num_groups:
-            half = maxima.shape[1] // 2
-            maxima = np.maximum(maxima[:, :half], maxima[:, half:])
-        bounds = np.partition(maxima, num_groups - k, axis=1)[:, num_groups - k]
-        candidates: Places = np.flatnonzero(bits >= bounds[:, None])
-    else:
-        candidates = np.arange(bits.size)
-    rows = candidates >> 12 if width == CHUNK else np.zeros_like(candidates)
-    counts = np.bincount(rows, minlength=num_rows)
-    if (counts == k).all():
-        return candidates
-    # One key for each: its row, then the larger magnitude, then the lower place.
-    missing = _MAGNITUDE - bits.reshape(-1)[candidates]
-    keys = np.sort(rows << 43 | missing << 12 | candidates - rows * width)
-    ranks = np.arange(keys.size) - np.repeat(np.cumsum(counts) - counts, counts)
-    chosen = keys[ranks < k].reshape(num_rows, k)
-    places: Places = (chosen & (CHUNK - 1)) + np.arange(num_rows)[:, None] * width
-    places.sort(axis=1)
-    return places.reshape(-1)
+@kernel
+def _num_reaching(magnitudes: Magnitudes, bound: np.int32) -> int:
+    count = np.int32(0)
+    for i in range(magnitudes.size):
+        count += np.int32(magnitudes[i] >= bound)
+    return int(count)
+
+
+@kernel
+def _bound_of(magnitudes: Magnitudes, least: int, most: int) -> int:
+    """A bound that at least `least` of them reach and at most `most`, if there is one.
+
+    If equal ones stand in the way: the largest bound that at least `least` reach.
+    """
+    low, high = 0, 1 << 31  # at least `least` reach the first; fewer the second
+    while high - low > 1:
+        middle = (low + high) // 2
+        count = _num_reaching(magnitudes, np.int32(middle))
+        if count < least:
+            high = middle
+        else:
+            low = middle
+            if count <= most:
+                break
+    return low
+
+
+@kernel
+def _largest_of_chunk(
+    chunk: Vector, k: int, places: Places, magnitudes: Magnitudes, reaches: Bytes
+) -> bool:
+    """Writes the places [k] of the largest, rising; returns whether all values are finite.
+
+    Overwrites magnitudes [3, 4096] and reaches [4096].
+    """
+    n = chunk.size
+    of_chunk = magnitudes[0, :n]
+    candidates, of_candidates = magnitudes[1], magnitudes[2]
+    bits = chunk.view(np.int32)
+    for i in range(n):
+        of_chunk[i] = np.int32(bits[i] & _MAGNITUDE)
+    bound = 0
+    if n == CHUNK:
+        eighths = magnitudes[0].reshape(8, _GROUPS)
+        for g in range(_GROUPS):
+            candidates[g] = eighths[0, g]
+        for e in range(1, 8):
+            for g in range(_GROUPS):
+                candidates[g] = max(candidates[g], eighths[e, g])
+        bound = _bound_of(candidates[:_GROUPS], k, k + k // 8)
+    for i in range(n):
+        reaches[i] = np.uint8(of_chunk[i] >= bound)
+    reaches[n : n + -n % 8] = 0
+    eights = reaches.view(np.uint64)
+    count = 0
+    for eight in range(-(-n // 8)):
+        if eights[eight] != 0:
+            for i in range(8 * eight, 8 * eight + 8):
+                # Written in any case, and written over if it does not count: no branch to guess.
+                candidates[count] = i
+                of_candidates[count] = magnitudes[0, i]
+                count += reaches[i]
+    if _num_reaching(of_candidates[:count], _INFINITY):
+        return False  # what is not finite is among the largest
+    exact = _bound_of(of_candidates[:count], k, k)
+    num_equal = k  # of those that only just reach the bound, so many are chosen
+    for i in range(count):
+        num_equal -= int(of_candidates[i] > exact)
+    chosen = 0
+    for i in range(count):
+        if of_candidates[i] > exact or (of_candidates[i] == exact and num_equal > 0):
+            num_equal -= int(of_candidates[i] == exact)
+            places[chosen] = candidates[i]
+            chosen += 1
+    return True
+
+
+@kernel
+def places_of_largest(values: Vector, k: int, places: Places) -> int:
+    """Writes the places of each chunk's k largest, rising; of equal ones the first.
+
+    Of a short chunk, as many as `places` has left. Returns the beginning of a chunk that is not
+    finite, or ALL_RIGHT.
+    """
+    magnitudes = np.empty((3, CHUNK), dtype=np.int32)
+    reaches = np.empty(CHUNK, dtype=np.uint8)
+    for c in range(-(-values.size // CHUNK)):
+        of_chunk = places[c * k : (c + 1) * k]
+        chunk = values[c * CHUNK : (c + 1) * CHUNK]
+        if not _largest_of_chunk(chunk, of_chunk.size, of_chunk, magnitudes, reaches):
+            return c * CHUNK
+        for i in range(of_chunk.size):
+            of_chunk[i] += c * CHUNK
+    return ALL_RIGHT

@@ -12,6 +12,7 @@ import numpy as np
 
 from node.exchange.codecs.chunks import CHUNK
 from node.exchange.codecs.codec import Bytes, CodecError
+from node.exchange.codecs.compiled import kernel, read_only
 from node.exchange.codecs.deflate import deflated, inflated, most_stream_bytes
 from node.exchange.codecs.largest import Places
 
@@ -30,14 +31,43 @@ def most_bytes_of_places(num_places: int, num_elements: int) -> int:
     return most_stream_bytes(_most_gap_bytes(num_places, num_elements))
 
 
-def encode_places(places: Places) -> bytes:
-    """Rising places within a section."""
-    gaps = np.diff(places, prepend=-1) - 1
-    num_skips = gaps // _SKIP
-    ends = np.cumsum(num_skips + 1)
-    plain: Bytes = np.full(int(ends[-1]), _SKIP, dtype=np.uint8)
-    plain[ends - 1] = gaps - num_skips * _SKIP
-    return deflated(plain)
+@kernel
+def _write_gaps(places: Places, gaps: Bytes) -> int:
+    """Writes the gaps before rising places; returns how many bytes they take."""
+    size = 0
+    next_place = 0
+    for i in range(places.size):
+        gap = places[i] - next_place
+        next_place = places[i] + 1
+        while gap >= _SKIP:
+            gaps[size] = _SKIP
+            size += 1
+            gap -= _SKIP
+        gaps[size] = gap
+        size += 1
+    return size
+
+
+@kernel
+def _read_gaps(gaps: Bytes, k: int, num_elements: int, places: Places) -> bool:
+    """Writes places; returns whether they are as many as asked for, and k of each chunk."""
+    found = 0
+    place = 0
+    for i in range(gaps.size):
+        place += gaps[i]
+        if gaps[i] != _SKIP:
+            if found == places.size or place >= num_elements or place // CHUNK != found // k:
+                return False
+            places[found] = place
+            found += 1
+            place += 1
+    return found == places.size and gaps.size > 0 and gaps[-1] != _SKIP
+
+
+def encode_places(places: Places, num_elements: int) -> bytes:
+    """Rising places within a section of so many values."""
+    gaps: Bytes = np.empty(_most_gap_bytes(places.size, num_elements), dtype=np.uint8)
+    return deflated(gaps[: _write_gaps(places, gaps)])
 
 
 def decode_places(
@@ -47,14 +77,8 @@ def decode_places(
 
     Raises CodecError for others.
     """
-    plain = inflated(stream, most_bytes=_most_gap_bytes(num_places, num_elements), codec=codec)
-    is_end = plain != _SKIP
-    places: Places = np.cumsum(plain + is_end.astype(np.int64))[is_end] - 1
-    if (
-        places.size != num_places
-        or not is_end[-1]
-        or places[-1] >= num_elements
-        or (places // CHUNK != np.arange(num_places) // k).any()
-    ):
+    gaps = inflated(stream, most_bytes=_most_gap_bytes(num_places, num_elements), codec=codec)
+    places: Places = np.empty(num_places, dtype=np.int32)
+    if not _read_gaps(read_only(gaps), k, num_elements, places):
         raise CodecError(f"the places of {codec} are not {k} of each {CHUNK}")
     return places

@@ -1,7 +1,10 @@
 """Codecs by name. A new version comes after the older ones, which stay."""
 
+import numpy as np
+
 from node.exchange.codecs.bf16 import Bf16
 from node.exchange.codecs.blockwise import Int4, Int8
+from node.exchange.codecs.chunks import CHUNK
 from node.exchange.codecs.codec import Codec
 from node.exchange.codecs.entropy import Ec1, Ec2, Ec3
 from node.exchange.codecs.float_blocks import Fp4, Fp8
@@ -43,3 +46,12 @@ def codec_named(name: str, tiles: Tiles = ONE_THREAD) -> Codec:
             return codec
     known = ", ".join(codec.name for codec in codecs)
     raise ConfigError(f"there is no codec {name!r}", next_step=f"choose one of {known}")
+
+
+def compile_kernels(codec: Codec) -> None:
+    """Encodes and decodes once: afterwards the kernels are there, and no round waits for them.
+
+    Takes seconds where they are not in the cache yet.
+    """
+    values = np.arange(CHUNK + 1, dtype=np.float32)  # with a short chunk and a short block
+    codec.decode(codec.encode(values), values.size)

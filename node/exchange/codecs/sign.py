@@ -14,12 +14,12 @@ import numpy as np
 
 from node.exchange.codecs.chunks import (
     CHUNK,
+    INFINITY,
     LARGEST,
     SMALLEST,
     check_scales,
-    mean_magnitudes,
+    mean_magnitude,
     num_chunks,
-    rows_of,
 )
 from node.exchange.codecs.codec import (
     Bytes,
@@ -28,13 +28,57 @@ from node.exchange.codecs.codec import (
     check_body,
     check_num_elements,
     check_values,
+    refuse_not_finite,
 )
+from node.exchange.codecs.compiled import ALL_RIGHT, bits_of, float_of, kernel, read_only
 from node.exchange.codecs.tiles import ONE_THREAD, Tiles
 from node.outer_state import Vector
 
-_SIGNS = 1 - 2 * np.unpackbits(
-    np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"
-).astype(np.float32)  # [byte, 8]
+_GATHER = np.uint64(0x0102_0408_1020_4080)
+
+
+@kernel
+def _encode(values: Vector, scales: Vector, packed: Bytes) -> int:
+    """Writes chunks; returns the first place of one that is not finite, or ALL_RIGHT."""
+    scratch = np.empty(CHUNK, dtype=np.float32)
+    bits = np.empty(CHUNK, dtype=np.uint8)
+    for c in range(scales.size):
+        chunk = values[c * CHUNK : (c + 1) * CHUNK]
+        mean = mean_magnitude(chunk, scratch)
+        if not mean < INFINITY:
+            return c * CHUNK
+        if mean < SMALLEST:
+            mean = np.float32(0)
+        scales[c] = mean
+        for i in range(chunk.size):
+            bits[i] = np.uint8((chunk[i] < 0) & (mean > 0))
+        bits[chunk.size :] = 0
+        eights = bits.view(np.uint64)
+        bytes_of_chunk = packed[c * CHUNK // 8 : (c + 1) * CHUNK // 8]
+        for i in range(bytes_of_chunk.size):
+            # The product's highest byte has each of the eight bits at its place.
+            bytes_of_chunk[i] = np.uint8(eights[i] * _GATHER >> np.uint64(56))
+    return ALL_RIGHT
+
+
+@kernel
+def _decode(packed: Bytes, scales: Vector, values: Vector) -> bool:
+    """Writes chunks; returns whether those with scale 0 have no bits."""
+    whole = values.size // 8
+    eights = values[: 8 * whole].view(np.uint32).reshape(whole, 8)
+    for c in range(scales.size):
+        scale = bits_of(scales[c])
+        first, past = c * CHUNK // 8, (c + 1) * CHUNK // 8
+        if scale == 0 and packed[first:past].any():
+            return False
+        for i in range(first, min(past, whole)):
+            byte = np.uint32(packed[i])
+            for place in range(8):
+                eights[i, place] = scale | byte >> np.uint32(place) << np.uint32(31)
+    for i in range(8 * whole, values.size):
+        bit = np.uint32(packed[whole]) >> np.uint32(i % 8)
+        values[i] = float_of(np.uint32(bits_of(scales[-1]) | bit << np.uint32(31)))
+    return True
 
 
 @dataclass(frozen=True)
@@ -52,19 +96,19 @@ class Sign(FixedSize):
     def encode(self, values: Vector) -> bytes:
         """Body for finite values [n]; raises CodecError with the index of one that is not."""
         check_values(values)
+        values = read_only(values)
         body: Bytes = np.empty(self.encoded_bytes(values.size), dtype=np.uint8)
         scales = body[: 4 * num_chunks(values.size)].view("<f4")
         packed = body[4 * scales.size :]
 
         def encode_run(first: int, past: int) -> None:
-            for start, rows in rows_of(values, first, past):
-                means = mean_magnitudes(np.abs(rows), rows, start)
-                means[means < SMALLEST] = 0
-                scales[start // CHUNK : start // CHUNK + len(rows)] = means
-                is_negative = rows < 0
-                is_negative[means == 0] = False
-                bits = np.packbits(is_negative.reshape(-1), bitorder="little")
-                packed[start // 8 : start // 8 + bits.size] = bits
+            wrong = _encode(
+                values[first:past],
+                scales[first // CHUNK : num_chunks(past)],
+                packed[first // 8 : (past + 7) // 8],
+            )
+            if wrong != ALL_RIGHT:
+                refuse_not_finite(values[first + wrong : past], start=first + wrong)
 
         self.tiles.each_run(values.size, encode_run)
         return body.tobytes()
@@ -72,23 +116,17 @@ class Sign(FixedSize):
     def decode(self, body: bytes | memoryview, num_elements: int) -> Vector:
         """Values [num_elements]; raises CodecError for a body with two meanings or none."""
         raw = check_body(body, codec=self, num_elements=num_elements)
-        scales = raw[: 4 * num_chunks(num_elements)].view("<f4").astype(np.float32)
+        scales = read_only(raw[: 4 * num_chunks(num_elements)].view("<f4").astype(np.float32))
         check_scales(scales, codec=self.name, smallest=SMALLEST, largest=LARGEST)
         packed = raw[4 * scales.size :]
         if num_elements % 8 and packed[-1] >> (num_elements % 8):
             raise CodecError("the padding of sign/1 is not 0")
-        values = np.empty(8 * packed.size, dtype=np.float32)
+        values = np.empty(num_elements, dtype=np.float32)
 
         def decode_run(first: int, past: int) -> None:
-            padded = values[first : -(-past // 8) * 8]
-            for start, rows in rows_of(padded, 0, padded.size):
-                place = first + start
-                bits = packed[place // 8 : (place + rows.size) // 8]
-                np.take(_SIGNS, bits, axis=0, out=rows.reshape(-1, 8), mode="clip")
-                row_scales = scales[place // CHUNK : place // CHUNK + len(rows), None]
-                if ((rows < 0) & (row_scales == 0)).any():
-                    raise CodecError("a sign/1 chunk with scale 0 holds bits that are not 0")
-                np.multiply(rows, row_scales, out=rows)
+            bits = packed[first // 8 : (past + 7) // 8]
+            if not _decode(bits, scales[first // CHUNK : num_chunks(past)], values[first:past]):
+                raise CodecError("a sign/1 chunk with scale 0 holds bits that are not 0")
 
         self.tiles.each_run(num_elements, decode_run)
-        return values[:num_elements]
+        return values

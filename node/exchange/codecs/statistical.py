@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from node.exchange.codecs.chunks import CHUNK, LARGEST, SMALLEST, num_chunks, rows_of
+from node.exchange.codecs.chunks import CHUNK, INFINITY, LARGEST, SMALLEST, num_chunks
 from node.exchange.codecs.codec import (
     Bytes,
     CodecError,
@@ -25,11 +25,114 @@ from node.exchange.codecs.codec import (
     check_values,
     refuse_not_finite,
 )
-from node.exchange.codecs.tiles import ONE_THREAD, TILE_ELEMENTS, Tiles
+from node.exchange.codecs.compiled import ALL_RIGHT, kernel, read_only
+from node.exchange.codecs.sums import sum_of
+from node.exchange.codecs.tiles import ONE_THREAD, Tiles
 from node.exchange.codecs.two_bits import count_bytes, pack_two_bits, unpack_two_bits
 from node.outer_state import Vector
 
 _FAR = np.float32(1.25)
+
+
+@kernel
+def _count(codes: Bytes, wanted: int) -> int:
+    num_found = np.int32(0)
+    for i in range(codes.size):
+        num_found += np.int32(codes[i] == np.uint8(wanted))
+    return int(num_found)
+
+
+@kernel
+def _binned(chunk: Vector, rows: Vector, table: Vector, codes: Bytes) -> None:
+    """Writes the decode table [4] and the bins [n] of a chunk [n], in its own precision.
+
+    0 is far below the mean, 1 below, 2 above, 3 far above. Overwrites rows [4, 4096].
+    """
+    n = chunk.size
+    magnitudes, offsets, far_magnitudes, far_offsets = rows[0], rows[1], rows[2], rows[3]
+    num, two = rows.dtype.type(n), rows.dtype.type(2)
+    zero, one = rows.dtype.type(0), rows.dtype.type(1)
+    mean = sum_of(chunk) / num
+    for i in range(n):
+        offset = chunk[i] - mean
+        offsets[i] = offset
+        magnitudes[i] = abs(offset)
+    bound = sum_of(magnitudes[:n]) / num * _FAR
+    for i in range(n):
+        is_far = magnitudes[i] >= bound
+        far = one if is_far else zero
+        far_magnitudes[i] = magnitudes[i] * far
+        far_offsets[i] = offsets[i] * far
+    for i in range(n):
+        is_far, is_above = np.uint8(magnitudes[i] >= bound), np.uint8(offsets[i] >= zero)
+        codes[i] = np.uint8(is_above << 1 | is_above ^ is_far ^ 1)
+    # With the sums over all and over the far ones, of offsets and of their magnitudes, those of the
+    # four bins follow: what is above adds to both alike.
+    sums = np.empty(4, dtype=rows.dtype)
+    for row in range(4):
+        sums[row] = sum_of(rows[row, :n])
+    above, below = (sums[0] + sums[1]) / two, (sums[1] - sums[0]) / two
+    far_above, far_below = (sums[2] + sums[3]) / two, (sums[3] - sums[2]) / two
+    sums[0], sums[1], sums[2], sums[3] = far_below, below - far_below, above - far_above, far_above
+    for code in range(4):
+        # An empty bin has the chunk's mean.
+        table[code] = np.float32(mean + sums[code] / max(_count(codes[:n], code), 1))
+
+
+@kernel
+def _encode(values: Vector, rows: Vector, tables: Vector, packed: Bytes) -> int:
+    """Writes chunks; returns the first whose table is not finite, or ALL_RIGHT.
+
+    Computes in the precision of values. Overwrites rows [4, 4096].
+    """
+    codes = np.empty(CHUNK, dtype=np.uint8)
+    for c in range(tables.shape[0]):
+        chunk, table = values[c * CHUNK : (c + 1) * CHUNK], tables[c]
+        _binned(chunk, rows, table, codes)
+        for code in range(4):
+            if not abs(table[code]) < INFINITY:
+                return c
+        for code in range(4):
+            if abs(table[code]) < SMALLEST:
+                table[code] = np.float32(0)
+            if code and table[code] < table[code - 1]:  # rounding may swap what is nearly equal
+                table[code] = table[code - 1]
+        codes[chunk.size :] = 0
+        pack_two_bits(codes, packed[c * CHUNK // 4 : (c + 1) * CHUNK // 4])
+    return ALL_RIGHT
+
+
+def _encode_all(values: Vector, tables: Vector, packed: Bytes, start: int) -> None:
+    """Writes chunks, which begin at `start` of the slice; refuses values that are not finite."""
+    rows, first = np.empty((4, CHUNK), dtype=np.float32), 0
+    while first < len(tables):
+        place = first * CHUNK
+        wrong = _encode(values[place:], rows, tables[first:], packed[place // 4 :])
+        if wrong == ALL_RIGHT:
+            return
+        first += wrong
+        chunk = values[first * CHUNK : (first + 1) * CHUNK]
+        refuse_not_finite(chunk, start=start + first * CHUNK)
+        _encode(  # in float64, where no sum overflows
+            read_only(chunk.astype(np.float64)),
+            np.empty((4, CHUNK), dtype=np.float64),
+            tables[first : first + 1],
+            packed[first * CHUNK // 4 : (first + 1) * CHUNK // 4],
+        )
+        first += 1
+
+
+@kernel
+def _decode(packed: Bytes, tables: Vector, values: Vector) -> None:
+    codes = np.empty(CHUNK, dtype=np.uint8)
+    for c in range(tables.shape[0]):
+        chunk, table = values[c * CHUNK : (c + 1) * CHUNK], tables[c]
+        unpack_two_bits(packed[c * CHUNK // 4 : (c + 1) * CHUNK // 4], codes)
+        far_below, below, above, far_above = table[0], table[1], table[2], table[3]
+        for i in range(chunk.size):
+            lower = below if codes[i] & 1 else far_below
+            upper = far_above if codes[i] & 1 else above
+            chunk[i] = upper if codes[i] & 2 else lower
 
 
 @dataclass(frozen=True)
@@ -47,20 +150,18 @@ class Int2(FixedSize):
     def encode(self, values: Vector) -> bytes:
         """Body for finite values [n]; raises CodecError with the index of one that is not."""
         check_values(values)
+        values = read_only(values)
         body: Bytes = np.empty(self.encoded_bytes(values.size), dtype=np.uint8)
         tables = body[: 16 * num_chunks(values.size)].view("<f4").reshape(-1, 4)
         packed = body[16 * len(tables) :]
 
         def encode_run(first: int, past: int) -> None:
-            for start, rows in rows_of(values, first, past):
-                with np.errstate(over="ignore", invalid="ignore"):
-                    table, codes = _binned(rows)
-                if not np.isfinite(table).all():
-                    refuse_not_finite(rows.reshape(-1), start=start)
-                    table, codes = _binned(rows.astype(np.float64))
-                tables[start // CHUNK : start // CHUNK + len(rows)] = table
-                bits = pack_two_bits(codes.reshape(-1))
-                packed[start // 4 : start // 4 + bits.size] = bits
+            _encode_all(
+                values[first:past],
+                tables[first // CHUNK : num_chunks(past)],
+                packed[first // 4 : count_bytes(past)],
+                first,
+            )
 
         self.tiles.each_run(values.size, encode_run)
         return body.tobytes()
@@ -71,54 +172,16 @@ class Int2(FixedSize):
         tables = raw[: 16 * num_chunks(num_elements)].view("<f4").astype(np.float32).reshape(-1, 4)
         _check_tables(tables)
         packed = raw[16 * len(tables) :]
+        if num_elements % 4 and packed[-1] >> 2 * (num_elements % 4):
+            raise CodecError("the padding of int2/1 is not 0")
         values = np.empty(num_elements, dtype=np.float32)
 
         def decode_run(first: int, past: int) -> None:
-            for start in range(first, past, TILE_ELEMENTS):
-                end = min(start + TILE_ELEMENTS, past)
-                bits = packed[start // 4 : count_bytes(end)]
-                codes = unpack_two_bits(bits, end - start, codec=self.name)
-                for place in range(start, end, CHUNK):
-                    chunk = values[place : min(place + CHUNK, end)]
-                    of_chunk = codes[place - start : place - start + chunk.size]
-                    np.take(tables[place // CHUNK], of_chunk, out=chunk, mode="clip")
+            codes = packed[first // 4 : count_bytes(past)]
+            _decode(codes, tables[first // CHUNK : num_chunks(past)], values[first:past])
 
         self.tiles.each_run(num_elements, decode_run)
         return values
-
-
-def _binned(rows: Vector) -> tuple[Vector, Bytes]:
-    """The decode table [chunks, 4] and the bins [chunks, n] of rows [chunks, n]."""
-    num = rows.dtype.type(rows.shape[1])
-    mean = rows.sum(axis=1, keepdims=True) / num
-    offsets = rows - mean
-    magnitudes = np.abs(offsets)
-    distance_sum = magnitudes.sum(axis=1)
-    is_far = magnitudes >= (distance_sum / num * _FAR)[:, None]
-    is_above = offsets >= 0
-    # With the sums over all and over the far ones, of offsets and of their magnitudes, those of the
-    # four bins follow: what is above adds to both alike.
-    far_distances = magnitudes * is_far
-    far_distance_sum = far_distances.sum(axis=1)
-    np.copysign(far_distances, offsets, out=far_distances)
-    far_sum, whole_sum = far_distances.sum(axis=1), offsets.sum(axis=1)
-    num_far, num_above = np.count_nonzero(is_far, axis=1), np.count_nonzero(is_above, axis=1)
-    num_far_above = np.count_nonzero(is_far & is_above, axis=1)
-    above, below = (distance_sum + whole_sum) / 2, (whole_sum - distance_sum) / 2
-    far_above, far_below = (far_distance_sum + far_sum) / 2, (far_sum - far_distance_sum) / 2
-    sums = np.stack([far_below, below - far_below, above - far_above, far_above], axis=1)
-    num_far_below = num_far - num_far_above
-    num_below = rows.shape[1] - num_above
-    counts = np.stack(
-        [num_far_below, num_below - num_far_below, num_above - num_far_above, num_far_above], axis=1
-    )
-    table = (mean + sums / np.maximum(counts, 1)).astype(np.float32)
-    table[np.abs(table) < SMALLEST] = 0
-    # An empty bin has the chunk's mean, and rounding may swap what is nearly equal.
-    table = np.maximum.accumulate(table + np.float32(0), axis=1)  # -0 + 0 is 0
-    # 0 far below, 1 below, 2 above, 3 far above
-    codes = (is_above.view(np.uint8) << np.uint8(1)) | (is_above == is_far)
-    return table, codes
 
 
 def _check_tables(tables: Vector) -> None:

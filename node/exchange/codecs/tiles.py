@@ -1,8 +1,7 @@
-"""How a codec goes through a slice: tile by tile, on one thread or a few.
+"""How a codec goes through a slice: in runs of tiles, one for each thread.
 
-A tile's temporaries fit a core's second-level cache; those of a whole slice would be written to
-memory and read back, several times slower. Tiles do not depend on each other, so the bytes are the
-same for any number of threads.
+Tiles do not depend on each other, so the bytes are the same for any number of threads. Of some codecs
+a tile has a stream of its own.
 """
 
 from collections.abc import Callable
@@ -13,15 +12,15 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 TILE_ELEMENTS = 1 << 16
-"""Elements looked at in one go: 256 KiB of fp32. Whole blocks and chunks."""
+"""256 KiB of fp32: whole blocks and chunks. The bodies of entropy.py depend on it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """Works on runs of tiles, on so many threads.
 
-    One thread by default: on a node without GPUs every core is a training rank's. numpy lets go of
-    Python's lock in each operation on a tile, so threads help where cores are idle.
+    One thread by default: on a node without GPUs every core is a training rank's. Kernels run
+    without Python's lock, so threads help where cores are idle.
     """
 
     num_threads: int = 1

@@ -20,7 +20,7 @@ from typing import ClassVar
 import numpy as np
 
 from node.exchange.codecs.bf16 import Halves, from_bf16, to_bf16
-from node.exchange.codecs.chunks import CHUNK, SMALLEST, num_chunks, rows_of
+from node.exchange.codecs.chunks import CHUNK, SMALLEST, num_chunks
 from node.exchange.codecs.codec import (
     Bytes,
     CodecError,
@@ -29,11 +29,55 @@ from node.exchange.codecs.codec import (
     check_values,
     refuse_not_finite,
 )
+from node.exchange.codecs.compiled import ALL_RIGHT, kernel, read_only
 from node.exchange.codecs.largest import Places, num_chosen, places_of_largest
 from node.exchange.codecs.places import SECTION, decode_places, encode_places, most_bytes_of_places
+from node.exchange.codecs.sums import Floats, sum_of
 from node.exchange.codecs.tiles import ONE_THREAD, Tiles
 from node.exchange.codecs.two_bits import count_bytes, pack_two_bits, unpack_two_bits
 from node.outer_state import Vector
+
+
+@kernel
+def _mean_bf16(sizes: Floats, num: int) -> np.uint16:
+    """The sum divided, 0 below the smallest."""
+    mean = np.float32(sum_of(sizes) / max(num, 1))
+    return to_bf16(np.float32(0) if mean < SMALLEST else mean)
+
+
+@kernel
+def _describe(values: Vector, places: Places, k: int, magnitudes: Halves, codes: Bytes) -> None:
+    """Writes the small and the big magnitude of each chunk [chunks, 2], and its codes.
+
+    In float64 no sum overflows, and none of subnormal numbers is lost.
+    """
+    for c in range(magnitudes.shape[0]):
+        of_chunk = places[c * k : (c + 1) * k]
+        n = of_chunk.size
+        sizes = np.empty(n, dtype=np.float64)
+        for i in range(n):
+            sizes[i] = abs(values[of_chunk[i]])
+        mean = sum_of(sizes) / n
+        small, big = np.empty(n, dtype=np.float64), np.empty(n, dtype=np.float64)
+        num_big = 0
+        for i in range(n):
+            is_big = sizes[i] >= mean
+            big[i] = sizes[i] if is_big else 0.0
+            small[i] = 0.0 if is_big else sizes[i]
+            num_big += int(is_big)
+            codes[c * k + i] = np.uint8(is_big) << 1 | np.uint8(values[of_chunk[i]] < 0)
+        magnitudes[c, 0] = _mean_bf16(small, n - num_big)
+        magnitudes[c, 1] = _mean_bf16(big, num_big)
+
+
+@kernel
+def _place(
+    places: Places, codes: Bytes, magnitudes: Halves, first_chunk: int, values: Vector
+) -> None:
+    """Writes the values at places within a section, which begins with chunk `first_chunk`."""
+    for i in range(places.size):
+        size = from_bf16(magnitudes[first_chunk + places[i] // CHUNK, codes[i] >> 1])
+        values[places[i]] = -size if codes[i] & 1 else size
 
 
 @dataclass(frozen=True)
@@ -66,44 +110,31 @@ class TopK:
     def encode(self, values: Vector) -> bytes:
         """Body for finite values [n]; raises CodecError with the index of one that is not."""
         check_values(values)
+        values = read_only(values)
         magnitudes: Halves = np.empty((num_chunks(values.size), 2), dtype="<u2")
-        codes: Bytes = np.empty(num_chosen(values.size, self.k), dtype=np.uint8)
+        chosen = num_chosen(values.size, self.k)
+        codes: Bytes = np.zeros(4 * count_bytes(chosen), dtype=np.uint8)
 
         def encode_run(first: int, past: int) -> list[bytes]:
             streams = []
             for start in range(first, past, SECTION):
                 section = values[start : min(start + SECTION, past)]
-                places = self._choose(section, start)
-                # What two bits say is found for all whole chunks at once, then for the short one.
-                chosen = section[places]
-                whole = section.size // CHUNK * self.k
-                chunk, code = start // CHUNK, start // CHUNK * self.k
-                for part in (chosen[:whole].reshape(-1, self.k), chosen[whole:].reshape(1, -1)):
-                    if part.size:
-                        table, part_codes = _described(part)
-                        magnitudes[chunk : chunk + len(part)] = table
-                        codes[code : code + part.size] = part_codes
-                        chunk, code = chunk + len(part), code + part.size
-                streams.append(encode_places(places))
+                places: Places = np.empty(num_chosen(section.size, self.k), dtype=np.int32)
+                wrong = places_of_largest(section, self.k, places)
+                if wrong != ALL_RIGHT:
+                    refuse_not_finite(section[wrong:], start=start + wrong)
+                chunk = start // CHUNK
+                of_section = magnitudes[chunk : chunk + num_chunks(section.size)]
+                _describe(section, places, self.k, of_section, codes[chunk * self.k :])
+                streams.append(encode_places(places, section.size))
             return streams
 
         runs = self.tiles.each_run(values.size, encode_run, unit=SECTION)
         streams = [stream for run in runs for stream in run]
         sizes = np.array([len(stream) for stream in streams], dtype="<u4")
-        return b"".join(
-            [magnitudes.tobytes(), pack_two_bits(codes).tobytes(), sizes.tobytes(), *streams]
-        )
-
-    def _choose(self, section: Vector, start: int) -> Places:
-        """Places of the largest in each chunk of a section, which begins at `start` of the slice."""
-        places = []
-        for place, rows in rows_of(section, 0, section.size):
-            of_rows = places_of_largest(np.abs(rows), num_chosen(rows.shape[1], self.k))
-            # Infinity and NaN are the largest of all, so they are among the chosen.
-            if not np.isfinite(rows.reshape(-1)[of_rows]).all():
-                refuse_not_finite(rows.reshape(-1), start=start + place)
-            places.append(of_rows + place)
-        return np.concatenate(places)
+        packed: Bytes = np.empty(count_bytes(chosen), dtype=np.uint8)
+        pack_two_bits(codes, packed)
+        return b"".join([magnitudes.tobytes(), packed.tobytes(), sizes.tobytes(), *streams])
 
     def decode(self, body: bytes | memoryview, num_elements: int) -> Vector:
         """Values [num_elements]; raises CodecError for what is no body, before it is allocated for."""
@@ -113,10 +144,13 @@ class TopK:
         is_normal = (halves >= 0x80) & (halves < 0x7F80)  # neither subnormal nor too large
         if not (is_normal | (halves == 0)).all() or (halves[0::2] > halves[1::2]).any():
             raise CodecError(f"a table of {self.name} holds what no encoder writes")
-        table = from_bf16(halves)  # [2 * chunks]
+        magnitudes = read_only(halves.astype(np.uint16).reshape(-1, 2))
         chosen = num_chosen(num_elements, self.k)
         sizes_at = 4 * chunks + count_bytes(chosen)
-        codes = unpack_two_bits(raw[4 * chunks : sizes_at], chosen, codec=self.name)
+        if chosen % 4 and raw[sizes_at - 1] >> 2 * (chosen % 4):
+            raise CodecError(f"the padding of {self.name} is not 0")
+        codes: Bytes = np.empty(4 * count_bytes(chosen), dtype=np.uint8)
+        unpack_two_bits(raw[4 * chunks : sizes_at], codes)
         ends = np.cumsum(raw[sizes_at:head].view("<u4"), dtype=np.int64) + head
         if ends[-1] != raw.size:
             raise CodecError(f"the places of {self.name} do not fill the body")
@@ -134,26 +168,10 @@ class TopK:
                     num_elements=section.size,
                     codec=self.name,
                 )
-                sizes = table[2 * ((start + places) // CHUNK) + (of_section >> 1)]
-                section[places] = np.where(of_section & 1, -sizes, sizes)
+                _place(places, of_section, magnitudes, start // CHUNK, section)
 
         self.tiles.each_run(num_elements, decode_run, unit=SECTION)
         return values
-
-
-def _described(chosen: Vector) -> tuple[Halves, Bytes]:
-    """The magnitudes [chunks, 2] and the codes of the chosen values [chunks, k]."""
-    # In float64 no sum overflows, and none of subnormal numbers is lost.
-    sizes = np.abs(chosen).astype(np.float64)
-    is_big = sizes >= sizes.mean(axis=1, keepdims=True)
-    num_big = np.count_nonzero(is_big, axis=1)
-    big = np.where(is_big, sizes, 0).sum(axis=1) / np.maximum(num_big, 1)
-    num_small = chosen.shape[1] - num_big
-    small = np.where(is_big, 0, sizes).sum(axis=1) / np.maximum(num_small, 1)
-    table = np.stack([small, big], axis=1).astype(np.float32)
-    table[table < SMALLEST] = 0
-    codes = is_big.view(np.uint8) << np.uint8(1) | (chosen < 0)
-    return to_bf16(table), codes.reshape(-1)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Codes from 0 to 3 in two bits each, four in a byte, the first in the lowest bits; padding is 0."""
 
 import numpy as np
-import numpy.typing as npt
 
-from node.exchange.codecs.codec import Bytes, CodecError
+from node.exchange.codecs.codec import Bytes
+from node.exchange.codecs.compiled import kernel
 
 
 def count_bytes(num_codes: int) -> int:
@@ -11,23 +11,20 @@ def count_bytes(num_codes: int) -> int:
     return (num_codes + 3) // 4
 
 
-def pack_two_bits(codes: Bytes) -> Bytes:
-    """Codes [n] as bytes [(n + 3) // 4]."""
-    if codes.size % 4:
-        codes = np.concatenate([codes, np.zeros(-codes.size % 4, dtype=np.uint8)])
-    fours: npt.NDArray[np.uint32] = codes.view("<u4")  # the first code in the lowest byte
-    fours = fours | (fours >> np.uint32(6))  # the low byte: two codes; the third byte: two more
-    fours |= fours >> np.uint32(12)
-    return fours.astype(np.uint8)
+@kernel
+def pack_two_bits(codes: Bytes, packed: Bytes) -> None:
+    """Writes bytes [n] from codes [4n] or more."""
+    fours = codes[: 4 * packed.size].view(np.uint32)  # the first code in the lowest byte
+    for i in range(packed.size):
+        pairs = np.uint32(fours[i] | fours[i] >> 6)  # the low byte: two codes; the third byte: two
+        packed[i] = np.uint8(pairs | pairs >> 12)
 
 
-_CODES = np.array(
-    [[byte >> 2 * place & 3 for place in range(4)] for byte in range(256)], dtype=np.uint8
-).view(np.uint32)[:, 0]  # four codes in each entry
-
-
-def unpack_two_bits(packed: Bytes, num_codes: int, *, codec: str) -> Bytes:
-    """Codes [num_codes] of bytes [(num_codes + 3) // 4]; raises CodecError for padding that is not 0."""
-    if num_codes % 4 and packed[-1] >> 2 * (num_codes % 4):
-        raise CodecError(f"the padding of {codec} is not 0")
-    return np.take(_CODES, packed, mode="clip").view(np.uint8)[:num_codes]
+@kernel
+def unpack_two_bits(packed: Bytes, codes: Bytes) -> None:
+    """Writes the codes of bytes [n] into the first 4n."""
+    fours = codes[: 4 * packed.size].view(np.uint32)
+    for i in range(packed.size):
+        byte = np.uint32(packed[i])
+        pairs = np.uint32(byte & 0x0F | (byte & 0xF0) << 12)
+        fours[i] = np.uint32(pairs & 0x0003_0003 | (pairs & 0x000C_000C) << 6)

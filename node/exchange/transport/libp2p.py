@@ -4,8 +4,8 @@ libp2p itself lets anyone in who has a key. Membership is checked here, against 
 """
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 
 import structlog
 
@@ -66,9 +66,10 @@ class Libp2pTransport:
         announce_host: str | None = None,
         limits: Limits | None = None,
         max_upload_bytes_per_second: float | None = None,
+        while_moving: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._identity = identity
-        self._tally = Tally(counts)
+        self._tally = Tally(counts, while_moving=while_moving)
         self._listen_multiaddrs = listen_multiaddrs
         self._announce_host = announce_host
         self._limits = limits or Limits()

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from node.exchange.transport.link_rates import LinkMeter, LinkRates
 from node.exchange.transport.wire_cost import CONNECTION_BYTES, wire_bytes
@@ -12,8 +12,16 @@ from protocol.wire_count import WireCounts, WireKind
 class Tally:
     """Shared by all streams of a transport."""
 
-    def __init__(self, counts: WireCounts, *, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        counts: WireCounts,
+        *,
+        now: Callable[[], float] = time.monotonic,
+        while_moving: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """`while_moving` is entered for as long as a body is on its way."""
         self._counts = counts
+        self._while_moving = while_moving
         self._now = now
         self._up, self._down = LinkMeter(), LinkMeter()
 
@@ -67,6 +75,7 @@ class Tally:
     def _busy(self, meter: LinkMeter) -> Iterator[None]:
         meter.begin(self._now())
         try:
-            yield
+            with self._while_moving():
+                yield
         finally:
             meter.end(self._now())

@@ -1,0 +1,82 @@
+"""Kernels: the inner loops of codecs, compiled by numba for the processor that they run on.
+
+numpy makes a pass over memory for each operation; a kernel makes one for all of them, several times
+faster, and without Python's lock, so that threads help. Compiled code stays as exact as numpy's:
+LLVM reorders or fuses floating point operations only where it is told that it may, and nothing here
+tells it (no `fastmath`). So each `+`, `-`, `*` and `/` of two float32 is one operation that IEEE 754
+rounds correctly, on every processor, however many values it takes at once. What could differ is kept
+out: no `sqrt`-like functions of libraries, and casts of floats to integers only within range.
+
+Traps in kernels: an index out of bounds is not noticed, so it must be impossible for any body.
+`float32 / 2` is float64, for literal integers are int64, and so is `int32 & int32`.
+
+What was compiled is kept in the user's cache folder, or where NUMBA_CACHE_DIR says, and may be deleted
+at any time. Where nothing can be written, each process compiles for itself.
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar, cast
+
+import blake3
+import numba
+import numpy as np
+import numpy.typing as npt
+import platformdirs
+
+Function = TypeVar("Function", bound=Callable[..., object])
+Scalar = TypeVar("Scalar", bound=np.generic)
+
+ALL_RIGHT = -1
+"""What kernels return that would return where something is wrong."""
+
+TO_WHOLE = np.float32(1.5 * 2**23)
+"""Added and subtracted again, it rounds what is below 2**22 to the nearest integer, ties to even:
+`rint` as two additions, which processors do for many values at once."""
+
+
+def _cache_folder() -> Path:
+    """A folder for the sources as they are now.
+
+    numba notices a change in a kernel's own file, but not in those of the kernels that it calls.
+    """
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    stamp = blake3.blake3(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
+    return platformdirs.user_cache_path("atoll") / f"kernels-{stamp}"
+
+
+if "NUMBA_CACHE_DIR" not in os.environ:
+    numba.config.CACHE_DIR = str(_cache_folder())  # type: ignore[attr-defined]  # made at import
+
+
+def kernel(function: Function) -> Function:
+    """Compiles a function at its first call, or takes it from the cache."""
+    try:
+        return _compiled(function, cache=True)
+    except RuntimeError:  # there is no folder for a cache
+        return _compiled(function, cache=False)
+
+
+def _compiled(function: Function, *, cache: bool) -> Function:
+    decorate = numba.njit(cache=cache, nogil=True, error_model="numpy", fastmath=False)
+    return cast("Function", decorate(function))
+
+
+def read_only(array: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
+    """A view that cannot be written: kernels are compiled for this kind of input alone."""
+    view = np.ascontiguousarray(array).view()
+    view.flags.writeable = False
+    return view
+
+
+@kernel
+def bits_of(number: np.float32) -> np.uint32:
+    """A float32's pattern."""
+    return np.float32(number).view(np.uint32)
+
+
+@kernel
+def float_of(bits: np.uint32) -> np.float32:
+    """What a pattern means."""
+    return np.uint32(bits).view(np.float32)

@@ -1,0 +1,52 @@
+"""A node's own page of metrics, where its owner asks for one: what its heartbeats say, and no more."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import structlog
+
+from node.coordinator_link import Vitals, heartbeat_of
+from node.daemon import NodeFacts
+from protocol.invite import endpoint_of
+from protocol.web_address import web_address_of
+
+_log = structlog.get_logger()
+
+_NO_SESSION = 0
+
+
+@asynccontextmanager
+async def own_metrics(
+    address: str, facts: NodeFacts, vitals: Callable[[], Vitals]
+) -> AsyncIterator[int | None]:
+    """Serves /metrics at HOST:PORT meanwhile and yields the port; nothing with an empty address.
+
+    Raises SystemRefusedError when it cannot listen there.
+    """
+    if not address:
+        yield None
+        return
+    # Only now: who wants no pages need not wait for their libraries.
+    from protocol.metrics import CONTENT_TYPE, Board
+    from protocol.node_metrics import NODE_METRICS, put_node
+    from protocol.web import Answer, WebServer
+
+    async def metrics() -> Answer:
+        board = Board(NODE_METRICS)
+        put_node(
+            board,
+            node_name=facts.node_name,
+            node_id=facts.node_id,
+            device=facts.device,
+            version=facts.version,
+            heartbeat=heartbeat_of(_NO_SESSION, vitals()),
+        )
+        return Answer(body=board.text(), content_type=CONTENT_TYPE)
+
+    host, port = web_address_of(address)
+    server = WebServer.open((host, port), {"/metrics": metrics}, option="--metrics")
+    _log.info("metrics", url=f"http://{endpoint_of(host, server.port)}/metrics")
+    try:
+        yield server.port
+    finally:
+        await server.close()

@@ -1,0 +1,202 @@
+"""What a round's exchange takes, and how much of the time nodes compute: a formula. Pure.
+
+Of N equal nodes each reduces an equal slice of a fragment of S = parameters / fragments values, with
+u and d bits for each value in contributions and in results. A node sends
+
+    (N - 1) / N · S · (u + d) / 8     bytes a round
+
+contributions to the others' slices, then the results of its own slice, and receives as many. Both
+ways fill at once, so the slower direction of the link counts, of which LINK_SHARE is achieved.
+
+    exchange = bytes · 8 / (LINK_SHARE · slower direction) + ROUND_TRIPS · round trip + host work
+    host work = what a node does with the fragment on one core, one thing after the other: encode,
+                decode the contributions to its slice, encode their mean, decode all results, form
+                sums and apply them; and digest the whole outer state
+
+Without overlap a round takes training + exchange. With overlap the exchange goes on beside the next
+round's training and may take as long as that; nodes wait for what it takes longer:
+
+    round = training + exchange                          without overlap
+    round = max(training, exchange) + publish and adopt  with it
+    utilisation = training / round
+
+That is of rounds in the middle of a run whose nodes and links are alike; nothing hides the last
+exchange. Deaths, stragglers and evaluations are not in it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+FP32_BYTES = 4
+
+LINK_SHARE = 0.7
+"""What exchanges achieve of their links' rate over libp2p: with equal slices they took 1.43 to 1.59
+times the limit (docs/performance.md, "One round's exchange against its links")."""
+
+ROUND_TRIPS = 6
+"""One each for the offers of a contribution and of a result, and one each for their verdicts; one from
+the last report to the commit, one from the report that it is applied to the next plan."""
+
+GOAL = 0.95
+"""The part of the time in inner steps that presets aim at."""
+
+PAYLOAD_HEADER_BYTES = 200
+"""What goes before each body, whatever its size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodecCost:
+    """Bits a value with headers, and GB/s of fp32 on one core (docs/performance.md, "Codecs")."""
+
+    bits: float
+    encode: float
+    decode: float
+
+
+CODEC_COSTS: Mapping[str, CodecCost] = MappingProxyType(
+    {
+        "fp32": CodecCost(bits=32.0, encode=5.69, decode=4.46),
+        "bf16": CodecCost(bits=16.0, encode=2.56, decode=4.85),
+        "int8": CodecCost(bits=8.125, encode=2.96, decode=5.64),
+        "fp8": CodecCost(bits=8.125, encode=1.08, decode=2.49),
+        "int4": CodecCost(bits=4.125, encode=2.99, decode=3.89),
+        "fp4": CodecCost(bits=4.125, encode=1.85, decode=3.62),
+        "ec3": CodecCost(bits=3.134, encode=0.49, decode=0.84),
+        "ec2": CodecCost(bits=2.13, encode=0.72, decode=1.30),
+        "int2": CodecCost(bits=2.031, encode=0.70, decode=2.30),
+        "ec1": CodecCost(bits=1.093, encode=0.79, decode=1.43),
+        "sign": CodecCost(bits=1.008, encode=5.11, decode=5.78),
+        "topk256": CodecCost(bits=0.48, encode=0.46, decode=2.50),
+        "topk64": CodecCost(bits=0.17, encode=1.17, decode=5.91),
+    }
+)
+"""Where the tables differ, the larger number of bits: entropy and places depend on the values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostSpeeds:
+    """GB/s of fp32 parameters on one core (`python -m benchmarks.presets --host`).
+
+    Copies are those of docs/performance.md, "An island against torch's own loops", where slowest.
+    """
+
+    apply: float = 3.9  # the outer optimizer, of a fragment
+    sums: float = 1.9  # pseudo-gradient, residual, and what they become after the commit
+    digest: float = 2.2  # of parameters and momentum, always of the whole model
+    copy: float = 7.4  # ranks publish or adopt a fragment; nobody trains meanwhile
+    has_codec_cost: bool = True
+
+
+MEASURED_HOST = HostSpeeds()
+INSTANT_HOST = HostSpeeds(
+    apply=float("inf"),
+    sums=float("inf"),
+    digest=float("inf"),
+    copy=float("inf"),
+    has_codec_cost=False,
+)
+"""As in virtual time, where only links and inner steps take any."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """A swarm of equal nodes. The link is that of the slowest node that one counts on."""
+
+    num_parameters: int
+    num_layers: int
+    num_nodes: int
+    down_bits_per_second: float
+    up_bits_per_second: float
+    round_trip_seconds: float
+    seconds_per_inner_step: float
+    total_steps: int  # inner steps of one node in the whole run
+
+    @property
+    def slower_bits_per_second(self) -> float:
+        """Of the two directions."""
+        return min(self.down_bits_per_second, self.up_bits_per_second)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What of the run file decides what an exchange costs."""
+
+    uplink: str
+    downlink: str
+    fragments: int
+    has_overlap: bool
+    steps: int  # inner steps of a round
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What the formula says of a setting."""
+
+    bytes_per_round: float  # that one node sends, and receives
+    training_seconds: float
+    exchange_seconds: float
+    round_seconds: float
+    peak_bits_per_second: float  # in each direction, while bytes travel
+    enough_bits_per_second: float | None  # the link at which GOAL is just met; None: no link does
+    utilisation: float  # part of the time in inner steps
+    times_fewer_bytes: float  # than a ring all-reduce of fp32 gradients at every inner step
+
+    @property
+    def bytes_per_training_second(self) -> float:
+        """What the link carries for each second of inner steps."""
+        return self.bytes_per_round / self.training_seconds
+
+
+def all_reduce_bytes_per_step(situation: Situation) -> float:
+    """What a node sends to average fp32 gradients (Patarasuk and Yuan 2009): 2 (N - 1) / N of them."""
+    num_nodes = situation.num_nodes
+    return 2 * (num_nodes - 1) / num_nodes * FP32_BYTES * situation.num_parameters
+
+
+def host_seconds(situation: Situation, setting: Setting, host: HostSpeeds) -> float:
+    """Work on a node's cores in a round's exchange."""
+    whole = FP32_BYTES * situation.num_parameters / 1e9
+    fragment = whole / setting.fragments
+    seconds = fragment / host.apply + fragment / host.sums + whole / host.digest
+    if host.has_codec_cost:
+        up, down = CODEC_COSTS[setting.uplink], CODEC_COSTS[setting.downlink]
+        # A node decodes N contributions to an N-th of the fragment.
+        contributing = fragment / up.encode + fragment / up.decode
+        seconds += contributing + fragment / situation.num_nodes / down.encode
+        seconds += fragment / down.decode
+    return seconds
+
+
+def predicted(
+    situation: Situation, setting: Setting, host: HostSpeeds = MEASURED_HOST
+) -> Prediction:
+    """See the formula above."""
+    num_nodes = situation.num_nodes
+    values = situation.num_parameters / setting.fragments
+    bits = CODEC_COSTS[setting.uplink].bits + CODEC_COSTS[setting.downlink].bits
+    bytes_per_round = (num_nodes - 1) / num_nodes * values * bits / 8
+    bytes_per_round += 2 * (num_nodes - 1) * PAYLOAD_HEADER_BYTES
+    achieved = LINK_SHARE * situation.slower_bits_per_second
+    waits = ROUND_TRIPS * situation.round_trip_seconds
+    waits += host_seconds(situation, setting, host)
+    exchange = bytes_per_round * 8 / achieved + waits
+    training = setting.steps * situation.seconds_per_inner_step
+    copies = 2 * FP32_BYTES * values / 1e9 / host.copy
+    busy = max(training, exchange) if setting.has_overlap else training + exchange
+    round_seconds = busy + copies
+    # The rest of a round that meets the goal, for bytes alone.
+    left = training / GOAL - copies - waits - (0 if setting.has_overlap else training)
+    copies_fit = training + copies <= training / GOAL
+    enough = bytes_per_round * 8 / LINK_SHARE / left if left > 0 and copies_fit else None
+    saved = all_reduce_bytes_per_step(situation) * setting.steps / bytes_per_round
+    return Prediction(
+        bytes_per_round=bytes_per_round,
+        training_seconds=training,
+        exchange_seconds=exchange,
+        round_seconds=round_seconds,
+        peak_bits_per_second=achieved,
+        enough_bits_per_second=enough,
+        utilisation=training / round_seconds,
+        times_fewer_bytes=saved,
+    )

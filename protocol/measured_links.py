@@ -1,0 +1,41 @@
+"""What the links of a swarm carry, by what its nodes have told: for the next run's file."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from protocol.errors import TemporaryError
+from protocol.v1 import status_pb2 as pb
+
+_PRESENT = {pb.NODE_STATE_JOINING, pb.NODE_STATE_READY}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredLinks:
+    """The slowest way down and up, bits per second, and of how many nodes."""
+
+    down_bits_per_second: float
+    up_bits_per_second: float
+    num_nodes: int
+
+
+def measured_links(nodes: Iterable[pb.NodeStatus]) -> MeasuredLinks:
+    """Of the nodes that are there, or of all that were when none is: the run is finished.
+
+    A direction that nobody has measured is taken for the other. Raises TemporaryError when there is
+    no rate at all.
+    """
+    known = list(nodes)
+    present = [node for node in known if node.state in _PRESENT] or known
+    rates = [node.link_rates for node in present if node.HasField("link_rates")]
+    downs = [r.down_bytes_per_second for r in rates if r.down_bytes_per_second > 0]
+    ups = [r.up_bytes_per_second for r in rates if r.up_bytes_per_second > 0]
+    if not downs and not ups:
+        raise TemporaryError(
+            f"none of {len(present)} nodes has measured its link yet",
+            next_step="wait until rounds have moved 4 MiB ('atoll nodes' shows links), or give --link",
+        )
+    return MeasuredLinks(
+        down_bits_per_second=8 * min(downs or ups),
+        up_bits_per_second=8 * min(ups or downs),
+        num_nodes=len(present),
+    )

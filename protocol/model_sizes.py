@@ -1,0 +1,62 @@
+"""Models by name, and how many parameters a [model] table makes: arithmetic, without torch.
+
+Learning rates of 125m and above are those of GPT-3 (Brown et al. 2020, table 2.1); that of 0.2m is
+the demo's optimizer at its best (docs/performance.md). Those between are in between, and not tried.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from protocol.run_spec import ModelSection
+
+VOCABULARY = 256
+"""A token is a byte."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedModel:
+    """A model and what usually goes with its size."""
+
+    model: ModelSection
+    batch: int  # samples of one node in an inner step
+    learning_rate: float  # AdamW's, at its peak
+
+    @property
+    def tokens_per_inner_step(self) -> int:
+        """Of one node."""
+        return self.batch * self.model.context
+
+
+def _named(
+    hidden: int, layers: int, heads: int, kv: int, ffn: int, context: int, batch: int, rate: float
+) -> NamedModel:
+    model = ModelSection(
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv,
+        ffn_size=ffn,
+        context=context,
+    )
+    return NamedModel(model=model, batch=batch, learning_rate=rate)
+
+
+NAMED_MODELS: Mapping[str, NamedModel] = {
+    "0.2m": _named(64, 3, 4, 2, 192, 128, 16, 3e-3),
+    "3m": _named(192, 8, 6, 6, 480, 256, 32, 2e-3),
+    "42m": _named(512, 14, 8, 8, 1360, 512, 64, 1e-3),
+    "125m": _named(768, 18, 12, 12, 2048, 1024, 64, 6e-4),
+    "350m": _named(1024, 28, 16, 16, 2736, 1024, 128, 3e-4),
+    "1b": _named(2048, 20, 16, 16, 5504, 2048, 128, 2e-4),
+    "7b": _named(4096, 35, 32, 32, 11008, 2048, 256, 1.2e-4),
+}
+
+
+def num_parameters(model: ModelSection) -> int:
+    """Parameters of the decoder that a [model] table describes."""
+    hidden = model.hidden_size
+    kv_size = hidden // model.num_heads * model.num_kv_heads
+    attention = 2 * hidden * hidden + 2 * hidden * kv_size
+    layer = attention + 3 * hidden * model.ffn_size + 2 * hidden
+    tables = 1 if model.tie_embeddings else 2
+    return tables * VOCABULARY * hidden + model.num_layers * layer + hidden

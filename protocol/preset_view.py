@@ -1,0 +1,62 @@
+"""What a preset chose and what that should come to, for people and as JSON."""
+
+from dataclasses import asdict
+
+import click
+
+from protocol import console
+from protocol.data_rate import rate_in_words
+from protocol.presets import Plan
+
+
+def show(plan: Plan) -> None:
+    """Prints the choices with their reasons, then the prediction."""
+    rows = [
+        (f"{choice.table}.{choice.key}", str(choice.value), choice.reason)
+        for choice in plan.choices
+    ]
+    console.terminal().print(console.table(("key", "value", "why"), rows))
+    click.echo("\n".join(["", *prediction_lines(plan)]))
+
+
+def prediction_lines(plan: Plan) -> list[str]:
+    """The situation, the prediction and the verdict, a sentence each."""
+    situation, prediction = plan.situation, plan.prediction
+    beside = "beside" if plan.setting.has_overlap else "after"
+    link = f"{rate_in_words(situation.down_bits_per_second)} down"
+    link += f", {rate_in_words(situation.up_bits_per_second)} up"
+    lines = [
+        f"for {console.count_in_words(situation.num_parameters)} parameters, "
+        f"{situation.num_nodes} nodes, {link}, "
+        f"a round trip of {1000 * situation.round_trip_seconds:.3g} ms, "
+        f"inner steps of {situation.seconds_per_inner_step:.3g} s:",
+        f"a node sends and receives {console.bytes_in_words(prediction.bytes_per_round)} a round at up to "
+        f"{rate_in_words(prediction.peak_bits_per_second)}, "
+        f"{prediction.times_fewer_bytes:.0f} times less than averaging gradients",
+        f"an exchange takes {prediction.exchange_seconds:.3g} s {beside} "
+        f"{prediction.training_seconds:.3g} s of inner steps",
+        plan.verdict,
+    ]
+    if plan.meets_goal and prediction.enough_bits_per_second is not None:
+        enough = rate_in_words(prediction.enough_bits_per_second)
+        lines.append(f"a link of {enough} would do for 95 %")
+    return lines
+
+
+def as_json(plan: Plan) -> dict[str, object]:
+    """The same as values: bits and bytes per second, seconds."""
+    return {
+        "situation": asdict(plan.situation),
+        "choices": [
+            {
+                "key": f"{choice.table}.{choice.key}",
+                "value": choice.value,
+                "given": choice.is_given,
+                "reason": choice.reason,
+            }
+            for choice in plan.choices
+        ],
+        "prediction": asdict(plan.prediction),
+        "meets_goal": plan.meets_goal,
+        "verdict": plan.verdict,
+    }

@@ -1,0 +1,314 @@
+"""Which exchange a run takes, by its model, its links and its nodes' speed. Pure.
+
+A ladder of settings, those that cost the least loss first; the first that keeps nodes computing for
+GOAL of the time is taken, so nothing is compressed more than it must be. Each step of the ladder sends
+fewer bytes for an inner step than the one before, or as many and hides them. When no step reaches the
+goal, the one that computes most of the time is taken, and told. Why in this order: docs/decisions.md.
+
+With bytes that never rise along the ladder, a slower link never leads to more bytes for an inner step:
+a step that fails at one rate fails at every lower one, and where all fail, 1 / utilisation is
+a straight line over 1 / rate for each step, steeper for those with more bytes.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from protocol.exchange_cost import (
+    GOAL,
+    MEASURED_HOST,
+    HostSpeeds,
+    Prediction,
+    Setting,
+    Situation,
+    predicted,
+)
+
+Value = str | int | float
+Told = tuple[str, str, Value, str]
+"""Table, key, value and reason."""
+
+Given = Mapping[tuple[str, str], object]
+"""What the run file says already, by table and key."""
+
+USUAL_STEPS = 30
+LONGER = (2, 4)
+"""How often the usual inner steps a round may take at most, in this order."""
+
+LEAST_SYNCHRONISATIONS = 16
+"""As often as each fragment was exchanged in the shortest run that figures come from."""
+
+LAYERS_OF_A_FRAGMENT = 3
+"""Streaming DiLoCo (Douillard et al. 2025), section 3: about three are best."""
+
+MOST_FRAGMENTS = 8
+
+MANY_SYNCHRONISATIONS = 200
+"""From so many on, outer momentum of 0.9 catches up with what it overshoots at first."""
+
+SPARSE = ("topk256", "topk64")
+
+LEAST_FOR_SPARSE = 100
+"""In 16 exchanges sparse codecs ended 0.3 to 0.6 nats per byte behind: they want many more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One key of the run file, its value, and why."""
+
+    table: str
+    key: str
+    value: Value
+    reason: str
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the run file said so."""
+        return self.reason == GIVEN
+
+
+GIVEN = "given"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """All choices, what they come to, and a sentence about the goal."""
+
+    situation: Situation
+    choices: tuple[Choice, ...]
+    setting: Setting
+    prediction: Prediction
+    verdict: str
+
+    @property
+    def meets_goal(self) -> bool:
+        """Whether nodes compute as much of the time as they should."""
+        return self.prediction.utilisation >= GOAL
+
+
+def ladder(situation: Situation, given: Given) -> Iterator[Setting]:
+    """Settings from the least loss to the fewest bytes, with what is given held fast."""
+    steps = _number(given, ("inner", "steps"), USUAL_STEPS)
+    overlap = given.get(("exchange", "overlap"))
+
+    def fitted(setting: Setting) -> Setting:
+        return replace(
+            setting,
+            uplink=str(given.get(("exchange", "uplink"), setting.uplink)),
+            downlink=str(given.get(("exchange", "downlink"), setting.downlink)),
+            fragments=_number(given, ("exchange", "fragments"), setting.fragments),
+            has_overlap=setting.has_overlap if overlap is None else overlap != "none",
+        )
+
+    plain = Setting(uplink="int4", downlink="int4", fragments=1, has_overlap=False, steps=steps)
+    yield fitted(plain)
+    most = plain
+    for fragments in _fragment_counts(situation, steps):
+        most = replace(plain, fragments=fragments, has_overlap=True)
+        yield fitted(most)
+    if given.get(("exchange", "error_feedback")) is False:
+        return  # below 4 bits codecs need it
+    for downlink in ("int4", "ec2"):
+        most = replace(most, uplink="ec2", downlink=downlink)
+        yield fitted(most)
+
+    def times_exchanged(setting: Setting) -> int:
+        return situation.total_steps // (setting.steps * fitted(setting).fragments)
+
+    if ("inner", "steps") not in given:
+        for times in LONGER:
+            longer = replace(most, steps=times * steps)
+            if times_exchanged(longer) >= LEAST_SYNCHRONISATIONS:
+                most = longer
+                yield fitted(most)
+    yield fitted(replace(most, uplink="sign", downlink="sign"))
+    if times_exchanged(most) >= LEAST_FOR_SPARSE:
+        for codec in SPARSE:
+            yield fitted(replace(most, uplink=codec, downlink=codec))
+
+
+def _fragment_counts(situation: Situation, steps: int) -> Iterator[int]:
+    """1, 2, 4, … as long as fragments have layers enough and come round often enough."""
+    most = min(MOST_FRAGMENTS, max(1, situation.num_layers // LAYERS_OF_A_FRAGMENT))
+    count = 1
+    while count <= most:
+        if count == 1 or count * steps * LEAST_SYNCHRONISATIONS <= situation.total_steps:
+            yield count
+        count *= 2
+
+
+def chosen(
+    situation: Situation, given: Given | None = None, host: HostSpeeds = MEASURED_HOST
+) -> Plan:
+    """The first step of the ladder that meets the goal, or else the one that comes nearest."""
+    given = given or {}
+    settings = list(ladder(situation, given))
+    outcomes = [predicted(situation, setting, host) for setting in settings]
+    # max takes the first of equals: the one that costs less loss.
+    nearest = max(range(len(settings)), key=lambda place: outcomes[place].utilisation)
+    place = next((p for p, o in enumerate(outcomes) if o.utilisation >= GOAL), nearest)
+    setting, prediction = settings[place], outcomes[place]
+    return Plan(
+        situation=situation,
+        setting=setting,
+        prediction=prediction,
+        choices=tuple(_choices(situation, setting, given, outcomes[0])),
+        verdict=_verdict(prediction, has_sparse=settings[-1].uplink in SPARSE),
+    )
+
+
+def _verdict(prediction: Prediction, *, has_sparse: bool) -> str:
+    share = f"{100 * prediction.utilisation:.1f} %"
+    if prediction.utilisation >= GOAL:
+        return f"nodes compute for {share} of the time"
+    enough = prediction.enough_bits_per_second
+    if enough is None:
+        advice = "no link is fast enough for that: round trips and the nodes' own work take longer"
+    else:
+        advice = f"it takes {enough / 1e6:.3g} Mbit/s with these settings"
+    if not has_sparse:
+        advice += (
+            f", or sparse codecs, for which each fragment must come round {LEAST_FOR_SPARSE} times"
+        )
+    return (
+        f"no setting keeps nodes computing for {100 * GOAL:.0f} % of the time: the best is {share}, "
+        f"{prediction.exchange_seconds:.3g} s of exchange for {prediction.training_seconds:.3g} s of "
+        f"inner steps; {advice}"
+    )
+
+
+def _choices(
+    situation: Situation, setting: Setting, given: Given, plain: Prediction
+) -> Iterator[Choice]:
+    """Every key with its reason, in the order of the run file."""
+    rounds = -(-situation.total_steps // setting.steps)
+    values: list[Told] = [
+        ("run", "rounds", rounds, f"{situation.total_steps} inner steps in all"),
+        ("inner", "steps", setting.steps, _why_steps(setting)),
+        *_outer(situation, setting, given),
+        ("exchange", "uplink", setting.uplink, _why_codec(setting.uplink)),
+        ("exchange", "downlink", setting.downlink, _why_codec(setting.downlink)),
+        *_owed(setting, given),
+        ("exchange", "fragments", setting.fragments, _why_fragments(setting)),
+        *_overlap(setting, given, plain),
+    ]
+    for table, key, value, reason in values:
+        told = given.get((table, key))
+        if told is not None:
+            assert isinstance(told, (str, int, float))
+            yield Choice(table=table, key=key, value=told, reason=GIVEN)
+        else:
+            yield Choice(table=table, key=key, value=value, reason=reason)
+    yield from _deadlines(situation, setting, given)
+
+
+def _outer(situation: Situation, setting: Setting, given: Given) -> list[Told]:
+    """The outer optimizer that fits: to sparse codecs, and to how often a fragment comes round."""
+    if setting.uplink in SPARSE:
+        why = "top-k with error feedback wants no momentum"
+        return [
+            ("outer", "optimizer", "sgd", why),
+            ("outer", "learning_rate", 1.0, why),
+            ("outer", "momentum", 0.0, why),
+        ]
+    nodes = situation.num_nodes
+    rounds = _number(given, ("run", "rounds"), situation.total_steps // setting.steps)
+    often = rounds // setting.fragments
+    if often >= MANY_SYNCHRONISATIONS:
+        rate = 0.6 if nodes < 8 else 0.8
+        why_rate = f"usual for {nodes} nodes with momentum 0.9"
+        momentum, why = 0.9, f"each fragment is exchanged {often} times"
+    else:
+        rate, why_rate = 0.7, "with little momentum; 1.0 overshot in short runs"
+        momentum, why = 0.3, f"{often} exchanges of each fragment: 0.9 wants hundreds"
+    return [
+        ("outer", "optimizer", "nesterov", "for dense codecs"),
+        ("outer", "learning_rate", rate, why_rate),
+        ("outer", "momentum", momentum, why),
+    ]
+
+
+def _owed(setting: Setting, given: Given) -> list[Told]:
+    """What becomes of what encoding rounds away."""
+    if setting.uplink in SPARSE and given.get(("exchange", "error_feedback")) is not False:
+        decay, why_decay = 0.95, "what waits for many rounds is of weights that are gone"
+    else:
+        decay, why_decay = 1.0, "nothing is forgotten"
+    if setting.downlink == "topk256":
+        rule, why_rule = "drop", "keeping it was worse with topk256"
+    else:
+        rule, why_rule = "keep", "costs no bytes and loses nothing"
+    return [
+        ("exchange", "residual_decay", decay, why_decay),
+        ("exchange", "reducer_error", rule, why_rule),
+    ]
+
+
+def _why_steps(setting: Setting) -> str:
+    if setting.steps <= USUAL_STEPS:
+        return "usual; longer costs loss"
+    return (
+        f"{setting.steps // USUAL_STEPS} times the usual: finer codecs and fragments are not enough"
+    )
+
+
+def _why_codec(codec: str) -> str:
+    return {
+        "int4": "4 bits lose nothing measurable",
+        "ec2": "2 bits with error feedback lost nothing measurable either",
+        "sign": "1 bit cost 0.04 nats per byte in 16 rounds; nothing finer is enough",
+        "topk256": "256 of 4096 values: nothing finer is enough",
+        "topk64": "64 of 4096 values: nothing finer is enough",
+    }.get(codec, "")
+
+
+def _why_fragments(setting: Setting) -> str:
+    if setting.fragments == 1:
+        return "the whole model in each round"
+    return f"a round sends one part of {setting.fragments}; the same loss, within noise"
+
+
+def _overlap(setting: Setting, given: Given, plain: Prediction) -> list[Told]:
+    if not setting.has_overlap:
+        return [("exchange", "overlap", "none", "waiting costs less than 5 % of the time")]
+    waited = f"waiting would leave {100 * plain.utilisation:.0f} % for inner steps"
+    told = given.get(("exchange", "overlap"), "blend")
+    chosen_overlap: list[Told] = [("exchange", "overlap", "blend", waited)]
+    if told == "blend":
+        chosen_overlap.append(("exchange", "blend", 0.5, "as published; level with waiting"))
+    return chosen_overlap
+
+
+DEADLINE_FACTOR = 4
+LEAST_TRAIN_SECONDS = 600
+LEAST_EXCHANGE_SECONDS = 60
+MOST_SECONDS = 7 * 86400
+"""What a run file takes at most."""
+
+
+def _deadlines(situation: Situation, setting: Setting, given: Given) -> Iterator[Choice]:
+    """Bounds for the first rounds and the worst; after four the coordinator goes by what it sees.
+
+    None when the run file says any of the three: they go together.
+    """
+    if any(("deadlines", key) in given for key in ("train", "contribute", "commit")):
+        return
+    prediction = predicted(situation, setting)
+    half = max(LEAST_EXCHANGE_SECONDS, DEADLINE_FACTOR * prediction.exchange_seconds / 2)
+    half = min(half, MOST_SECONDS / 4)
+    train = max(LEAST_TRAIN_SECONDS, DEADLINE_FACTOR * prediction.training_seconds)
+    train = min(train, MOST_SECONDS - 2 * half)
+    reason = f"{DEADLINE_FACTOR} times what is predicted, or the usual"
+    if train < prediction.training_seconds or 2 * half < prediction.exchange_seconds:
+        reason = "as long as a run file may say, and shorter than what is predicted"
+    for key, seconds in (
+        ("train", train),
+        ("contribute", train + half),
+        ("commit", train + 2 * half),
+    ):
+        yield Choice(table="deadlines", key=key, value=round(seconds), reason=reason)
+
+
+def _number(given: Given, place: tuple[str, str], otherwise: int) -> int:
+    value = given.get(place, otherwise)
+    assert isinstance(value, int)
+    return value

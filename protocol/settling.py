@@ -1,0 +1,193 @@
+"""`preset = "auto"` in a run file's [exchange]: read, answered, and written out as plain keys.
+
+It happens once, before the first round: the settled file has no preset any more, so its digest is of
+values alone and every node has the same ones, whatever version chooses differently later.
+"""
+
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from protocol.data_rate import directions_of
+from protocol.errors import ConfigError
+from protocol.exchange_cost import Situation
+from protocol.files import read_toml
+from protocol.model_sizes import num_parameters
+from protocol.presets import Plan, Value, chosen
+from protocol.run_spec import Positive, RunSpec, Section, validated
+from protocol.time_span import seconds_of
+from protocol.toml_edit import CannotEditError, Place, with_values
+
+SLOWEST_LINK = 256e3
+"""Bits per second; with less, transfers are slower than peers wait for (node.toml's max_upload)."""
+
+
+class PresetKeys(Section):
+    """What of [exchange] only asks for a preset. None of it is in a settled run file."""
+
+    preset: Literal["auto"]
+    link: str | None = None
+    round_trip: str = "100ms"
+    inner_step: str | None = None
+    nodes: Positive | None = None
+    total_steps: Positive | None = None
+
+
+PRESET_KEYS = tuple(PresetKeys.model_fields)
+
+DECIDING = ("uplink", "downlink", "fragments", "overlap")
+"""With all of these given, there is nothing left to choose that bytes depend on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settled:
+    """A run file without a preset, and what was chosen for it."""
+
+    text: str
+    spec: RunSpec
+    plan: Plan
+
+
+def wants_settling(tables: Mapping[str, Any]) -> bool:
+    """Whether a run file holds keys that only a preset has."""
+    exchange = tables.get("exchange")
+    return isinstance(exchange, dict) and not exchange.keys().isdisjoint(PRESET_KEYS)
+
+
+def settled(text: str, *, origin: str) -> Settled:
+    """Answers the preset of a run file's text; raises ConfigError with what is missing or wrong."""
+    tables = tomllib.loads(text)
+    keys, rest = _split(tables, origin=origin)
+    spec = validated(rest, origin=origin)  # what is given must be sound by itself
+    plan = chosen(_situation(keys, spec, origin=origin), _given(rest))
+    values: dict[Place, tuple[Value, str]] = {
+        (choice.table, choice.key): (choice.value, choice.reason)
+        for choice in plan.choices
+        if not choice.is_given
+    }
+    retired = {("exchange", key) for key in PRESET_KEYS if key in tables["exchange"]}
+    try:
+        edited = with_values(text, values, retired=retired)
+    except CannotEditError as error:
+        raise ConfigError(
+            f"{origin}: a preset cannot be written out here: {error}",
+            next_step="write it so, or set the keys of [exchange] yourself",
+        ) from error
+    return Settled(text=edited, spec=validated(tomllib.loads(edited), origin=origin), plan=plan)
+
+
+def link_of(text: str, *, origin: str) -> tuple[float, float]:
+    """Bits per second down and up; raises ConfigError."""
+    directions = directions_of(text)
+    if directions is None:
+        raise ConfigError(
+            f"{origin} = {text!r} is no link",
+            next_step='write bits a second as "100mbit", or down and up as "100mbit/20mbit"',
+        )
+    if min(directions) < SLOWEST_LINK:
+        raise ConfigError(
+            f"{origin} = {text!r} is too slow to take part", next_step="write 256kbit or more"
+        )
+    return directions
+
+
+def span_of(text: str, *, origin: str, may_be_zero: bool) -> float:
+    """Seconds; raises ConfigError."""
+    seconds = seconds_of(text)
+    if seconds is None or not math.isfinite(seconds) or (not seconds and not may_be_zero):
+        raise ConfigError(
+            f"{origin} = {text!r} is no time", next_step='write it as "100ms" or "1.2s"'
+        )
+    return seconds
+
+
+def _split(tables: dict[str, Any], *, origin: str) -> tuple[PresetKeys, dict[str, Any]]:
+    """The preset's keys, and the tables without them."""
+    exchange = tables["exchange"]
+    asked = {key: value for key, value in exchange.items() if key in PRESET_KEYS}
+    if "preset" not in asked:
+        key = next(iter(asked))
+        raise ConfigError(
+            f'{origin}: [exchange] {key} = {asked[key]!r} has no effect without preset = "auto"',
+            next_step='add preset = "auto", or remove it',
+        )
+    try:
+        keys = PresetKeys.model_validate(asked)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key, value = problem["loc"][0], problem["input"]
+        raise ConfigError(
+            f"{origin}: [exchange] {key} = {value!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}",
+            next_step='correct it; a preset is asked for as preset = "auto", link = "100mbit", '
+            'inner_step = "1.2s"',
+        ) from error
+    rest = {key: value for key, value in exchange.items() if key not in PRESET_KEYS}
+    if all(key in rest for key in DECIDING):
+        raise ConfigError(
+            f'{origin}: [exchange] preset = "auto" has nothing to choose, for '
+            f"{', '.join(DECIDING)} are all given",
+            next_step="remove those that it should choose, or the preset",
+        )
+    return keys, tables | {"exchange": rest}
+
+
+def _situation(keys: PresetKeys, spec: RunSpec, *, origin: str) -> Situation:
+    if keys.link is None:
+        raise ConfigError(
+            f'{origin}: [exchange] preset = "auto" needs link, what the slowest node\'s link carries',
+            next_step="write link = \"100mbit\" beside it; 'atoll nodes' of an earlier run shows what "
+            "links carried",
+        )
+    if keys.inner_step is None:
+        raise ConfigError(
+            f'{origin}: [exchange] preset = "auto" needs inner_step, how long one takes on a node',
+            next_step='write inner_step = "1.2s" beside it: '
+            f"{spec.tokens_per_inner_step} tokens over what 'atoll status' shows as tok/s",
+        )
+    num_nodes = keys.nodes or spec.run.min_nodes
+    if num_nodes < 2:
+        raise ConfigError(
+            f'{origin}: [exchange] preset = "auto" is for two nodes or more, not for {num_nodes}',
+            next_step="write nodes = 4, as many as you expect, beside it",
+        )
+    down, up = link_of(keys.link, origin=f"{origin}: [exchange] link")
+    return Situation(
+        num_parameters=num_parameters(spec.model),
+        num_layers=spec.model.num_layers,
+        num_nodes=num_nodes,
+        down_bits_per_second=down,
+        up_bits_per_second=up,
+        round_trip_seconds=span_of(
+            keys.round_trip, origin=f"{origin}: [exchange] round_trip", may_be_zero=True
+        ),
+        seconds_per_inner_step=span_of(
+            keys.inner_step, origin=f"{origin}: [exchange] inner_step", may_be_zero=False
+        ),
+        total_steps=keys.total_steps or spec.run.rounds * spec.inner.steps,
+    )
+
+
+def _given(tables: Mapping[str, Any]) -> dict[Place, object]:
+    return {
+        (name, key): value
+        for name, table in tables.items()
+        if isinstance(table, dict)
+        for key, value in table.items()
+    }
+
+
+def settled_run_file(path: Path) -> Settled | None:
+    """The settled form of a run file; None when it asks for no preset, and is sound without.
+
+    Raises NoInputError or ConfigError.
+    """
+    tables = read_toml(path, when_missing=f"run 'atoll coordinator init {path.parent}'")
+    if wants_settling(tables):
+        return settled(path.read_text(encoding="utf-8"), origin=str(path))
+    validated(tables, origin=str(path))
+    return None

@@ -1,0 +1,77 @@
+"""Real ranks tell what their inner steps wait for, whatever the mesh; a rank alone waits for nothing."""
+
+from pathlib import Path
+
+import pytest
+from rank_scene import initial_vectors, with_texts
+
+from node.island.island import InnerWork, Progress
+from node.island.launcher import ProcessIsland
+from node.island.mesh_shape import MeshShape
+from protocol.run_spec import DataSection, InnerSection, ModelSection, RunSpec
+
+SPEC = RunSpec(
+    model=ModelSection(
+        hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=2, ffn_size=48, context=16
+    ),
+    data=DataSection(source="text", paths=("*.txt",), held_out=0.2),
+    inner=InnerSection(batch=4, learning_rate=1e-2, schedule="constant"),
+)
+
+
+def work_of(inner_steps: int) -> InnerWork:
+    return InnerWork(
+        round=1,
+        inner_steps=inner_steps,
+        first_sample=0,
+        num_samples=10**6,
+        token_clock=0,
+        tokens_per_inner_step=64,
+        max_seconds=1e9,
+        num_participants=1,
+    )
+
+
+def ignore(progress: Progress) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        MeshShape(),
+        MeshShape(replicate=2),
+        MeshShape(shard=2),
+        MeshShape(tensor=2),
+        MeshShape(pipeline=2),
+        MeshShape(context=2),
+    ],
+    ids=str,
+)
+async def test_ranks_report_what_their_inner_steps_wait_for(
+    shape: MeshShape, tmp_path: Path
+) -> None:
+    with initial_vectors(SPEC.model) as vectors:
+        island = ProcessIsland(
+            spec=SPEC,
+            names=vectors.names,
+            devices=("cpu",) * shape.num_ranks,
+            shape=shape,
+            folder=with_texts(tmp_path),
+            num_threads=1,
+        )
+        try:
+            await island.start()
+            await island.adopt()
+            first = await island.train(work_of(1), ignore)
+            second = await island.train(work_of(4), ignore)
+            third = await island.train(work_of(4), ignore)
+        finally:
+            await island.stop()
+    if shape.num_ranks == 1:
+        assert [r.communication_seconds for r in (first, second, third)] == [0.0, 0.0, 0.0]
+        return
+    assert first.communication_seconds is None  # a process's first step is like no other
+    for report in (second, third):
+        assert report.communication_seconds is not None
+        assert 0 < report.communication_seconds < report.seconds

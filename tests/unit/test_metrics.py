@@ -1,0 +1,105 @@
+"""Metrics mean what docs say: declared once, put as declared, and left out when not known."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from coordinator.dashboard.round_tally import RoundTally
+from coordinator.dashboard.run_metrics import RUN_METRICS, board_of
+from coordinator.swarm.actions import SendCommit, SendTakeover
+from coordinator.swarm.transition import Transition
+from protocol import metrics
+from protocol.metrics import Board, Metric
+from protocol.node_metrics import NODE_METRICS, PARTS
+from protocol.rounds import Commit, NodeId, SliceOutcome
+from protocol.v1 import session_pb2
+from protocol.v1 import status_pb2 as pb
+from tests.unit.swarm_scene import INITIAL, Scene
+
+OPERATIONS = Path(metrics.__file__).parent.parent / "docs" / "operations.md"
+ALL = (*RUN_METRICS, *NODE_METRICS)
+
+
+def test_every_metric_stands_in_the_docs_with_its_labels_and_no_other() -> None:
+    rows = re.findall(r"^\| `(atoll_\w+)` \| (.*?) \|", OPERATIONS.read_text(), re.M)
+    written = {name: tuple(re.findall(r"`(\w+)`", labels)) for name, labels in rows}
+    assert written == {metric.name: metric.labels for metric in ALL}
+    assert len(rows) == len(ALL)
+
+
+def test_names_follow_prometheus() -> None:
+    for metric in ALL:
+        assert metric.name.startswith("atoll_")
+        assert metric.name.endswith("_total") == (metric.kind == "counter"), metric.name
+
+
+def test_a_metric_without_a_value_is_left_out_and_not_told_as_0() -> None:
+    board = Board([Metric(name="atoll_a", kind="gauge", meaning="a"), *ALL])
+    board.put("atoll_a", None)
+    assert board.text() == b""
+    board.put("atoll_a", 0)
+    assert b"\natoll_a 0.0\n" in board.text()
+
+
+def test_what_was_not_declared_cannot_be_told() -> None:
+    board = Board([Metric(name="atoll_a", kind="gauge", meaning="a", labels=("b",))])
+    with pytest.raises(KeyError):
+        board.put("atoll_b", 1)
+    with pytest.raises(KeyError, match="has the labels"):
+        board.put("atoll_a", 1)
+    with pytest.raises(KeyError, match="has the labels"):
+        board.put("atoll_a", 1, c="x")
+
+
+def test_names_of_nodes_cannot_break_out_of_their_place() -> None:
+    node = pb.NodeStatus(node_id="1", node_name='a"} 1\nfake 2', state=pb.NODE_STATE_READY)
+    counts = RoundTally(Scene().state, now=0.0).counts(0.0)
+    status = pb.GetStatusResponse(nodes=[node])
+    text = board_of(status, None, counts, version="0").text().decode()
+    families = list(text_string_to_metric_families(text))
+    assert "fake" not in {family.name for family in families}
+    (info,) = (f for f in families if f.name == "atoll_node_info")
+    assert info.samples[0].labels["node"] == node.node_name
+
+
+def test_a_fresh_run_can_be_told() -> None:
+    counts = RoundTally(Scene().state, now=0.0).counts(0.0)
+    text = board_of(pb.GetStatusResponse(), None, counts, version="0").text().decode()
+    names = {family.name for family in text_string_to_metric_families(text)}
+    assert "atoll_committed_round" in names
+    unknown = {"atoll_open_round", "atoll_held_out_loss_nats", "atoll_training_loss_nats"}
+    assert not names & (unknown | {"atoll_digests_agree", "atoll_parameters"})
+
+
+def test_the_parts_of_a_rounds_time_are_those_of_the_wire() -> None:
+    fields = session_pb2.Utilisation.DESCRIPTOR.fields_by_name
+    assert {f"{part}_share" for part in PARTS} == {n for n in fields if n.endswith("_share")}
+
+
+def test_seconds_are_counted_in_the_phase_that_they_were_spent_in() -> None:
+    scene = Scene()
+    tally = RoundTally(scene.state, now=10.0)
+    assert tally.counts(13.0).phase_seconds == {"waiting": 3.0}
+    tally.hear(Transition(state=replace(scene.state, is_finished=True), actions=(), at=15.0))
+    assert tally.counts(16.0).phase_seconds == {"waiting": 5.0, "finished": 1.0}
+    assert tally.counts(16.0).commits == 0
+
+
+def test_void_slices_and_takeovers_are_counted() -> None:
+    scene = Scene()
+    tally = RoundTally(scene.state, now=0.0)
+    slices = (
+        SliceOutcome(index=0, start=0, num_elements=4, digest=INITIAL),
+        SliceOutcome(index=1, start=4, num_elements=4, digest=None, void_reason="nobody is left"),
+    )
+    closed = Commit(round=1, fragment=0, base_digest=INITIAL, slices=slices)
+    takeover = SendTakeover(
+        round=1, slice_index=0, reducer_id=NodeId("x"), attempt=1, contribute_seconds=1.0
+    )
+    actions = (SendCommit(commit=closed), takeover)
+    tally.hear(Transition(state=scene.state, actions=actions, at=1.0))
+    counts = tally.counts(1.0)
+    assert (counts.commits, counts.void_slices, counts.takeovers) == (1, 1, 1)

@@ -1,0 +1,210 @@
+"""`atoll init` writes a run file that a coordinator takes, says why, and refuses what makes no sense."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from coordinator.config import run_text
+from protocol import cli, console
+from protocol.measured_links import measured_links
+from protocol.query import StatusLink
+from protocol.run_spec import RunSpec, load_run_file
+from protocol.v1 import status_pb2 as pb
+from protocol.v1.session_pb2 import LinkRates
+from tests.unit.test_cli import loaded_by
+
+TINY = """\
+[model]
+hidden_size = 32
+num_layers = 6
+num_heads = 2
+num_kv_heads = 1
+ffn_size = 64
+context = 32
+"""
+
+
+def init(folder: Path, *arguments: str) -> int:
+    return console.run(cli.root, ["init", "--out", str(folder / "run.toml"), *arguments])
+
+
+def test_the_file_is_one_that_a_coordinator_takes(tmp_path: Path) -> None:
+    assert (
+        init(tmp_path, "--link", "10mbit", "--model", "125m", "--step", "1s", "--nodes", "5") == 0
+    )
+    written = tmp_path / "run.toml"
+    spec = load_run_file(written)
+    assert (spec.model.hidden_size, spec.model.num_layers) == (768, 18)
+    assert spec.run.min_nodes == 5
+    assert spec.exchange.overlap == "blend" and spec.exchange.fragments == 4
+    assert spec.inner.steps * spec.run.rounds >= 10_000 > spec.inner.steps * (spec.run.rounds - 1)
+    text = written.read_text()
+    assert text == run_text(name=None, run_file=written)
+    assert "Every value here is the default" not in text
+
+
+def test_every_key_of_the_template_is_still_there_and_explained(tmp_path: Path) -> None:
+    assert init(tmp_path, "--link", "100mbit", "--name", "x-1") == 0
+    keys = re.findall(r"^(?:# )?(\w+) = \S.*# \S", (tmp_path / "run.toml").read_text(), re.M)
+    defaults = RunSpec().model_dump()
+    assert sorted(keys) == sorted(key for table in defaults.values() for key in table)
+    assert load_run_file(tmp_path / "run.toml").run.name == "x-1"
+
+
+def test_every_choice_is_printed_with_its_value_and_its_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--link", "20mbit/5mbit", "--model", "42m", "--step", "300ms")
+    assert init(tmp_path, *arguments, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert init(tmp_path, *arguments, "--force") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(told["choices"]) >= 14
+    for choice in told["choices"]:
+        (line,) = [row for row in lines if row.startswith(f"{choice['key']} ")]
+        assert str(choice["value"]) in line
+        assert choice["reason"] and choice["reason"] in line
+    assert told["verdict"] in lines
+    assert told["situation"]["up_bits_per_second"] == 5e6
+    assert told["meets_goal"] is True
+    assert told["prediction"]["utilisation"] >= 0.95
+    assert not told["step_is_assumed"]
+    values = load_run_file(tmp_path / "run.toml").model_dump(mode="json")
+    for choice in told["choices"]:
+        table, key = choice["key"].split(".")
+        assert values[table][key] == choice["value"]
+
+
+def test_what_is_assumed_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert init(tmp_path, "--link", "100mbit", "--model", "1b") == 0
+    assert "assumed: nodes of 50 TFLOP/s, so inner steps of 31.8 s" in capsys.readouterr().out
+
+
+def test_a_speed_says_as_much_as_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for arguments in (["--speed", "4096"], ["--step", "500ms"]):  # of 16 samples of 128 tokens
+        assert init(tmp_path, "--link", "1mbit", "--force", "--json", *arguments) == 0
+        found.append(json.loads(capsys.readouterr().out)["prediction"])
+    assert found[0] == found[1]
+
+
+def test_inner_steps_that_are_given_stay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert init(tmp_path, "--link", "256kbit", "--step", "1ms", "--steps", "77", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert load_run_file(tmp_path / "run.toml").inner.steps == 77
+    (choice,) = [c for c in told["choices"] if c["key"] == "inner.steps"]
+    assert choice == {"key": "inner.steps", "value": 77, "given": True, "reason": "given"}
+    assert "chosen: given" not in (tmp_path / "run.toml").read_text()
+    assert told["meets_goal"] is False and "no setting keeps nodes computing" in told["verdict"]
+
+
+def test_a_model_of_ones_own_comes_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(TINY)
+    assert init(tmp_path, "--link", "1mbit", "--model", str(tmp_path / "mine.toml")) == 0
+    mine = load_run_file(tmp_path / "mine.toml")
+    assert load_run_file(tmp_path / "run.toml").model == mine.model
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words", "code"),
+    [
+        (["--link", "fast"], "'fast' is no link", 64),
+        (["--link", "-5mbit"], "'-5mbit' is no link", 64),
+        (["--link", "0mbit"], "'0mbit' is too slow", 64),
+        (["--link", "100mbit", "--model", "9b"], "'9b' is neither a size nor a file", 64),
+        (["--link", "100mbit", "--rtt", "soon"], "'soon' is no time", 64),
+        (["--link", "100mbit", "--step", "0s"], "'0s' is no time", 64),
+        (["--link", "100mbit", "--speed", "0"], "0.0 is not in the range", 64),
+        (["--link", "100mbit", "--nodes", "1"], "1 is not in the range", 64),
+        (["--link", "100mbit", "--name", "Nö"], "'Nö' is not a name for a run", 64),
+        (["--link", "100mbit", "--step", "1s", "--speed", "5"], "the same thing twice", 64),
+        ([], "what links carry is not told", 64),
+        (["--link", "100mbit", "--measured", "."], "--link and --measured both tell", 64),
+    ],
+)
+def test_a_mistake_is_a_sentence_and_nothing_is_written(
+    arguments: list[str], words: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert init(tmp_path, *arguments) == code
+    said = capsys.readouterr().err
+    assert words in said and "\n  next: " in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_file_with_a_mistake_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.toml").write_text("[model]\nhidden_size = 63\n")
+    assert init(tmp_path, "--link", "1mbit", "--model", str(tmp_path / "mine.toml")) == 78
+    assert "63" in capsys.readouterr().err
+    assert not (tmp_path / "run.toml").exists()
+
+
+def test_a_file_that_is_there_stays_unless_forced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.toml").write_text("precious")
+    assert init(tmp_path, "--link", "100mbit") == 73
+    assert "--force" in capsys.readouterr().err
+    assert (tmp_path / "run.toml").read_text() == "precious"
+    assert init(tmp_path, "--link", "100mbit", "--force") == 0
+    load_run_file(tmp_path / "run.toml")
+
+
+def status_of(*rates: tuple[float, float] | None, **state: int) -> pb.GetStatusResponse:
+    nodes = [
+        pb.NodeStatus(
+            state=state.get("state", pb.NODE_STATE_READY),  # type: ignore[arg-type]
+            link_rates=rate
+            and LinkRates(up_bytes_per_second=rate[0], down_bytes_per_second=rate[1]),
+        )
+        for rate in rates
+    ]
+    return pb.GetStatusResponse(nodes=nodes)
+
+
+def test_links_that_a_swarm_has_measured_are_those_of_its_slowest_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = status_of((1e6, 9e6), (5e6, 4e6), None)
+    monkeypatch.setattr(StatusLink, "status", lambda self: answer)
+    assert init(tmp_path, "--measured", str(tmp_path), "--json") == 0
+    situation = json.loads(capsys.readouterr().out)["situation"]
+    assert situation["up_bits_per_second"] == 8e6
+    assert situation["down_bits_per_second"] == 32e6
+    assert situation["num_nodes"] == load_run_file(tmp_path / "run.toml").run.min_nodes == 3
+
+
+def test_one_direction_stands_for_both_until_both_are_known() -> None:
+    links = measured_links(status_of((0.0, 2e6)).nodes)
+    assert (links.up_bits_per_second, links.down_bits_per_second) == (16e6, 16e6)
+
+
+def test_nodes_that_are_gone_count_only_when_nobody_is_there() -> None:
+    lost = status_of((1e6, 1e6), state=pb.NODE_STATE_LOST).nodes
+    assert measured_links(lost).num_nodes == 1
+    both = measured_links([*lost, *status_of((3e6, 2e6)).nodes])
+    assert (both.up_bits_per_second, both.num_nodes) == (24e6, 1)
+
+
+@pytest.mark.parametrize("answer", [status_of(), status_of(None, None)])
+def test_without_a_measurement_nothing_is_guessed(
+    answer: pb.GetStatusResponse,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(StatusLink, "status", lambda self: answer)
+    assert init(tmp_path, "--measured", str(tmp_path)) == 75
+    assert "has measured its link yet" in capsys.readouterr().err
+    assert not (tmp_path / "run.toml").exists()
+
+
+def test_it_loads_neither_torch_nor_the_exchange(tmp_path: Path) -> None:
+    code, modules = loaded_by(["init", "--link", "1mbit", "--out", str(tmp_path / "run.toml")])
+    assert code == 0
+    assert not {"torch", "hivemind", "grpc", "node"} & modules

@@ -1,0 +1,173 @@
+"""A preset in a run file becomes plain keys, or a sentence that says what is missing."""
+
+import tomllib
+
+import pytest
+
+from coordinator.config import RUN_TEMPLATE
+from protocol.data_rate import bits_per_second_of, directions_of, rate_in_words
+from protocol.errors import ConfigError
+from protocol.run_spec import validated
+from protocol.settling import settled, wants_settling
+from protocol.time_span import seconds_of
+from protocol.toml_edit import CannotEditError, with_values
+
+ASKED = """\
+[run]
+min_nodes = 3
+
+[exchange]   # slow links
+preset = "auto"
+link = "5mbit/1mbit"
+round_trip = "50ms"
+inner_step = "20ms"   # measured
+"""
+
+
+def refusal(text: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        settled(text, origin="run.toml")
+    assert caught.value.next_step
+    return f"{caught.value.what} -> {caught.value.next_step}"
+
+
+def test_a_preset_becomes_plain_keys_with_their_reasons() -> None:
+    made = settled(ASKED, origin="run.toml")
+    tables = tomllib.loads(made.text)
+    assert not {"preset", "link", "round_trip", "inner_step"} & tables["exchange"].keys()
+    for choice in made.plan.choices:
+        assert tables[choice.table][choice.key] == choice.value
+        if not choice.is_given:
+            assert f"# chosen: {choice.reason}\n{choice.key} = " in made.text
+    assert '# settled: link = "5mbit/1mbit"' in made.text
+    assert made.spec == validated(tables, origin="run.toml")
+    assert made.plan.situation.up_bits_per_second == 1e6
+    assert made.plan.situation.down_bits_per_second == 5e6
+    assert made.plan.situation.num_nodes == 3
+
+
+def test_what_is_settled_asks_for_nothing_more() -> None:
+    made = settled(ASKED, origin="run.toml")
+    assert wants_settling(tomllib.loads(ASKED))
+    assert not wants_settling(tomllib.loads(made.text))
+
+
+def test_the_same_file_settles_to_the_same_digest() -> None:
+    one, other = settled(ASKED, origin="a"), settled(ASKED, origin="b")
+    assert one.text == other.text and one.spec.digest() == other.spec.digest()
+
+
+def test_explicit_keys_win() -> None:
+    made = settled(f'{ASKED}downlink = "int8"\nfragments = 2\n[inner]\nsteps = 7\n', origin="x")
+    assert made.spec.exchange.downlink == "int8"
+    assert made.spec.exchange.fragments == 2
+    assert made.spec.inner.steps == 7
+    given = {c.key for c in made.plan.choices if c.is_given}
+    assert given == {"downlink", "fragments", "steps"}
+
+
+def test_an_unsettled_preset_never_becomes_a_run() -> None:
+    with pytest.raises(ConfigError, match="not settled yet"):
+        validated(tomllib.loads(ASKED), origin="run.toml")
+
+
+@pytest.mark.parametrize(
+    ("line", "replacement", "words"),
+    [
+        ('link = "5mbit/1mbit"', "", "needs link"),
+        ('link = "5mbit/1mbit"', 'link = "fast"', "'fast' is no link"),
+        ('link = "5mbit/1mbit"', 'link = "-5mbit"', "'-5mbit' is no link"),
+        ('link = "5mbit/1mbit"', 'link = "5mbit/0mbit"', "too slow"),
+        ('link = "5mbit/1mbit"', "link = 5", "link = 5:"),
+        ('inner_step = "20ms"', "", "needs inner_step"),
+        ('inner_step = "20ms"', 'inner_step = "0s"', "'0s' is no time"),
+        ('round_trip = "50ms"', 'round_trip = "soon"', "'soon' is no time"),
+        ('preset = "auto"', 'preset = "best"', "'best'"),
+        ('preset = "auto"', "", 'no effect without preset = "auto"'),
+        ("min_nodes = 3", "min_nodes = 1", "two nodes or more, not for 1"),
+        ("[run]", "[exchange.more]\n[run]", "[exchange] more"),
+        ('preset = "auto"', 'preset = "auto"\nuplink = "int5"', "int5"),
+        ('preset = "auto"', 'preset = "auto"\nfragments = "4"', "fragments"),
+        ('preset = "auto"', 'preset = "auto"\nfragments = 4', "num_layers is 3"),
+    ],
+)
+def test_what_is_missing_or_wrong_is_said(line: str, replacement: str, words: str) -> None:
+    text = ASKED.replace(line, replacement)
+    assert text != ASKED
+    assert words in refusal(text)
+
+
+def test_a_preset_with_nothing_left_to_choose_is_refused() -> None:
+    text = RUN_TEMPLATE.replace(
+        "[exchange]\n", '[exchange]\npreset = "auto"\nlink = "5mbit"\ninner_step = "1s"\n'
+    )
+    assert "nothing to choose" in refusal(text)
+
+
+def test_tables_written_in_another_way_are_refused_and_not_guessed_at() -> None:
+    text = (
+        '[run]\nmin_nodes = 2\n[exchange]\npreset = "auto"\nlink = "5mbit"\n"inner_step" = "1s"\n'
+    )
+    assert "cannot be written out" in refusal(text)
+
+
+def test_values_change_where_they_stand_and_comments_stay() -> None:
+    text = '[a]\nx = 1     # one\n# y = 2   # two\n\n[b] # here\nx = "no"\n'
+    edited = with_values(
+        text, {("a", "x"): (5, "why"), ("a", "y"): (0.5, ""), ("b", "z"): (True, "")}
+    )
+    assert edited == (
+        '[a]\n# chosen: why\nx = 5     # one\ny = 0.5   # two\n\n[b] # here\nz = true\nx = "no"\n'
+    )
+
+
+def test_a_key_that_stands_there_changes_and_not_its_like_in_a_comment() -> None:
+    text = "[a]\n# x = 1\nx = 2\n"
+    assert with_values(text, {("a", "x"): (3, "")}) == "[a]\n# x = 1\nx = 3\n"
+
+
+def test_a_key_written_in_quotes_is_refused() -> None:
+    with pytest.raises(CannotEditError):
+        with_values('[a]\n"x" = 2\n', {("a", "x"): (3, "")})
+
+
+def test_a_table_that_is_not_there_is_added() -> None:
+    assert with_values("x = 1\n", {("a", "b"): ("c", "")}) == 'x = 1\n\n[a]\nb = "c"\n'
+
+
+def test_a_key_in_a_string_of_several_lines_is_not_taken_for_one() -> None:
+    text = '[a]\nnote = """\nx = 1\n"""\n'
+    with pytest.raises(CannotEditError):
+        with_values(text, {("a", "x"): (2, "")})
+
+
+@pytest.mark.parametrize(
+    ("text", "bits"),
+    [("100mbit", 1e8), ("1.25MB/s", 1e7), ("2 gbit/s", 2e9), ("8kbit", 8e3), ("0mbit", 0.0)],
+)
+def test_rates_are_read_in_bits_and_bytes(text: str, bits: float) -> None:
+    assert bits_per_second_of(text) == bits
+
+
+@pytest.mark.parametrize("text", ["10mb", "fast", "", "-1mbit", "1e3mbit", "10", "mbit"])
+def test_what_may_mean_either_is_no_rate(text: str) -> None:
+    assert bits_per_second_of(text) is None
+    assert directions_of(text) is None
+
+
+def test_a_link_has_one_rate_or_two() -> None:
+    assert directions_of("20mbit/5mbit") == (2e7, 5e6)
+    assert directions_of("1.25MB/s / 500kB/s") == (1e7, 4e6)
+    assert directions_of("20mbit") == (2e7, 2e7)
+    assert directions_of("20mbit/") is directions_of("20mbit/5mbit/1mbit") is None
+    assert [rate_in_words(b) for b in (1e9, 2e7, 2.5e5, 10)] == [
+        "1gbit",
+        "20mbit",
+        "250kbit",
+        "10bit",
+    ]
+
+
+def test_milliseconds_are_times_too() -> None:
+    assert [seconds_of(t) for t in ("100ms", "1.2s", "3", "2m")] == [0.1, 1.2, 3.0, 120.0]
+    assert seconds_of("-1s") is seconds_of("1 s ms") is seconds_of("") is None
