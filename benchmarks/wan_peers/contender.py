@@ -97,8 +97,16 @@ CONTENDERS = (
     Contender(
         name="torchft-overlap",
         module="torchft_diloco",
-        words="torchft DiLoCo, all-reduce during inner steps",
+        words="torchft DiLoCo, all-reduce during 5 of 10 steps",
         options={"delay_share": 0.5, "alpha": 0.5},
+        needs="torchft",
+        has_lighthouse=True,
+    ),
+    Contender(
+        name="torchft-overlap-most",
+        module="torchft_diloco",
+        words="torchft DiLoCo, all-reduce during 9 of 10 steps",
+        options={"delay_share": 0.9, "alpha": 0.5},
         needs="torchft",
         has_lighthouse=True,
     ),
