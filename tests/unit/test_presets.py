@@ -90,11 +90,15 @@ def test_no_fragment_is_exchanged_fewer_times_than_was_ever_measured() -> None:
                 assert total_steps >= 16 * setting.fragments * setting.steps
 
 
-def test_a_short_run_gets_little_outer_momentum_and_a_long_one_the_usual() -> None:
-    long = chosen(situation_of("125m", 100))
-    short = chosen(replace(situation_of("125m", 100), total_steps=3000))
-    assert (value(long, "outer.momentum"), value(long, "outer.learning_rate")) == (0.9, 0.6)
-    assert (value(short, "outer.momentum"), value(short, "outer.learning_rate")) == (0.3, 0.7)
+@pytest.mark.parametrize(
+    ("total_steps", "momentum", "rate"),
+    [(600, 0.3, 0.7), (3_000, 0.6, 0.7), (100_000, 0.9, 0.6)],
+)
+def test_the_longer_a_run_the_more_outer_momentum_it_gets(
+    total_steps: int, momentum: float, rate: float
+) -> None:
+    plan = chosen(replace(situation_of("125m", 100), total_steps=total_steps))
+    assert (value(plan, "outer.momentum"), value(plan, "outer.learning_rate")) == (momentum, rate)
 
 
 def test_what_is_given_stays_and_is_called_so() -> None:
