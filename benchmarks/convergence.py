@@ -1,7 +1,8 @@
 """Held-out loss of swarms against inner steps, nodes, codecs, feedback, optimizers, text and lateness.
 
     python -m benchmarks.convergence [--parts steps codecs …] [--seeds 0 1 2] [--processes 2]
-        [--results docs/results/convergence.jsonl] [--report] [--quick]
+        [--results docs/results/convergence.jsonl] [--figure docs/figures/frontier.svg] [--report]
+        [--quick]
 
 Every setting trains a byte language model of 0.1 million parameters with the same initial weights,
 samples and number of inner steps for each seed, through the real trainer, codecs, means and outer
@@ -27,7 +28,7 @@ import structlog
 import torch
 
 from benchmarks.convergence_parts import DATA_PARALLEL, PARTS, quick_part
-from benchmarks.convergence_report import Losses
+from benchmarks.convergence_report import Losses, frontier, frontier_drawn, frontier_table
 from benchmarks.data_parallel import train_data_parallel
 from benchmarks.local_swarm import Setting, Trained, spec_of, train_swarm
 from node.island.corpus import read_corpus
@@ -118,6 +119,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--processes", type=int, default=2, help="runs side by side")
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--figure", type=Path, help="where loss against bytes is drawn, as SVG")
     parser.add_argument("--report", action="store_true", help="only print what is there")
     parser.add_argument("--quick", action="store_true", help="tiny runs, to see that it works")
     chosen = parser.parse_args()
@@ -144,6 +146,10 @@ def main() -> None:
     for part in losses.parts():
         print("\n".join(losses.table(part)), end="\n\n")
     print("\n".join(losses.claims()))
+    if points := frontier(lines):
+        print("\n".join(["", *frontier_table(points)]))
+        if chosen.figure is not None:
+            chosen.figure.write_text(frontier_drawn(points))
 
 
 if __name__ == "__main__":

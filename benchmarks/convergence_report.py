@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.convergence_parts import CLAIMS, Claim
+from benchmarks.convergence_parts import CLAIMS, DATA_PARALLEL, Claim, frontier_part
+from benchmarks.figures import Point, scattered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,11 +77,6 @@ class Losses:
             rows.append(f"| {' | '.join(cells)} |")
         return rows
 
-    def verdict(self, claim: Claim) -> str | None:
-        """What became of a published sign; None without results."""
-        found = self.difference(claim.part, claim.of, claim.against)
-        return None if found is None else verdict(claim.sign, found)
-
     def claims(self, claims: Sequence[Claim] = CLAIMS) -> list[str]:
         """The published signs beside what was measured."""
         rows = ["| published | compared | measured | |", "|---|---|---|---|"]
@@ -92,6 +88,54 @@ class Losses:
                     f"| {claim.says} | {compared} | {found} | {verdict(claim.sign, found)} |"
                 )
         return rows
+
+
+def frontier(lines: Iterable[dict[str, Any]]) -> list[Point]:
+    """Loss above data parallelism's, in percent, over how many times fewer bytes a node sends.
+
+    Against a ring all-reduce of fp32 gradients at every inner step, payload bytes on both sides: that
+    takes 2 (n - 1) / n of the 32 bits of each parameter at each step, an exchange (n - 1) / n of the
+    bits up and of the bits down.
+    """
+    steps = {s.name: s.tables["inner"]["steps"] for s in frontier_part()}
+    lines = [line for line in lines if line["part"] == "frontier"]
+    baseline = {line["seed"]: line["loss"] for line in lines if line["setting"] == DATA_PARALLEL}
+    points = []
+    for setting in (name for name in steps if name != DATA_PARALLEL):
+        runs = [run for run in lines if run["setting"] == setting and run["seed"] in baseline]
+        if not runs:
+            continue
+        above = [100 * (run["loss"] / baseline[run["seed"]] - 1) for run in runs]
+        bits = statistics.mean(run["bits_up"] + run["bits_down"] for run in runs)
+        points.append(
+            Point(
+                series=setting.partition(",")[0],
+                label=setting,
+                x=2 * 32 * steps[setting] / bits,
+                y=statistics.mean(above),
+                low=min(above),
+                high=max(above),
+            )
+        )
+    return points
+
+
+def frontier_table(points: Sequence[Point]) -> list[str]:
+    """The points as a Markdown table."""
+    rows = ["| codec both ways | times fewer bytes | loss above data parallel |", "|---|---|---|"]
+    for p in points:
+        rows.append(f"| {p.label} | {p.x:,.0f} | {p.y:+.2f} % ({p.low:+.2f} to {p.high:+.2f}) |")
+    return rows
+
+
+def frontier_drawn(points: Sequence[Point]) -> str:
+    """The figure."""
+    return scattered(
+        title="Held-out loss against bytes: 4 nodes, beside data parallelism with equal tokens",
+        across="times fewer bytes than a ring all-reduce of fp32 gradients at every inner step",
+        upward="%",
+        points=points,
+    )
 
 
 def verdict(sign: int, found: Difference) -> str:

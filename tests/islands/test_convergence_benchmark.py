@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.convergence import digest_of
 from benchmarks.convergence_parts import CLAIMS, PARTS
-from benchmarks.convergence_report import Difference, Losses, verdict
+from benchmarks.convergence_report import Difference, Losses, frontier, verdict
 from benchmarks.local_swarm import Setting, parts_of, swarm_at_end
 from benchmarks.processes import SOURCES, atoll_environment
 from benchmarks.simulation import Life, simulate
@@ -147,3 +147,22 @@ def test_its_quick_form_goes_through_all_of_it(tmp_path: object) -> None:
     assert len(lines) == 4
     assert all(5 < entry["loss"] < 6 for entry in lines)  # an untrained model: ln 256 is 5.55
     assert "| tiny, int4 | " in ran.stdout
+
+
+def test_the_frontier_counts_bytes_against_an_all_reduce_at_every_step_seed_by_seed() -> None:
+    def run(setting: str, seed: int, loss: float, bits: float | None) -> dict[str, object]:
+        told = {"part": "frontier", "setting": setting, "seed": seed, "loss": loss}
+        return told | {"bits_up": bits, "bits_down": bits}
+
+    (point,) = frontier(
+        [
+            run("data parallel", 0, 2.0, None),
+            run("data parallel", 1, 1.0, None),
+            run("int4, H = 32", 0, 2.02, 4.0),
+            run("int4, H = 32", 1, 1.03, 4.0),
+            run("int4, H = 32", 2, 9.0, 4.0),  # has nothing to be compared with
+        ]
+    )
+    # Of n nodes each sends 2 (n - 1) / n of 32 bits at each of 32 steps, or (n - 1) / n of 4 + 4 once.
+    assert point.x == pytest.approx(2 * 32 * 32 / 8)
+    assert (point.y, point.low, point.high) == pytest.approx((2.0, 1.0, 3.0))
