@@ -2,7 +2,7 @@
 
 python -m benchmarks.presets            # the table of docs/performance.md
 python -m benchmarks.presets --check    # predicted rounds beside simulated ones, in virtual time
-python -m benchmarks.presets --host     # a core's speeds, as in protocol/exchange_cost.py
+python -m benchmarks.presets --host     # a core's speeds, as in coordinator/presets/cost.py
 """
 
 import argparse
@@ -17,9 +17,8 @@ import structlog
 
 from benchmarks.queued_network import QueuedNetwork
 from benchmarks.simulation import Life, simulate
-from node.exchange.outer_optimizer import outer_optimizer_of
-from node.outer_state import outer_digest
-from protocol.exchange_cost import (
+from coordinator.presets.choosing import Plan, chosen
+from coordinator.presets.cost import (
     INSTANT_HOST,
     LINK_SHARE,
     ROUND_TRIPS,
@@ -28,8 +27,9 @@ from protocol.exchange_cost import (
     Situation,
     predicted,
 )
-from protocol.model_sizes import NAMED_MODELS, num_parameters
-from protocol.presets import Plan, chosen
+from coordinator.presets.model_sizes import NAMED_MODELS, num_parameters
+from node.exchange.outer_optimizer import outer_optimizer_of
+from node.outer_state import outer_digest
 from protocol.run_spec import RunSpec, validated
 
 MODELS = ("0.2m", "125m", "1b", "7b")

@@ -15,6 +15,7 @@ from coordinator.config import CoordinatorConfig, Home, rules_of
 from coordinator.dashboard.round_tally import RoundTally
 from coordinator.driver import Driver
 from coordinator.journal import log_refusal, log_settled, log_slept, log_transition
+from coordinator.presets.choosing import Plan
 from coordinator.services.answering import Gate
 from coordinator.services.enrolment import EnrolmentDesk, EnrolmentServicer
 from coordinator.services.operator import OperatorDesk, OperatorServicer
@@ -29,17 +30,16 @@ from protocol.errors import UnavailableError
 from protocol.invite import endpoint_of
 from protocol.logging import LogStream, start_logging
 from protocol.pki import pin_of
-from protocol.presets import Plan
 from protocol.server import SERVER_OPTIONS, bind_control, bind_enrolment
 from protocol.signing import CommitSigner
 from protocol.v1.enrolment_pb2_grpc import add_EnrolmentServiceServicer_to_server
 from protocol.v1.operator_pb2_grpc import add_OperatorServiceServicer_to_server
 from protocol.v1.session_pb2_grpc import add_SessionServiceServicer_to_server
 from protocol.v1.status_pb2_grpc import add_StatusServiceServicer_to_server
-from protocol.web_address import web_address_of
+from protocol.web.address import web_address_of
 
 if TYPE_CHECKING:
-    from protocol.web import WebServer
+    from protocol.web.server import WebServer
 
 GRACE_SECONDS = 1.0
 """Calls in flight may take this long to end when the coordinator stops."""
@@ -211,7 +211,7 @@ def _open_dashboard(
 ) -> "WebServer":
     """Its libraries are loaded only now: who wants no pages need not wait for them."""
     from coordinator.dashboard.pages import Pages
-    from protocol.web import WebServer
+    from protocol.web.server import WebServer
 
     pages = Pages(status, tally, now=driver.clock.now, is_serving=lambda: driver.is_keeping_time)
     return WebServer.open(web_address_of(address), pages.by_path(), option="--dashboard")

@@ -62,7 +62,7 @@ def init(
     Example: atoll coordinator init my-run --name my-run
     """
     from coordinator.config import CoordinatorConfig, advertised_host, create_home, run_text
-    from protocol.settling import settled_run_file
+    from coordinator.presets.settling import settled_run_file
 
     if name is not None and run_file is not None:
         raise UsageError(
@@ -80,7 +80,7 @@ def init(
         text=run_text(name=name, run_file=run_file) if settled is None else settled.text,
     )
     if settled is not None:
-        from protocol.preset_view import show
+        from coordinator.presets.view import show
 
         show(settled.plan)
     click.echo(f"made {directory} for run {home.run.run.name!r}")

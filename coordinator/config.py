@@ -17,6 +17,7 @@ from typing import Annotated, Self
 from pydantic import AfterValidator, Field, ValidationError
 
 from coordinator.database import DATABASE_NAME
+from coordinator.presets.settling import Settled, settled_run_file, wants_settling
 from coordinator.swarm.state import Rules
 from protocol.credentials import (
     AUTHORITY_FILE,
@@ -29,8 +30,7 @@ from protocol.errors import AtollError, CannotCreateError, ConfigError, NoInputE
 from protocol.files import is_taken, read_toml, whole_folder, write_atomically
 from protocol.pki import Authority, new_swarm_id
 from protocol.run_spec import RunSection, RunSpec, Section, load_run_file, validated
-from protocol.settling import Settled, settled_run_file, wants_settling
-from protocol.web_address import web_address_of
+from protocol.web.address import web_address_of
 
 DEFAULT_CONTROL_PORT = 7700
 DEFAULT_ENROLMENT_PORT = 7701
@@ -266,7 +266,7 @@ def rules_of(run: RunSpec) -> Rules:
 def run_text(*, name: str | None, run_file: Path | None) -> str:
     """The text of a new run.toml, checked: the template with that name, or the file as it is."""
     if run_file is not None:
-        load_run_file(run_file)  # a preset is settled before (protocol.settling)
+        load_run_file(run_file)  # a preset is settled before (coordinator.presets.settling)
         return run_file.read_text(encoding="utf-8")
     if name is None:
         return RUN_TEMPLATE

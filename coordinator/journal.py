@@ -2,6 +2,7 @@
 
 import structlog
 
+from coordinator.presets.choosing import Plan
 from coordinator.swarm.actions import (
     AskCommits,
     AskRefetch,
@@ -15,7 +16,6 @@ from coordinator.swarm.reach import cut_pairs
 from coordinator.swarm.state import PRESENT, Member, MemberState, SwarmState
 from coordinator.swarm.transition import Transition
 from protocol.errors import AtollError
-from protocol.presets import Plan
 from protocol.rounds import NodeId
 
 _log = structlog.get_logger()

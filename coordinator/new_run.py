@@ -9,9 +9,9 @@ from protocol import console
 from protocol.errors import CannotCreateError, ConfigError, UsageError
 
 if TYPE_CHECKING:
-    from protocol.exchange_cost import Situation
-    from protocol.model_sizes import NamedModel
-    from protocol.toml_edit import Place
+    from coordinator.presets.cost import Situation
+    from coordinator.presets.model_sizes import NamedModel
+    from coordinator.presets.toml_edit import Place
 
 ASSUMED_FLOPS = 50e12
 """What one GPU of today achieves, by 6 operations for each parameter and token."""
@@ -110,11 +110,11 @@ def init(
     'atoll coordinator init DIR --run FILE' makes a run of it. JSON holds the situation, every
     choice with its reason, and the prediction, in seconds, bytes, and bits per second.
     """  # noqa: D301 - click reads the character \b, not its two letters
-    from protocol.exchange_cost import Situation
+    from coordinator.presets.choosing import chosen
+    from coordinator.presets.cost import Situation
+    from coordinator.presets.model_sizes import num_parameters
+    from coordinator.presets.view import as_json, show
     from protocol.files import write_atomically
-    from protocol.model_sizes import num_parameters
-    from protocol.preset_view import as_json, show
-    from protocol.presets import chosen
 
     if out.exists() and not force:
         raise CannotCreateError(
@@ -172,7 +172,7 @@ def _model_of(name: str) -> "NamedModel":
     """A size by its name, or the [model] of a file with the batch and rate of the nearest size."""
     from dataclasses import replace
 
-    from protocol.model_sizes import NAMED_MODELS, num_parameters
+    from coordinator.presets.model_sizes import NAMED_MODELS, num_parameters
     from protocol.run_spec import load_run_file
 
     if (named := NAMED_MODELS.get(name.lower())) is not None:
@@ -196,7 +196,7 @@ def _model_of(name: str) -> "NamedModel":
 
 def _link(text: str | None, measured: Path | None) -> tuple[float, float, int]:
     """Bits per second down and up, and the usual number of nodes."""
-    from protocol.settling import link_of
+    from coordinator.presets.settling import link_of
 
     if (text is None) == (measured is None):
         raise UsageError(
@@ -204,7 +204,7 @@ def _link(text: str | None, measured: Path | None) -> tuple[float, float, int]:
             next_step="give --link 100mbit, or --measured DIR with the folder of a swarm that runs",
         )
     if measured is not None:
-        from protocol.measured_links import measured_links
+        from coordinator.presets.measured_links import measured_links
         from protocol.query import StatusLink
 
         with StatusLink(measured) as asked:
@@ -219,7 +219,7 @@ def _link(text: str | None, measured: Path | None) -> tuple[float, float, int]:
 
 
 def _span(text: str, option: str, *, may_be_zero: bool) -> float:
-    from protocol.settling import span_of
+    from coordinator.presets.settling import span_of
 
     try:
         return span_of(text, origin=option, may_be_zero=may_be_zero)
@@ -228,7 +228,7 @@ def _span(text: str, option: str, *, may_be_zero: bool) -> float:
 
 
 def _assumed_step_seconds(named: "NamedModel") -> float:
-    from protocol.model_sizes import num_parameters
+    from coordinator.presets.model_sizes import num_parameters
 
     operations = 6 * num_parameters(named.model) * named.tokens_per_inner_step
     return max(LEAST_ASSUMED_STEP_SECONDS, operations / ASSUMED_FLOPS)
@@ -245,8 +245,8 @@ def _text(
     import tomllib
 
     from coordinator.config import run_text
+    from coordinator.presets.toml_edit import with_values
     from protocol.run_spec import validated
-    from protocol.toml_edit import with_values
 
     usual = {("model", key): (value, "") for key, value in named.model.model_dump().items()}
     usual |= {

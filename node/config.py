@@ -14,7 +14,7 @@ from protocol.data_rate import bits_per_second_of
 from protocol.errors import ConfigError, UsageError
 from protocol.files import read_toml, write_atomically
 from protocol.run_spec import Section
-from protocol.web_address import web_address_of
+from protocol.web.address import web_address_of
 
 IDENTITY_FILE = "identity.key"
 SETTINGS_FILE = "node.toml"

@@ -8,7 +8,7 @@ import structlog
 from node.coordinator_link import Vitals, heartbeat_of
 from node.daemon import NodeFacts
 from protocol.invite import endpoint_of
-from protocol.web_address import web_address_of
+from protocol.web.address import web_address_of
 
 _log = structlog.get_logger()
 
@@ -27,9 +27,9 @@ async def own_metrics(
         yield None
         return
     # Only now: who wants no pages need not wait for their libraries.
-    from protocol.metrics import CONTENT_TYPE, Board
-    from protocol.node_metrics import NODE_METRICS, put_node
-    from protocol.web import Answer, WebServer
+    from protocol.web.metrics import CONTENT_TYPE, Board
+    from protocol.web.node_metrics import NODE_METRICS, put_node
+    from protocol.web.server import Answer, WebServer
 
     async def metrics() -> Answer:
         board = Board(NODE_METRICS)

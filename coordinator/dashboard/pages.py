@@ -13,9 +13,9 @@ from coordinator.dashboard.round_tally import RoundTally
 from coordinator.dashboard.run_metrics import board_of
 from coordinator.dashboard.run_page import NUM_ROUNDS, page_of
 from coordinator.services.status import StatusDesk
-from protocol.metrics import CONTENT_TYPE
 from protocol.v1 import status_pb2 as pb
-from protocol.web import Answer, Page
+from protocol.web.metrics import CONTENT_TYPE
+from protocol.web.server import Answer, Page
 
 SICK = 503  # HTTP's "service unavailable"
 

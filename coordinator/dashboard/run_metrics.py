@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from coordinator.dashboard.round_tally import RoundCounts
-from protocol.metrics import Board, Metric
-from protocol.node_metrics import NODE_METRICS, put_node
 from protocol.status_view import name_of
 from protocol.v1 import status_pb2 as pb
+from protocol.web.metrics import Board, Metric
+from protocol.web.node_metrics import NODE_METRICS, put_node
 
 _STATES = {
     pb.NODE_STATE_JOINING: "joining",
@@ -130,7 +130,7 @@ RUN_METRICS = (
         labels=("node", "node_id"),
     ),
 )
-"""Of the coordinator, besides those of each node (protocol.node_metrics)."""
+"""Of the coordinator, besides those of each node (protocol.web.node_metrics)."""
 
 
 def board_of(

@@ -8,11 +8,11 @@ from effort import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.exchange_cost import GOAL, HostSpeeds, Setting, Situation, predicted
-from protocol.presets import Given, Value, chosen, ladder
+from coordinator.presets.choosing import Given, Value, chosen, ladder
+from coordinator.presets.cost import GOAL, HostSpeeds, Setting, Situation, predicted
+from coordinator.presets.settling import settled
+from coordinator.presets.toml_edit import with_values
 from protocol.run_spec import validated
-from protocol.settling import settled
-from protocol.toml_edit import with_values
 
 rates = st.floats(3e5, 1e11)
 situations = st.builds(

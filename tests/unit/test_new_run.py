@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from coordinator.config import run_text
+from coordinator.presets.measured_links import measured_links
 from protocol import cli, console
-from protocol.measured_links import measured_links
 from protocol.query import StatusLink
 from protocol.run_spec import RunSpec, load_run_file
 from protocol.v1 import status_pb2 as pb

@@ -11,7 +11,7 @@ from node.daemon import NodeFacts
 from node.own_metrics import own_metrics
 from node.round_times import Utilisation
 from protocol.errors import SystemRefusedError
-from protocol.node_metrics import NODE_METRICS, PARTS
+from protocol.web.node_metrics import NODE_METRICS, PARTS
 from tests.unit.exchange_scene import A
 from tests.unit.test_coordinator_link import VITALS
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from benchmarks.presets import situation_of, table
+from coordinator.presets.choosing import GIVEN, Given, Plan, chosen, ladder
+from coordinator.presets.cost import CODEC_COSTS, GOAL, Setting, Situation, predicted
+from coordinator.presets.model_sizes import NAMED_MODELS, VOCABULARY, num_parameters
 from node.exchange.codecs.registry import CODECS
 from node.island.model import model_shapes
-from protocol.exchange_cost import CODEC_COSTS, GOAL, Setting, Situation, predicted
-from protocol.model_sizes import NAMED_MODELS, VOCABULARY, num_parameters
-from protocol.presets import GIVEN, Given, Plan, chosen, ladder
 from protocol.run_spec import CodecName, ModelSection, RunSpec
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

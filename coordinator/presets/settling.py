@@ -13,15 +13,15 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from coordinator.presets.choosing import Plan, Value, chosen
+from coordinator.presets.cost import Situation
+from coordinator.presets.model_sizes import num_parameters
+from coordinator.presets.toml_edit import CannotEditError, Place, with_values
 from protocol.data_rate import directions_of
 from protocol.errors import ConfigError
-from protocol.exchange_cost import Situation
 from protocol.files import read_toml
-from protocol.model_sizes import num_parameters
-from protocol.presets import Plan, Value, chosen
 from protocol.run_spec import Positive, RunSpec, Section, validated
 from protocol.time_span import seconds_of
-from protocol.toml_edit import CannotEditError, Place, with_values
 
 SLOWEST_LINK = 256e3
 """Bits per second; with less, transfers are slower than peers wait for (node.toml's max_upload)."""

@@ -13,7 +13,7 @@ a straight line over 1 / rate for each step, steeper for those with more bytes.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from protocol.exchange_cost import (
+from coordinator.presets.cost import (
     GOAL,
     MEASURED_HOST,
     HostSpeeds,

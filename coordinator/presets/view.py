@@ -4,9 +4,9 @@ from dataclasses import asdict
 
 import click
 
+from coordinator.presets.choosing import Plan
 from protocol import console
 from protocol.data_rate import rate_in_words
-from protocol.presets import Plan
 
 
 def show(plan: Plan) -> None:

@@ -1,7 +1,7 @@
 """What is told of a node, by the coordinator of all nodes and by a node of itself: the same names."""
 
-from protocol.metrics import Board, Metric
 from protocol.v1.session_pb2 import HeartbeatRequest
+from protocol.web.metrics import Board, Metric
 
 _NODE = ("node", "node_id")
 
