@@ -15,6 +15,7 @@ from coordinator.swarm.retraction import retract_lost
 from coordinator.swarm.speeds import measured
 from coordinator.swarm.state import (
     ClosedRound,
+    MemberState,
     Round,
     RoundPhase,
     SliceProgress,
@@ -153,6 +154,16 @@ def holders_needed(state: SwarmState, current: Round) -> int:
     return min(2, len(present_participants(state, current)))
 
 
+def is_base_held(state: SwarmState) -> bool:
+    """Whether somebody present holds the state that the round in flight builds on.
+
+    A participant may have lost it since the plan. What it then commits nobody could apply, and the
+    round before, which is lost, could not be taken back any more.
+    """
+    members = members_of(state)
+    return any(members[node_id].state is MemberState.READY for node_id in members.present_ids)
+
+
 def void_reason(state: SwarmState, current: Round, progress: SliceProgress) -> str:
     """Why a slice cannot commit now, in words; empty when it can."""
     reducer = name_of(state, progress.slice.reducer_id)
@@ -160,6 +171,8 @@ def void_reason(state: SwarmState, current: Round, progress: SliceProgress) -> s
     num_holders = len(holders_of(state, current, progress))
     if num_present == 0:
         return "no participant is left"
+    if not is_base_held(state):
+        return "nobody who is here holds the state that it builds on"
     if progress.is_empty:
         return f"its reducer {reducer} had nothing to reduce"
     if progress.digest is None and not is_present(state, progress.slice.reducer_id):

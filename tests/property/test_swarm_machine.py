@@ -2,6 +2,7 @@
 
 from random import Random
 
+import pytest
 from effort import examples
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -225,3 +226,20 @@ class SwarmMachine(RuleBasedStateMachine):
 
 SwarmMachine.TestCase.settings = settings(examples(1500), stateful_step_count=40)
 TestSwarmMachine = SwarmMachine.TestCase
+
+
+@pytest.mark.parametrize("total_rounds", [2, 4])
+def test_a_round_whose_base_was_lost_does_not_commit_what_only_a_liar_holds(
+    total_rounds: int,
+) -> None:
+    """Found at random once: the state after round 1 was gone, and round 2 could not be taken back."""
+    machine, lie = SwarmMachine(), Digest(b"lie 1")
+    machine.begin(3, 1, total_rounds, adapts_deadlines=False, has_overlap=False)
+    machine.somebody_says_to_have_reduced(number=0, index=0, lie=lie)
+    machine.all_leave()
+    machine.all_without_a_session_attach()
+    machine.one_works_and_applies(number=0)
+    machine.a_node_fails(number=0, fault="restarts without its newest state")
+    machine.somebody_says_to_have_reduced(number=0, index=0, lie=lie)
+    machine.all_leave()
+    machine.teardown()

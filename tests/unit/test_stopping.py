@@ -14,8 +14,9 @@ NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @pytest.fixture(autouse=True)
 def _handlers() -> Iterator[None]:
-    """A node's process ends deaf to signals; this one goes on."""
+    """A node's process ends deaf to signals; this one goes on. It may be deaf to one from nohup."""
     before = [signal.getsignal(number) for number in NUMBERS]
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     for number, handler in zip(NUMBERS, before, strict=True):
         signal.signal(number, handler)
