@@ -59,7 +59,7 @@ CONTENDERS = (
     _atoll("atoll-waiting", "int4 both ways, no overlap", uplink="int4", downlink="int4"),
     _atoll("atoll-fp32", "fp32 both ways, no overlap", uplink="fp32", downlink="fp32"),
     Contender(name="ddp", module="ddp", words="torch DDP, fp32"),
-    Contender(name="ddp-bf16", module="ddp", words="torch DDP, bf16", options={"hook": "bf16"}),
+    Contender(name="ddp-fp16", module="ddp", words="torch DDP, fp16", options={"hook": "fp16"}),
     Contender(
         name="ddp-powersgd",
         module="ddp",

@@ -1,7 +1,8 @@
 """torch's DistributedDataParallel over gloo: gradients are averaged at every inner step.
 
-Options: `hook` is "" for fp32, "bf16", "fp16", or "powersgd" with `rank`; `bucket_mb` is how much goes
-into one all-reduce, so that the first ones leave while the backward pass goes on.
+Options: `hook` is "" for fp32, "fp16" (torch's hook for bf16 asks for NCCL), or "powersgd" with `rank`;
+`bucket_mb` is how much goes into one all-reduce, so that the first ones leave while the backward pass
+goes on.
 """
 
 from collections.abc import Mapping
@@ -20,8 +21,6 @@ def compressed(model: DistributedDataParallel, options: Mapping[str, Any]) -> No
     match options.get("hook", ""):
         case "":
             return
-        case "bf16":
-            model.register_comm_hook(dist.group.WORLD, default_hooks.bf16_compress_hook)
         case "fp16":
             model.register_comm_hook(dist.group.WORLD, default_hooks.fp16_compress_hook)
         case "powersgd":
