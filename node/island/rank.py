@@ -40,6 +40,7 @@ from node.island.commands import (
 from node.island.compiling import be_deterministic
 from node.island.corpus import Corpus, read_corpus
 from node.island.faults import RankFailedError
+from node.island.freed_memory import keep_freed_memory
 from node.island.island import Progress
 from node.island.mesh import Mesh
 from node.island.trainer import Trainer
@@ -88,6 +89,7 @@ class _Rank:
         self._connection = connection
         self._vectors = SharedVectors.attach(setup.names)
         torch.set_num_threads(setup.num_threads)
+        keep_freed_memory()
         if setup.local.deterministic:
             be_deterministic()
         device = torch.device(setup.device)

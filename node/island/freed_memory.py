@@ -1,0 +1,24 @@
+"""Memory that a rank frees stays with it: each inner step frees its gradients, and needs them again.
+
+glibc gives freed memory at the end of its heap back to the kernel, which zeroes it and hands it out
+again page by page. For a model of 3 million parameters that was 2,800 page faults in an inner step,
+and some per cent of its time where faults are dear, as in virtual machines.
+"""
+
+import ctypes
+
+# malloc.h's names for mallopt(3).
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+
+_NEVER = 2**31 - 1
+_LARGEST_MMAP_THRESHOLD = 32 << 20  # glibc takes no larger one; tensors above it are mapped anew
+
+
+def keep_freed_memory() -> bool:
+    """Asks the C library for it; False where it is not glibc, and all stays as it is."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    is_kept: bool = mallopt(_TRIM_THRESHOLD, _NEVER) == 1
+    is_on_heap: bool = mallopt(_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD) == 1
+    return is_kept and is_on_heap
