@@ -197,8 +197,10 @@ FRONTIER = BASE.changed(
     inner={"batch": 16, "learning_rate": 9e-3},
     outer={"learning_rate": 0.7, "momentum": 0.6},
 )
-"""A longer run with larger batches. Nodes bear a higher inner rate than their common batch does: of
-3e-3, 6e-3 and 9e-3 the last is best for them, of 1.5e-3, 3e-3 and 6e-3 … for data parallelism."""
+"""A longer run with larger batches, everybody at a rate of their own. With seed 0 nodes ended at 1.381,
+1.344, 1.322 and 1.333 with inner rates of 3e-3, 6e-3, 9e-3 and 15e-3 (ec2, H = 32), and data parallelism
+at 1.323, 1.289 and 1.282 with 3e-3, 6e-3 and 12e-3. Outer 0.9 with momentum 0.5 ended within 0.001 of
+0.7 with 0.6, and so did the norm-preserving mean."""
 
 
 def frontier_part() -> list[Setting]:
@@ -214,7 +216,7 @@ def frontier_part() -> list[Setting]:
         ).changed(f"{codec}, H = {steps}", **tables)
 
     return [
-        exchanged(32, "fp32").changed(DATA_PARALLEL, inner={"learning_rate": 6e-3}),
+        exchanged(32, "fp32").changed(DATA_PARALLEL, inner={"learning_rate": 1.2e-2}),
         exchanged(32, "fp32"),
         exchanged(32, "int4"),
         exchanged(80, "int4"),
