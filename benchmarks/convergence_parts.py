@@ -190,8 +190,6 @@ def rates_part() -> list[Setting]:
 
 FRONTIER_STEPS = 1600
 
-FRONTIER_NODES = 4
-
 FRONTIER = BASE.changed(
     "frontier",
     inner={"batch": 16, "learning_rate": 9e-3},

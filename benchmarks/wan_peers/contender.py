@@ -56,6 +56,13 @@ CONTENDERS = (
         downlink="int4",
         overlap="blend",
     ),
+    _atoll(
+        "atoll-ec1",
+        "ec1 both ways, blended overlap",
+        uplink="ec1",
+        downlink="ec1",
+        overlap="blend",
+    ),
     _atoll("atoll-waiting", "int4 both ways, no overlap", uplink="int4", downlink="int4"),
     _atoll("atoll-fp32", "fp32 both ways, no overlap", uplink="fp32", downlink="fp32"),
     Contender(name="ddp", module="ddp", words="torch DDP, fp32"),
