@@ -6,6 +6,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from benchmarks.convergence import read_results
+from benchmarks.convergence_report import frontier, frontier_drawn
 from benchmarks.figures import Point, Stack, nice_ceiling, scattered, stacked_bars
 from benchmarks.island_memory import drawn as drawn_memory
 from benchmarks.island_memory import rows_of
@@ -62,6 +64,12 @@ def test_the_figure_in_the_docs_is_drawn_from_the_results_beside_it() -> None:
     rows = rows_of(DOCS / "results" / "island-memory.jsonl")
     assert len(rows) == 12
     assert (DOCS / "figures" / "island-memory.svg").read_text() == drawn_memory(rows)
+
+
+def test_the_frontier_in_the_docs_is_drawn_from_the_results_beside_it() -> None:
+    """Run 'python -m benchmarks.convergence --report --figure FIGURE' after either has changed."""
+    points = frontier(read_results(DOCS / "results" / "convergence.jsonl"))
+    assert (DOCS / "figures" / "frontier.svg").read_text() == frontier_drawn(points)
 
 
 @pytest.mark.parametrize("parts", [(1.0,), (1.0, 2.0, 3.0), (1.0, -0.1)])
