@@ -110,7 +110,13 @@ def main() -> None:
             row = asyncio.run(measure(case, chosen.rounds, chosen.congestion_control))
         except LabUnavailableError as error:
             sys.exit(str(error))
-        rows.append({"machine": platform.platform(), "cores": os.cpu_count(), **row})
+        rows.append(
+            {
+                "machine": f"{platform.system()} on {platform.machine()}",
+                "cores": os.cpu_count(),
+                **row,
+            }
+        )
         print(json.dumps(rows[-1]), flush=True)
         if chosen.output is not None:
             with chosen.output.open("a") as file:

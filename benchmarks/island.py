@@ -137,7 +137,7 @@ def main() -> None:
     prepare_forkserver()
     about = {
         "part": "machine",
-        "machine": platform.platform(),
+        "machine": f"{platform.system()} on {platform.machine()}",
         "cores": len(os.sched_getaffinity(0)),
         "torch": torch.__version__,
         "chosen": {key: str(value) for key, value in vars(chosen).items() if key != "results"},

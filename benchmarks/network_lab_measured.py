@@ -170,7 +170,7 @@ def main() -> None:
     columns = ("what", "set", "measured", "besides")
     cells = [(*(f"{row[name]}" for name in columns[:3]), _besides(row)) for row in rows]
     console.terminal().print(console.table(columns, cells, right=("set", "measured")))
-    print(json.dumps({"machine": platform.platform(), "rows": rows}))
+    print(json.dumps({"machine": f"{platform.system()} on {platform.machine()}", "rows": rows}))
 
 
 def _besides(row: dict[str, object]) -> str:

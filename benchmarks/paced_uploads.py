@@ -196,7 +196,7 @@ def main() -> None:
     for row in rows:
         print("  ".join(f"{key}={value}" for key, value in row.items()))
     about = {
-        "machine": platform.platform(),
+        "machine": f"{platform.system()} on {platform.machine()}",
         "congestion_control": CONGESTION_CONTROL,
         "uploaded_bytes": num_bytes,
     }

@@ -170,7 +170,7 @@ def main() -> None:
             for contender in contenders:
                 rows.append(measure(contender, case, judge, show))
                 line = {
-                    "machine": platform.platform(),
+                    "machine": f"{platform.system()} on {platform.machine()}",
                     "cores": os.cpu_count(),
                     "load": os.getloadavg()[0],
                     "note": chosen.note,

@@ -113,7 +113,7 @@ def measure(
         try:
             saved, troubles = _train(contender, case, folder, show)
         except ContenderFailedError as error:
-            return replace(row, trouble=f"failed: {error.what}")
+            return replace(row, trouble=f"failed: {error.what.splitlines()[-1]}")
         if not saved:
             return replace(row, trouble="no exchange ended in time")
         show(f"{contender.name}: evaluating {len(saved)} models")

@@ -225,7 +225,7 @@ def main() -> int:
         )
     print_table(measured)
     result = {
-        "machine": platform.platform(),
+        "machine": f"{platform.system()} on {platform.machine()}",
         **vars(chosen),
         "counted_bytes": measured.counted_bytes,
         "interface_bytes": measured.interface_bytes,

@@ -173,7 +173,11 @@ def main() -> None:
     rows = asyncio.run(measure())
     for row in rows:
         print("  ".join(f"{key}={value}" for key, value in row.items()))
-    print(json.dumps({"machine": platform.platform(), "mtu": mtu, "rows": rows}))
+    print(
+        json.dumps(
+            {"machine": f"{platform.system()} on {platform.machine()}", "mtu": mtu, "rows": rows}
+        )
+    )
 
 
 if __name__ == "__main__":
