@@ -195,10 +195,34 @@ FRONTIER = BASE.changed(
     inner={"batch": 16, "learning_rate": 9e-3},
     outer={"learning_rate": 0.7, "momentum": 0.6},
 )
-"""A longer run with larger batches, everybody at a rate of their own. With seed 0 nodes ended at 1.381,
-1.344, 1.322 and 1.333 with inner rates of 3e-3, 6e-3, 9e-3 and 15e-3 (ec2, H = 32), and data parallelism
-at 1.323, 1.289 and 1.282 with 3e-3, 6e-3 and 12e-3. Outer 0.9 with momentum 0.5 ended within 0.001 of
-0.7 with 0.6, and so did the norm-preserving mean."""
+"""A longer run with larger batches, nodes at the inner rate that is best for them: see `tuning_part`."""
+
+
+def tuning_part() -> list[Setting]:
+    """What the frontier's rates rest on: ec2 every 32 steps, with other inner and outer rates."""
+    base = FRONTIER.changed(
+        "tuning",
+        run={"rounds": FRONTIER_STEPS // 32},
+        inner={"steps": 32},
+        **codecs("ec2", "ec2"),
+    )
+    outers = [(0.9, 0.5, "mean"), (0.7, 0.8, "mean"), (0.7, 0.6, "norm-preserving")]
+    return [
+        base.changed("inner rate 0.009"),
+        *(
+            base.changed(f"inner rate {rate}", inner={"learning_rate": rate})
+            for rate in (0.003, 0.006, 0.015)
+        ),
+        *(
+            base.changed(f"outer {rate}, {mu}, {merge}", outer=_outer_table(rate, mu, merge))
+            for rate, mu, merge in outers
+        ),
+    ]
+
+
+def _outer_table(rate: float, momentum: float, merge: str) -> dict[str, Any]:
+    table = {"learning_rate": rate, "momentum": momentum}
+    return table if merge == "mean" else table | {"merge": merge}
 
 
 def frontier_part() -> list[Setting]:
@@ -253,6 +277,7 @@ PARTS: dict[str, Callable[[], list[Setting]]] = {
     "merges": merges_part,
     "rates": rates_part,
     "frontier": frontier_part,
+    "tuning": tuning_part,
 }
 
 

@@ -43,8 +43,8 @@ LAYERS_OF_A_FRAGMENT = 3
 MOST_FRAGMENTS = 8
 
 SOME_SYNCHRONISATIONS, MANY_SYNCHRONISATIONS = 32, 1000
-"""From so many on an outer momentum of 0.6 pays, and the published 0.9. With 50 exchanges 0.6 ended
-lower than 0.3 here, and with 200 lower than 0.8 (benchmarks.convergence, "frontier")."""
+"""From so many on an outer momentum of 0.6, and the published 0.9. In 16 exchanges 0.3 was best here; in
+50, 0.5 to 0.8 ended alike (benchmarks.convergence, "outer" and "tuning")."""
 
 SPARSE = ("topk256", "topk64")
 

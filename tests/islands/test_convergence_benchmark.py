@@ -66,7 +66,7 @@ def test_every_setting_of_every_part_is_a_run_and_has_a_name_of_its_own() -> Non
         assert len(set(names)) == len(names), part
         for setting in settings():
             spec = validated(setting.tables, origin=setting.name)
-            steps = FRONTIER_STEPS if part == "frontier" else INNER_STEPS
+            steps = FRONTIER_STEPS if part in ("frontier", "tuning") else INNER_STEPS
             assert spec.run.rounds * spec.inner.steps == steps, setting.name
     known = {part: {setting.name for setting in settings()} for part, settings in PARTS.items()}
     for claim in CLAIMS:
