@@ -111,7 +111,7 @@ def init(
     choice with its reason, and the prediction, in seconds, bytes, and bits per second.
     """  # noqa: D301 - click reads the character \b, not its two letters
     from coordinator.presets.choosing import chosen
-    from coordinator.presets.cost import Situation
+    from coordinator.presets.cost import LINK_SHARE, WHOLE, Situation
     from coordinator.presets.model_sizes import num_parameters
     from coordinator.presets.view import as_json, show
     from protocol.files import write_atomically
@@ -143,6 +143,7 @@ def init(
         round_trip_seconds=round_trip,
         seconds_per_inner_step=seconds,
         total_steps=total_steps,
+        link_share=LINK_SHARE if measured is None else WHOLE,
     )
     given: dict[Place, object] = {} if steps is None else {("inner", "steps"): steps}
     plan = chosen(situation, given)

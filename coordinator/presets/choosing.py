@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from coordinator.presets.cost import (
     GOAL,
     MEASURED_HOST,
+    WHOLE,
     HostSpeeds,
     Prediction,
     Setting,
@@ -48,8 +49,11 @@ SOME_SYNCHRONISATIONS, MANY_SYNCHRONISATIONS = 32, 1000
 
 SPARSE = ("topk256", "topk64")
 
-LEAST_FOR_SPARSE = 100
-"""In 16 exchanges sparse codecs ended 0.3 to 0.6 nats per byte behind: they want many more."""
+ONE_BIT = "sign"
+
+LEAST_FOR_COARSE = 100
+"""One bit cost up to 0.22 nats per byte in 20 exchanges, 0.14 more than int4, and sparse codecs 0.3 to 0.6
+in 16: what waits in the residual wants many more exchanges to be sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,9 +125,8 @@ def ladder(situation: Situation, given: Given) -> Iterator[Setting]:
             if times_exchanged(longer) >= LEAST_SYNCHRONISATIONS:
                 most = longer
                 yield fitted(most)
-    yield fitted(replace(most, uplink="sign", downlink="sign"))
-    if times_exchanged(most) >= LEAST_FOR_SPARSE:
-        for codec in SPARSE:
+    if times_exchanged(most) >= LEAST_FOR_COARSE:
+        for codec in (ONE_BIT, *SPARSE):
             yield fitted(replace(most, uplink=codec, downlink=codec))
 
 
@@ -153,11 +156,11 @@ def chosen(
         setting=setting,
         prediction=prediction,
         choices=tuple(_choices(situation, setting, given, outcomes[0])),
-        verdict=_verdict(prediction, has_sparse=settings[-1].uplink in SPARSE),
+        verdict=_verdict(prediction, has_coarse=settings[-1].uplink in SPARSE),
     )
 
 
-def _verdict(prediction: Prediction, *, has_sparse: bool) -> str:
+def _verdict(prediction: Prediction, *, has_coarse: bool) -> str:
     share = f"{100 * prediction.utilisation:.1f} %"
     if prediction.utilisation >= GOAL:
         return f"nodes compute for {share} of the time"
@@ -166,9 +169,10 @@ def _verdict(prediction: Prediction, *, has_sparse: bool) -> str:
         advice = "no link is fast enough for that: round trips and the nodes' own work take longer"
     else:
         advice = f"it takes {enough / 1e6:.3g} Mbit/s with these settings"
-    if not has_sparse:
+    if not has_coarse:
         advice += (
-            f", or sparse codecs, for which each fragment must come round {LEAST_FOR_SPARSE} times"
+            ", or one bit or sparse codecs, for which each fragment must come round "
+            f"{LEAST_FOR_COARSE} times"
         )
     return (
         f"no setting keeps nodes computing for {100 * GOAL:.0f} % of the time: the best is {share}, "
@@ -186,7 +190,7 @@ def _choices(
         ("run", "rounds", rounds, f"{situation.total_steps} inner steps in all"),
         ("inner", "steps", setting.steps, _why_steps(setting)),
         *_outer(situation, setting, given),
-        ("exchange", "uplink", setting.uplink, _why_codec(setting.uplink)),
+        ("exchange", "uplink", setting.uplink, _why_uplink(setting, situation)),
         ("exchange", "downlink", setting.downlink, _why_codec(setting.downlink)),
         *_owed(setting, given),
         ("exchange", "fragments", setting.fragments, _why_fragments(setting)),
@@ -255,13 +259,22 @@ def _why_steps(setting: Setting) -> str:
     )
 
 
+def _why_uplink(setting: Setting, situation: Situation) -> str:
+    why = _why_codec(setting.uplink)
+    if situation.link_share == WHOLE:
+        why += "; links count whole: the rates are what exchanges achieved"
+    return why
+
+
 def _why_codec(codec: str) -> str:
+    often = f"each fragment comes round {LEAST_FOR_COARSE} times or more, which it wants"
     return {
         "int4": "4 bits lose nothing measurable",
         "ec2": "2 bits with error feedback lost nothing measurable either",
-        "sign": "nothing finer is enough; 1 bit cost 0.04 to 0.22 nats per byte in 16 to 20 rounds",
-        "topk256": "256 of 4096 values: nothing finer is enough",
-        "topk64": "64 of 4096 values: nothing finer is enough",
+        ONE_BIT: "nothing finer is enough; 1 bit cost 0.04 to 0.22 nats per byte in 16 to 20 rounds, and "
+        + often,
+        "topk256": f"256 of 4096 values: nothing finer is enough, and {often}",
+        "topk64": f"64 of 4096 values: nothing finer is enough, and {often}",
     }.get(codec, "")
 
 

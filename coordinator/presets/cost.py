@@ -6,9 +6,10 @@ u and d bits for each value in contributions and in results. A node sends
     (N - 1) / N · S · (u + d) / 8     bytes a round
 
 contributions to the others' slices, then the results of its own slice, and receives as many. Both
-ways fill at once, so the slower direction of the link counts, of which LINK_SHARE is achieved.
+ways fill at once, so the slower direction of the link counts, of which a share is achieved: LINK_SHARE
+of what a link is said to carry, and all of what exchanges were seen to achieve on it.
 
-    exchange = bytes · 8 / (LINK_SHARE · slower direction) + ROUND_TRIPS · round trip + host work
+    exchange = bytes · 8 / (share · slower direction) + ROUND_TRIPS · round trip + host work
     host work = what a node does with the fragment on one core, one thing after the other: encode,
                 decode the contributions to its slice, encode their mean, decode all results, form
                 sums and apply them; and digest the whole outer state
@@ -33,6 +34,9 @@ FP32_BYTES = 4
 LINK_SHARE = 0.7
 """What exchanges achieve of their links' rate over libp2p: with equal slices they took 1.43 to 1.59
 times the limit (docs/performance.md, "One round's exchange against its links")."""
+
+WHOLE = 1.0
+"""Of rates that nodes have measured: they are of exchanges, so what those lose is lost already."""
 
 ROUND_TRIPS = 6
 """One each for the offers of a contribution and of a result, and one each for their verdicts; one from
@@ -111,6 +115,7 @@ class Situation:
     round_trip_seconds: float
     seconds_per_inner_step: float
     total_steps: int  # inner steps of one node in the whole run
+    link_share: float = LINK_SHARE  # WHOLE for rates that exchanges have achieved
 
     @property
     def slower_bits_per_second(self) -> float:
@@ -177,7 +182,7 @@ def predicted(
     bits = CODEC_COSTS[setting.uplink].bits + CODEC_COSTS[setting.downlink].bits
     bytes_per_round = (num_nodes - 1) / num_nodes * values * bits / 8
     bytes_per_round += 2 * (num_nodes - 1) * PAYLOAD_HEADER_BYTES
-    achieved = LINK_SHARE * situation.slower_bits_per_second
+    achieved = situation.link_share * situation.slower_bits_per_second
     waits = ROUND_TRIPS * situation.round_trip_seconds
     waits += host_seconds(situation, setting, host)
     exchange = bytes_per_round * 8 / achieved + waits
@@ -188,7 +193,7 @@ def predicted(
     # The rest of a round that meets the goal, for bytes alone.
     left = training / GOAL - copies - waits - (0 if setting.has_overlap else training)
     copies_fit = training + copies <= training / GOAL
-    enough = bytes_per_round * 8 / LINK_SHARE / left if left > 0 and copies_fit else None
+    enough = bytes_per_round * 8 / situation.link_share / left if left > 0 and copies_fit else None
     saved = all_reduce_bytes_per_step(situation) * setting.steps / bytes_per_round
     return Prediction(
         bytes_per_round=bytes_per_round,

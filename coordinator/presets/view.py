@@ -5,6 +5,7 @@ from dataclasses import asdict
 import click
 
 from coordinator.presets.choosing import Plan
+from coordinator.presets.cost import WHOLE
 from protocol import console
 from protocol.data_rate import rate_in_words
 
@@ -25,6 +26,8 @@ def prediction_lines(plan: Plan) -> list[str]:
     beside = "beside" if plan.setting.has_overlap else "after"
     link = f"{rate_in_words(situation.down_bits_per_second)} down"
     link += f", {rate_in_words(situation.up_bits_per_second)} up"
+    if situation.link_share == WHOLE:
+        link += " as exchanges achieved it"
     lines = [
         f"for {console.count_in_words(situation.num_parameters)} parameters, "
         f"{situation.num_nodes} nodes, {link}, "

@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.presets.choosing import Given, Value, chosen, ladder
-from coordinator.presets.cost import GOAL, HostSpeeds, Setting, Situation, predicted
+from coordinator.presets.cost import (
+    GOAL,
+    LINK_SHARE,
+    WHOLE,
+    HostSpeeds,
+    Setting,
+    Situation,
+    predicted,
+)
 from coordinator.presets.settling import settled
 from coordinator.presets.toml_edit import with_values
 from protocol.run_spec import validated
@@ -25,6 +33,7 @@ situations = st.builds(
     round_trip_seconds=st.floats(0, 1),
     seconds_per_inner_step=st.floats(1e-3, 1e3),
     total_steps=st.integers(1, 10**7),
+    link_share=st.sampled_from([LINK_SHARE, WHOLE]),
 )
 speeds = st.floats(0.05, 100)
 hosts = st.builds(

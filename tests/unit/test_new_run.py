@@ -68,6 +68,7 @@ def test_every_choice_is_printed_with_its_value_and_its_reason(
         assert choice["reason"] and choice["reason"] in line
     assert told["verdict"] in lines
     assert told["situation"]["up_bits_per_second"] == 5e6
+    assert told["situation"]["link_share"] == 0.7
     assert told["meets_goal"] is True
     assert told["prediction"]["utilisation"] >= 0.95
     assert not told["step_is_assumed"]
@@ -176,6 +177,7 @@ def test_links_that_a_swarm_has_measured_are_those_of_its_slowest_node(
     situation = json.loads(capsys.readouterr().out)["situation"]
     assert situation["up_bits_per_second"] == 8e6
     assert situation["down_bits_per_second"] == 32e6
+    assert situation["link_share"] == 1.0
     assert situation["num_nodes"] == load_run_file(tmp_path / "run.toml").run.min_nodes == 3
 
 

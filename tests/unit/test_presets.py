@@ -12,8 +12,9 @@ import pytest
 
 from benchmarks.presets import situation_of, table
 from coordinator.presets.choosing import GIVEN, Given, Plan, chosen, ladder
-from coordinator.presets.cost import CODEC_COSTS, GOAL, Setting, Situation, predicted
+from coordinator.presets.cost import CODEC_COSTS, GOAL, WHOLE, Setting, Situation, predicted
 from coordinator.presets.model_sizes import NAMED_MODELS, VOCABULARY, num_parameters
+from coordinator.presets.view import prediction_lines
 from node.exchange.codecs.registry import CODECS
 from node.island.model import model_shapes
 from protocol.run_spec import CodecName, ModelSection, RunSpec
@@ -75,11 +76,37 @@ def test_sparse_codecs_bring_their_own_optimizer_and_decay() -> None:
     assert value(plan, "exchange.reducer_error") == "drop"
 
 
-def test_a_run_too_short_for_sparse_codecs_is_not_given_them() -> None:
+def test_a_run_too_short_for_one_bit_and_sparse_codecs_is_not_given_them() -> None:
     plan = chosen(replace(situation_of("7b", 10), total_steps=10_000))
-    assert plan.setting.uplink == "sign"
+    assert codecs_and_fragments(plan)[:2] == ("ec2", "ec2")
     assert not plan.meets_goal
-    assert "sparse codecs" in plan.verdict
+    assert "one bit or sparse codecs" in plan.verdict and "100 times" in plan.verdict
+
+
+def test_one_bit_is_chosen_with_a_hundred_exchanges_of_a_fragment_and_not_with_fewer() -> None:
+    situation = replace(situation_of("7b", 20), total_steps=100 * 8 * 120)
+    plan = chosen(situation)
+    assert codecs_and_fragments(plan) == ("sign", "sign", 8)
+    assert plan.setting.steps == 120
+    (why,) = [choice.reason for choice in plan.choices if choice.key == "uplink"]
+    assert "1 bit cost 0.04 to 0.22" in why and "100 times or more" in why
+    fewer = chosen(replace(situation, total_steps=situation.total_steps - 1))
+    assert codecs_and_fragments(fewer) == ("ec2", "ec2", 8)
+
+
+def test_rates_that_exchanges_have_achieved_count_whole_and_that_is_said() -> None:
+    told = situation_of("125m", 10)
+    achieved = replace(told, down_bits_per_second=7e6, up_bits_per_second=7e6, link_share=WHOLE)
+    here, there = chosen(achieved).prediction, chosen(told).prediction
+    assert here.enough_bits_per_second == pytest.approx(0.7 * (there.enough_bits_per_second or 0))
+    assert replace(here, enough_bits_per_second=there.enough_bits_per_second) == there
+
+    def why(situation: Situation) -> str:
+        return next(c.reason for c in chosen(situation).choices if c.key == "uplink")
+
+    assert why(achieved) == why(told) + "; links count whole: the rates are what exchanges achieved"
+    assert "as exchanges achieved it" in "".join(prediction_lines(chosen(achieved)))
+    assert "as exchanges achieved it" not in "".join(prediction_lines(chosen(told)))
 
 
 def test_no_fragment_is_exchanged_fewer_times_than_was_ever_measured() -> None:
