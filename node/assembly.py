@@ -14,6 +14,7 @@ import structlog
 from node.config import HISTORY_FILE, SNAPSHOTS_FOLDER, NodeSettings
 from node.coordinator_link import CoordinatorLink
 from node.daemon import Daemon, NodeFacts
+from node.exchange.codecs.compiled import remove_unused_kernels
 from node.exchange.codecs.tiles import Tiles, threads_beside
 from node.exchange.outer import Outer
 from node.exchange.snapshot import SnapshotFolder
@@ -93,6 +94,7 @@ async def run_daemon(
             downlink=outer.downlink.name,
         )
         await in_thread(outer.compile_kernels)
+        await in_thread(remove_unused_kernels)
         if kept is not None:
             outer.restore(*kept)
             log.info("resuming from disk", round=outer.round, digest=outer.digest.hex()[:12])

@@ -11,10 +11,11 @@ Traps in kernels: an index out of bounds is not noticed, so it must be impossibl
 `float32 / 2` is float64, for literal integers are int64, and so is `int32 & int32`.
 
 What was compiled is kept in the user's cache folder, or where NUMBA_CACHE_DIR says, and may be deleted
-at any time. Where nothing can be written, each process compiles for itself.
+at any time but while it is used. Where nothing can be written, each process compiles for itself.
 """
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar, cast
@@ -24,6 +25,8 @@ import numba
 import numpy as np
 import numpy.typing as npt
 import platformdirs
+
+from node.exchange.codecs import kernel_cache
 
 Function = TypeVar("Function", bound=Callable[..., object])
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -43,11 +46,20 @@ def _cache_folder() -> Path:
     """
     sources = sorted(Path(__file__).parent.glob("*.py"))
     stamp = blake3.blake3(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
-    return platformdirs.user_cache_path("atoll") / f"kernels-{stamp}"
+    return platformdirs.user_cache_path("atoll") / f"{kernel_cache.PREFIX}{stamp}"
 
 
-if "NUMBA_CACHE_DIR" not in os.environ:
-    numba.config.CACHE_DIR = str(_cache_folder())  # type: ignore[attr-defined]  # made at import
+_FOLDER = None if "NUMBA_CACHE_DIR" in os.environ else _cache_folder()
+
+if _FOLDER is not None:
+    numba.config.CACHE_DIR = str(_FOLDER)  # type: ignore[attr-defined]  # made at import
+    kernel_cache.hold(_FOLDER)  # until the process ends
+
+
+def remove_unused_kernels() -> None:
+    """Removes what other versions compiled and nobody uses any more."""
+    if _FOLDER is not None:
+        kernel_cache.remove_unused(_FOLDER, now=time.time())
 
 
 def kernel(function: Function) -> Function:
