@@ -28,47 +28,47 @@ def left_in(cache: Path) -> set[str]:
 
 
 def test_what_other_versions_left_goes_after_a_week_without_use(tmp_path: Path) -> None:
-    own = folder_of(tmp_path, "own")
+    own = folder_of(tmp_path, "own", used_at=NOW)
     folder_of(tmp_path, "old")
     folder_of(tmp_path, "recent", used_at=NOW - UNUSED_SECONDS + 1)
     (tmp_path / "else").mkdir()
     os.utime(tmp_path / "else", (LONG_AGO, LONG_AGO))
-    remove_unused(own, now=NOW)
+    remove_unused(own)
     assert left_in(tmp_path) == {"kernels-own", "kernels-recent", "else"}
 
 
 def test_what_is_held_stays_however_old_until_its_holder_has_ended(tmp_path: Path) -> None:
-    own, old = folder_of(tmp_path, "own"), folder_of(tmp_path, "old")
+    own, old = folder_of(tmp_path, "own", used_at=NOW), folder_of(tmp_path, "old")
     held = hold(old)
     assert held is not None
     os.utime(old, (LONG_AGO, LONG_AGO))  # it has run for long
-    remove_unused(own, now=NOW)
+    remove_unused(own)
     assert (old / "codecs" / "int4.nbi").exists()
     os.close(held)
-    remove_unused(own, now=NOW)
+    remove_unused(own)
     assert not old.exists()
 
 
 def test_many_may_hold_a_folder_and_doing_so_counts_as_use(tmp_path: Path) -> None:
-    old = folder_of(tmp_path, "old")
+    own, old = folder_of(tmp_path, "own", used_at=NOW), folder_of(tmp_path, "old")
     held = [hold(old), hold(old)]
     assert None not in held
     for descriptor in held:
         assert descriptor is not None
         os.close(descriptor)
-    remove_unused(tmp_path / "kernels-own", now=NOW)
+    remove_unused(own)
     assert old.exists()
 
 
 def test_nodes_that_start_together_may_all_remove(tmp_path: Path) -> None:
-    own = folder_of(tmp_path, "own")
+    own = folder_of(tmp_path, "own", used_at=NOW)
     for number in range(50):
         folder_of(tmp_path, str(number))
     all_there = Barrier(4)
 
     def start() -> None:
         all_there.wait()
-        remove_unused(own, now=NOW)
+        remove_unused(own)
 
     with ThreadPoolExecutor(4) as pool:
         for started in [pool.submit(start) for _ in range(4)]:

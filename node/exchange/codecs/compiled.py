@@ -15,7 +15,6 @@ at any time but while it is used. Where nothing can be written, each process com
 """
 
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar, cast
@@ -59,7 +58,7 @@ if _FOLDER is not None:
 def remove_unused_kernels() -> None:
     """Removes what other versions compiled and nobody uses any more."""
     if _FOLDER is not None:
-        kernel_cache.remove_unused(_FOLDER, now=time.time())
+        kernel_cache.remove_unused(_FOLDER)
 
 
 def kernel(function: Function) -> Function:

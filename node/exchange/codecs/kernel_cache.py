@@ -44,11 +44,14 @@ def _is_still_there(folder: Path, descriptor: int) -> bool:
         return False
 
 
-def remove_unused(own: Path, *, now: float) -> None:
-    """Removes the folders beside `own` that nobody holds, or has begun to use for a week."""
+def remove_unused(own: Path) -> None:
+    """Removes the folders beside `own` that nobody holds, or has begun to use for a week.
+
+    A week before `own`, which is held, was: so only the disk's times are compared.
+    """
     for folder in own.parent.glob(f"{PREFIX}*"):
         with suppress(OSError):  # who starts beside us removes it too
-            if folder != own and now - folder.stat().st_mtime > UNUSED_SECONDS:
+            if own.stat().st_mtime - folder.stat().st_mtime > UNUSED_SECONDS:
                 _remove(folder)
 
 
