@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.made-from-pyproject-and-constraints
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test nightly lint generate clean
+.PHONY: help demo test nightly lint style types kernels generate clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -15,18 +15,27 @@ help:  ## Show this list
 demo: $(STAMP)  ## Train a small model with three nodes on this machine
 	$(BIN)/atoll demo $(ARGS)
 
-test: lint  ## Check everything, then run all tests
+test: $(STAMP)  ## Check everything, then run all tests
+	@$(MAKE) --no-print-directory --jobs 2 types style kernels
 	$(BIN)/pytest -n 2 $(ARGS)
 
 nightly: $(STAMP)  ## Run the property tests with 30 times as many examples, others each time
 	$(BIN)/pytest tests/property --hypothesis-profile=nightly $(ARGS)
 
-lint: $(STAMP)  ## Check style, types, walls and generated code
+lint: style types  ## Check style, types, walls and generated code
+
+style: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/generate_protocol.py --check
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+# Else the first nodes of the tests would each compile them at the same time.
+kernels: $(STAMP)
+	$(BIN)/python tools/compile_kernels.py
 
 generate: $(STAMP)  ## Write protocol/v1 anew from proto/
 	$(BIN)/python tools/generate_protocol.py
@@ -41,6 +50,8 @@ $(STAMP): pyproject.toml constraints.txt
 	    f"Atoll needs Python 3.11 to 3.13, and $(PYTHON) is {v[0]}.{v[1]}; name one: make PYTHON=python3.12")'
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet -c constraints.txt torch
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --no-compile -c constraints.txt torch
+	$(BIN)/pip install --quiet --no-compile -c constraints.txt -e '.[dev]'
+	@# What pip would do on one core. Some packages carry files that are not for this Python.
+	-@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib
 	@touch $@

@@ -16,15 +16,22 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports torch
 os.environ.pop("COLUMNS", None)  # xdist's; commands that we start would fit their tables into it
 
 
+NO_SWARM = ("_in_process.py", "test_refused_meshes.py", "test_transport_contract.py")
+"""Virtual time; nodes that are refused; transports in the test's own process."""
+
+
 class OneSwarmAtATime(LoadScopeScheduling):
     """Swarms of real processes one after the other, and so islands, beside each other and all else.
 
     `make test` has two workers: one takes the swarms, the other the islands; then both what is left.
+    A file that starts no swarm of processes is left to whoever comes to it first, as a whole, for
+    its tests share what is costly to make.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         if nodeid.startswith(("tests/integration/", "tests/chaos/")):
-            return "swarms"
+            file = nodeid.partition("::")[0]
+            return file if file.endswith(NO_SWARM) else "swarms"
         return "islands" if nodeid.startswith("tests/islands/") else nodeid
 
 
