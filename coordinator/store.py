@@ -6,7 +6,6 @@ except whether an invite can be redeemed, because that must be one transaction.
 
 import hmac
 import sqlite3
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -29,6 +28,7 @@ from coordinator.swarm.state import (
     trimmed,
 )
 from coordinator.swarm.transition import initial_state
+from coordinator.unsaved import Change, to_save, without_rows
 from protocol.channel import RETRY_CAP_SECONDS
 from protocol.errors import ConfigError, NotPermittedError
 from protocol.rounds import Assignment, Commit, Digest, NodeId
@@ -158,7 +158,7 @@ class Store:
 
     def stage(self, before: SwarmState, *after: SwarmState, now: float) -> bool:
         """All of `save` but the wait for the disk, which is for `commit` if this is true."""
-        changes = [_Change.between(one, other) for one, other in pairwise(_to_save(before, after))]
+        changes = [Change.between(one, other) for one, other in pairwise(to_save(before, after))]
         is_clock_old = now - self._saved_now >= CLOCK_SAVE_SECONDS
         if not after or not (is_clock_old or any(change.is_any for change in changes)):
             return False
@@ -170,7 +170,7 @@ class Store:
             if self._saved_now and not any(change.are_scalars_new for change in changes):
                 connection.execute("UPDATE swarm SET saved_now = ?", (now,))
             else:
-                scalars = _text(_STATE, _scalars(after[-1]))
+                scalars = _text(_STATE, without_rows(after[-1]))
                 connection.execute("INSERT OR REPLACE INTO swarm VALUES (1, ?, ?)", (now, scalars))
         self._staged = now, round_held
         return True
@@ -184,7 +184,7 @@ class Store:
         self._saved_now, self._round_held = self._staged
 
     @staticmethod
-    def _write(connection: sqlite3.Connection, change: "_Change", held: Round | None) -> None:
+    def _write(connection: sqlite3.Connection, change: Change, held: Round | None) -> None:
         """Writes all that has tables of its own; `held` is the round that they hold."""
         connection.executemany(
             "INSERT OR REPLACE INTO members VALUES (?, ?)",
@@ -340,81 +340,6 @@ def _nodes_of(connection: sqlite3.Connection, invite_id: str) -> tuple[NodeId, .
         "SELECT node_id FROM enrolled WHERE invite_id = ? ORDER BY node_id", (invite_id,)
     )
     return tuple(NodeId(node_id) for (node_id,) in rows)
-
-
-def _to_save(before: SwarmState, after: Sequence[SwarmState]) -> list[SwarmState]:
-    """The states between which all differences show.
-
-    A state keeps only the latest rounds, so none may be left out that brought one of them or took
-    one back. Of the others the last one of a row tells all.
-    """
-    brought = (
-        state
-        for state, earlier in zip(after, (before, *after), strict=False)
-        if state.recent is not earlier.recent or state is after[-1]
-    )
-    return [before, *brought]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Change:
-    """What of a state has to be written that the database holds as it was before."""
-
-    after: SwarmState
-    are_scalars_new: bool
-    members: tuple[Member, ...]
-    gone: frozenset[NodeId]
-    is_round_new: bool
-    is_ledger_new: bool
-    is_taken_back: bool
-    closed: tuple[ClosedRound, ...]
-
-    @property
-    def is_any(self) -> bool:
-        """Whether there is anything to write."""
-        are_rows_new = bool(self.members or self.gone or self.closed)
-        is_one_new = self.is_round_new or self.is_ledger_new
-        return self.are_scalars_new or are_rows_new or is_one_new
-
-    @classmethod
-    def between(cls, before: SwarmState, after: SwarmState) -> Self:
-        """What is new in `after`."""
-        members: tuple[Member, ...] = ()
-        gone: frozenset[NodeId] = frozenset()
-        if after.members is not before.members:
-            was = before.members
-            members = tuple(
-                member
-                for node_id, member in after.members.items()
-                if was.get(node_id) is not member and not _is_saved_as(was.get(node_id), member)
-            )
-            gone = frozenset(was.keys() - after.members.keys())
-        return cls(
-            after=after,
-            are_scalars_new=_scalars(after) != _scalars(before),
-            members=members,
-            gone=gone,
-            is_round_new=_is_new(before.open_round, after.open_round),
-            is_ledger_new=_is_new(before.ledger, after.ledger),
-            is_taken_back=after.committed_round < before.committed_round,
-            closed=tuple(closed for closed in after.recent if closed not in before.recent),
-        )
-
-
-def _is_new(before: object, after: object) -> bool:
-    return after is not before and after != before
-
-
-def _scalars(state: SwarmState) -> SwarmState:
-    """The state without what has tables of its own."""
-    return replace(state, members={}, open_round=None, recent=(), ledger=Ledger())
-
-
-def _is_saved_as(before: Member | None, after: Member) -> bool:
-    """Whether the database needs no new row; a lease alone is not worth a write."""
-    if before is None or before is after:
-        return before is after
-    return replace(before, lease_until=0.0) == replace(after, lease_until=0.0)
 
 
 def _text(adapter: TypeAdapter[tuple[T]], value: T) -> str:

@@ -1,0 +1,87 @@
+"""What of the swarm's state the database does not hold yet: the difference of two states. Pure.
+
+Most steps change a member or a round, and rows are written for these alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+from coordinator.swarm.ledger import Ledger
+from coordinator.swarm.state import ClosedRound, Member, SwarmState
+from protocol.rounds import NodeId
+
+
+def to_save(before: SwarmState, after: Sequence[SwarmState]) -> list[SwarmState]:
+    """The states between which all differences show.
+
+    A state keeps only the latest rounds, so none may be left out that brought one of them or took
+    one back. Of the others the last one of a row tells all.
+    """
+    brought = (
+        state
+        for state, earlier in zip(after, (before, *after), strict=False)
+        if state.recent is not earlier.recent or state is after[-1]
+    )
+    return [before, *brought]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What of a state has to be written that the database holds as it was before."""
+
+    after: SwarmState
+    are_scalars_new: bool
+    members: tuple[Member, ...]
+    gone: frozenset[NodeId]
+    is_round_new: bool
+    is_ledger_new: bool
+    is_taken_back: bool
+    closed: tuple[ClosedRound, ...]
+
+    @property
+    def is_any(self) -> bool:
+        """Whether there is anything to write."""
+        are_rows_new = bool(self.members or self.gone or self.closed)
+        is_one_new = self.is_round_new or self.is_ledger_new
+        return self.are_scalars_new or are_rows_new or is_one_new
+
+    @classmethod
+    def between(cls, before: SwarmState, after: SwarmState) -> Self:
+        """What is new in `after`."""
+        members: tuple[Member, ...] = ()
+        gone: frozenset[NodeId] = frozenset()
+        if after.members is not before.members:
+            was = before.members
+            members = tuple(
+                member
+                for node_id, member in after.members.items()
+                if was.get(node_id) is not member and not _is_saved_as(was.get(node_id), member)
+            )
+            gone = frozenset(was.keys() - after.members.keys())
+        return cls(
+            after=after,
+            are_scalars_new=without_rows(after) != without_rows(before),
+            members=members,
+            gone=gone,
+            is_round_new=_is_new(before.open_round, after.open_round),
+            is_ledger_new=_is_new(before.ledger, after.ledger),
+            is_taken_back=after.committed_round < before.committed_round,
+            closed=tuple(closed for closed in after.recent if closed not in before.recent),
+        )
+
+
+def _is_new(before: object, after: object) -> bool:
+    return after is not before and after != before
+
+
+def without_rows(state: SwarmState) -> SwarmState:
+    """The state without what has tables of its own."""
+    return replace(state, members={}, open_round=None, recent=(), ledger=Ledger())
+
+
+def _is_saved_as(before: Member | None, after: Member) -> bool:
+    """Whether the database needs no new row; a lease alone is not worth a write."""
+    if before is None or before is after:
+        return before is after
+    return replace(before, lease_until=0.0) == replace(after, lease_until=0.0)
