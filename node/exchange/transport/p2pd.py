@@ -13,10 +13,12 @@ import asyncio
 import logging
 import os
 import shutil
+import sys
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from importlib.resources import as_file, files
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +66,7 @@ class P2pd:
         on_stream: StreamCallback,
     ) -> "P2pd":
         """Starts p2pd and listens; raises SystemRefusedError when it does not come up."""
-        _quieten_hivemind()
+        _load_hivemind()
         # A short path: a Unix socket's name has at most 107 bytes.
         folder = temporary_folder("atoll-")  # mode 0700
         try:
@@ -265,12 +267,17 @@ _ENVIRONMENT = {
 }
 
 
-def _quieten_hivemind() -> None:
-    """Imports hivemind (seconds) and undoes what that does to logging.
+def _load_hivemind() -> None:
+    """Imports what we use of hivemind (seconds, with torch) and undoes what that does to logging.
+
+    Only that: hivemind's own first lines would import its averagers, and scipy with them, for half a
+    second of every node's start. So the package is there without having been run.
 
     It renames WARNING for the whole process, installs a handler of its own that prints to stderr,
     and warns about peers that are merely away, which our errors say already.
     """
+    if "hivemind" not in sys.modules and (spec := find_spec("hivemind")) is not None:
+        sys.modules["hivemind"] = module_from_spec(spec)
     from hivemind.utils.logging import use_hivemind_log_handler
 
     use_hivemind_log_handler("nowhere")
