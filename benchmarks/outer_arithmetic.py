@@ -1,7 +1,7 @@
 """The arithmetic of a round at one node, stage by stage, against memcpy: no network, no training.
 
     python -m benchmarks.outer_arithmetic [--values 8388608 33554432] [--nodes 2 4] [--fragments 1]
-        [--codec int4] [--repeats 7] [--threads 1] [--label "before kernels"] [--output outer-arithmetic.jsonl]
+        [--codec int4] [--repeats 7] [--threads 1] [--label numpy] [--output outer-arithmetic.jsonl]
 
 One node of a swarm goes through rounds of a fragment with so many values: it forms what it owes,
 encodes it, reduces its own slice, checks the results of the others, and applies the commit. "Apply"
@@ -78,7 +78,9 @@ class Stages:
 class RoundsOfOneNode:
     """The first of some nodes, and what the others send it: always the same bytes."""
 
-    def __init__(self, *, codec: str, values: int, nodes: int, fragments: int, tiles: Tiles) -> None:
+    def __init__(
+        self, *, codec: str, values: int, nodes: int, fragments: int, tiles: Tiles
+    ) -> None:
         spec = RunSpec(
             exchange=ExchangeSection(uplink=codec, downlink=codec)  # type: ignore[arg-type]
         )
@@ -134,7 +136,7 @@ class RoundsOfOneNode:
         for part in self._slices[1:]:
             payload = _sealed(RESULT, plan, part, part.reducer_id, self._results[part.index])
             with stages.stage("check"):
-                outer.downlink.decode(payload.body, part.num_elements)
+                outer.check_result(payload)
             results[part.index] = payload
         commit = self._commit(plan, results)
         with stages.stage("apply"):

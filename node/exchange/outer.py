@@ -72,6 +72,7 @@ class Outer:
         self._rate_scale = rate_scale
         self._run_digest = run_digest
         self._node_id = node_id
+        self._checked: set[tuple[Digest, int]] = set()  # results since the last commit
         self.round = 0
         self.digest = outer_digest(parameters, self._momentum)
 
@@ -168,6 +169,16 @@ class Outer:
         later = before - self._published[span]
         pending.later = later if pending.later is None else pending.later + later
 
+    def check_result(self, payload: Payload) -> None:
+        """Raises CodecError unless the result decodes.
+
+        Heavy for the first time; what was found right need not be checked again to be applied.
+        """
+        key = payload.header.body_digest, payload.header.num_elements
+        if key not in self._checked:
+            self.downlink.each_tile(payload.body, payload.header.num_elements, lambda *_: None)
+            self._checked.add(key)
+
     def is_base_of(self, commit: Commit) -> bool:
         """Whether the commit applies to the state that is held now."""
         return (commit.round - 1, commit.base_digest) == (self.round, self.digest)
@@ -186,24 +197,28 @@ class Outer:
                 f"{commit.round - 1}, we hold {self.digest.hex()[:8]} at round {self.round}"
             )
         committed = [outcome for outcome in commit.slices if outcome.digest is not None]
-        # All of it is decoded first: once the first element changes, nothing may fail any more.
-        means = {
-            outcome.index: self.downlink.decode(results[outcome.index].body, outcome.num_elements)
-            for outcome in committed
-        }
+        # All are checked first: once the first element changes, nothing may fail any more.
         for outcome in committed:
-            span = self._span(commit.fragment, outcome.start, outcome.num_elements)
-            self._optimizer.apply(
-                self._parameters[span],
-                self._momentum[span],
-                means[outcome.index],
-                self._rate_scale.of(outcome.contributors),
-            )
+            self.check_result(results[outcome.index])
+        self._checked.clear()
+        for outcome in committed:
+            self._move(commit.fragment, outcome, results[outcome.index].body)
         reducers = {index: payload.header.sender_id for index, payload in results.items()}
         self._settle(commit, pending, reducers)
         self.round = commit.round
         if committed:
             self.digest = outer_digest(self._parameters, self._momentum)
+
+    def _move(self, fragment: int, outcome: SliceOutcome, body: bytes) -> None:
+        """Applies the outer optimizer to a slice."""
+        span = self._span(fragment, outcome.start, outcome.num_elements)
+        rate_scale = self._rate_scale.of(outcome.contributors)
+
+        def move(start: int, mean: Vector) -> None:
+            tile = slice(span.start + start, span.start + start + mean.size)
+            self._optimizer.apply(self._parameters[tile], self._momentum[tile], mean, rate_scale)
+
+        self.downlink.each_tile(body, outcome.num_elements, move)
 
     def _span(self, fragment: int, start: int, num_elements: int) -> slice:
         start += self.layout.fragments[fragment].start
@@ -245,14 +260,21 @@ class Outer:
                 continue
             accumulated = pending.accumulated[outcome.start : outcome.start + outcome.num_elements]
             if is_taken:
-                sent = self.uplink.decode(pending.bodies[outcome.index], outcome.num_elements)
-                self._residual.settle_taken(span, accumulated, sent)
+                self._settle_taken(span, accumulated, pending.bodies[outcome.index])
             else:
                 self._residual.settle_missed(span, accumulated)
             if pending.later is not None:
                 self._residual.values[span] += pending.later[
                     outcome.start : outcome.start + outcome.num_elements
                 ]
+
+    def _settle_taken(self, span: slice, accumulated: Vector, body: bytes) -> None:
+        def settle(start: int, sent: Vector) -> None:
+            end = start + sent.size
+            tile = slice(span.start + start, span.start + end)
+            self._residual.settle_taken(tile, accumulated[start:end], sent)
+
+        self.uplink.each_tile(body, accumulated.size, settle)
 
     def snapshot(self) -> Snapshot:
         """A copy of the state."""
