@@ -12,6 +12,7 @@ import numpy as np
 from node.exchange.codecs.codec import Codec
 from node.exchange.codecs.registry import codec_named, compile_kernels
 from node.exchange.codecs.tiles import ONE_THREAD, Tiles
+from node.exchange.mean import merged
 from node.exchange.outer_optimizer import OuterOptimizer, outer_optimizer_of
 from node.exchange.rate_scaling import RateScale, rate_scale_of
 from node.exchange.reducer_error import ReducerError
@@ -20,7 +21,7 @@ from node.exchange.residual import Residual
 from node.exchange.snapshot import Owed, Snapshot
 from node.outer_state import Layout, Vector, outer_digest
 from protocol.payload import Payload
-from protocol.rounds import Commit, Digest, NodeId, SliceOutcome
+from protocol.rounds import BLOCK, Commit, Digest, NodeId, SliceOutcome
 from protocol.run_spec import Merge, RunSpec
 
 
@@ -109,9 +110,13 @@ class Outer:
         )
 
     def compile_kernels(self) -> None:
-        """Gets the codecs ready, which takes seconds on a machine's first start. Heavy."""
+        """Gets codecs and arithmetic ready, which takes seconds on a machine's first start. Heavy."""
         for codec in (self.uplink, self.downlink):
             compile_kernels(codec)
+        zeros = np.zeros(BLOCK, dtype=np.float32)
+        Residual(BLOCK).owed(slice(0, BLOCK), zeros, zeros)
+        merged([(1, zeros), (1, zeros)], self._merge)
+        self._optimizer.apply(zeros.copy(), zeros.copy(), zeros)
 
     def accumulate(self, *, round: int, fragment: int) -> Pending:
         """Forms what this node owes the swarm for a fragment: (global − published) + residual."""

@@ -30,8 +30,12 @@ FOLDER = Path(compiled.__file__).parent
 
 
 def kernels() -> list[numba.core.dispatcher.Dispatcher]:
-    """All that the modules beside compiled.py define."""
-    modules = [importlib.import_module(f"node.exchange.codecs.{path.stem}") for path in FILES]
+    """All that the modules of the codecs and of the outer arithmetic define."""
+    roots = FOLDER.parents[2]
+    modules = [
+        importlib.import_module(".".join(path.relative_to(roots).with_suffix("").parts))
+        for path in FILES
+    ]
     return [
         value
         for module in modules
@@ -41,7 +45,11 @@ def kernels() -> list[numba.core.dispatcher.Dispatcher]:
     ]
 
 
-FILES = [path for path in sorted(FOLDER.glob("*.py")) if path.stem != "__init__"]
+ARITHMETIC = ("mean.py", "outer_optimizer.py", "residual.py")
+FILES = [
+    *(path for path in sorted(FOLDER.glob("*.py")) if path.stem != "__init__"),
+    *(FOLDER.parent / name for name in ARITHMETIC),
+]
 
 
 def hard_values() -> np.ndarray:
@@ -67,6 +75,8 @@ def test_every_kernel_rounds_each_operation_by_itself() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
     )
     assert decorated == len(found)  # so none is compiled in any other way
+    others = {path for path in FOLDER.parents[1].rglob("*.py") if "numba" in path.read_text()}
+    assert others <= set(FILES)  # nor anywhere else
 
 
 def test_a_product_and_a_sum_are_not_fused() -> None:
