@@ -26,11 +26,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.codec import Spread
-from node.exchange import outer as outer_module
 from node.exchange.codecs.tiles import Tiles
 from node.exchange.outer import Outer
 from node.exchange.reduction import Reduction
-from node.outer_state import Layout, Vector
+from node.outer_state import Layout, NamedShape, Vector
 from protocol.payload import CONTRIBUTION, RESULT, Payload
 from protocol.rounds import (
     Assignment,
@@ -85,7 +84,8 @@ class RoundsOfOneNode:
             exchange=ExchangeSection(uplink=codec, downlink=codec)  # type: ignore[arg-type]
         )
         rng = np.random.default_rng(0)
-        layout = Layout.of(*([(f"w{index}", (values,))] for index in range(fragments)))
+        shapes: list[list[NamedShape]] = [[(f"w{index}", (values,))] for index in range(fragments)]
+        layout = Layout.of(*shapes)
         parameters = rng.standard_normal(layout.num_elements, dtype=np.float32)
         self._ids = tuple(NodeId(f"{index:032}") for index in range(nodes))
         self.outer = Outer.of_run(
@@ -206,8 +206,7 @@ def measured(rounds: RoundsOfOneNode, *, values: int, repeats: int, threads: int
     source, target = np.ones(values, dtype=np.float32), np.zeros(values, dtype=np.float32)
     stages = Stages(clock)
     stages.watch(rounds.outer, "_settle", "settle")
-    digest = outer_module.outer_digest
-    stages.watch(outer_module, "outer_digest", "digest")
+    stages.watch(rounds.outer._digest, "renew", "digest")
     found = []
     for _ in range(repeats + 1):
         stages.seconds = {}
@@ -216,7 +215,6 @@ def measured(rounds: RoundsOfOneNode, *, values: int, repeats: int, threads: int
         rounds.run(stages)
         found.append(Stages(clock))
         found[-1].seconds = stages.seconds
-    outer_module.outer_digest = digest
     return found[1:]
 
 

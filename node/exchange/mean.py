@@ -166,6 +166,7 @@ def merged(
     unit: int = TILE_ELEMENTS,
 ) -> Vector:
     """Contributions [n] with their tokens as one vector [n], as the run file asks."""
+    take: Callable[..., Vector]
     match merge:
         case "mean":
             take = weighted_mean

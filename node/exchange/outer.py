@@ -19,7 +19,7 @@ from node.exchange.reducer_error import ReducerError
 from node.exchange.reduction import Reduction, SliceResult
 from node.exchange.residual import Residual
 from node.exchange.snapshot import Owed, Snapshot
-from node.outer_state import Layout, Vector, outer_digest
+from node.outer_state import Layout, OuterDigest, Vector
 from protocol.payload import Payload
 from protocol.rounds import BLOCK, Commit, Digest, NodeId, SliceOutcome
 from protocol.run_spec import Merge, RunSpec
@@ -75,7 +75,10 @@ class Outer:
         self._node_id = node_id
         self._checked: set[tuple[Digest, int]] = set()  # results since the last commit
         self.round = 0
-        self.digest = outer_digest(parameters, self._momentum)
+        self._digest = OuterDigest(
+            parameters, self._momentum, num_threads=downlink.tiles.num_threads
+        )
+        self.digest = self._digest.value
 
     @classmethod
     def of_run(
@@ -211,8 +214,11 @@ class Outer:
         reducers = {index: payload.header.sender_id for index, payload in results.items()}
         self._settle(commit, pending, reducers)
         self.round = commit.round
-        if committed:
-            self.digest = outer_digest(self._parameters, self._momentum)
+        self._digest.renew(
+            (self._span(commit.fragment, each.start, each.num_elements) for each in committed),
+            has_momentum_changed=self._optimizer.moves_momentum,
+        )
+        self.digest = self._digest.value
 
     def _move(self, fragment: int, outcome: SliceOutcome, body: bytes) -> None:
         """Applies the outer optimizer to a slice."""
@@ -322,7 +328,8 @@ class Outer:
             None if owed is None else owed.reducer_error, round=snapshot.round
         )
         self.round = snapshot.round
-        self.digest = outer_digest(self._parameters, self._momentum)
+        self._digest.renew([slice(0, self.layout.num_elements)])
+        self.digest = self._digest.value
 
 
 def _tokens_of(outcome: SliceOutcome, node_id: NodeId) -> int:

@@ -24,6 +24,10 @@ class OuterOptimizer(Protocol):
     Element by element means: applying it to two halves is the same as to the whole.
     """
 
+    @property
+    def moves_momentum(self) -> bool:
+        """Whether it changes the momentum at all."""
+
     def apply(
         self,
         parameters: Vector,
@@ -71,6 +75,8 @@ class Nesterov:
     Both hyperparameters are rounded to fp32 first.
     """
 
+    moves_momentum = True
+
     def __init__(self, *, learning_rate: float, momentum: float) -> None:
         self._learning_rate = _rounded_learning_rate(learning_rate)
         self._momentum = np.float32(momentum)
@@ -95,6 +101,8 @@ class Nesterov:
 
 class Sgd:
     """Plain SGD, p = p - lr * g, which leaves momentum alone. Sparse codecs want it."""
+
+    moves_momentum = False
 
     def __init__(self, *, learning_rate: float) -> None:
         self._learning_rate = _rounded_learning_rate(learning_rate)
