@@ -42,7 +42,7 @@ from node.exchange.codecs.codec import (
 )
 from node.exchange.codecs.compiled import ALL_RIGHT, TO_WHOLE, float_of, kernel, read_only
 from node.exchange.codecs.nibbles import Codes, pack_nibbles, unpack_nibbles
-from node.exchange.codecs.tiles import ONE_THREAD, TILE_ELEMENTS, Tiles
+from node.exchange.codecs.tiles import ONE_THREAD, Tiles
 from node.outer_state import Vector
 from protocol.rounds import BLOCK
 
@@ -175,11 +175,10 @@ class Blockwise(DecodesByTile, FixedSize):
 
         def encode_run(first: int, past: int) -> None:
             whole = past - past % BLOCK
-            for start in range(first, whole, TILE_ELEMENTS):  # its values are read twice
-                end = min(start + TILE_ELEMENTS, whole)
-                blocks = values[start:end].reshape(-1, BLOCK)
-                codes = packed[self.code_bytes(start) : self.code_bytes(end)]
-                self._encode_whole(blocks, scales[start // BLOCK : end // BLOCK], codes, start)
+            if whole > first:
+                blocks = values[first:whole].reshape(-1, BLOCK)
+                codes = packed[self.code_bytes(first) : self.code_bytes(whole)]
+                self._encode_whole(blocks, scales[first // BLOCK : whole // BLOCK], codes, first)
             if past > whole:  # zeros at the end leave a short block's peak
                 padded = np.zeros(BLOCK, dtype=np.float32)
                 padded[: past - whole] = values[whole:past]
