@@ -225,7 +225,7 @@ class _Squares:
     def take(self, start: int, values: Vector) -> None:
         """Of a part that begins with a block, in any order."""
         first = start // BLOCK
-        _sum_squares(read_only(values), self._sums[first : first + -(-values.size // BLOCK)])
+        sum_squares(read_only(values), self._sums[first : first + -(-values.size // BLOCK)])
 
     def norm(self) -> float:
         """Of all parts."""
@@ -233,7 +233,7 @@ class _Squares:
 
 
 @kernel
-def _sum_squares(values: Vector, sums: npt.NDArray[np.float64]) -> None:
+def sum_squares(values: Vector, sums: npt.NDArray[np.float64]) -> None:
     """Writes the sum of each block [blocks]: one half is added to the other until one is left."""
     squares = np.empty(BLOCK, dtype=np.float64)
     for b in range(sums.size):

@@ -11,12 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.exchange.codecs.codec import Codec, CodecError
+from node.exchange.codecs.compiled import read_only
 from node.exchange.codecs.registry import CODECS, codec_named
 from node.exchange.codecs.tiles import TILE_ELEMENTS, Tiles
 from node.exchange.mean import (
     Encoded,
     UndecodableError,
     norm_preserving_mean,
+    sum_squares,
     weighted_mean,
 )
 from node.exchange.outer_optimizer import Nesterov, Sgd
@@ -105,15 +107,27 @@ def test_a_mean_is_numpys_to_the_bit(num: int, seed: int, tokens: list[int]) -> 
     assert_same_bits(found, expected)
 
 
-def numpy_norm(values: Vector) -> float:
-    """Squares in float64, each block's halves added until one is left, and their exact sum."""
+def numpy_squares(values: Vector) -> np.ndarray:
+    """Of each block, in float64: its halves added until one is left."""
     squares = np.zeros(-(-values.size // BLOCK) * BLOCK, dtype=np.float64)
     np.square(values, out=squares[: values.size], dtype=np.float64)
     columns = squares.reshape(-1, BLOCK).T
     while len(columns) > 1:
         half = len(columns) // 2
         columns = columns[:half] + columns[half:]
-    return math.sqrt(math.fsum(columns[0]))
+    return columns[0]
+
+
+def numpy_norm(values: Vector) -> float:
+    return math.sqrt(math.fsum(numpy_squares(values)))
+
+
+@given(num=lengths, seed=seeds)
+def test_sums_of_squares_are_numpys_to_the_bit(num: int, seed: int) -> None:
+    values = any_values(num, seed)
+    sums = np.empty(-(-num // BLOCK), dtype=np.float64)
+    sum_squares(read_only(values), sums)
+    assert sums.tobytes() == numpy_squares(values).tobytes()
 
 
 @pytest.mark.parametrize("num", [1, 255, 256, 257, TILE_ELEMENTS + 300])
