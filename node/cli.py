@@ -78,9 +78,17 @@ def node() -> None:
     callback=as_seconds,
     help="How long it may stay when it is stopped, to leave with its work: 30s, 5m; 0 for not at all.",
 )
+@click.option(
+    "--wait/--no-wait",
+    "waits",
+    default=True,
+    help="Wait for a coordinator that does not answer yet, or end with 69. Default: wait.",
+)
 @click.option("--log-json", is_flag=True, help="Log one JSON object a line.")
-def start(folder: Path | None, log_json: bool, **settings: str | float | None) -> None:
+def start(folder: Path | None, waits: bool, log_json: bool, **settings: str | float | None) -> None:
     """Contribute this machine until the run is finished or you press Ctrl-C.
+
+    It waits for a coordinator that does not answer yet, and comes back to one that went away.
 
     On Ctrl-C or SIGTERM it stops training, contributes what it has trained in this round, waits for
     the round's commit and says goodbye; a second Ctrl-C makes it leave at once.
@@ -99,7 +107,7 @@ def start(folder: Path | None, log_json: bool, **settings: str | float | None) -
     )
     from node.app import run_node
 
-    reason = asyncio.run(run_node(home, chosen))
+    reason = asyncio.run(run_node(home, chosen, waits=waits))
     click.echo(f"{chosen.name} has stopped: {reason}")
 
 

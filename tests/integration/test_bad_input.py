@@ -253,13 +253,17 @@ def test_a_coordinator_that_is_away_or_of_another_swarm_is_told_apart(
     done(atoll("join", swarm.invite(), "--dir", home))
     link = home / "link.toml"
     text = link.read_text()
-    for port, code, words in (
-        (str(free_port), 69, f"no coordinator answers at 127.0.0.1:{free_port}"),
-        (other_swarm.control_port, 76, "is not of swarm "),
+    for port, code, words, options in (
+        (other_swarm.control_port, 76, "is not of swarm ", ()),
+        (str(free_port), 69, f"no coordinator answers at 127.0.0.1:{free_port}", ("--no-wait",)),
     ):
         link.write_text(text.replace(swarm.control_port, port))
-        refused(atoll("node", "start", "--dir", home), code, words)
+        refused(atoll("node", "start", "--dir", home, *options), code, words)
         refused(atoll("status", "--dir", home), code, words)
+    waiting = swarm.start("node", "start", "--dir", home)
+    waiting.says(f"no coordinator answers at 127.0.0.1:{free_port}")
+    waiting.stop(signal.SIGINT)
+    assert "loading torch" not in waiting.log
 
 
 def test_a_glob_that_matches_nothing_is_told_by_the_node(other_swarm: Swarm) -> None:

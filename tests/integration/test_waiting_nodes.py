@@ -1,0 +1,39 @@
+"""A node that is there before its coordinator, over real TLS."""
+
+import asyncio
+import random
+from pathlib import Path
+
+import structlog
+from coordinator_scene import PATIENCE_SECONDS, invite_from, new_home, serving
+
+from coordinator.app import Coordinator
+from node.coordinator_link import CoordinatorLink
+from node.first_contact import run_of_coordinator
+from protocol.channel import open_channel
+from protocol.enrolment import enrol
+from protocol.identity import Identity
+from protocol.v1.session_pb2_grpc import SessionServiceStub
+
+
+async def test_a_node_waits_until_its_coordinator_has_started(tmp_path: Path) -> None:
+    home = new_home(tmp_path / "home")
+    async with serving(home):
+        invite, _ = await invite_from(home)
+        credentials = await enrol(invite, Identity.generate(), "early")
+    config = home.config.model_copy(update={"control_port": credentials.control_port})
+    with structlog.testing.capture_logs() as lines:
+        async with open_channel(credentials) as channel, asyncio.timeout(PATIENCE_SECONDS):
+            link = CoordinatorLink(SessionServiceStub(channel))
+            waiting = asyncio.create_task(
+                run_of_coordinator(link, waits=True, rng=random.Random(0))
+            )
+            while not any("why" in line for line in lines):
+                await asyncio.sleep(0.05)
+            coordinator = await Coordinator.start(home, config)
+            try:
+                assert await waiting == home.run
+            finally:
+                await coordinator.stop()
+    reasons = [line["why"] for line in lines if "why" in line]
+    assert f"no coordinator answers at {credentials.endpoint}" in reasons[0]
