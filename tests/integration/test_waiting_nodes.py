@@ -28,8 +28,8 @@ async def test_a_node_waits_until_its_coordinator_has_started(tmp_path: Path) ->
             waiting = asyncio.create_task(
                 run_of_coordinator(link, waits=True, rng=random.Random(0))
             )
-            while not any("why" in line for line in lines):
-                await asyncio.sleep(0.05)  # noqa: ASYNC110 - a log sets no event
+            while not any("why" in line for line in lines):  # noqa: ASYNC110 - logs set no event
+                await asyncio.sleep(0.05)
             coordinator = await Coordinator.start(home, config)
             try:
                 assert await waiting == home.run
