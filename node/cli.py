@@ -47,7 +47,7 @@ def join(invite: str | None, folder: Path | None, name: str | None) -> None:
 
 @click.group()
 def node() -> None:
-    """Start and stop this machine's node."""
+    """Start and stop this machine's node, and look at the machine."""
 
 
 @node.command()
@@ -160,6 +160,33 @@ def drain(folder: Path | None, within: float) -> None:
 
     drain_node(find_home(folder), within_seconds=within, say=click.echo)
     click.echo("it has left")
+
+
+@node.command()
+@DIRECTORY
+@click.option("--json", "is_json", is_flag=True, help="Print JSON.")
+@click.pass_context
+def doctor(context: click.Context, folder: Path | None, is_json: bool) -> None:
+    """Look at this machine: what keeps a node from working, and what makes it slower.
+
+    It only looks. Versions, devices, open files, the coordinator and its clock, the port, libp2p,
+    and what of the kernel's settings slows long links. Before or after 'atoll join', and beside a
+    running node. Ends with 0 unless something is wrong, and then with its exit code; advice is
+    nothing wrong.
+
+    \b
+    Example:
+      atoll node doctor --json
+
+    \b
+    JSON is a list of findings; a verdict is fine, note, advice or wrong:
+      [{"about": "kernel", "verdict": "advice", "what": "…", "next_step": "…", "exit_code": 0}, …]
+    """  # noqa: D301 - click reads the character \b, not its two letters
+    from node.doctor.command import run_doctor
+    from protocol.logging import start_logging
+
+    start_logging(as_json=False)  # to standard error: standard output is for the findings
+    context.exit(run_doctor(find_home(folder), is_json=is_json))
 
 
 @click.command()

@@ -1,7 +1,8 @@
-"""A node that is there before its coordinator, over real TLS."""
+"""A node that is there before its coordinator, and one that looks for it, over real TLS."""
 
 import asyncio
 import random
+import time
 from pathlib import Path
 
 import structlog
@@ -9,9 +10,11 @@ from coordinator_scene import PATIENCE_SECONDS, invite_from, new_home, serving
 
 from coordinator.app import Coordinator
 from node.coordinator_link import CoordinatorLink
+from node.doctor.checks import coordinator_findings
 from node.first_contact import run_of_coordinator
 from protocol.channel import open_channel
 from protocol.enrolment import enrol
+from protocol.errors import ExitCode
 from protocol.identity import Identity
 from protocol.v1.session_pb2_grpc import SessionServiceStub
 
@@ -37,3 +40,22 @@ async def test_a_node_waits_until_its_coordinator_has_started(tmp_path: Path) ->
                 await coordinator.stop()
     reasons = [line["why"] for line in lines if "why" in line]
     assert f"no coordinator answers at {credentials.endpoint}" in reasons[0]
+
+
+async def test_the_doctor_asks_the_coordinator_for_its_clock(tmp_path: Path) -> None:
+    home = new_home(tmp_path / "home")
+    async with serving(home):
+        invite, _ = await invite_from(home)
+        credentials = await enrol(invite, Identity.generate(), "patient")
+        credentials.save(tmp_path / "node")
+
+        async def found(ahead_seconds: float) -> dict[str, str]:
+            findings = await asyncio.to_thread(
+                coordinator_findings, tmp_path / "node", lambda: time.time() + ahead_seconds
+            )
+            return {finding.about: finding.verdict for finding in findings}
+
+        assert await found(0) == {"coordinator": "fine", "clock": "fine"}
+        assert await found(-3600) == {"coordinator": "fine", "clock": "advice"}
+    (away,) = await asyncio.to_thread(coordinator_findings, tmp_path / "node")
+    assert (away.verdict, away.exit_code) == ("wrong", ExitCode.UNAVAILABLE)
