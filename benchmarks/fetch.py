@@ -6,8 +6,10 @@ Each node is a process of its own (fetch_node.py) in a host of the network lab, 
 have the same link, given as Mbit/s and the milliseconds of a round trip. A fetch lasts from the
 first question for a manifest until the whole state is here and its digest is right, over connections
 that it makes itself, as a joiner's does. Its limit is the wire ledger's bytes divided by the rate of
-the joiner's link. With `--at-once` and `--from-one` as they were before, cases stand side by side.
-Needs root. Prints a table; `--output` adds the rows as JSON lines to a file.
+the joiner's link. `--limits` sets constants of node/exchange/fetching.py, so that other choices stand
+beside ours: FIRST_FROM_ONE=2,MOST_FROM_ONE=2,MOST_AT_ONCE=4 is two pieces from a donor whatever the
+way, and "" is what nodes do. Needs root. Prints a table; `--output` adds the rows as JSON lines to a
+file.
 """
 
 import argparse
@@ -128,7 +130,7 @@ async def started(case: Case, lab: NetworkLab) -> AsyncIterator[Nodes]:
                 await process.wait()
 
 
-async def measured(case: Case, num_fetches: int) -> dict[str, object]:
+async def measured(case: Case, num_fetches: int) -> dict[str, Any]:
     """Runs one case; returns its row."""
     hosts = [*(f"donor-{number}" for number in range(case.num_donors)), JOINER]
     links = dict.fromkeys(hosts, case.link())
@@ -193,7 +195,10 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, help="a file that the JSON lines are added to")
     chosen = parser.parse_args()
-    machine = {"machine": f"{platform.system()} on {platform.machine()}", "cores": os.cpu_count()}
+    machine: dict[str, Any] = {
+        "machine": f"{platform.system()} on {platform.machine()}",
+        "cores": os.cpu_count(),
+    }
     rows = []
     for case in cases_of(chosen):
         try:
