@@ -19,15 +19,15 @@ from typing import Generic, TypeVar
 
 from protocol.rounds import NodeId
 
-MOST_AT_ONCE = 12
+MOST_AT_ONCE = 16
 """Pieces under way from all donors together. What is in memory of them is bounded by this: with
-chunks of a state, 24 MiB."""
+chunks of a state, 32 MiB."""
 
 FIRST_FROM_ONE = 2
 """Pieces under way from one donor at first, and at least: the second hides the round trips of the
 first. Not more, for a donor may upload no faster than 256 kbit/s, and gives all pieces equal shares."""
 
-MOST_FROM_ONE = 8
+MOST_FROM_ONE = 12
 """Pieces under way from one donor at most. A donor serves 24 streams of one peer."""
 
 SOON_SECONDS = 3.0

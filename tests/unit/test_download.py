@@ -8,14 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from node.exchange import fetching
 from node.exchange.donor import KEPT_SECONDS
 from node.exchange.download import ANSWER_SECONDS, DISTRUST_SECONDS, RECRUIT_SECONDS
-from node.exchange.fetching import (
-    MOST_AT_ONCE,
-    MOST_FROM_ONE,
-    OVERDUE_SECONDS,
-    SOON_SECONDS,
-)
+from node.exchange.fetching import OVERDUE_SECONDS, SOON_SECONDS
 from node.exchange.transport.transport import (
     TransferRefusedError,
     Want,
@@ -76,13 +72,15 @@ async def test_all_donors_give_chunks_and_each_chunk_comes_once() -> None:
 
 
 @in_virtual_time
-async def test_no_more_is_under_way_than_memory_allows() -> None:
+async def test_no_more_is_under_way_than_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetching, "MOST_AT_ONCE", 9)  # a state of 20 chunks is soon here
+    monkeypatch.setattr(fetching, "MOST_FROM_ONE", 6)
     scene = await scene_of("a", "b", "c")
     await scene.fetch(await scene.joiner())
-    assert scene.most_at_once == MOST_AT_ONCE
+    assert scene.most_at_once == 9
     scene = await scene_of("a")
     await scene.fetch(await scene.joiner())
-    assert scene.most_from_one == MOST_FROM_ONE
+    assert scene.most_from_one == 6
 
 
 @in_virtual_time
