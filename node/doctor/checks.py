@@ -28,7 +28,7 @@ from protocol.query import StatusLink
 PROGRAMS = ("atoll", "torch", "hivemind", "grpcio")
 
 MOST_SKEW_SECONDS = 30.0
-"""Logs of two machines can be laid side by side up to about this, and certificates are never so new."""
+"""Logs of two machines can be laid side by side up to about this."""
 
 
 def version_findings(programs: Iterable[str] = PROGRAMS) -> list[Finding]:
@@ -114,8 +114,8 @@ def skew_findings(theirs: float, ours: float) -> list[Finding]:
             about="clock",
             verdict="advice",
             what=f"this machine's clock is {console.seconds_in_words(abs(ahead))} "
-            f"{'ahead of' if ahead > 0 else 'behind'} the coordinator's: logs do not fit together, "
-            "and certificates may seem out of date",
+            f"{'ahead of' if ahead > 0 else 'behind'} the coordinator's: their logs do not fit "
+            "together; nothing else depends on it",
             next_step="set it: 'sudo timedatectl set-ntp true'",
         )
     ]
