@@ -26,8 +26,8 @@ ELEMENT_BYTES = 4
 CHUNK_BYTES = 2 << 20
 """Fixed in the protocol: nodes that cut differently could not help one another.
 
-Two of them under way hide the round trips of a stream at 100 Mbit/s and 100 ms, and a break costs
-no more than these.
+Large against the round trips that a stream costs, as far as a few of them under way can hide those,
+and small against the state: a break costs no more than what is under way.
 """
 
 
