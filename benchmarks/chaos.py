@@ -256,8 +256,7 @@ def failures_of(swarm: RealSwarm, faults: Sequence[Fault]) -> list[str]:
     found = []
     for member in swarm.members:
         is_stripped = any(f.victim is member and f.fired and f.kind != "kill" for f in faults)
-        # A node that starts while the coordinator is away says so and ends; it is started again.
-        allowed = {0, -signal.SIGKILL, ExitCode.UNAVAILABLE}
+        allowed: set[int] = {0, -signal.SIGKILL}
         allowed |= {ExitCode.SYSTEM} if is_stripped else set()
         odd = [code for code in member.exit_codes if code not in allowed]
         if odd:

@@ -1,16 +1,18 @@
 """A node from the outside: who it is, which run it is for, and how it ends.
 
 What people got wrong is found here, before the seconds that torch and hivemind take to load
-(node.assembly): a coordinator that is not there, a device that no machine has, a folder in use.
+(node.assembly): a coordinator that is another's, a device that no machine has, a folder in use.
 """
 
 import asyncio
+import random
 from pathlib import Path
 
 import structlog
 
 from node.config import IDENTITY_FILE, NodeSettings
 from node.coordinator_link import CoordinatorLink
+from node.first_contact import run_of_coordinator
 from node.hardware import Hardware, likely_devices, look_around
 from node.island.launcher import end_forkserver, prepare_forkserver
 from node.placement import num_ranks_of, refuse_what_cannot_work
@@ -34,8 +36,10 @@ has as many again, for its connections."""
 _STOPPED = "stopped by its owner"
 
 
-async def run_node(folder: Path, settings: NodeSettings) -> str:
+async def run_node(folder: Path, settings: NodeSettings, *, waits: bool) -> str:
     """Runs the node of a folder until the run is finished or its owner stops it; returns why.
+
+    With `waits` a coordinator that is away is waited for; else that raises UnavailableError.
 
     No process that it started is left when it ends. The last thing that its process does: signals
     are ignored from then on.
@@ -54,7 +58,9 @@ async def run_node(folder: Path, settings: NodeSettings) -> str:
     )
     with StopSignals() as signals:
         try:
-            return await _run(folder, settings, credentials, identity, hardware, signals)
+            return await _run(
+                folder, settings, credentials, identity, hardware, signals, waits=waits
+            )
         except asyncio.CancelledError:
             return _STOPPED
         except AtollError as error:
@@ -75,11 +81,13 @@ async def _run(
     identity: Identity,
     hardware: Hardware,
     signals: StopSignals,
+    *,
+    waits: bool,
 ) -> str:
     counts = WireCounts()
     async with open_channel(credentials, counts) as channel:
         link = CoordinatorLink(SessionServiceStub(channel))
-        spec = await link.get_run()
+        spec = await run_of_coordinator(link, waits=waits, rng=random.Random())
         refuse_what_cannot_work(settings, spec, hardware)
         log.info(
             "run", name=spec.run.name, rounds=spec.run.rounds, coordinator=credentials.endpoint

@@ -3,7 +3,6 @@
 Importing it takes seconds: torch and hivemind come with it. node.app is what comes before.
 """
 
-import ipaddress
 import os
 import random
 from importlib import metadata
@@ -239,16 +238,7 @@ async def _desk_of(
 
 
 def _listen_multiaddr(settings: NodeSettings, coordinator_host: str) -> str:
-    """Where to listen: loopback for a coordinator on this machine, every interface otherwise."""
-    address = settings.listen or ("127.0.0.1" if _is_loopback(coordinator_host) else "0.0.0.0")
+    """Where to listen, for libp2p."""
+    address = settings.listen_address(coordinator_host)
     family = "ip6" if ":" in address else "ip4"
     return f"/{family}/{address}/tcp/{settings.port}"
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

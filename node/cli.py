@@ -47,7 +47,7 @@ def join(invite: str | None, folder: Path | None, name: str | None) -> None:
 
 @click.group()
 def node() -> None:
-    """Start and stop this machine's node."""
+    """Start and stop this machine's node, and look at the machine."""
 
 
 @node.command()
@@ -78,9 +78,17 @@ def node() -> None:
     callback=as_seconds,
     help="How long it may stay when it is stopped, to leave with its work: 30s, 5m; 0 for not at all.",
 )
+@click.option(
+    "--wait/--no-wait",
+    "waits",
+    default=True,
+    help="Wait for a coordinator that does not answer yet, or end with 69. Default: wait.",
+)
 @click.option("--log-json", is_flag=True, help="Log one JSON object a line.")
-def start(folder: Path | None, log_json: bool, **settings: str | float | None) -> None:
+def start(folder: Path | None, waits: bool, log_json: bool, **settings: str | float | None) -> None:
     """Contribute this machine until the run is finished or you press Ctrl-C.
+
+    It waits for a coordinator that does not answer yet, and comes back to one that went away.
 
     On Ctrl-C or SIGTERM it stops training, contributes what it has trained in this round, waits for
     the round's commit and says goodbye; a second Ctrl-C makes it leave at once.
@@ -99,7 +107,7 @@ def start(folder: Path | None, log_json: bool, **settings: str | float | None) -
     )
     from node.app import run_node
 
-    reason = asyncio.run(run_node(home, chosen))
+    reason = asyncio.run(run_node(home, chosen, waits=waits))
     click.echo(f"{chosen.name} has stopped: {reason}")
 
 
@@ -152,6 +160,33 @@ def drain(folder: Path | None, within: float) -> None:
 
     drain_node(find_home(folder), within_seconds=within, say=click.echo)
     click.echo("it has left")
+
+
+@node.command()
+@DIRECTORY
+@click.option("--json", "is_json", is_flag=True, help="Print JSON.")
+@click.pass_context
+def doctor(context: click.Context, folder: Path | None, is_json: bool) -> None:
+    """Look at this machine: what keeps a node from working, and what makes it slower.
+
+    It only looks. Versions, devices, open files, the coordinator and its clock, the port, libp2p,
+    and what of the kernel's settings slows long links. Before or after 'atoll join', and beside a
+    running node. Ends with 0 unless something is wrong, and then with its exit code; advice is
+    nothing wrong.
+
+    \b
+    Example:
+      atoll node doctor --json
+
+    \b
+    JSON is a list of findings; a verdict is fine, note, advice or wrong:
+      [{"about": "kernel", "verdict": "advice", "what": "…", "next_step": "…", "exit_code": 0}, …]
+    """  # noqa: D301 - click reads the character \b, not its two letters
+    from node.doctor.command import run_doctor
+    from protocol.logging import start_logging
+
+    start_logging(as_json=False)  # to standard error: standard output is for the findings
+    context.exit(run_doctor(find_home(folder), is_json=is_json))
 
 
 @click.command()

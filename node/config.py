@@ -1,5 +1,6 @@
 """A node's folder and its settings: what a contributor may change about their own machine."""
 
+import ipaddress
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -250,6 +251,10 @@ class NodeSettings(Section):
         host, _, port = self.island_listen.partition(":")
         return host, int(port)
 
+    def listen_address(self, coordinator_host: str) -> str:
+        """Where peers connect to: loopback for a coordinator there, every interface otherwise."""
+        return self.listen or ("127.0.0.1" if _is_loopback(coordinator_host) else "0.0.0.0")
+
     @property
     def max_upload_bytes_per_second(self) -> float | None:
         """None is no limit."""
@@ -265,6 +270,15 @@ class NodeSettings(Section):
             compile=self.compile,
             deterministic=self.deterministic,
         )
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def write_settings(folder: Path, *, name: str) -> None:

@@ -8,6 +8,7 @@ momentum never leaves the daemon, so it is ordinary memory.
 
 import errno
 import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing import shared_memory
 from pathlib import Path
@@ -25,6 +26,9 @@ NamedShape = tuple[str, tuple[int, ...]]
 """A tensor's name and shape."""
 
 _SHARED_MEMORY = Path("/dev/shm")
+
+PIECE_ELEMENTS = 1 << 19
+"""2 MiB: what of the outer state is digested by itself. Fixed in the protocol."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,9 +188,47 @@ def _allocated(num_bytes: int, *, num_blocks: int) -> tuple[shared_memory.Shared
     return tuple(blocks)
 
 
+class OuterDigest:
+    """The digest of an outer state, of which only what has changed is read again.
+
+    The state's bytes are those of the global parameters, then of the momentum, as little-endian
+    fp32. They are cut into pieces of 2 MiB, of which the last may be shorter. The digest is the
+    BLAKE3 of the pieces' BLAKE3s, one after the other; of a single piece, it is that piece's.
+    """
+
+    def __init__(self, parameters: Vector, momentum: Vector, *, num_threads: int = 1) -> None:
+        self._vectors = (parameters, momentum)
+        self._num_elements = parameters.size
+        self._num_threads = num_threads
+        self._pieces = [b""] * -(-2 * self._num_elements // PIECE_ELEMENTS)
+        self.renew([slice(0, self._num_elements)])
+
+    def renew(self, spans: Iterable[slice], *, has_momentum_changed: bool = True) -> None:
+        """Reads these elements of both vectors again, or of the parameters alone; sets `value`."""
+        stale: set[int] = set()
+        for span in spans:
+            for offset in (0, self._num_elements) if has_momentum_changed else (0,):
+                first, past = offset + span.start, offset + span.stop
+                stale.update(range(first // PIECE_ELEMENTS, -(-past // PIECE_ELEMENTS)))
+        for index in stale:
+            self._pieces[index] = self._piece(index)
+        self.value = digest_of_pieces(self._pieces)
+
+    def _piece(self, index: int) -> bytes:
+        hasher = blake3.blake3(max_threads=self._num_threads)
+        first = index * PIECE_ELEMENTS
+        for vector in self._vectors:
+            part = vector[max(first, 0) : max(first + PIECE_ELEMENTS, 0)]
+            hasher.update(part.astype("<f4", copy=False).data.cast("B"))
+            first -= self._num_elements  # where the piece begins in the next vector
+        return hasher.digest()
+
+
+def digest_of_pieces(pieces: Sequence[bytes]) -> Digest:
+    """The digest of an outer state, from those of its pieces (see OuterDigest)."""
+    return Digest(pieces[0] if len(pieces) == 1 else blake3.blake3(b"".join(pieces)).digest())
+
+
 def outer_digest(parameters: Vector, momentum: Vector) -> Digest:
-    """Digest of an outer state: BLAKE3 over the little-endian bytes of both vectors."""
-    hasher = blake3.blake3()
-    for vector in (parameters, momentum):
-        hasher.update(vector.astype("<f4", copy=False).data.cast("B"))
-    return Digest(hasher.digest())
+    """Digest of a whole outer state."""
+    return OuterDigest(parameters, momentum).value

@@ -5,6 +5,8 @@ protocol.server, the first contact of a machine that has no certificate yet in p
 """
 
 import asyncio
+import contextlib
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from random import Random
@@ -144,6 +146,36 @@ async def retried(
         bound = min(2 * bound, cap_seconds)
 
 
+async def left_alone(work: Callable[[], _Answer]) -> _Answer:
+    """Runs `work` in a thread that nobody waits for when the process ends.
+
+    For asyncio's own threads it waits: a look at a host that swallows packets, or at a name that no
+    server resolves yet, would hold up a Ctrl-C for many seconds.
+    """
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[_Answer] = loop.create_future()
+
+    def settle(answer: _Answer | None, error: BaseException | None) -> None:
+        if outcome.done():
+            return  # whoever asked has gone
+        if error is not None:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(cast("_Answer", answer))
+
+    def run() -> None:
+        answer, error = None, None
+        try:
+            answer = work()
+        except BaseException as raised:
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, answer, error)
+
+    threading.Thread(target=run, name="left alone", daemon=True).start()
+    return await outcome
+
+
 def _tls(credentials: Credentials) -> grpc.ChannelCredentials:
     return grpc.ssl_channel_credentials(
         root_certificates=credentials.authority_pem,
@@ -197,7 +229,7 @@ class _Interceptor:
         if not _is_worth_a_look(error):
             return translated(error, endpoint=self._endpoint)
         self._traffic.disconnected()
-        found = await asyncio.to_thread(self._diagnosis.find)
+        found = await left_alone(self._diagnosis.find)
         return found or translated(error, endpoint=self._endpoint)
 
 

@@ -12,7 +12,7 @@ of what a link is said to carry, and all of what exchanges were seen to achieve 
     exchange = bytes · 8 / (share · slower direction) + ROUND_TRIPS · round trip + host work
     host work = what a node does with the fragment on one core, one thing after the other: encode,
                 decode the contributions to its slice, encode their mean, decode all results, form
-                sums and apply them; and digest the whole outer state
+                sums and apply them, and digest what has changed of the outer state
 
 Without overlap a round takes training + exchange. With overlap the exchange goes on beside the next
 round's training and may take as long as that; nodes wait for what it takes longer:
@@ -87,7 +87,7 @@ class HostSpeeds:
 
     apply: float = 3.9  # the outer optimizer, of a fragment
     sums: float = 1.9  # pseudo-gradient, residual, and what they become after the commit
-    digest: float = 2.2  # of parameters and momentum, always of the whole model
+    digest: float = 2.2  # of parameters and momentum, of a fragment
     copy: float = 7.4  # ranks publish or adopt a fragment; nobody trains meanwhile
     has_codec_cost: bool = True
 
@@ -161,9 +161,8 @@ def all_reduce_bytes_per_step(situation: Situation) -> float:
 
 def host_seconds(situation: Situation, setting: Setting, host: HostSpeeds) -> float:
     """Work on a node's cores in a round's exchange."""
-    whole = FP32_BYTES * situation.num_parameters / 1e9
-    fragment = whole / setting.fragments
-    seconds = fragment / host.apply + fragment / host.sums + whole / host.digest
+    fragment = FP32_BYTES * situation.num_parameters / 1e9 / setting.fragments
+    seconds = fragment / host.apply + fragment / host.sums + fragment / host.digest
     if host.has_codec_cost:
         up, down = CODEC_COSTS[setting.uplink], CODEC_COSTS[setting.downlink]
         # A node decodes N contributions to an N-th of the fragment.

@@ -2,6 +2,9 @@
 
 # ruff: noqa: N802 (gRPC calls methods by the names that stand in the .proto files)
 
+import time
+from collections.abc import Callable
+
 from coordinator.driver import Driver
 from coordinator.services import checks
 from coordinator.services.answering import Context, Gate, answered
@@ -47,13 +50,20 @@ class StatusDesk:
     """Answers from the state, the telemetry and the store, as of one instant."""
 
     def __init__(
-        self, driver: Driver, telemetry: Telemetry, run: RunSpec, *, swarm_id: str
+        self,
+        driver: Driver,
+        telemetry: Telemetry,
+        run: RunSpec,
+        *,
+        swarm_id: str,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._driver = driver
         self._telemetry = telemetry
         self._run = run
         self._swarm_id = swarm_id
         self._started_at = driver.clock.now()
+        self._wall_clock = wall_clock
 
     def get_status(self, request: pb.GetStatusRequest) -> pb.GetStatusResponse:
         """The run, the round in flight and all nodes."""
@@ -61,6 +71,7 @@ class StatusDesk:
         return pb.GetStatusResponse(
             run=self._run_status(state, now),
             nodes=[self._node_status(state, m, now) for _, m in sorted(state.members.items())],
+            unix_seconds=self._wall_clock(),
         )
 
     def list_rounds(self, request: pb.ListRoundsRequest) -> pb.ListRoundsResponse:

@@ -23,6 +23,7 @@ from node.exchange.outer import Outer, Pending, UnequalBaseError
 from node.exchange.round import check_result_header
 from node.exchange.snapshot import Snapshot, SnapshotFolder
 from node.exchange.transport.transport import (
+    FalseAnswerError,
     NotHeldError,
     PeerUnreachableError,
     TransferRefusedError,
@@ -224,9 +225,12 @@ class CatchUp:
             )
         except NotHeldError:
             return Outcome.LACKING
-        except (PeerUnreachableError, TransferRefusedError) as error:
+        except (PeerUnreachableError, FalseAnswerError) as error:
             log.info("a donor does not deliver", peer=peer, why=str(error))
             return Outcome.OUT
+        except TransferRefusedError as error:
+            log.info("a donor refuses", peer=peer, why=str(error))
+            return Outcome.REFUSED
         try:
             check_result_header(payload.header, outcome.start, outcome.num_elements, self._outer)
         except TransferRefusedError as error:

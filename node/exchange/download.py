@@ -36,7 +36,7 @@ from protocol.rounds import Digest, NodeId
 log = structlog.get_logger()
 
 ENOUGH_DONORS = 4
-"""No more are looked for: so many chunks are under way at once at most."""
+"""No more are looked for: a few fill our link, and more would cost each of them."""
 
 ANSWER_SECONDS = 15.0
 """Who has not given a manifest by then is not waited for, once somebody else has."""
@@ -184,7 +184,7 @@ class Download:
             await asyncio.gather(*tasks.values(), return_exceptions=True)
 
     async def _manifest_of(self, peer: NodeId, want: WantManifest) -> Manifest | None:
-        with suppress(NotHeldError):
+        with suppress(NotHeldError, TransferRefusedError):
             payload = await self._payload(peer, want, Manifest.body_bytes(self._num_elements))
             if payload is None:
                 return None
@@ -238,6 +238,8 @@ class Download:
         except NotHeldError:
             log.info("a donor has gone on to another state", peer=donor, round=manifest.round)
             return Outcome.OUT
+        except TransferRefusedError:
+            return Outcome.REFUSED
         if payload is None:
             return Outcome.OUT
         self._failed.discard(donor)
@@ -262,7 +264,10 @@ class Download:
     # Peers
 
     async def _payload(self, peer: NodeId, want: Want, max_body_bytes: int) -> Payload | None:
-        """What a peer answers, or None when that is nothing of use. Raises NotHeldError."""
+        """What a peer answers, or None when that is nothing of use.
+
+        Raises NotHeldError, and TransferRefusedError from who may be asked again.
+        """
         try:
             return await self._transport.fetch(
                 peer,
@@ -272,8 +277,11 @@ class Download:
             )
         except FalseAnswerError as error:
             self._distrust(peer, str(error))
-        except (PeerUnreachableError, TransferRefusedError) as error:
+        except PeerUnreachableError as error:
             log.info("a donor does not deliver", peer=peer, why=str(error))
+        except TransferRefusedError as error:
+            log.info("a donor refuses", peer=peer, why=str(error))
+            raise
         return None
 
     def _trusted(self) -> tuple[NodeId, ...]:

@@ -3,6 +3,10 @@
 A piece is a chunk of a state or a result of a slice. The schedule is a value that is told the time;
 `fetch_pieces` asks, waits and tells it what came. A queue that all donors are served from needs no
 measured speeds: who delivers sooner is asked for the next piece sooner.
+
+Each piece has a libp2p stream of its own, which begins with a small window and costs some round
+trips, so a long way takes many streams to fill. How many are asked of a donor follows from how long
+its pieces take: where they come soon there is more under way, where they come late there is less.
 """
 
 import asyncio
@@ -15,11 +19,24 @@ from typing import Generic, TypeVar
 
 from protocol.rounds import NodeId
 
-MOST_AT_ONCE = 4
-"""Pieces under way from all donors together. What is in memory of them is bounded by this."""
+MOST_AT_ONCE = 16
+"""Pieces under way from all donors together. What is in memory of them is bounded by this: with
+chunks of a state, 32 MiB."""
 
-MOST_FROM_ONE = 2
-"""Pieces under way from one donor: the second hides the round trips of the first."""
+FIRST_FROM_ONE = 2
+"""Pieces under way from one donor at first, and at least: the second hides the round trips of the
+first. Not more, for a donor may upload no faster than 256 kbit/s, and gives all pieces equal shares."""
+
+MOST_FROM_ONE = 12
+"""Pieces under way from one donor at most. A donor serves 24 streams of one peer."""
+
+SOON_SECONDS = 3.0
+"""When a piece takes less, its donor is asked for one more at a time. A chunk that has the way for
+itself takes about six round trips, whatever the link carries."""
+
+LATE_SECONDS = 2 * SOON_SECONDS
+"""When a piece takes longer, its donor is asked for one less at a time: the link is full, or others
+fetch from it too."""
 
 OVERDUE_SECONDS = 10.0
 OVERDUE_FACTOR = 3.0
@@ -43,6 +60,7 @@ class Outcome(Enum):
 
     ARRIVED = auto()
     LACKING = auto()  # it does not hold this piece; others it may
+    REFUSED = auto()  # it has enough to do for us; or, when it does nothing for us, it is out
     OUT = auto()  # nothing more is asked of it: it is gone, or it lied
 
 
@@ -67,6 +85,7 @@ class Schedule(Generic[Key]):
         self._under_way: dict[Job[Key], float] = {}  # since when
         self._lacking: set[Job[Key]] = set()
         self._arrival_seconds: list[float] = []
+        self._widths: dict[NodeId, int] = {}  # pieces to have under way from a donor
         self.donors = list(dict.fromkeys(donors))
 
     def add_donor(self, donor: NodeId) -> None:
@@ -79,7 +98,7 @@ class Schedule(Generic[Key]):
         if len(self._under_way) >= MOST_AT_ONCE:
             return None
         busy = Counter(job.donor for job in self._under_way)
-        free = [donor for donor in self.donors if busy[donor] < MOST_FROM_ONE]
+        free = [donor for donor in self.donors if busy[donor] < self.width_of(donor)]
         if not free:
             return None
         overdue = [] if self._waiting else [k for k, at in self._overdue_at().items() if at <= now]
@@ -93,6 +112,10 @@ class Schedule(Generic[Key]):
                 self._under_way[job] = now
                 return job
         return None
+
+    def width_of(self, donor: NodeId) -> int:
+        """How many pieces may be under way from a donor now."""
+        return self._widths.get(donor, FIRST_FROM_ONE)
 
     def seconds_until_overdue(self, now: float) -> float:
         """How long from now until `begin` may have more to give, if nothing else happens."""
@@ -109,17 +132,36 @@ class Schedule(Generic[Key]):
         match outcome:
             case Outcome.ARRIVED:
                 self._arrival_seconds.append(now - since)
+                self._adapt(job.donor, now - since)
                 for other in same:
                     del self._under_way[other]
                 return same
             case Outcome.LACKING:
                 self._lacking.add(job)
-            case Outcome.OUT:  # what else is under way from it ends by itself
+            case Outcome.REFUSED if num_others := self._num_under_way(job.donor):
+                self._widths[job.donor] = num_others
+            case Outcome.REFUSED | Outcome.OUT:  # what else is under way from it ends by itself
+                self._widths.pop(job.donor, None)
                 if job.donor in self.donors:
                     self.donors.remove(job.donor)
         if not same:
             self._waiting = {job.key: None, **self._waiting}  # it is needed before the others
         return ()
+
+    def _num_under_way(self, donor: NodeId) -> int:
+        return sum(job.donor == donor for job in self._under_way)
+
+    def _adapt(self, donor: NodeId, seconds: float) -> None:
+        """Learns from the time that a piece of a donor took how many are worth having under way.
+
+        A way that is not full gives each piece the same time, so more come in it. One that is full
+        gives each a smaller share, until they come late.
+        """
+        width = self.width_of(donor)
+        if seconds < SOON_SECONDS and width < MOST_FROM_ONE:
+            self._widths[donor] = width + 1
+        elif seconds > LATE_SECONDS and width > FIRST_FROM_ONE:
+            self._widths[donor] = width - 1
 
     def _is_tried(self, job: Job[Key]) -> bool:
         return job in self._lacking or job in self._under_way

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import blake3
 
+from node.outer_state import PIECE_ELEMENTS, digest_of_pieces
 from protocol.rounds import Digest
 
 MAGIC = b"atollmf1"  # the last character is the version
@@ -25,8 +26,8 @@ ELEMENT_BYTES = 4
 CHUNK_BYTES = 2 << 20
 """Fixed in the protocol: nodes that cut differently could not help one another.
 
-Two of them under way hide the round trips of a stream at 100 Mbit/s and 100 ms, and a break costs
-no more than these.
+Large against the round trips that a stream costs, as far as a few of them under way can hide those,
+and small against the state: a break costs no more than what is under way.
 """
 
 
@@ -76,19 +77,22 @@ class Manifest:
         layout_digest: Digest,
     ) -> "Manifest":
         """Reads a whole state, a chunk at a time, and digests it: heavy."""
-        whole = blake3.blake3()
-        chunk_digests = []
+        pieces: list[bytes] = []
+        chunk_digests: list[Digest] = []
         state_bytes = 2 * ELEMENT_BYTES * num_elements
-        for start in range(0, state_bytes, CHUNK_BYTES):
-            chunk = read(start, min(start + CHUNK_BYTES, state_bytes))
-            whole.update(chunk)
-            chunk_digests.append(Digest(blake3.blake3(chunk).digest()))
+        piece_bytes = ELEMENT_BYTES * PIECE_ELEMENTS
+        for start in range(0, state_bytes, piece_bytes):
+            piece = read(start, min(start + piece_bytes, state_bytes))
+            pieces.append(blake3.blake3(piece).digest())
+            for chunk in range(0, len(piece), CHUNK_BYTES):  # none lies in two pieces
+                of_chunk = blake3.blake3(piece[chunk : chunk + CHUNK_BYTES])
+                chunk_digests.append(Digest(of_chunk.digest()))
         return cls(
             round=round,
             num_elements=num_elements,
             run_digest=run_digest,
             layout_digest=layout_digest,
-            outer_digest=Digest(whole.digest()),
+            outer_digest=digest_of_pieces(pieces),
             chunk_digests=tuple(chunk_digests),
         )
 

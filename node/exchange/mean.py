@@ -1,20 +1,49 @@
 """The mean of contributions: what a reducer does to one slice."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
+from node.exchange.codecs.codec import Codec, CodecError
+from node.exchange.codecs.compiled import kernel, read_only
+from node.exchange.codecs.tiles import ONE_THREAD, TILE_ELEMENTS, Tiles
 from node.outer_state import Vector
 from protocol.rounds import BLOCK
 from protocol.run_spec import Merge
 
-TILE_ELEMENTS = 1 << 16
-"""Elements summed in one go, so that the product stays in a core's cache."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoded:
+    """A contribution as it came: it is decoded tile by tile, and never a whole vector in memory."""
+
+    codec: Codec
+    body: bytes = field(repr=False)
+    size: int  # elements
+
+
+Contribution = tuple[int, Vector | Encoded]
+"""Tokens, and values [n]."""
+
+
+class UndecodableError(CodecError):
+    """One of the contributions to a mean does not decode."""
+
+    def __init__(self, index: int, why: str) -> None:
+        super().__init__(why)
+        self.index = index  # among the contributions
+
+
+@kernel
+def _add_weighted(values: Vector, coefficient: np.float32, sums: Vector) -> None:
+    for i in range(sums.size):
+        sums[i] += coefficient * values[i]
 
 
 class MeanAccumulator:
-    """Adds contributions one by one, so that only the sum and the one being added are in memory.
+    """Adds contributions one by one; of a tile, so that the sum stays in a core's cache.
 
     With t the tokens of one contribution and T of all, those that come too late included:
 
@@ -30,20 +59,27 @@ class MeanAccumulator:
     each.
     """
 
-    def __init__(self, *, num_elements: int, total_tokens: int, late_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        num_elements: int,
+        total_tokens: int,
+        late_tokens: int = 0,
+        into: Vector | None = None,  # where the mean shall be
+    ) -> None:
         if total_tokens < 1:
             raise ValueError(f"a mean needs weight, not {total_tokens} tokens in total")
         self._total_tokens = total_tokens  # of all that will be added
         self._weighed_tokens = total_tokens + late_tokens
         self._added_tokens = 0
-        self._sum: Vector | None = None
-        self._num_elements = num_elements
+        self._sum = np.empty(num_elements, dtype=np.float32) if into is None else into
+        self._is_empty = True
 
     def add(self, tokens: int, values: Vector) -> None:
         """Adds a contribution: decoded values [num_elements] and a weight, which may be zero."""
-        if values.shape != (self._num_elements,):
+        if values.shape != self._sum.shape:
             raise ValueError(
-                f"a contribution of shape {values.shape} to a mean of {self._num_elements} elements"
+                f"a contribution of shape {values.shape} to a mean of {self._sum.size} elements"
             )
         if not 0 <= tokens <= self._total_tokens - self._added_tokens:
             raise ValueError(
@@ -51,51 +87,100 @@ class MeanAccumulator:
             )
         self._added_tokens += tokens
         coefficient = np.float32(tokens / self._weighed_tokens)
-        if self._sum is None:
-            self._sum = np.multiply(values, coefficient, dtype=np.float32)
-            return
-        scratch = np.empty(min(TILE_ELEMENTS, self._num_elements), dtype=np.float32)
-        for start in range(0, self._num_elements, TILE_ELEMENTS):
-            tile = values[start : start + TILE_ELEMENTS]
-            product = scratch[: tile.size]
-            np.multiply(tile, coefficient, out=product)
-            target = self._sum[start : start + TILE_ELEMENTS]
-            np.add(target, product, out=target)
+        if self._is_empty:
+            np.multiply(values, coefficient, out=self._sum)
+            self._is_empty = False
+        else:
+            _add_weighted(read_only(values), coefficient, self._sum)
 
     def finish(self) -> Vector:
         """The mean [num_elements]; raises ValueError while contributions are missing."""
-        if self._sum is None or self._added_tokens != self._total_tokens:
+        if self._is_empty or self._added_tokens != self._total_tokens:
             raise ValueError(
                 f"only {self._added_tokens} of {self._total_tokens} tokens have been added"
             )
         return self._sum
 
 
-def weighted_mean(contributions: Sequence[tuple[int, Vector]], *, late_tokens: int = 0) -> Vector:
-    """Mean [n] of (tokens, values [n]) in the order given; raises ValueError without any weight."""
-    accumulator = MeanAccumulator(
-        num_elements=contributions[0][1].size if contributions else 0,
-        total_tokens=sum(tokens for tokens, _ in contributions),
-        late_tokens=late_tokens,
-    )
-    for tokens, values in contributions:
-        accumulator.add(tokens, values)
-    return accumulator.finish()
+def weighted_mean(
+    contributions: Sequence[Contribution],
+    *,
+    late_tokens: int = 0,
+    tiles: Tiles = ONE_THREAD,
+    unit: int = TILE_ELEMENTS,
+    watch: Callable[[int, int, Vector], None] = lambda index, start, tile: None,
+) -> Vector:
+    """Mean [n] of (tokens, values [n]) in the order given; raises ValueError without any weight.
+
+    Goes through them side by side, by tiles of `unit` elements; `watch(index, start, tile)` sees
+    each tile of each contribution. Raises UndecodableError.
+    """
+    total_tokens = sum(tokens for tokens, _ in contributions)
+    num_elements = contributions[0][1].size if contributions else 1  # which then has no weight
+    readers = [_tile_reader(index, values) for index, (_, values) in enumerate(contributions)]
+    mean = np.empty(num_elements, dtype=np.float32)
+
+    def add_tiles(first: int, past: int, scratch: Vector) -> None:
+        accumulator = MeanAccumulator(
+            num_elements=past - first,
+            total_tokens=total_tokens,
+            late_tokens=late_tokens,
+            into=mean[first:past],
+        )
+        for index, (tokens, _) in enumerate(contributions):
+            tile = readers[index](first, past, scratch)
+            accumulator.add(tokens, tile)
+            watch(index, first, tile)
+        accumulator.finish()
+
+    tiles.each_tile(num_elements, add_tiles, unit=unit)
+    return mean
+
+
+def _tile_reader(index: int, values: Vector | Encoded) -> Callable[[int, int, Vector], Vector]:
+    """Gives a part of a contribution, if need be in the scratch."""
+    if not isinstance(values, Encoded):
+        return lambda first, past, scratch: values[first:past]
+    try:
+        read = values.codec.reader(values.body, values.size)
+    except CodecError as error:
+        raise UndecodableError(index, str(error)) from error
+
+    def tile(first: int, past: int, scratch: Vector) -> Vector:
+        decoded = scratch[: past - first]
+        try:
+            read(first, past, decoded)
+        except CodecError as error:
+            raise UndecodableError(index, str(error)) from error
+        return decoded
+
+    return tile
 
 
 def merged(
-    contributions: Sequence[tuple[int, Vector]], merge: Merge, *, late_tokens: int = 0
+    contributions: Sequence[Contribution],
+    merge: Merge,
+    *,
+    late_tokens: int = 0,
+    tiles: Tiles = ONE_THREAD,
+    unit: int = TILE_ELEMENTS,
 ) -> Vector:
     """Contributions [n] with their tokens as one vector [n], as the run file asks."""
+    take: Callable[..., Vector]
     match merge:
         case "mean":
-            return weighted_mean(contributions, late_tokens=late_tokens)
+            take = weighted_mean
         case "norm-preserving":
-            return norm_preserving_mean(contributions, late_tokens=late_tokens)
+            take = norm_preserving_mean
+    return take(contributions, late_tokens=late_tokens, tiles=tiles, unit=unit)
 
 
 def norm_preserving_mean(
-    contributions: Sequence[tuple[int, Vector]], *, late_tokens: int = 0
+    contributions: Sequence[Contribution],
+    *,
+    late_tokens: int = 0,
+    tiles: Tiles = ONE_THREAD,
+    unit: int = TILE_ELEMENTS,
 ) -> Vector:
     """The weighted mean [n], made as long as its contributions are on average.
 
@@ -109,26 +194,56 @@ def norm_preserving_mean(
     256 squares in float64, in a fixed order, and their sum rounded once. So the bits depend on the
     contributions alone.
     """
-    mean = weighted_mean(contributions, late_tokens=late_tokens)
-    weighed_tokens = sum(tokens for tokens, _ in contributions) + late_tokens
-    mean_norm = _norm(mean)
+    squares = [_Squares(values.size) for _, values in contributions]
+    mean = weighted_mean(
+        contributions,
+        late_tokens=late_tokens,
+        tiles=tiles,
+        unit=unit,
+        watch=lambda index, start, tile: squares[index].take(start, tile),
+    )
+    of_mean = _Squares(mean.size)
+    of_mean.take(0, mean)
+    mean_norm = of_mean.norm()
     if mean_norm == 0:
         return mean
-    norm_of_mean = math.fsum(tokens / weighed_tokens * _norm(x) for tokens, x in contributions)
+    weighed_tokens = sum(tokens for tokens, _ in contributions) + late_tokens
+    norm_of_mean = math.fsum(
+        tokens / weighed_tokens * own.norm()
+        for (tokens, _), own in zip(contributions, squares, strict=True)
+    )
     stretch = min(norm_of_mean / mean_norm, math.sqrt(len(contributions)))
     return np.multiply(mean, np.float32(stretch), out=mean)
 
 
-def _norm(values: Vector) -> float:
-    """Euclidean norm of [n], to the same bits on every machine."""
-    sums: list[float] = []
-    for start in range(0, values.size, TILE_ELEMENTS):
-        tile = values[start : start + TILE_ELEMENTS]
-        squares = np.zeros(-(-tile.size // BLOCK) * BLOCK, dtype=np.float64)
-        np.square(tile, out=squares[: tile.size], dtype=np.float64)  # exact
-        columns = squares.reshape(-1, BLOCK).T  # [256, blocks]
-        while len(columns) > 1:  # numpy's own sum takes an order that depends on the processor
-            half = len(columns) // 2
-            columns = columns[:half] + columns[half:]
-        sums += columns[0].tolist()
-    return math.sqrt(math.fsum(sums))
+class _Squares:
+    """Of a vector's blocks; its Euclidean norm, to the same bits on every machine."""
+
+    def __init__(self, num_elements: int) -> None:
+        self._sums = np.zeros(-(-num_elements // BLOCK), dtype=np.float64)
+
+    def take(self, start: int, values: Vector) -> None:
+        """Of a part that begins with a block, in any order."""
+        first = start // BLOCK
+        sum_squares(read_only(values), self._sums[first : first + -(-values.size // BLOCK)])
+
+    def norm(self) -> float:
+        """Of all parts."""
+        return math.sqrt(math.fsum(self._sums.tolist()))
+
+
+@kernel
+def sum_squares(values: Vector, sums: npt.NDArray[np.float64]) -> None:
+    """Writes the sum of each block [blocks]: one half is added to the other until one is left."""
+    squares = np.empty(BLOCK, dtype=np.float64)
+    for b in range(sums.size):
+        block = values[b * BLOCK : (b + 1) * BLOCK]
+        for i in range(block.size):
+            squares[i] = np.float64(block[i]) * np.float64(block[i])  # exact
+        squares[block.size :] = 0
+        half = BLOCK
+        while half > 1:
+            half //= 2
+            for i in range(half):
+                squares[i] += squares[i + half]
+        sums[b] = squares[0]

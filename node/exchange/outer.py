@@ -12,15 +12,16 @@ import numpy as np
 from node.exchange.codecs.codec import Codec
 from node.exchange.codecs.registry import codec_named, compile_kernels
 from node.exchange.codecs.tiles import ONE_THREAD, Tiles
+from node.exchange.mean import merged
 from node.exchange.outer_optimizer import OuterOptimizer, outer_optimizer_of
 from node.exchange.rate_scaling import RateScale, rate_scale_of
 from node.exchange.reducer_error import ReducerError
 from node.exchange.reduction import Reduction, SliceResult
 from node.exchange.residual import Residual
 from node.exchange.snapshot import Owed, Snapshot
-from node.outer_state import Layout, Vector, outer_digest
+from node.outer_state import Layout, OuterDigest, Vector
 from protocol.payload import Payload
-from protocol.rounds import Commit, Digest, NodeId, SliceOutcome
+from protocol.rounds import BLOCK, Commit, Digest, NodeId, SliceOutcome
 from protocol.run_spec import Merge, RunSpec
 
 
@@ -72,8 +73,12 @@ class Outer:
         self._rate_scale = rate_scale
         self._run_digest = run_digest
         self._node_id = node_id
+        self._checked: set[tuple[Digest, int]] = set()  # results since the last commit
         self.round = 0
-        self.digest = outer_digest(parameters, self._momentum)
+        self._digest = OuterDigest(
+            parameters, self._momentum, num_threads=downlink.tiles.num_threads
+        )
+        self.digest = self._digest.value
 
     @classmethod
     def of_run(
@@ -108,9 +113,13 @@ class Outer:
         )
 
     def compile_kernels(self) -> None:
-        """Gets the codecs ready, which takes seconds on a machine's first start. Heavy."""
+        """Gets codecs and arithmetic ready, which takes seconds on a machine's first start. Heavy."""
         for codec in (self.uplink, self.downlink):
             compile_kernels(codec)
+        zeros = np.zeros(BLOCK, dtype=np.float32)
+        Residual(BLOCK).owed(slice(0, BLOCK), zeros, zeros)
+        merged([(1, zeros), (1, zeros)], self._merge)
+        self._optimizer.apply(zeros.copy(), zeros.copy(), zeros)
 
     def accumulate(self, *, round: int, fragment: int) -> Pending:
         """Forms what this node owes the swarm for a fragment: (global − published) + residual."""
@@ -168,6 +177,16 @@ class Outer:
         later = before - self._published[span]
         pending.later = later if pending.later is None else pending.later + later
 
+    def check_result(self, payload: Payload) -> None:
+        """Raises CodecError unless the result decodes.
+
+        Heavy for the first time; what was found right need not be checked again to be applied.
+        """
+        key = payload.header.body_digest, payload.header.num_elements
+        if key not in self._checked:
+            self.downlink.each_tile(payload.body, payload.header.num_elements, lambda *_: None)
+            self._checked.add(key)
+
     def is_base_of(self, commit: Commit) -> bool:
         """Whether the commit applies to the state that is held now."""
         return (commit.round - 1, commit.base_digest) == (self.round, self.digest)
@@ -186,24 +205,31 @@ class Outer:
                 f"{commit.round - 1}, we hold {self.digest.hex()[:8]} at round {self.round}"
             )
         committed = [outcome for outcome in commit.slices if outcome.digest is not None]
-        # All of it is decoded first: once the first element changes, nothing may fail any more.
-        means = {
-            outcome.index: self.downlink.decode(results[outcome.index].body, outcome.num_elements)
-            for outcome in committed
-        }
+        # All are checked first: once the first element changes, nothing may fail any more.
         for outcome in committed:
-            span = self._span(commit.fragment, outcome.start, outcome.num_elements)
-            self._optimizer.apply(
-                self._parameters[span],
-                self._momentum[span],
-                means[outcome.index],
-                self._rate_scale.of(outcome.contributors),
-            )
+            self.check_result(results[outcome.index])
+        self._checked.clear()
+        for outcome in committed:
+            self._move(commit.fragment, outcome, results[outcome.index].body)
         reducers = {index: payload.header.sender_id for index, payload in results.items()}
         self._settle(commit, pending, reducers)
         self.round = commit.round
-        if committed:
-            self.digest = outer_digest(self._parameters, self._momentum)
+        self._digest.renew(
+            (self._span(commit.fragment, each.start, each.num_elements) for each in committed),
+            has_momentum_changed=self._optimizer.moves_momentum,
+        )
+        self.digest = self._digest.value
+
+    def _move(self, fragment: int, outcome: SliceOutcome, body: bytes) -> None:
+        """Applies the outer optimizer to a slice."""
+        span = self._span(fragment, outcome.start, outcome.num_elements)
+        rate_scale = self._rate_scale.of(outcome.contributors)
+
+        def move(start: int, mean: Vector) -> None:
+            tile = slice(span.start + start, span.start + start + mean.size)
+            self._optimizer.apply(self._parameters[tile], self._momentum[tile], mean, rate_scale)
+
+        self.downlink.each_tile(body, outcome.num_elements, move)
 
     def _span(self, fragment: int, start: int, num_elements: int) -> slice:
         start += self.layout.fragments[fragment].start
@@ -245,14 +271,21 @@ class Outer:
                 continue
             accumulated = pending.accumulated[outcome.start : outcome.start + outcome.num_elements]
             if is_taken:
-                sent = self.uplink.decode(pending.bodies[outcome.index], outcome.num_elements)
-                self._residual.settle_taken(span, accumulated, sent)
+                self._settle_taken(span, accumulated, pending.bodies[outcome.index])
             else:
                 self._residual.settle_missed(span, accumulated)
             if pending.later is not None:
                 self._residual.values[span] += pending.later[
                     outcome.start : outcome.start + outcome.num_elements
                 ]
+
+    def _settle_taken(self, span: slice, accumulated: Vector, body: bytes) -> None:
+        def settle(start: int, sent: Vector) -> None:
+            end = start + sent.size
+            tile = slice(span.start + start, span.start + end)
+            self._residual.settle_taken(tile, accumulated[start:end], sent)
+
+        self.uplink.each_tile(body, accumulated.size, settle)
 
     def snapshot(self) -> Snapshot:
         """A copy of the state."""
@@ -295,7 +328,8 @@ class Outer:
             None if owed is None else owed.reducer_error, round=snapshot.round
         )
         self.round = snapshot.round
-        self.digest = outer_digest(self._parameters, self._momentum)
+        self._digest.renew([slice(0, self.layout.num_elements)])
+        self.digest = self._digest.value
 
 
 def _tokens_of(outcome: SliceOutcome, node_id: NodeId) -> int:

@@ -3,21 +3,17 @@
 Every node does this arithmetic for itself and must come to the same bits (docs/concepts.md, promise 1). So
 each step is one fp32 operation that IEEE 754 rounds correctly, in the order written here. Never
 use a fused form (torch.add with alpha, addcmul, lerp): whether it rounds once or twice depends on
-the machine. numpy runs each operation by itself, on the calling thread.
+the machine. Kernels run each operation by itself, on the calling thread (codecs/compiled.py).
 """
 
-from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
 
+from node.exchange.codecs.compiled import kernel, read_only
 from node.outer_state import Vector
 from protocol.errors import ConfigError, SystemRefusedError
 from protocol.run_spec import OuterSection
-
-TILE_ELEMENTS = 1 << 16
-"""Elements updated in one go: four tiles of 256 KiB stay in a core's cache. It changes no bit."""
-
 
 UNSCALED = np.float32(1)
 
@@ -27,6 +23,10 @@ class OuterOptimizer(Protocol):
 
     Element by element means: applying it to two halves is the same as to the whole.
     """
+
+    @property
+    def moves_momentum(self) -> bool:
+        """Whether it changes the momentum at all."""
 
     def apply(
         self,
@@ -43,6 +43,26 @@ class OuterOptimizer(Protocol):
         """
 
 
+@kernel
+def _move_by_nesterov(
+    parameters: Vector,
+    momentum: Vector,
+    mean: Vector,
+    learning_rate: np.float32,
+    decay: np.float32,
+) -> None:
+    for i in range(mean.size):
+        momentum[i] = (decay * momentum[i]) + mean[i]
+        update = mean[i] + (decay * momentum[i])
+        parameters[i] -= learning_rate * update
+
+
+@kernel
+def _move_by_sgd(parameters: Vector, mean: Vector, learning_rate: np.float32) -> None:
+    for i in range(mean.size):
+        parameters[i] -= learning_rate * mean[i]
+
+
 class Nesterov:
     """SGD with Nesterov momentum on the averaged pseudo-gradient.
 
@@ -54,6 +74,8 @@ class Nesterov:
 
     Both hyperparameters are rounded to fp32 first.
     """
+
+    moves_momentum = True
 
     def __init__(self, *, learning_rate: float, momentum: float) -> None:
         self._learning_rate = _rounded_learning_rate(learning_rate)
@@ -74,20 +96,13 @@ class Nesterov:
         """See OuterOptimizer."""
         _check(parameters, momentum, mean)
         learning_rate = self._learning_rate * rate_scale
-        scratch = np.empty(min(TILE_ELEMENTS, mean.size), dtype=np.float32)
-        for tile in _tiles(mean.size):
-            p, m, g = parameters[tile], momentum[tile], mean[tile]
-            update = scratch[: g.size]
-            np.multiply(m, self._momentum, out=m)
-            np.add(m, g, out=m)
-            np.multiply(m, self._momentum, out=update)
-            np.add(g, update, out=update)
-            np.multiply(update, learning_rate, out=update)
-            np.subtract(p, update, out=p)
+        _move_by_nesterov(parameters, momentum, read_only(mean), learning_rate, self._momentum)
 
 
 class Sgd:
     """Plain SGD, p = p - lr * g, which leaves momentum alone. Sparse codecs want it."""
+
+    moves_momentum = False
 
     def __init__(self, *, learning_rate: float) -> None:
         self._learning_rate = _rounded_learning_rate(learning_rate)
@@ -102,12 +117,7 @@ class Sgd:
         """See OuterOptimizer."""
         _check(parameters, momentum, mean)
         learning_rate = self._learning_rate * rate_scale
-        scratch = np.empty(min(TILE_ELEMENTS, mean.size), dtype=np.float32)
-        for tile in _tiles(mean.size):
-            p, g = parameters[tile], mean[tile]
-            update = scratch[: g.size]
-            np.multiply(g, learning_rate, out=update)
-            np.subtract(p, update, out=p)
+        _move_by_sgd(parameters, read_only(mean), learning_rate)
 
 
 def outer_optimizer_of(outer: OuterSection) -> OuterOptimizer:
@@ -128,11 +138,6 @@ def _rounded_learning_rate(learning_rate: float) -> np.float32:
             next_step="choose one between 0.01 and 10",
         )
     return rounded
-
-
-def _tiles(num_elements: int) -> Iterator[slice]:
-    for start in range(0, num_elements, TILE_ELEMENTS):
-        yield slice(start, start + TILE_ELEMENTS)
 
 
 def _check(parameters: Vector, momentum: Vector, mean: Vector) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import structlog
 
-from node.exchange.codecs.codec import Codec, CodecError
-from node.exchange.mean import merged
+from node.exchange.codecs.codec import Codec
+from node.exchange.mean import Encoded, UndecodableError, merged
 from node.exchange.transport.transport import TransferRefusedError
 from node.outer_state import Vector
 from protocol.payload import RESULT, Payload, PayloadHeader
@@ -140,29 +140,34 @@ class Reduction:
         Contributions are added in the order of node ids, so that equal contributions give equal
         bytes. One that does not decode is left out, and said. Heavy; call it once, when collected.
         """
-        taken = []
-        contributors: list[Contributor] = []
-        for sender in sorted(self._contributions):
-            payload = self._contributions[sender]
+        late_tokens = sum(self._max_tokens[sender] for sender in self.missing)
+        contributors = [
+            Contributor(node_id=sender, tokens=self._contributions[sender].header.tokens)
+            for sender in sorted(self._contributions)
+        ]
+        while contributors:
             try:
-                values = self._uplink.decode(payload.body, self.slice.num_elements)
-            except CodecError as error:
+                values = self._merged(contributors, merge, late_tokens)
+                break
+            except UndecodableError as error:  # then all is added anew: its tokens do not count
+                sender = contributors.pop(error.index).node_id
                 log.warning(
                     "contribution left out", round=self._plan.round, sender=sender, why=str(error)
                 )
-                continue
-            taken.append((payload.header.tokens, values))
-            contributors.append(Contributor(node_id=sender, tokens=payload.header.tokens))
-        if not taken:
+        else:
             return None
-        late_tokens = sum(self._max_tokens[sender] for sender in self.missing)
-        values = merged(taken, merge, late_tokens=late_tokens)
         if carried is not None:
             np.add(values, carried, out=values)
         body = downlink.encode(values)
         rounded_away = None
         if wants_error:
-            rounded_away = np.subtract(values, downlink.decode(body, values.size), out=values)
+            rounded_away = values
+
+            def leave_rounded_away(start: int, decoded: Vector) -> None:
+                tile = values[start : start + decoded.size]
+                np.subtract(tile, decoded, out=tile)
+
+            downlink.each_tile(body, values.size, leave_rounded_away)
         payload = Payload.seal(
             kind=RESULT,
             run_digest=run_digest,
@@ -179,8 +184,22 @@ class Reduction:
         return SliceResult(
             payload=payload,
             contributors=tuple(contributors),
-            weighed_tokens=late_tokens + sum(tokens for tokens, _ in taken),
+            weighed_tokens=late_tokens + sum(each.tokens for each in contributors),
             error=rounded_away,
+        )
+
+    def _merged(self, contributors: list[Contributor], merge: Merge, late_tokens: int) -> Vector:
+        codec, size = self._uplink, self.slice.num_elements
+        bodies = (self._contributions[each.node_id].body for each in contributors)
+        return merged(
+            [
+                (each.tokens, Encoded(codec=codec, body=body, size=size))
+                for each, body in zip(contributors, bodies, strict=True)
+            ],
+            merge,
+            late_tokens=late_tokens,
+            tiles=codec.tiles,
+            unit=codec.unit,
         )
 
 

@@ -2,7 +2,16 @@
 
 import numpy as np
 
+from node.exchange.codecs.compiled import kernel, read_only
 from node.outer_state import Vector
+
+
+@kernel
+def _sum_owed(
+    global_parameters: Vector, published: Vector, residual: Vector, accumulated: Vector
+) -> None:
+    for i in range(accumulated.size):
+        accumulated[i] = (global_parameters[i] - published[i]) + residual[i]
 
 
 class Residual:
@@ -44,8 +53,14 @@ class Residual:
     def owed(self, span: slice, global_parameters: Vector, published: Vector) -> Vector:
         """`accumulated` of a span of the canonical vector; both vectors hold only that span [n]."""
         self._check(span, global_parameters, published)
-        accumulated = np.subtract(global_parameters, published)
-        return np.add(accumulated, self._values[span], out=accumulated)
+        accumulated = np.empty_like(published)
+        _sum_owed(
+            read_only(global_parameters),
+            read_only(published),
+            read_only(self._values[span]),
+            accumulated,
+        )
+        return accumulated
 
     def settle_taken(self, span: slice, accumulated: Vector, decoded: Vector) -> None:
         """A commit took the span [n]: what its encoding left out is all that is owed."""

@@ -344,9 +344,7 @@ class ExchangeRound:
 
     async def _keep(self, payload: Payload) -> None:
         index = payload.header.slice_index
-        await self._heavy(
-            lambda: self._outer.downlink.decode(payload.body, payload.header.num_elements)
-        )
+        await self._heavy(lambda: self._outer.check_result(payload))
         self._held.hold(payload)
         log.debug("phase", phase="holding", round=self.plan.round, slice=index)
         self._report(self.plan.round, Held(slice_index=index, digest=payload.digest))

@@ -408,6 +408,9 @@ class GetStatusResponse(_message.Message):
 
     RUN_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
+    UNIX_SECONDS_FIELD_NUMBER: _builtins.int
+    unix_seconds: _builtins.float
+    """The clock of the coordinator's machine at that instant, in seconds since 1970 (UTC)."""
     @_builtins.property
     def run(self) -> Global___RunStatus:
         """The run."""
@@ -421,10 +424,11 @@ class GetStatusResponse(_message.Message):
         *,
         run: Global___RunStatus | None = ...,
         nodes: _abc.Iterable[Global___NodeStatus] | None = ...,
+        unix_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["nodes", b"nodes", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nodes", b"nodes", "run", b"run", "unix_seconds", b"unix_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,6 +3,7 @@
 Exit codes stand as numbers: they are an interface.
 """
 
+import json
 import signal
 import socket
 from collections.abc import Iterator
@@ -253,13 +254,24 @@ def test_a_coordinator_that_is_away_or_of_another_swarm_is_told_apart(
     done(atoll("join", swarm.invite(), "--dir", home))
     link = home / "link.toml"
     text = link.read_text()
-    for port, code, words in (
-        (str(free_port), 69, f"no coordinator answers at 127.0.0.1:{free_port}"),
-        (other_swarm.control_port, 76, "is not of swarm "),
+    for port, code, words, options in (
+        (other_swarm.control_port, 76, "is not of swarm ", ()),
+        (str(free_port), 69, f"no coordinator answers at 127.0.0.1:{free_port}", ("--no-wait",)),
     ):
         link.write_text(text.replace(swarm.control_port, port))
-        refused(atoll("node", "start", "--dir", home), code, words)
+        refused(atoll("node", "start", "--dir", home, *options), code, words)
         refused(atoll("status", "--dir", home), code, words)
+    waiting = swarm.start("node", "start", "--dir", home)
+    waiting.says(f"no coordinator answers at 127.0.0.1:{free_port}")
+    waiting.stop(signal.SIGINT)
+    assert "loading torch" not in waiting.log
+
+
+def test_the_doctor_finds_nothing_wrong_with_a_member(member: Path) -> None:
+    found = json.loads(done(atoll("node", "doctor", "--json", "--dir", member)))
+    verdicts = {finding["about"]: finding["verdict"] for finding in found}
+    assert {verdicts[about] for about in ("coordinator", "clock", "port", "libp2p")} == {"fine"}
+    assert "wrong" not in verdicts.values()
 
 
 def test_a_glob_that_matches_nothing_is_told_by_the_node(other_swarm: Swarm) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -13,6 +13,7 @@ from node.exchange.transport.frames import Limits, TransferStream
 from node.exchange.transport.libp2p import PROTOCOL, Libp2pTransport
 from node.exchange.transport.p2pd import DaemonError, P2pd
 from node.exchange.transport.pacing import Pacer
+from node.exchange.transport.serving import Doorkeeper
 from node.exchange.transport.tally import Tally
 from node.exchange.transport.transport import (
     FalseAnswerError,
@@ -93,13 +94,20 @@ class Raw:
 
     async def offer(self, victim: Peer, payload: Payload) -> tuple[TransferStream, int, str]:
         """Offers a payload; gives the stream, and the status and reason of the answer."""
+        offer = wire.Offer(header=payload.header.encode())
+        return await self.ask(victim, wire.TransferRequest(offer=offer))
+
+    async def ask(
+        self, victim: Peer, request: wire.TransferRequest
+    ) -> tuple[TransferStream, int, str]:
+        """Asks for anything; gives the stream, and the status and reason of the answer."""
         stream = TransferStream(
             *await self.open(victim),
             idle_seconds=ANSWER_SECONDS,
             pacer=unpaced(),
             tally=Tally(WireCounts()),
         )
-        await stream.send(wire.TransferRequest(offer=wire.Offer(header=payload.header.encode())))
+        await stream.send(request)
         response = await stream.receive(wire.TransferResponse)
         return stream, response.status, response.reason
 
@@ -272,6 +280,45 @@ async def test_a_member_opens_no_more_streams_than_its_share(scene: Scene) -> No
     for stream in kept:
         answer = await stream.receive(wire.TransferResponse)
         assert answer.status == wire.TRANSFER_STATUS_RECEIVED
+
+
+@pytest.mark.parametrize("scene", [Limits(max_streams_per_peer=12)], indirect=True)
+async def test_a_node_with_few_places_left_refuses_another_fetch_and_takes_an_offer(
+    scene: Scene,
+) -> None:
+    await scene.make_member()
+    scene.victim.desk.gate = asyncio.Event()
+    kept = []
+    for _ in range(10):  # more than three quarters of the places
+        stream, status, _ = await scene.raw.offer(scene.victim, make_payload(body=b""))
+        assert status == wire.TRANSFER_STATUS_GO_ON
+        kept.append(stream)  # its handler waits at the gate
+    fetch = wire.TransferRequest(want_result=wire.WantResult(digest=bytes(32)))
+    _, status, reason = await scene.raw.ask(scene.victim, fetch)
+    assert status == wire.TRANSFER_STATUS_REFUSED
+    assert reason == "busy; go on with the transfers that you have"
+    assert not scene.victim.desk.wanted
+    stream, status, _ = await scene.raw.offer(scene.victim, make_payload(body=b""))
+    assert status == wire.TRANSFER_STATUS_GO_ON
+    kept.append(stream)
+    scene.victim.desk.gate.set()
+    for stream in kept:
+        answer = await stream.receive(wire.TransferResponse)
+        assert answer.status == wire.TRANSFER_STATUS_RECEIVED
+
+
+def test_when_places_run_out_each_peer_still_has_two_fetches() -> None:
+    doorkeeper = Doorkeeper(Limits(max_streams=8, max_streams_per_peer=8))
+    with ExitStack() as streams:
+        for _ in range(6):
+            streams.enter_context(doorkeeper.let_in("greedy"))
+        assert not doorkeeper.is_served_enough("greedy")
+        streams.enter_context(doorkeeper.let_in("modest"))  # now they run out
+        assert doorkeeper.is_served_enough("greedy")
+        assert not doorkeeper.is_served_enough("modest")
+        streams.enter_context(doorkeeper.let_in("modest"))
+        assert doorkeeper.is_served_enough("modest")
+    assert not doorkeeper.is_served_enough("greedy")
 
 
 async def fetched_from(scene: Scene, want: Want, *answer: wire.TransferResponse | bytes) -> Payload:

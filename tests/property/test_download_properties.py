@@ -12,7 +12,12 @@ from benchmarks.virtual_time import run_in_virtual_time
 from node.exchange import manifest as manifest_file
 from node.exchange.download import DISTRUST_SECONDS
 from node.exchange.manifest import Manifest
-from node.exchange.transport.transport import Want, WantChunk, WantManifest
+from node.exchange.transport.transport import (
+    TransferRefusedError,
+    Want,
+    WantChunk,
+    WantManifest,
+)
 from protocol.payload import Payload
 from tests.unit.download_scene import (
     CHUNK_BYTES,
@@ -115,10 +120,18 @@ class Trick:
         Manifest.from_body(bytes(body))  # the form is right
         return changed(payload, bytes(body))
 
+    async def _refuse(
+        self, scene: DownloadScene, donor: DonorNode, want: Want, honestly: Supply
+    ) -> Payload | None:
+        """Has enough to do, now and then."""
+        if isinstance(want, WantChunk) and (want.index + self.seed) % 3 == 0:
+            raise TransferRefusedError("busy; go on with the transfers that you have")
+        return await honestly(want)
+
 
 tricks = st.builds(
     Trick,
-    name=st.sampled_from(["lie", "damage", "die", "stall", "move_on", "swap", "forge"]),
+    name=st.sampled_from(["lie", "damage", "die", "stall", "move_on", "swap", "forge", "refuse"]),
     from_request=st.integers(0, 15),
     chunk=st.integers(0, NUM_CHUNKS - 1),
     seed=st.integers(0, 5000),

@@ -8,10 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from node.exchange import fetching
 from node.exchange.donor import KEPT_SECONDS
 from node.exchange.download import ANSWER_SECONDS, DISTRUST_SECONDS, RECRUIT_SECONDS
-from node.exchange.fetching import MOST_AT_ONCE, MOST_FROM_ONE, OVERDUE_SECONDS
-from node.exchange.transport.transport import Want, WantChunk, WantManifest
+from node.exchange.fetching import OVERDUE_SECONDS, SOON_SECONDS
+from node.exchange.transport.transport import (
+    TransferRefusedError,
+    Want,
+    WantChunk,
+    WantManifest,
+)
 from protocol.payload import Payload
 from tests.unit.download_scene import (
     CHUNK_BYTES,
@@ -66,19 +72,49 @@ async def test_all_donors_give_chunks_and_each_chunk_comes_once() -> None:
 
 
 @in_virtual_time
-async def test_no_more_is_under_way_than_memory_allows() -> None:
+async def test_no_more_is_under_way_than_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetching, "MOST_AT_ONCE", 9)  # a state of 20 chunks is soon here
+    monkeypatch.setattr(fetching, "MOST_FROM_ONE", 6)
     scene = await scene_of("a", "b", "c")
     await scene.fetch(await scene.joiner())
-    assert scene.most_at_once == MOST_AT_ONCE
-    assert scene.most_from_one == MOST_FROM_ONE
+    assert scene.most_at_once == 9
+    scene = await scene_of("a")
+    await scene.fetch(await scene.joiner())
+    assert scene.most_from_one == 6
+
+
+@in_virtual_time
+async def test_a_donor_that_is_busy_with_others_gives_what_it_can() -> None:
+    scene = await scene_of("a")
+    (donor,) = donors_of(scene)
+    under_way = 0
+
+    async def supply(want: Want, honestly: Supply) -> Payload | None:
+        nonlocal under_way
+        if under_way >= 3:
+            raise TransferRefusedError("busy; go on with the transfers that you have")
+        under_way += 1
+        try:
+            await asyncio.sleep(1)
+            return await honestly(want)
+        finally:
+            under_way -= 1
+
+    donor.misbehave = supply
+    assert_is(await scene.fetch(await scene.joiner()), state_at(7))
+    assert scene.chunks_given() == dict.fromkeys(range(NUM_CHUNKS), 1)
+    assert scene.most_from_one > 3  # so it was refused …
+    assert now() < RECRUIT_SECONDS  # … and did not give the donor up
 
 
 @in_virtual_time
 async def test_two_donors_halve_the_time_and_the_faster_gives_more() -> None:
+    speed = CHUNK_BYTES / (SOON_SECONDS + 1)  # so that no donor gives more at a time
+
     async def seconds(*names: str, fast: str = "") -> float:
-        scene = await scene_of(*names)
+        scene = await scene_of(*names, speed=speed)
         if fast:
-            scene.network.slow_down(scene.donors[fast].node_id, 4 * SPEED)  # type: ignore[index]
+            scene.network.slow_down(scene.donors[fast].node_id, 4 * speed)  # type: ignore[index]
         began_at = now()
         await scene.fetch(await scene.joiner())
         if fast:
@@ -266,8 +302,8 @@ async def test_a_break_keeps_what_has_come() -> None:
         scene.network.attach(donor.transport)
     assert_is(await scene.fetch(download), state_at(7))
     # What was given to a link that then broke comes again, and nothing else.
-    assert max(scene.chunks_given().values()) <= 2
-    assert scene.chunks_given().total() <= NUM_CHUNKS + 4
+    assert max(scene.chunks_given().values()) <= 3  # both broke with it
+    assert scene.chunks_given().total() <= NUM_CHUNKS + 8
 
 
 def files_in(folder: Path) -> list[Path]:

@@ -6,10 +6,13 @@ import math
 import pytest
 
 from node.exchange.fetching import (
+    FIRST_FROM_ONE,
+    LATE_SECONDS,
     MOST_AT_ONCE,
     MOST_FROM_ONE,
     OVERDUE_FACTOR,
     OVERDUE_SECONDS,
+    SOON_SECONDS,
     Job,
     Outcome,
     Schedule,
@@ -37,9 +40,79 @@ def test_the_preferred_donor_is_asked_first_and_the_idle_one_before_the_busy() -
     assert begun(Schedule(pieces("pqr"), (B, A))) == ["pb", "qa", "rb"]
 
 
-def test_no_more_than_the_limits_are_under_way() -> None:
-    assert len(begun(Schedule(pieces("pqrstu"), (A,)))) == MOST_FROM_ONE
-    assert len(begun(Schedule(pieces("pqrstu"), (A, B, C)))) == MOST_AT_ONCE
+MANY = "".join(map(chr, range(ord("A"), ord("A") + 60)))
+"""Names of pieces; donors have small letters."""
+
+
+def delivered(schedule: Schedule[str], name: str, *, seconds: float, at: float) -> list[str]:
+    """One piece comes that was asked for so long ago; what is asked for then."""
+    piece = job(name)
+    schedule._under_way[piece] = at - seconds
+    schedule.end(piece, Outcome.ARRIVED, at)
+    return begun(schedule, at)
+
+
+def widened(schedule: Schedule[str], *, seconds: float, num_pieces: int) -> int:
+    """How many are under way when so many pieces have come from all donors in turn."""
+    under_way = begun(schedule)
+    for _ in range(num_pieces):
+        under_way += delivered(schedule, under_way.pop(0), seconds=seconds, at=100.0)
+    return len(under_way)
+
+
+def test_a_donor_gives_few_pieces_at_first() -> None:
+    assert len(begun(Schedule(pieces(MANY), (A,)))) == FIRST_FROM_ONE
+    assert len(begun(Schedule(pieces(MANY), (A, B, C)))) == 3 * FIRST_FROM_ONE
+
+
+def test_each_piece_that_comes_soon_puts_one_more_under_way_up_to_the_limits() -> None:
+    soon = SOON_SECONDS / 2
+    assert widened(Schedule(pieces(MANY), (A,)), seconds=soon, num_pieces=1) == FIRST_FROM_ONE + 1
+    assert widened(Schedule(pieces(MANY), (A,)), seconds=soon, num_pieces=20) == MOST_FROM_ONE
+    assert widened(Schedule(pieces(MANY), (A, B, C)), seconds=soon, num_pieces=40) == MOST_AT_ONCE
+
+
+def test_where_pieces_take_their_time_no_more_are_asked_for() -> None:
+    steady = (SOON_SECONDS + LATE_SECONDS) / 2
+    assert widened(Schedule(pieces(MANY), (A,)), seconds=steady, num_pieces=20) == FIRST_FROM_ONE
+
+
+def test_a_donor_whose_pieces_come_late_gives_fewer_at_a_time_and_never_less_than_at_first() -> (
+    None
+):
+    schedule = Schedule(pieces(MANY), (A,))
+    widened(schedule, seconds=SOON_SECONDS / 2, num_pieces=20)
+    under_way = list(schedule._under_way)
+    for piece in under_way:
+        schedule._under_way[piece] = 100.0 - LATE_SECONDS - 1
+        schedule.end(piece, Outcome.ARRIVED, 100.0)
+    assert schedule.width_of(A) == FIRST_FROM_ONE
+
+
+def test_one_donor_that_is_near_does_not_widen_the_other() -> None:
+    schedule = Schedule(pieces(MANY), (A, B))
+    begun(schedule)
+    delivered(schedule, "Aa", seconds=SOON_SECONDS / 2, at=100.0)
+    assert (schedule.width_of(A), schedule.width_of(B)) == (FIRST_FROM_ONE + 1, FIRST_FROM_ONE)
+
+
+def test_a_donor_that_refuses_one_more_goes_on_with_those_it_has() -> None:
+    schedule = Schedule(pieces("pqrst"), (A, B))
+    assert begun(schedule) == ["pa", "qb", "ra", "sb"]
+    schedule.end(job("ra"), Outcome.REFUSED, 1.0)
+    assert begun(schedule) == []
+    assert schedule.end(job("qb"), Outcome.ARRIVED, SOON_SECONDS) == ()
+    assert begun(schedule) == ["rb"]  # what it refused comes before all others
+    assert schedule.end(job("pa"), Outcome.ARRIVED, SOON_SECONDS) == ()
+    assert begun(schedule) == ["ta"]
+
+
+def test_a_donor_that_refuses_all_is_out() -> None:
+    schedule = Schedule(pieces("pq"), (A, B))
+    assert begun(schedule) == ["pa", "qb"]
+    schedule.end(job("pa"), Outcome.REFUSED, 1.0)
+    assert schedule.donors == [B]
+    assert begun(schedule) == ["pb"]
 
 
 def test_who_delivers_is_asked_for_the_next_piece() -> None:
@@ -71,9 +144,9 @@ def test_a_donor_that_is_out_gives_its_piece_to_the_next_before_all_others() -> 
     schedule = Schedule(pieces("pqrst"), (A, B))
     assert begun(schedule) == ["pa", "qb", "ra", "sb"]
     schedule.end(job("pa"), Outcome.OUT, 1.0)
-    schedule.end(job("qb"), Outcome.ARRIVED, 1.0)
+    schedule.end(job("qb"), Outcome.ARRIVED, SOON_SECONDS)
     assert begun(schedule) == ["pb"]
-    schedule.end(job("ra"), Outcome.ARRIVED, 1.0)  # what was under way may still come
+    schedule.end(job("ra"), Outcome.ARRIVED, SOON_SECONDS)  # what was under way may still come
     schedule.add_donor(A)
     assert begun(schedule) == ["ta"]
 

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import os
 import subprocess
 import sys
 import zlib
@@ -30,8 +31,12 @@ FOLDER = Path(compiled.__file__).parent
 
 
 def kernels() -> list[numba.core.dispatcher.Dispatcher]:
-    """All that the modules beside compiled.py define."""
-    modules = [importlib.import_module(f"node.exchange.codecs.{path.stem}") for path in FILES]
+    """All that the modules of the codecs and of the outer arithmetic define."""
+    roots = FOLDER.parents[2]
+    modules = [
+        importlib.import_module(".".join(path.relative_to(roots).with_suffix("").parts))
+        for path in FILES
+    ]
     return [
         value
         for module in modules
@@ -41,7 +46,11 @@ def kernels() -> list[numba.core.dispatcher.Dispatcher]:
     ]
 
 
-FILES = [path for path in sorted(FOLDER.glob("*.py")) if path.stem != "__init__"]
+ARITHMETIC = ("mean.py", "outer_optimizer.py", "residual.py")
+FILES = [
+    *(path for path in sorted(FOLDER.glob("*.py")) if path.stem != "__init__"),
+    *(FOLDER.parent / name for name in ARITHMETIC),
+]
 
 
 def hard_values() -> np.ndarray:
@@ -67,6 +76,8 @@ def test_every_kernel_rounds_each_operation_by_itself() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
     )
     assert decorated == len(found)  # so none is compiled in any other way
+    others = {path for path in FOLDER.parents[1].rglob("*.py") if "numba" in path.read_text()}
+    assert others <= set(FILES)  # nor anywhere else
 
 
 def test_a_product_and_a_sum_are_not_fused() -> None:
@@ -238,6 +249,33 @@ def test_random_bodies_mean_the_same_to_any_number_of_threads_or_nothing(codec) 
             except CodecError as error:
                 outcomes.append(type(error).__name__)
         assert outcomes[0] == outcomes[1]
+
+
+def test_no_kernel_is_left_to_be_compiled_in_a_round() -> None:
+    """In a process of its own: here, other tests have compiled everything."""
+    program = (
+        "from benchmarks.outer_arithmetic import RoundsOfOneNode, measured\n"
+        "from node.exchange.codecs.tiles import ONE_THREAD\n"
+        "from tests.unit.test_kernels import kernels\n"
+        "def compiled():\n"
+        "    return {k.py_func.__name__: len(k.signatures) for k in kernels()}\n"
+        "rounds = RoundsOfOneNode(\n"
+        "    codec='int4', values=70001, nodes=2, fragments=2, tiles=ONE_THREAD\n"
+        ")\n"
+        "before = compiled()\n"
+        "measured(rounds, values=70001, repeats=1, threads=1)\n"
+        "assert before['_decode_int4'] == before['_add_weighted'] == 1\n"
+        "assert compiled() == before, (compiled(), before)\n"
+    )
+    folders = (FOLDER.parents[2], Path(__file__).parent)
+    ran = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_without_a_folder_to_write_to_kernels_are_compiled_all_the_same(tmp_path: Path) -> None:

@@ -3,8 +3,8 @@ import pytest
 import torch
 from golden.golden_file import matches_golden
 
+from node.exchange.codecs.tiles import TILE_ELEMENTS
 from node.exchange.outer_optimizer import (
-    TILE_ELEMENTS,
     Nesterov,
     OuterOptimizer,
     Sgd,

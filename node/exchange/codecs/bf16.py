@@ -11,7 +11,9 @@ import numpy.typing as npt
 
 from node.exchange.codecs.codec import (
     CodecError,
+    DecodesByTile,
     FixedSize,
+    Reader,
     check_body,
     check_num_elements,
     check_values,
@@ -63,7 +65,7 @@ def _decode(halves: Halves, values: Vector) -> bool:
 
 
 @dataclass(frozen=True)
-class Bf16(FixedSize):
+class Bf16(DecodesByTile, FixedSize):
     """Two bytes for each value: 16 bits."""
 
     name = "bf16/1"
@@ -87,15 +89,13 @@ class Bf16(FixedSize):
         self.tiles.each_run(values.size, encode_run)
         return halves.tobytes()
 
-    def decode(self, body: bytes | memoryview, num_elements: int) -> Vector:
-        """Values [num_elements]; raises CodecError for what is not finite."""
+    def reader(self, body: bytes | memoryview, num_elements: int) -> Reader:
+        """Raises CodecError for what is not finite."""
         raw = check_body(body, codec=self, num_elements=num_elements)
         halves = read_only(np.require(raw.view("<u2"), requirements="A"))
-        values = np.empty(num_elements, dtype=np.float32)
 
-        def decode_run(first: int, past: int) -> None:
-            if not _decode(halves[first:past], values[first:past]):
+        def read(first: int, past: int, values: Vector) -> None:
+            if not _decode(halves[first:past], values):
                 raise CodecError("infinity and NaN are no codes of bf16/1")
 
-        self.tiles.each_run(num_elements, decode_run)
-        return values
+        return read

@@ -32,7 +32,9 @@ import numpy.typing as npt
 from node.exchange.codecs.codec import (
     Bytes,
     CodecError,
+    DecodesByTile,
     FixedSize,
+    Reader,
     check_body,
     check_num_elements,
     check_values,
@@ -122,7 +124,7 @@ def has_codes(scale: np.float32, packed: Bytes, zero: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Blockwise(FixedSize):
+class Blockwise(DecodesByTile, FixedSize):
     """Scales, threads and checks; the subclasses say what codes are and how they lie in bytes."""
 
     tiles: Tiles = ONE_THREAD
@@ -195,20 +197,19 @@ class Blockwise(FixedSize):
             refuse_not_finite(blocks[wrong], start=start + wrong * BLOCK)
         self.encode_blocks(blocks, scales, codes.reshape(len(blocks), -1))
 
-    def decode(self, body: bytes | memoryview, num_elements: int) -> Vector:
-        """Values [num_elements]; raises CodecError for a body with two meanings or none."""
+    def reader(self, body: bytes | memoryview, num_elements: int) -> Reader:
+        """Raises CodecError for a body with two meanings or none."""
         raw = check_body(body, codec=self, num_elements=num_elements)
         blocks_in_all = num_blocks(num_elements)
         packed = raw[4 * blocks_in_all :]
         scales = read_only(raw[: 4 * blocks_in_all].view("<f4").astype(np.float32))  # [blocks]
         self._check_scales(scales)
-        values = np.empty(num_elements, dtype=np.float32)
 
-        def decode_run(first: int, past: int) -> None:
+        def read(first: int, past: int, values: Vector) -> None:
             whole = past - past % BLOCK
             if whole > first:
                 codes = packed[self.code_bytes(first) : self.code_bytes(whole)]
-                blocks = values[first:whole].reshape(-1, BLOCK)
+                blocks = values[: whole - first].reshape(-1, BLOCK)
                 self._decode_whole(codes, scales[first // BLOCK : whole // BLOCK], blocks)
             if past > whole:
                 codes = np.full(self.code_bytes(BLOCK), self.zero_byte, dtype=np.uint8)
@@ -219,10 +220,9 @@ class Blockwise(FixedSize):
                     codes[self.code_bytes(past - whole) - 1] |= self.zero_byte & 0xF0
                 padded = np.empty((1, BLOCK), dtype=np.float32)
                 self._decode_whole(read_only(codes), scales[-1:], padded)
-                values[whole:] = padded[0, : past - whole]
+                values[whole - first :] = padded[0, : past - whole]
 
-        self.tiles.each_run(num_elements, decode_run)
-        return values
+        return read
 
     def _decode_whole(self, codes: Bytes, scales: Vector, blocks: Blocks) -> None:
         match self.decode_blocks(codes.reshape(len(blocks), -1), scales, blocks):

@@ -5,12 +5,14 @@ a new version, beside the old one.
 """
 
 from abc import ABC, abstractmethod
-from typing import Protocol
+from collections.abc import Callable
+from typing import ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from node.exchange.codecs.compiled import ALL_RIGHT, kernel, read_only
+from node.exchange.codecs.tiles import TILE_ELEMENTS, Tiles
 from node.outer_state import Vector
 
 Bytes = npt.NDArray[np.uint8]
@@ -20,8 +22,24 @@ class CodecError(ValueError):
     """Values or bytes that this codec refuses: not finite, of the wrong size, out of range."""
 
 
+Reader = Callable[[int, int, Vector], None]
+"""Writes the values from one place of a slice up to another into a vector of just that size.
+
+The first place is a multiple of the codec's `unit`, and so is the other unless it is the slice's end.
+Raises CodecError when the body is not as it must be there.
+"""
+
+
 class Codec(Protocol):
     """Encodes one slice. Stateless; safe to use from several threads."""
+
+    @property
+    def tiles(self) -> Tiles:
+        """How it goes through a slice."""
+
+    @property
+    def unit(self) -> int:
+        """The elements of a tile that can be read by itself."""
 
     @property
     def name(self) -> str:
@@ -44,6 +62,53 @@ class Codec(Protocol):
 
         Raises CodecError unless the body is as it must be and all values are finite.
         """
+
+    def reader(self, body: bytes | memoryview, num_elements: int) -> Reader:
+        """Reads parts of what `decode` returns. Raises CodecError when the body's head is wrong."""
+
+    def each_tile(
+        self, body: bytes | memoryview, num_elements: int, use: Callable[[int, Vector], None]
+    ) -> None:
+        """Calls `use(start, values)` with each tile of what `decode` returns; from several threads.
+
+        The values last for the call: they lie in a core's cache, and no whole vector is made of
+        them. Raises CodecError like `decode`, but only where it comes to it.
+        """
+
+
+class DecodesByTile(ABC):
+    """A codec whose bodies can be read from any multiple of `unit`: it says how, and here is the rest."""
+
+    tiles: Tiles
+    unit: ClassVar[int] = TILE_ELEMENTS
+
+    @abstractmethod
+    def reader(self, body: bytes | memoryview, num_elements: int) -> Reader:
+        """See Codec. It allocates nothing by `num_elements` before it has checked the body's size."""
+
+    def decode(self, body: bytes | memoryview, num_elements: int) -> Vector:
+        """See Codec."""
+        read = self.reader(body, num_elements)
+        values = np.empty(num_elements, dtype=np.float32)
+        self.tiles.each_run(
+            num_elements,
+            lambda first, past: read(first, past, values[first:past]),
+            unit=self.unit,
+        )
+        return values
+
+    def each_tile(
+        self, body: bytes | memoryview, num_elements: int, use: Callable[[int, Vector], None]
+    ) -> None:
+        """See Codec."""
+        read = self.reader(body, num_elements)
+
+        def work(first: int, past: int, scratch: Vector) -> None:
+            values = scratch[: past - first]
+            read(first, past, values)
+            use(first, values)
+
+        self.tiles.each_tile(num_elements, work, unit=self.unit)
 
 
 class FixedSize(ABC):

@@ -1,4 +1,4 @@
-"""Kernels: the inner loops of codecs, compiled by numba for the processor that they run on.
+"""Kernels: inner loops of codecs and of the outer arithmetic, compiled by numba for the processor.
 
 numpy makes a pass over memory for each operation; a kernel makes one for all of them, several times
 faster, and without Python's lock, so that threads help. Compiled code stays as exact as numpy's:

@@ -37,6 +37,8 @@ from node.exchange.codecs.chunks import (
 from node.exchange.codecs.codec import (
     Bytes,
     CodecError,
+    DecodesByTile,
+    Reader,
     check_body,
     check_num_elements,
     check_values,
@@ -91,7 +93,7 @@ def _multiply(codes: Codes, steps: Vector, shift: np.float32, values: Vector) ->
 
 
 @dataclass(frozen=True)
-class EntropyCoded:
+class EntropyCoded(DecodesByTile):
     """Steps, tiles and streams; the subclasses say how codes lie in bytes before they are deflated."""
 
     tiles: Tiles = ONE_THREAD
@@ -161,8 +163,8 @@ class EntropyCoded:
             refuse_not_finite(tile[wrong:], start=start + wrong)
         return deflated(self.pack(codes))
 
-    def decode(self, body: bytes | memoryview, num_elements: int) -> Vector:
-        """Values [num_elements]; raises CodecError for what is no body, before it is allocated for."""
+    def reader(self, body: bytes | memoryview, num_elements: int) -> Reader:
+        """Raises CodecError for what is no body, before it is allocated for."""
         raw = check_body(body, codec=self, num_elements=num_elements)
         head, of_steps = self._head_bytes(num_elements), 4 * num_chunks(num_elements)
         steps = read_only(raw[:of_steps].view("<f4").astype(np.float32))
@@ -172,11 +174,10 @@ class EntropyCoded:
         ends = np.cumsum(raw[of_steps:head].view("<u4"), dtype=np.int64) + head
         if ends[-1] != raw.size:
             raise CodecError(f"the streams of {self.name} do not fill the body")
-        values = np.empty(num_elements, dtype=np.float32)
 
-        def decode_run(first: int, past: int) -> None:
+        def read(first: int, past: int, values: Vector) -> None:
             for start in range(first, past, TILE_ELEMENTS):
-                tile = values[start : min(start + TILE_ELEMENTS, past)]
+                tile = values[start - first : min(start + TILE_ELEMENTS, past) - first]
                 index = start // TILE_ELEMENTS
                 stream = raw[ends[index - 1] if index else head : ends[index]]
                 codes = read_only(self.unpack(self._codes(stream, tile.size), tile.size))
@@ -185,8 +186,7 @@ class EntropyCoded:
                 if not _multiply(codes, of_tile, self.shift, tile):
                     raise CodecError(f"an {self.name} chunk with step 0 holds other codes than 0")
 
-        self.tiles.each_run(num_elements, decode_run)
-        return values
+        return read
 
     def _codes(self, stream: Bytes, num_codes: int) -> Bytes:
         num_bytes = self.code_bytes(num_codes)

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from node.exchange.codecs.codec import (
+    DecodesByTile,
     FixedSize,
+    Reader,
     check_body,
     check_num_elements,
     check_values,
@@ -16,7 +16,7 @@ from node.outer_state import Vector
 
 
 @dataclass(frozen=True)
-class Fp32(FixedSize):
+class Fp32(DecodesByTile, FixedSize):
     """Body: the values, little-endian, four bytes each. Exact, also for the sign of zero."""
 
     name = "fp32/1"
@@ -30,18 +30,19 @@ class Fp32(FixedSize):
     def encode(self, values: Vector) -> bytes:
         """Body for finite values [n]; raises CodecError for others."""
         check_values(values)
-        self._check_finite(values)
-        return values.astype("<f4", copy=False).tobytes()
 
-    def decode(self, body: bytes | memoryview, num_elements: int) -> Vector:
-        """Values [num_elements] in memory of their own; raises CodecError for any other body."""
-        raw = check_body(body, codec=self, num_elements=num_elements)
-        values = raw.view("<f4").astype(np.float32)  # always copies
-        self._check_finite(values)
-        return values
-
-    def _check_finite(self, values: Vector) -> None:
         def check(first: int, past: int) -> None:
             refuse_not_finite(values[first:past], start=first)
 
         self.tiles.each_run(values.size, check)
+        return values.astype("<f4", copy=False).tobytes()
+
+    def reader(self, body: bytes | memoryview, num_elements: int) -> Reader:
+        """Raises CodecError for values that are not finite."""
+        sent = check_body(body, codec=self, num_elements=num_elements).view("<f4")
+
+        def read(first: int, past: int, values: Vector) -> None:
+            values[:] = sent[first:past]
+            refuse_not_finite(values, start=first)
+
+        return read

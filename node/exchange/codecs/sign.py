@@ -24,7 +24,9 @@ from node.exchange.codecs.chunks import (
 from node.exchange.codecs.codec import (
     Bytes,
     CodecError,
+    DecodesByTile,
     FixedSize,
+    Reader,
     check_body,
     check_num_elements,
     check_values,
@@ -82,7 +84,7 @@ def _decode(packed: Bytes, scales: Vector, values: Vector) -> bool:
 
 
 @dataclass(frozen=True)
-class Sign(FixedSize):
+class Sign(DecodesByTile, FixedSize):
     """A bit for each value and four bytes for each chunk: 1.008 bits per value."""
 
     name = "sign/1"
@@ -113,20 +115,18 @@ class Sign(FixedSize):
         self.tiles.each_run(values.size, encode_run)
         return body.tobytes()
 
-    def decode(self, body: bytes | memoryview, num_elements: int) -> Vector:
-        """Values [num_elements]; raises CodecError for a body with two meanings or none."""
+    def reader(self, body: bytes | memoryview, num_elements: int) -> Reader:
+        """Raises CodecError for a body with two meanings or none."""
         raw = check_body(body, codec=self, num_elements=num_elements)
         scales = read_only(raw[: 4 * num_chunks(num_elements)].view("<f4").astype(np.float32))
         check_scales(scales, codec=self.name, smallest=SMALLEST, largest=LARGEST)
         packed = raw[4 * scales.size :]
         if num_elements % 8 and packed[-1] >> (num_elements % 8):
             raise CodecError("the padding of sign/1 is not 0")
-        values = np.empty(num_elements, dtype=np.float32)
 
-        def decode_run(first: int, past: int) -> None:
+        def read(first: int, past: int, values: Vector) -> None:
             bits = packed[first // 8 : (past + 7) // 8]
-            if not _decode(bits, scales[first // CHUNK : num_chunks(past)], values[first:past]):
+            if not _decode(bits, scales[first // CHUNK : num_chunks(past)], values):
                 raise CodecError("a sign/1 chunk with scale 0 holds bits that are not 0")
 
-        self.tiles.each_run(num_elements, decode_run)
-        return values
+        return read

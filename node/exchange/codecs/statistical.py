@@ -19,7 +19,9 @@ from node.exchange.codecs.chunks import CHUNK, INFINITY, LARGEST, SMALLEST, num_
 from node.exchange.codecs.codec import (
     Bytes,
     CodecError,
+    DecodesByTile,
     FixedSize,
+    Reader,
     check_body,
     check_num_elements,
     check_values,
@@ -136,7 +138,7 @@ def _decode(packed: Bytes, tables: Vector, values: Vector) -> None:
 
 
 @dataclass(frozen=True)
-class Int2(FixedSize):
+class Int2(DecodesByTile, FixedSize):
     """Two bits for each value and sixteen bytes for each chunk: 2.031 bits per value."""
 
     name = "int2/1"
@@ -166,22 +168,20 @@ class Int2(FixedSize):
         self.tiles.each_run(values.size, encode_run)
         return body.tobytes()
 
-    def decode(self, body: bytes | memoryview, num_elements: int) -> Vector:
-        """Values [num_elements]; raises CodecError for a body with two meanings or none."""
+    def reader(self, body: bytes | memoryview, num_elements: int) -> Reader:
+        """Raises CodecError for a body with two meanings or none."""
         raw = check_body(body, codec=self, num_elements=num_elements)
         tables = raw[: 16 * num_chunks(num_elements)].view("<f4").astype(np.float32).reshape(-1, 4)
         _check_tables(tables)
         packed = raw[16 * len(tables) :]
         if num_elements % 4 and packed[-1] >> 2 * (num_elements % 4):
             raise CodecError("the padding of int2/1 is not 0")
-        values = np.empty(num_elements, dtype=np.float32)
 
-        def decode_run(first: int, past: int) -> None:
+        def read(first: int, past: int, values: Vector) -> None:
             codes = packed[first // 4 : count_bytes(past)]
-            _decode(codes, tables[first // CHUNK : num_chunks(past)], values[first:past])
+            _decode(codes, tables[first // CHUNK : num_chunks(past)], values)
 
-        self.tiles.each_run(num_elements, decode_run)
-        return values
+        return read
 
 
 def _check_tables(tables: Vector) -> None:

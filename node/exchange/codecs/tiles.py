@@ -9,6 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
+
+from node.outer_state import Vector
+
 Result = TypeVar("Result")
 
 TILE_ELEMENTS = 1 << 16
@@ -40,6 +44,22 @@ class Tiles:
             return [work(*runs[0])]
         with ThreadPoolExecutor(num_runs) as pool:
             return list(pool.map(lambda run: work(*run), runs))
+
+    def each_tile(
+        self,
+        num_elements: int,
+        work: Callable[[int, int, Vector], object],
+        *,
+        unit: int = TILE_ELEMENTS,
+    ) -> None:
+        """Calls `work(start, end, scratch)` for each unit; the scratch [unit] is its thread's alone."""
+
+        def run(first: int, past: int) -> None:
+            scratch = np.empty(min(unit, past - first), dtype=np.float32)
+            for start in range(first, past, unit):
+                work(start, min(start + unit, past), scratch)
+
+        self.each_run(num_elements, run, unit=unit)
 
 
 ONE_THREAD = Tiles()

@@ -24,6 +24,8 @@ from node.exchange.codecs.chunks import CHUNK, SMALLEST, num_chunks
 from node.exchange.codecs.codec import (
     Bytes,
     CodecError,
+    DecodesByTile,
+    Reader,
     check_body,
     check_num_elements,
     check_values,
@@ -81,12 +83,13 @@ def _place(
 
 
 @dataclass(frozen=True)
-class TopK:
+class TopK(DecodesByTile):
     """The k largest of each chunk; the subclasses say how many."""
 
     tiles: Tiles = ONE_THREAD
 
     name: ClassVar[str]
+    unit = SECTION
     k: ClassVar[int]
 
     def most_bytes(self, num_elements: int) -> int:
@@ -136,8 +139,8 @@ class TopK:
         pack_two_bits(codes, packed)
         return b"".join([magnitudes.tobytes(), packed.tobytes(), sizes.tobytes(), *streams])
 
-    def decode(self, body: bytes | memoryview, num_elements: int) -> Vector:
-        """Values [num_elements]; raises CodecError for what is no body, before it is allocated for."""
+    def reader(self, body: bytes | memoryview, num_elements: int) -> Reader:
+        """Raises CodecError for what is no body, before it is allocated for."""
         raw = check_body(body, codec=self, num_elements=num_elements)
         head, chunks = self._head_bytes(num_elements), num_chunks(num_elements)
         halves = raw[: 4 * chunks].view("<u2")
@@ -154,11 +157,11 @@ class TopK:
         ends = np.cumsum(raw[sizes_at:head].view("<u4"), dtype=np.int64) + head
         if ends[-1] != raw.size:
             raise CodecError(f"the places of {self.name} do not fill the body")
-        values = np.zeros(num_elements, dtype=np.float32)
 
-        def decode_run(first: int, past: int) -> None:
+        def read(first: int, past: int, values: Vector) -> None:
+            values[:] = 0
             for start in range(first, past, SECTION):
-                section = values[start : min(start + SECTION, past)]
+                section = values[start - first : min(start + SECTION, past) - first]
                 index = start // SECTION
                 of_section = codes[start // CHUNK * self.k :][: num_chosen(section.size, self.k)]
                 places = decode_places(
@@ -170,8 +173,7 @@ class TopK:
                 )
                 _place(places, of_section, magnitudes, start // CHUNK, section)
 
-        self.tiles.each_run(num_elements, decode_run, unit=SECTION)
-        return values
+        return read
 
 
 @dataclass(frozen=True)

@@ -287,6 +287,7 @@ class Libp2pTransport:
         if self._neighbours is not None:
             self._neighbours.saw(peer_id)
         stream = self._stream(reader, writer, self._limits)
+        is_served_enough = self._doorkeeper.is_served_enough(peer_id)
         try:
             with self._doorkeeper.let_in(peer_id):
                 try:
@@ -298,6 +299,7 @@ class Libp2pTransport:
                         verify=_verify,
                         inbounds=self._inbounds,
                         is_crowded=self._doorkeeper.is_crowded(peer_id),
+                        is_served_enough=is_served_enough,
                     )
                 finally:
                     stream.count_ended()

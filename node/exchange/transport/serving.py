@@ -44,6 +44,8 @@ MAX_REASON_CHARACTERS = 1000
 
 _STRIPES_SHARE = 0.75  # of the places; a body goes on with fewer stripes, but an offer must get in
 
+_ENOUGH_STREAMS = 2  # of a peer, when others need the places; a joiner gets on with fewer fetches
+
 Verify = Callable[[PayloadHeader, bytes], Awaitable[Payload]]
 """Payload.verified, off the event loop where that pays; raises PayloadError."""
 
@@ -126,6 +128,10 @@ class Doorkeeper:
             or self._open[peer] > _STRIPES_SHARE * self._limits.max_streams_per_peer
         )
 
+    def is_served_enough(self, peer: str) -> bool:
+        """Whether so many places are taken that a peer must go on with the fetches that it has."""
+        return self.is_crowded(peer) and self._open[peer] >= _ENOUGH_STREAMS
+
     @contextmanager
     def let_in(self, peer: str) -> Iterator[None]:
         """Holds a place while a stream is served; raises TransferRefusedError when none is left."""
@@ -152,6 +158,7 @@ async def serve(
     verify: Verify,
     inbounds: Inbounds,
     is_crowded: bool = False,
+    is_served_enough: bool = False,
 ) -> None:
     """Answers a member's request. Raises FrameError, or frames.BROKEN when the member is gone."""
     request = await stream.receive(wire.TransferRequest)
@@ -167,6 +174,8 @@ async def serve(
                 if is_crowded and inbounds.has_stripe(sender):
                     raise TransferRefusedError("busy; go on with the streams that you have")
                 await take_stripe(stream, sender, inbounds)
+            case "want_result" | "want_chunk" if is_served_enough:
+                raise TransferRefusedError("busy; go on with the transfers that you have")
             case "want_result" | "want_manifest" | "want_chunk":
                 await _give(stream, handler, sender, _decode_want(request), limits)
             case _:

@@ -1,0 +1,285 @@
+"""The arithmetic of a round at one node, stage by stage, against memcpy: no network, no training.
+
+    python -m benchmarks.outer_arithmetic [--values 8388608 33554432] [--nodes 2 4] [--fragments 1]
+        [--codec int4] [--repeats 7] [--threads 1] [--label numpy] [--output outer-arithmetic.jsonl]
+
+One node of a swarm goes through rounds of a fragment with so many values: it forms what it owes,
+encodes it, reduces its own slice, checks the results of the others, and applies the commit. "Apply"
+is without what the node settles and without the digest, which have lines of their own. The digest
+covers the whole state, which is `fragments` times as large as the fragment.
+
+In each repeat memcpy of the fragment's values takes its turn, and ratios are to that turn. With one
+thread the time is the thread's own on the processor, so that other work on the machine counts less;
+with more it is the clock's. `--output` appends one line of JSON for each setting.
+"""
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.codec import Spread
+from node.exchange.codecs.tiles import Tiles
+from node.exchange.outer import Outer
+from node.exchange.reduction import Reduction
+from node.outer_state import Layout, NamedShape, Vector
+from protocol.payload import CONTRIBUTION, RESULT, Payload
+from protocol.rounds import (
+    Assignment,
+    Commit,
+    Contributor,
+    Digest,
+    NodeId,
+    Plan,
+    Slice,
+    SliceOutcome,
+    cut_into_slices,
+)
+from protocol.run_spec import ExchangeSection, RunSpec
+
+TOKENS = 1000
+RUN = Digest(bytes(32))
+STAGES = ("accumulate", "encode", "reduce", "check", "apply", "settle", "digest")
+
+
+class Stages:
+    """How long each stage of one round took."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.seconds: dict[str, float] = {}
+        self._clock = clock
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """What runs inside belongs to the stage; a stage may come more than once."""
+        began = self._clock()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + self._clock() - began
+
+    def watch(self, owner: Any, attribute: str, name: str) -> None:
+        """Makes a stage of every call of a function or method."""
+        function = getattr(owner, attribute)
+
+        def watched(*args: Any, **named: Any) -> Any:
+            with self.stage(name):
+                return function(*args, **named)
+
+        setattr(owner, attribute, watched)
+
+
+class RoundsOfOneNode:
+    """The first of some nodes, and what the others send it: always the same bytes."""
+
+    def __init__(
+        self, *, codec: str, values: int, nodes: int, fragments: int, tiles: Tiles
+    ) -> None:
+        spec = RunSpec(
+            exchange=ExchangeSection(uplink=codec, downlink=codec)  # type: ignore[arg-type]
+        )
+        rng = np.random.default_rng(0)
+        shapes: list[list[NamedShape]] = [[(f"w{index}", (values,))] for index in range(fragments)]
+        layout = Layout.of(*shapes)
+        parameters = rng.standard_normal(layout.num_elements, dtype=np.float32)
+        self._ids = tuple(NodeId(f"{index:032}") for index in range(nodes))
+        self.outer = Outer.of_run(
+            spec,
+            layout=layout,
+            parameters=parameters,
+            published=parameters + np.float32(1e-3) * _drift(rng, layout.num_elements),
+            node_id=self._ids[0],
+            tiles=tiles,
+        )
+        self.outer.compile_kernels()
+        self._slices = cut_into_slices(values, self._ids)
+        others = _drift(rng, values) * np.float32(1e-3)
+        codec_used = self.outer.uplink
+        own = self._slices[0]
+        self._arriving = codec_used.encode(others[: own.num_elements])
+        self._results = {
+            part.index: codec_used.encode(others[part.start : part.start + part.num_elements])
+            for part in self._slices[1:]
+        }
+        self._fragments = fragments
+
+    def run(self, stages: Stages) -> None:
+        """One round."""
+        outer, own = self.outer, self._slices[0]
+        plan = self._plan(outer.round + 1)
+        with stages.stage("accumulate"):
+            pending = outer.accumulate(round=plan.round, fragment=plan.fragment)
+        for part in self._slices:
+            with stages.stage("encode"):
+                end = part.start + part.num_elements
+                body = outer.uplink.encode(pending.accumulated[part.start : end])
+            pending.bodies[part.index] = body
+        reduction = Reduction(
+            plan=plan,
+            slice_=own,
+            uplink=outer.uplink,
+            max_tokens=dict.fromkeys(self._ids, TOKENS),
+        )
+        for sender in self._ids:
+            body = pending.bodies[0] if sender == self._ids[0] else self._arriving
+            reduction.take(sender, _sealed(CONTRIBUTION, plan, own, sender, body))
+        with stages.stage("reduce"):
+            reduced = outer.result_of(reduction, plan.fragment)
+        assert reduced is not None
+        outer.note_result(reduced)
+        results = {0: reduced.payload}
+        for part in self._slices[1:]:
+            payload = _sealed(RESULT, plan, part, part.reducer_id, self._results[part.index])
+            with stages.stage("check"):
+                outer.check_result(payload)
+            results[part.index] = payload
+        commit = self._commit(plan, results)
+        with stages.stage("apply"):
+            outer.apply(commit, results, pending)
+        stages.seconds["apply"] -= stages.seconds["settle"] + stages.seconds["digest"]
+
+    def _plan(self, round: int) -> Plan:
+        return Plan(
+            round=round,
+            fragment=round % self._fragments,
+            base_digest=self.outer.digest,
+            assignments=tuple(
+                Assignment(node_id=node_id, inner_steps=1, first_sample=0, num_samples=TOKENS)
+                for node_id in self._ids
+            ),
+            slices=self._slices,
+            token_clock=0,
+            tokens_per_inner_step=1,
+            train_seconds=1.0,
+            contribute_seconds=2.0,
+            commit_seconds=3.0,
+            reason="",
+        )
+
+    def _commit(self, plan: Plan, results: dict[int, Payload]) -> Commit:
+        contributors = tuple(Contributor(node_id=each, tokens=TOKENS) for each in self._ids)
+        return Commit(
+            round=plan.round,
+            fragment=plan.fragment,
+            base_digest=plan.base_digest,
+            slices=tuple(
+                SliceOutcome(
+                    index=part.index,
+                    start=part.start,
+                    num_elements=part.num_elements,
+                    digest=results[part.index].digest,
+                    contributors=contributors,
+                )
+                for part in self._slices
+            ),
+        )
+
+
+def _drift(rng: np.random.Generator, num_elements: int) -> Vector:
+    return rng.standard_normal(num_elements, dtype=np.float32)
+
+
+def _sealed(kind: int, plan: Plan, part: Slice, sender: NodeId, body: bytes) -> Payload:
+    return Payload.seal(
+        kind=kind,  # type: ignore[arg-type]
+        run_digest=RUN,
+        round=plan.round,
+        fragment=plan.fragment,
+        slice_index=part.index,
+        start=part.start,
+        num_elements=part.num_elements,
+        codec="int4/1",
+        tokens=TOKENS,
+        sender_id=sender,
+        body=body,
+    )
+
+
+def measured(rounds: RoundsOfOneNode, *, values: int, repeats: int, threads: int) -> list[Stages]:
+    """Some rounds, with the time of a memcpy of the fragment in each; the first round is not counted."""
+    clock = time.thread_time if threads == 1 else time.perf_counter
+    source, target = np.ones(values, dtype=np.float32), np.zeros(values, dtype=np.float32)
+    stages = Stages(clock)
+    stages.watch(rounds.outer, "_settle", "settle")
+    stages.watch(rounds.outer._digest, "renew", "digest")
+    found = []
+    for _ in range(repeats + 1):
+        stages.seconds = {}
+        with stages.stage("memcpy"):
+            np.copyto(target, source)
+        rounds.run(stages)
+        found.append(Stages(clock))
+        found[-1].seconds = stages.seconds
+    return found[1:]
+
+
+def report(found: list[Stages], setting: dict[str, object]) -> dict[str, object]:
+    """Prints a table of one setting; returns it as one line of results."""
+    wholes = [sum(one.seconds[name] for name in STAGES) for one in found]
+    memcpy = Spread.of([one.seconds["memcpy"] for one in found])
+    print(", ".join(f"{name} {value}" for name, value in setting.items()))
+    print(f"memcpy of the fragment: {1e3 * memcpy.median:.1f} ms")
+    print("stage | times memcpy | share of the whole")
+    lines: dict[str, object] = {}
+    for name in (*STAGES, "whole"):
+        seconds = wholes if name == "whole" else [one.seconds[name] for one in found]
+        ratio = Spread.of(
+            [own / one.seconds["memcpy"] for own, one in zip(seconds, found, strict=True)]
+        )
+        share = Spread.of([own / whole for own, whole in zip(seconds, wholes, strict=True)])
+        print(f"{name} | {ratio} | {share.median:.0%}", flush=True)
+        lines[name] = {
+            "seconds": asdict(Spread.of(seconds)),
+            "of_memcpy": asdict(ratio),
+            "share": asdict(share),
+        }
+    return {**setting, "memcpy_seconds": asdict(memcpy), "stages": lines}
+
+
+def main() -> None:
+    """Measures every setting, prints a table of each and writes the results."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--values", type=int, nargs="+", default=[8 << 20, 32 << 20])
+    parser.add_argument("--nodes", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--fragments", type=int, default=1)
+    parser.add_argument("--codec", default="int4")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--label", default="")
+    parser.add_argument("--output", type=Path)
+    asked = parser.parse_args()
+    for values in asked.values:
+        for nodes in asked.nodes:
+            rounds = RoundsOfOneNode(
+                codec=asked.codec,
+                values=values,
+                nodes=nodes,
+                fragments=asked.fragments,
+                tiles=Tiles(asked.threads),
+            )
+            found = measured(rounds, values=values, repeats=asked.repeats, threads=asked.threads)
+            line = report(
+                found,
+                {
+                    "label": asked.label,
+                    "machine": f"{platform.machine()}, {platform.processor() or 'unknown'}",
+                    "codec": rounds.outer.uplink.name,
+                    "values": values,
+                    "nodes": nodes,
+                    "fragments": asked.fragments,
+                    "threads": asked.threads,
+                    "repeats": asked.repeats,
+                },
+            )
+            if asked.output is not None:
+                with asked.output.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""What the doctor looks at besides the kernel, with the checks that the node itself makes.
+
+Each returns findings and raises nothing that a person can act on: one thing that is wrong must not
+hide the next.
+"""
+
+import asyncio
+import platform
+import socket
+import time
+from collections.abc import Callable, Iterable
+from importlib import metadata
+from pathlib import Path
+
+from node.app import OPEN_FILES_PER_RANK, OWN_OPEN_FILES
+from node.config import NodeSettings
+from node.doctor.findings import Finding, wrong
+from node.hardware import Hardware, likely_devices, look_around
+from node.placement import num_ranks_of
+from protocol import console
+from protocol.credentials import LINK_FILE, Credentials
+from protocol.descriptors import require_open_files
+from protocol.errors import AtollError, SystemRefusedError
+from protocol.folder_lock import FolderLock
+from protocol.identity import Identity
+from protocol.query import StatusLink
+
+PROGRAMS = ("atoll", "torch", "hivemind", "grpcio")
+
+MOST_SKEW_SECONDS = 30.0
+"""Logs of two machines can be laid side by side up to about this."""
+
+
+def version_findings(programs: Iterable[str] = PROGRAMS) -> list[Finding]:
+    """Which software this is, told without loading it."""
+    found, missing = [f"Python {platform.python_version()}"], []
+    for program in programs:
+        try:
+            found.append(f"{program} {metadata.version(program)}")
+        except metadata.PackageNotFoundError:
+            missing.append(program)
+    findings = [Finding(about="versions", verdict="fine", what=", ".join(found))]
+    if missing:
+        error = SystemRefusedError(
+            f"{', '.join(missing)} not installed for {platform.python_implementation()} here",
+            next_step="install Atoll into this environment: 'pip install atoll'",
+        )
+        findings.append(wrong("versions", error))
+    return findings
+
+
+def device_findings(
+    settings: NodeSettings, look: Callable[[str], Hardware] = look_around
+) -> list[Finding]:
+    """What there is to train with, and whether it is what was chosen."""
+    try:
+        hardware = look(settings.device)
+        devices = likely_devices(settings.device, num_ranks_of(settings), hardware)
+    except AtollError as error:
+        return [wrong("devices", error)]
+    memory = f"{console.bytes_in_words(hardware.memory_bytes)} of memory free"
+    if devices is None:
+        what = f"GPUs that only torch can tell of, {memory}; 'atoll node start' will say"
+        return [Finding(about="devices", verdict="note", what=what)]
+    names = [
+        f"{gpu.name} ({console.bytes_in_words(gpu.free_bytes)} free)" for gpu in hardware.gpus or ()
+    ]
+    what = f"{len(devices)} × {devices[0]}" if len(set(devices)) == 1 else ", ".join(devices)
+    return [Finding(about="devices", verdict="fine", what="; ".join([what, *names, memory]))]
+
+
+def open_files_findings(num_ranks: int) -> list[Finding]:
+    """Whether a node may open as many files as it needs."""
+    try:
+        allowed = require_open_files(OWN_OPEN_FILES + OPEN_FILES_PER_RANK * num_ranks, of="a node")
+    except AtollError as error:
+        return [wrong("open files", error)]
+    return [Finding(about="open files", verdict="fine", what=f"{allowed} are allowed")]
+
+
+def coordinator_findings(
+    folder: Path, wall_clock: Callable[[], float] = time.time
+) -> list[Finding]:
+    """Whether the coordinator answers, and how far its clock is from ours."""
+    if not (folder / LINK_FILE).is_file():
+        what = f"no swarm joined in {folder}, so none was asked"
+        return [Finding(about="coordinator", verdict="note", what=what)]
+    try:
+        with StatusLink(folder) as link:
+            link.status()  # the connection is made, which takes several round trips
+            asked_at = wall_clock()
+            theirs = link.status().unix_seconds
+            answered_at = wall_clock()
+        endpoint = Credentials.load(folder).endpoint
+    except AtollError as error:
+        return [wrong("coordinator", error)]
+    round_trip = f"{1e3 * (answered_at - asked_at):.0f} ms"
+    what = f"{endpoint} answers within {round_trip}"
+    return [
+        Finding(about="coordinator", verdict="fine", what=what),
+        *skew_findings(theirs, (asked_at + answered_at) / 2),
+    ]
+
+
+def skew_findings(theirs: float, ours: float) -> list[Finding]:
+    """What two clocks, looked at in the same moment, say of each other."""
+    if not theirs:
+        return []  # an older coordinator does not tell
+    ahead = ours - theirs
+    if abs(ahead) <= MOST_SKEW_SECONDS:
+        return [Finding(about="clock", verdict="fine", what="as the coordinator's")]
+    return [
+        Finding(
+            about="clock",
+            verdict="advice",
+            what=f"this machine's clock is {console.seconds_in_words(abs(ahead))} "
+            f"{'ahead of' if ahead > 0 else 'behind'} the coordinator's: their logs do not fit "
+            "together; nothing else depends on it",
+            next_step="set it: 'sudo timedatectl set-ntp true'",
+        )
+    ]
+
+
+def port_findings(folder: Path, settings: NodeSettings) -> list[Finding]:
+    """Whether the port that peers connect to is free."""
+    if (running := FolderLock.holder_of(folder)) is not None:
+        what = f"the node runs (process {running}) and has its port"
+        return [Finding(about="port", verdict="note", what=what)]
+    try:
+        coordinator_host = Credentials.load(folder).host
+    except AtollError:
+        coordinator_host = ""
+    address = settings.listen_address(coordinator_host)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        socket.create_server((address, settings.port), family=family).close()
+    except OSError as error:
+        refused = SystemRefusedError(
+            f"nobody can listen on {address} port {settings.port}: {error.strerror or error}",
+            next_step="choose another --listen or --port, or stop what listens there",
+        )
+        return [wrong("port", refused)]
+    what = (
+        f"TCP port {settings.port} of {address} is free"
+        if settings.port
+        else f"a free one of {address} at each start; behind a router, set one and forward it"
+    )
+    return [Finding(about="port", verdict="fine", what=what)]
+
+
+def libp2p_findings() -> list[Finding]:
+    """Whether the libp2p daemon starts. Loads hivemind, which takes some seconds."""
+    from node.exchange.transport.p2pd import P2pd
+
+    async def nobody(
+        _peer: str, _reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        writer.close()
+
+    async def start_and_stop() -> None:
+        daemon = await P2pd.start(
+            Identity.generate(),
+            listen_multiaddrs=("/ip4/127.0.0.1/tcp/0",),
+            protocol="atoll/doctor",
+            on_stream=nobody,
+        )
+        await daemon.stop()
+
+    try:
+        asyncio.run(start_and_stop())
+    except AtollError as error:
+        return [wrong("libp2p", error)]
+    return [Finding(about="libp2p", verdict="fine", what="its daemon starts")]

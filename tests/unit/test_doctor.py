@@ -1,0 +1,222 @@
+"""What the doctor finds wrong, what it advises, and how it ends."""
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from node.config import NodeSettings
+from node.doctor import checks
+from node.doctor.command import as_json, line_of, run_doctor, summary_of
+from node.doctor.findings import Finding, exit_code_of, wrong
+from node.doctor.kernel import LARGE_BUFFER_BYTES, kernel_findings
+from node.gpus import Gpu
+from node.hardware import Hardware
+from protocol.errors import ConfigError, ExitCode, SystemRefusedError
+from protocol.folder_lock import FolderLock
+
+FAST = {
+    "tcp_slow_start_after_idle": "0",
+    "tcp_rmem": f"4096\t131072\t{LARGE_BUFFER_BYTES}",
+    "tcp_wmem": f"4096\t16384\t{LARGE_BUFFER_BYTES}",
+    "tcp_congestion_control": "bbr",
+    "tcp_available_congestion_control": "reno bbr cubic",
+}
+
+
+def kernel(folder: Path, **changes: str | None) -> list[Finding]:
+    """What is found with these settings; None is one that this kernel has not."""
+    (folder / "net/ipv4").mkdir(parents=True)
+    for name, value in (FAST | changes).items():
+        if value is not None:
+            (folder / "net/ipv4" / name).write_text(f"{value}\n")
+    return kernel_findings(folder)
+
+
+def advice_in(findings: list[Finding]) -> list[Finding]:
+    return [finding for finding in findings if finding.verdict == "advice"]
+
+
+# The kernel
+
+
+def test_a_kernel_that_is_set_for_long_links_is_fine(tmp_path: Path) -> None:
+    found = kernel(tmp_path)
+    assert [finding.verdict for finding in found] == ["fine", "note"]
+    assert "bbr" in found[1].what and not found[1].next_step
+
+
+def test_a_slow_start_after_each_pause_is_told_with_its_command(tmp_path: Path) -> None:
+    (advice,) = advice_in(kernel(tmp_path, tcp_slow_start_after_idle="1"))
+    assert "sudo sysctl -w net.ipv4.tcp_slow_start_after_idle=0" in advice.next_step
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("tcp_rmem", "are received"), ("tcp_wmem", "are sent")]
+)
+def test_buffers_too_small_for_a_long_fast_link_are_told(
+    tmp_path: Path, name: str, words: str
+) -> None:
+    (advice,) = advice_in(kernel(tmp_path, **{name: "4096\t87380\t5000000"}))
+    assert "5.0 MB" in advice.what
+    assert "200 Mbit/s" in advice.what  # 5 MB in 0.2 s
+    assert words in advice.what
+    assert f"sysctl -w net.ipv4.{name}='4096 " in advice.next_step
+    assert f"{LARGE_BUFFER_BYTES}'" in advice.next_step
+
+
+def test_buffers_that_hold_what_is_under_way_are_not_told(tmp_path: Path) -> None:
+    assert not advice_in(kernel(tmp_path, tcp_rmem="4096 131072 25000000"))  # 1 Gbit/s · 0.2 s
+
+
+def test_what_is_advised_is_not_advised_again(tmp_path: Path) -> None:
+    slow = {"tcp_slow_start_after_idle": "1", "tcp_rmem": "4 5 6", "tcp_wmem": "4 5 6"}
+    done = {}
+    for advice in advice_in(kernel(tmp_path / "before", **slow)):
+        name, _, value = advice.next_step.partition("sysctl -w ")[2].partition("=")
+        done[name.rpartition(".")[2]] = value.split("'")[1] if "'" in value else value[0]
+    assert set(done) == set(slow)
+    assert not advice_in(kernel(tmp_path / "after", **slow | done))
+
+
+@pytest.mark.parametrize(("there", "is_loaded"), [("reno cubic", False), ("reno cubic bbr", True)])
+def test_bbr_is_only_mentioned(tmp_path: Path, there: str, is_loaded: bool) -> None:
+    found = kernel(tmp_path, tcp_congestion_control="cubic", tcp_available_congestion_control=there)
+    assert not advice_in(found)
+    assert "cubic" in found[-1].what
+    assert ("modprobe tcp_bbr" in found[-1].next_step) == (not is_loaded)
+
+
+def test_a_system_without_these_settings_gives_a_note(tmp_path: Path) -> None:
+    assert [finding.verdict for finding in kernel_findings(tmp_path)] == ["note"]
+    found = kernel(tmp_path, **dict.fromkeys(FAST))
+    assert not advice_in(found)
+    assert exit_code_of(found) == ExitCode.OK
+
+
+# This machine
+
+
+def test_missing_software_is_wrong() -> None:
+    found = checks.version_findings(["click", "no-such-thing"])
+    assert [finding.verdict for finding in found] == ["fine", "wrong"]
+    assert "click " in found[0].what
+    assert "no-such-thing" in found[1].what
+    assert found[1].exit_code == ExitCode.SYSTEM
+
+
+def test_devices_are_named_with_what_they_have_left() -> None:
+    hardware = Hardware(
+        memory_bytes=64 * 10**9,
+        gpus=(Gpu(name="One", free_bytes=8 * 10**9), Gpu(name="Two", free_bytes=6 * 10**9)),
+    )
+    (found,) = checks.device_findings(NodeSettings(name="n", ranks=2), lambda _: hardware)
+    assert found.verdict == "fine"
+    for words in ("cuda:0, cuda:1", "One (8.0 GB free)", "Two (6.0 GB free)", "64.0 GB"):
+        assert words in found.what
+
+
+def test_a_device_that_is_not_there_is_what_the_start_would_refuse() -> None:
+    nothing = Hardware(memory_bytes=1, gpus=())
+    settings = NodeSettings(name="n", device="cuda")
+    (found,) = checks.device_findings(settings, lambda _: nothing)
+    assert (found.verdict, found.exit_code) == ("wrong", ExitCode.CONFIG)
+    assert "no CUDA GPU is usable here" in found.what
+
+
+def test_a_gpu_that_only_torch_can_tell_of_is_a_note() -> None:
+    unknown = Hardware(memory_bytes=1, gpus=None)
+    (found,) = checks.device_findings(NodeSettings(name="n"), lambda _: unknown)
+    assert found.verdict == "note"
+
+
+def test_more_ranks_than_open_files_allow_are_wrong() -> None:
+    assert checks.open_files_findings(1)[0].verdict == "fine"
+    (found,) = checks.open_files_findings(10**12)
+    assert (found.verdict, found.exit_code) == ("wrong", ExitCode.SYSTEM)
+
+
+def test_a_port_that_another_program_has_is_wrong(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        settings = NodeSettings(name="n", listen="127.0.0.1", port=port)
+        (found,) = checks.port_findings(tmp_path, settings)
+    assert (found.verdict, found.exit_code) == ("wrong", ExitCode.SYSTEM)
+    assert f"127.0.0.1 port {port}" in found.what
+    free = NodeSettings(name="n", listen="127.0.0.1")
+    assert checks.port_findings(tmp_path, free)[0].verdict == "fine"
+
+
+def test_beside_a_running_node_its_port_is_its_own(tmp_path: Path) -> None:
+    lock = FolderLock.take(tmp_path, holder="node", next_step="")
+    try:
+        (found,) = checks.port_findings(tmp_path, NodeSettings(name="n"))
+    finally:
+        lock.release()
+    assert found.verdict == "note"
+
+
+# The coordinator
+
+
+@pytest.mark.parametrize(("ahead", "words"), [(95.0, "1 min 35 s ahead"), (-40.0, "40 s behind")])
+def test_a_clock_that_is_far_off_is_advice(ahead: float, words: str) -> None:
+    (found,) = checks.skew_findings(theirs=1e9, ours=1e9 + ahead)
+    assert found.verdict == "advice"
+    assert words in found.what
+    assert checks.skew_findings(theirs=1e9, ours=1e9 + 20)[0].verdict == "fine"
+
+
+def test_a_coordinator_that_tells_no_time_is_not_compared_with() -> None:
+    assert checks.skew_findings(theirs=0.0, ours=1e9) == []
+
+
+def test_without_a_swarm_no_coordinator_is_asked(tmp_path: Path) -> None:
+    (found,) = checks.coordinator_findings(tmp_path)
+    assert found.verdict == "note"
+
+
+# How it ends
+
+
+def test_the_first_thing_that_is_wrong_decides_on_the_exit_code() -> None:
+    fine = Finding(about="a", verdict="fine", what="good")
+    advice = Finding(about="b", verdict="advice", what="slow", next_step="do")
+    config = wrong("c", ConfigError("bad key", next_step="mend it"))
+    system = wrong("d", SystemRefusedError("no"))
+    assert exit_code_of([fine, advice]) == ExitCode.OK
+    assert exit_code_of([fine, advice, config, system]) == ExitCode.CONFIG
+    assert summary_of([fine]) == "nothing is wrong"
+    assert summary_of([fine, advice]) == "nothing is wrong; 1 things could be better"
+    assert summary_of([fine, config, system]) == "2 of 3 things are wrong"
+    assert line_of(advice) == "advice  b: slow"
+    assert json.loads(json.dumps(as_json(config))) == {
+        "about": "c",
+        "verdict": "wrong",
+        "what": "bad key",
+        "next_step": "mend it",
+        "exit_code": 78,
+    }
+
+
+@pytest.mark.parametrize("is_json", [False, True])
+def test_one_thing_that_is_wrong_does_not_hide_the_next(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    is_json: bool,
+) -> None:
+    down = wrong("libp2p", SystemRefusedError("it does not start", next_step="mend it"))
+    monkeypatch.setattr(checks, "libp2p_findings", lambda: [down])  # loading it takes seconds
+    (tmp_path / "node.toml").write_text("devise = 'cpu'\n")
+    assert run_doctor(tmp_path, is_json=is_json) == ExitCode.CONFIG
+    out = capsys.readouterr().out
+    if is_json:
+        found = json.loads(out)
+        assert [f["about"] for f in found if f["verdict"] == "wrong"] == ["settings", "libp2p"]
+        assert "kernel" in {f["about"] for f in found}
+    else:
+        assert "wrong   settings: " in out and "devise: unknown key" in out
+        assert "wrong   libp2p: it does not start\n        next: mend it" in out
+        assert out.splitlines()[-1].startswith("2 of ")

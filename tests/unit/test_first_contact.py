@@ -1,0 +1,132 @@
+"""A node that starts before its coordinator waits for it, and says why once."""
+
+import asyncio
+import random
+import threading
+
+import pytest
+import structlog
+
+from node.coordinator_link import CoordinatorLink
+from node.first_contact import run_of_coordinator
+from protocol.channel import RETRY_CAP_SECONDS, left_alone
+from protocol.errors import (
+    AtollError,
+    NotPermittedError,
+    ProtocolMismatchError,
+    TemporaryError,
+    UnavailableError,
+)
+from protocol.run_spec import RunSpec
+from tests.unit.exchange_scene import in_virtual_time
+
+SPEC = RunSpec()
+REFUSED = UnavailableError("no coordinator answers at here:1 (Connection refused)")
+UNREACHABLE = UnavailableError("no coordinator answers at here:1 (Network is unreachable)")
+
+
+class Link(CoordinatorLink):
+    """Fails as it was told, and then answers; without anything to fail with, never stops failing."""
+
+    def __init__(self, *errors: AtollError, is_endless: bool = False) -> None:
+        self.errors = list(errors)
+        self.num_asked = 0
+        self.is_endless = is_endless
+
+    async def get_run(self) -> RunSpec:
+        self.num_asked += 1
+        if self.is_endless:
+            raise self.errors[0]
+        if self.errors:
+            raise self.errors.pop(0)
+        return SPEC
+
+
+async def said(link: Link, *, waits: bool = True) -> list[structlog.typing.EventDict]:
+    """What the log says until the run is here."""
+    with structlog.testing.capture_logs() as lines:
+        assert await run_of_coordinator(link, waits=waits, rng=random.Random(0)) is SPEC
+    return list(lines)
+
+
+@in_virtual_time
+async def test_a_coordinator_that_is_away_for_hours_is_waited_for_with_one_line() -> None:
+    lines = await said(link := Link(*[REFUSED] * 1000))
+    assert link.num_asked == 1001
+    assert [line.get("why") for line in lines] == [REFUSED.what, None]
+    assert lines[-1]["after_tries"] == 1000
+    waited = asyncio.get_running_loop().time()
+    assert 0.3 * 1000 * RETRY_CAP_SECONDS < waited < 1000 * RETRY_CAP_SECONDS  # half, by the jitter
+
+
+@in_virtual_time
+async def test_each_change_of_the_reason_is_a_line() -> None:
+    busy = TemporaryError("busy with a backup")
+    lines = await said(Link(UNREACHABLE, UNREACHABLE, REFUSED, REFUSED, busy, busy, REFUSED))
+    reasons = [line["why"] for line in lines[:-1]]
+    assert reasons == [UNREACHABLE.what, REFUSED.what, busy.what, REFUSED.what]
+
+
+@in_virtual_time
+async def test_a_coordinator_that_is_there_is_asked_once_and_nothing_is_said() -> None:
+    assert await said(Link()) == []
+
+
+@pytest.mark.parametrize("error", [NotPermittedError("no longer"), ProtocolMismatchError("other")])
+@in_virtual_time
+async def test_what_no_waiting_can_mend_ends_the_waiting(error: AtollError) -> None:
+    link = Link(REFUSED, error)
+    with pytest.raises(type(error)) as caught:
+        await run_of_coordinator(link, waits=True, rng=random.Random(0))
+    assert caught.value is error
+    assert link.num_asked == 2
+
+
+@in_virtual_time
+async def test_who_does_not_wait_is_refused_at_once() -> None:
+    link = Link(REFUSED)
+    with pytest.raises(UnavailableError):
+        await run_of_coordinator(link, waits=False, rng=random.Random(0))
+    assert asyncio.get_running_loop().time() == 0
+    assert link.num_asked == 1
+
+
+@in_virtual_time
+async def test_the_waiting_ends_when_its_task_is_cancelled() -> None:
+    link = Link(REFUSED, is_endless=True)
+    waiting = asyncio.create_task(run_of_coordinator(link, waits=True, rng=random.Random(0)))
+    await asyncio.sleep(100)
+    before = asyncio.get_running_loop().time()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert asyncio.get_running_loop().time() == before
+
+
+def test_who_stops_does_not_wait_for_a_look_at_a_silent_host() -> None:
+    has_begun, may_end, has_ended = threading.Event(), threading.Event(), threading.Event()
+
+    def look() -> None:
+        has_begun.set()
+        may_end.wait(60)
+        has_ended.set()
+
+    async def stopped_while_looking() -> None:
+        looking = asyncio.create_task(left_alone(look))
+        await asyncio.to_thread(has_begun.wait, 60)
+        looking.cancel()
+        await asyncio.wait([looking])
+
+    asyncio.run(stopped_while_looking())
+    assert not has_ended.is_set()
+    may_end.set()
+    assert has_ended.wait(60)
+
+
+async def test_what_a_thread_that_is_left_alone_finds_comes_back() -> None:
+    def fails() -> None:
+        raise ZeroDivisionError
+
+    assert await left_alone(lambda: 7) == 7
+    with pytest.raises(ZeroDivisionError):
+        await left_alone(fails)

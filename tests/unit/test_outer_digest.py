@@ -1,0 +1,107 @@
+"""The digest of an outer state: kept up to date from what has changed, it is that of the whole."""
+
+import blake3
+import numpy as np
+import pytest
+from golden.golden_file import matches_golden
+from hypothesis import given
+from hypothesis import strategies as st
+
+from node import outer_state
+from node.exchange.outer_optimizer import Nesterov, OuterOptimizer, Sgd
+from node.outer_state import PIECE_ELEMENTS, Layout, OuterDigest, Vector, outer_digest
+from protocol.rounds import BLOCK, Commit, Contributor, SliceOutcome
+from tests.unit.exchange_scene import A, B, outer_of, result_of
+
+NUM = 1000
+
+
+def as_described(parameters: Vector, momentum: Vector, piece_elements: int) -> bytes:
+    """By the words of docs/protocol.md."""
+    state = parameters.astype("<f4").tobytes() + momentum.astype("<f4").tobytes()
+    piece_bytes = 4 * piece_elements
+    pieces = [
+        blake3.blake3(state[start : start + piece_bytes]).digest()
+        for start in range(0, len(state), piece_bytes)
+    ]
+    return pieces[0] if len(pieces) == 1 else blake3.blake3(b"".join(pieces)).digest()
+
+
+def state_of(num_elements: int) -> tuple[Vector, Vector]:
+    parameters = (np.arange(num_elements, dtype=np.int64) * 2654435761 % 1000003).astype(np.float32)
+    return parameters, parameters[::-1] / np.float32(8)
+
+
+def test_the_digest_of_a_state_never_changes() -> None:
+    assert PIECE_ELEMENTS == 1 << 19  # a change of it is a change of the protocol
+    digests = [outer_digest(*state_of(num)) for num in (100, PIECE_ELEMENTS // 2, 700_001)]
+    assert matches_golden("outer-digests", b"".join(digests))
+    for digest, num in zip(digests, (100, PIECE_ELEMENTS // 2, 700_001), strict=True):
+        assert digest == as_described(*state_of(num), PIECE_ELEMENTS)
+
+
+edits = st.lists(st.tuples(st.integers(0, NUM - 1), st.integers(1, NUM)), max_size=4)
+
+
+@given(piece=st.integers(1, 2 * NUM + 1), edits=edits, has_momentum_changed=st.booleans())
+def test_what_changed_is_enough_to_read(
+    piece: int, edits: list[tuple[int, int]], has_momentum_changed: bool
+) -> None:
+    parameters, momentum = state_of(NUM)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(outer_state, "PIECE_ELEMENTS", piece)
+        digest = OuterDigest(parameters, momentum, num_threads=2)
+        spans = [slice(first, min(first + length, NUM)) for first, length in edits]
+        for number, span in enumerate(spans):
+            parameters[span] += np.float32(1 + number)
+            if has_momentum_changed:
+                momentum[span] -= np.float32(1 + number)
+        digest.renew(spans, has_momentum_changed=has_momentum_changed)
+        assert digest.value == as_described(parameters, momentum, piece)
+        assert digest.value == outer_digest(parameters, momentum)
+
+
+def test_what_has_not_changed_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outer_state, "PIECE_ELEMENTS", 100)
+    parameters, momentum = state_of(NUM)
+    digest = OuterDigest(parameters, momentum)
+    before = digest.value
+    parameters[400] += 1
+    digest.renew([slice(0, 400), slice(500, NUM)])
+    assert digest.value == before
+    digest.renew([slice(400, 401)], has_momentum_changed=False)
+    assert digest.value == outer_digest(parameters, momentum) != before
+
+
+@pytest.mark.parametrize(
+    "optimizer", [Nesterov(learning_rate=0.6, momentum=0.9), Sgd(learning_rate=0.6)]
+)
+def test_after_every_commit_the_digest_is_that_of_the_whole_state(
+    optimizer: OuterOptimizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outer_state, "PIECE_ELEMENTS", 100)
+    fragments = [[("a", (3 * BLOCK,))], [("b", (2 * BLOCK + 7,))]]
+    outer = outer_of(A, layout=Layout.of(*fragments))
+    outer._optimizer = optimizer
+    seen = {outer.digest}
+    for round in range(1, 6):
+        fragment = round % 2
+        index = round % 3  # of the other slices, all are void
+        num_elements = BLOCK if index < 2 or fragment == 0 else 7
+        result = result_of(
+            np.full(num_elements, round, dtype=np.float32), sender_id=B, round=round, index=index
+        )
+        outcome = SliceOutcome(
+            index=index,
+            start=index * BLOCK,
+            num_elements=num_elements,
+            digest=result.digest,
+            contributors=(Contributor(node_id=B, tokens=1),),
+        )
+        commit = Commit(round=round, fragment=fragment, base_digest=outer.digest, slices=(outcome,))
+        outer.apply(commit, {index: result}, None)
+        assert outer.digest == outer.snapshot().outer_digest()
+        seen.add(outer.digest)
+    assert len(seen) == 6
+    outer.restore(outer_of(A, layout=outer.layout).snapshot(), None)
+    assert outer.digest == outer.snapshot().outer_digest()
