@@ -38,7 +38,6 @@ from node.own_metrics import own_metrics
 from node.placement import mesh_for, num_ranks_of
 from node.stopping import StopSignals
 from protocol.credentials import Credentials
-from protocol.errors import ConfigError
 from protocol.identity import Identity
 from protocol.run_spec import RunSpec
 from protocol.wire_count import WireCounts
@@ -215,12 +214,6 @@ async def _desk_of(
     """Listens for the hosts that are to follow, and writes what they need for it."""
     if settings.hosts == 1:
         return None
-    if spec.exchange.overlap != "none":
-        raise ConfigError(
-            f"hosts = {settings.hosts} does not go with the run's [exchange] overlap = "
-            f'"{spec.exchange.overlap}": hosts do not hold what the others published',
-            next_step="set hosts = 1 in node.toml, and let each machine be a node",
-        )
     key = LeaderKey.of_folder(folder)
     desk = HostDesk(key=key, version=metadata.version("atoll"), device_kind=device_kind)
     host, port = settings.island_address

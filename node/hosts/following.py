@@ -19,7 +19,7 @@ from node.island.launcher import ProcessIsland
 from node.island.local_training import LocalTraining
 from node.island.mesh_shape import MeshShape
 from node.island.model import layout_of
-from node.outer_state import Layout, SharedVectors
+from node.outer_state import Layout, SharedVectors, Vector
 from protocol.errors import AtollError, ExitCode, NotPermittedError, UnavailableError
 from protocol.run_spec import run_from_json
 
@@ -104,12 +104,19 @@ class _Following:
         while True:
             message = await self._wire.receive()
             if "num_elements" in message:
-                assert self._shared is not None, "parameters come after the start"
-                await self._wire.receive_vector(message, self._shared.parameters)
+                await self._wire.receive_vector(message, self._place_of(message))
             if message["call"] == "stop" and self._island is not None:
                 # At once: what it is to end may hang, as a rank of another host has died.
                 self._stopping.append(asyncio.create_task(self._island.stop()))
             self._calls.put_nowait(message)
+
+    def _place_of(self, message: Message) -> Vector:
+        """Where a call's values belong: parameters, or what all hosts published, of a fragment or all."""
+        assert self._shared is not None and self._layout is not None, "values come after the start"
+        is_published = message["call"] == "hold"
+        whole = self._shared.published if is_published else self._shared.parameters
+        fragment = message["arguments"].get("fragment")
+        return whole if fragment is None else whole[self._layout.fragments[fragment].span]
 
     async def _work(self) -> None:
         while True:

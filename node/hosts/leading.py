@@ -14,7 +14,7 @@ from node.hosts.token import LeaderKey
 from node.hosts.wire import Message, Wire, is_invited, server_context, zeros
 from node.island.commands import MeetingPoint
 from node.island.faults import RankDiedError, RankFailedError, TrainingDivergedError
-from node.island.island import Evaluation, InnerReport, InnerWork, Progress
+from node.island.island import Evaluation, InnerReport, InnerWork, Progress, rebases
 from node.island.launcher import ProcessIsland
 from node.island.local_training import LocalTraining
 from node.island.mesh_shape import MeshShape
@@ -232,7 +232,8 @@ class HostsIsland:
     """The ranks of all hosts as one; implements Island.
 
     The first ranks are this host's. Global parameters go to the other hosts before they are
-    adopted, and what they publish comes back: every value from one of them, so it is added up.
+    adopted, and what they publish comes back: every value from one of them, so it is added up. With
+    overlap that sum goes to them as well, as the ranks keep what they trained since.
     """
 
     def __init__(
@@ -309,14 +310,20 @@ class HostsIsland:
 
     async def adopt(self, fragment: int | None = None, *, is_taken: bool = True) -> None:
         """See Island."""
-        parameters = self._shared.parameters
         await _together(
             self._own.adopt(fragment, is_taken=is_taken),
-            (
-                host.call("adopt", vector=parameters, fragment=fragment, is_taken=is_taken)
-                for host in self._others
-            ),
+            (self._adopt_there(host, fragment, is_taken=is_taken) for host in self._others),
         )
+
+    async def _adopt_there(self, host: Host, fragment: int | None, *, is_taken: bool) -> Message:
+        parameters = self._shared.parameters
+        if fragment is not None:
+            span = self._layout.fragments[fragment].span
+            parameters = parameters[span]
+            if rebases(self._spec.exchange, is_taken=is_taken):
+                # A rank may hold what one of another host published: each has its own part only.
+                await host.call("hold", vector=self._shared.published[span], fragment=fragment)
+        return await host.call("adopt", vector=parameters, fragment=fragment, is_taken=is_taken)
 
     async def train(self, work: InnerWork, on_progress: Callable[[Progress], None]) -> InnerReport:
         """See Island."""

@@ -22,19 +22,27 @@ from node.hosts.token import HostToken, LeaderKey
 from node.hosts.wire import connect
 from node.island.faults import RankDiedError
 from node.island.inline import InlineIsland
-from node.island.island import Progress
+from node.island.island import Island, Progress
 from node.island.launcher import ProcessIsland, prepare_forkserver
 from node.island.local_training import PLAIN
 from node.island.mesh_shape import MeshShape
-from node.outer_state import SharedVectors
+from node.island.model import layout_of
+from node.outer_state import SharedVectors, Vector
 from protocol.errors import ConfigError, ProtocolMismatchError
+from protocol.run_spec import ExchangeSection, RunSpec
 
 SPEC = small_spec().model_copy(
     update={"model": small_spec().model.model_copy(update={"num_layers": 2})}
 )
 VERSION = metadata.version("atoll")
 PATIENCE_SECONDS = 900.0  # for a hang only
-SHARDS, STAGES = MeshShape(shard=2), MeshShape(pipeline=2)
+SHARDS, STAGES, COPIES = MeshShape(shard=2), MeshShape(pipeline=2), MeshShape(replicate=2)
+BLENDED = SPEC.model_copy(
+    update={
+        "exchange": ExchangeSection(overlap="blend", fragments=2),
+        "inner": SPEC.inner.model_copy(update={"warmup_tokens": 0}),  # else all stay as they were
+    }
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -104,10 +112,15 @@ async def open_desk(
 
 
 def island_of(
-    desk: HostDesk, vectors: SharedVectors, folder: Path, shape: MeshShape = SHARDS
+    desk: HostDesk,
+    vectors: SharedVectors,
+    folder: Path,
+    shape: MeshShape = SHARDS,
+    *,
+    spec: RunSpec = SPEC,
 ) -> HostsIsland:
     own = ProcessIsland(
-        spec=SPEC,
+        spec=spec,
         names=vectors.names,
         devices=("cpu",),
         shape=shape,
@@ -120,7 +133,7 @@ def island_of(
         desk=desk,
         num_hosts=2,
         listen_host="127.0.0.1",
-        spec=SPEC,
+        spec=spec,
         shape=shape,
         local=PLAIN,
         shared=vectors,
@@ -172,6 +185,49 @@ async def test_two_hosts_train_as_one_process_and_end_together(
             await island.stop()
         await desk.close()
         assert await follower == "the leader has ended"
+
+
+async def overlapped(island: Island, vectors: tuple[Vector, Vector]) -> list[Vector]:
+    """What is published over two rounds of each fragment, trained on through both adoptions."""
+    parameters, published = vectors
+    layout = layout_of(BLENDED.model, BLENDED.exchange.fragments)
+    found = []
+    await island.adopt()
+    await island.train(work_of(3), ignore)
+    for fragment, is_taken in ((0, True), (1, False), (0, False), (1, True)):
+        span = layout.fragments[fragment].span
+        published[span] = np.nan
+        await island.publish(fragment)
+        found.append(published[span].copy())
+        await island.train(work_of(2), ignore)
+        parameters[span] += 0.1
+        await island.adopt(fragment, is_taken=is_taken)
+    for fragment in (0, 1):
+        await island.publish(fragment)
+    return [*found, published.copy()]
+
+
+async def test_two_hosts_that_train_through_the_exchange_stay_one_model(
+    vectors: SharedVectors, folder: Path
+) -> None:
+    """Each rank holds all tensors and publishes half: it needs what the other host published."""
+    plain = (vectors.parameters.copy(), vectors.published.copy())
+    inline = InlineIsland(spec=BLENDED, parameters=plain[0], published=plain[1], folder=folder)
+    await inline.start()
+    expected = await overlapped(inline, plain)
+    async with (
+        asyncio.timeout(PATIENCE_SECONDS),
+        open_desk(folder) as (desk, token),
+        following(token, folder),
+    ):
+        island = island_of(desk, vectors, folder, COPIES, spec=BLENDED)
+        try:
+            await island.start()
+            found = await overlapped(island, (vectors.parameters, vectors.published))
+        finally:
+            await island.stop()
+    for one, two in zip(expected, found, strict=True):
+        np.testing.assert_allclose(two, one, atol=1e-4)
 
 
 async def test_a_rank_or_a_host_that_dies_fails_the_call_and_a_fresh_start_goes_on(
