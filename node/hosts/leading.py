@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import secrets
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict
@@ -9,10 +10,12 @@ from typing import Any, TypeVar
 
 import structlog
 
+from node.hosts.parts import Part, arranged, part_of
 from node.hosts.rendezvous import interface_of, open_store
 from node.hosts.token import LeaderKey
 from node.hosts.wire import Message, Wire, is_invited, server_context, zeros
-from node.island.commands import MeetingPoint
+from node.island.checkpoints import Checkpoint, Kept
+from node.island.commands import Keep, MeetingPoint
 from node.island.faults import RankDiedError, RankFailedError, TrainingDivergedError
 from node.island.island import Evaluation, InnerReport, InnerWork, Progress, rebases
 from node.island.launcher import ProcessIsland
@@ -270,15 +273,19 @@ class HostsIsland:
             within_seconds=self._come_back_seconds if self._has_started else None,
         )
         self._has_started = True
+        checkpoints = await self._arrange()
         self._store, port = open_store(self._listen_host)
         self._own.meet_at(
             MeetingPoint(
-                host=self._listen_host, port=port, interface=interface_of(self._listen_host)
+                host=self._listen_host,
+                port=port,
+                interface=interface_of(self._listen_host),
+                num_hosts=self._num_hosts,
             )
         )
         each = self._shape.num_ranks // self._num_hosts
         summary, theirs = await _together(
-            self._own.start(),
+            self._own.bring_up(),
             (
                 host.call(
                     "start",
@@ -289,6 +296,7 @@ class HostsIsland:
                     num_ranks=each,
                     host=self._listen_host,
                     port=port,
+                    num_hosts=self._num_hosts,
                 )
                 for place, host in enumerate(self._others)
             ),
@@ -300,7 +308,60 @@ class HostsIsland:
                     f"not {summary.digest.hex()[:12]}",
                     next_step="give all hosts the same files, and start them in the same folder",
                 )
+        await self._own.resuming.resume(self._load, checkpoints)
         return summary
+
+    async def _arrange(self) -> list[Checkpoint]:
+        """Gives the hosts places by their parts of checkpoints; returns those that all of them have.
+
+        Their ranks have not been started.
+        """
+        folder = self._own.resuming.folder
+        if folder is None:
+            return []
+        own, theirs = await _together(
+            asyncio.to_thread(lambda: list(folder.whole())),
+            (
+                host.call(
+                    "shelve",
+                    run_digest=folder.run_digest.hex(),
+                    layout_digest=folder.layout_digest.hex(),
+                    every_rounds=folder.every_rounds,
+                    num_hosts=folder.num_hosts,
+                    mesh=folder.mesh,
+                    num_elements=self._layout.num_elements,
+                    num_parts=len(self._layout.places) * self._shape.num_ranks // self._num_hosts,
+                )
+                for host in self._others
+            ),
+        )
+        arrangement = arranged(
+            [part_of(checkpoint) for checkpoint in own],
+            [[Part(**part) for part in told["parts"]] for told in theirs],
+        )
+        self._others = [self._others[index] for index in arrangement.order]
+        for checkpoint in own:
+            if checkpoint.about.set_id not in arrangement.set_ids:
+                log.warning(
+                    "checkpoint left out",
+                    path=str(checkpoint.path),
+                    why="not every host has its part of it",
+                )
+        return [each for each in own if each.about.set_id in arrangement.set_ids]
+
+    async def _load(self, checkpoint: Checkpoint) -> str:
+        """Has the ranks of all hosts take over their parts; none does when one cannot."""
+        failure, theirs = await _together(
+            self._own.load(checkpoint),
+            (host.call("load", set_id=checkpoint.about.set_id) for host in self._others),
+        )
+        return self._reasons(failure, [told["failure"] for told in theirs])
+
+    def _reasons(self, own: str, theirs: list[str]) -> str:
+        """Why something failed, on the hosts that say so."""
+        said = zip(self._others, theirs, strict=True)
+        of_hosts = [f"host {host.name}: {why}" for host, why in said if why]
+        return "; ".join([own, *of_hosts] if own else of_hosts)
 
     async def stop(self) -> None:
         """See Island."""
@@ -356,7 +417,19 @@ class HostsIsland:
             published += part
 
     async def keep(self, round: int, *, is_last: bool = False) -> None:
-        """See Island. Ranks of several hosts write no checkpoints: each has a part, on its own disk."""
+        """See Island. Each host writes its ranks' part to its own disk."""
+        if (folder := self._own.resuming.folder_if_due(is_last=is_last)) is None:
+            return
+        set_id = secrets.token_hex(8)
+        kept, theirs = await _together(
+            self._own.set_aside(Keep(folder, round, is_waited=is_last, set_id=set_id)),
+            (
+                host.call("keep", round=round, is_waited=is_last, set_id=set_id)
+                for host in self._others
+            ),
+        )
+        failure = self._reasons(kept.failure, [told["failure"] for told in theirs])
+        self._own.resuming.tell_of_keeping(round, Kept(is_busy=kept.is_busy, failure=failure))
 
     async def evaluate(self) -> Evaluation:
         """See Island."""

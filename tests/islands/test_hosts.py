@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 import signal
 import subprocess
 import uuid
@@ -9,17 +10,21 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from rank_scene import initial_vectors, with_texts
+from structlog.testing import capture_logs
 from test_ranks import ENDLESS, ignore, small_spec, trained_inline, work_of
 
 from benchmarks.processes import MARK, Family, atoll_command, atoll_environment
 from node.hosts.following import follow
 from node.hosts.leading import HostDesk, HostsIsland
+from node.hosts.parts import Shelf
 from node.hosts.token import HostToken, LeaderKey
 from node.hosts.wire import connect
+from node.island.checkpoints import CheckpointFolder
 from node.island.faults import RankDiedError
 from node.island.inline import InlineIsland
 from node.island.island import Island, Progress
@@ -37,12 +42,10 @@ SPEC = small_spec().model_copy(
 VERSION = metadata.version("atoll")
 PATIENCE_SECONDS = 900.0  # for a hang only
 SHARDS, STAGES, COPIES = MeshShape(shard=2), MeshShape(pipeline=2), MeshShape(replicate=2)
-BLENDED = SPEC.model_copy(
-    update={
-        "exchange": ExchangeSection(overlap="blend", fragments=2),
-        "inner": SPEC.inner.model_copy(update={"warmup_tokens": 0}),  # else all stay as they were
-    }
+AT_ONCE = SPEC.model_copy(  # else weights hardly move in a few inner steps
+    update={"inner": SPEC.inner.model_copy(update={"warmup_tokens": 0})}
 )
+BLENDED = AT_ONCE.model_copy(update={"exchange": ExchangeSection(overlap="blend", fragments=2)})
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -87,14 +90,16 @@ class Follower:
 async def following(token: Path, folder: Path) -> AsyncIterator[asyncio.Task[str]]:
     """What the command runs, in this process; its ranks are processes of their own all the same."""
     leader = HostToken.read(token)
+    shelf = Shelf(folder / "inner-two")
     task = asyncio.create_task(
-        follow(leader, name="two", device="cpu", version=VERSION, folder=folder)
+        follow(leader, name="two", device="cpu", version=VERSION, folder=folder, shelf=shelf)
     )
     try:
         yield task
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+        shelf.close()
 
 
 @contextlib.asynccontextmanager
@@ -118,15 +123,18 @@ def island_of(
     shape: MeshShape = SHARDS,
     *,
     spec: RunSpec = SPEC,
+    checkpoints: CheckpointFolder | None = None,
 ) -> HostsIsland:
+    each = shape.num_ranks // 2
     own = ProcessIsland(
         spec=spec,
         names=vectors.names,
-        devices=("cpu",),
+        devices=("cpu",) * each,
         shape=shape,
-        ranks=range(1),
+        ranks=range(each),
         folder=folder,
         num_threads=1,
+        checkpoints=checkpoints,
     )
     return HostsIsland(
         own=own,
@@ -228,6 +236,86 @@ async def test_two_hosts_that_train_through_the_exchange_stay_one_model(
             await island.stop()
     for one, two in zip(expected, found, strict=True):
         np.testing.assert_allclose(two, one, atol=1e-4)
+
+
+def folder_of(path: Path, shape: MeshShape) -> CheckpointFolder:
+    return CheckpointFolder(
+        path=path,
+        run_digest=AT_ONCE.digest(),
+        layout_digest=layout_of(AT_ONCE.model).summary().digest,
+        every_rounds=1,
+        num_hosts=2,
+        mesh=str(shape),
+    )
+
+
+def names_in(path: Path) -> set[str]:
+    return {found.name for found in path.iterdir()} - {"lock"}
+
+
+async def test_hosts_that_start_again_go_on_from_the_newest_checkpoint_that_all_of_them_have(
+    vectors: SharedVectors, folder: Path
+) -> None:
+    plain = (vectors.parameters.copy(), np.zeros_like(vectors.parameters))
+    inline = InlineIsland(spec=AT_ONCE, parameters=plain[0], published=plain[1], folder=folder)
+    await inline.start()
+    await inline.adopt()
+    for _ in range(2):
+        await inline.train(work_of(3), ignore)
+    await inline.publish(0)
+    own, other = folder / "inner", folder / "inner-two"
+
+    async with (
+        asyncio.timeout(PATIENCE_SECONDS),
+        open_desk(folder) as (desk, token),
+        following(token, folder),
+    ):
+        kept = folder_of(own, SHARDS)
+        island = island_of(desk, vectors, folder, SHARDS, spec=AT_ONCE, checkpoints=kept)
+
+        async def started_again() -> list[Any]:
+            await island.stop()
+            with capture_logs() as lines:
+                await island.start()
+            await island.adopt()
+            return lines
+
+        try:
+            await started_again()
+            await island.train(work_of(3), ignore)
+            await island.publish(0)
+            await island.keep(1, is_last=True)
+            vectors.parameters[:] = vectors.published
+
+            assert ("inner optimizer goes on from its checkpoint", 1) in told(await started_again())
+            await island.train(work_of(3), ignore)
+            await island.publish(0)
+            # Sums in another order; with the optimizer at zero it would be a hundred times as much.
+            np.testing.assert_allclose(vectors.published, plain[1], atol=1e-4)
+            await island.keep(2, is_last=True)
+            assert names_in(own) == names_in(other) == {"round-1", "round-2"}
+
+            # What a host has that lost its power just before it gave its part a name.
+            (other / "round-2").rename(other / ".round-2")
+            lines = await started_again()
+            assert ("inner optimizer goes on from its checkpoint", 1) in told(lines)
+            assert "not every host has its part of it" in {line.get("why") for line in lines}
+            assert names_in(other) == {"round-1"}
+
+            # One that cannot write: no host gives its part a name.
+            (other / ".round-3").touch()
+            await island.train(work_of(1), ignore)
+            with capture_logs() as lines:
+                await island.keep(3, is_last=True)
+            assert [line["event"] for line in lines] == ["checkpoint not written"]
+            assert re.search(r"host two: .*FileExistsError", lines[0]["why"])
+            assert names_in(own) == {"round-1", "round-2"}
+        finally:
+            await island.stop()
+
+
+def told(lines: list[Any]) -> set[tuple[str, int]]:
+    return {(line["event"], line.get("round", 0)) for line in lines}
 
 
 async def test_a_rank_or_a_host_that_dies_fails_the_call_and_a_fresh_start_goes_on(
