@@ -62,12 +62,15 @@ def is_stepped(named: list[Named]) -> bool:
     return all(each.optimizer.state.get(each.parameter) for each in named)
 
 
-def staged(named: list[Named]) -> Tensors:
-    """A copy of the state in the CPU's memory, which further steps leave alone."""
+def staged(named: list[Named], *, is_part: bool = False) -> Tensors:
+    """A copy of the state in the CPU's memory, which further steps leave alone.
+
+    In a part of several hosts' checkpoint a tied embedding's copy stays, as its first may be elsewhere.
+    """
     own = {
         f"{key}/{each.name}": value
         for each in named
-        if not each.is_copy
+        if is_part or not each.is_copy
         for key, value in each.optimizer.state[each.parameter].items()
     }
     # torch's own copy of DTensors: simpler ones alias tensors that are on the CPU already.

@@ -270,7 +270,7 @@ class Trainer:
             loss_scale_steps=0 if scale is None else scale[1],
             rewarming_steps=self._rewarming.steps_left,
         )
-        return staged(named), about
+        return staged(named, is_part=self._mesh.num_hosts > 1), about
 
     def load_inner_state(
         self, path: Path, about: About, group: dist.ProcessGroup | None

@@ -42,6 +42,7 @@ SPEC = small_spec().model_copy(
 VERSION = metadata.version("atoll")
 PATIENCE_SECONDS = 900.0  # for a hang only
 SHARDS, STAGES, COPIES = MeshShape(shard=2), MeshShape(pipeline=2), MeshShape(replicate=2)
+FOUR = MeshShape(shard=4)
 AT_ONCE = SPEC.model_copy(  # else weights hardly move in a few inner steps
     update={"inner": SPEC.inner.model_copy(update={"warmup_tokens": 0})}
 )
@@ -270,8 +271,8 @@ async def test_hosts_that_start_again_go_on_from_the_newest_checkpoint_that_all_
         open_desk(folder) as (desk, token),
         following(token, folder),
     ):
-        kept = folder_of(own, SHARDS)
-        island = island_of(desk, vectors, folder, SHARDS, spec=AT_ONCE, checkpoints=kept)
+        kept = folder_of(own, FOUR)  # two ranks on each host
+        island = island_of(desk, vectors, folder, FOUR, spec=AT_ONCE, checkpoints=kept)
 
         async def started_again() -> list[Any]:
             await island.stop()

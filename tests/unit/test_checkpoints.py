@@ -29,7 +29,6 @@ def write(
     *,
     run: Digest = RUN,
     layout: Digest = LAYOUT,
-    set_id: str = "",
 ) -> None:
     building = folder.building(round_)
     building.mkdir(parents=True)
@@ -39,9 +38,7 @@ def write(
             run_digest=run.hex(),
             layout_digest=layout.hex(),
             round=round_,
-            mesh=folder.mesh or "1 rank",
-            num_hosts=folder.num_hosts,
-            set_id=set_id,
+            mesh="1 rank",
         )
     )
     folder.finish(round_)
