@@ -21,7 +21,8 @@ from node.exchange.transport.libp2p import Libp2pTransport
 from node.exchange_time import ExchangeTime
 from node.heavy import in_thread
 from node.history import History
-from node.hosts.leading import HostDesk, HostsIsland
+from node.hosts.desk import HostDesk
+from node.hosts.leading import HostsIsland
 from node.hosts.rendezvous import interface_of
 from node.hosts.token import LeaderKey
 from node.island.auto_mesh import DeviceKind

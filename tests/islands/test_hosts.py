@@ -19,8 +19,9 @@ from structlog.testing import capture_logs
 from test_ranks import ENDLESS, ignore, small_spec, trained_inline, work_of
 
 from benchmarks.processes import MARK, Family, atoll_command, atoll_environment
+from node.hosts.desk import HostDesk
 from node.hosts.following import follow
-from node.hosts.leading import HostDesk, HostsIsland
+from node.hosts.leading import HostsIsland
 from node.hosts.parts import Shelf
 from node.hosts.token import HostToken, LeaderKey
 from node.hosts.wire import connect
