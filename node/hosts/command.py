@@ -19,8 +19,8 @@ async def run_follower(token: HostToken, *, name: str, device: str, checkpoints:
 
     The last thing that its process does: signals are ignored from then on.
     """
-    prepare_forkserver()
     shelf = Shelf(checkpoints)
+    prepare_forkserver()
     with StopSignals():
         try:
             return await follow(

@@ -68,8 +68,14 @@ class Shelf:
     """Where a follower keeps its parts, for as long as its process lives, whatever leader it has."""
 
     def __init__(self, path: Path) -> None:
+        """Takes the folder for this process. Raises SystemRefusedError, CannotCreateError."""
+        make_folder(path)
+        self._lock = FolderLock.take(
+            path,
+            holder="follower",
+            next_step="give this one another --name, or a folder of its own with --checkpoints",
+        )
         self._path = path
-        self._lock: FolderLock | None = None
         self._folder: CheckpointFolder | None = None
         self._checkpoints: dict[str, Checkpoint] = {}
 
@@ -84,7 +90,7 @@ class Shelf:
         num_elements: int,
         num_parts: int,
     ) -> list[Part]:
-        """What lies there of this run. No rank may run. Raises SystemRefusedError, CannotCreateError."""
+        """What lies there of this run. No rank may run. Raises SystemRefusedError."""
         self._folder = CheckpointFolder(
             path=self._path,
             run_digest=Digest(bytes.fromhex(run_digest)),
@@ -93,13 +99,6 @@ class Shelf:
             num_hosts=num_hosts,
             mesh=mesh,
         )
-        if self._lock is None:
-            make_folder(self._path)
-            self._lock = FolderLock.take(
-                self._path,
-                holder="follower",
-                next_step="give this one another --name, or a folder of its own with --checkpoints",
-            )
         self._folder.require_room(num_elements, num_parts, besides_bytes=0)
         self._folder.remove_unfinished()
         self._checkpoints = {
@@ -119,6 +118,4 @@ class Shelf:
 
     def close(self) -> None:
         """Lets another process have the folder; safe to repeat."""
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+        self._lock.release()

@@ -191,8 +191,8 @@ class CheckpointFolder:
             return
         if about.num_hosts != self.num_hosts:
             raise NoCheckpointError(
-                f"it was written by {about.num_hosts} host(s), each its own part, and this island "
-                f"has {self.num_hosts}"
+                f"each host of an island has its own part: that one's were {about.num_hosts}, and "
+                f"this one's are {self.num_hosts}"
             )
         if about.mesh != self.mesh:
             raise NoCheckpointError(

@@ -103,7 +103,7 @@ def test_a_part_is_read_by_the_mesh_and_number_of_hosts_that_wrote_it_alone(tmp_
     assert [line["why"] for line in lines] == [
         f"it is one host's part of the mesh replicate 4, and only that mesh can read it: "
         f"this one is {MESH}",
-        "it was written by 1 host(s), each its own part, and this island has 2",
+        "each host of an island has its own part: that one's were 1, and this one's are 2",
     ]
     shelf.close()
     alone = CheckpointFolder(path=tmp_path, run_digest=RUN, layout_digest=LAYOUT, every_rounds=1)
@@ -111,12 +111,8 @@ def test_a_part_is_read_by_the_mesh_and_number_of_hosts_that_wrote_it_alone(tmp_
 
 
 def test_two_followers_do_not_share_a_folder(tmp_path: Path) -> None:
-    one, other = Shelf(tmp_path), Shelf(tmp_path)
-    opened(one)
-    with pytest.raises(
-        SystemRefusedError, match=r"another follower .* --name, or .* --checkpoints"
-    ):
-        opened(other)
+    one = Shelf(tmp_path / "inner-two")
+    with pytest.raises(SystemRefusedError, match=r"another follower .*--name, or .*--checkpoints"):
+        Shelf(tmp_path / "inner-two")
     one.close()
-    opened(other)
-    other.close()
+    Shelf(tmp_path / "inner-two").close()
