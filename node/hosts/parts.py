@@ -75,7 +75,7 @@ class Shelf:
             holder="follower",
             next_step="give this one another --name, or a folder of its own with --checkpoints",
         )
-        self._path = path
+        self._path = path.absolute()  # ranks need not be where we are
         self._folder: CheckpointFolder | None = None
         self._checkpoints: dict[str, Checkpoint] = {}
 
