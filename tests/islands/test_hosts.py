@@ -255,6 +255,7 @@ def names_in(path: Path) -> set[str]:
     return {found.name for found in path.iterdir()} - {"lock"}
 
 
+@pytest.mark.timeout(900)  # twelve ranks
 async def test_hosts_that_start_again_go_on_from_the_newest_checkpoint_that_all_of_them_have(
     vectors: SharedVectors, folder: Path
 ) -> None:
