@@ -16,6 +16,7 @@ from google.protobuf.message import Message
 
 from benchmarks.network_lab import NetworkLab
 from benchmarks.network_links import Link
+from coordinator.config import SLICE_BYTES
 from coordinator.swarm.actions import SendCommit, SendPlan
 from coordinator.swarm.events import (
     Attached,
@@ -134,6 +135,7 @@ class Swarm:
             apply_seconds=SECONDS,
             lease_seconds=1e6,
             evaluate_every_rounds=10**6,
+            slice_elements=int(8 * SLICE_BYTES / BITS_PER_ELEMENT[case.codec]),
         )
         self._state = initial_state(rules, RUN)
         self._next_plan: Plan | None = None

@@ -17,6 +17,7 @@ from typing import Annotated, Self
 from pydantic import AfterValidator, Field, ValidationError
 
 from coordinator.database import DATABASE_NAME
+from coordinator.presets.cost import CODEC_COSTS
 from coordinator.presets.settling import Settled, settled_run_file, wants_settling
 from coordinator.swarm.state import Rules
 from protocol.credentials import (
@@ -243,6 +244,10 @@ class Home:
         operator.save(self.directory)
 
 
+SLICE_BYTES = 1 << 20
+"""Of a contribution: a tenth of a second at 100 Mbit/s, many times what a slice costs in messages."""
+
+
 def rules_of(run: RunSpec) -> Rules:
     """What of the run file the core goes by."""
     return Rules(
@@ -260,6 +265,7 @@ def rules_of(run: RunSpec) -> Rules:
         floor_seconds=run.deadlines.floor,
         has_overlap=run.exchange.overlap != "none",
         evaluate_every_rounds=run.evaluation.every_rounds,
+        slice_elements=int(8 * SLICE_BYTES / CODEC_COSTS[run.exchange.uplink].bits),
     )
 
 

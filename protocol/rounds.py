@@ -150,13 +150,18 @@ class CorpusSummary:
 
 
 def cut_into_slices(
-    num_elements: int, reducer_ids: tuple[NodeId, ...], shares: tuple[float, ...] | None = None
+    num_elements: int,
+    reducer_ids: tuple[NodeId, ...],
+    shares: tuple[float, ...] | None = None,
+    *,
+    least_elements: int | None = None,
 ) -> tuple[Slice, ...]:
-    """Cuts a fragment into one slice for each reducer, as even as whole blocks allow.
+    """Cuts a fragment into a stretch for each reducer, as even as whole blocks allow.
 
-    Or by `shares`, which sum to 1: who has none, or less than half a block, gets no slice. A
-    fragment with fewer blocks than reducers gets fewer slices; the last slice takes the part of a
-    block that is left over. `reducer_ids` must not be empty, nor the fragment.
+    Or by `shares`, which sum to 1: who has none, or less than half a block, gets nothing. A
+    fragment with fewer blocks than reducers gets fewer stretches; the last one takes the part of a
+    block that is left over. A stretch is one slice, or as many even ones as are possible with
+    `least_elements` each. `reducer_ids` must not be empty, nor the fragment.
     """
     if num_elements < 1 or not reducer_ids:
         raise ValueError(f"cannot cut {num_elements} elements for {len(reducer_ids)} reducers")
@@ -167,17 +172,20 @@ def cut_into_slices(
         ends = [round(num_blocks * whole) for whole in accumulate(shares)]
         ends[-1] = num_blocks
     slices: list[Slice] = []
-    start = 0
+    first = 0
     for reducer_id, end in zip(reducer_ids, ends, strict=False):
-        stop = min(num_elements, BLOCK * end)
-        if stop > start:
+        blocks = end - first
+        pieces = 1 if least_elements is None else max(1, BLOCK * blocks // least_elements)
+        pieces = min(pieces, blocks)
+        for piece in range(pieces):
+            start, stop = (BLOCK * (first + blocks * i // pieces) for i in (piece, piece + 1))
             slices.append(
                 Slice(
                     index=len(slices),
                     start=start,
-                    num_elements=stop - start,
+                    num_elements=min(num_elements, stop) - start,
                     reducer_id=reducer_id,
                 )
             )
-            start = stop
+        first = end
     return tuple(slices)

@@ -19,6 +19,10 @@ MOST_REDUCERS = 64
 """A node has a connection to every reducer, and reports for every slice: more would cost the swarm
 more in both than they save in bytes at each."""
 
+MOST_SLICES = 64
+"""A reducer with several slices reduces one while the next arrives. No more are cut than this, or as
+many as there are reducers: each is reported and committed."""
+
 
 def open_round(turn: Turn) -> None:
     """Opens the next round with all ready members, when there are enough of them."""
@@ -69,6 +73,10 @@ def open_round(turn: Turn) -> None:
                 state.layout.fragment_elements[fragment],
                 tuple(member.node_id for member in reducers),
                 tuple(share for share, may in zip(shares, may_reduce, strict=True) if may),
+                least_elements=max(
+                    rules.slice_elements,
+                    state.layout.fragment_elements[fragment] // MOST_SLICES,
+                ),
             )
         ),
         token_clock=state.token_clock,

@@ -207,6 +207,7 @@ class Rules:
     adapts_deadlines: bool = False  # whether those above are caps, and plans follow measurements
     floor_seconds: float = 0.0  # the least of each phase, when they do
     has_overlap: bool = False  # whether nodes train for the next round while this one is exchanged
+    slice_elements: int = 1 << 62  # a reducer's part of a fragment is cut into slices no smaller
 
 
 _LEASE_UNTIL = attrgetter("lease_until")

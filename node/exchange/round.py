@@ -134,13 +134,20 @@ class ExchangeRound:
             self._send(payload, self._deadline(self.plan.contribute_seconds))
 
     def _in_order_of_sending(self) -> list[Slice]:
-        """Our own slices last, and not all nodes' first slice for the same reducer."""
-        own = next((s.index for s in self.plan.slices if s.reducer_id == self._node_id), 0)
-        num_slices = len(self.plan.slices)
-        return sorted(
-            self.plan.slices,
-            key=lambda part: (part.reducer_id == self._node_id, (part.index - own) % num_slices),
-        )
+        """Each reducer's first slice, then each one's second, and so on: all begin to reduce at once.
+
+        Our own slices come after the others', which have a way to go, and not all nodes begin with
+        the same reducer.
+        """
+        reducers = list(dict.fromkeys(part.reducer_id for part in self.plan.slices))
+        own = reducers.index(self._node_id) if self._node_id in reducers else 0
+        seen: Counter[NodeId] = Counter()
+        places: dict[int, tuple[int, int]] = {}
+        for part in self.plan.slices:
+            after_own = (reducers.index(part.reducer_id) - own - 1) % len(reducers)
+            places[part.index] = seen[part.reducer_id], after_own
+            seen[part.reducer_id] += 1
+        return sorted(self.plan.slices, key=lambda part: places[part.index])
 
     def _encoded(self, part: Slice, tokens: int) -> Payload:
         assert self.pending is not None

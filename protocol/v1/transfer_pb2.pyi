@@ -60,7 +60,7 @@ class _TransferStatusEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Transf
     TRANSFER_STATUS_UNSPECIFIED: _TransferStatus.ValueType  # 0
     """Never sent."""
     TRANSFER_STATUS_GO_ON: _TransferStatus.ValueType  # 1
-    """Offer: send the body. Want: header and body follow."""
+    """Offer: the body is taken. Want: header and body follow."""
     TRANSFER_STATUS_RECEIVED: _TransferStatus.ValueType  # 2
     """The whole body arrived and its digest is right."""
     TRANSFER_STATUS_REFUSED: _TransferStatus.ValueType  # 3
@@ -69,6 +69,8 @@ class _TransferStatusEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Transf
     """The peer does not hold what was asked for."""
     TRANSFER_STATUS_PART_RECEIVED: _TransferStatus.ValueType  # 5
     """Stripe: this part is here. Whether the body is right only the whole shows."""
+    TRANSFER_STATUS_PART_DROPPED: _TransferStatus.ValueType  # 6
+    """Stripe: this part belongs to no body that is taken now."""
 
 class TransferStatus(_TransferStatus, metaclass=_TransferStatusEnumTypeWrapper):
     """How a request stands."""
@@ -76,7 +78,7 @@ class TransferStatus(_TransferStatus, metaclass=_TransferStatusEnumTypeWrapper):
 TRANSFER_STATUS_UNSPECIFIED: TransferStatus.ValueType  # 0
 """Never sent."""
 TRANSFER_STATUS_GO_ON: TransferStatus.ValueType  # 1
-"""Offer: send the body. Want: header and body follow."""
+"""Offer: the body is taken. Want: header and body follow."""
 TRANSFER_STATUS_RECEIVED: TransferStatus.ValueType  # 2
 """The whole body arrived and its digest is right."""
 TRANSFER_STATUS_REFUSED: TransferStatus.ValueType  # 3
@@ -85,6 +87,8 @@ TRANSFER_STATUS_NOT_HELD: TransferStatus.ValueType  # 4
 """The peer does not hold what was asked for."""
 TRANSFER_STATUS_PART_RECEIVED: TransferStatus.ValueType  # 5
 """Stripe: this part is here. Whether the body is right only the whole shows."""
+TRANSFER_STATUS_PART_DROPPED: TransferStatus.ValueType  # 6
+"""Stripe: this part belongs to no body that is taken now."""
 Global___TransferStatus: _TypeAlias = TransferStatus  # noqa: Y015
 
 @_typing.final
@@ -155,7 +159,7 @@ Global___PayloadHeader: _TypeAlias = PayloadHeader  # noqa: Y015
 
 @_typing.final
 class Offer(_message.Message):
-    """Offers a payload; the body follows once the offer is accepted."""
+    """Offers a payload; the body follows without waiting for the answer."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -183,23 +187,19 @@ Global___Offer: _TypeAlias = Offer  # noqa: Y015
 
 @_typing.final
 class Stripe(_message.Message):
-    """Opens one of the streams that carry the parts of an offered body. Each part is a Part and its
-    bytes, and is answered; the caller does not wait for one answer before it sends the next part.
+    """Opens one of the streams that carry the parts of the bodies that the caller offers. Each part is a
+    Part and its bytes, and is answered in its turn; the caller does not wait for one answer before it
+    sends the next part.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    DIGEST_FIELD_NUMBER: _builtins.int
-    digest: _builtins.bytes
-    """Digest of the payload that was offered, 32 bytes."""
     def __init__(
         self,
-        *,
-        digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -212,16 +212,24 @@ class Part(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     INDEX_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Place of the part in the body, from 0."""
+    digest: _builtins.bytes
+    """Digest of the payload, 32 bytes. It is offered on another stream, at about the same time."""
+    num_bytes: _builtins.int
+    """How many bytes follow."""
     def __init__(
         self,
         *,
         index: _builtins.int = ...,
+        digest: _builtins.bytes = ...,
+        num_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "index", b"index", "num_bytes", b"num_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -344,7 +352,7 @@ class TransferRequest(_message.Message):
 
     @_builtins.property
     def stripe(self) -> Global___Stripe:
-        """To send parts of a body that was offered on another stream."""
+        """To send parts of bodies that are offered on other streams."""
 
     def __init__(
         self,
@@ -387,7 +395,7 @@ class TransferResponse(_message.Message):
     i / 8 is part i. A transfer that broke off goes on with the others.
     """
     part: _builtins.int
-    """The part that is here."""
+    """The part that this is about."""
     def __init__(
         self,
         *,

@@ -82,20 +82,27 @@ def test_no_slice_is_a_crumb(megabytes: list[float]) -> None:
 @given(
     num_elements=st.integers(1, 100 * BLOCK),
     weights=st.lists(st.floats(0, 1), min_size=1, max_size=16).filter(lambda w: sum(w) > 0.1),
+    least_elements=st.none() | st.integers(1, 20 * BLOCK),
 )
 def test_slices_by_shares_are_whole_blocks_and_cover_the_fragment_once(
-    num_elements: int, weights: list[float]
+    num_elements: int, weights: list[float], least_elements: int | None
 ) -> None:
     reducers = tuple(NodeId(f"{i:02}") for i in range(len(weights)))
     shares = tuple(weight / sum(weights) for weight in weights)
-    slices = cut_into_slices(num_elements, reducers, shares)
+    slices = cut_into_slices(num_elements, reducers, shares, least_elements=least_elements)
     assert [part.index for part in slices] == list(range(len(slices)))
     assert slices[0].start == 0
     assert all(part.start % BLOCK == 0 and part.num_elements > 0 for part in slices)
     assert all(a.start + a.num_elements == b.start for a, b in pairwise(slices))
     assert slices[-1].start + slices[-1].num_elements == num_elements
     num_blocks = -(-num_elements // BLOCK)
-    for part in slices:
-        share = shares[reducers.index(part.reducer_id)]
-        assert -(-part.num_elements // BLOCK) == pytest.approx(share * num_blocks, abs=1.01)
-        assert share > 0
+    assert [p.reducer_id for p in slices] == sorted(p.reducer_id for p in slices)
+    for reducer, share in zip(reducers, shares, strict=True):
+        own = [-(-part.num_elements // BLOCK) for part in slices if part.reducer_id == reducer]
+        assert sum(own) == pytest.approx(share * num_blocks, abs=1.01)
+        assert share > 0 or not own
+        if least_elements is None:
+            assert len(own) <= 1
+        elif len(own) > 1:
+            assert max(own) - min(own) <= 1
+            assert least_elements // BLOCK <= min(own)

@@ -55,6 +55,7 @@ class Scene:
         layout: LayoutSummary = LAYOUT,
         adapts_deadlines: bool = False,
         has_overlap: bool = False,
+        slice_elements: int = 1 << 62,
     ) -> None:
         rules = Rules(
             total_rounds=rounds,
@@ -71,6 +72,7 @@ class Scene:
             adapts_deadlines=adapts_deadlines,
             floor_seconds=5,
             has_overlap=has_overlap,
+            slice_elements=slice_elements,
         )
         self.layout = layout
         self._num_processes: Counter[str] = Counter()

@@ -20,7 +20,7 @@ from node.exchange.transport.transport import (
     WantResult,
 )
 from protocol.payload import Payload
-from protocol.rounds import BLOCK, Digest
+from protocol.rounds import BLOCK, Digest, cut_into_slices
 from tests.unit.exchange_scene import (
     CONTRIBUTE_SECONDS,
     NUM_ELEMENTS,
@@ -29,6 +29,7 @@ from tests.unit.exchange_scene import (
     C,
     Scene,
     in_virtual_time,
+    plan_for,
     result_of,
 )
 
@@ -66,6 +67,21 @@ async def test_ones_own_slice_is_encoded_last_and_not_all_begin_with_the_same_re
         assert node.exchange._round.pending is not None
         encoded[node_id] = list(node.exchange._round.pending.bodies)
     assert encoded == {A: [1, 2, 0], B: [2, 0, 1], C: [0, 1, 2]}
+    await scene.stop()
+
+
+@in_virtual_time
+async def test_each_reducers_first_slice_goes_before_any_second_one() -> None:
+    scene = await Scene.of(A, B)
+    slices = cut_into_slices(NUM_ELEMENTS, (A, B), least_elements=BLOCK)
+    assert [part.reducer_id for part in slices] == [A, B, B]
+    for node_id, order in ((A, [1, 0, 2]), (B, [0, 1, 2])):
+        node = scene.nodes[node_id]
+        await node.exchange.open_round(plan_for(A, B, slices=slices))
+        await node.contribute(1.0)
+        assert node.exchange._round is not None
+        assert node.exchange._round.pending is not None
+        assert list(node.exchange._round.pending.bodies) == order
     await scene.stop()
 
 

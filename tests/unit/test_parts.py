@@ -34,12 +34,21 @@ def test_a_map_names_the_parts_that_are_here_and_a_new_attempt_sends_only_the_ot
     for index in (0, 5):
         taken(assembly, index, bytes(SIZE))
     assert held_in(assembly.held_map()) == {0, 5}
-    out = Outgoing(body_bytes=SIZE, held=held_in(assembly.held_map()))
+    out = Outgoing(body_bytes=SIZE)
+    out.skip(held_in(assembly.held_map()))
     assert [out.take() for _ in range(5)] == [1, 2, 3, 4, None]
     for index in (1, 2, 3, 4):
         out.acknowledge(index)
     assert out.is_complete
-    assert out.acknowledged_bytes == 4 * LEAST_PART_BYTES
+
+
+def test_what_the_receiver_had_and_was_under_way_already_is_not_sent_again() -> None:
+    out = Outgoing(body_bytes=SIZE)
+    under_way = [out.take() for _ in range(2)]
+    out.skip({0, 5, 99})
+    assert under_way == [0, 1]
+    out.give_back([0, 1])
+    assert [out.take() for _ in range(5)] == [1, 2, 3, 4, None]
 
 
 def test_parts_that_cannot_be_are_refused() -> None:
@@ -88,9 +97,9 @@ def test_a_broken_stream_gives_back_only_what_was_not_acknowledged_and_first() -
 
 def test_an_acknowledgement_counts_once() -> None:
     out = Outgoing(body_bytes=SIZE)
-    out.acknowledge(0)
-    out.acknowledge(0)
-    assert out.acknowledged_bytes == LEAST_PART_BYTES
+    assert out.acknowledge(0) == LEAST_PART_BYTES
+    assert out.acknowledge(0) == 0
+    assert out.acknowledge(5) == SIZE - 5 * LEAST_PART_BYTES
 
 
 def test_a_long_way_takes_several_streams_and_a_short_one_a_single_one() -> None:

@@ -121,6 +121,28 @@ def test_equal_shares_are_cut_as_without_shares() -> None:
         )
 
 
+def test_a_large_stretch_is_cut_into_slices_that_follow_each_other() -> None:
+    reducers = (NodeId("a"), NodeId("b"))
+    slices = cut_into_slices(100 * BLOCK, reducers, (0.7, 0.3), least_elements=15 * BLOCK)
+    assert [(p.reducer_id, p.num_elements // BLOCK) for p in slices] == [
+        ("a", 17),
+        ("a", 18),
+        ("a", 17),
+        ("a", 18),
+        ("b", 15),
+        ("b", 15),
+    ]
+    assert [p.index for p in slices] == list(range(6))
+
+
+def test_a_plan_has_no_more_slices_than_are_worth_their_reports() -> None:
+    layout = LayoutSummary(digest=INITIAL, fragment_elements=(1000 * BLOCK,))
+    scene = Scene(min_nodes=2, layout=layout, slice_elements=BLOCK)
+    scene.attach("a", "b")
+    reducers = [p.slice.reducer_id for p in scene.round.slices]
+    assert reducers == ["a"] * 32 + ["b"] * 32
+
+
 def test_a_plan_cuts_by_the_rates_that_nodes_told_and_says_so() -> None:
     layout = LayoutSummary(digest=INITIAL, fragment_elements=(100 * BLOCK,))
     scene = Scene(min_nodes=5, layout=layout)

@@ -118,7 +118,9 @@ class TransferStream:
         )
 
     def carries(self, kind: int) -> None:
-        """Says what the transfer carries, for the counts."""
+        """Says what the transfer carries from now on, for the counts; what opened it belongs to it."""
+        if self.kind != "control":
+            self._count()
         self.kind = WIRE_KINDS_BY_PAYLOAD[kind]
 
     async def send(self, message: Message) -> None:

@@ -4,27 +4,28 @@ libp2p itself lets anyone in who has a key. Membership is checked here, against 
 """
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 
 import structlog
 
+from node.exchange.transport.conveyor import Conveyor
 from node.exchange.transport.frames import BROKEN, FrameError, Limits, TransferStream, drop
+from node.exchange.transport.inbound import Inbounds
 from node.exchange.transport.link_rates import LinkRates
 from node.exchange.transport.neighbours import Neighbours
 from node.exchange.transport.p2pd import DaemonError, P2pd
 from node.exchange.transport.pacing import Pacer
-from node.exchange.transport.parts import first_streams
+from node.exchange.transport.parts import FIRST_ROUND_TRIP_SECONDS, first_streams
 from node.exchange.transport.serving import (
     Doorkeeper,
-    Stripes,
     fetch_over,
     push_over,
     refuse,
     serve,
     verify_inline,
 )
-from node.exchange.transport.striping import Inbounds
 from node.exchange.transport.tally import Tally
 from node.exchange.transport.transport import (
     PeerUnreachableError,
@@ -38,8 +39,11 @@ from protocol.rounds import NodeId, RosterEntry
 from protocol.v1 import transfer_pb2 as wire
 from protocol.wire_count import WireCounts
 
-PROTOCOL = "atoll/3/transfer"
+PROTOCOL = "atoll/4/transfer"
 """What libp2p calls our streams; a change on the wire is a new number."""
+
+_LENGTHENING = 1.25
+"""By how much a round trip may be longer than the one that was known before."""
 
 _THREAD_BYTES = 1 << 20  # hashing less is quicker than asking a thread to
 
@@ -88,6 +92,8 @@ class Libp2pTransport:
         self._neighbours: Neighbours | None = None
         self._serving: set[asyncio.Task[None]] = set()
         self._inbounds = Inbounds()
+        self._conveyors: dict[NodeId, Conveyor] = {}
+        self._round_trips: dict[NodeId, float] = {}
 
     async def start(self, handler: TransferHandler) -> None:
         """Starts p2pd and listens. Raises SystemRefusedError when it does not come up."""
@@ -160,71 +166,71 @@ class Libp2pTransport:
 
     async def push(self, peer: NodeId, payload: Payload, *, timeout_seconds: float) -> None:
         """See Transport.push."""
-        async with self._transfer(peer, timeout_seconds, is_upload=True) as stream:
-            entry = self._members[peer]
+        entry = self._member(peer)
+        conveyor = self._conveyors.get(peer)
+        if conveyor is None:
+            conveyor = self._conveyors[peer] = self._conveyor(peer)
+        async with (
+            self._in_time(entry, timeout_seconds),
+            self._pacer.place(),
+            conveyor.turn() as turn,
+            self._stream_to(entry) as stream,
+        ):
             with self._tally.sending():
-                await push_over(
-                    stream,
-                    payload,
-                    Stripes(
-                        open=lambda: self._stripe(entry),
-                        broken=(*BROKEN, DaemonError, FrameError, TransferRefusedError),
-                        num_at_first=self._streams_at_first,
-                        most=self._limits.max_stripes_per_body,
-                    ),
-                )
+                seconds = await push_over(stream, payload, conveyor, turn)
+        # The shortest lately: queues come and go, and ways change.
+        self._round_trips[peer] = min(seconds, _LENGTHENING * self._round_trips.get(peer, math.inf))
 
-    def _streams_at_first(self, round_trip_seconds: float) -> int:
-        return first_streams(
-            round_trip_seconds=round_trip_seconds,
-            num_others=self._tally.num_sending - 1,
-            bytes_per_second=self._max_upload_bytes_per_second,
-            most=self._limits.max_stripes_per_body,
+    def _conveyor(self, peer: NodeId) -> Conveyor:
+        return Conveyor(
+            open_stripe=lambda: self._stream_to(self._member(peer)),
+            broken=(*BROKEN, DaemonError, FrameError, TransferRefusedError, PeerUnreachableError),
+            num_at_first=lambda: first_streams(
+                round_trip_seconds=self._round_trips.get(peer, FIRST_ROUND_TRIP_SECONDS),
+                num_others=sum(not c.is_empty for p, c in self._conveyors.items() if p != peer),
+                bytes_per_second=self._max_upload_bytes_per_second,
+                most=self._limits.max_stripes_per_body,
+            ),
+            most_streams=self._limits.max_stripes_per_body,
         )
-
-    @asynccontextmanager
-    async def _stripe(self, entry: RosterEntry) -> AsyncIterator[TransferStream]:
-        """One more stream for a body that was offered already."""
-        stream = await self._open(entry)
-        try:
-            yield stream
-        finally:
-            stream.abort()
-            stream.count_ended()
 
     async def fetch(
         self, peer: NodeId, want: Want, *, max_body_bytes: int, timeout_seconds: float
     ) -> Payload:
         """See Transport.fetch."""
-        async with self._transfer(peer, timeout_seconds) as stream:
+        entry = self._member(peer)
+        async with self._in_time(entry, timeout_seconds), self._stream_to(entry) as stream:
             with self._tally.receiving():
                 return await fetch_over(stream, want, max_body_bytes=max_body_bytes, verify=_verify)
 
-    @asynccontextmanager
-    async def _transfer(
-        self, peer: NodeId, timeout_seconds: float, *, is_upload: bool = False
-    ) -> AsyncIterator[TransferStream]:
-        """A stream to a member for one transfer; what goes wrong becomes the contract's errors."""
+    def _member(self, peer: NodeId) -> RosterEntry:
         entry = self._members.get(peer)
         if entry is None:
             raise PeerUnreachableError(f"{peer} is not on the roster")
-        name = f"{entry.node_name} ({peer})"
+        return entry
+
+    @asynccontextmanager
+    async def _in_time(self, entry: RosterEntry, timeout_seconds: float) -> AsyncIterator[None]:
+        """Bounds a transfer with a member; what goes wrong becomes the contract's errors."""
+        name = f"{entry.node_name} ({entry.node_id})"
         try:
-            async with (
-                asyncio.timeout(timeout_seconds) as deadline,
-                self._pacer.place() if is_upload else nullcontext(),
-            ):
-                stream = await self._open(entry)
-                try:
-                    yield stream
-                finally:
-                    stream.abort()  # whatever mattered was answered: nothing is left to flush
-                    stream.count_ended()
+            async with asyncio.timeout(timeout_seconds) as deadline:
+                yield
         except FrameError as error:
             raise TransferRefusedError(f"{name} speaks another protocol: {error}") from error
         except (*BROKEN, DaemonError) as error:
             why = f"no end within {timeout_seconds:g} s" if deadline.expired() else str(error)
             raise PeerUnreachableError(f"{name}: {why}") from error
+
+    @asynccontextmanager
+    async def _stream_to(self, entry: RosterEntry) -> AsyncIterator[TransferStream]:
+        """A stream of a transfer: of its request, or a stripe."""
+        stream = await self._open(entry)
+        try:
+            yield stream
+        finally:
+            stream.abort()  # whatever mattered was answered: nothing is left to flush
+            stream.count_ended()
 
     async def _open(self, entry: RosterEntry) -> TransferStream:
         peer_id = peer_id_of(entry.address.public_key)

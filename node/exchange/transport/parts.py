@@ -1,6 +1,6 @@
 """A large body in parts: what is here of it, what is still to be sent, and over how many streams.
 
-Pure: no streams, no waiting, no clock. node.exchange.transport.striping moves the parts.
+Pure: no streams, no waiting, no clock. node.exchange.transport.conveyor and inbound move the parts.
 """
 
 import io
@@ -15,8 +15,8 @@ against the acknowledgement."""
 MOST_PARTS = 16_384
 """A larger body has larger parts, so that the map of the parts that are here fits into a frame."""
 
-STRIPED_BYTES = 4 * LEAST_PART_BYTES
-"""Smaller bodies go over the one stream on which they were offered: a stream costs round trips."""
+STRIPED_BYTES = LEAST_PART_BYTES
+"""Smaller bodies follow their offer on its stream."""
 
 MOST_STREAMS = 8
 """For one body. More brought nothing on any link that we measured (docs/decisions.md)."""
@@ -26,6 +26,9 @@ WINDOW_BYTES = 256 * 1024
 
 FIRST_BYTES_PER_SECOND = 12.5e6
 """What a link is thought to carry before anything is known of it."""
+
+FIRST_ROUND_TRIP_SECONDS = 0.1
+"""What a round trip is thought to take before an offer was answered."""
 
 BOTH_WAYS = 2.0
 """When a link is full in both directions, acknowledgements wait behind what goes the same way as they
@@ -134,14 +137,11 @@ def held_in(held_map: bytes) -> frozenset[int]:
 class Outgoing:
     """The parts of a body at its sender: which are still to be sent, which are under way."""
 
-    def __init__(self, *, body_bytes: int, held: Iterable[int] = ()) -> None:
+    def __init__(self, *, body_bytes: int) -> None:
         self.body_bytes = body_bytes
         self.part_bytes = part_bytes_for(body_bytes)
-        num_parts = num_parts_of(body_bytes, self.part_bytes)
-        self._missing = set(range(num_parts)).difference(held)
+        self._missing = set(range(num_parts_of(body_bytes, self.part_bytes)))
         self._waiting = deque(sorted(self._missing))
-        self.acknowledged_bytes = 0
-        """In this attempt."""
 
     @property
     def is_complete(self) -> bool:
@@ -161,12 +161,18 @@ class Outgoing:
         """Where a part lies in the body."""
         return span_of(index, self.body_bytes, self.part_bytes)
 
-    def acknowledge(self, index: int) -> None:
-        """The receiver has a part. Raises PartError when it cannot have it."""
+    def acknowledge(self, index: int) -> int:
+        """The receiver has a part; returns how many bytes more it has than before."""
         span = self.span(index)
-        if index in self._missing:
-            self._missing.discard(index)
-            self.acknowledged_bytes += span.stop - span.start
+        if index not in self._missing:
+            return 0
+        self._missing.discard(index)
+        return int(span.stop - span.start)
+
+    def skip(self, held: Iterable[int]) -> None:
+        """The receiver has these already: those that still wait are not sent."""
+        self._missing.difference_update(held)
+        self._waiting = deque(index for index in self._waiting if index in self._missing)
 
     def give_back(self, indices: Iterable[int]) -> None:
         """The stream that carried these is broken: what was not acknowledged goes first now."""

@@ -7,22 +7,17 @@ whether its other end is a member, is the transport's business.
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import Any
 
 import blake3
 import structlog
 
+from node.exchange.transport.conveyor import Conveyor, Turn
 from node.exchange.transport.frames import FrameError, Limits, TransferStream
+from node.exchange.transport.inbound import Inbounds, complete, take_stripe
 from node.exchange.transport.parts import STRIPED_BYTES, PartError, part_bytes_for
-from node.exchange.transport.striping import (
-    Inbounds,
-    OpenStripe,
-    StripedPush,
-    complete,
-    take_stripe,
-)
 from node.exchange.transport.transport import (
     FalseAnswerError,
     NotHeldError,
@@ -53,18 +48,6 @@ Verify = Callable[[PayloadHeader, bytes], Awaitable[Payload]]
 """Payload.verified, off the event loop where that pays; raises PayloadError."""
 
 _log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stripes:
-    """What a push in parts needs of its transport."""
-
-    open: OpenStripe
-    broken: tuple[type[Exception], ...]
-    num_at_first: Callable[[float], int]
-    """How many streams to begin with, by the round trip in seconds."""
-    most: int
-    """How many there may be in the end."""
 
 
 def check_offer(handler: TransferHandler, sender: NodeId, header: PayloadHeader) -> None:
@@ -175,12 +158,15 @@ async def serve(
     try:
         match request.WhichOneof("request"):
             case "offer":
-                await _take(stream, sender, handler, request.offer, limits, verify, inbounds)
+                try:
+                    await _take(stream, sender, handler, request.offer, limits, verify, inbounds)
+                except (TransferRefusedError, PayloadError):
+                    inbounds.refuse(sender, _digest_of(request.offer))
+                    raise
             case "stripe":
-                inbound = inbounds.find(sender, Digest(request.stripe.digest))
-                if is_crowded and inbound.stripes:
+                if is_crowded and inbounds.has_stripe(sender):
                     raise TransferRefusedError("busy; go on with the streams that you have")
-                await take_stripe(stream, inbound)
+                await take_stripe(stream, sender, inbounds)
             case "want_result" | "want_manifest" | "want_chunk":
                 await _give(stream, handler, sender, _decode_want(request), limits)
             case _:
@@ -200,8 +186,14 @@ async def refuse(stream: TransferStream, reason: str) -> None:
     )
 
 
-async def push_over(stream: TransferStream, payload: Payload, stripes: Stripes) -> None:
-    """Our side of a push. Raises TransferRefusedError, FrameError, or frames.BROKEN."""
+async def push_over(
+    stream: TransferStream, payload: Payload, conveyor: Conveyor, turn: Turn
+) -> float:
+    """Our side of a push. Raises TransferRefusedError, FrameError, or frames.BROKEN.
+
+    The body follows its offer at once: nearly every offer is accepted, and the link would be idle
+    meanwhile. Returns after how many seconds the offer was accepted.
+    """
     stream.carries(payload.header.kind)
     body_bytes = len(payload.body)
     part_bytes = part_bytes_for(body_bytes) if body_bytes >= STRIPED_BYTES else 0
@@ -209,27 +201,42 @@ async def push_over(stream: TransferStream, payload: Payload, stripes: Stripes) 
     offered_at = clock()
     offer = wire.Offer(header=payload.header.encode(), part_bytes=part_bytes)
     await stream.send(wire.TransferRequest(offer=offer))
-    response = await _expect(stream, wire.TRANSFER_STATUS_GO_ON)
-    if not part_bytes:
-        await stream.send_body(payload.body)
+
+    async def verdict(skip: Callable[[bytes], None]) -> float:
+        response = await _expect(stream, wire.TRANSFER_STATUS_GO_ON)
+        accepted_at = clock()
+        skip(response.held_parts)
         await _expect(stream, wire.TRANSFER_STATUS_RECEIVED)
-        stream.moved(sent_bytes=body_bytes)
-        return
-    striped = StripedPush(
-        payload, held_map=response.held_parts, open_stripe=stripes.open, broken=stripes.broken
-    )
-    verdict = asyncio.ensure_future(_expect(stream, wire.TRANSFER_STATUS_RECEIVED))
-    num_streams = stripes.num_at_first(clock() - offered_at)
-    sending = asyncio.ensure_future(striped.send(num_streams, most_streams=stripes.most))
+        return accepted_at - offered_at
+
+    if part_bytes:
+        async with conveyor.carrying(payload, turn) as load:
+            return await _unless_failed(verdict(load.skip), load.failed)
+    sending = asyncio.ensure_future(_send_whole(stream, payload, turn))
+    seconds = await _unless_failed(verdict(lambda held_map: None), sending)
+    stream.moved(sent_bytes=body_bytes)
+    return seconds
+
+
+async def _send_whole(stream: TransferStream, payload: Payload, turn: Turn) -> None:
+    await stream.send_body(payload.body)
+    turn.pass_on()
+
+
+async def _unless_failed(
+    verdict: Coroutine[Any, Any, float], sending: asyncio.Future[None]
+) -> float:
+    """What the peer says of a body, which it can say before all is sent; or what keeps us from it."""
+    hearing = asyncio.ensure_future(verdict)
     try:
-        await asyncio.wait((verdict, sending), return_when=asyncio.FIRST_COMPLETED)
-        if not verdict.done():
+        await asyncio.wait((hearing, sending), return_when=asyncio.FIRST_COMPLETED)
+        if not hearing.done():
             await sending
-        await verdict
+        return await hearing
     finally:
-        for task in (sending, verdict):
+        for task in (hearing, sending):
             task.cancel()
-        await asyncio.gather(sending, verdict, return_exceptions=True)
+        await asyncio.gather(hearing, sending, return_exceptions=True)
 
 
 async def fetch_over(
@@ -285,7 +292,7 @@ async def _receive_parts(
     limits: Limits,
     inbounds: Inbounds,
 ) -> bytes:
-    digest = Digest(blake3.blake3(offer.header).digest())
+    digest = _digest_of(offer)
     try:
         inbound = inbounds.begin(sender, header, digest, offer.part_bytes)
     except PartError as error:
@@ -303,6 +310,10 @@ async def _receive_parts(
         return body
     finally:
         inbounds.end(sender, digest, inbound, is_kept=not is_complete)
+
+
+def _digest_of(offer: wire.Offer) -> Digest:
+    return Digest(blake3.blake3(offer.header).digest())
 
 
 async def _receive_body(stream: TransferStream, header: PayloadHeader) -> bytes:

@@ -1,5 +1,5 @@
-"""A body over several streams, both ends in one process over socket pairs: what breaks, what is
-sent again, what a liar gets.
+"""A conveyor and its receiver in one process, over socket pairs: what comes in which order, what breaks,
+what is sent again, what a liar gets.
 """
 
 import asyncio
@@ -12,11 +12,13 @@ import pytest
 from transport_peers import Desk, make_payload
 
 from benchmarks.virtual_time import run_in_virtual_time
+from node.exchange.transport import inbound as receiving
+from node.exchange.transport.conveyor import MOST_BODIES, Conveyor
 from node.exchange.transport.frames import BROKEN, FrameError, Limits, TransferStream
+from node.exchange.transport.inbound import KEPT_SECONDS, MOST_KEPT_FROM_ONE, Inbounds
 from node.exchange.transport.pacing import Pacer
 from node.exchange.transport.parts import LEAST_PART_BYTES, part_bytes_for
-from node.exchange.transport.serving import Stripes, push_over, serve, verify_inline
-from node.exchange.transport.striping import KEPT_SECONDS, MOST_KEPT_FROM_ONE, Inbounds
+from node.exchange.transport.serving import push_over, serve, verify_inline
 from node.exchange.transport.tally import Tally
 from node.exchange.transport.transport import TransferRefusedError
 from protocol.payload import Payload
@@ -46,18 +48,27 @@ class Breaking(TransferStream):
 class Wire:
     """Opens streams to a receiver; `breaks` says which break, by the number of the stream."""
 
-    def __init__(self, breaks: dict[int, int] | None = None) -> None:
+    def __init__(self, breaks: dict[int, int] | None = None, *, num_streams: int = 3) -> None:
         self.breaks = breaks or {}  # number of the stream -> whole parts before it breaks
         self.desk = Desk()
         self.inbounds = Inbounds()
         self.counts = WireCounts()
         self.num_streams = 0
         self.is_crowded = False
+        self.has_stripe = asyncio.Event()
         self._serving: set[asyncio.Task[None]] = set()
+        self.conveyor = Conveyor(
+            open_stripe=self.open,
+            broken=(*BROKEN, FrameError, TransferRefusedError),
+            num_at_first=lambda: num_streams,
+            most_streams=num_streams,
+        )
 
     @asynccontextmanager
     async def open(self, sender: NodeId = SENDER) -> AsyncIterator[TransferStream]:
         number, self.num_streams = self.num_streams, self.num_streams + 1
+        if number:
+            self.has_stripe.set()
         near, far = socket.socketpair()
         theirs = Breaking if number in self.breaks else TransferStream
         stream = await self._stream(near, TransferStream, self.counts)
@@ -95,15 +106,9 @@ class Wire:
         except (FrameError, *BROKEN):
             stream.abort()
 
-    async def push(self, payload: Payload, num_streams: int = 3) -> None:
-        stripes = Stripes(
-            open=self.open,
-            broken=(*BROKEN, FrameError, TransferRefusedError),
-            num_at_first=lambda _: num_streams,
-            most=num_streams,
-        )
-        async with self.open() as stream:
-            await push_over(stream, payload, stripes)
+    async def push(self, payload: Payload) -> None:
+        async with self.conveyor.turn() as turn, self.open() as stream:
+            await push_over(stream, payload, self.conveyor, turn)
 
     async def settle(self) -> None:
         """Waits until no stream is served any more."""
@@ -125,7 +130,7 @@ async def test_a_large_body_comes_over_several_streams_and_whole() -> None:
 
 
 async def test_a_small_body_takes_one_stream() -> None:
-    link, payload = Wire(), make_payload(body=BODY[:PART])
+    link, payload = Wire(), make_payload(body=BODY[: PART - 1])
     await link.push(payload)
     assert link.num_streams == 1
     assert link.desk.received == [(SENDER, payload)]
@@ -139,9 +144,9 @@ async def test_what_a_broken_stripe_carried_goes_over_another(breaks: dict[int, 
 
 
 async def test_a_push_that_broke_off_goes_on_where_it_was() -> None:
-    link, payload = Wire({1: 6, 2: 0, 3: 0, 4: 0}), make_payload(body=BODY)
+    link, payload = Wire({1: 6, 2: 0, 3: 0, 4: 0}, num_streams=1), make_payload(body=BODY)
     with pytest.raises(ConnectionError):
-        await link.push(payload, num_streams=1)
+        await link.push(payload)
     await link.settle()
     assert not link.desk.received
     sent_before = link.sent_bytes
@@ -151,14 +156,41 @@ async def test_a_push_that_broke_off_goes_on_where_it_was() -> None:
 
 
 async def test_what_broke_off_is_offered_anew_and_admitted_anew() -> None:
-    link, payload = Wire({1: 6, 2: 0, 3: 0, 4: 0}), make_payload(body=BODY)
+    link, payload = Wire({1: 6, 2: 0, 3: 0, 4: 0}, num_streams=1), make_payload(body=BODY)
     with pytest.raises(ConnectionError):
-        await link.push(payload, num_streams=1)
+        await link.push(payload)
     await link.settle()
     assert link.desk.abandoned_headers == [payload.header]
     link.desk.max_body_bytes = 0
     with pytest.raises(TransferRefusedError, match="too many"):
         await link.push(payload)
+
+
+async def test_bodies_arrive_in_the_order_in_which_they_were_pushed() -> None:
+    link = Wire(num_streams=1)
+    bodies = [os.urandom(3 * PART) for _ in range(2 * MOST_BODIES)]
+    payloads = [make_payload(body=body, round=number) for number, body in enumerate(bodies)]
+    await asyncio.gather(*map(link.push, payloads))
+    assert [payload.header.round for _, payload in link.desk.received] == list(range(len(bodies)))
+
+
+async def test_stripes_stay_open_from_body_to_body_and_close_after_the_last() -> None:
+    link = Wire()
+    payloads = [make_payload(body=os.urandom(3 * PART), round=number) for number in range(6)]
+    await asyncio.gather(*map(link.push, payloads))
+    assert link.num_streams == 6 + 3
+    await link.settle()
+    assert link.conveyor.is_empty
+
+
+async def test_a_push_that_is_given_up_leaves_the_way_to_others() -> None:
+    link, payload = Wire(), make_payload(body=BODY)
+    given_up = asyncio.create_task(link.push(make_payload(body=BODY, round=7)))
+    await link.has_stripe.wait()
+    given_up.cancel()
+    await asyncio.wait([given_up])
+    await link.push(payload)
+    assert (SENDER, payload) in link.desk.received
 
 
 async def test_bodies_on_their_way_at_once_do_not_mix() -> None:
@@ -191,16 +223,40 @@ async def test_an_offer_in_parts_of_an_odd_size_is_refused() -> None:
     assert "parts of 1 bytes" in response.reason
 
 
-async def test_a_stripe_of_nothing_that_was_offered_is_refused() -> None:
+def part_of(payload: Payload, index: int, num_bytes: int = PART) -> wire.Part:
+    return wire.Part(index=index, digest=payload.digest, num_bytes=num_bytes)
+
+
+async def test_a_part_of_nothing_that_was_offered_is_dropped() -> None:
     link = Wire()
     async with link.open() as stream:
-        stripe = wire.Stripe(digest=bytes(32))
-        await stream.send(wire.TransferRequest(stripe=stripe))
+        await stream.send(wire.TransferRequest(stripe=wire.Stripe()))
+        await stream.send(part_of(make_payload(body=BODY), 3))
+        await stream.send_body(bytes(PART))
         response = await stream.receive(wire.TransferResponse)
-    assert (response.status, response.reason) == (
-        wire.TRANSFER_STATUS_REFUSED,
-        "no such payload is on its way from you",
-    )
+    assert (response.status, response.part) == (wire.TRANSFER_STATUS_PART_DROPPED, 3)
+
+
+async def test_a_part_may_come_before_its_offer() -> None:
+    link, payload = Wire(), make_payload(body=BODY)
+    async with link.open() as stripe, link.open() as offer:
+        await stripe.send(wire.TransferRequest(stripe=wire.Stripe()))
+        await stripe.send(part_of(payload, 0))
+        await stripe.send_body(BODY[:PART])
+        await offered(link, offer, payload)
+        response = await stripe.receive(wire.TransferResponse)
+    assert response.status == wire.TRANSFER_STATUS_PART_RECEIVED
+
+
+async def test_what_comes_of_a_refused_body_is_dropped_and_of_the_next_one_taken() -> None:
+    link, small, payload = Wire(), make_payload(body=BODY[: 2 * PART]), make_payload(body=BODY)
+    link.desk.max_body_bytes = len(small.body)
+    refused, _ = await asyncio.gather(link.push(payload), link.push(small), return_exceptions=True)
+    assert isinstance(refused, TransferRefusedError)
+    assert link.desk.received == [(SENDER, small)]
+    link.desk.max_body_bytes = len(BODY)
+    await link.push(payload)
+    assert link.desk.received == [(SENDER, small), (SENDER, payload)]
 
 
 async def offered(link: Wire, stream: TransferStream, payload: Payload) -> None:
@@ -215,28 +271,54 @@ async def test_nobody_puts_parts_into_anothers_body() -> None:
     link, payload = Wire(), make_payload(body=BODY)
     async with link.open() as offer, link.open(NodeId("other")) as stripe:
         await offered(link, offer, payload)
-        request = wire.TransferRequest(stripe=wire.Stripe(digest=payload.digest))
-        await stripe.send(request)
-        assert (await stripe.receive(wire.TransferResponse)).status == wire.TRANSFER_STATUS_REFUSED
+        await stripe.send(wire.TransferRequest(stripe=wire.Stripe()))
+        await stripe.send(part_of(payload, 0))
+        await stripe.send_body(bytes(PART))
+        response = await stripe.receive(wire.TransferResponse)
+        assert response.status == wire.TRANSFER_STATUS_PART_DROPPED
+        inbound = await link.inbounds.find(SENDER, payload.digest)
+        assert inbound is not None
+        assert not inbound.assembly.held
 
 
-async def test_a_part_that_cannot_be_ends_its_stream_and_no_other() -> None:
+@pytest.mark.parametrize(("index", "num_bytes"), [(10**6, PART), (0, PART + 1), (0, 0)])
+async def test_a_part_that_cannot_be_ends_its_stream_and_no_other(
+    index: int, num_bytes: int
+) -> None:
     link, payload = Wire(), make_payload(body=BODY)
     async with link.open() as offer, link.open() as liar:
         await offered(link, offer, payload)
-        await liar.send(wire.TransferRequest(stripe=wire.Stripe(digest=payload.digest)))
-        await liar.send(wire.Part(index=10**6))
+        await liar.send(wire.TransferRequest(stripe=wire.Stripe()))
+        await liar.send(part_of(payload, index, num_bytes))
         with pytest.raises((EOFError, OSError)):
             await liar.receive(wire.TransferResponse)
-        inbound = link.inbounds.find(SENDER, payload.digest)
+        inbound = await link.inbounds.find(SENDER, payload.digest)
+        assert inbound is not None
         assert not inbound.is_over
         assert inbound.assembly.held == set()
 
 
-async def test_a_crowded_receiver_leaves_each_body_one_stripe() -> None:
+async def test_who_sends_without_end_what_nobody_wants_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(receiving, "MOST_DROPPED_BYTES", 3 * PART)
     link, payload = Wire(), make_payload(body=BODY)
+    link.inbounds.refuse(SENDER, payload.digest)
+    async with link.open() as liar:
+        await liar.send(wire.TransferRequest(stripe=wire.Stripe()))
+        for _ in range(3):
+            await liar.send(part_of(payload, 0))
+            await liar.send_body(bytes(PART))
+            await liar.receive(wire.TransferResponse)
+        await liar.send(part_of(payload, 0))
+        with pytest.raises((EOFError, OSError)):
+            await liar.receive(wire.TransferResponse)
+
+
+async def test_a_crowded_receiver_leaves_each_body_one_stripe() -> None:
+    link, payload = Wire(num_streams=4), make_payload(body=BODY)
     link.is_crowded = True
-    await link.push(payload, num_streams=4)
+    await link.push(payload)
     assert link.desk.received == [(SENDER, payload)]
 
 
@@ -282,10 +364,12 @@ def test_what_broke_off_is_kept_for_a_while_and_little_of_one_sender() -> None:
 
 
 def test_a_digest_is_no_key_to_another_senders_body() -> None:
-    inbounds = Inbounds()
-    payload = make_payload(body=BODY)
-    inbounds.begin(SENDER, payload.header, payload.digest, PART)
-    with pytest.raises(TransferRefusedError):
-        inbounds.find(NodeId("other"), payload.digest)
-    with pytest.raises(TransferRefusedError):
-        inbounds.find(SENDER, Digest(bytes(32)))
+    async def scene() -> None:
+        inbounds = Inbounds()
+        payload = make_payload(body=BODY)
+        begun = inbounds.begin(SENDER, payload.header, payload.digest, PART)
+        assert await inbounds.find(SENDER, payload.digest) is begun
+        assert await inbounds.find(NodeId("other"), payload.digest) is None
+        assert await inbounds.find(SENDER, Digest(bytes(32))) is None
+
+    run_in_virtual_time(scene())

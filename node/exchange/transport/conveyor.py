@@ -1,0 +1,272 @@
+"""The way to one peer: bodies go one after the other, in parts, over a few streams that stay open.
+
+A round's bodies for a peer are wanted one by one: the first is reduced while the second travels. Sent
+side by side they would all arrive at the end; sent each when the one before has arrived, the link
+would lie idle for a round trip between two of them. Here each stream (a stripe) takes the next part
+of the first body that has one left, so the link is never idle and the bodies arrive in order.
+
+One libp2p stream fills its window and waits for a round trip; several fill the link. Each part is
+acknowledged. When a stripe breaks, its parts go over another one.
+"""
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+from node.exchange.transport.frames import FrameError, TransferStream
+from node.exchange.transport.parts import WIDEN_SECONDS, Outgoing, Widening, held_in
+from node.exchange.transport.transport import TransferRefusedError
+from protocol.payload import Payload
+from protocol.v1 import transfer_pb2 as wire
+
+MOST_BODIES = 8
+"""On their way to one peer at once, however small: each waits for its verdict on a stream of its own,
+and a peer lets only so many in (Limits.max_streams_per_peer)."""
+
+MOST_BREAKS = 3
+"""Stripes that may break one after the other, without a part getting through, until pushes fail."""
+
+UNUSED_SECONDS = 5.0
+"""A stripe that had nothing to carry for so long is closed."""
+
+OpenStripe = Callable[[], AbstractAsyncContextManager[TransferStream]]
+"""Opens one more stream to the peer. Raises what `broken` names, as everything on it does."""
+
+
+class Turn:
+    """The right to be the next body, until it is passed on."""
+
+    def __init__(self, lock: asyncio.Lock) -> None:
+        self._lock = lock
+        self._is_ours = True
+
+    def pass_on(self) -> None:
+        """Lets the next body begin."""
+        if self._is_ours:
+            self._is_ours = False
+            self._lock.release()
+
+
+class Load:
+    """One body on the conveyor."""
+
+    def __init__(self, payload: Payload, turn: Turn) -> None:
+        self.payload = payload
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Raises what broke the stripes when no part gets through any more."""
+        self._turn = turn
+        self._outgoing = Outgoing(body_bytes=len(payload.body))
+
+    @property
+    def num_waiting(self) -> int:
+        """Parts that no stripe carries."""
+        return self._outgoing.num_waiting
+
+    def take(self) -> int | None:
+        """The next part for a stripe; with the last one the turn is passed on."""
+        index = self._outgoing.take()
+        if not self._outgoing.num_waiting:
+            self._turn.pass_on()
+        return index
+
+    def part(self, index: int) -> memoryview:
+        """The bytes of a part."""
+        return memoryview(self.payload.body)[self._outgoing.span(index)]
+
+    def skip(self, held_map: bytes) -> None:
+        """The receiver has these parts of an earlier offer; some may be under way once more."""
+        self._outgoing.skip(held_in(held_map))
+        if not self._outgoing.num_waiting:
+            self._turn.pass_on()
+
+    def acknowledge(self, index: int) -> int:
+        """A part is there; returns how many bytes more than before are."""
+        return self._outgoing.acknowledge(index)
+
+    def give_back(self, index: int) -> None:
+        """A part did not get through."""
+        self._outgoing.give_back([index])
+
+    def fail(self, error: Exception) -> None:
+        """Ends the push of this body."""
+        if not self.failed.done():
+            self.failed.set_exception(error)
+            self.failed.exception()  # nobody may be listening any more
+
+
+class Conveyor:
+    """All that goes to one peer in parts. It has stripes only while it has loads."""
+
+    def __init__(
+        self,
+        *,
+        open_stripe: OpenStripe,
+        broken: tuple[type[Exception], ...],
+        num_at_first: Callable[[], int],
+        most_streams: int,
+    ) -> None:
+        """Begins with as many streams as `num_at_first` says, and opens more while that pays."""
+        self._open_stripe = open_stripe
+        self._broken = broken
+        self._num_at_first = num_at_first
+        self._most_streams = most_streams
+        self._places = asyncio.Semaphore(MOST_BODIES)
+        self._turn = asyncio.Lock()  # first come, first served
+        self._loads: list[Load] = []  # in their order
+        self._stripes: set[asyncio.Task[None]] = set()
+        self._running: asyncio.Task[None] | None = None
+        self._parts_wait = asyncio.Event()
+        self._changed = asyncio.Event()  # loads or stripes
+        self._errors: list[Exception] = []  # of stripes that broke since a part got through
+        self._acknowledged_bytes = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is on its way in parts."""
+        return not self._loads
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[Turn]:
+        """Waits until all of the bodies before is on its way. Passed on at the end at the latest."""
+        async with self._places:
+            await self._turn.acquire()
+            turn = Turn(self._turn)
+            try:
+                yield turn
+            finally:
+                turn.pass_on()
+
+    @asynccontextmanager
+    async def carrying(self, payload: Payload, turn: Turn) -> AsyncIterator[Load]:
+        """Sends the parts of a body that was just offered, as long as this is entered."""
+        load = Load(payload, turn)
+        self._loads.append(load)
+        self._parts_wait.set()
+        self._changed.set()
+        if self._running is None:
+            self._running = asyncio.create_task(self._run())
+        try:
+            yield load
+        finally:
+            self._loads.remove(load)
+            if not self._loads:
+                await self._close()
+
+    async def _close(self) -> None:
+        running, self._running = self._running, None
+        stripes, self._stripes = self._stripes, set()
+        tasks = [*stripes, running] if running is not None else [*stripes]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self) -> None:
+        """Keeps as many stripes open as pay."""
+        clock = asyncio.get_running_loop().time
+        num_streams = self._num_at_first()
+        widening = Widening(now=clock())
+        self._errors.clear()
+        self._acknowledged_bytes = 0
+        while True:
+            num_waiting = sum(load.num_waiting for load in self._loads)
+            while len(self._stripes) < num_streams and num_waiting > 0:
+                self._begin_stripe()
+                num_waiting -= 1
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(WIDEN_SECONDS):
+                    await self._changed.wait()
+            if self._errors:
+                num_streams = max(1, min(num_streams, len(self._stripes)))
+                if len(self._errors) >= MOST_BREAKS and not self._stripes:
+                    for load in self._loads:
+                        load.fail(self._errors[-1])
+                    self._errors.clear()
+            elif num_streams < min(self._most_streams, num_waiting) and widening.is_wider_better(
+                self._acknowledged_bytes, clock()
+            ):
+                num_streams += 1
+
+    def _begin_stripe(self) -> None:
+        stripe = asyncio.create_task(self._stripe())
+        self._stripes.add(stripe)
+        stripe.add_done_callback(self._end_stripe)
+
+    def _end_stripe(self, stripe: asyncio.Task[None]) -> None:
+        self._stripes.discard(stripe)
+        self._changed.set()
+        if not stripe.cancelled() and (error := stripe.exception()) is not None:
+            for load in self._loads:  # a fault of ours: it must not look like a link's
+                load.fail(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+
+    async def _stripe(self) -> None:
+        """One stream: sends part after part, and hears of each that it is there."""
+        under_way: deque[tuple[Load, int]] = deque()
+        try:
+            async with self._open_stripe() as stream:
+                await stream.send(wire.TransferRequest(stripe=wire.Stripe()))
+                async with asyncio.TaskGroup() as both_ways:
+                    hearing = both_ways.create_task(self._hear(stream, under_way))
+                    while (taken := await self._next_part()) is not None or under_way:
+                        if taken is not None:
+                            under_way.append(taken)
+                            await _send_part(stream, *taken)
+                    hearing.cancel()
+        except* self._broken as errors:
+            self._errors.append(_first_of(errors))
+        finally:
+            for load, index in reversed(under_way):
+                load.give_back(index)
+            self._parts_wait.set()
+
+    async def _next_part(self) -> tuple[Load, int] | None:
+        """The next part of the first body that has one; None when there was none for a while."""
+        while True:
+            for load in self._loads:
+                if (index := load.take()) is not None:
+                    return load, index
+            self._parts_wait.clear()
+            try:
+                async with asyncio.timeout(UNUSED_SECONDS):
+                    await self._parts_wait.wait()
+            except TimeoutError:
+                return None
+
+    async def _hear(self, stream: TransferStream, under_way: deque[tuple[Load, int]]) -> None:
+        while True:
+            # Patient: a paced part takes its time, and each push has its limit.
+            response = await stream.receive(wire.TransferResponse, is_patient=True)
+            if response.status == wire.TRANSFER_STATUS_REFUSED:
+                raise TransferRefusedError(response.reason or "refused without a reason")
+            if not under_way or under_way[0][1] != response.part:
+                raise FrameError(f"part {response.part} was answered, which was not the next one")
+            load, index = under_way.popleft()
+            match response.status:
+                case wire.TRANSFER_STATUS_PART_RECEIVED:
+                    num_bytes = load.acknowledge(index)
+                    stream.moved(sent_bytes=num_bytes)
+                    self._acknowledged_bytes += num_bytes
+                    self._errors.clear()
+                case wire.TRANSFER_STATUS_PART_DROPPED:
+                    load.give_back(index)
+                    self._parts_wait.set()
+                case status:
+                    raise FrameError(f"status {status} came where a part's was due")
+
+
+async def _send_part(stream: TransferStream, load: Load, index: int) -> None:
+    part = load.part(index)
+    stream.carries(load.payload.header.kind)
+    header = wire.Part(index=index, digest=load.payload.digest, num_bytes=len(part))
+    await stream.send(header)
+    await stream.send_body(part)
+
+
+def _first_of(errors: BaseExceptionGroup[Exception]) -> Exception:
+    first: BaseException = errors
+    while isinstance(first, BaseExceptionGroup):
+        first = first.exceptions[0]
+    assert isinstance(first, Exception)
+    return first

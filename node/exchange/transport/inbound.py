@@ -1,0 +1,214 @@
+"""The receiving end of a conveyor: bodies that come in parts, over several streams (stripes).
+
+The stream of an offer stays open and carries the verdicts; the parts of all bodies that a peer has
+offered come over its stripes. When the offer's stream breaks, what has come is kept for a while, and
+a new offer of the same payload goes on from there.
+"""
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from node.exchange.transport.frames import FrameError, TransferStream
+from node.exchange.transport.parts import Assembly, PartError
+from protocol.payload import PayloadHeader
+from protocol.rounds import Digest, NodeId
+from protocol.v1 import transfer_pb2 as wire
+
+KEPT_SECONDS = 60.0
+"""How long the parts of a body that broke off are kept for its sender to come back."""
+
+MOST_KEPT_FROM_ONE = 2
+"""Bodies of one sender that are kept so."""
+
+OFFER_SECONDS = 2.0
+"""How long a part waits for the offer of its body, which was sent before it, on another stream."""
+
+MOST_REFUSED = 64
+"""Bodies that were refused lately: what still comes of them is dropped at once."""
+
+MOST_DROPPED_BYTES = 256 << 20
+"""Of one stripe: more that nobody asked for ends it."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Inbound:
+    """A body on its way to us, in parts."""
+
+    header: PayloadHeader
+    assembly: Assembly
+    is_over: bool = False
+    moved: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set at each part, and when it is over. Only the offer's stream waits for it."""
+
+    def end(self) -> None:
+        """Takes nothing more."""
+        self.is_over = True
+        self.moved.set()
+
+
+class Inbounds:
+    """The bodies in parts that are on their way to us, and those that broke off and are kept."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[NodeId, Digest], Inbound] = {}
+        self._kept: dict[tuple[NodeId, Digest], tuple[Assembly, asyncio.TimerHandle]] = {}
+        self._refused: dict[tuple[NodeId, Digest], None] = {}
+        self._decided = asyncio.Event()  # set, and replaced, at each offer
+        self._stripes: Counter[NodeId] = Counter()
+
+    def begin(self, sender: NodeId, header: PayloadHeader, digest: Digest, size: int) -> Inbound:
+        """Makes room for an admitted body, or goes on with what is here of it. Raises PartError."""
+        key = (sender, digest)
+        if (before := self._open.pop(key, None)) is not None:
+            # The sender knows that its stream is dead, and we do not yet.
+            before.end()
+            assembly = before.assembly
+        elif key in self._kept:
+            assembly, timer = self._kept.pop(key)
+            timer.cancel()
+        else:
+            assembly = Assembly(body_bytes=header.body_bytes, part_bytes=size)
+        inbound = self._open[key] = Inbound(header=header, assembly=assembly)
+        self._refused.pop(key, None)
+        self._wake()
+        return inbound
+
+    def refuse(self, sender: NodeId, digest: Digest) -> None:
+        """No part of this body is taken, until it is offered again."""
+        self._refused[sender, digest] = None
+        if len(self._refused) > MOST_REFUSED:
+            del self._refused[next(iter(self._refused))]
+        self._wake()
+
+    def _wake(self) -> None:
+        self._decided.set()
+        self._decided = asyncio.Event()
+
+    def end(self, sender: NodeId, digest: Digest, inbound: Inbound, *, is_kept: bool) -> None:
+        """Nothing more is taken of it; what broke off is kept for a while."""
+        inbound.end()
+        key = (sender, digest)
+        if self._open.get(key) is not inbound:
+            return  # another offer goes on with it
+        del self._open[key]
+        if not is_kept or not inbound.assembly.held:
+            return
+        others = [kept for kept in self._kept if kept[0] == sender]
+        for oldest in others[: len(others) - MOST_KEPT_FROM_ONE + 1]:
+            self._forget(oldest)
+        timer = asyncio.get_running_loop().call_later(KEPT_SECONDS, self._forget, key)
+        self._kept[key] = (inbound.assembly, timer)
+
+    async def find(self, sender: NodeId, digest: Digest) -> Inbound | None:
+        """The body that a part belongs to; its offer may come just after it. None: it is not taken."""
+        key = (sender, digest)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(OFFER_SECONDS):
+                while key not in self._open and key not in self._refused:
+                    await self._decided.wait()
+        return self._open.get(key)
+
+    def has_stripe(self, sender: NodeId) -> bool:
+        """Whether a sender has a stripe open."""
+        return sender in self._stripes
+
+    @contextlib.contextmanager
+    def stripe(self, sender: NodeId) -> Iterator[None]:
+        """Counts one while it is served."""
+        self._stripes[sender] += 1
+        try:
+            yield
+        finally:
+            self._stripes[sender] -= 1
+            if not self._stripes[sender]:
+                del self._stripes[sender]
+
+    def clear(self) -> None:
+        """Forgets all of them."""
+        for key in list(self._kept):
+            self._forget(key)
+
+    def _forget(self, key: tuple[NodeId, Digest]) -> None:
+        if (kept := self._kept.pop(key, None)) is not None:
+            kept[1].cancel()
+
+
+async def take_stripe(stream: TransferStream, sender: NodeId, inbounds: Inbounds) -> None:
+    """Serves one stripe: takes parts, of whichever body, until its sender has no more.
+
+    Raises FrameError, or frames.BROKEN when the sender is gone in the middle of a part.
+    """
+    dropped_bytes = 0
+    with inbounds.stripe(sender):
+        while True:
+            try:
+                part = await stream.receive(wire.Part)
+            except asyncio.IncompleteReadError as error:
+                if error.partial:
+                    raise
+                return  # closed between two parts
+            inbound = await inbounds.find(sender, Digest(part.digest))
+            if inbound is not None:
+                await _take_part(stream, inbound, part)
+                continue
+            dropped_bytes += part.num_bytes
+            if dropped_bytes > MOST_DROPPED_BYTES:
+                raise FrameError(f"{dropped_bytes} bytes of parts that nobody asked for")
+            async for _ in stream.receive_chunks(part.num_bytes):
+                pass
+            await _answer(stream, part, wire.TRANSFER_STATUS_PART_DROPPED)
+
+
+async def _take_part(stream: TransferStream, inbound: Inbound, part: wire.Part) -> None:
+    try:
+        span = inbound.assembly.begin(part.index)
+    except PartError as error:
+        raise FrameError(str(error)) from error
+    if part.num_bytes != span.stop - span.start:
+        raise FrameError(f"part {part.index} has {part.num_bytes} bytes of {span}")
+    stream.carries(inbound.header.kind)
+    offset = span.start
+    async for chunk in stream.receive_chunks(part.num_bytes):
+        inbound.assembly.write(offset, chunk)
+        offset += len(chunk)
+    inbound.assembly.end(part.index)
+    stream.moved(received_bytes=part.num_bytes)
+    inbound.moved.set()
+    await _answer(stream, part, wire.TRANSFER_STATUS_PART_RECEIVED)
+
+
+async def _answer(
+    stream: TransferStream, part: wire.Part, status: "wire.TransferStatus.ValueType"
+) -> None:
+    await stream.send(wire.TransferResponse(status=status, part=part.index))
+
+
+async def complete(stream: TransferStream, inbound: Inbound, *, idle_seconds: float) -> bytes:
+    """Waits, at the stream of the offer, until all parts are here; returns the body.
+
+    Raises TimeoutError when no part comes for so long, EOFError when the sender drops the offer or
+    repeats it on another stream.
+    """
+    ended = asyncio.ensure_future(stream.ended())
+    try:
+        while not inbound.assembly.is_complete:
+            if inbound.is_over:
+                raise EOFError("the payload was offered anew")
+            inbound.moved.clear()
+            moved = asyncio.ensure_future(inbound.moved.wait())
+            done, _ = await asyncio.wait(
+                (ended, moved), timeout=idle_seconds, return_when=asyncio.FIRST_COMPLETED
+            )
+            moved.cancel()
+            if not done:
+                raise TimeoutError(f"no part came within {idle_seconds:g} s")
+            if ended in done and not inbound.assembly.is_complete:
+                raise EOFError("the sender has dropped the offer")
+        return inbound.assembly.body()
+    finally:
+        ended.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await ended
