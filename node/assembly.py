@@ -21,7 +21,8 @@ from node.exchange.transport.libp2p import Libp2pTransport
 from node.exchange_time import ExchangeTime
 from node.heavy import in_thread
 from node.history import History
-from node.hosts.leading import HostDesk, HostsIsland
+from node.hosts.desk import HostDesk
+from node.hosts.leading import HostsIsland
 from node.hosts.rendezvous import interface_of
 from node.hosts.token import LeaderKey
 from node.island.auto_mesh import DeviceKind
@@ -38,7 +39,6 @@ from node.own_metrics import own_metrics
 from node.placement import mesh_for, num_ranks_of
 from node.stopping import StopSignals
 from protocol.credentials import Credentials
-from protocol.errors import ConfigError
 from protocol.identity import Identity
 from protocol.run_spec import RunSpec
 from protocol.wire_count import WireCounts
@@ -63,7 +63,7 @@ async def run_daemon(
     snapshots = SnapshotFolder(folder / SNAPSHOTS_FOLDER)
     snapshot_bytes = snapshots.require_room(layout.num_elements)
     checkpoints = _checkpoints_of(
-        folder, settings, spec, layout, num_ranks=len(devices), besides_bytes=snapshot_bytes
+        folder, settings, spec, layout, shape, num_ranks=len(devices), besides_bytes=snapshot_bytes
     )
     kept = snapshots.load_newest(spec.digest(), layout.summary().digest)
     keep_run(folder, spec)  # only now: what is there may be snapshots of another run
@@ -144,14 +144,12 @@ def _checkpoints_of(
     settings: NodeSettings,
     spec: RunSpec,
     layout: Layout,
+    shape: MeshShape,
     *,
     num_ranks: int,
     besides_bytes: int,
 ) -> CheckpointFolder | None:
     """Where ranks keep their inner optimizer's state; raises SystemRefusedError without room for it."""
-    if settings.hosts > 1:
-        log.info("several hosts write no checkpoints: ranks start again with the optimizer at zero")
-        return None
     if settings.checkpoint_every_rounds == 0:
         return None
     checkpoints = CheckpointFolder(
@@ -159,6 +157,8 @@ def _checkpoints_of(
         run_digest=spec.digest(),
         layout_digest=layout.summary().digest,
         every_rounds=settings.checkpoint_every_rounds,
+        num_hosts=settings.hosts,
+        mesh=str(shape),
     )
     checkpoints.require_room(
         layout.num_elements, num_ranks * len(layout.places), besides_bytes=besides_bytes
@@ -216,12 +216,6 @@ async def _desk_of(
     """Listens for the hosts that are to follow, and writes what they need for it."""
     if settings.hosts == 1:
         return None
-    if spec.exchange.overlap != "none":
-        raise ConfigError(
-            f"hosts = {settings.hosts} does not go with the run's [exchange] overlap = "
-            f'"{spec.exchange.overlap}": hosts do not hold what the others published',
-            next_step="set hosts = 1 in node.toml, and let each machine be a node",
-        )
     key = LeaderKey.of_folder(folder)
     desk = HostDesk(key=key, version=metadata.version("atoll"), device_kind=device_kind)
     host, port = settings.island_address

@@ -115,8 +115,15 @@ def start(folder: Path | None, waits: bool, log_json: bool, **settings: str | fl
 @click.argument("token", type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--name", help="What the leader calls this host. Default: its name.")
 @click.option("--device", default="auto", show_default=True, help="As for 'atoll node start'.")
+@click.option(
+    "--checkpoints",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder for this host's part of checkpoints. Default: inner-NAME, here.",
+)
 @click.option("--log-json", is_flag=True, help="Log one JSON object a line.")
-def follow(token: Path, name: str | None, device: str, log_json: bool) -> None:
+def follow(
+    token: Path, name: str | None, device: str, checkpoints: Path | None, log_json: bool
+) -> None:
     """Lend this machine's devices to the node of another one, for one island of several hosts.
 
     TOKEN is the file island.token from the folder of that node, which was started with --hosts.
@@ -134,7 +141,11 @@ def follow(token: Path, name: str | None, device: str, log_json: bool) -> None:
     start_logging(as_json=log_json, node=own_name)
     from node.hosts.command import run_follower
 
-    reason = asyncio.run(run_follower(leader, name=own_name, device=device))
+    # A name is no path: one with a slash in it would lead elsewhere.
+    beside = Path(f"inner-{own_name.replace('/', '-')}")
+    reason = asyncio.run(
+        run_follower(leader, name=own_name, device=device, checkpoints=checkpoints or beside)
+    )
     click.echo(f"{own_name} has stopped: {reason}")
 
 

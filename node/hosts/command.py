@@ -8,16 +8,18 @@ from importlib import metadata
 from pathlib import Path
 
 from node.hosts.following import follow
+from node.hosts.parts import Shelf
 from node.hosts.token import HostToken
 from node.island.launcher import end_forkserver, prepare_forkserver
 from node.stopping import StopSignals
 
 
-async def run_follower(token: HostToken, *, name: str, device: str) -> str:
+async def run_follower(token: HostToken, *, name: str, device: str, checkpoints: Path) -> str:
     """Follows until the leader ends or its owner stops it; returns why.
 
     The last thing that its process does: signals are ignored from then on.
     """
+    shelf = Shelf(checkpoints)
     prepare_forkserver()
     with StopSignals():
         try:
@@ -27,8 +29,10 @@ async def run_follower(token: HostToken, *, name: str, device: str) -> str:
                 device=device,
                 version=metadata.version("atoll"),
                 folder=Path.cwd(),
+                shelf=shelf,
             )
         except asyncio.CancelledError:
             return "stopped by its owner"
         finally:
             end_forkserver()
+            shelf.close()

@@ -9,17 +9,18 @@ from typing import Any
 
 import structlog
 
+from node.hosts.parts import Shelf
 from node.hosts.rendezvous import interface_of
 from node.hosts.token import HostToken
 from node.hosts.wire import Message, Wire, connect
-from node.island.commands import MeetingPoint
+from node.island.commands import Keep, MeetingPoint
 from node.island.devices import devices_of
 from node.island.island import InnerWork, Progress
 from node.island.launcher import ProcessIsland
 from node.island.local_training import LocalTraining
 from node.island.mesh_shape import MeshShape
 from node.island.model import layout_of
-from node.outer_state import Layout, SharedVectors
+from node.outer_state import Layout, SharedVectors, Vector
 from protocol.errors import AtollError, ExitCode, NotPermittedError, UnavailableError
 from protocol.run_spec import run_from_json
 
@@ -28,10 +29,13 @@ log = structlog.get_logger()
 _RETRY_SECONDS = 2.0
 
 
-async def follow(token: HostToken, *, name: str, device: str, version: str, folder: Path) -> str:
+async def follow(
+    token: HostToken, *, name: str, device: str, version: str, folder: Path, shelf: Shelf
+) -> str:
     """Follows until the leader says that it is over; returns why it ended.
 
-    While the leader is away, it is asked again every two seconds. Raises AtollError.
+    While the leader is away, it is asked again every two seconds. The text is read in `folder`, and
+    parts of checkpoints lie on the shelf. Raises AtollError.
     """
     kind = devices_of(device, 1)[0].partition(":")[0]
     has_waited = False
@@ -45,7 +49,7 @@ async def follow(token: HostToken, *, name: str, device: str, version: str, fold
             await asyncio.sleep(_RETRY_SECONDS)
             continue
         has_waited = False
-        following = _Following(wire, device=device, folder=folder)
+        following = _Following(wire, device=device, folder=folder, shelf=shelf)
         try:
             await wire.send({"name": name, "version": version, "device_kind": kind})
             answer = await wire.receive()
@@ -67,8 +71,9 @@ async def follow(token: HostToken, *, name: str, device: str, version: str, fold
 class _Following:
     """One connection's ranks."""
 
-    def __init__(self, wire: Wire, *, device: str, folder: Path) -> None:
+    def __init__(self, wire: Wire, *, device: str, folder: Path, shelf: Shelf) -> None:
         self._wire = wire
+        self._shelf = shelf
         self._device = device
         self._folder = folder
         self._layout: Layout | None = None
@@ -104,12 +109,19 @@ class _Following:
         while True:
             message = await self._wire.receive()
             if "num_elements" in message:
-                assert self._shared is not None, "parameters come after the start"
-                await self._wire.receive_vector(message, self._shared.parameters)
+                await self._wire.receive_vector(message, self._place_of(message))
             if message["call"] == "stop" and self._island is not None:
                 # At once: what it is to end may hang, as a rank of another host has died.
                 self._stopping.append(asyncio.create_task(self._island.stop()))
             self._calls.put_nowait(message)
+
+    def _place_of(self, message: Message) -> Vector:
+        """Where a call's values belong: parameters, or what all hosts published, of a fragment or all."""
+        assert self._shared is not None and self._layout is not None, "values come after the start"
+        is_published = message["call"] == "hold"
+        whole = self._shared.published if is_published else self._shared.parameters
+        fragment = message["arguments"].get("fragment")
+        return whole if fragment is None else whole[self._layout.fragments[fragment].span]
 
     async def _work(self) -> None:
         while True:
@@ -138,6 +150,9 @@ class _Following:
         vector = None
         if call == "start":
             answer = await self._start(**arguments)
+        elif call == "shelve":
+            parts = await asyncio.to_thread(self._shelf.open, **arguments)
+            answer = {"parts": [asdict(part) for part in parts]}
         elif self._island is None or self._shared is None or self._layout is None:
             pass  # it was never started: there is nothing to stop
         elif call == "adopt":
@@ -156,6 +171,15 @@ class _Following:
             vector = self._shared.published[self._layout.fragments[fragment].span]
             vector[:] = 0  # what other hosts publish
             await self._island.publish(fragment)
+        elif call == "load":
+            checkpoint = self._shelf.checkpoint(arguments["set_id"])
+            failure = await self._island.load(checkpoint)
+            if not failure:
+                self._island.resuming.goes_on_from(checkpoint)
+            answer = {"failure": failure}
+        elif call == "keep":
+            order = Keep(self._shelf.folder, **arguments)
+            answer = asdict(await self._island.set_aside(order))
         elif call == "evaluate":
             answer = asdict(await self._island.evaluate())
         elif call == "stop":
@@ -172,6 +196,7 @@ class _Following:
         num_ranks: int,
         host: str,
         port: int,
+        num_hosts: int,
     ) -> Message:
         run = run_from_json(json.dumps(spec))
         if self._shared is None:
@@ -187,6 +212,8 @@ class _Following:
             local=LocalTraining(**local),
         )
         interface = interface_of(self._wire.own_host)
-        self._island.meet_at(MeetingPoint(host=host, port=port, interface=interface))
-        summary = await self._island.start()
+        self._island.meet_at(
+            MeetingPoint(host=host, port=port, interface=interface, num_hosts=num_hosts)
+        )
+        summary = await self._island.bring_up()
         return {"corpus": summary.digest.hex()}

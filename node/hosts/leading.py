@@ -1,26 +1,28 @@
-"""The leader's side: hosts that come to follow, and an island of its own ranks and theirs."""
+"""The leader's side: its own ranks and those of the hosts that follow, as one island."""
 
 import asyncio
 import json
+import secrets
 from collections.abc import Awaitable, Callable, Iterable
-from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, TypeVar
 
 import structlog
 
+from node.hosts.desk import STOP_SECONDS, Host, HostDesk
+from node.hosts.parts import Part, arranged, part_of
 from node.hosts.rendezvous import interface_of, open_store
-from node.hosts.token import LeaderKey
-from node.hosts.wire import Message, Wire, is_invited, server_context, zeros
-from node.island.commands import MeetingPoint
-from node.island.faults import RankDiedError, RankFailedError, TrainingDivergedError
-from node.island.island import Evaluation, InnerReport, InnerWork, Progress
+from node.hosts.wire import Message, zeros
+from node.island.checkpoints import Checkpoint, Kept
+from node.island.commands import Keep, MeetingPoint
+from node.island.faults import RankDiedError, RankFailedError
+from node.island.island import Evaluation, InnerReport, InnerWork, Progress, rebases
 from node.island.launcher import ProcessIsland
 from node.island.local_training import LocalTraining
 from node.island.mesh_shape import MeshShape
 from node.island.model import layout_of
-from node.outer_state import SharedVectors, Vector
-from protocol.errors import AtollError, ConfigError, ProtocolMismatchError, SystemRefusedError
+from node.outer_state import SharedVectors
+from protocol.errors import AtollError, ConfigError
 from protocol.rounds import CorpusSummary
 from protocol.run_spec import RunSpec
 
@@ -28,211 +30,17 @@ log = structlog.get_logger()
 
 Answer = TypeVar("Answer")
 
-_FAULTS: dict[str, type[AtollError]] = {
-    kind.__name__: kind
-    for kind in (RankDiedError, RankFailedError, TrainingDivergedError, ConfigError)
-}
-"""Errors of a follower that mean the same here; others are told as one of its machine's."""
-
-_STOP_SECONDS = 10.0
 _GRACE_SECONDS = 5.0
 COME_BACK_SECONDS = 60.0
 """How long ranks that are started again wait for a host that is gone."""
-
-
-class Host:
-    """One that follows. Its calls are made one at a time; `is_gone` says that it went."""
-
-    def __init__(self, wire: Wire, *, name: str, device_kind: str) -> None:
-        self._wire = wire
-        self.name = name
-        self.device_kind = device_kind
-        self.address = wire.peer
-        self._number = 0
-        self._answer: asyncio.Future[Message] | None = None
-        self._into: Vector | None = None
-        self._most_elements = 0  # of the call that last asked for values
-        self._on_progress: Callable[[Progress], None] | None = None
-        self._listening = asyncio.create_task(self._listen())
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether the connection has ended."""
-        return self._listening.done()
-
-    async def call(
-        self,
-        name: str,
-        *,
-        vector: Vector | None = None,
-        into: Vector | None = None,
-        on_progress: Callable[[Progress], None] | None = None,
-        **arguments: Any,
-    ) -> Message:
-        """Its answer; a vector in it lies in `into`. Raises what the follower met, or RankDiedError."""
-        if self.is_gone:
-            raise self._death()
-        self._number += 1
-        self._answer = asyncio.get_running_loop().create_future()
-        self._into, self._on_progress = into, on_progress
-        self._most_elements = self._most_elements if into is None else len(into)
-        try:
-            call = {"call": name, "number": self._number, "arguments": arguments}
-            with suppress(OSError):  # the listener says what became of the connection
-                await self._wire.send(call, vector)
-            return await self._answer
-        finally:
-            self._answer = self._into = self._on_progress = None
-
-    async def close(self) -> None:
-        """Lets it go; safe to repeat."""
-        self._listening.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._listening
-        self._wire.close()
-
-    async def wait_gone(self) -> None:
-        """Returns when the connection has ended."""
-        await asyncio.wait([self._listening])
-
-    def _death(self) -> RankDiedError:
-        return RankDiedError(
-            f"host {self.name} ({self.address}), which followed, is gone",
-            next_step="see its log, and start it again: atoll node follow island.token",
-        )
-
-    async def _listen(self) -> None:
-        try:
-            while True:
-                self._take(await self._received())
-        except (OSError, EOFError):
-            pass
-        except ProtocolMismatchError as error:
-            log.warning("a host is let go", host=self.name, why=error.what)
-        finally:
-            if self._answer is not None and not self._answer.done():
-                self._answer.set_exception(self._death())
-            self._wire.close()
-
-    async def _received(self) -> Message:
-        message = await self._wire.receive()
-        if "num_elements" in message:
-            is_awaited = self._into is not None and message.get("number") == self._number
-            # When its call was cancelled, the values are read all the same, and forgotten.
-            into = self._into if is_awaited else zeros(self._most_elements)
-            assert into is not None
-            await self._wire.receive_vector(message, into)
-        return message
-
-    def _take(self, message: Message) -> None:
-        if message.get("number") != self._number or self._answer is None or self._answer.done():
-            return
-        if "progress" in message and self._on_progress is not None:
-            self._on_progress(Progress(**message["progress"]))
-        elif "fault" in message:
-            kind = _FAULTS.get(message["fault"], SystemRefusedError)
-            what = f"host {self.name}: {message['what']}"
-            self._answer.set_exception(kind(what, next_step=message["next_step"]))
-        elif "answer" in message:
-            self._answer.set_result(message["answer"])
-
-
-class HostDesk:
-    """Listens for hosts that want to follow, on one address."""
-
-    def __init__(self, *, key: LeaderKey, version: str, device_kind: str) -> None:
-        self._key = key
-        self._version = version
-        self._device_kind = device_kind
-        self._hosts: list[Host] = []
-        self._come = asyncio.Condition()
-        self._server: asyncio.Server | None = None
-        self._welcoming: set[asyncio.Task[None]] = set()
-
-    async def open(self, host: str, port: int) -> int:
-        """Begins to listen; returns the port. Raises SystemRefusedError."""
-        try:
-            self._server = await asyncio.start_server(
-                self._meet, host, port, ssl=server_context(self._key)
-            )
-        except OSError as error:
-            raise SystemRefusedError(
-                f"cannot listen for hosts on {host}:{port}: {error.strerror}",
-                next_step="choose another address with --island-listen",
-            ) from error
-        return int(self._server.sockets[0].getsockname()[1])
-
-    async def close(self) -> None:
-        """Tells all hosts that it is over, and stops listening."""
-        if self._server is not None:
-            self._server.close()
-        for task in list(self._welcoming):
-            task.cancel()
-        for host in self._hosts:
-            with suppress(AtollError, TimeoutError):
-                async with asyncio.timeout(_STOP_SECONDS):
-                    await host.call("end")
-            await host.close()
-        self._hosts = []
-
-    async def hosts(self, number: int, *, within_seconds: float | None) -> list[Host]:
-        """That many hosts, when they are there. Raises RankDiedError when they do not come."""
-        self._hosts = [host for host in self._hosts if not host.is_gone]
-        if len(self._hosts) < number:
-            log.info("waiting for hosts to follow", there=len(self._hosts), of=number)
-        try:
-            async with asyncio.timeout(within_seconds), self._come:
-                while len(self._hosts) < number:
-                    await self._come.wait()
-                    self._hosts = [host for host in self._hosts if not host.is_gone]
-        except TimeoutError:
-            raise RankDiedError(
-                f"{len(self._hosts)} of {number} hosts follow, and no more came within "
-                f"{within_seconds:g} s",
-                next_step="start the others again: atoll node follow island.token",
-            ) from None
-        return self._hosts[:number]
-
-    async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._welcoming.add(task)
-        wire = Wire(reader, writer)
-        try:
-            if not await is_invited(wire, self._key.secret):
-                log.warning("turned away who does not know the island's secret", peer=wire.peer)
-                wire.close()
-                return
-            await self._welcome(wire)
-        except (OSError, EOFError, TimeoutError, asyncio.CancelledError, ProtocolMismatchError):
-            wire.close()
-        finally:
-            self._welcoming.discard(task)
-
-    async def _welcome(self, wire: Wire) -> None:
-        async with asyncio.timeout(10):
-            hello = await wire.receive()
-        for what, theirs, ours in (
-            ("version", hello.get("version"), self._version),
-            ("kind of device", hello.get("device_kind"), self._device_kind),
-        ):
-            if theirs != ours:
-                await wire.send({"refused": f"its {what} is {theirs!r}, and the leader's {ours!r}"})
-                wire.close()
-                return
-        await wire.send({"welcome": True})
-        async with self._come:
-            name = str(hello.get("name"))[:64]
-            self._hosts.append(Host(wire, name=name, device_kind=self._device_kind))
-            log.info("a host follows", host=name, address=wire.peer, hosts=len(self._hosts))
-            self._come.notify_all()
 
 
 class HostsIsland:
     """The ranks of all hosts as one; implements Island.
 
     The first ranks are this host's. Global parameters go to the other hosts before they are
-    adopted, and what they publish comes back: every value from one of them, so it is added up.
+    adopted, and what they publish comes back: every value from one of them, so it is added up. With
+    overlap that sum goes to them as well, as the ranks keep what they trained since.
     """
 
     def __init__(
@@ -269,15 +77,19 @@ class HostsIsland:
             within_seconds=self._come_back_seconds if self._has_started else None,
         )
         self._has_started = True
+        checkpoints = await self._arrange()
         self._store, port = open_store(self._listen_host)
         self._own.meet_at(
             MeetingPoint(
-                host=self._listen_host, port=port, interface=interface_of(self._listen_host)
+                host=self._listen_host,
+                port=port,
+                interface=interface_of(self._listen_host),
+                num_hosts=self._num_hosts,
             )
         )
         each = self._shape.num_ranks // self._num_hosts
         summary, theirs = await _together(
-            self._own.start(),
+            self._own.bring_up(),
             (
                 host.call(
                     "start",
@@ -288,6 +100,7 @@ class HostsIsland:
                     num_ranks=each,
                     host=self._listen_host,
                     port=port,
+                    num_hosts=self._num_hosts,
                 )
                 for place, host in enumerate(self._others)
             ),
@@ -299,7 +112,60 @@ class HostsIsland:
                     f"not {summary.digest.hex()[:12]}",
                     next_step="give all hosts the same files, and start them in the same folder",
                 )
+        await self._own.resuming.resume(self._load, checkpoints)
         return summary
+
+    async def _arrange(self) -> list[Checkpoint]:
+        """Gives the hosts places by their parts of checkpoints; returns those that all of them have.
+
+        Their ranks have not been started.
+        """
+        folder = self._own.resuming.folder
+        if folder is None:
+            return []
+        own, theirs = await _together(
+            asyncio.to_thread(lambda: list(folder.whole())),
+            (
+                host.call(
+                    "shelve",
+                    run_digest=folder.run_digest.hex(),
+                    layout_digest=folder.layout_digest.hex(),
+                    every_rounds=folder.every_rounds,
+                    num_hosts=folder.num_hosts,
+                    mesh=folder.mesh,
+                    num_elements=self._layout.num_elements,
+                    num_parts=len(self._layout.places) * self._shape.num_ranks // self._num_hosts,
+                )
+                for host in self._others
+            ),
+        )
+        arrangement = arranged(
+            [part_of(checkpoint) for checkpoint in own],
+            [[Part(**part) for part in told["parts"]] for told in theirs],
+        )
+        self._others = [self._others[index] for index in arrangement.order]
+        for checkpoint in own:
+            if checkpoint.about.set_id not in arrangement.set_ids:
+                log.warning(
+                    "checkpoint left out",
+                    path=str(checkpoint.path),
+                    why="not every host has its part of it",
+                )
+        return [each for each in own if each.about.set_id in arrangement.set_ids]
+
+    async def _load(self, checkpoint: Checkpoint) -> str:
+        """Has the ranks of all hosts take over their parts; none does when one cannot."""
+        failure, theirs = await _together(
+            self._own.load(checkpoint),
+            (host.call("load", set_id=checkpoint.about.set_id) for host in self._others),
+        )
+        return self._reasons(failure, [told["failure"] for told in theirs])
+
+    def _reasons(self, own: str, theirs: list[str]) -> str:
+        """Why something failed, on the hosts that say so."""
+        said = zip(self._others, theirs, strict=True)
+        of_hosts = [f"host {host.name}: {why}" for host, why in said if why]
+        return "; ".join([own, *of_hosts] if own else of_hosts)
 
     async def stop(self) -> None:
         """See Island."""
@@ -309,14 +175,20 @@ class HostsIsland:
 
     async def adopt(self, fragment: int | None = None, *, is_taken: bool = True) -> None:
         """See Island."""
-        parameters = self._shared.parameters
         await _together(
             self._own.adopt(fragment, is_taken=is_taken),
-            (
-                host.call("adopt", vector=parameters, fragment=fragment, is_taken=is_taken)
-                for host in self._others
-            ),
+            (self._adopt_there(host, fragment, is_taken=is_taken) for host in self._others),
         )
+
+    async def _adopt_there(self, host: Host, fragment: int | None, *, is_taken: bool) -> Message:
+        parameters = self._shared.parameters
+        if fragment is not None:
+            span = self._layout.fragments[fragment].span
+            parameters = parameters[span]
+            if rebases(self._spec.exchange, is_taken=is_taken):
+                # A rank may hold what one of another host published: each has its own part only.
+                await host.call("hold", vector=self._shared.published[span], fragment=fragment)
+        return await host.call("adopt", vector=parameters, fragment=fragment, is_taken=is_taken)
 
     async def train(self, work: InnerWork, on_progress: Callable[[Progress], None]) -> InnerReport:
         """See Island."""
@@ -349,7 +221,19 @@ class HostsIsland:
             published += part
 
     async def keep(self, round: int, *, is_last: bool = False) -> None:
-        """See Island. Ranks of several hosts write no checkpoints: each has a part, on its own disk."""
+        """See Island. Each host writes its ranks' part to its own disk."""
+        if (folder := self._own.resuming.folder_if_due(is_last=is_last)) is None:
+            return
+        set_id = secrets.token_hex(8)
+        kept, theirs = await _together(
+            self._own.set_aside(Keep(folder, round, is_waited=is_last, set_id=set_id)),
+            (
+                host.call("keep", round=round, is_waited=is_last, set_id=set_id)
+                for host in self._others
+            ),
+        )
+        failure = self._reasons(kept.failure, [told["failure"] for told in theirs])
+        self._own.resuming.tell_of_keeping(round, Kept(is_busy=kept.is_busy, failure=failure))
 
     async def evaluate(self) -> Evaluation:
         """See Island."""
@@ -361,7 +245,7 @@ class HostsIsland:
 
     async def _stop(self, host: Host) -> None:
         try:
-            async with asyncio.timeout(_STOP_SECONDS):
+            async with asyncio.timeout(STOP_SECONDS):
                 await host.call("stop")
         except (AtollError, TimeoutError):
             await host.close()

@@ -1,7 +1,8 @@
 """Writes a rank's part of checkpoints behind the training, and reads them when ranks start.
 
 All ranks make the same calls in the same order. The copy of the state is taken at once; torch cuts
-it, and agrees with the other ranks, in a thread and over a process group of its own.
+it, and agrees with the other ranks, in a thread and over a process group of its own. Of several hosts
+each writes and reads what its own ranks hold, on its own disk; they agree only that all have done so.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint import filesystem, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
 from node.island.checkpoints import About, Checkpoint, CheckpointFolder, Kept
-from node.island.inner_state import Tensors
+from node.island.inner_state import PartPlanner, Tensors
 from node.island.mesh import Mesh
 from node.island.trainer import Trainer
 from protocol.errors import AtollError
@@ -33,21 +34,25 @@ class CheckpointWriter:
         self._trainer = trainer
         self._mesh = mesh
         self._group: dist.ProcessGroup | None = None
+        self._host_group: dist.ProcessGroup | None = None
+        self._has_groups = False
         self._thread: threading.Thread | None = None
         self._failure = ""
         self._newest_round: int | None = None
         # torch says so of every island with a single rank, and it is so.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or")
 
-    def keep(self, folder: CheckpointFolder, round: int, *, is_waited: bool) -> Kept:
+    def keep(
+        self, folder: CheckpointFolder, round: int, *, set_id: str = "", is_waited: bool
+    ) -> Kept:
         """Copies the inner optimizer's state and lets it be written; waits for that if asked to."""
         if is_waited:
             self._wait()
-        # Rank 0 decides, as its thread ends last.
+        # Rank 0 decides. The threads of others end at about the same time.
         is_busy = self._mesh.decided_by_first(self._thread is not None and self._thread.is_alive())
         if not is_busy and round != self._newest_round:
             self._wait()
-            self._begin(folder, round)
+            self._begin(folder, round, set_id)
             if is_waited:
                 self._wait()
         failure, self._failure = self._failure, ""
@@ -58,7 +63,7 @@ class CheckpointWriter:
         failure = ""
         try:
             install = self._trainer.load_inner_state(
-                checkpoint.path, checkpoint.about, self._collective()
+                checkpoint.path, checkpoint.about, self._of_host()
             )
         # torch raises whatever it met, and any of it only means that this state cannot be had.
         except (CheckpointException, Exception) as error:
@@ -71,7 +76,7 @@ class CheckpointWriter:
     def _has_any_failed(self, failure: str) -> bool:
         return self._mesh.added(torch.tensor(float(bool(failure)))).item() > 0
 
-    def _begin(self, folder: CheckpointFolder, round: int) -> None:
+    def _begin(self, folder: CheckpointFolder, round: int, set_id: str) -> None:
         failure = ""
         try:
             tensors, about = self._trainer.inner_state(
@@ -82,11 +87,18 @@ class CheckpointWriter:
         if self._has_any_failed(failure):
             self._failure = failure or "another rank could not copy its state"
             return
+        about = about.model_copy(
+            update={
+                "set_id": set_id,
+                "num_hosts": self._mesh.num_hosts,
+                "host": self._mesh.host,
+            }
+        )
         self._newest_round = round
         # Not to be waited for at the end of the process: a dead rank would have it hang there.
         self._thread = threading.Thread(
             target=self._write,
-            args=(folder, tensors, about, self._collective()),
+            args=(folder, tensors, about, self._of_host()),
             name="write-checkpoint",
             daemon=True,
         )
@@ -101,35 +113,65 @@ class CheckpointWriter:
     ) -> None:
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-        building = folder.building(about.round)
-        is_first = self._mesh.rank == 0
         try:
-            if is_first:
+            failure = self._build(folder, tensors, about, group)
+            # A name only when all parts are there: then what hosts have differs by the newest at most.
+            if self._has_any_built_badly(failure):
+                failure = failure or "another rank could not write its part"
+            elif self._mesh.is_first_of_host:
+                folder.finish(about.round)
+        except Exception as error:
+            failure = _sentence(error)
+        if failure:
+            self._failure = failure
+            if self._mesh.is_first_of_host:
+                shutil.rmtree(folder.building(about.round), ignore_errors=True)
+
+    def _build(
+        self,
+        folder: CheckpointFolder,
+        tensors: Tensors,
+        about: About,
+        group: dist.ProcessGroup | None,
+    ) -> str:
+        """Writes this host's part without its name; returns why not."""
+        building = folder.building(about.round)
+        try:
+            if self._mesh.is_first_of_host:
                 make_folder(folder.path)
                 shutil.rmtree(building, ignore_errors=True)
             state_dict_saver.save(
                 tensors,
                 storage_writer=filesystem.FileSystemWriter(building),
+                planner=PartPlanner() if self._mesh.num_hosts > 1 else None,
                 process_group=group,
                 no_dist=group is None,
             )
-            if is_first:
-                folder.finish(about)
+            if self._mesh.is_first_of_host:
+                folder.seal(about)
         except (CheckpointException, Exception) as error:
-            self._failure = _sentence(error)
-            if is_first:
-                shutil.rmtree(building, ignore_errors=True)
+            return _sentence(error)
+        return ""
+
+    def _has_any_built_badly(self, failure: str) -> bool:
+        flag = torch.tensor(float(bool(failure)))
+        if self._group is not None:
+            dist.all_reduce(flag, group=self._group)
+        return flag.item() > 0
 
     def _wait(self) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
-    def _collective(self) -> dist.ProcessGroup | None:
+    def _of_host(self) -> dist.ProcessGroup | None:
         """A group of its own, or what is being written would mix with what is being trained."""
-        if self._group is None and dist.is_initialized():
-            self._group = dist.new_group(backend="gloo")
-        return self._group
+        if not self._has_groups and dist.is_initialized():
+            self._has_groups = True
+            self._group = self._host_group = dist.new_group(backend="gloo")
+            if self._mesh.num_hosts > 1:
+                self._host_group = self._mesh.new_host_group(backend="gloo")
+        return self._host_group
 
 
 def _sentence(error: BaseException) -> str:

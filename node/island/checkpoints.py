@@ -1,8 +1,9 @@
 """The checkpoints of a node's folder: which one a start goes on from, and which ones are removed.
 
 A checkpoint is the inner optimizer's state after a round's training, in a folder `round-N` that gets
-its name when it is whole. Weights are not in it: they are the outer state's. Needs no torch; what is
-in the files is node.island.inner_state's business.
+its name when it is whole. Weights are not in it: they are the outer state's. Of an island of several
+hosts each has its own ranks' part, and all parts of one writing have the same `set_id`. Needs no
+torch; what is in the files is node.island.inner_state's business.
 """
 
 import os
@@ -51,7 +52,10 @@ class About(BaseModel):
     run_digest: str
     layout_digest: str
     round: int
-    mesh: str  # of the ranks that wrote it; any other may read it
+    mesh: str  # of the ranks that wrote it; any other may read it, if it was one host's
+    num_hosts: int = 1
+    host: int = 0  # whose part this is
+    set_id: str = ""  # what the parts of one writing have in common, and no other writing
     loss_scale: float | None = None  # of fp16
     loss_scale_steps: int = 0  # since it was changed
     rewarming_steps: int = 0  # that were left
@@ -88,6 +92,10 @@ class CheckpointFolder:
     every_rounds: int
     """After how many rounds that the node trained in another one is written."""
 
+    num_hosts: int = 1
+    mesh: str = ""
+    """Of several hosts: each has but a part, which no other mesh can read."""
+
     def require_room(self, num_elements: int, num_parts: int, *, besides_bytes: int) -> None:
         """Raises SystemRefusedError unless the disk has room for all that will ever be written.
 
@@ -116,19 +124,22 @@ class CheckpointFolder:
         for path in self.path.glob(".round-*"):
             shutil.rmtree(path, ignore_errors=True)
 
-    def finish(self, about: About) -> None:
-        """Seals what was built and gives it its name; then removes all but the two newest.
-
-        Raises OSError or AtollError.
-        """
+    def seal(self, about: About) -> None:
+        """Says what was built, so that damage shows. Raises OSError or AtollError."""
         building = self.building(about.round)
         files = {path.name: _seal_of(path) for path in building.iterdir()}
         whole = about.model_copy(update={"files": files})
         write_atomically(building / _ABOUT, whole.model_dump_json(indent=1).encode())
-        path = self.path / f"round-{about.round}"
+
+    def finish(self, round: int) -> None:
+        """Gives what was built and sealed its name; then removes all but the two newest.
+
+        Raises OSError.
+        """
+        path = self.path / f"round-{round}"
         # Trained again after a death: the older one of that name makes room.
         shutil.rmtree(path, ignore_errors=True)
-        building.rename(path)
+        self.building(round).rename(path)
         sync_folder(self.path)
         # Later rounds are of a history that was left, by a return to an earlier one.
         paths = self._paths()
@@ -166,6 +177,7 @@ class CheckpointFolder:
             raise NoCheckpointError(f"it is of another run: {about.run_digest[:12]}…")
         if about.layout_digest != self.layout_digest.hex():
             raise NoCheckpointError(f"its model has another layout: {about.layout_digest[:12]}…")
+        self._check_hosts(about)
         names = {file.name for file in path.iterdir()} - {_ABOUT}
         if names != about.files.keys():
             raise NoCheckpointError("files are missing, or there are others")
@@ -173,6 +185,20 @@ class CheckpointFolder:
             if _seal_of(path / name) != seal:
                 raise NoCheckpointError(f"{name} is damaged")
         return Checkpoint(path=path, about=about)
+
+    def _check_hosts(self, about: About) -> None:
+        if (about.num_hosts, self.num_hosts) == (1, 1):
+            return
+        if about.num_hosts != self.num_hosts:
+            raise NoCheckpointError(
+                f"each host of an island has its own part: that one's were {about.num_hosts}, and "
+                f"this one's are {self.num_hosts}"
+            )
+        if about.mesh != self.mesh:
+            raise NoCheckpointError(
+                f"it is one host's part of the mesh {about.mesh}, and only that mesh can read it: "
+                f"this one is {self.mesh}"
+            )
 
 
 def _seal_of(path: Path) -> FileSeal:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from node.island.local_training import LocalTraining, Precision
-from node.island.mesh_shape import MeshShape
+from node.island.mesh_shape import SPLIT_BACKWARD, MeshShape
 from protocol.errors import ConfigError
 from protocol.run_spec import InnerSection
 
@@ -21,15 +21,17 @@ Setting = Literal[
     "deterministic",
     "muon",
 ]
-Feature = Literal["shard", "zero", "tp", "pp", "cp", "offload"]
-"""What of a mesh is more than whole copies of the model; "zero" is shards of the optimizer alone."""
+Feature = Literal["shard", "zero", "tp", "pp", "zero-bubble", "cp", "offload"]
+"""What of a mesh is more than whole copies of the model; "zero" is shards of the optimizer alone, and
+"zero-bubble" a pipeline whose schedule takes backward in two halves."""
 
 REFUSED: dict[Setting, tuple[Feature, ...]] = {
     "micro_batch": ("pp", "offload"),  # a pipeline has microbatches of its own
     "precision": ("offload",),
     "selective": ("shard", "tp", "pp", "cp", "offload"),
     "full": ("pp", "offload"),  # schedules that split backward would run half of it twice
-    "compile": ("shard", "tp", "pp", "cp", "offload"),
+    # With tp compiled layers train something else, and say nothing; halves of a compiled backward fail.
+    "compile": ("tp", "zero-bubble", "offload"),
     "deterministic": ("offload",),
     "muon": ("offload",),
 }
@@ -66,6 +68,8 @@ def _features_of(shape: MeshShape) -> Iterator[tuple[Feature, tuple[str, str]]]:
         yield "tp", (f"tp = {shape.tensor}", "set tp = 1")
     if shape.pipeline > 1:
         yield "pp", (f"pp = {shape.pipeline}", "set pp = 1")
+        if shape.schedule in SPLIT_BACKWARD:
+            yield "zero-bubble", (f'schedule = "{shape.schedule}"', 'set schedule = "1f1b"')
     if shape.context > 1:
         yield "cp", (f"cp = {shape.context}", "set cp = 1")
     if shape.has_offload:

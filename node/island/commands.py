@@ -19,6 +19,7 @@ class MeetingPoint:
     host: str
     port: int
     interface: str
+    num_hosts: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +83,7 @@ class Keep:
     folder: CheckpointFolder
     round: int
     is_waited: bool  # answer only when it is written
+    set_id: str = ""  # of several hosts
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,14 +4,21 @@ Tensors are a rank's own parts, which torch.distributed.checkpoint cuts and join
 Files and the time at which they are written are node.island.checkpoint_writer's business.
 """
 
+from collections import ChainMap
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import filesystem, state_dict_loader
+from torch.distributed.checkpoint.default_planner import (
+    DefaultSavePlanner,
+    create_default_global_save_plan,
+)
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import AdamW, Optimizer
@@ -55,12 +62,15 @@ def is_stepped(named: list[Named]) -> bool:
     return all(each.optimizer.state.get(each.parameter) for each in named)
 
 
-def staged(named: list[Named]) -> Tensors:
-    """A copy of the state in the CPU's memory, which further steps leave alone."""
+def staged(named: list[Named], *, is_part: bool = False) -> Tensors:
+    """A copy of the state in the CPU's memory, which further steps leave alone.
+
+    In a part of several hosts' checkpoint a tied embedding's copy stays, as its first may be elsewhere.
+    """
     own = {
         f"{key}/{each.name}": value
         for each in named
-        if not each.is_copy
+        if is_part or not each.is_copy
         for key, value in each.optimizer.state[each.parameter].items()
     }
     # torch's own copy of DTensors: simpler ones alias tensors that are on the CPU already.
@@ -78,6 +88,22 @@ def staged(named: list[Named]) -> Tensors:
         stager.close()
     assert isinstance(copy, dict)
     return copy
+
+
+class PartPlanner(DefaultSavePlanner):
+    """Plans a checkpoint of what some of the ranks hold; torch's own refuses tensors that lack parts.
+
+    Reading it finds nothing amiss with what it lacks, so only the same ranks may read it.
+    """
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """See SavePlanner: what ranks have alike is written once."""
+        plans, metadata = create_default_global_save_plan(self._dedup_save_plans(all_plans))
+        self.global_plan = plans
+        self.metadata = replace(
+            metadata, planner_data=dict(ChainMap(*(plan.planner_data for plan in plans)))
+        )
+        return plans, self.metadata
 
 
 def load(named: list[Named], path: Path, group: dist.ProcessGroup | None) -> Callable[[], None]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from protocol.rounds import CorpusSummary
+from protocol.run_spec import ExchangeSection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,3 +96,12 @@ class Island(Protocol):
 
     async def evaluate(self) -> Evaluation:
         """Measures the held-out loss of the global parameters; the ranks' own weights stay."""
+
+
+def rebases(exchange: ExchangeSection, *, is_taken: bool) -> bool:
+    """Whether a fragment is adopted by putting on top of it what was trained since publishing.
+
+    Blending leaves a part of what was published in the local weights. Where that was not taken all of
+    it is still owed, and would count twice: then only what was trained since is kept.
+    """
+    return exchange.overlap == "keep" or (exchange.overlap == "blend" and not is_taken)

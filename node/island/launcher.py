@@ -157,7 +157,7 @@ class ProcessIsland:
         self._meeting: Path | None = None
         self._spawning: asyncio.Future[None] | None = None
         self._stopping = asyncio.Lock()
-        self._resuming = Resuming(checkpoints, spec)
+        self.resuming = Resuming(checkpoints, spec)
         self._watch = HangWatch(patience_seconds=hang_seconds, on_hang=self._on_hang)
 
     @property
@@ -171,6 +171,12 @@ class ProcessIsland:
 
     async def start(self) -> CorpusSummary:
         """See Island. A mesh that does not fit the run is refused before any process starts."""
+        summary = await self.bring_up()
+        await self.resuming.resume(self.load)
+        return summary
+
+    async def bring_up(self) -> CorpusSummary:
+        """As start, but without a checkpoint: of several hosts, all have to agree on it."""
         if self._members or self._spawning:
             raise RuntimeError("the island is started already")
         check_shape(self._shape, self._spec)
@@ -190,9 +196,7 @@ class ProcessIsland:
             ) from error
         self._spawning = None
         self._listen()
-        summary = await self._answer_of(Begin(), CorpusSummary)
-        await self._resuming.resume(self._load)
-        return summary
+        return await self._answer_of(Begin(), CorpusSummary)
 
     async def stop(self) -> None:
         """See Island. Takes at most five seconds."""
@@ -222,7 +226,7 @@ class ProcessIsland:
 
     async def train(self, work: InnerWork, on_progress: Callable[[Progress], None]) -> InnerReport:
         """See Island. When it is cancelled, the ranks leave off after their current inner step."""
-        self._resuming.tell_of_training(work.token_clock)
+        self.resuming.tell_of_training(work.token_clock)
         try:
             return await self._answer_of(Train(work), InnerReport, on_progress)
         except asyncio.CancelledError:
@@ -244,13 +248,16 @@ class ProcessIsland:
 
     async def keep(self, round: int, *, is_last: bool = False) -> None:
         """See Island."""
-        is_due = self._resuming.is_due()
-        if self._resuming.folder is not None and (is_due or is_last):
-            order = Keep(self._resuming.folder, round, is_waited=is_last)
-            kept = await self._answer_of(order, Kept)
-            self._resuming.tell_of_keeping(round, kept)
+        if (folder := self.resuming.folder_if_due(is_last=is_last)) is not None:
+            kept = await self.set_aside(Keep(folder, round, is_waited=is_last))
+            self.resuming.tell_of_keeping(round, kept)
 
-    async def _load(self, checkpoint: Checkpoint) -> str:
+    async def set_aside(self, order: Keep) -> Kept:
+        """Has the ranks write their part of a checkpoint, whether or not one is due."""
+        return await self._answer_of(order, Kept)
+
+    async def load(self, checkpoint: Checkpoint) -> str:
+        """Has the ranks take over their part of a checkpoint; returns why they did not."""
         return await self._answer_of(Resume(checkpoint), str)
 
     async def evaluate(self) -> Evaluation:

@@ -26,6 +26,7 @@ class Mesh:
 
     shape: MeshShape = field(default_factory=MeshShape)
     rank: int = 0
+    num_hosts: int = 1
     devices: DeviceMesh | None = None  # dimensions: pipeline, replicate, shard, tensor
     shard_group: dist.ProcessGroup | None = None
     context_group: dist.ProcessGroup | None = None
@@ -64,6 +65,7 @@ class Mesh:
         return cls(
             shape=shape,
             rank=rank,
+            num_hosts=meeting.num_hosts if isinstance(meeting, MeetingPoint) else 1,
             devices=DeviceMesh(
                 device.type,
                 torch.arange(shape.num_ranks).view(sizes),
@@ -78,6 +80,16 @@ class Mesh:
     def num_ranks(self) -> int:
         """Ranks of the island."""
         return self.shape.num_ranks
+
+    @property
+    def host(self) -> int:
+        """Which of the hosts this one is; the leader is 0."""
+        return self.rank // (self.num_ranks // self.num_hosts)
+
+    @property
+    def is_first_of_host(self) -> bool:
+        """Whether this rank does what is done once on each host."""
+        return self.rank % (self.num_ranks // self.num_hosts) == 0
 
     @property
     def place(self) -> Place:
@@ -108,6 +120,12 @@ class Mesh:
         group = _group(self.shape, self.rank, *axes)
         assert group is not None
         return group
+
+    def new_host_group(self, *, backend: str) -> dist.ProcessGroup | None:
+        """A group of this host's ranks, None for a single one; all ranks of the island ask together."""
+        each = self.num_ranks // self.num_hosts
+        hosts = [range(first, first + each) for first in range(0, self.num_ranks, each)]
+        return _own_of(hosts, self.rank, backend=backend)
 
     def share(self, count: int) -> slice:
         """The rank's part of `count` samples. Ranks of one replica and shard have the same."""
@@ -156,13 +174,15 @@ def _ends_group(shape: MeshShape, rank: int) -> dist.ProcessGroup | None:
     return _own_of(pairs, rank)
 
 
-def _own_of(groups: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup | None:
+def _own_of(
+    groups: Sequence[Sequence[int]], rank: int, *, backend: str | None = None
+) -> dist.ProcessGroup | None:
     """Makes all groups, as every rank must, in the same order, and returns the rank's own."""
     own: dist.ProcessGroup | None = None
     for members in groups:
         if len(members) == 1:
             continue
-        group = dist.new_group(list(members))
+        group = dist.new_group(list(members), backend=backend)
         if rank in members:
             own = group
     return own

@@ -19,6 +19,9 @@ Axis = Literal["pipeline", "replicate", "shard", "context", "tensor"]
 AXES: tuple[Axis, ...] = ("pipeline", "replicate", "shard", "context", "tensor")
 """From the slowest to the fastest: neighbouring ranks share a tensor group."""
 
+SPLIT_BACKWARD: tuple[ScheduleName, ...] = ("interleaved-zero-bubble", "zbv")
+"""Schedules that compute the gradients of weights later than those of inputs."""
+
 _STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1}
 
 
@@ -237,7 +240,7 @@ def _of_pipeline(shape: MeshShape, spec: RunSpec) -> Iterator[tuple[str, str]]:
 def _of_schedule(shape: MeshShape) -> Iterator[tuple[str, str]]:
     # torch finds the weights of the second half of the backward pass among the parameters that the
     # forward pass used. Resharded after it, they are others, and their gradients are lost silently.
-    splits_backward = shape.schedule in ("interleaved-zero-bubble", "zbv")
+    splits_backward = shape.schedule in SPLIT_BACKWARD
     if shape.pipeline > 1 and splits_backward and shape.zero == 3 and shape.num_shards > 1:
         yield (
             f"{shape.schedule} needs parameters to stay whole from forward to backward, and "

@@ -141,8 +141,8 @@ class _Rank:
                 return None
             case Resume(checkpoint):
                 return self._writer.load(checkpoint)
-            case Keep(folder, round_, is_waited):
-                return self._writer.keep(folder, round_, is_waited=is_waited)
+            case Keep(folder, round_, is_waited, set_id):
+                return self._writer.keep(folder, round_, set_id=set_id, is_waited=is_waited)
             case Evaluate():
                 return self._trainer.evaluate_at(
                     self._vectors.parameters, lambda: self._connection.send(Alive())

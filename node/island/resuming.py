@@ -4,7 +4,7 @@ Reading and cutting it is node.island.checkpoint_writer's, in the ranks.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 
 import structlog
 
@@ -28,15 +28,18 @@ class Resuming:
         self._is_at_zero = True
         self._rounds_since_kept = 0
 
-    async def resume(self, load: Load) -> None:
-        """Takes the newest checkpoint that loads. A rank that dies of it must not meet it again."""
+    async def resume(self, load: Load, among: Iterable[Checkpoint] | None = None) -> None:
+        """Takes the newest checkpoint that loads. A rank that dies of it must not meet it again.
+
+        `among`, the newest first, are those that all hosts have, where there are several hosts.
+        """
         self._is_at_zero = True
         if self.folder is None:
             return
         # The first round from here on is kept: what is there may be old, or nothing.
         self._rounds_since_kept = self.folder.every_rounds - 1
         await asyncio.to_thread(self.folder.remove_unfinished)
-        checkpoints = self.folder.whole()
+        checkpoints = self.folder.whole() if among is None else iter(among)
         while checkpoint := await asyncio.to_thread(next, checkpoints, None):
             try:
                 failure = await load(checkpoint)
@@ -44,13 +47,15 @@ class Resuming:
                 self.folder.discard(checkpoint)
                 raise
             if not failure:
-                self._is_at_zero = False
-                log.info(
-                    "inner optimizer goes on from its checkpoint", round=checkpoint.about.round
-                )
+                self.goes_on_from(checkpoint)
                 return
             log.warning("checkpoint left out", path=str(checkpoint.path), why=failure)
         log.info("inner optimizer begins at zero", why="no checkpoint of this run can be loaded")
+
+    def goes_on_from(self, checkpoint: Checkpoint) -> None:
+        """The ranks have taken this one over."""
+        self._is_at_zero = False
+        log.info("inner optimizer goes on from its checkpoint", round=checkpoint.about.round)
 
     def tell_of_training(self, token_clock: int) -> None:
         """Says once that learning rates rise, where they do."""
@@ -61,15 +66,15 @@ class Resuming:
             )
         self._is_at_zero = False
 
-    def is_due(self) -> bool:
-        """Whether the round that was just trained is to be kept."""
+    def folder_if_due(self, *, is_last: bool) -> CheckpointFolder | None:
+        """Where the round that was just trained is to be kept; None when it is not to be."""
         if self.folder is None:
-            return False
+            return None
         self._rounds_since_kept += 1
         if self._rounds_since_kept < self.folder.every_rounds:
-            return False
+            return self.folder if is_last else None
         self._rounds_since_kept = 0
-        return True
+        return self.folder
 
     def tell_of_keeping(self, round: int, kept: Kept) -> None:
         """Says what went wrong; training goes on without."""

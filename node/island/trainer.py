@@ -34,7 +34,7 @@ from node.island.engine import Engine
 from node.island.faults import TrainingDivergedError
 from node.island.ferry import copies_of
 from node.island.inner_state import Named, Tensors, is_stepped, load, named_by, staged
-from node.island.island import Evaluation, InnerReport, InnerWork, Progress
+from node.island.island import Evaluation, InnerReport, InnerWork, Progress, rebases
 from node.island.local_communication import LocalCommunication
 from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh import Mesh
@@ -135,19 +135,15 @@ class Trainer:
     def merge(
         self, parameters: Vector, published: Vector, fragment: int, *, is_taken: bool
     ) -> None:
-        """Takes over a fragment's new global parameters, as [exchange] overlap says.
-
-        Blending leaves a part of what was published in the local weights. Where that was not taken
-        all of it is still owed, and would count twice: then only what was trained since is kept.
-        """
+        """Takes over a fragment's new global parameters, as [exchange] overlap says."""
         exchange = self._spec.exchange
         span = self._layout.fragments[fragment].span
         if exchange.overlap == "none":
             adopt_boxes(self._held(), parameters, span, copies=self._copies)
-        elif exchange.overlap == "blend" and is_taken:
-            blend_boxes(self._held(), parameters, span, local_share=exchange.local_share)
-        else:
+        elif rebases(exchange, is_taken=is_taken):
             rebase_boxes(self._held(), parameters, published, span)
+        else:
+            blend_boxes(self._held(), parameters, span, local_share=exchange.local_share)
 
     def publish(self, into: Vector, fragment: int) -> None:
         """Copies this rank's parts of the fragment to their places in the canonical vector."""
@@ -274,7 +270,7 @@ class Trainer:
             loss_scale_steps=0 if scale is None else scale[1],
             rewarming_steps=self._rewarming.steps_left,
         )
-        return staged(named), about
+        return staged(named, is_part=self._mesh.num_hosts > 1), about
 
     def load_inner_state(
         self, path: Path, about: About, group: dist.ProcessGroup | None

@@ -231,13 +231,13 @@ def test_a_wrong_option_of_a_node_is_refused(member: Path, tmp_path: Path) -> No
     assert "tp = 3 does not divide [model] num_heads = " in typed.err
     file = member / "node.toml"
     before = file.read_text()
-    file.write_text('name = "member"\ncompile = true\n')
+    file.write_text('name = "member"\nactivation_checkpointing = "selective"\n')
     try:
         typed = atoll(*start, "--shard", "2")
     finally:
         file.write_text(before)
     assert typed.code == 78
-    assert "compile = true does not go with shard = 2 (zero = 3)" in typed.err
+    assert '"selective" does not go with shard = 2 (zero = 3)' in typed.err
 
 
 def test_a_model_that_is_not_there_yet_cannot_be_exported(member: Path, tmp_path: Path) -> None:

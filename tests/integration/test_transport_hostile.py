@@ -9,11 +9,11 @@ import pytest
 from transport_peers import BIG, Peer, introduce, make_payload, start_transport
 
 from node.exchange.transport import libp2p
+from node.exchange.transport.doorkeeper import Doorkeeper
 from node.exchange.transport.frames import Limits, TransferStream
 from node.exchange.transport.libp2p import PROTOCOL, Libp2pTransport
 from node.exchange.transport.p2pd import DaemonError, P2pd
 from node.exchange.transport.pacing import Pacer
-from node.exchange.transport.serving import Doorkeeper
 from node.exchange.transport.tally import Tally
 from node.exchange.transport.transport import (
     FalseAnswerError,

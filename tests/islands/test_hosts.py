@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 import signal
 import subprocess
 import uuid
@@ -9,32 +10,44 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from rank_scene import initial_vectors, with_texts
+from structlog.testing import capture_logs
 from test_ranks import ENDLESS, ignore, small_spec, trained_inline, work_of
 
 from benchmarks.processes import MARK, Family, atoll_command, atoll_environment
+from node.hosts.desk import HostDesk
 from node.hosts.following import follow
-from node.hosts.leading import HostDesk, HostsIsland
+from node.hosts.leading import HostsIsland
+from node.hosts.parts import Shelf
 from node.hosts.token import HostToken, LeaderKey
 from node.hosts.wire import connect
+from node.island.checkpoints import CheckpointFolder
 from node.island.faults import RankDiedError
 from node.island.inline import InlineIsland
-from node.island.island import Progress
+from node.island.island import Island, Progress
 from node.island.launcher import ProcessIsland, prepare_forkserver
 from node.island.local_training import PLAIN
 from node.island.mesh_shape import MeshShape
-from node.outer_state import SharedVectors
+from node.island.model import layout_of
+from node.outer_state import SharedVectors, Vector
 from protocol.errors import ConfigError, ProtocolMismatchError
+from protocol.run_spec import ExchangeSection, RunSpec
 
 SPEC = small_spec().model_copy(
     update={"model": small_spec().model.model_copy(update={"num_layers": 2})}
 )
 VERSION = metadata.version("atoll")
 PATIENCE_SECONDS = 900.0  # for a hang only
-SHARDS, STAGES = MeshShape(shard=2), MeshShape(pipeline=2)
+SHARDS, STAGES, COPIES = MeshShape(shard=2), MeshShape(pipeline=2), MeshShape(replicate=2)
+FOUR = MeshShape(shard=4)
+AT_ONCE = SPEC.model_copy(  # else weights hardly move in a few inner steps
+    update={"inner": SPEC.inner.model_copy(update={"warmup_tokens": 0})}
+)
+BLENDED = AT_ONCE.model_copy(update={"exchange": ExchangeSection(overlap="blend", fragments=2)})
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -79,14 +92,16 @@ class Follower:
 async def following(token: Path, folder: Path) -> AsyncIterator[asyncio.Task[str]]:
     """What the command runs, in this process; its ranks are processes of their own all the same."""
     leader = HostToken.read(token)
+    shelf = Shelf(folder / "inner-two")
     task = asyncio.create_task(
-        follow(leader, name="two", device="cpu", version=VERSION, folder=folder)
+        follow(leader, name="two", device="cpu", version=VERSION, folder=folder, shelf=shelf)
     )
     try:
         yield task
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+        shelf.close()
 
 
 @contextlib.asynccontextmanager
@@ -104,23 +119,31 @@ async def open_desk(
 
 
 def island_of(
-    desk: HostDesk, vectors: SharedVectors, folder: Path, shape: MeshShape = SHARDS
+    desk: HostDesk,
+    vectors: SharedVectors,
+    folder: Path,
+    shape: MeshShape = SHARDS,
+    *,
+    spec: RunSpec = SPEC,
+    checkpoints: CheckpointFolder | None = None,
 ) -> HostsIsland:
+    each = shape.num_ranks // 2
     own = ProcessIsland(
-        spec=SPEC,
+        spec=spec,
         names=vectors.names,
-        devices=("cpu",),
+        devices=("cpu",) * each,
         shape=shape,
-        ranks=range(1),
+        ranks=range(each),
         folder=folder,
         num_threads=1,
+        checkpoints=checkpoints,
     )
     return HostsIsland(
         own=own,
         desk=desk,
         num_hosts=2,
         listen_host="127.0.0.1",
-        spec=SPEC,
+        spec=spec,
         shape=shape,
         local=PLAIN,
         shared=vectors,
@@ -172,6 +195,130 @@ async def test_two_hosts_train_as_one_process_and_end_together(
             await island.stop()
         await desk.close()
         assert await follower == "the leader has ended"
+
+
+async def overlapped(island: Island, vectors: tuple[Vector, Vector]) -> list[Vector]:
+    """What is published over two rounds of each fragment, trained on through both adoptions."""
+    parameters, published = vectors
+    layout = layout_of(BLENDED.model, BLENDED.exchange.fragments)
+    found = []
+    await island.adopt()
+    await island.train(work_of(3), ignore)
+    for fragment, is_taken in ((0, True), (1, False), (0, False), (1, True)):
+        span = layout.fragments[fragment].span
+        published[span] = np.nan
+        await island.publish(fragment)
+        found.append(published[span].copy())
+        await island.train(work_of(2), ignore)
+        parameters[span] += 0.1
+        await island.adopt(fragment, is_taken=is_taken)
+    for fragment in (0, 1):
+        await island.publish(fragment)
+    return [*found, published.copy()]
+
+
+async def test_two_hosts_that_train_through_the_exchange_stay_one_model(
+    vectors: SharedVectors, folder: Path
+) -> None:
+    """Each rank holds all tensors and publishes half: it needs what the other host published."""
+    plain = (vectors.parameters.copy(), vectors.published.copy())
+    inline = InlineIsland(spec=BLENDED, parameters=plain[0], published=plain[1], folder=folder)
+    await inline.start()
+    expected = await overlapped(inline, plain)
+    async with (
+        asyncio.timeout(PATIENCE_SECONDS),
+        open_desk(folder) as (desk, token),
+        following(token, folder),
+    ):
+        island = island_of(desk, vectors, folder, COPIES, spec=BLENDED)
+        try:
+            await island.start()
+            found = await overlapped(island, (vectors.parameters, vectors.published))
+        finally:
+            await island.stop()
+    for one, two in zip(expected, found, strict=True):
+        np.testing.assert_allclose(two, one, atol=1e-4)
+
+
+def folder_of(path: Path, shape: MeshShape) -> CheckpointFolder:
+    return CheckpointFolder(
+        path=path,
+        run_digest=AT_ONCE.digest(),
+        layout_digest=layout_of(AT_ONCE.model).summary().digest,
+        every_rounds=1,
+        num_hosts=2,
+        mesh=str(shape),
+    )
+
+
+def names_in(path: Path) -> set[str]:
+    return {found.name for found in path.iterdir()} - {"lock"}
+
+
+@pytest.mark.timeout(900)  # twelve ranks
+async def test_hosts_that_start_again_go_on_from_the_newest_checkpoint_that_all_of_them_have(
+    vectors: SharedVectors, folder: Path
+) -> None:
+    plain = (vectors.parameters.copy(), np.zeros_like(vectors.parameters))
+    inline = InlineIsland(spec=AT_ONCE, parameters=plain[0], published=plain[1], folder=folder)
+    await inline.start()
+    await inline.adopt()
+    for _ in range(2):
+        await inline.train(work_of(3), ignore)
+    await inline.publish(0)
+    own, other = folder / "inner", folder / "inner-two"
+
+    async with (
+        asyncio.timeout(PATIENCE_SECONDS),
+        open_desk(folder) as (desk, token),
+        following(token, folder),
+    ):
+        kept = folder_of(own, FOUR)  # two ranks on each host
+        island = island_of(desk, vectors, folder, FOUR, spec=AT_ONCE, checkpoints=kept)
+
+        async def started_again() -> list[Any]:
+            await island.stop()
+            with capture_logs() as lines:
+                await island.start()
+            await island.adopt()
+            return lines
+
+        try:
+            await started_again()
+            await island.train(work_of(3), ignore)
+            await island.publish(0)
+            await island.keep(1, is_last=True)
+            vectors.parameters[:] = vectors.published
+
+            assert ("inner optimizer goes on from its checkpoint", 1) in told(await started_again())
+            await island.train(work_of(3), ignore)
+            await island.publish(0)
+            # Sums in another order; with the optimizer at zero it would be a hundred times as much.
+            np.testing.assert_allclose(vectors.published, plain[1], atol=1e-4)
+            await island.keep(2, is_last=True)
+            assert names_in(own) == names_in(other) == {"round-1", "round-2"}
+
+            # What a host has that lost its power just before it gave its part a name.
+            (other / "round-2").rename(other / ".round-2")
+            lines = await started_again()
+            assert ("inner optimizer goes on from its checkpoint", 1) in told(lines)
+            assert "not every host has its part of it" in {line.get("why") for line in lines}
+            assert names_in(other) == {"round-1"}
+
+            # One that cannot write: no host gives its part a name.
+            (other / ".round-3").touch()
+            await island.train(work_of(1), ignore)
+            with capture_logs() as lines:
+                await island.keep(3, is_last=True)
+            assert [line["event"] for line in lines] == ["checkpoint not written"]
+            assert re.search(r"host two: .*FileExistsError", lines[0]["why"])
+            assert names_in(own) == {"round-1", "round-2"}
+        finally:
+            await island.stop()
+
+
+def told(lines: list[Any]) -> set[tuple[str, int]]:
+    return {(line["event"], line.get("round", 0)) for line in lines}
 
 
 async def test_a_rank_or_a_host_that_dies_fails_the_call_and_a_fresh_start_goes_on(

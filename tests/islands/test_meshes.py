@@ -3,6 +3,7 @@
 import math
 import multiprocessing
 import tempfile
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from node.island.compiling import be_deterministic
+from node.island import engine
+from node.island.compiling import be_deterministic, compile_layers
 from node.island.corpus import read_corpus
 from node.island.engine import Engine
 from node.island.first_weights import initial_parameters
@@ -68,9 +70,11 @@ def run_rank(
     place: Path,
     local: LocalTraining,
     overflows: bool,
+    backend: str,
 ) -> None:
     """Trains as a rank of the mesh; `published` then has the first weights, `parameters` the last."""
     torch.set_num_threads(1)
+    engine.compile_layers = partial(compile_layers, backend=backend)  # in this process only
     if local.deterministic:
         be_deterministic()
     vectors = SharedVectors.attach(names)
@@ -92,7 +96,7 @@ def run_rank(
         norms.append(clip(engine, max_norm).item())
         return torch.tensor(norms[-1])
 
-    Engine.clip = spied  # type: ignore[method-assign]  # in this process only
+    Engine.clip = spied  # type: ignore[method-assign]  # likewise
     passes: list[int] = []
     weights: set[tuple[str, torch.dtype]] = set()
     normalise = torch.nn.RMSNorm.forward
@@ -143,6 +147,7 @@ def trained(
     local: LocalTraining = PLAIN,
     *,
     overflows_on: int | None = None,
+    backend: str = "inductor",
 ) -> Outcome:
     """Trains with a process for each rank; the gradient of one may overflow at the second step."""
     context = multiprocessing.get_context("forkserver")
@@ -161,7 +166,7 @@ def trained(
                 process = context.Process(
                     target=run_rank,
                     args=(theirs, spec, shape, rank, vectors.names, Path(meeting), local),
-                    kwargs={"overflows": rank == overflows_on},
+                    kwargs={"overflows": rank == overflows_on, "backend": backend},
                     daemon=True,
                 )
                 process.start()
@@ -299,11 +304,25 @@ def test_what_a_machine_chooses_changes_nothing_on_meshes_that_allow_it(
     check_alike(shape, alone, tmp_path, local=local)
 
 
-def test_copies_with_compiled_layers_train_as_one_process_without(
-    alone: dict[bool, tuple[Figures, np.ndarray]], tmp_path: Path
+@pytest.mark.parametrize(
+    ("shape", "backend"),
+    [
+        (MeshShape(replicate=2), "inductor"),
+        # Code is made of what was traced, whatever the mesh, so running the trace will do.
+        (MeshShape(shard=2), "aot_eager"),
+        (MeshShape(context=2), "aot_eager"),
+        (MeshShape(pipeline=2, schedule="interleaved-1f1b"), "aot_eager"),
+    ],
+    ids=lambda value: f"{value}, {value.schedule}" if isinstance(value, MeshShape) else value,
+)
+def test_a_mesh_with_compiled_layers_trains_as_one_process_without(
+    shape: MeshShape,
+    backend: str,
+    alone: dict[bool, tuple[Figures, np.ndarray]],
+    tmp_path: Path,
 ) -> None:
     spec, local = spec_of(), LocalTraining(compile=True)
-    many, _, last = trained(spec, MeshShape(replicate=2), tmp_path, local)
+    many, _, last = trained(spec, shape, tmp_path, local, backend=backend)
     one, one_last = alone[True]
     assert many[:3] == pytest.approx(one[:3], abs=1e-5)
     assert many[3] == pytest.approx(one[3], abs=1e-5)

@@ -24,14 +24,24 @@ def folder(tmp_path: Path) -> CheckpointFolder:
 
 
 def write(
-    folder: CheckpointFolder, round_: int, *, run: Digest = RUN, layout: Digest = LAYOUT
+    folder: CheckpointFolder,
+    round_: int,
+    *,
+    run: Digest = RUN,
+    layout: Digest = LAYOUT,
 ) -> None:
     building = folder.building(round_)
     building.mkdir(parents=True)
     (building / "moments").write_bytes(b"moments of round %d" % round_)
-    folder.finish(
-        About(run_digest=run.hex(), layout_digest=layout.hex(), round=round_, mesh="1 rank")
+    folder.seal(
+        About(
+            run_digest=run.hex(),
+            layout_digest=layout.hex(),
+            round=round_,
+            mesh="1 rank",
+        )
     )
+    folder.finish(round_)
 
 
 def rounds(folder: CheckpointFolder) -> list[int]:
@@ -198,16 +208,18 @@ async def test_the_first_round_after_a_start_is_kept_and_then_every_third(
 ) -> None:
     resuming = resuming_from(folder)
     await resuming.resume(Ranks().load)
-    assert [resuming.is_due() for _ in range(7)] == [True, False, False, True, False, False, True]
+    due = [resuming.folder_if_due(is_last=False) is not None for _ in range(7)]
+    assert due == [True, False, False, True, False, False, True]
+    assert resuming.folder_if_due(is_last=True) is folder
     await resuming.resume(Ranks().load)
-    assert resuming.is_due()
+    assert resuming.folder_if_due(is_last=False) is folder
 
 
 async def test_without_a_folder_nothing_is_kept_or_said_of_it() -> None:
     resuming = resuming_from(None)
     with capture_logs() as lines:
         await resuming.resume(Ranks().load)
-        assert not resuming.is_due()
+        assert resuming.folder_if_due(is_last=True) is None
     assert not lines
 
 

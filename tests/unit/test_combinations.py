@@ -18,6 +18,7 @@ MESHES = {
     "zero 3": MeshShape(shard=2),
     "tp": MeshShape(tensor=2),
     "pp": MeshShape(pipeline=2),
+    "zbv": MeshShape(pipeline=2, schedule="zbv"),
     "cp": MeshShape(context=2),
     "offload": MeshShape(has_offload=True),
 }
@@ -42,12 +43,12 @@ ALONE = (MeshShape(), MeshShape(replicate=3))
 
 # fmt: off
 REFUSALS = {
-    "micro_batch = 2":                        ["pp", "offload"],
+    "micro_batch = 2":                        ["pp", "zbv", "offload"],
     'precision = "bf16"':                     ["offload"],
     'precision = "fp16"':                     ["offload"],
-    'activation_checkpointing = "selective"': ["zero 2", "zero 3", "tp", "pp", "cp", "offload"],
-    'activation_checkpointing = "full"':      ["pp", "offload"],
-    "compile = true":                         ["zero 2", "zero 3", "tp", "pp", "cp", "offload"],
+    'activation_checkpointing = "selective"': ["zero 2", "zero 3", "tp", "pp", "zbv", "cp", "offload"],
+    'activation_checkpointing = "full"':      ["pp", "zbv", "offload"],
+    "compile = true":                         ["tp", "zbv", "offload"],
     "deterministic = true":                   ["offload"],
     '[inner] optimizer = "muon"':             ["offload"],
     'precision = "auto"':                     [],
@@ -82,9 +83,16 @@ def test_a_choice_is_refused_on_these_meshes_and_on_no_others(words: str) -> Non
     [
         (
             MeshShape(replicate=2, shard=2),
+            LocalTraining(activation_checkpointing="selective"),
+            'activation_checkpointing = "selective" does not go with shard = 2 (zero = 3): they are '
+            'not known to train right together; set activation_checkpointing = "none", or set '
+            "replicate = 4 and shard = 1, in node.toml",
+        ),
+        (
+            MeshShape(pipeline=2, schedule="zbv"),
             LocalTraining(compile=True),
-            "compile = true does not go with shard = 2 (zero = 3): they are not known to train "
-            "right together; set compile = false, or set replicate = 4 and shard = 1, in node.toml",
+            'compile = true does not go with schedule = "zbv": they are not known to train right '
+            'together; set compile = false, or set schedule = "1f1b", in node.toml',
         ),
         (
             MeshShape(has_offload=True),
@@ -129,13 +137,13 @@ def test_auto_leaves_out_meshes_that_do_not_go_with_other_settings() -> None:
     copies = need_of(MeshShape(replicate=2), SPEC).num_bytes
     too_little = copies - 1
     assert choose(SPEC, num_ranks=2, bytes_per_rank=too_little, kind="cpu").shape.shard == 2
-    fast = LocalTraining(compile=True)
-    too_little = need_of(MeshShape(shard=2, zero=1), SPEC, fast).num_bytes - 1
-    with pytest.raises(ConfigError, match=r"compile = true does not go with shard = 2"):
-        choose(SPEC, num_ranks=2, bytes_per_rank=too_little, kind="cpu", local=fast)
+    frugal = LocalTraining(activation_checkpointing="selective")
+    too_little = need_of(MeshShape(shard=2, zero=1), SPEC, frugal).num_bytes - 1
+    with pytest.raises(ConfigError, match=r'"selective" does not go with shard = 2'):
+        choose(SPEC, num_ranks=2, bytes_per_rank=too_little, kind="cpu", local=frugal)
     odd = SPEC.model_copy(update={"inner": InnerSection(batch=9)})
-    with pytest.raises(ConfigError, match=r"true does not go with pp = 2.*, or set pp = 1"):
-        choose(odd, num_ranks=2, bytes_per_rank=2**40, kind="cpu", local=fast)
+    with pytest.raises(ConfigError, match=r'"selective" does not go with pp = 2.*, or set pp = 1'):
+        choose(odd, num_ranks=2, bytes_per_rank=2**40, kind="cpu", local=frugal)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from node.island.checkpoint_writer import CheckpointWriter
 from node.island.checkpoints import CheckpointFolder
 from node.island.corpus import Corpus, read_corpus
 from node.island.first_weights import initial_parameters
+from node.island.inner_state import Named, staged
 from node.island.island import InnerWork
 from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh import Mesh
@@ -259,3 +260,16 @@ def test_a_restart_within_a_re_warm_up_goes_on_with_it(
     again.train(10, steps=1)
     assert again.learning_rate() == pytest.approx(1e-2 * 3 / (rewarming_steps(SPEC.inner) + 1))
     assert next(folder.whole()).about.rewarming_steps == rewarming_steps(SPEC.inner) - 2
+
+
+def test_a_part_of_several_hosts_holds_a_tied_embedding_wherever_it_is() -> None:
+    """Its first copy may be on another host, whose disk this one cannot read."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([weight])
+    weight.sum().backward()
+    optimizer.step()
+    copy = Named(name="embed_tokens", parameter=weight, optimizer=optimizer, is_copy=True)
+    assert staged([copy]) == {}
+    assert {"step/embed_tokens", "exp_avg/embed_tokens", "exp_avg_sq/embed_tokens"} == set(
+        staged([copy], is_part=True)
+    )

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 import structlog
 
 from node.exchange.transport.conveyor import Conveyor
+from node.exchange.transport.doorkeeper import Doorkeeper
 from node.exchange.transport.frames import BROKEN, FrameError, Limits, TransferStream, drop
 from node.exchange.transport.inbound import Inbounds
 from node.exchange.transport.link_rates import LinkRates
@@ -19,7 +20,6 @@ from node.exchange.transport.p2pd import DaemonError, P2pd
 from node.exchange.transport.pacing import Pacer
 from node.exchange.transport.parts import FIRST_ROUND_TRIP_SECONDS, first_streams
 from node.exchange.transport.serving import (
-    Doorkeeper,
     fetch_over,
     push_over,
     refuse,
