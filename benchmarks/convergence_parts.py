@@ -1,10 +1,10 @@
-"""What benchmarks.convergence compares: parts, each with settings that differ in one thing, and claims.
+"""What benchmarks.convergence compares: parts, each with settings that differ in one thing.
 
 The first setting of a part is what the others are compared with.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, get_args
 
 import numpy as np
@@ -248,6 +248,18 @@ def frontier_part() -> list[Setting]:
     ]
 
 
+def muon_part() -> list[Setting]:
+    """The frontier's run with Muon on matrices: nodes and data parallelism at the rate best for both."""
+    muon = {"optimizer": "muon", "muon_learning_rate": 2.4e-2}
+    base = FRONTIER.changed("Muon", inner=muon, **codecs("int4", "int4"))
+
+    def exchanged(steps: int) -> Setting:
+        rounds = FRONTIER_STEPS // steps
+        return base.changed(f"int4, H = {steps}", run={"rounds": rounds}, inner={"steps": steps})
+
+    return [exchanged(32).changed(DATA_PARALLEL), exchanged(32), exchanged(80)]
+
+
 def quick_part() -> list[Setting]:
     """A few seconds through all of the code: no figure to believe."""
     tiny = BASE.changed(
@@ -278,6 +290,7 @@ PARTS: dict[str, Callable[[], list[Setting]]] = {
     "rates": rates_part,
     "frontier": frontier_part,
     "tuning": tuning_part,
+    "muon": muon_part,
 }
 
 
@@ -289,107 +302,3 @@ def bits_of(codec: str) -> float:
 
 def _with(setting: Setting, **changes: Any) -> Setting:
     return replace(setting, **changes)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
-    """A published sign, as a comparison of two settings of a part."""
-
-    says: str
-    part: str
-    of: str
-    against: str
-    sign: int  # of the loss's difference: +1, -1, or 0 for "nothing is lost"
-
-
-CLAIMS = (
-    Claim(
-        says="longer training alone costs a little",
-        part="steps",
-        of="H = 80",
-        against="H = 5",
-        sign=1,
-    ),
-    Claim(
-        says="a swarm ends behind data parallelism with the same tokens",
-        part="steps",
-        of="H = 20",
-        against=DATA_PARALLEL,
-        sign=1,
-    ),
-    Claim(
-        says="more nodes, so more tokens, end lower",
-        part="nodes",
-        of="8 nodes",
-        against="1 nodes",
-        sign=-1,
-    ),
-    Claim(
-        says="8 bits both ways lose nothing",
-        part="codecs",
-        of="int8 / int8",
-        against="fp32 / fp32",
-        sign=0,
-    ),
-    Claim(
-        says="4 bits both ways lose nothing",
-        part="codecs",
-        of="int4 / int4, keep",
-        against="fp32 / fp32",
-        sign=0,
-    ),
-    Claim(says="Muon ends lower than AdamW", part="inner", of="Muon", against="AdamW", sign=-1),
-    Claim(
-        says="topics of one's own cost a little",
-        part="text",
-        of="own text",
-        against="all text",
-        sign=1,
-    ),
-    Claim(
-        says="half of all contributions late costs a little",
-        part="drops",
-        of="50% late",
-        against="none late",
-        sign=1,
-    ),
-    Claim(
-        says="Nesterov with momentum 0.9 beats plain SGD",
-        part="outer",
-        of="nesterov 0.7, 0.9",
-        against="sgd 1.0",
-        sign=-1,
-    ),
-    Claim(
-        says="the best outer rate rises with nodes: at 8, 0.7 beats 0.5",
-        part="rates",
-        of="rate 0.7, 8 nodes, H = 20",
-        against="rate 0.5, 8 nodes, H = 20",
-        sign=-1,
-    ),
-    Claim(
-        says="… and at 1 it does not",
-        part="rates",
-        of="rate 0.7, 1 nodes, H = 20",
-        against="rate 0.5, 1 nodes, H = 20",
-        sign=1,
-    ),
-    Claim(
-        says="it rises with H: at 80, 0.7 beats 0.5",
-        part="rates",
-        of="rate 0.7, 4 nodes, H = 80",
-        against="rate 0.5, 4 nodes, H = 80",
-        sign=-1,
-    ),
-    *(
-        Claim(
-            says=says, part="codecs", of=f"{codec} / {of}", against=f"{codec} / {against}", sign=1
-        )
-        for codec, says, of, against in (
-            ("int2", "2 bits want error feedback", "int2, no feedback", "int2, keep"),
-            ("sign", "1 bit wants its reducer's error kept", "sign, drop", "sign, keep"),
-            ("topk64", "sparse codecs both ways too", "topk64, drop", "topk64, keep"),
-        )
-        if codec in get_args(CodecName)
-    ),
-)

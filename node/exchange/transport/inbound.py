@@ -26,8 +26,8 @@ MOST_KEPT_FROM_ONE = 2
 OFFER_SECONDS = 2.0
 """How long a part waits for the offer of its body, which was sent before it, on another stream."""
 
-MOST_REFUSED = 64
-"""Bodies that were refused lately: what still comes of them is dropped at once."""
+MOST_OVER = 64
+"""Bodies that have come, broke off or were refused lately: what still comes of them is dropped at once."""
 
 MOST_DROPPED_BYTES = 256 << 20
 """Of one stripe: more that nobody asked for ends it."""
@@ -55,7 +55,7 @@ class Inbounds:
     def __init__(self) -> None:
         self._open: dict[tuple[NodeId, Digest], Inbound] = {}
         self._kept: dict[tuple[NodeId, Digest], tuple[Assembly, asyncio.TimerHandle]] = {}
-        self._refused: dict[tuple[NodeId, Digest], None] = {}
+        self._over: dict[tuple[NodeId, Digest], None] = {}  # the oldest first
         self._decided = asyncio.Event()  # set, and replaced, at each offer
         self._stripes: Counter[NodeId] = Counter()
 
@@ -72,15 +72,16 @@ class Inbounds:
         else:
             assembly = Assembly(body_bytes=header.body_bytes, part_bytes=size)
         inbound = self._open[key] = Inbound(header=header, assembly=assembly)
-        self._refused.pop(key, None)
+        self._over.pop(key, None)
         self._wake()
         return inbound
 
     def refuse(self, sender: NodeId, digest: Digest) -> None:
         """No part of this body is taken, until it is offered again."""
-        self._refused[sender, digest] = None
-        if len(self._refused) > MOST_REFUSED:
-            del self._refused[next(iter(self._refused))]
+        self._over.pop((sender, digest), None)
+        self._over[sender, digest] = None
+        if len(self._over) > MOST_OVER:
+            del self._over[next(iter(self._over))]
         self._wake()
 
     def _wake(self) -> None:
@@ -94,6 +95,7 @@ class Inbounds:
         if self._open.get(key) is not inbound:
             return  # another offer goes on with it
         del self._open[key]
+        self.refuse(sender, digest)
         if not is_kept or not inbound.assembly.held:
             return
         others = [kept for kept in self._kept if kept[0] == sender]
@@ -107,7 +109,7 @@ class Inbounds:
         key = (sender, digest)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(OFFER_SECONDS):
-                while key not in self._open and key not in self._refused:
+                while key not in self._open and key not in self._over:
                     await self._decided.wait()
         return self._open.get(key)
 
