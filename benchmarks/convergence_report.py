@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.convergence_claims import CLAIMS, DATA_PARALLEL, Claim, frontier_part
+from benchmarks.convergence_claims import CLAIMS, Claim
+from benchmarks.convergence_parts import DATA_PARALLEL, frontier_part
 from benchmarks.figures import Point, scattered
 
 

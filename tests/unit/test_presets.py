@@ -12,7 +12,15 @@ import pytest
 
 from benchmarks.presets import situation_of, table
 from coordinator.presets.choosing import GIVEN, Given, Plan, chosen, ladder
-from coordinator.presets.cost import CODEC_COSTS, GOAL, WHOLE, Setting, Situation, predicted
+from coordinator.presets.cost import (
+    CODEC_COSTS,
+    GOAL,
+    LINK_SHARE,
+    WHOLE,
+    Setting,
+    Situation,
+    predicted,
+)
 from coordinator.presets.model_sizes import NAMED_MODELS, VOCABULARY, num_parameters
 from coordinator.presets.view import prediction_lines
 from node.exchange.codecs.registry import CODECS
@@ -96,9 +104,11 @@ def test_one_bit_is_chosen_with_a_hundred_exchanges_of_a_fragment_and_not_with_f
 
 def test_rates_that_exchanges_have_achieved_count_whole_and_that_is_said() -> None:
     told = situation_of("125m", 10)
-    achieved = replace(told, down_bits_per_second=7e6, up_bits_per_second=7e6, link_share=WHOLE)
+    rate = LINK_SHARE * told.up_bits_per_second
+    achieved = replace(told, down_bits_per_second=rate, up_bits_per_second=rate, link_share=WHOLE)
     here, there = chosen(achieved).prediction, chosen(told).prediction
-    assert here.enough_bits_per_second == pytest.approx(0.7 * (there.enough_bits_per_second or 0))
+    enough = LINK_SHARE * (there.enough_bits_per_second or 0)
+    assert here.enough_bits_per_second == pytest.approx(enough)
     assert replace(here, enough_bits_per_second=there.enough_bits_per_second) == there
 
     def why(situation: Situation) -> str:
