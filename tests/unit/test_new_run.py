@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.config import run_text
+from coordinator.presets.cost import LINK_SHARE
 from coordinator.presets.measured_links import measured_links
 from protocol import cli, console
 from protocol.query import StatusLink
@@ -68,7 +69,7 @@ def test_every_choice_is_printed_with_its_value_and_its_reason(
         assert choice["reason"] and choice["reason"] in line
     assert told["verdict"] in lines
     assert told["situation"]["up_bits_per_second"] == 5e6
-    assert told["situation"]["link_share"] == 0.7
+    assert told["situation"]["link_share"] == LINK_SHARE
     assert told["meets_goal"] is True
     assert told["prediction"]["utilisation"] >= 0.95
     assert not told["step_is_assumed"]
