@@ -209,6 +209,7 @@ class Daemon:
 
     def _announcement(self) -> Announcement:
         assert self._corpus is not None
+        outer_round, outer_digest = self._outer.position
         return Announcement(
             node_name=self._facts.node_name,
             address=PeerAddress(
@@ -217,9 +218,9 @@ class Daemon:
             run_digest=self._run_digest,
             layout=self._outer.layout.summary(),
             corpus=self._corpus,
-            outer_round=self._outer.round,
-            outer_digest=self._outer.digest,
-            outer_incarnation=self._history.incarnation_at(self._outer.round),
+            outer_round=outer_round,
+            outer_digest=outer_digest,
+            outer_incarnation=self._history.incarnation_at(outer_round),
             device=self._facts.device,
             num_ranks=self._facts.num_ranks,
             version=self._facts.version,
@@ -229,10 +230,11 @@ class Daemon:
     def vitals(self) -> Vitals:
         """How the node is doing now."""
         progress = self._duties.progress
+        outer_round, outer_digest = self._outer.position
         return Vitals(
-            outer_round=self._outer.round,
-            outer_digest=self._outer.digest,
-            outer_incarnation=self._history.incarnation_at(self._outer.round),
+            outer_round=outer_round,
+            outer_digest=outer_digest,
+            outer_incarnation=self._history.incarnation_at(outer_round),
             unreachable=self._transport.unreachable,
             activity="restarting ranks" if self._island.is_restarting else self._duties.activity,
             waiting_for=self._waiting_for(),

@@ -6,6 +6,7 @@ here is arithmetic on vectors: no I/O and no waiting.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,6 +39,13 @@ class Pending:
     accumulated: Vector  # [fragment]: pseudo-gradient plus residual
     bodies: dict[int, bytes] = field(default_factory=dict)  # slice index -> as encoded for the wire
     later: Vector | None = None  # [fragment]: what was trained since, and is owed on top
+
+
+class Position(NamedTuple):
+    """Which state is held: one value, for heartbeats tell of it while another thread moves it."""
+
+    round: int
+    digest: Digest
 
 
 class Outer:
@@ -74,11 +82,10 @@ class Outer:
         self._run_digest = run_digest
         self._node_id = node_id
         self._checked: set[tuple[Digest, int]] = set()  # results since the last commit
-        self.round = 0
         self._digest = OuterDigest(
             parameters, self._momentum, num_threads=downlink.tiles.num_threads
         )
-        self.digest = self._digest.value
+        self.position = Position(round=0, digest=self._digest.value)
 
     @classmethod
     def of_run(
@@ -111,6 +118,16 @@ class Outer:
             run_digest=spec.digest(),
             node_id=node_id,
         )
+
+    @property
+    def round(self) -> int:
+        """How many rounds the state has behind it."""
+        return self.position.round
+
+    @property
+    def digest(self) -> Digest:
+        """Of parameters and momentum."""
+        return self.position.digest
 
     def compile_kernels(self) -> None:
         """Gets codecs and arithmetic ready, which takes seconds on a machine's first start. Heavy."""
@@ -213,12 +230,11 @@ class Outer:
             self._move(commit.fragment, outcome, results[outcome.index].body)
         reducers = {index: payload.header.sender_id for index, payload in results.items()}
         self._settle(commit, pending, reducers)
-        self.round = commit.round
         self._digest.renew(
             (self._span(commit.fragment, each.start, each.num_elements) for each in committed),
             has_momentum_changed=self._optimizer.moves_momentum,
         )
-        self.digest = self._digest.value
+        self.position = Position(round=commit.round, digest=self._digest.value)
 
     def _move(self, fragment: int, outcome: SliceOutcome, body: bytes) -> None:
         """Applies the outer optimizer to a slice."""
@@ -327,9 +343,8 @@ class Outer:
         self._reducer_error.restore(
             None if owed is None else owed.reducer_error, round=snapshot.round
         )
-        self.round = snapshot.round
         self._digest.renew([slice(0, self.layout.num_elements)])
-        self.digest = self._digest.value
+        self.position = Position(round=snapshot.round, digest=self._digest.value)
 
 
 def _tokens_of(outcome: SliceOutcome, node_id: NodeId) -> int:

@@ -1,5 +1,7 @@
 """The digest of an outer state: kept up to date from what has changed, it is that of the whole."""
 
+from typing import Any
+
 import blake3
 import numpy as np
 import pytest
@@ -105,3 +107,32 @@ def test_after_every_commit_the_digest_is_that_of_the_whole_state(
     assert len(seen) == 6
     outer.restore(outer_of(A, layout=outer.layout).snapshot(), None)
     assert outer.digest == outer.snapshot().outer_digest()
+
+
+def test_who_looks_while_the_state_moves_never_sees_a_round_with_anothers_digest() -> None:
+    outer, other = outer_of(A), outer_of(A)
+    seen = []
+    renew = outer._digest.renew
+
+    def looked_at(*spans: Any, **more: Any) -> None:
+        seen.append((outer.position, (outer.round, outer.digest)))
+        renew(*spans, **more)
+        seen.append((outer.position, (outer.round, outer.digest)))
+
+    outer._digest.renew = looked_at  # type: ignore[method-assign]
+    first = outer.position
+    result = result_of(np.ones(BLOCK, dtype=np.float32), sender_id=B)
+    outcome = SliceOutcome(
+        index=0,
+        start=0,
+        num_elements=BLOCK,
+        digest=result.digest,
+        contributors=(Contributor(node_id=B, tokens=1),),
+    )
+    commit = Commit(round=1, fragment=0, base_digest=outer.digest, slices=(outcome,))
+    outer.apply(commit, {0: result}, None)
+    second = outer.position
+    outer.restore(other.snapshot(), None)
+    assert [position for position, _ in seen] == [first, first, second, second]
+    assert all(position == apart for position, apart in seen)
+    assert (second.round, outer.position) == (1, first)
