@@ -153,7 +153,7 @@ class Member:
         """Ends whatever is left of it."""
         with self._lock:
             for family in self._families:
-                family.send_all(signal.SIGKILL)
+                family.end()
             if self._process is not None:
                 self._process.kill()
                 self._process.wait()
