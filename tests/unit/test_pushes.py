@@ -2,15 +2,15 @@
 
 import asyncio
 
-from exchange_scene import RUN, A, B, C, in_virtual_time
 from structlog.testing import capture_logs
 
 from node.exchange.pushes import Pushes
 from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
 from node.exchange.transport.transport import TransferRefusedError, Want
-from protocol.payload import CONTRIBUTION, Payload, PayloadHeader
+from protocol.payload import Payload, PayloadHeader
 from protocol.rounds import NodeId, PeerAddress, RosterEntry
 from protocol.wire_count import WireCounts
+from tests.unit.exchange_scene import A, B, C, contribution_of, in_virtual_time
 
 NUM_SLICES = 64
 ROSTER = tuple(
@@ -75,19 +75,7 @@ class Scene:
 
 
 def contribution(round: int, index: int) -> Payload:
-    return Payload.seal(
-        kind=CONTRIBUTION,
-        run_digest=RUN,
-        round=round,
-        fragment=0,
-        slice_index=index,
-        start=index,
-        num_elements=1,
-        codec="fp32/1",
-        tokens=1,
-        sender_id=A,
-        body=b"body",
-    )
+    return contribution_of(b"body", sender_id=A, num_elements=1, round=round, index=index)
 
 
 def told(logs: list[dict[str, object]]) -> list[tuple[object, ...]]:
