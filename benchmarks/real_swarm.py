@@ -54,7 +54,6 @@ class Member:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._families: list[Family] = []
-        self._stopped: set[int] = set()
 
     def start(self, *more_arguments: str) -> None:
         """Starts it, unless it runs."""
