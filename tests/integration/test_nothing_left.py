@@ -17,7 +17,7 @@ from benchmarks.processes import MARK, Family
 # Started by a thread that ends at once, in a session of its own, as real benchmarks start nodes; and
 # with a child that its parent has forgotten, in another session, as p2pd is.
 _BENCHMARK = """
-import subprocess, sys, tempfile, threading, time
+import signal, subprocess, sys, tempfile, threading, time
 from benchmarks.ending import nothing_left
 
 HOLDS_MEMORY = '''
@@ -34,6 +34,7 @@ def start():
     started.append(subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True))
 
 started = []
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may run them under nohup
 with nothing_left(), tempfile.TemporaryDirectory() as folder:
     starter = threading.Thread(target=start)
     starter.start()
