@@ -40,7 +40,7 @@ def _not_open(state: SwarmState, now: float) -> str:
 def _unsupplied(state: SwarmState, since: float, now: float) -> str:
     left = _left(since + state.rules.apply_seconds, now)
     is_mistaken = held_by_most(state) is not None
-    what = "most hold another, which is agreed on" if is_mistaken else "it is taken back"
+    what = "another that most hold is agreed on" if is_mistaken else "it is taken back"
     return (
         f"nobody here holds the state after round {state.committed_round}: "
         f"{what} unless a node returns with it, {left}"

@@ -91,7 +91,7 @@ def retract_lost(turn: Turn) -> bool:
 def supply_anew(turn: Turn) -> None:
     """Goes on from another state when nobody here holds the committed one, between two rounds.
 
-    From the one that most of the newest round's participants hold alike, if there is one: what the
+    From the one that most nodes hold alike after the newest round, if there is one: what the
     swarm took for agreed was a mistake, or a lie. Otherwise from the state before that round, if
     somebody holds it: all that had applied it may be gone before the others could fetch it. They
     are given as long as nodes are given to apply a commit. Void rounds after it go with it, for
@@ -128,23 +128,19 @@ def _is_base_here(state: SwarmState) -> bool:
 
 
 def held_by_most(state: SwarmState) -> Digest | None:
-    """What all that are here hold after the newest round, if that is most of its participants.
+    """What all that are here hold after the newest round, if they are as many as most of its nodes.
 
-    As many have decided the digest in the first place, so they get no more say than they had. Two at
-    least: one alone may itself have gone astray.
+    So many reports decide a digest in the first place, joiners' among them: nobody gets more say than
+    before. Two at least: one alone may itself have gone astray.
     """
     newest = state.recent[0].commit
-    held = {
-        member.node_id: member.outer_digest
+    held = [
+        member.outer_digest
         for member in present_members(state)
         if member.outer_round == newest.round and member.outer_incarnation >= newest.incarnation
-    }
-    participants = [a.node_id for a in newest.assignments]
-    num_holders = sum(node_id in held for node_id in participants)
-    is_enough = num_holders >= 2 and 2 * num_holders > len(participants)
-    if not is_enough or len(set(held.values())) != 1:
-        return None
-    return next(iter(held.values()))
+    ]
+    is_enough = len(held) >= 2 and 2 * len(held) > len(newest.assignments)
+    return held[0] if is_enough and len(set(held)) == 1 else None
 
 
 def _may_supply(state: SwarmState, member: Member) -> bool:

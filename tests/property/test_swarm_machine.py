@@ -10,7 +10,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from swarm_nodes import SimulatedNode, sender_of, spoiled
 from swarm_world import PAUSE_SECONDS, World
 
-from coordinator.swarm.events import Detached, Draining, SliceReduced, StreamBroken, Ticked, Woke
+from coordinator.swarm.events import (
+    Detached,
+    Draining,
+    SliceReduced,
+    StreamBroken,
+    Ticked,
+    Woke,
+)
 from protocol.rounds import Contributor, Digest, NodeId
 
 NODE = st.integers(min_value=0, max_value=3)
@@ -182,6 +189,18 @@ class SwarmMachine(RuleBasedStateMachine):
                 contributors=(Contributor(node_id=NodeId("n0"), tokens=1),),
             ),
         )
+
+    @rule(number=NODE, lie=LIE, leaves=st.booleans())
+    def one_decides_alone_what_is_agreed_on(self, number: int, lie: Digest, leaves: bool) -> None:
+        """A liar reports in time; the others live, and apply the commit too late."""
+        node = self.node(number)
+        for event in self.world.catch_up(node):
+            self.world.arrive_at_once(node, spoiled(event, lie, node))
+        self.time_passes(seconds=11, silent=None)
+        if leaves and node.session_id is not None:
+            self.world.deliver(
+                Detached(node_id=node.node_id, session_id=node.session_id, reason="")
+            )
 
     @rule()
     def the_database_is_backed_up(self) -> None:

@@ -150,7 +150,7 @@ def test_what_most_participants_hold_is_agreed_on_when_nobody_holds_what_was() -
     assert scene.reason.startswith(
         "waiting for 1 more node: 0 of 1 are ready; node-a is at round 3 and has to apply round 4; "
         "node-b is at round 3 and has to apply round 4; nobody here holds the state after round 4: "
-        "most hold another, which is agreed on unless a node returns with it, "
+        "another that most hold is agreed on unless a node returns with it, "
     )
     scene.wait(scene.state.rules.apply_seconds + 1)
     # The round stays, with all its tokens; the void one after it is made anew on the right state.
