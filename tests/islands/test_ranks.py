@@ -22,9 +22,9 @@ from node.island.first_weights import initial_parameters
 from node.island.inline import InlineIsland
 from node.island.island import InnerReport, InnerWork, Progress
 from node.island.launcher import ProcessIsland, prepare_forkserver
+from node.island.layout import layout_of
 from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh_shape import MeshShape
-from node.island.model import layout_of
 from node.outer_state import SharedVectors
 from protocol.errors import ConfigError, NoInputError
 from protocol.run_spec import (

@@ -20,8 +20,8 @@ from node.island.faults import RankDiedError, RankHungError
 from node.island.first_weights import initial_parameters
 from node.island.island import InnerWork, Progress
 from node.island.launcher import ProcessIsland, prepare_forkserver
+from node.island.layout import layout_of
 from node.island.mesh_shape import MeshShape
-from node.island.model import layout_of
 from node.lasting_island import LastingIsland
 from node.outer_state import SharedVectors
 from protocol.run_spec import (
