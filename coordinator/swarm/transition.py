@@ -42,7 +42,7 @@ from coordinator.swarm.membership import (
     stream_broken,
 )
 from coordinator.swarm.opening import open_round
-from coordinator.swarm.retraction import retract_unsupplied
+from coordinator.swarm.retraction import supply_anew
 from coordinator.swarm.rounds import (
     close_round,
     results_held,
@@ -94,7 +94,7 @@ def step(state: SwarmState, event: Event, now: float) -> Transition:
     take_over(turn)
     close_round(turn)
     settle_round(turn)
-    retract_unsupplied(turn)
+    supply_anew(turn)
     finish_evaluation(turn)
     open_round(turn)
     finish_run(turn)

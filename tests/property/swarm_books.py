@@ -266,8 +266,9 @@ class Books:
         old = self.commits[commit.round - 1]
         assert commit.incarnation == before.incarnation + 1, "incarnations grow one by one"
         assert commit.assignments == old.assignments
-        if is_void(old):  # it goes with the one before it
-            assert self.commits[commit.round - 2].incarnation == commit.incarnation
+        if is_void(old):  # it goes with the one before it, or with what was agreed on after that
+            is_anew = commit.round == self.newest_with_results() + 1
+            assert is_anew or self.commits[commit.round - 2].incarnation == commit.incarnation
         else:
             assert commit.round == self.newest_with_results(), "only the newest is taken back"
         assert not before.is_finished
@@ -287,8 +288,7 @@ class Books:
         if before.open_round is None:
             assert now >= self.supplied_at + apply_seconds, "somebody here held the state just now"
             assert is_void(commit) and commit.outer_digest == commit.base_digest
-            is_first = not is_void(old)
-            base = old.base_digest if is_first else self.settled[commit.round - 1]
+            base = after.outer_digest if is_void(old) else old.base_digest
             assert commit.base_digest == base
             return
         assert before.open_round.phase is RoundPhase.APPLYING
@@ -377,10 +377,28 @@ class Books:
                 if member.state is MemberState.READY:
                     assert member.outer_digest == state.outer_digest
                     assert member.outer_round == state.committed_round
-        is_same_history = state.incarnation == before.incarnation
-        if is_same_history and state.committed_round == before.committed_round > 0:
-            assert before.outer_digest in (None, state.outer_digest), "a settled digest changed"
+        is_same_round = state.committed_round == before.committed_round > 0
+        has_changed = before.outer_digest not in (None, state.outer_digest)
+        if is_same_round and has_changed:
+            newest = self.commits[before.recent[0].commit.round - 1]
+            if not is_void(newest):  # or else it was taken back
+                self._check_agreed_anew(newest, before, now)
         self._check_slices(state, now)
+
+    def _check_agreed_anew(self, newest: Commit, before: SwarmState, now: float) -> None:
+        """A settled digest changes only for one that most of those hold who have decided it."""
+        assert before.open_round is None
+        assert now >= self.supplied_at + before.rules.apply_seconds, "somebody held it just now"
+        held = {
+            m.node_id: m.outer_digest
+            for m in before.members.values()
+            if m.state in PRESENT
+            and m.outer_round == newest.round
+            and m.outer_incarnation >= newest.incarnation
+        }
+        assert set(held.values()) == {self.settled[newest.round]}
+        participants = {a.node_id for a in newest.assignments}
+        assert 2 * len(participants & held.keys()) > len(participants) >= 2
 
     def _check_ledger(self, state: SwarmState) -> None:
         def places_in(pieces: tuple[Places, ...]) -> list[int]:
