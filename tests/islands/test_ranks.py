@@ -131,16 +131,19 @@ async def test_a_rank_process_trains_bit_for_bit_like_the_inline_island(
     assert np.array_equal(vectors.published, await trained_inline(spec, vectors, folder))
 
 
+def threads_of(process_id: int) -> list[str]:
+    threads = Path(f"/proc/{process_id}/task").glob("*/comm")
+    return [thread.read_text().strip() for thread in threads]
+
+
 async def test_ranks_that_are_copies_have_one_process_group(
     vectors: SharedVectors, folder: Path
 ) -> None:
     """Each is a thread of gloo's that wakes up a hundred times a second."""
     async with running(small_spec(), vectors, folder, ranks=2) as island:
         await island.train(work_of(1), ignore)
-        for process_id in island.process_ids:
-            threads = Path(f"/proc/{process_id}/task").glob("*/comm")
-            names = [thread.read_text().strip() for thread in threads]
-            assert names.count("gloo_tcp_loop") == 1, names
+        threads = [threads_of(process_id) for process_id in island.process_ids]
+    assert [names.count("gloo_tcp_loop") for names in threads] == [1, 1], threads
 
 
 async def test_a_rank_process_trains_in_the_precision_of_its_machine(
