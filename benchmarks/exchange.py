@@ -26,6 +26,7 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from benchmarks.ending import nothing_left
 from benchmarks.exchange_swarm import BITS_PER_ELEMENT, Case, Swarm
 from benchmarks.network_lab import LabUnavailableError, NetworkLab
 from node.exchange.transport.parts import MOST_STREAMS
@@ -154,4 +155,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with nothing_left():
+        main()

@@ -15,7 +15,7 @@ from node.coordinator_link import CoordinatorLink
 from node.first_contact import run_of_coordinator
 from node.freed_memory import keep_freed_memory
 from node.hardware import Hardware, likely_devices, look_around
-from node.island.launcher import end_forkserver, prepare_forkserver
+from node.island.forkserver import end_forkserver, prepare_forkserver
 from node.placement import num_ranks_of, refuse_what_cannot_work
 from node.stopping import StopSignals
 from protocol.channel import open_channel

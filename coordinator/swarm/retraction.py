@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from coordinator.swarm.actions import SendCommit
+from coordinator.swarm.agreement import agree_on
 from coordinator.swarm.books import book, unbook
 from coordinator.swarm.ledger import committed_tokens
-from coordinator.swarm.membership import agree_on
 from coordinator.swarm.state import ClosedRound, Member, MemberState, Round, SwarmState
 from coordinator.swarm.turn import Turn, is_present, name_of, present_members
 from protocol.rounds import Digest, SliceOutcome

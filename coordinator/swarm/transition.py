@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from coordinator.swarm.actions import Action
+from coordinator.swarm.agreement import agree_on_initial_state, history_told
 from coordinator.swarm.evaluation import evaluated, finish_evaluation, finish_run
 from coordinator.swarm.events import (
     Attached,
@@ -30,14 +31,12 @@ from coordinator.swarm.events import (
 from coordinator.swarm.explain import explain
 from coordinator.swarm.learning import learn_base, learn_commit
 from coordinator.swarm.membership import (
-    agree_on_initial_state,
     applied,
     attach,
     detach,
     drain,
     expire_leases,
     heartbeat,
-    history_told,
     renew_leases,
     stream_broken,
 )

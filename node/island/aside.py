@@ -10,7 +10,7 @@ import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from node.island.launcher import prepare_forkserver
+from node.island.forkserver import prepare_forkserver
 from protocol.errors import AtollError, SystemRefusedError
 
 if TYPE_CHECKING:
