@@ -21,7 +21,7 @@ from benchmarks.data_parallel import demo_spec
 from benchmarks.pseudo_gradients import demo_pseudo_gradients, pseudo_gradients_of
 from node.exchange.codecs.deflate import deflated
 from node.exchange.codecs.nibbles import count_bytes, pack_nibbles
-from node.island.model import layout_of
+from node.island.layout import layout_of
 from node.outer_state import Layout, Vector
 from protocol.run_spec import RunSpec, validated
 

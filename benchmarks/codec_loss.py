@@ -21,7 +21,7 @@ from benchmarks.data_parallel import demo_spec
 from benchmarks.simulation import Life, simulate
 from node.exchange.codecs.registry import CODECS
 from node.island.corpus import Corpus, read_corpus
-from node.island.model import layout_of
+from node.island.layout import layout_of
 from protocol.run_spec import RunSpec, validated
 
 

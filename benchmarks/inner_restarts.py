@@ -25,8 +25,8 @@ from node.island.checkpoints import CheckpointFolder
 from node.island.corpus import Corpus, read_corpus
 from node.island.first_weights import initial_parameters
 from node.island.island import InnerWork
+from node.island.layout import layout_of
 from node.island.mesh import Mesh
-from node.island.model import layout_of
 from node.island.trainer import Trainer
 from node.outer_state import Vector
 from protocol.run_spec import RunSpec

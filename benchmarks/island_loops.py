@@ -21,8 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from node.island.corpus import read_corpus
 from node.island.first_weights import initial_parameters
+from node.island.layout import layout_of
 from node.island.local_training import LocalTraining
-from node.island.model import Decoder, Objective, copy_parameters, layout_of
+from node.island.model import Decoder, Objective, copy_parameters
 from node.island.optimizers import inner_optimizers
 from node.island.samples import SampleOrder
 from protocol.run_spec import RunSpec

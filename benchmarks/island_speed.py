@@ -19,9 +19,9 @@ from benchmarks.island_loops import Chunk, Kind, Loop
 from node.island.first_weights import initial_parameters
 from node.island.island import InnerWork
 from node.island.launcher import ProcessIsland
+from node.island.layout import layout_of
 from node.island.local_training import LocalTraining
 from node.island.mesh_shape import MeshShape
-from node.island.model import layout_of
 from node.outer_state import SharedVectors
 from protocol.files import temporary_folder
 from protocol.run_spec import RunSpec

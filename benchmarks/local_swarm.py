@@ -18,8 +18,8 @@ from node.exchange.reduction import Reduction
 from node.island.corpus import Corpus
 from node.island.first_weights import initial_parameters
 from node.island.island import InnerWork
+from node.island.layout import layout_of
 from node.island.mesh import Mesh
-from node.island.model import layout_of
 from node.island.trainer import Trainer
 from protocol.payload import CONTRIBUTION, Payload
 from protocol.rounds import Assignment, Commit, NodeId, Plan, Slice, SliceOutcome, cut_into_slices

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 from node.island.island import Evaluation, InnerReport, InnerWork, Progress
 from node.island.launcher import ProcessIsland
+from node.island.layout import layout_of
 from node.island.mesh_shape import MeshShape
-from node.island.model import layout_of
 from node.outer_state import SharedVectors, Vector
 from protocol.rounds import CorpusSummary
 from protocol.run_spec import RunSpec

@@ -42,7 +42,7 @@ from protocol.rounds import (
     SliceOutcome,
     cut_into_slices,
 )
-from protocol.run_spec import ExchangeSection, RunSpec
+from protocol.run_spec import ExchangeSection, OuterSection, RunSpec
 
 TOKENS = 1000
 RUN = Digest(bytes(32))
@@ -78,10 +78,18 @@ class RoundsOfOneNode:
     """The first of some nodes, and what the others send it: always the same bytes."""
 
     def __init__(
-        self, *, codec: str, values: int, nodes: int, fragments: int, tiles: Tiles
+        self,
+        *,
+        codec: str,
+        values: int,
+        nodes: int,
+        fragments: int,
+        tiles: Tiles,
+        rules: OuterSection | None = None,
     ) -> None:
         spec = RunSpec(
-            exchange=ExchangeSection(uplink=codec, downlink=codec)  # type: ignore[arg-type]
+            exchange=ExchangeSection(uplink=codec, downlink=codec),  # type: ignore[arg-type]
+            outer=rules or OuterSection(),
         )
         rng = np.random.default_rng(0)
         shapes: list[list[NamedShape]] = [[(f"w{index}", (values,))] for index in range(fragments)]
@@ -127,14 +135,18 @@ class RoundsOfOneNode:
         )
         for sender in self._ids:
             body = pending.bodies[0] if sender == self._ids[0] else self._arriving
-            reduction.take(sender, _sealed(CONTRIBUTION, plan, own, sender, body))
+            reduction.take(
+                sender, _sealed(CONTRIBUTION, plan, own, sender, body, outer.uplink.name)
+            )
         with stages.stage("reduce"):
             reduced = outer.result_of(reduction, plan.fragment)
         assert reduced is not None
         outer.note_result(reduced)
         results = {0: reduced.payload}
         for part in self._slices[1:]:
-            payload = _sealed(RESULT, plan, part, part.reducer_id, self._results[part.index])
+            payload = _sealed(
+                RESULT, plan, part, part.reducer_id, self._results[part.index], outer.downlink.name
+            )
             with stages.stage("check"):
                 outer.check_result(payload)
             results[part.index] = payload
@@ -184,7 +196,7 @@ def _drift(rng: np.random.Generator, num_elements: int) -> Vector:
     return rng.standard_normal(num_elements, dtype=np.float32)
 
 
-def _sealed(kind: int, plan: Plan, part: Slice, sender: NodeId, body: bytes) -> Payload:
+def _sealed(kind: int, plan: Plan, part: Slice, sender: NodeId, body: bytes, codec: str) -> Payload:
     return Payload.seal(
         kind=kind,  # type: ignore[arg-type]
         run_digest=RUN,
@@ -193,7 +205,7 @@ def _sealed(kind: int, plan: Plan, part: Slice, sender: NodeId, body: bytes) -> 
         slice_index=part.index,
         start=part.start,
         num_elements=part.num_elements,
-        codec="int4/1",
+        codec=codec,
         tokens=TOKENS,
         sender_id=sender,
         body=body,

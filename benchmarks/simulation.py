@@ -32,9 +32,9 @@ from node.island.corpus import Corpus, read_corpus
 from node.island.first_weights import initial_parameters
 from node.island.inline import InlineIsland
 from node.island.island import InnerReport, InnerWork, Progress
+from node.island.layout import layout_of
 from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh_shape import MeshShape
-from node.island.model import layout_of
 from node.outer_state import Vector
 from protocol.identity import Identity
 from protocol.rounds import Commit, Digest, NodeId

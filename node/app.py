@@ -1,7 +1,7 @@
 """A node from the outside: who it is, which run it is for, and how it ends.
 
-What people got wrong is found here, before the seconds that torch and hivemind take to load
-(node.assembly): a coordinator that is another's, a device that no machine has, a folder in use.
+What people got wrong is found here, before the seconds that torch takes to load in the process that
+ranks come from: a coordinator that is another's, a device that no machine has, a folder in use.
 """
 
 import asyncio
@@ -93,11 +93,11 @@ async def _run(
         log.info(
             "run", name=spec.run.name, rounds=spec.run.rounds, coordinator=credentials.endpoint
         )
-        log.info("loading torch and hivemind: it takes some seconds")
-        prepare_forkserver()  # it imports torch while we import the rest
+        log.info("loading torch: it takes some seconds")
+        prepare_forkserver()  # it imports torch while we import the rest, and do without
         keep_freed_memory()
         with signals.blocking():
             from node.assembly import run_daemon
         return await run_daemon(
-            folder, settings, credentials, identity, spec, link, counts, signals
+            folder, settings, credentials, identity, spec, hardware, link, counts, signals
         )

@@ -1,6 +1,6 @@
 """Puts a node together from its folder: island, transport, outer state, daemon.
 
-Importing it takes seconds: torch and hivemind come with it. node.app is what comes before.
+Importing it takes a second: numba and numpy come with it, torch does not. node.app is what comes before.
 """
 
 import os
@@ -19,6 +19,7 @@ from node.exchange.outer import Outer
 from node.exchange.snapshot import SnapshotFolder
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.exchange_time import ExchangeTime
+from node.hardware import Hardware, likely_devices
 from node.heavy import in_thread
 from node.history import History
 from node.hosts.desk import HostDesk
@@ -27,12 +28,13 @@ from node.hosts.rendezvous import interface_of
 from node.hosts.token import LeaderKey
 from node.island.auto_mesh import DeviceKind
 from node.island.checkpoints import CHECKPOINTS_FOLDER, CheckpointFolder
-from node.island.devices import bytes_per_rank, devices_of, kind_of
+from node.island.devices import kind_of
 from node.island.first_weights import initial_parameters
 from node.island.island import Island
 from node.island.launcher import ProcessIsland
+from node.island.layout import layout_of
 from node.island.mesh_shape import MeshShape
-from node.island.model import layout_of
+from node.island.usable_devices import UsableDevices, usable_devices
 from node.newest import keep_run
 from node.outer_state import Layout, SharedVectors
 from node.own_metrics import own_metrics
@@ -52,12 +54,14 @@ async def run_daemon(
     credentials: Credentials,
     identity: Identity,
     spec: RunSpec,
+    hardware: Hardware,
     link: CoordinatorLink,
     counts: WireCounts,
     signals: StopSignals,
 ) -> str:
     """Runs the node until the run is finished or its owner stops it; returns why it ended."""
-    devices, shape = _mesh_of(settings, spec)
+    usable = await _devices_of(settings, hardware)
+    devices, shape = usable.names, _mesh_of(settings, spec, usable)
     layout = layout_of(spec.model, spec.exchange.fragments)
     desk = await _desk_of(folder, settings, spec, kind_of(devices))
     snapshots = SnapshotFolder(folder / SNAPSHOTS_FOLDER)
@@ -166,13 +170,20 @@ def _checkpoints_of(
     return checkpoints
 
 
-def _mesh_of(settings: NodeSettings, spec: RunSpec) -> tuple[tuple[str, ...], MeshShape]:
-    """The devices of the ranks and their mesh; raises ConfigError when one does not fit the other."""
-    devices = devices_of(settings.device, num_ranks_of(settings))
-    choice = mesh_for(settings, spec, devices=devices, bytes_per_rank=bytes_per_rank(devices))
+async def _devices_of(settings: NodeSettings, hardware: Hardware) -> UsableDevices:
+    """The devices of the ranks; torch is asked only where there may be a GPU."""
+    num_ranks = num_ranks_of(settings)
+    likely = likely_devices(settings.device, num_ranks, hardware)
+    is_on_cpu = likely is not None and kind_of(likely) == "cpu"
+    return await usable_devices("cpu" if is_on_cpu else settings.device, num_ranks)
+
+
+def _mesh_of(settings: NodeSettings, spec: RunSpec, usable: UsableDevices) -> MeshShape:
+    """The mesh of the ranks; raises ConfigError when it does not fit their devices."""
+    choice = mesh_for(settings, spec, devices=usable.names, bytes_per_rank=usable.bytes_per_rank)
     if settings.mesh == "auto":
         log.info("mesh chosen", mesh=str(choice.shape), reason=choice.reason)
-    return devices, choice.shape
+    return choice.shape
 
 
 def _island_of(

@@ -16,7 +16,8 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from node.island.model import VOCABULARY, layout_of
+from node.island.layout import layout_of
+from node.island.mesh_shape import VOCABULARY
 from node.outer_state import Layout, Vector
 from protocol.errors import BadDataError, CannotCreateError, NoInputError
 from protocol.run_spec import ModelSection

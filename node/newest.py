@@ -42,7 +42,7 @@ def newest_model(folder: Path) -> NewestModel:
     spec = run_from_json(path.read_text(encoding="utf-8"))
     # Only now, for torch comes with it.
     from node.exchange.snapshot import SnapshotFolder
-    from node.island.model import layout_of
+    from node.island.layout import layout_of
 
     layout = layout_of(spec.model, spec.exchange.fragments)
     snapshots = SnapshotFolder(folder / SNAPSHOTS_FOLDER)

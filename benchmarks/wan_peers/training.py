@@ -18,7 +18,8 @@ from benchmarks.wan_peers.order import Order, Teller
 from benchmarks.wan_peers.pace import Pace
 from node.island.corpus import read_corpus
 from node.island.first_weights import initial_parameters
-from node.island.model import Decoder, Objective, copy_parameters, layout_of
+from node.island.layout import layout_of
+from node.island.model import Decoder, Objective, copy_parameters
 from node.island.optimizers import inner_optimizers
 from node.island.samples import SampleOrder
 from node.island.schedule import default_total_tokens, share_of_peak

@@ -26,6 +26,14 @@ from protocol.rounds import BLOCK, Commit, Digest, NodeId, SliceOutcome
 from protocol.run_spec import Merge, RunSpec
 
 
+def compile_arithmetic(merge: Merge, optimizer: OuterOptimizer) -> None:
+    """Does once what a round does besides encoding, so that no round waits for its kernels."""
+    zeros = np.zeros(BLOCK, dtype=np.float32)
+    Residual(BLOCK).owed(slice(0, BLOCK), zeros, zeros)
+    merged([(1, zeros), (1, zeros)], merge)
+    optimizer.apply(zeros.copy(), zeros.copy(), zeros)
+
+
 class UnequalBaseError(Exception):
     """The commit applies to another outer state than ours: ours must be fetched anew."""
 
@@ -133,10 +141,7 @@ class Outer:
         """Gets codecs and arithmetic ready, which takes seconds on a machine's first start. Heavy."""
         for codec in (self.uplink, self.downlink):
             compile_kernels(codec)
-        zeros = np.zeros(BLOCK, dtype=np.float32)
-        Residual(BLOCK).owed(slice(0, BLOCK), zeros, zeros)
-        merged([(1, zeros), (1, zeros)], self._merge)
-        self._optimizer.apply(zeros.copy(), zeros.copy(), zeros)
+        compile_arithmetic(self._merge, self._optimizer)
 
     def accumulate(self, *, round: int, fragment: int) -> Pending:
         """Forms what this node owes the swarm for a fragment: (global − published) + residual."""

@@ -14,12 +14,12 @@ from node.hosts.rendezvous import interface_of
 from node.hosts.token import HostToken
 from node.hosts.wire import Message, Wire, connect
 from node.island.commands import Keep, MeetingPoint
-from node.island.devices import devices_of
 from node.island.island import InnerWork, Progress
 from node.island.launcher import ProcessIsland
+from node.island.layout import layout_of
 from node.island.local_training import LocalTraining
 from node.island.mesh_shape import MeshShape
-from node.island.model import layout_of
+from node.island.usable_devices import usable_devices
 from node.outer_state import Layout, SharedVectors, Vector
 from protocol.errors import AtollError, ExitCode, NotPermittedError, UnavailableError
 from protocol.run_spec import run_from_json
@@ -37,7 +37,8 @@ async def follow(
     While the leader is away, it is asked again every two seconds. The text is read in `folder`, and
     parts of checkpoints lie on the shelf. Raises AtollError.
     """
-    kind = devices_of(device, 1)[0].partition(":")[0]
+    usable = await usable_devices(device, 1)
+    kind = usable.names[0].partition(":")[0]
     has_waited = False
     while True:
         try:
@@ -202,10 +203,11 @@ class _Following:
         if self._shared is None:
             self._layout = layout_of(run.model, run.exchange.fragments)
             self._shared = SharedVectors.create(self._layout.num_elements)
+        usable = await usable_devices(self._device, num_ranks)
         self._island = ProcessIsland(
             spec=run,
             names=self._shared.names,
-            devices=devices_of(self._device, num_ranks),
+            devices=usable.names,
             shape=MeshShape(**shape),
             ranks=range(first_rank, first_rank + num_ranks),
             folder=self._folder,

@@ -5,7 +5,7 @@ import json
 import secrets
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
@@ -18,13 +18,16 @@ from node.island.commands import Keep, MeetingPoint
 from node.island.faults import RankDiedError, RankFailedError
 from node.island.island import Evaluation, InnerReport, InnerWork, Progress, rebases
 from node.island.launcher import ProcessIsland
+from node.island.layout import layout_of
 from node.island.local_training import LocalTraining
 from node.island.mesh_shape import MeshShape
-from node.island.model import layout_of
 from node.outer_state import SharedVectors
 from protocol.errors import AtollError, ConfigError
 from protocol.rounds import CorpusSummary
 from protocol.run_spec import RunSpec
+
+if TYPE_CHECKING:
+    from node.island.aside import Aside
 
 log = structlog.get_logger()
 
@@ -66,7 +69,7 @@ class HostsIsland:
         self._layout = layout_of(spec.model, spec.exchange.fragments)
         self._shared = shared
         self._others: list[Host] = []
-        self._store: object | None = None
+        self._store: Aside | None = None
         self._has_started = False
         self._come_back_seconds = come_back_seconds
 
@@ -78,7 +81,7 @@ class HostsIsland:
         )
         self._has_started = True
         checkpoints = await self._arrange()
-        self._store, port = open_store(self._listen_host)
+        self._store, port = await open_store(self._listen_host)
         self._own.meet_at(
             MeetingPoint(
                 host=self._listen_host,
@@ -171,7 +174,9 @@ class HostsIsland:
         """See Island."""
         await self._own.stop()
         await asyncio.gather(*(self._stop(host) for host in self._others))
-        self._store = None
+        if self._store is not None:
+            self._store.close()
+            self._store = None
 
     async def adopt(self, fragment: int | None = None, *, is_taken: bool = True) -> None:
         """See Island."""

@@ -7,18 +7,30 @@ send each other; docs/footguns.md says so.
 import fcntl
 import socket
 import struct
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from node.island.aside import Aside
 from protocol.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # is public
+    from multiprocessing.connection import Connection
 
 _SIOCGIFADDR = 0x8915
 
 
-def open_store(host: str) -> "tuple[TCPStore, int]":
-    """A store that listens on this address alone, for as long as it is held; and its port."""
+async def open_store(host: str) -> tuple[Aside, int]:
+    """A store that listens on this address alone until it is closed; and its port."""
+    aside = Aside(_store, host)
+    try:
+        port: int = await aside.answer()
+    except BaseException:
+        aside.close()
+        raise
+    return aside, port
+
+
+def _store(connection: "Connection[int, None]", host: str) -> None:
     import torch.distributed as dist
 
     listening = socket.create_server((host, 0))
@@ -30,7 +42,10 @@ def open_store(host: str) -> "tuple[TCPStore, int]":
         wait_for_workers=False,
         master_listen_fd=listening.detach(),  # else it would listen on all addresses
     )
-    return store, port
+    connection.send(port)
+    with suppress(EOFError, OSError):
+        connection.recv()  # until the daemon closes it, or ends
+    del store
 
 
 def interface_of(address: str) -> str:

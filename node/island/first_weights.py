@@ -10,7 +10,7 @@ import math
 import blake3
 import numpy as np
 
-from node.island.model import layout_of
+from node.island.layout import layout_of
 from node.outer_state import Vector
 from protocol.run_spec import ModelSection
 

@@ -2,7 +2,8 @@
 
 import torch
 
-from node.island.model import Decoder, copy_parameters, layout_of
+from node.island.layout import layout_of
+from node.island.model import Decoder, copy_parameters
 from node.outer_state import Vector
 from protocol.run_spec import ModelSection
 

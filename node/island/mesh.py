@@ -27,8 +27,8 @@ class Mesh:
     shape: MeshShape = field(default_factory=MeshShape)
     rank: int = 0
     num_hosts: int = 1
-    devices: DeviceMesh | None = None  # dimensions: pipeline, replicate, shard, tensor
-    shard_group: dist.ProcessGroup | None = None
+    devices: DeviceMesh | None = None  # where parameters are cut: see _device_mesh
+    shard_group: dist.ProcessGroup | None = None  # over which ZeRO 1 spreads the optimizer's state
     context_group: dist.ProcessGroup | None = None
     ends_group: dist.ProcessGroup | None = None  # of the pipeline's ends, where weights are tied
 
@@ -59,19 +59,12 @@ class Mesh:
             world_size=shape.num_ranks,
             device_id=device if device.type != "cpu" else None,
         )
-        # The context axis is folded into the shard axis: its ranks see other positions of the same
-        # samples, so their gradients are averaged, and parameters spread, just as those of shards.
-        sizes = (shape.pipeline, shape.replicate, shape.num_shards, shape.tensor)
         return cls(
             shape=shape,
             rank=rank,
             num_hosts=meeting.num_hosts if isinstance(meeting, MeetingPoint) else 1,
-            devices=DeviceMesh(
-                device.type,
-                torch.arange(shape.num_ranks).view(sizes),
-                mesh_dim_names=("pipeline", "replicate", "shard", "tensor"),
-            ),
-            shard_group=_group(shape, rank, "shard"),
+            devices=_device_mesh(shape, device) if shape.is_fully_sharded else None,
+            shard_group=_group(shape, rank, "shard") if shape.zero == 1 else None,
             context_group=_group(shape, rank, "context"),
             ends_group=_ends_group(shape, rank),
         )
@@ -151,6 +144,28 @@ class Mesh:
     def summed(self, values: Tensor) -> Tensor:
         """Sum over the ranks of CPU values that tensor-parallel ranks have alike, counted once."""
         return self.added(values) / self.shape.tensor
+
+
+def _device_mesh(shape: MeshShape, device: torch.device) -> DeviceMesh:
+    """Dimensions pipeline, replicate, shard and tensor, but for those with one rank; shard is always there.
+
+    Each dimension is a process group with threads of its own, which wake up a hundred times a second.
+
+    The context axis is folded into the shard axis: its ranks see other positions of the same
+    samples, so their gradients are averaged, and parameters spread, just as those of shards.
+    """
+    sizes = {
+        "pipeline": shape.pipeline,
+        "replicate": shape.replicate,
+        "shard": shape.num_shards,
+        "tensor": shape.tensor,
+    }
+    kept = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+    return DeviceMesh(
+        device.type,
+        torch.arange(shape.num_ranks).view(tuple(kept.values())),
+        mesh_dim_names=tuple(kept),
+    )
 
 
 def _store_at(meeting: Path | MeetingPoint, num_ranks: int) -> Any:

@@ -12,7 +12,8 @@ from typing import Literal
 from protocol.errors import ConfigError
 from protocol.run_spec import ModelSection, RunSpec
 
-VOCABULARY = 256  # node.island.model has it too, and torch with it
+VOCABULARY = 256
+"""One token for each byte."""
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv"]
 Axis = Literal["pipeline", "replicate", "shard", "context", "tensor"]

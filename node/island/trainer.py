@@ -35,11 +35,11 @@ from node.island.faults import TrainingDivergedError
 from node.island.ferry import copies_of
 from node.island.inner_state import Named, Tensors, is_stepped, load, named_by, staged
 from node.island.island import Evaluation, InnerReport, InnerWork, Progress, rebases
+from node.island.layout import layout_of
 from node.island.local_communication import LocalCommunication
 from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh import Mesh
 from node.island.mesh_shape import check_batch, check_shape
-from node.island.model import layout_of
 from node.island.samples import Indices, SampleOrder
 from node.island.schedule import (
     Rewarming,

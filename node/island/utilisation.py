@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from node.island.accelerator import name_of, peak_memory_bytes
+from node.island.layout import model_shapes
 from node.island.measured_peak import measure_peak, measured_peak_of
 from node.island.mesh import Mesh
-from node.island.model import VOCABULARY, model_shapes
+from node.island.mesh_shape import VOCABULARY
 from protocol.run_spec import ModelSection
 
 

@@ -276,7 +276,6 @@ def test_a_node_in_any_phase_stops_when_asked_and_leaves_nothing(swarm: Swarm) -
     starting = swarm.start_node("second")
     starting.loads_torch()
     starting.stop(signal.SIGINT, is_impatient=True)
-    assert " stopping" not in starting.log  # which the event loop says, once the import is over
 
     first = swarm.start_node("first")
     first.says("attached")

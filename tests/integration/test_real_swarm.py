@@ -56,6 +56,7 @@ def test_a_swarm_trains_a_model_though_one_leaves_and_another_joins_and_a_rank_d
     joins.says("attached")
     memory_of_joins = joins.shared_memory()
     swarm.coordinator.says("round opened", times=3)
+    assert not any(node.has_torch() for node in (stays, joins))
     os.kill(stays.ranks()[1], signal.SIGKILL)
     stays.says("inner optimizer goes on from its checkpoint")
     stays.says("ranks started again")

@@ -63,7 +63,7 @@ async def test_the_death_of_p2pd_is_told_and_fails_transfers() -> None:
     await other_transport.stop()
 
 
-def test_p2pd_does_not_outlive_a_killed_node_which_has_loaded_no_averager_of_hivemind() -> None:
+def test_p2pd_does_not_outlive_a_killed_node_which_has_loaded_neither_torch_nor_averagers() -> None:
     program = """
 import asyncio, sys
 from node.exchange.transport.libp2p import Libp2pTransport
@@ -73,8 +73,8 @@ from protocol.wire_count import WireCounts
 async def main():
     transport = Libp2pTransport(identity=Identity.generate(), counts=WireCounts())
     await transport.start(None)
-    averagers = [name for name in sys.modules if name.startswith(("hivemind.averaging", "scipy"))]
-    print("p2pd", transport._daemon.pid, transport._daemon._folder, len(averagers), flush=True)
+    heavy = [name for name in sys.modules if name.startswith(("hivemind.averaging", "scipy", "torch"))]
+    print("p2pd", transport._daemon.pid, transport._daemon._folder, len(heavy), flush=True)
     await asyncio.sleep(600)
 
 asyncio.run(main())
@@ -82,10 +82,10 @@ asyncio.run(main())
     node = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert node.stdout is not None
     said = next(line for line in node.stdout if line.startswith("p2pd "))
-    _, number, folder, num_averagers = said.split()
+    _, number, folder, num_heavy = said.split()
     pid = int(number)
     assert has_process(pid)
-    assert num_averagers == "0"
+    assert num_heavy == "0"
     node.kill()
     node.wait()
     node.stdout.close()

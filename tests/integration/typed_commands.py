@@ -147,13 +147,17 @@ class Running:
         mapped = maps_of(self.process.pid)
         return {Path(name) for name in re.findall(r"/dev/shm/psm_\w+", mapped)}
 
+    def has_torch(self) -> bool:
+        """Whether the daemon itself has loaded it, which is for the processes of its island."""
+        return "libtorch" in maps_of(self.process.pid)
+
     def loads_torch(self) -> None:
-        """Waits until it and the process that its ranks come from are in the midst of that."""
+        """Waits until the process that its ranks come from is in the midst of that."""
 
-        def both_do() -> bool:
-            return sum("libtorch_python" in maps_of(found) for found in self.processes()) >= 2
+        def one_does() -> bool:
+            return any("libtorch_python" in maps_of(found) for found in self.processes())
 
-        until(both_do, f"an import of torch in\n{self.log}")
+        until(one_does, f"an import of torch in\n{self.log}")
 
     def stop(self, number: signal.Signals, *, is_impatient: bool = False) -> None:
         """Signals it and sees it end well.

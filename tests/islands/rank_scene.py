@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from node.island.first_weights import initial_parameters
-from node.island.model import layout_of
+from node.island.layout import layout_of
 from node.outer_state import SharedVectors
 from protocol.run_spec import ModelSection
 

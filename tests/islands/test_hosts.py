@@ -31,9 +31,9 @@ from node.island.forkserver import prepare_forkserver
 from node.island.inline import InlineIsland
 from node.island.island import Island, Progress
 from node.island.launcher import ProcessIsland
+from node.island.layout import layout_of
 from node.island.local_training import PLAIN
 from node.island.mesh_shape import MeshShape
-from node.island.model import layout_of
 from node.outer_state import SharedVectors, Vector
 from protocol.errors import ConfigError, ProtocolMismatchError
 from protocol.run_spec import ExchangeSection, RunSpec

@@ -23,9 +23,9 @@ from node.island.forkserver import prepare_forkserver
 from node.island.inline import InlineIsland
 from node.island.island import InnerReport, InnerWork, Progress
 from node.island.launcher import ProcessIsland
+from node.island.layout import layout_of
 from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh_shape import MeshShape
-from node.island.model import layout_of
 from node.outer_state import SharedVectors
 from protocol.errors import ConfigError, NoInputError
 from protocol.run_spec import (
@@ -130,6 +130,21 @@ async def test_a_rank_process_trains_bit_for_bit_like_the_inline_island(
     assert (report.inner_steps, report.tokens) == (6, 6 * 64)
     assert not np.array_equal(vectors.published, vectors.parameters)
     assert np.array_equal(vectors.published, await trained_inline(spec, vectors, folder))
+
+
+def threads_of(process_id: int) -> list[str]:
+    threads = Path(f"/proc/{process_id}/task").glob("*/comm")
+    return [thread.read_text().strip() for thread in threads]
+
+
+async def test_ranks_that_are_copies_have_one_process_group(
+    vectors: SharedVectors, folder: Path
+) -> None:
+    """Each is a thread of gloo's that wakes up a hundred times a second."""
+    async with running(small_spec(), vectors, folder, ranks=2) as island:
+        await island.train(work_of(1), ignore)
+        threads = [threads_of(process_id) for process_id in island.process_ids]
+    assert [names.count("gloo_tcp_loop") for names in threads] == [1, 1], threads
 
 
 async def test_a_rank_process_trains_in_the_precision_of_its_machine(

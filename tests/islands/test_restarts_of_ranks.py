@@ -21,8 +21,8 @@ from node.island.first_weights import initial_parameters
 from node.island.forkserver import prepare_forkserver
 from node.island.island import InnerWork, Progress
 from node.island.launcher import ProcessIsland
+from node.island.layout import layout_of
 from node.island.mesh_shape import MeshShape
-from node.island.model import layout_of
 from node.lasting_island import LastingIsland
 from node.outer_state import SharedVectors
 from protocol.run_spec import (

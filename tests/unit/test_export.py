@@ -9,7 +9,7 @@ from safetensors.numpy import load_file, save_file
 
 from node.export import export_model, load_exported
 from node.island.first_weights import initial_parameters
-from node.island.model import layout_of
+from node.island.layout import layout_of
 from protocol.errors import BadDataError, CannotCreateError, NoInputError
 from protocol.run_spec import ModelSection
 

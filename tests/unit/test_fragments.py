@@ -12,8 +12,8 @@ from node.island.corpus import Corpus, read_corpus
 from node.island.first_weights import initial_parameters
 from node.island.generate import decoder_of
 from node.island.island import InnerWork
+from node.island.layout import layout_of, model_shapes
 from node.island.mesh import Mesh
-from node.island.model import layout_of, model_shapes
 from node.island.trainer import Trainer
 from node.outer_state import Layout, Vector
 from protocol.errors import ConfigError

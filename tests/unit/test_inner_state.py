@@ -15,9 +15,9 @@ from node.island.corpus import Corpus, read_corpus
 from node.island.first_weights import initial_parameters
 from node.island.inner_state import Named, staged
 from node.island.island import InnerWork
+from node.island.layout import layout_of
 from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh import Mesh
-from node.island.model import layout_of
 from node.island.schedule import rewarming_steps
 from node.island.trainer import Trainer
 from node.outer_state import Vector

@@ -8,8 +8,8 @@ import pytest
 from node.config import SETTINGS_FILE, load_settings
 from node.island.auto_mesh import check_memory, choose, need_of
 from node.island.devices import check_offload
+from node.island.layout import layout_of
 from node.island.mesh_shape import AXES, MeshShape, check_batch, check_shape, num_parameters
-from node.island.model import layout_of
 from protocol.errors import ConfigError
 from protocol.run_spec import InnerSection, ModelSection, RunSpec
 

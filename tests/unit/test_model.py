@@ -7,7 +7,8 @@ import torch
 
 from node.island.first_weights import initial_parameters
 from node.island.generate import decoder_of, sample_text
-from node.island.model import Decoder, layout_of, model_shapes
+from node.island.layout import layout_of, model_shapes
+from node.island.model import Decoder
 from protocol.run_spec import ModelSection
 
 TIED = ModelSection(

@@ -91,6 +91,12 @@ def test_ranks_on_the_cpu_share_its_memory_with_the_node_itself() -> None:
 
 
 def test_what_cannot_work_is_found_without_torch() -> None:
-    """Torch takes seconds to load, and a typing error should not."""
-    program = "import sys, node.app; sys.exit('torch' in sys.modules or 'hivemind' in sys.modules)"
+    """Torch takes seconds to load, and a typing error should not. Nor does the daemon load it later."""
+    program = (
+        "import sys, node.app; assert 'numba' not in sys.modules\n"
+        "import node.assembly, node.hosts.command, node.exchange.transport.p2pd as p2pd\n"
+        "p2pd._load_hivemind()\n"
+        "from hivemind.p2p.p2p_daemon_bindings.p2pclient import Client\n"
+        "sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", program], cwd=Path.cwd()).returncode == 0

@@ -24,7 +24,7 @@ from coordinator.presets.cost import (
 from coordinator.presets.model_sizes import NAMED_MODELS, VOCABULARY, num_parameters
 from coordinator.presets.view import prediction_lines
 from node.exchange.codecs.registry import CODECS
-from node.island.model import model_shapes
+from node.island.layout import model_shapes
 from protocol.run_spec import CodecName, ModelSection, RunSpec
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from node.island.accumulation import accumulate_gradients
 from node.island.compiling import be_deterministic, compile_layers
+from node.island.layout import model_shapes
 from node.island.local_training import LocalTraining, Recomputing
-from node.island.model import Decoder, Objective, model_shapes
+from node.island.model import Decoder, Objective
 from node.island.recomputing import recompute_layers
 from protocol.errors import ConfigError, ExitCode
 from protocol.run_spec import ModelSection

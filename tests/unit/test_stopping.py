@@ -68,3 +68,16 @@ async def test_a_node_that_is_not_running_yet_is_cancelled() -> None:
     node = Node(has_work=True)
     await node.live()  # a signal where no drain is possible
     assert node.asked == [] and node.is_cancelled
+
+
+async def test_a_signal_in_the_midst_of_imports_breaks_them_off_at_once() -> None:
+    came_to = []
+    with StopSignals() as signals:
+        with pytest.raises(asyncio.CancelledError), signals.blocking():
+            came_to.append("the import")
+            os.kill(os.getpid(), signal.SIGINT)
+            came_to.append("its end")
+        os.kill(os.getpid(), signal.SIGTERM)  # the loop hears of later ones, and leaves it at that
+        await asyncio.sleep(0.01)
+    assert came_to == ["the import"]
+    assert signals.is_asked

@@ -18,10 +18,11 @@ from node.island.engine import Engine
 from node.island.faults import TrainingDivergedError
 from node.island.first_weights import initial_parameters
 from node.island.island import InnerWork, Progress
+from node.island.layout import layout_of
 from node.island.local_training import PLAIN, LocalTraining, Precision, Recomputing
 from node.island.mesh import Mesh
 from node.island.mesh_shape import MeshShape
-from node.island.model import Decoder, Objective, layout_of
+from node.island.model import Decoder, Objective
 from node.island.samples import SampleOrder
 from node.island.schedule import rewarming_steps
 from node.island.trainer import Trainer

@@ -104,7 +104,7 @@ class P2pd:
 
     async def connect(self, peer_id: str, multiaddrs: tuple[str, ...]) -> None:
         """Connects unless connected; raises DaemonError."""
-        from hivemind.p2p import PeerID
+        from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID
         from hivemind.utils.multiaddr import Multiaddr
 
         try:
@@ -126,7 +126,7 @@ class P2pd:
         hivemind's stream_open leaves its socket open when it fails or is cancelled; with churn
         that would leak one at each try. So the same exchange is done here.
         """
-        from hivemind.p2p import PeerID
+        from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID
         from hivemind.p2p.p2p_daemon_bindings.utils import (
             raise_if_failed,
             read_pbmsg_safe,
@@ -207,7 +207,7 @@ class P2pd:
 
     async def _ask(self, conversation: Awaitable[Any]) -> Any:
         """Awaits a conversation on the control socket; its many failures become DaemonError."""
-        from hivemind.p2p import P2PDaemonError
+        from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 
         try:
             return await conversation
@@ -268,18 +268,23 @@ _ENVIRONMENT = {
 
 
 def _load_hivemind() -> None:
-    """Imports what we use of hivemind (seconds, with torch) and undoes what that does to logging.
+    """Imports what we use of hivemind and undoes what that does to logging.
 
-    Only that: hivemind's own first lines would import its averagers, and scipy with them, for half a
-    second of every node's start. So the package is there without having been run.
+    Only that: the first lines of its packages would import its averagers, and with them torch and
+    scipy, for seconds of every node's start. So the packages are there without having been run.
 
     It renames WARNING for the whole process, installs a handler of its own that prints to stderr,
     and warns about peers that are merely away, which our errors say already.
     """
-    if "hivemind" not in sys.modules and (spec := find_spec("hivemind")) is not None:
-        sys.modules["hivemind"] = module_from_spec(spec)
+    for name in _PACKAGES:
+        if name not in sys.modules and (spec := find_spec(name)) is not None:
+            sys.modules[name] = module_from_spec(spec)
     from hivemind.utils.logging import use_hivemind_log_handler
 
     use_hivemind_log_handler("nowhere")
     logging.getLogger("hivemind").setLevel(logging.CRITICAL)
     logging.addLevelName(logging.WARNING, "WARNING")
+
+
+_PACKAGES = ("hivemind", "hivemind.utils", "hivemind.p2p")
+"""Outer ones first; nothing but the modules within is asked for by those that we use."""
