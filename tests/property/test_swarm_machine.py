@@ -262,3 +262,18 @@ def test_a_round_whose_base_was_lost_does_not_commit_what_only_a_liar_holds(
     machine.somebody_says_to_have_reduced(number=0, index=0, lie=lie)
     machine.all_leave()
     machine.teardown()
+
+
+def test_a_lie_that_was_agreed_on_and_that_nobody_holds_does_not_stop_the_run() -> None:
+    """Random worlds hardly ever get there: the liar must leave, and the others apply the commit."""
+    machine, lie = SwarmMachine(), Digest(b"lie 1")
+    machine.begin(3, 2, 50, adapts_deadlines=False, has_overlap=False)
+    machine.all_work(missing=None, idle=None, order=Random(0), liar=None, lie=lie)
+    machine.one_decides_alone_what_is_agreed_on(number=0, lie=lie, leaves=True)
+    assert machine.world.state.outer_digest == lie
+    machine.all_apply(order=Random(1), liar=None, lie=lie)
+    assert machine.world.state.open_round is None
+    machine.time_passes(seconds=11, silent=0)
+    assert machine.world.state.outer_digest != lie
+    assert machine.world.state.open_round is not None
+    machine.teardown()
