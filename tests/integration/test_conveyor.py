@@ -15,7 +15,12 @@ from benchmarks.virtual_time import run_in_virtual_time
 from node.exchange.transport import inbound as receiving
 from node.exchange.transport.conveyor import MOST_BODIES, Conveyor
 from node.exchange.transport.frames import BROKEN, FrameError, Limits, TransferStream
-from node.exchange.transport.inbound import KEPT_SECONDS, MOST_KEPT_FROM_ONE, Inbounds
+from node.exchange.transport.inbound import (
+    KEPT_SECONDS,
+    MOST_KEPT_FROM_ONE,
+    Inbounds,
+    take_stripe,
+)
 from node.exchange.transport.pacing import Pacer
 from node.exchange.transport.parts import LEAST_PART_BYTES, part_bytes_for
 from node.exchange.transport.serving import push_over, serve, verify_inline
@@ -55,6 +60,7 @@ class Wire:
         self.counts = WireCounts()
         self.num_streams = 0
         self.is_crowded = False
+        self.is_offer_let_in: asyncio.Event | None = None
         self.has_stripe = asyncio.Event()
         self._serving: set[asyncio.Task[None]] = set()
         self.conveyor = Conveyor(
@@ -75,7 +81,8 @@ class Wire:
         served = await self._stream(far, theirs, WireCounts())
         if isinstance(served, Breaking):
             served.parts_left = self.breaks[number]
-        task = asyncio.create_task(self._serve(served, sender))
+        late = self.is_offer_let_in if number == 0 else None
+        task = asyncio.create_task(self._serve(served, sender, late))
         self._serving.add(task)
         task.add_done_callback(self._serving.discard)
         try:
@@ -91,7 +98,11 @@ class Wire:
         pacer = Pacer(None, floor_bytes_per_second=2048)
         return kind(reader, writer, idle_seconds=20, pacer=pacer, tally=Tally(counts))
 
-    async def _serve(self, stream: TransferStream, sender: NodeId) -> None:
+    async def _serve(
+        self, stream: TransferStream, sender: NodeId, late: asyncio.Event | None
+    ) -> None:
+        if late is not None:
+            await late.wait()
         try:
             await serve(
                 stream,
@@ -237,15 +248,95 @@ async def test_a_part_of_nothing_that_was_offered_is_dropped() -> None:
     assert (response.status, response.part) == (wire.TRANSFER_STATUS_PART_DROPPED, 3)
 
 
-async def test_a_part_may_come_before_its_offer() -> None:
-    link, payload = Wire(), make_payload(body=BODY)
-    async with link.open() as stripe, link.open() as offer:
-        await stripe.send(wire.TransferRequest(stripe=wire.Stripe()))
-        await stripe.send(part_of(payload, 0))
-        await stripe.send_body(BODY[:PART])
-        await offered(link, offer, payload)
-        response = await stripe.receive(wire.TransferResponse)
-    assert response.status == wire.TRANSFER_STATUS_PART_RECEIVED
+class _Answers:
+    """Notes what a stripe is answered."""
+
+    def __init__(self) -> None:
+        self.statuses: list[int] = []
+
+    def write(self, frame: bytes) -> None:
+        self.statuses.append(wire.TransferResponse.FromString(frame[4:]).status)
+
+    async def drain(self) -> None:
+        pass
+
+
+def fed_stripe() -> tuple[TransferStream, asyncio.StreamReader, _Answers]:
+    """The receiving end of a stripe, what comes over it, and what is answered."""
+    reader, answers = asyncio.StreamReader(), _Answers()
+    stream = TransferStream(
+        reader,
+        answers,  # type: ignore[arg-type]  # as much of a writer as a stripe needs
+        idle_seconds=20,
+        pacer=Pacer(None, floor_bytes_per_second=2048),
+        tally=Tally(WireCounts()),
+    )
+    return stream, reader, answers
+
+
+def framed(part: wire.Part) -> bytes:
+    return part.ByteSize().to_bytes(4, "little") + part.SerializeToString()
+
+
+def test_parts_whose_offer_is_not_there_keep_nobody_waiting() -> None:
+    async def scene() -> list[int]:
+        early, there = make_payload(body=BODY), make_payload(body=BODY, round=8)
+        inbounds = Inbounds()
+        inbounds.begin(SENDER, there.header, there.digest, PART)
+        stream, reader, answers = fed_stripe()
+        for payload in (early, early, there):
+            reader.feed_data(framed(part_of(payload, 0)) + BODY[:PART])
+        reader.feed_eof()
+        await take_stripe(stream, SENDER, inbounds)
+        assert asyncio.get_running_loop().time() == 0
+        return answers.statuses
+
+    dropped, received = wire.TRANSFER_STATUS_PART_DROPPED, wire.TRANSFER_STATUS_PART_RECEIVED
+    assert run_in_virtual_time(scene()) == [dropped, dropped, received]
+
+
+@pytest.mark.parametrize(
+    ("most_early_bytes", "status", "held"),
+    [
+        (PART, wire.TRANSFER_STATUS_PART_RECEIVED, {1}),
+        (PART - 1, wire.TRANSFER_STATUS_PART_DROPPED, set()),
+    ],
+)
+def test_a_part_counts_whose_offer_comes_while_it_is_read_unless_it_is_too_large_to_keep(
+    monkeypatch: pytest.MonkeyPatch, most_early_bytes: int, status: int, held: set[int]
+) -> None:
+    monkeypatch.setattr(receiving, "MOST_EARLY_BYTES", most_early_bytes)
+
+    async def scene() -> None:
+        payload, inbounds = make_payload(body=BODY), Inbounds()
+        stream, reader, answers = fed_stripe()
+        serving = asyncio.create_task(take_stripe(stream, SENDER, inbounds))
+        reader.feed_data(framed(part_of(payload, 1)) + BODY[PART : 2 * PART - 1])
+        await asyncio.sleep(1)
+        inbound = inbounds.begin(SENDER, payload.header, payload.digest, PART)
+        reader.feed_data(BODY[2 * PART - 1 : 2 * PART])
+        reader.feed_eof()
+        await serving
+        assert answers.statuses == [status]
+        assert inbound.assembly.held == held
+        if held:
+            assert inbound.assembly.body()[PART : 2 * PART] == BODY[PART : 2 * PART]
+
+    run_in_virtual_time(scene())
+
+
+async def test_a_body_whose_offer_is_late_holds_no_other_up_and_is_not_sent_over_and_over() -> None:
+    link = Wire()
+    late, other = (make_payload(body=os.urandom(6 * PART), round=number) for number in range(2))
+    link.is_offer_let_in = asyncio.Event()  # of the first stream, which is the offer of `late`
+    pushing = asyncio.create_task(link.push(late))
+    await link.has_stripe.wait()
+    await link.push(other)
+    assert link.desk.received == [(SENDER, other)]
+    link.is_offer_let_in.set()
+    await pushing
+    assert link.desk.received == [(SENDER, other), (SENDER, late)]
+    assert link.sent_bytes < 1.1 * (2 * len(late.body) + len(other.body))
 
 
 async def test_what_comes_of_a_refused_body_is_dropped_and_of_the_next_one_taken() -> None:
@@ -276,7 +367,7 @@ async def test_nobody_puts_parts_into_anothers_body() -> None:
         await stripe.send_body(bytes(PART))
         response = await stripe.receive(wire.TransferResponse)
         assert response.status == wire.TRANSFER_STATUS_PART_DROPPED
-        inbound = await link.inbounds.find(SENDER, payload.digest)
+        inbound = link.inbounds.find(SENDER, payload.digest)
         assert inbound is not None
         assert not inbound.assembly.held
 
@@ -292,7 +383,7 @@ async def test_a_part_that_cannot_be_ends_its_stream_and_no_other(
         await liar.send(part_of(payload, index, num_bytes))
         with pytest.raises((EOFError, OSError)):
             await liar.receive(wire.TransferResponse)
-        inbound = await link.inbounds.find(SENDER, payload.digest)
+        inbound = link.inbounds.find(SENDER, payload.digest)
         assert inbound is not None
         assert not inbound.is_over
         assert inbound.assembly.held == set()
@@ -303,7 +394,6 @@ async def test_who_sends_without_end_what_nobody_wants_is_cut_off(
 ) -> None:
     monkeypatch.setattr(receiving, "MOST_DROPPED_BYTES", 3 * PART)
     link, payload = Wire(), make_payload(body=BODY)
-    link.inbounds.refuse(SENDER, payload.digest)
     async with link.open() as liar:
         await liar.send(wire.TransferRequest(stripe=wire.Stripe()))
         for _ in range(3):
@@ -364,12 +454,9 @@ def test_what_broke_off_is_kept_for_a_while_and_little_of_one_sender() -> None:
 
 
 def test_a_digest_is_no_key_to_another_senders_body() -> None:
-    async def scene() -> None:
-        inbounds = Inbounds()
-        payload = make_payload(body=BODY)
-        begun = inbounds.begin(SENDER, payload.header, payload.digest, PART)
-        assert await inbounds.find(SENDER, payload.digest) is begun
-        assert await inbounds.find(NodeId("other"), payload.digest) is None
-        assert await inbounds.find(SENDER, Digest(bytes(32))) is None
-
-    run_in_virtual_time(scene())
+    inbounds = Inbounds()
+    payload = make_payload(body=BODY)
+    begun = inbounds.begin(SENDER, payload.header, payload.digest, PART)
+    assert inbounds.find(SENDER, payload.digest) is begun
+    assert inbounds.find(NodeId("other"), payload.digest) is None
+    assert inbounds.find(SENDER, Digest(bytes(32))) is None

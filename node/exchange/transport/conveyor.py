@@ -52,20 +52,26 @@ class Turn:
 class Load:
     """One body on the conveyor."""
 
-    def __init__(self, payload: Payload, turn: Turn) -> None:
+    def __init__(self, payload: Payload, turn: Turn, *, on_waiting: Callable[[], None]) -> None:
+        """`on_waiting` is called when parts wait for a stripe that did not before."""
         self.payload = payload
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises what broke the stripes when no part gets through any more."""
         self._turn = turn
+        self._on_waiting = on_waiting
+        self._is_accepted = False
+        self._is_held_up = False  # until the offer is answered: its parts would be dropped
         self._outgoing = Outgoing(body_bytes=len(payload.body))
 
     @property
     def num_waiting(self) -> int:
-        """Parts that no stripe carries."""
-        return self._outgoing.num_waiting
+        """Parts that no stripe carries, and one may."""
+        return 0 if self._is_held_up else self._outgoing.num_waiting
 
     def take(self) -> int | None:
         """The next part for a stripe; with the last one the turn is passed on."""
+        if self._is_held_up:
+            return None
         index = self._outgoing.take()
         if not self._outgoing.num_waiting:
             self._turn.pass_on()
@@ -75,10 +81,17 @@ class Load:
         """The bytes of a part."""
         return memoryview(self.payload.body)[self._outgoing.span(index)]
 
-    def skip(self, held_map: bytes) -> None:
-        """The receiver has these parts of an earlier offer; some may be under way once more."""
+    def accept(self, held_map: bytes) -> None:
+        """The offer was accepted; the receiver has these parts of an earlier one.
+
+        Some of them may be under way once more.
+        """
+        self._is_accepted = True
+        self._is_held_up = False
         self._outgoing.skip(held_in(held_map))
-        if not self._outgoing.num_waiting:
+        if self._outgoing.num_waiting:
+            self._on_waiting()
+        else:
             self._turn.pass_on()
 
     def acknowledge(self, index: int) -> int:
@@ -88,6 +101,18 @@ class Load:
     def give_back(self, index: int) -> None:
         """A part did not get through."""
         self._outgoing.give_back([index])
+        self._on_waiting()
+
+    def drop(self, index: int) -> None:
+        """The receiver did not take a part.
+
+        Unless the offer was answered, the part came before it: then all of them wait for that
+        answer, and other bodies do not.
+        """
+        if not self._is_accepted:
+            self._is_held_up = True
+            self._turn.pass_on()
+        self.give_back(index)
 
     def fail(self, error: Exception) -> None:
         """Ends the push of this body."""
@@ -141,10 +166,9 @@ class Conveyor:
     @asynccontextmanager
     async def carrying(self, payload: Payload, turn: Turn) -> AsyncIterator[Load]:
         """Sends the parts of a body that was just offered, as long as this is entered."""
-        load = Load(payload, turn)
+        load = Load(payload, turn, on_waiting=self._wake)
         self._loads.append(load)
-        self._parts_wait.set()
-        self._changed.set()
+        self._wake()
         if self._running is None:
             self._running = asyncio.create_task(self._run())
         try:
@@ -153,6 +177,10 @@ class Conveyor:
             self._loads.remove(load)
             if not self._loads:
                 await self._close()
+
+    def _wake(self) -> None:
+        self._parts_wait.set()
+        self._changed.set()
 
     async def _close(self) -> None:
         running, self._running = self._running, None
@@ -219,7 +247,6 @@ class Conveyor:
         finally:
             for load, index in reversed(under_way):
                 load.give_back(index)
-            self._parts_wait.set()
 
     async def _next_part(self) -> tuple[Load, int] | None:
         """The next part of the first body that has one; None when there was none for a while."""
@@ -250,8 +277,7 @@ class Conveyor:
                     self._acknowledged_bytes += num_bytes
                     self._errors.clear()
                 case wire.TRANSFER_STATUS_PART_DROPPED:
-                    load.give_back(index)
-                    self._parts_wait.set()
+                    load.drop(index)
                 case status:
                     raise FrameError(f"status {status} came where a part's was due")
 

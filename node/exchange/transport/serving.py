@@ -125,11 +125,7 @@ async def serve(
     try:
         match request.WhichOneof("request"):
             case "offer":
-                try:
-                    await _take(stream, sender, handler, request.offer, limits, verify, inbounds)
-                except (TransferRefusedError, PayloadError):
-                    inbounds.refuse(sender, _digest_of(request.offer))
-                    raise
+                await _take(stream, sender, handler, request.offer, limits, verify, inbounds)
             case "stripe":
                 if is_crowded and inbounds.has_stripe(sender):
                     raise TransferRefusedError("busy; go on with the streams that you have")
@@ -171,16 +167,16 @@ async def push_over(
     offer = wire.Offer(header=payload.header.encode(), part_bytes=part_bytes)
     await stream.send(wire.TransferRequest(offer=offer))
 
-    async def verdict(skip: Callable[[bytes], None]) -> float:
+    async def verdict(accept: Callable[[bytes], None]) -> float:
         response = await _expect(stream, wire.TRANSFER_STATUS_GO_ON)
         accepted_at = clock()
-        skip(response.held_parts)
+        accept(response.held_parts)
         await _expect(stream, wire.TRANSFER_STATUS_RECEIVED)
         return accepted_at - offered_at
 
     if part_bytes:
         async with conveyor.carrying(payload, turn) as load:
-            return await _unless_failed(verdict(load.skip), load.failed)
+            return await _unless_failed(verdict(load.accept), load.failed)
     sending = asyncio.ensure_future(_send_whole(stream, payload, turn))
     seconds = await _unless_failed(verdict(lambda held_map: None), sending)
     stream.moved(sent_bytes=body_bytes)
@@ -261,7 +257,7 @@ async def _receive_parts(
     limits: Limits,
     inbounds: Inbounds,
 ) -> bytes:
-    digest = _digest_of(offer)
+    digest = Digest(blake3.blake3(offer.header).digest())
     try:
         inbound = inbounds.begin(sender, header, digest, offer.part_bytes)
     except PartError as error:
@@ -279,10 +275,6 @@ async def _receive_parts(
         return body
     finally:
         inbounds.end(sender, digest, inbound, is_kept=not is_complete)
-
-
-def _digest_of(offer: wire.Offer) -> Digest:
-    return Digest(blake3.blake3(offer.header).digest())
 
 
 async def _receive_body(stream: TransferStream, header: PayloadHeader) -> bytes:
