@@ -16,7 +16,13 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from node.exchange.transport.frames import FrameError, TransferStream
-from node.exchange.transport.parts import WIDEN_SECONDS, Outgoing, Widening, held_in
+from node.exchange.transport.parts import (
+    PARTS_IN_WINDOW,
+    WIDEN_SECONDS,
+    Outgoing,
+    Widening,
+    held_in,
+)
 from node.exchange.transport.transport import TransferRefusedError
 from protocol.payload import Payload
 from protocol.v1 import transfer_pb2 as wire
@@ -232,15 +238,19 @@ class Conveyor:
     async def _stripe(self) -> None:
         """One stream: sends part after part, and hears of each that it is there."""
         under_way: deque[tuple[Load, int]] = deque()
+        is_wide = asyncio.Event()
         try:
             async with self._open_stripe() as stream:
                 await stream.send(wire.TransferRequest(stripe=wire.Stripe()))
                 async with asyncio.TaskGroup() as both_ways:
-                    hearing = both_ways.create_task(self._hear(stream, under_way))
+                    hearing = both_ways.create_task(self._hear(stream, under_way, is_wide))
                     while (taken := await self._next_part()) is not None or under_way:
                         if taken is not None:
                             under_way.append(taken)
                             await _send_part(stream, *taken)
+                            if len(under_way) >= PARTS_IN_WINDOW:
+                                # One part more would wait here, and another stripe can carry it.
+                                await is_wide.wait()
                     hearing.cancel()
         except* self._broken as errors:
             self._errors.append(_first_of(errors))
@@ -261,7 +271,12 @@ class Conveyor:
             except TimeoutError:
                 return None
 
-    async def _hear(self, stream: TransferStream, under_way: deque[tuple[Load, int]]) -> None:
+    async def _hear(
+        self,
+        stream: TransferStream,
+        under_way: deque[tuple[Load, int]],
+        is_wide: asyncio.Event,
+    ) -> None:
         while True:
             # Patient: a paced part takes its time, and each push has its limit.
             response = await stream.receive(wire.TransferResponse, is_patient=True)
@@ -270,6 +285,7 @@ class Conveyor:
             if not under_way or under_way[0][1] != response.part:
                 raise FrameError(f"part {response.part} was answered, which was not the next one")
             load, index = under_way.popleft()
+            is_wide.set()  # the window has opened at least once, and libp2p doubles it each time
             match response.status:
                 case wire.TRANSFER_STATUS_PART_RECEIVED:
                     num_bytes = load.acknowledge(index)
