@@ -12,8 +12,10 @@ import pytest
 from transport_peers import Desk, make_payload
 
 from benchmarks.virtual_time import run_in_virtual_time
+from node.exchange.transport import early
 from node.exchange.transport import inbound as receiving
 from node.exchange.transport.conveyor import MOST_BODIES, Conveyor
+from node.exchange.transport.early import EARLY_SECONDS, MOST_EARLY_BYTES, EarlyParts
 from node.exchange.transport.frames import BROKEN, FrameError, Limits, TransferStream
 from node.exchange.transport.inbound import (
     KEPT_SECONDS,
@@ -238,14 +240,21 @@ def part_of(payload: Payload, index: int, num_bytes: int = PART) -> wire.Part:
     return wire.Part(index=index, digest=payload.digest, num_bytes=num_bytes)
 
 
-async def test_a_part_of_nothing_that_was_offered_is_dropped() -> None:
+@pytest.mark.parametrize(
+    ("room_bytes", "status"),
+    [(2 * PART, wire.TRANSFER_STATUS_PART_KEPT), (PART, wire.TRANSFER_STATUS_PART_DROPPED)],
+)
+async def test_a_part_of_nothing_that_was_offered_is_kept_if_there_is_room(
+    monkeypatch: pytest.MonkeyPatch, room_bytes: int, status: int
+) -> None:
+    monkeypatch.setattr(early, "MOST_EARLY_BYTES", room_bytes)
     link = Wire()
     async with link.open() as stream:
         await stream.send(wire.TransferRequest(stripe=wire.Stripe()))
         await stream.send(part_of(make_payload(body=BODY), 3))
         await stream.send_body(bytes(PART))
         response = await stream.receive(wire.TransferResponse)
-    assert (response.status, response.part) == (wire.TRANSFER_STATUS_PART_DROPPED, 3)
+    assert (response.status, response.part) == (status, 3)
 
 
 class _Answers:
@@ -280,32 +289,32 @@ def framed(part: wire.Part) -> bytes:
 
 def test_parts_whose_offer_is_not_there_keep_nobody_waiting() -> None:
     async def scene() -> list[int]:
-        early, there = make_payload(body=BODY), make_payload(body=BODY, round=8)
+        unknown, there = make_payload(body=BODY), make_payload(body=BODY, round=8)
         inbounds = Inbounds()
         inbounds.begin(SENDER, there.header, there.digest, PART)
         stream, reader, answers = fed_stripe()
-        for payload in (early, early, there):
+        for payload in (unknown, unknown, there):
             reader.feed_data(framed(part_of(payload, 0)) + BODY[:PART])
         reader.feed_eof()
         await take_stripe(stream, SENDER, inbounds)
         assert asyncio.get_running_loop().time() == 0
         return answers.statuses
 
-    dropped, received = wire.TRANSFER_STATUS_PART_DROPPED, wire.TRANSFER_STATUS_PART_RECEIVED
-    assert run_in_virtual_time(scene()) == [dropped, dropped, received]
+    kept, received = wire.TRANSFER_STATUS_PART_KEPT, wire.TRANSFER_STATUS_PART_RECEIVED
+    assert run_in_virtual_time(scene()) == [kept, kept, received]
 
 
 @pytest.mark.parametrize(
-    ("most_early_bytes", "status", "held"),
+    ("most_bytes", "status", "held"),
     [
         (PART, wire.TRANSFER_STATUS_PART_RECEIVED, {1}),
         (PART - 1, wire.TRANSFER_STATUS_PART_DROPPED, set()),
     ],
 )
 def test_a_part_counts_whose_offer_comes_while_it_is_read_unless_it_is_too_large_to_keep(
-    monkeypatch: pytest.MonkeyPatch, most_early_bytes: int, status: int, held: set[int]
+    monkeypatch: pytest.MonkeyPatch, most_bytes: int, status: int, held: set[int]
 ) -> None:
-    monkeypatch.setattr(receiving, "MOST_EARLY_BYTES", most_early_bytes)
+    monkeypatch.setattr(receiving, "LEAST_PART_BYTES", most_bytes)
 
     async def scene() -> None:
         payload, inbounds = make_payload(body=BODY), Inbounds()
@@ -325,7 +334,14 @@ def test_a_part_counts_whose_offer_comes_while_it_is_read_unless_it_is_too_large
     run_in_virtual_time(scene())
 
 
-async def test_a_body_whose_offer_is_late_holds_no_other_up_and_is_not_sent_over_and_over() -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "times_sent"),
+    [("EARLY_SECONDS", 3600, 1), ("EARLY_SECONDS", 0, 2), ("MOST_EARLY_BYTES", 0, 2)],
+)
+async def test_a_body_whose_offer_is_late_holds_no_other_up_and_is_not_sent_over_and_over(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: int, times_sent: int
+) -> None:
+    monkeypatch.setattr(early, name, value)
     link = Wire()
     late, other = (make_payload(body=os.urandom(6 * PART), round=number) for number in range(2))
     link.is_offer_let_in = asyncio.Event()  # of the first stream, which is the offer of `late`
@@ -336,7 +352,56 @@ async def test_a_body_whose_offer_is_late_holds_no_other_up_and_is_not_sent_over
     link.is_offer_let_in.set()
     await pushing
     assert link.desk.received == [(SENDER, other), (SENDER, late)]
-    assert link.sent_bytes < 1.1 * (2 * len(late.body) + len(other.body))
+    assert link.sent_bytes < 1.1 * (times_sent * len(late.body) + len(other.body))
+
+
+def test_parts_that_come_early_are_kept_for_a_while_and_take_little_room() -> None:
+    async def scene() -> None:
+        parts, digests = EarlyParts(), [Digest(bytes([number]) * 32) for number in range(3)]
+        num_kept = sum(parts.keep(SENDER, digests[0], index, bytes(PART)) for index in range(99))
+        assert num_kept == MOST_EARLY_BYTES // (PART + 1056)  # what each takes besides
+        assert not parts.keep(SENDER, digests[1], 0, bytes(PART))
+        assert parts.keep(SENDER, digests[0], 0, bytes(PART))  # it is there already
+        assert parts.keep(NodeId("other"), digests[1], 0, b"another's")
+        assert parts.take(SENDER, digests[1]) == {}
+        assert len(parts.take(SENDER, digests[0])) == num_kept
+        num_empty = sum(parts.keep(SENDER, digests[2], index, b"") for index in range(9999))
+        assert num_empty < MOST_EARLY_BYTES // 1000
+        await asyncio.sleep(EARLY_SECONDS - 1)
+        assert parts.keep(NodeId("other"), digests[2], 0, b"later")
+        await asyncio.sleep(2)
+        assert parts.take(NodeId("other"), digests[1]) == {}
+        assert parts.take(NodeId("other"), digests[2]) == {0: b"later"}
+        assert parts.keep(SENDER, digests[1], 0, bytes(PART))  # there is room again
+
+    run_in_virtual_time(scene())
+
+
+def test_no_more_is_kept_early_of_all_senders_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early, "MOST_EARLY_BYTES_OF_ALL", 3 * PART)
+
+    async def scene() -> None:
+        parts = EarlyParts()
+        senders = [NodeId(f"sender-{number}") for number in range(4)]
+        kept = [parts.keep(sender, Digest(bytes(32)), 0, bytes(PART)) for sender in senders]
+        assert kept == [True, True, False, False]
+        parts.clear()
+        assert parts.keep(senders[3], Digest(bytes(32)), 0, bytes(PART))
+
+    run_in_virtual_time(scene())
+
+
+async def test_what_came_early_and_cannot_be_a_part_is_not_taken() -> None:
+    link, payload = Wire(), make_payload(body=BODY)
+    async with link.open() as stripe:
+        await stripe.send(wire.TransferRequest(stripe=wire.Stripe()))
+        for index, num_bytes in ((0, PART - 1), (10**6, PART), (10, 18)):
+            await stripe.send(part_of(payload, index, num_bytes))
+            await stripe.send_body(bytes(num_bytes))
+            response = await stripe.receive(wire.TransferResponse)
+            assert response.status == wire.TRANSFER_STATUS_PART_KEPT
+        await link.push(payload)
+    assert link.desk.received == [(SENDER, payload)]
 
 
 async def test_what_comes_of_a_refused_body_is_dropped_and_of_the_next_one_taken() -> None:
@@ -366,7 +431,7 @@ async def test_nobody_puts_parts_into_anothers_body() -> None:
         await stripe.send(part_of(payload, 0))
         await stripe.send_body(bytes(PART))
         response = await stripe.receive(wire.TransferResponse)
-        assert response.status == wire.TRANSFER_STATUS_PART_DROPPED
+        assert response.status == wire.TRANSFER_STATUS_PART_KEPT
         inbound = link.inbounds.find(SENDER, payload.digest)
         assert inbound is not None
         assert not inbound.assembly.held
@@ -393,6 +458,7 @@ async def test_who_sends_without_end_what_nobody_wants_is_cut_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(receiving, "MOST_DROPPED_BYTES", 3 * PART)
+    monkeypatch.setattr(early, "MOST_EARLY_BYTES", 0)
     link, payload = Wire(), make_payload(body=BODY)
     async with link.open() as liar:
         await liar.send(wire.TransferRequest(stripe=wire.Stripe()))

@@ -65,7 +65,8 @@ class Load:
         """Raises what broke the stripes when no part gets through any more."""
         self._turn = turn
         self._on_waiting = on_waiting
-        self._is_accepted = False
+        self._held: frozenset[int] | None = None  # by the receiver, when it accepted the offer
+        self._kept: set[int] = set()  # by the receiver, until then
         self._is_held_up = False  # until the offer is answered: its parts would be dropped
         self._outgoing = Outgoing(body_bytes=len(payload.body))
 
@@ -92,9 +93,10 @@ class Load:
 
         Some of them may be under way once more.
         """
-        self._is_accepted = True
+        self._held = held_in(held_map)
         self._is_held_up = False
-        self._outgoing.skip(held_in(held_map))
+        self._outgoing.skip(self._held)
+        self._outgoing.give_back(self._kept)  # those of them that are not held
         if self._outgoing.num_waiting:
             self._on_waiting()
         else:
@@ -104,6 +106,17 @@ class Load:
         """A part is there; returns how many bytes more than before are."""
         return self._outgoing.acknowledge(index)
 
+    def keep(self, index: int) -> int:
+        """The receiver has a part whose offer it had not; returns how many bytes that are.
+
+        It may have none of it any more when the offer comes.
+        """
+        if self._held is None:
+            self._kept.add(index)
+        elif index not in self._held:
+            self.give_back(index)
+        return len(self.part(index))
+
     def give_back(self, index: int) -> None:
         """A part did not get through."""
         self._outgoing.give_back([index])
@@ -112,10 +125,10 @@ class Load:
     def drop(self, index: int) -> None:
         """The receiver did not take a part.
 
-        Unless the offer was answered, the part came before it: then all of them wait for that
-        answer, and other bodies do not.
+        Unless the offer was answered, the part came before it, and there was no room for it: then
+        all of them wait for that answer, and other bodies do not.
         """
-        if not self._is_accepted:
+        if self._held is None:
             self._is_held_up = True
             self._turn.pass_on()
         self.give_back(index)
@@ -287,8 +300,9 @@ class Conveyor:
             load, index = under_way.popleft()
             is_wide.set()  # the window has opened at least once, and libp2p doubles it each time
             match response.status:
-                case wire.TRANSFER_STATUS_PART_RECEIVED:
-                    num_bytes = load.acknowledge(index)
+                case wire.TRANSFER_STATUS_PART_RECEIVED | wire.TRANSFER_STATUS_PART_KEPT as status:
+                    is_kept = status == wire.TRANSFER_STATUS_PART_KEPT
+                    num_bytes = load.keep(index) if is_kept else load.acknowledge(index)
                     stream.moved(sent_bytes=num_bytes)
                     self._acknowledged_bytes += num_bytes
                     self._errors.clear()

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from node.exchange.transport.early import EarlyParts
 from node.exchange.transport.frames import FrameError, TransferStream
 from node.exchange.transport.parts import LEAST_PART_BYTES, Assembly, PartError
 from protocol.payload import PayloadHeader
@@ -22,9 +23,6 @@ KEPT_SECONDS = 60.0
 
 MOST_KEPT_FROM_ONE = 2
 """Bodies of one sender that are kept so."""
-
-MOST_EARLY_BYTES = LEAST_PART_BYTES
-"""Of one stripe: a part whose offer is not here is kept until it has come whole, if it is no larger."""
 
 MOST_DROPPED_BYTES = 256 << 20
 """Of one stripe: more that nobody asked for ends it."""
@@ -52,6 +50,7 @@ class Inbounds:
     def __init__(self) -> None:
         self._open: dict[tuple[NodeId, Digest], Inbound] = {}
         self._kept: dict[tuple[NodeId, Digest], tuple[Assembly, asyncio.TimerHandle]] = {}
+        self._early = EarlyParts()
         self._stripes: Counter[NodeId] = Counter()
 
     def begin(self, sender: NodeId, header: PayloadHeader, digest: Digest, size: int) -> Inbound:
@@ -66,8 +65,18 @@ class Inbounds:
             timer.cancel()
         else:
             assembly = Assembly(body_bytes=header.body_bytes, part_bytes=size)
+        for index, content in self._early.take(sender, digest).items():
+            assembly.put(index, content)
         inbound = self._open[key] = Inbound(header=header, assembly=assembly)
         return inbound
+
+    def keep_early(self, sender: NodeId, digest: Digest, index: int, content: bytes) -> bool:
+        """Keeps a part until its body is offered; False when there is no room for it."""
+        return self._early.keep(sender, digest, index, content)
+
+    def refuse(self, sender: NodeId, digest: Digest) -> None:
+        """The offer of a body has come, and nothing of it is taken."""
+        self._early.take(sender, digest)
 
     def end(self, sender: NodeId, digest: Digest, inbound: Inbound, *, is_kept: bool) -> None:
         """Nothing more is taken of it; what broke off is kept for a while."""
@@ -105,6 +114,7 @@ class Inbounds:
 
     def clear(self) -> None:
         """Forgets all of them."""
+        self._early.clear()
         for key in list(self._kept):
             self._forget(key)
 
@@ -116,9 +126,8 @@ class Inbounds:
 async def take_stripe(stream: TransferStream, sender: NodeId, inbounds: Inbounds) -> None:
     """Serves one stripe: takes parts, of whichever body, until its sender has no more.
 
-    Never waits for an offer: parts of other bodies would wait behind it. Its sender sends a part
-    again that was dropped because it came first. Raises FrameError, or frames.BROKEN when the
-    sender is gone in the middle of a part.
+    Never waits for an offer: parts of other bodies would wait behind it. Raises FrameError, or
+    frames.BROKEN when the sender is gone in the middle of a part.
     """
     dropped_bytes = 0
     with inbounds.stripe(sender):
@@ -138,17 +147,23 @@ async def take_stripe(stream: TransferStream, sender: NodeId, inbounds: Inbounds
                     f"{dropped_bytes + part.num_bytes} bytes of parts that nobody asked for"
                 )
             early = await _read_early(stream, part.num_bytes)
-            # The offer is sent first and goes another way; mostly it comes while the part does.
-            if early is not None and (inbound := inbounds.find(sender, digest)) is not None:
+            if early is None:
+                dropped_bytes += part.num_bytes
+                await _answer(stream, part, wire.TRANSFER_STATUS_PART_DROPPED)
+            elif (inbound := inbounds.find(sender, digest)) is not None:  # it has come meanwhile
                 await _take_part(stream, inbound, part, early)
-                continue
-            dropped_bytes += part.num_bytes
-            await _answer(stream, part, wire.TRANSFER_STATUS_PART_DROPPED)
+            elif inbounds.keep_early(sender, digest, part.index, early):
+                # Counted with the next part: what kind it is, its offer will say.
+                stream.tally.moved(received_bytes=part.num_bytes)
+                await _answer(stream, part, wire.TRANSFER_STATUS_PART_KEPT)
+            else:
+                dropped_bytes += part.num_bytes
+                await _answer(stream, part, wire.TRANSFER_STATUS_PART_DROPPED)
 
 
 async def _read_early(stream: TransferStream, num_bytes: int) -> bytes | None:
-    """A part that nobody asked for yet; None when it is too large to be kept meanwhile."""
-    if num_bytes <= MOST_EARLY_BYTES:
+    """A part whose offer is not here; None when it is too large to be kept."""
+    if num_bytes <= LEAST_PART_BYTES:
         return await stream.receive_body(num_bytes)
     async for _ in stream.receive_chunks(num_bytes):
         pass

@@ -113,6 +113,16 @@ class Assembly:
         """A part has come whole."""
         self.held.add(index)
 
+    def put(self, index: int, content: bytes) -> None:
+        """Takes a part that came before its body was admitted; not one that cannot be."""
+        try:
+            span = self.begin(index)
+        except PartError:
+            return
+        if len(content) == span.stop - span.start:
+            self.write(span.start, content)
+            self.end(index)
+
     def body(self) -> bytes:
         """The body, once complete."""
         return self._body.getvalue()

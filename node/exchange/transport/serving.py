@@ -125,7 +125,11 @@ async def serve(
     try:
         match request.WhichOneof("request"):
             case "offer":
-                await _take(stream, sender, handler, request.offer, limits, verify, inbounds)
+                try:
+                    await _take(stream, sender, handler, request.offer, limits, verify, inbounds)
+                except (TransferRefusedError, PayloadError):
+                    inbounds.refuse(sender, _digest_of(request.offer))
+                    raise
             case "stripe":
                 if is_crowded and inbounds.has_stripe(sender):
                     raise TransferRefusedError("busy; go on with the streams that you have")
@@ -257,7 +261,7 @@ async def _receive_parts(
     limits: Limits,
     inbounds: Inbounds,
 ) -> bytes:
-    digest = Digest(blake3.blake3(offer.header).digest())
+    digest = _digest_of(offer)
     try:
         inbound = inbounds.begin(sender, header, digest, offer.part_bytes)
     except PartError as error:
@@ -275,6 +279,10 @@ async def _receive_parts(
         return body
     finally:
         inbounds.end(sender, digest, inbound, is_kept=not is_complete)
+
+
+def _digest_of(offer: wire.Offer) -> Digest:
+    return Digest(blake3.blake3(offer.header).digest())
 
 
 async def _receive_body(stream: TransferStream, header: PayloadHeader) -> bytes:
