@@ -31,42 +31,14 @@ from typing import Any
 
 from benchmarks.chaos_plan import PlannedFault, plan_faults
 from benchmarks.chaos_report import Outcome, outcome_of, report
+from benchmarks.ending import nothing_left
 from benchmarks.faults import Fault, Faults
 from benchmarks.followed_logs import Entry
 from benchmarks.invariants import broken, gather
 from benchmarks.real_swarm import CommandFailedError, Member, RealSwarm
+from benchmarks.run_files import TINY_MODEL, toml_of
 from benchmarks.turns import Turns
 from protocol.errors import ExitCode
-
-RUN_FILE = """\
-[run]
-name = "chaos"
-rounds = {rounds}
-min_nodes = 2
-
-[model]
-hidden_size = 32
-num_layers = 1
-num_heads = 2
-num_kv_heads = 1
-ffn_size = 64
-context = 32
-
-[inner]
-steps = 400
-batch = 4
-
-[deadlines]
-train = {train}
-contribute = {contribute}
-commit = {commit}
-apply = 20
-lease = 4
-
-[evaluation]
-every_rounds = 10
-samples = 16
-"""
 
 STARTING_ROUNDS = 2
 """The first nodes begin before the last are there. Neither faults nor figures count these rounds."""
@@ -195,7 +167,21 @@ class Chaos:
 def run_file(shape: Shape, rounds: int) -> str:
     """The run, with rounds of about the length that was asked for."""
     train = shape.round_seconds
-    return RUN_FILE.format(rounds=rounds, train=train, contribute=train + 3, commit=train + 5)
+    return toml_of(
+        {
+            "run": {"name": "chaos", "rounds": rounds, "min_nodes": 2},
+            "model": TINY_MODEL,
+            "inner": {"steps": 400, "batch": 4},
+            "deadlines": {
+                "train": train,
+                "contribute": train + 3,
+                "commit": train + 5,
+                "apply": 20,
+                "lease": 4,
+            },
+            "evaluation": {"every_rounds": 10, "samples": 16},
+        }
+    )
 
 
 def train(folder: Path, shape: Shape, plan: Sequence[PlannedFault]) -> tuple[Outcome, list[str]]:
@@ -333,8 +319,6 @@ def main() -> int:
         help="3 nodes, 8 rounds of 2.5 s, 4 kills, whatever else is said",
     )
     chosen = parser.parse_args()
-    for number in (signal.SIGINT, signal.SIGTERM):  # in the background SIGINT would be ignored
-        signal.signal(number, lambda *_: sys.exit("stopped; everything that was started has ended"))
     if chosen.out is not None:
         chosen.out.mkdir(parents=True, mode=0o700)
         return run(shape_of(chosen), chosen.out.resolve())
@@ -348,4 +332,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with nothing_left():
+        sys.exit(main())

@@ -30,6 +30,7 @@ import torch
 from benchmarks.convergence_parts import DATA_PARALLEL, PARTS, quick_part
 from benchmarks.convergence_report import Losses, frontier, frontier_drawn, frontier_table
 from benchmarks.data_parallel import train_data_parallel
+from benchmarks.ending import nothing_left
 from benchmarks.local_swarm import Setting, Trained, spec_of, train_swarm
 from node.island.corpus import read_corpus
 
@@ -153,4 +154,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with nothing_left():
+        main()

@@ -189,6 +189,7 @@ def rates_part() -> list[Setting]:
 
 
 FRONTIER_STEPS = 1600
+LONG_STEPS = 4 * FRONTIER_STEPS
 
 FRONTIER = BASE.changed(
     "frontier",
@@ -196,6 +197,16 @@ FRONTIER = BASE.changed(
     outer={"learning_rate": 0.7, "momentum": 0.6},
 )
 """A longer run with larger batches, nodes at the inner rate that is best for them: see `tuning_part`."""
+
+
+BEST_ALONE: dict[str, dict[str, Any]] = {"inner": {"learning_rate": 1.2e-2}}
+"""Data parallelism is tried with this rate, which suits its larger batch, and with half of it."""
+
+SPARSE: dict[str, dict[str, Any]] = {
+    "outer": {"optimizer": "sgd", "learning_rate": 1.0, "momentum": 0},
+    "exchange": {"residual_decay": 0.95},
+}
+"""What top-k wants: a value comes late and all at once, which momentum would carry too far."""
 
 
 def tuning_part() -> list[Setting]:
@@ -227,25 +238,35 @@ def _outer_table(rate: float, momentum: float, merge: str) -> dict[str, Any]:
 
 def frontier_part() -> list[Setting]:
     """Loss against bytes: inner steps and codecs that send 60 to 4,000 times less than DDP does."""
-    sparse = {"optimizer": "sgd", "learning_rate": 1.0, "momentum": 0}
-
-    def exchanged(steps: int, codec: str, **tables: dict[str, Any]) -> Setting:
-        return FRONTIER.changed(
-            f"{codec}, H = {steps}",
-            run={"rounds": FRONTIER_STEPS // steps},
-            inner={"steps": steps},
-            **codecs(codec, codec),
-        ).changed(f"{codec}, H = {steps}", **tables)
-
     return [
-        exchanged(32, "fp32").changed(DATA_PARALLEL, inner={"learning_rate": 1.2e-2}),
-        exchanged(32, "fp32"),
-        exchanged(32, "int4"),
-        exchanged(80, "int4"),
-        exchanged(40, "ec2"),
-        exchanged(80, "ec1"),
-        exchanged(32, "topk256", outer=sparse, exchange={"residual_decay": 0.95}),
+        _exchanged(32, "fp32", of=FRONTIER_STEPS).changed(DATA_PARALLEL, **BEST_ALONE),
+        _exchanged(32, "fp32", of=FRONTIER_STEPS),
+        _exchanged(32, "int4", of=FRONTIER_STEPS),
+        _exchanged(80, "int4", of=FRONTIER_STEPS),
+        _exchanged(40, "ec2", of=FRONTIER_STEPS),
+        _exchanged(80, "ec1", of=FRONTIER_STEPS),
+        _exchanged(32, "topk256", of=FRONTIER_STEPS, **SPARSE),
     ]
+
+
+def long_part() -> list[Setting]:
+    """The frontier's run with four times as many steps, so with hundreds of exchanges."""
+    momentum = outer(momentum=0.8)
+    return [
+        _exchanged(32, "fp32", of=LONG_STEPS, **momentum).changed(DATA_PARALLEL, **BEST_ALONE),
+        _exchanged(40, "ec2", of=LONG_STEPS, **momentum),
+        _exchanged(32, "topk256", of=LONG_STEPS, **SPARSE),
+        _exchanged(32, "int4", of=LONG_STEPS, **momentum),
+        _exchanged(80, "int4", of=LONG_STEPS, **momentum),
+        _exchanged(80, "ec1", of=LONG_STEPS, **momentum),
+    ]
+
+
+def _exchanged(steps: int, codec: str, *, of: int, **tables: dict[str, Any]) -> Setting:
+    """The frontier's run with an exchange after so many inner steps of so many, one codec both ways."""
+    name = f"{codec}, H = {steps}"
+    every = {"run": {"rounds": of // steps}, "inner": {"steps": steps}}
+    return FRONTIER.changed(name, **every, **codecs(codec, codec)).changed(name, **tables)
 
 
 def muon_part() -> list[Setting]:
@@ -289,6 +310,7 @@ PARTS: dict[str, Callable[[], list[Setting]]] = {
     "merges": merges_part,
     "rates": rates_part,
     "frontier": frontier_part,
+    "long": long_part,
     "tuning": tuning_part,
     "muon": muon_part,
 }

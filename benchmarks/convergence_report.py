@@ -2,12 +2,12 @@
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.convergence_claims import CLAIMS, Claim
-from benchmarks.convergence_parts import DATA_PARALLEL, frontier_part
+from benchmarks.convergence_parts import DATA_PARALLEL, PARTS
 from benchmarks.figures import Point, scattered
 
 
@@ -30,6 +30,14 @@ class Difference:
 
 NEXT_TO_NOTHING = 0.01
 """Nats per byte: half a percent of a loss around 2."""
+
+
+FRONTIERS = {
+    "frontier": "1,600 steps",
+    "muon": "1,600 steps, Muon",
+    "long": "6,400 steps",
+}
+"""Parts that are drawn as loss against bytes, with the names of their runs."""
 
 
 class Losses:
@@ -96,36 +104,39 @@ def frontier(lines: Iterable[dict[str, Any]]) -> list[Point]:
 
     Against a ring all-reduce of fp32 gradients at every inner step, payload bytes on both sides: that
     takes 2 (n - 1) / n of the 32 bits of each parameter at each step, an exchange (n - 1) / n of the
-    bits up and of the bits down.
+    bits up and of the bits down. Each part of FRONTIERS has its own data parallelism.
     """
-    steps = {s.name: s.tables["inner"]["steps"] for s in frontier_part()}
-    lines = [line for line in lines if line["part"] == "frontier"]
+    lines = list(lines)
+    return [point for part in FRONTIERS for point in _points_of(part, lines)]
+
+
+def _points_of(part: str, lines: Sequence[dict[str, Any]]) -> Iterator[Point]:
+    steps = {setting.name: setting.tables["inner"]["steps"] for setting in PARTS[part]()}
+    lines = [line for line in lines if line["part"] == part]
     baseline = {line["seed"]: line["loss"] for line in lines if line["setting"] == DATA_PARALLEL}
-    points = []
     for setting in (name for name in steps if name != DATA_PARALLEL):
         runs = [run for run in lines if run["setting"] == setting and run["seed"] in baseline]
         if not runs:
             continue
         above = [100 * (run["loss"] / baseline[run["seed"]] - 1) for run in runs]
         bits = statistics.mean(run["bits_up"] + run["bits_down"] for run in runs)
-        points.append(
-            Point(
-                series=setting.partition(",")[0],
-                label=setting,
-                x=2 * 32 * steps[setting] / bits,
-                y=statistics.mean(above),
-                low=min(above),
-                high=max(above),
-            )
+        yield Point(
+            series=FRONTIERS[part],
+            label=setting,
+            x=2 * 32 * steps[setting] / bits,
+            y=statistics.mean(above),
+            low=min(above),
+            high=max(above),
         )
-    return points
 
 
 def frontier_table(points: Sequence[Point]) -> list[str]:
     """The points as a Markdown table."""
-    rows = ["| codec both ways | times fewer bytes | loss above data parallel |", "|---|---|---|"]
+    rows = ["| run | codec both ways | times fewer bytes | loss above data parallel |"]
+    rows.append("|---|---|---|---|")
     for p in points:
-        rows.append(f"| {p.label} | {p.x:,.0f} | {p.y:+.2f} % ({p.low:+.2f} to {p.high:+.2f}) |")
+        spread = "" if p.low == p.high else f" ({p.low:+.2f} to {p.high:+.2f})"
+        rows.append(f"| {p.series} | {p.label} | {p.x:,.0f} | {p.y:+.2f} %{spread} |")
     return rows
 
 

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from benchmarks.ending import nothing_left
 from benchmarks.processes import atoll_command, atoll_environment
 from benchmarks.simulated_nodes import SimulatedNode, Timings
 from coordinator.config import CoordinatorConfig, Home, create_home
@@ -275,4 +276,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with nothing_left():
+        main()

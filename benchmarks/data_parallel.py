@@ -26,6 +26,7 @@ from pathlib import Path
 import structlog
 import torch
 
+from benchmarks.ending import nothing_left
 from benchmarks.simulation import Life, simulate
 from node.demo.command import DEFAULT_ROUNDS, RUN_FILE
 from node.island.corpus import Corpus, read_corpus
@@ -139,4 +140,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with nothing_left():
+        main()

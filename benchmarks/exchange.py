@@ -28,6 +28,7 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from benchmarks.ending import nothing_left
 from benchmarks.exchange_plain import plain_seconds
 from benchmarks.exchange_swarm import BITS_PER_ELEMENT, Case, Swarm
 from benchmarks.network_lab import LabUnavailableError, NetworkLab
@@ -206,4 +207,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with nothing_left():
+        main()

@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.ending import nothing_left
 from benchmarks.network_lab import LabUnavailableError, NetworkLab
 from benchmarks.network_links import Link
 from protocol import console
@@ -229,4 +230,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with nothing_left():
+        main()

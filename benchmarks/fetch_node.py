@@ -31,6 +31,8 @@ from protocol.wire_count import WireCounts, grown
 RUN = LAYOUT = Digest(bytes(32))
 ROUND = 8
 
+TAKES_NOTHING = "this node only gives: it takes no payloads"
+
 
 def say(**message: Any) -> None:
     """One line to the benchmark."""
@@ -77,13 +79,13 @@ class Giving:
                 return None
 
     def admit(self, sender: NodeId, header: PayloadHeader) -> None:
-        raise TransferRefusedError("this node takes nothing")
+        raise TransferRefusedError(TAKES_NOTHING)
 
     async def receive(self, sender: NodeId, payload: Payload) -> None:
-        raise NotImplementedError  # nothing is admitted
+        raise TransferRefusedError(TAKES_NOTHING)
 
     def abandoned(self, sender: NodeId, header: PayloadHeader) -> None:
-        raise NotImplementedError
+        """Nothing to do: nothing was admitted, so nothing is waited for."""
 
     def drop(self) -> None:
         self._donor.drop()

@@ -21,11 +21,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.ending import nothing_left
 from benchmarks.island_loops import Kind
 from benchmarks.island_memory import drawn, memory_of
 from benchmarks.island_speed import Spread, compare, copy_speeds
 from node.island.devices import devices_of
-from node.island.launcher import end_forkserver, prepare_forkserver
+from node.island.forkserver import end_forkserver, prepare_forkserver
 from node.island.local_training import LocalTraining
 from node.island.mesh_shape import MeshShape, num_parameters
 from protocol.run_spec import InnerSection, ModelSection, RunSpec
@@ -174,4 +175,5 @@ PARTS = {"speed": speed, "copies": copies, "memory": memory}
 
 
 if __name__ == "__main__":
-    main()
+    with nothing_left():
+        main()

@@ -17,12 +17,13 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.ending import nothing_left
 from benchmarks.processes import SOURCES
 from node.island import local_communication
 from node.island.corpus import read_corpus
 from node.island.first_weights import initial_parameters
+from node.island.forkserver import prepare_forkserver
 from node.island.island import InnerWork, Progress
-from node.island.launcher import prepare_forkserver
 from node.island.mesh import Mesh
 from node.island.mesh_shape import MeshShape
 from node.island.trainer import Trainer
@@ -168,4 +169,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with nothing_left():
+        main()

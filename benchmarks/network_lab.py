@@ -284,6 +284,8 @@ class NetworkLab:
 
 
 if __name__ == "__main__":
+    from benchmarks.ending import nothing_left
     from benchmarks.network_lab_measured import main
 
-    main()
+    with nothing_left():
+        main()

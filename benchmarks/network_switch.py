@@ -12,7 +12,6 @@ import fcntl
 import json
 import os
 import select
-import signal
 import socket
 import struct
 import subprocess
@@ -26,6 +25,7 @@ from typing import Any
 
 from benchmarks.network_links import Link, Network
 from benchmarks.network_namespace import inside, new_namespace
+from benchmarks.processes import end_all
 
 TUN_DEVICE = Path("/dev/net/tun")
 DEVICE = "tun0"
@@ -43,7 +43,6 @@ _SLOW_START = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
 _BATCH = 64  # packets of one host before the next one's turn
 _PACKET_BYTES = 1 << 16
 _LOOK_AROUND_SECONDS = 1.0
-_KILL_SECONDS = 10.0
 
 
 class Host:
@@ -151,14 +150,7 @@ def end_processes_inside(namespaces: frozenset[int], *, spared: frozenset[int]) 
 
     `spared` are processes that only look in: whoever runs the lab may have a thread in a host.
     """
-    give_up_at = time.monotonic() + _KILL_SECONDS
-    while found := _processes_inside(namespaces) - spared:
-        if time.monotonic() > give_up_at:
-            raise RuntimeError(f"processes {sorted(found)} of the network lab do not end")
-        for process_id in found:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process_id, signal.SIGKILL)
-        time.sleep(0.02)
+    end_all(lambda: _processes_inside(namespaces) - spared)
 
 
 def _processes_inside(namespaces: frozenset[int]) -> set[int]:

@@ -22,6 +22,7 @@ import grpc
 import grpc.aio
 import structlog
 
+from benchmarks.ending import nothing_left
 from benchmarks.network_lab import LabUnavailableError, NetworkLab
 from benchmarks.network_links import Link
 from benchmarks.wire_transport import Desk, seal
@@ -204,4 +205,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with nothing_left():
+        main()

@@ -4,15 +4,21 @@ A process that we did not start ourselves (a rank, p2pd) is signalled through a 
 only when it bears the mark: its number may be another's by the time that the signal is sent.
 """
 
+import contextlib
 import os
 import signal
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 SOURCES = Path(__file__).parent.parent
 
 MARK = "ATOLL_TEST_MARK"
+
+_POLL_SECONDS = 0.02
+_TRACKER_SECONDS = 5.0
+_KILL_SECONDS = 10.0
 
 
 def atoll_command(*arguments: str | Path) -> list[str]:
@@ -35,11 +41,43 @@ def maps_of(process_id: int) -> str:
         return ""
 
 
+def end_all(find: Callable[[], set[int]]) -> None:
+    """Kills all that are found, until none are: what they start meanwhile, too.
+
+    Python's resource trackers are left until the others are gone. They give back the shared memory
+    of processes that were killed, and then end by themselves; killed with them, they leave it behind
+    until the machine restarts.
+    """
+    began_at = time.monotonic()
+    while found := find():
+        seconds = time.monotonic() - began_at
+        if seconds > _TRACKER_SECONDS + _KILL_SECONDS:
+            raise RuntimeError(f"processes {sorted(found)} do not end")
+        _kill(found if seconds > _TRACKER_SECONDS else _without_trackers(found), find)
+        time.sleep(_POLL_SECONDS)
+
+
+def _kill(process_ids: set[int], find: Callable[[], set[int]]) -> None:
+    """Through descriptors, which are found out about before they are used."""
+    with contextlib.ExitStack() as opened:
+        descriptors = {}
+        for process_id in process_ids:
+            with contextlib.suppress(ProcessLookupError):
+                descriptor = os.pidfd_open(process_id)
+                opened.callback(os.close, descriptor)
+                descriptors[process_id] = descriptor
+        still_meant = find() if descriptors else set()
+        for process_id, descriptor in descriptors.items():
+            if process_id in still_meant:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+
+
 class Family:
     """A process and all that came of it, wherever in the tree of processes they are."""
 
-    def __init__(self, mark: str) -> None:
-        self._mark = f"{MARK}={mark}".encode()
+    def __init__(self, mark: str, *, variable: str = MARK) -> None:
+        self._mark = f"{variable}={mark}".encode()
 
     def members(self) -> set[int]:
         """All that live."""
@@ -84,6 +122,14 @@ class Family:
         for process_id in self.members():
             self.send(process_id, number)
 
+    def kill(self) -> None:
+        """Kills all that live, without waiting; Python's resource trackers end after them."""
+        _kill(_without_trackers(self.members()), self.members)
+
+    def end(self) -> None:
+        """Kills all that live, and waits until they have ended."""
+        end_all(self.members)
+
     def _bears_mark(self, process_id: int) -> bool:
         try:
             return self._mark in _of(process_id, "environ").read_bytes().split(b"\0")
@@ -100,6 +146,10 @@ def _command_line(process_id: int) -> str:
         return _of(process_id, "cmdline").read_text()
     except OSError:
         return ""
+
+
+def _without_trackers(process_ids: set[int]) -> set[int]:
+    return {p for p in process_ids if "multiprocessing.resource_tracker" not in _command_line(p)}
 
 
 def _parent_of(process_id: int) -> int:

@@ -54,7 +54,6 @@ class Member:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._families: list[Family] = []
-        self._stopped: set[int] = set()
 
     def start(self, *more_arguments: str) -> None:
         """Starts it, unless it runs."""
@@ -153,7 +152,7 @@ class Member:
         """Ends whatever is left of it."""
         with self._lock:
             for family in self._families:
-                family.send_all(signal.SIGKILL)
+                family.end()
             if self._process is not None:
                 self._process.kill()
                 self._process.wait()

@@ -28,6 +28,7 @@ from typing import Any
 import structlog
 import torch
 
+from benchmarks.ending import nothing_left
 from benchmarks.network_lab import LabUnavailableError, check_this_machine
 from benchmarks.wan_peers.contender import BY_NAME, CONTENDERS
 from benchmarks.wan_report import COLUMNS, Measured, as_markdown, cells_of, target_of
@@ -189,4 +190,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with nothing_left():
+        main()

@@ -24,6 +24,7 @@ import torch
 
 from benchmarks import wan
 from benchmarks.data_parallel import train_data_parallel
+from benchmarks.ending import nothing_left
 from benchmarks.local_swarm import Setting, train_swarm
 from node.island.corpus import read_corpus
 from protocol.run_spec import validated
@@ -112,4 +113,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with nothing_left():
+        main()

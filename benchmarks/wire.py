@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.ending import nothing_left
 from benchmarks.network_namespace import enter, loopback_counters
 from node.demo.children import Child, Children
 from node.exchange.transport.wire_cost import CONNECTION_BYTES
@@ -212,7 +213,7 @@ def main() -> int:
     )
     chosen = parser.parse_args()
     enter(mtu=chosen.mtu)
-    with tempfile.TemporaryDirectory(prefix="atoll-wire-") as folder:
+    with nothing_left(), tempfile.TemporaryDirectory(prefix="atoll-wire-") as folder:
         measured = measure(
             Path(folder),
             run_file=RUN_FILE.format(

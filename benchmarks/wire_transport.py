@@ -18,6 +18,7 @@ import time
 
 import structlog
 
+from benchmarks.ending import nothing_left
 from benchmarks.network_namespace import enter, loopback_counters
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.exchange.transport.transport import Want, WantResult
@@ -170,7 +171,8 @@ def main() -> None:
     mtu = parser.parse_args().mtu
     enter(mtu=mtu)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
-    rows = asyncio.run(measure())
+    with nothing_left():
+        rows = asyncio.run(measure())
     for row in rows:
         print("  ".join(f"{key}={value}" for key, value in row.items()))
     print(

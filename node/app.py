@@ -13,8 +13,9 @@ import structlog
 from node.config import IDENTITY_FILE, NodeSettings
 from node.coordinator_link import CoordinatorLink
 from node.first_contact import run_of_coordinator
+from node.freed_memory import keep_freed_memory
 from node.hardware import Hardware, likely_devices, look_around
-from node.island.launcher import end_forkserver, prepare_forkserver
+from node.island.forkserver import end_forkserver, prepare_forkserver
 from node.placement import num_ranks_of, refuse_what_cannot_work
 from node.stopping import StopSignals
 from protocol.channel import open_channel
@@ -94,6 +95,7 @@ async def _run(
         )
         log.info("loading torch and hivemind: it takes some seconds")
         prepare_forkserver()  # it imports torch while we import the rest
+        keep_freed_memory()
         with signals.blocking():
             from node.assembly import run_daemon
         return await run_daemon(

@@ -19,7 +19,7 @@ from protocol.rounds import (
     PeerAddress,
 )
 from protocol.run_spec import RunSpec, run_from_json
-from protocol.v1 import round_pb2, session_pb2
+from protocol.v1 import session_pb2
 from protocol.wire_count import WireTotals
 
 
@@ -197,7 +197,7 @@ def heartbeat_of(session_id: int, vitals: Vitals) -> session_pb2.HeartbeatReques
         inner_step=vitals.inner_step,
         loss=vitals.loss,
         tokens_per_second=vitals.tokens_per_second,
-        wire=_wire_to_wire(vitals.wire),
+        wire=convert.wire_counts_to_wire(vitals.wire),
         link_rates=_rates_to_wire(vitals.link_rates),
         utilisation=_utilisation_to_wire(vitals.utilisation),
         mesh=vitals.mesh,
@@ -224,13 +224,6 @@ def _utilisation_to_wire(utilisation: Utilisation | None) -> session_pb2.Utilisa
     )
 
 
-def _wire_to_wire(totals: WireTotals) -> list[session_pb2.WireCount]:
-    return [
-        session_pb2.WireCount(kind=kind, sent_bytes=sent, received_bytes=received)
-        for kind, (sent, received) in sorted(totals.items())
-    ]
-
-
 def _rates_to_wire(rates: LinkRates) -> session_pb2.LinkRates | None:
     if rates == UNMEASURED:
         return None
@@ -251,17 +244,14 @@ def _report_to_wire(round: int, report: Report) -> session_pb2.Report:
         case Reduced():
             wire.reduced.slice_index = report.slice_index
             wire.reduced.digest = report.digest or b""
-            wire.reduced.contributors.extend(
-                round_pb2.Contributor(node_id=c.node_id, tokens=c.tokens)
-                for c in report.contributors
-            )
+            wire.reduced.contributors.extend(map(convert.contributor_to_wire, report.contributors))
         case Held():
             wire.held.slice_index = report.slice_index
             wire.held.digest = report.digest
         case Applied():
             wire.applied.outer_digest = report.outer_digest
             wire.applied.incarnation = report.incarnation
-            wire.applied.wire.extend(_wire_to_wire(report.wire))
+            wire.applied.wire.extend(convert.wire_counts_to_wire(report.wire))
         case Evaluated():
             wire.evaluated.held_out_loss = report.held_out_loss
             wire.evaluated.tokens = report.tokens

@@ -5,8 +5,6 @@ here for their turn. What they are is in node.work; how they come is the daemon'
 """
 
 import asyncio
-import math
-from dataclasses import replace
 
 import structlog
 
@@ -17,12 +15,13 @@ from node.exchange.outer import Outer
 from node.exchange.reports import Applied, Evaluated, Leaving, Trained
 from node.exchange_time import ExchangeTime
 from node.history import History
-from node.island.island import InnerReport, InnerWork, Progress
+from node.island.island import Progress
 from node.lasting_island import LastingIsland
+from node.planned_work import counted, counted_anew, trained_of, work_ahead_of, work_of
 from node.round_times import RoundTimes, Utilisation
 from node.session import Session
 from node.work import AheadFailed, CatchUpNeeded, PlanReceived, Work
-from protocol.rounds import Assignment, Commit, NodeId, Plan
+from protocol.rounds import Assignment, Commit, NodeId
 from protocol.wire_count import WireCounts, WireTotals, grown
 
 log = structlog.get_logger()
@@ -189,23 +188,10 @@ class Duties:
         self._doing, self.inner_step = "training", 0
         log.debug("phase", phase="training", round=plan.round)
         self._trains_for = plan.round
-        trained = _within(
-            await self._island.train_and_publish(
-                InnerWork(
-                    round=plan.round,
-                    inner_steps=assignment.inner_steps,
-                    first_sample=assignment.first_sample,
-                    num_samples=assignment.num_samples,
-                    token_clock=plan.token_clock,
-                    tokens_per_inner_step=plan.tokens_per_inner_step,
-                    max_seconds=plan.train_seconds,
-                    num_participants=len(plan.assignments),
-                ),
-                plan.fragment,
-                self._on_progress,
-            ),
-            assignment,
+        report = await self._island.train_and_publish(
+            work_of(plan, assignment), plan.fragment, self._on_progress
         )
+        trained = counted(report, assignment)
         self._trains_for = None
         self._times.trained(trained)
         if trained.skipped_steps:
@@ -218,32 +204,15 @@ class Duties:
         if trained.tokens > 0:
             self._published_round = plan.round
             await self._island.keep(plan.round)
-            self._ahead.lease(self._work_ahead(plan))
+            self._ahead.lease(None if self.is_draining else work_ahead_of(plan, self._node_id))
             await self._ahead.resume()
         self._doing = "contributing"
         log.debug("phase", phase="contributing", round=plan.round)
         await self._be_saved()
-        self._trained = _trained_report(trained)
+        self._trained = trained_of(trained)
         self._session.report(plan.round, self._trained)
         if trained.tokens > 0:
             await self._exchange.contribute(trained.tokens)
-
-    def _work_ahead(self, plan: Plan) -> InnerWork | None:
-        """What the plan leases this node for the round after it."""
-        assignment = plan.ahead_of(self._node_id)
-        if assignment is None or self.is_draining:
-            return None
-        most_steps = max(a.inner_steps for a in plan.assignments)
-        return InnerWork(
-            round=plan.round + 1,
-            inner_steps=assignment.inner_steps,
-            first_sample=assignment.first_sample,
-            num_samples=assignment.num_samples,
-            token_clock=plan.token_clock + most_steps * plan.tokens_per_inner_step,
-            tokens_per_inner_step=plan.tokens_per_inner_step,
-            max_seconds=math.inf,
-            num_participants=len(plan.assignments),
-        )
 
     async def _take_part_again(self, received: PlanReceived, assignment: Assignment) -> None:
         """A plan comes again after every break of the session, and then nothing need be done.
@@ -260,12 +229,7 @@ class Duties:
         log.warning("the plan of the round has changed", round=plan.round)
         await self._exchange.open_round(received.plan_at(asyncio.get_running_loop().time()))
         self._session.withdraw(plan.round)
-        limit = assignment.num_samples * self._context
-        self._trained = replace(
-            trained,
-            inner_steps=min(trained.inner_steps, assignment.inner_steps),
-            tokens=min(trained.tokens, limit),
-        )
+        self._trained = counted_anew(trained, assignment, context=self._context)
         self._session.report(plan.round, self._trained)
         if self._trained.tokens > 0:
             await self._exchange.contribute(self._trained.tokens)
@@ -410,20 +374,3 @@ def _tell_unsaved(saving: asyncio.Future[None]) -> None:
     """Tells at once what will end the node after the round in flight."""
     if not saving.cancelled() and (error := saving.exception()) is not None:
         log.error("not saved", why=str(error))
-
-
-def _within(trained: InnerReport, assignment: Assignment) -> InnerReport:
-    """No more than was asked: a plan may ask less than was trained ahead, and reports are checked."""
-    if trained.inner_steps <= assignment.inner_steps:
-        return trained
-    steps = assignment.inner_steps
-    return replace(trained, inner_steps=steps, tokens=trained.tokens // trained.inner_steps * steps)
-
-
-def _trained_report(trained: InnerReport) -> Trained:
-    return Trained(
-        inner_steps=trained.inner_steps,
-        tokens=trained.tokens,
-        loss=trained.loss,
-        seconds=trained.seconds,
-    )

@@ -4,7 +4,7 @@ What comes from the wire is checked for the size of its digests and keys and rai
 ProtocolMismatchError. Whether the values make sense is for who uses them to say.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from protocol.errors import ProtocolMismatchError
 from protocol.identity import PUBLIC_KEY_BYTES
@@ -23,6 +23,7 @@ from protocol.rounds import (
     SliceOutcome,
 )
 from protocol.v1 import round_pb2, session_pb2
+from protocol.wire_count import WireTotals
 
 DIGEST_BYTES = 32
 
@@ -272,11 +273,6 @@ def roster_to_wire(members: tuple[RosterEntry, ...]) -> session_pb2.Roster:
     return session_pb2.Roster(members=[roster_entry_to_wire(member) for member in members])
 
 
-def roster_from_wire(wire: session_pb2.Roster) -> tuple[RosterEntry, ...]:
-    """Who is a member now."""
-    return tuple(roster_entry_from_wire(member) for member in wire.members)
-
-
 def layout_to_wire(layout: LayoutSummary) -> session_pb2.LayoutSummary:
     """How a node cuts the model."""
     return session_pb2.LayoutSummary(
@@ -308,18 +304,9 @@ def corpus_from_wire(wire: session_pb2.CorpusSummary) -> CorpusSummary:
     )
 
 
-def wire_counts_to_wire(
-    totals: Mapping[str, tuple[int, int]],
-) -> list[session_pb2.WireCount]:
-    """Bytes sent and received by kind (`WireCounts.totals`)."""
+def wire_counts_to_wire(totals: WireTotals) -> list[session_pb2.WireCount]:
+    """Bytes sent and received by kind (`WireCounts.totals`), in the order of their names."""
     return [
         session_pb2.WireCount(kind=kind, sent_bytes=sent, received_bytes=received)
-        for kind, (sent, received) in totals.items()
+        for kind, (sent, received) in sorted(totals.items())
     ]
-
-
-def wire_counts_from_wire(
-    wire: Iterable[session_pb2.WireCount],
-) -> dict[str, tuple[int, int]]:
-    """Bytes sent and received by kind."""
-    return {count.kind: (count.sent_bytes, count.received_bytes) for count in wire}

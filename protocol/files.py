@@ -135,12 +135,12 @@ def temporary_folder(prefix: str) -> Path:
         ) from error
 
 
-def write_atomically(path: Path, data: bytes, *, mode: int = 0o644) -> None:
+def write_atomically(path: Path, *data: bytes | memoryview, mode: int = 0o644) -> None:
     """Writes a file so that a crash leaves the old file or the new one, never a part.
 
-    The folder must exist. The file has `mode` from its first byte on, or less. Raises
-    SystemRefusedError when the disk is full and CannotCreateError when the file cannot be written;
-    both leave what was there before.
+    What is given is written piece after piece, without a copy of it. The folder must exist. The file
+    has `mode` from its first byte on, or less. Raises SystemRefusedError when the disk is full and
+    CannotCreateError when the file cannot be written; both leave what was there before.
     """
     try:
         descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -148,7 +148,7 @@ def write_atomically(path: Path, data: bytes, *, mode: int = 0o644) -> None:
         raise refusal_to_write(path, error) from error
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
+            file.writelines(data)
             file.flush()
             os.fchmod(descriptor, mode)
             os.fsync(descriptor)

@@ -1,17 +1,13 @@
 """Run files so small that a whole swarm trains within a test."""
 
+from typing import Any
+
+from benchmarks.run_files import TINY_MODEL, toml_of
 from protocol.run_spec import RunSpec, validated
 
-TINY = {
+TINY: dict[str, dict[str, Any]] = {
     "run": {"rounds": 4, "min_nodes": 3, "seed": 1},
-    "model": {
-        "hidden_size": 32,
-        "num_layers": 1,
-        "num_heads": 2,
-        "num_kv_heads": 1,
-        "ffn_size": 64,
-        "context": 32,
-    },
+    "model": {**TINY_MODEL},
     "inner": {"steps": 5, "batch": 4},
     "evaluation": {"every_rounds": 2, "samples": 16},
 }
@@ -19,7 +15,16 @@ TINY = {
 
 def tiny(**changes: dict[str, object]) -> RunSpec:
     """The tiny run with some keys changed, given by table."""
+    return validated(_changed(changes), origin="the test")
+
+
+def tiny_text(**changes: dict[str, object]) -> str:
+    """The same as a run file, for commands that people type."""
+    return toml_of(_changed(changes))
+
+
+def _changed(changes: dict[str, dict[str, object]]) -> dict[str, dict[str, Any]]:
     tables = {name: {**table} for name, table in TINY.items()}
     for table, values in changes.items():
         tables.setdefault(table, {}).update(values)
-    return validated(tables, origin="the test")
+    return tables

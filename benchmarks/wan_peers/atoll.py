@@ -1,8 +1,8 @@
 """Atoll by the commands that people type: a coordinator in the host in the middle, and nodes that join."""
 
 import re
-from pathlib import Path
 
+from benchmarks.run_files import toml_of
 from benchmarks.wan_peers.order import ORDER_VARIABLE
 from benchmarks.wan_peers.stage import MIDDLE, Stage
 
@@ -40,24 +40,3 @@ def start(stage: Stage) -> None:
             ),
             **{ORDER_VARIABLE: str(order_file)},
         )
-
-
-def toml_of(tables: object) -> str:
-    """Tables of plain values as TOML."""
-    assert isinstance(tables, dict)
-    lines: list[str] = []
-    for table, keys in tables.items():
-        lines.append(f"[{table}]")
-        lines += [f"{key} = {_value(value)}" for key, value in keys.items()]
-    return "\n".join([*lines, ""])
-
-
-def _value(value: object) -> str:
-    match value:
-        case bool():
-            return str(value).lower()
-        case str() | Path():
-            return f'"{value}"'
-        case int() | float():
-            return repr(value)
-    raise TypeError(f"{value!r} has no place in the benchmark's run file")

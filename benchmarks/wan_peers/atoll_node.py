@@ -2,18 +2,18 @@
 
 from typing import Any
 
-from node.island import launcher
+from node.island import forkserver
 from protocol.cli import main
 
 
 def preload_pace() -> None:
     """Lets the forkserver import atoll_rank after what it imports anyway."""
-    set_preload = launcher._context.set_forkserver_preload
+    set_preload = forkserver._context.set_forkserver_preload
 
     def with_pace(modules: list[str]) -> None:
         set_preload([*modules, "benchmarks.wan_peers.atoll_rank"])
 
-    context: Any = launcher._context
+    context: Any = forkserver._context
     context.set_forkserver_preload = with_pace
 
 

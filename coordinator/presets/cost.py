@@ -147,11 +147,6 @@ class Prediction:
     utilisation: float  # part of the time in inner steps
     times_fewer_bytes: float  # than a ring all-reduce of fp32 gradients at every inner step
 
-    @property
-    def bytes_per_training_second(self) -> float:
-        """What the link carries for each second of inner steps."""
-        return self.bytes_per_round / self.training_seconds
-
 
 def all_reduce_bytes_per_step(situation: Situation) -> float:
     """What a node sends to average fp32 gradients (Patarasuk and Yuan 2009): 2 (N - 1) / N of them."""

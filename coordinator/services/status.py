@@ -137,10 +137,7 @@ class StatusDesk:
 def wire_ledger(totals: WireTotals, averaging_bytes: int) -> pb.WireLedger:
     """What rounds have cost on the wire, and what averaging gradients would have."""
     return pb.WireLedger(
-        counts=[
-            session_pb2.WireCount(kind=kind, sent_bytes=sent, received_bytes=received)
-            for kind, (sent, received) in sorted(totals.items())
-        ],
+        counts=convert.wire_counts_to_wire(totals),
         all_reduce_bytes=averaging_bytes,
     )
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from coordinator.swarm.evaluation import finished_reason, is_at_end
+from coordinator.swarm.retraction import held_by_most
 from coordinator.swarm.rounds import awaited_appliers, holders_needed, holders_of, is_undecided
 from coordinator.swarm.state import Member, MemberState, Round, RoundPhase, SwarmState
 from coordinator.swarm.turn import is_present, name_of, present_members
@@ -38,9 +39,11 @@ def _not_open(state: SwarmState, now: float) -> str:
 
 def _unsupplied(state: SwarmState, since: float, now: float) -> str:
     left = _left(since + state.rules.apply_seconds, now)
+    is_mistaken = held_by_most(state) is not None
+    what = "most hold another, which is agreed on" if is_mistaken else "it is taken back"
     return (
         f"nobody here holds the state after round {state.committed_round}: "
-        f"it is taken back unless a node returns with it, {left}"
+        f"{what} unless a node returns with it, {left}"
     )
 
 

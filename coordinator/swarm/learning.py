@@ -6,10 +6,10 @@ are missing. The edge has checked the signatures; here they must continue the hi
 
 from dataclasses import replace
 
+from coordinator.swarm.agreement import judge_all
 from coordinator.swarm.books import book_learned, unbook
 from coordinator.swarm.events import BaseLearned, CommitLearned
 from coordinator.swarm.ledger import committed_tokens, end_ahead, settle
-from coordinator.swarm.membership import judge_all
 from coordinator.swarm.rounds import end_round
 from coordinator.swarm.state import (
     ClosedRound,

@@ -1,44 +1,26 @@
-"""Who is in the swarm: sessions, leases, and whether a member holds the committed state."""
+"""Who is in the swarm: sessions and leases. Which state members hold stands in agreement.py."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import TypeVar
 
-from coordinator.swarm.actions import (
-    AskCommits,
-    AskRefetch,
-    EndSession,
-    OpenSession,
-    SendDeparted,
-    SendRoster,
-)
+from coordinator.swarm.actions import EndSession, OpenSession, SendDeparted, SendRoster
+from coordinator.swarm.agreement import judge, note_outer_state
 from coordinator.swarm.events import (
     Attached,
     CommitApplied,
     Detached,
     Draining,
     HeartbeatSeen,
-    HistoryTold,
     StreamBroken,
     Woke,
 )
 from coordinator.swarm.shares import UNKNOWN, steadied
-from coordinator.swarm.state import (
-    PRESENT,
-    Member,
-    MemberState,
-    Round,
-    RoundPhase,
-    SwarmState,
-    last_sure_round,
-)
-from coordinator.swarm.turn import Turn, members_of, present_members, ready_members
+from coordinator.swarm.state import PRESENT, Member, MemberState, RoundPhase, SwarmState
+from coordinator.swarm.turn import Turn, members_of, present_members, without
 from coordinator.swarm.wire_ledger import note_wire
 from protocol.errors import BadDataError, ProtocolMismatchError, SessionEndedError
-from protocol.rounds import Digest, NodeId, RosterEntry
+from protocol.rounds import NodeId, RosterEntry
 from protocol.wire_count import WireTotals
-
-T = TypeVar("T")
 
 HEARTBEATS_PER_LEASE = 5
 """A node is lost only when so many heartbeats in a row are."""
@@ -72,17 +54,6 @@ def require_session(state: SwarmState, node_id: NodeId, session_id: int) -> Memb
             next_step="attach again",
         )
     return member
-
-
-def most_reported(reports: Mapping[NodeId, Digest]) -> Digest:
-    """The digest that most nodes report; of equals, the one of the smallest node id.
-
-    `reports` must not be empty.
-    """
-    votes: dict[Digest, list[NodeId]] = {}
-    for node_id, digest in sorted(reports.items()):
-        votes.setdefault(digest, []).append(node_id)
-    return min(votes, key=lambda digest: (-len(votes[digest]), votes[digest][0]))
 
 
 def attach(turn: Turn, event: Attached) -> None:
@@ -120,7 +91,7 @@ def attach(turn: Turn, event: Attached) -> None:
         _forget_what_it_held(turn, event.node_id)
     turn.act(OpenSession(node_id=event.node_id, session_id=session_id))
     turn.act(SendRoster())
-    _judge(turn, event.node_id, is_news=True)
+    judge(turn, event.node_id, is_news=True)
 
 
 def heartbeat(turn: Turn, event: HeartbeatSeen) -> None:
@@ -195,66 +166,6 @@ def renew_leases(turn: Turn, event: Woke) -> None:
         turn.put_member(replace(member, lease_until=max(member.lease_until, until)))
 
 
-def note_outer_state(
-    turn: Turn, node_id: NodeId, outer_round: int, digest: Digest, incarnation: int
-) -> None:
-    """Takes note of the outer state that a present member says it holds.
-
-    Messages overtake each other: a READY member that seems to go back is an old message. Others
-    may go back, because a node that fetches its state anew may pass through an older snapshot.
-    """
-    member = turn.state.members[node_id]
-    if member.state is MemberState.READY and outer_round < member.outer_round:
-        return
-    is_news = (outer_round, digest) != (member.outer_round, member.outer_digest)
-    turn.put_member(
-        replace(
-            member,
-            outer_round=outer_round,
-            outer_digest=digest,
-            outer_incarnation=incarnation,
-        )
-    )
-    _judge(turn, node_id, is_news=is_news)
-
-
-def agree_on(turn: Turn, digest: Digest) -> None:
-    """Makes `digest` the committed state's, and sorts all present members by it."""
-    turn.state = replace(turn.state, outer_digest=digest)
-    for member in present_members(turn.state):
-        if member.outer_round >= turn.state.committed_round:
-            _judge(turn, member.node_id, is_news=True)
-        elif member.state is MemberState.READY:
-            turn.put_member(replace(member, state=MemberState.JOINING))
-
-
-def judge_all(turn: Turn) -> None:
-    """Compares all present members' states with the committed one, which has just changed."""
-    for member in present_members(turn.state):
-        _judge(turn, member.node_id, is_news=False)
-
-
-def history_told(turn: Turn, event: HistoryTold) -> None:
-    """Sends a node back whose state builds on commits that it could not bring back."""
-    member = turn.state.members.get(event.node_id)
-    if member and member.state in PRESENT and member.outer_round > turn.state.committed_round:
-        _ask_refetch(turn, member, f"ahead of the swarm: it holds round {member.outer_round}")
-
-
-def agree_on_initial_state(turn: Turn) -> None:
-    """Chooses the initial state among the nodes that are here, until the first round opens.
-
-    Chosen anew when nobody who holds it is left: nothing is lost yet, and waiting for a node that
-    may never come back would hold up the run.
-    """
-    state = turn.state
-    if state.committed_round or state.open_round or ready_members(state):
-        return
-    reports = {m.node_id: m.outer_digest for m in present_members(state) if m.outer_round == 0}
-    if reports:
-        agree_on(turn, most_reported(reports))
-
-
 def _refuse_strangers(state: SwarmState, event: Attached) -> None:
     """Raises unless the node trains this run, this model, and has a state that can be of it."""
     if event.run_digest != state.run_digest:
@@ -306,83 +217,8 @@ def _forget_what_it_held(turn: Turn, node_id: NodeId) -> None:
         replace(
             current,
             slices=slices,
-            held=_without(current.held, node_id),
-            applied=_without(current.applied, node_id),
-        )
-    )
-
-
-def _without(reports: Mapping[NodeId, T], node_id: NodeId) -> dict[NodeId, T]:
-    return {other: report for other, report in reports.items() if other != node_id}
-
-
-def _judge(turn: Turn, node_id: NodeId, *, is_news: bool) -> None:
-    """Compares a present member's outer state with the committed one.
-
-    Asks for a refetch when it differs and that is news, so that heartbeats do not repeat the request.
-    """
-    state = turn.state
-    member = state.members[node_id]
-    current = state.open_round
-    is_found_out = is_news or member.state is not MemberState.DIVERGED
-    if member.outer_round < state.committed_round:
-        if current is not None and node_id in current.applied:  # it has gone back
-            turn.put_round(replace(current, applied=_without(current.applied, node_id)))
-        return  # it catches up by itself
-    if member.outer_round > state.committed_round:
-        # Only a coordinator restored from an old copy of its database sees an honest node ahead.
-        turn.put_member(replace(member, state=MemberState.JOINING))
-        if is_news:
-            turn.act(AskCommits(node_id=node_id, after_round=last_sure_round(state)))
-    elif (
-        current is not None
-        and current.phase is RoundPhase.APPLYING
-        and _is_outdated(member, current)
-    ):
-        turn.put_member(replace(member, state=MemberState.DIVERGED))
-        if is_found_out:
-            _ask_refetch(turn, member, f"round {member.outer_round} was taken back")
-    elif current is not None and current.phase is RoundPhase.APPLYING:
-        reports = {**current.applied, node_id: member.outer_digest}
-        turn.put_round(replace(current, applied=reports))
-    elif state.outer_digest is None:
-        return  # agree_on_initial_state decides
-    elif member.outer_digest == state.outer_digest:
-        turn.put_member(replace(member, state=MemberState.READY))
-    else:
-        turn.put_member(replace(member, state=MemberState.DIVERGED))
-        if is_found_out:
-            _ask_refetch(
-                turn,
-                member,
-                f"its digest {member.outer_digest.hex()[:8]} at round {member.outer_round} "
-                f"is not the swarm's {state.outer_digest.hex()[:8]}",
-            )
-
-
-def _is_outdated(member: Member, current: Round) -> bool:
-    """Whether the member applied a version of the round that was taken back since.
-
-    Its digest must not count among those that the nodes agree on.
-    """
-    return current.commit is not None and member.outer_incarnation < current.commit.incarnation
-
-
-def _ask_refetch(turn: Turn, member: Member, what: str) -> None:
-    """Sends the node to the newest state whose digest is known, if there is one."""
-    state = turn.state
-    if state.outer_digest is not None:
-        target, digest = state.committed_round, state.outer_digest
-    elif state.open_round is not None:
-        target, digest = state.open_round.number - 1, state.open_round.base_digest
-    else:
-        return
-    turn.act(
-        AskRefetch(
-            node_id=member.node_id,
-            round=target,
-            outer_digest=digest,
-            reason=f"the outer state of {member.node_name} was refused: {what}",
+            held=without(current.held, node_id),
+            applied=without(current.applied, node_id),
         )
     )
 

@@ -3,16 +3,21 @@
 Every node that held a result may die right after the commit. The others can then never apply it,
 and would wait for ever. So the round is committed once more without the slices that are lost, under
 a new incarnation number; who had applied the first version goes back to the state before it.
+
+Or a state was taken for agreed that nobody holds: one node alone reported it in time, and it was
+wrong. Then the others agree anew, and nothing is lost.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from coordinator.swarm.actions import SendCommit
+from coordinator.swarm.agreement import agree_on
 from coordinator.swarm.books import book, unbook
 from coordinator.swarm.ledger import committed_tokens
 from coordinator.swarm.state import ClosedRound, Member, MemberState, Round, SwarmState
 from coordinator.swarm.turn import Turn, is_present, name_of, present_members
-from protocol.rounds import SliceOutcome
+from protocol.rounds import Digest, SliceOutcome
 
 
 def lost_slices(state: SwarmState, current: Round) -> list[SliceOutcome]:
@@ -83,73 +88,119 @@ def retract_lost(turn: Turn) -> bool:
     return True
 
 
-def retract_unsupplied(turn: Turn) -> None:
-    """Takes the newest round back when nobody here holds its state, and somebody the one before.
+def supply_anew(turn: Turn) -> None:
+    """Goes on from another state when nobody here holds the committed one, between two rounds.
 
-    Between two rounds: all that had applied it may be gone before the others could fetch it. They
+    From the one that most of the newest round's participants hold alike, if there is one: what the
+    swarm took for agreed was a mistake, or a lie. Otherwise from the state before that round, if
+    somebody holds it: all that had applied it may be gone before the others could fetch it. They
     are given as long as nodes are given to apply a commit. Void rounds after it go with it, for
     they left its state as it was. Never more than that: nodes that are further behind may simply
     have just begun, and those who are gone may come back.
     """
     state = turn.state
-    if not _is_unsupplied(state):
+    agreed = held_by_most(state) if _is_unsupplied(state) else None
+    if not _is_unsupplied(state) or (agreed is None and not _is_base_here(state)):
         if state.unsupplied_since is not None:
             turn.state = replace(state, unsupplied_since=None)
     elif state.unsupplied_since is None:
         turn.state = replace(state, unsupplied_since=turn.now)
-    elif turn.now >= state.unsupplied_since + state.rules.apply_seconds:
+    elif turn.now < state.unsupplied_since + state.rules.apply_seconds:
+        return
+    elif agreed is not None:
+        _agree_anew(turn, agreed)
+    else:
         _retract_newest(turn)
 
 
 def _is_unsupplied(state: SwarmState) -> bool:
+    """Whether a round that is not void has led to a state that nobody here holds."""
     if state.open_round or state.outer_digest is None or state.is_finished or not state.recent:
         return False
-    oldest = state.recent[0]
-    present = present_members(state)
-    if oldest.is_void or any(_may_supply(state, member) for member in present):
-        return False
-    base = oldest.commit.base_digest
-    return any(m.outer_round == oldest.commit.round - 1 and m.outer_digest == base for m in present)
+    is_here = any(_may_supply(state, member) for member in present_members(state))
+    return not state.recent[0].is_void and not is_here
+
+
+def _is_base_here(state: SwarmState) -> bool:
+    newest = state.recent[0].commit
+    before = (newest.round - 1, newest.base_digest)
+    return any((m.outer_round, m.outer_digest) == before for m in present_members(state))
+
+
+def held_by_most(state: SwarmState) -> Digest | None:
+    """What all that are here hold after the newest round, if that is most of its participants.
+
+    As many have decided the digest in the first place, so they get no more say than they had. Two at
+    least: one alone may itself have gone astray.
+    """
+    newest = state.recent[0].commit
+    held = {
+        member.node_id: member.outer_digest
+        for member in present_members(state)
+        if member.outer_round == newest.round and member.outer_incarnation >= newest.incarnation
+    }
+    participants = [a.node_id for a in newest.assignments]
+    num_holders = sum(node_id in held for node_id in participants)
+    is_enough = num_holders >= 2 and 2 * num_holders > len(participants)
+    if not is_enough or len(set(held.values())) != 1:
+        return None
+    return next(iter(held.values()))
 
 
 def _may_supply(state: SwarmState, member: Member) -> bool:
-    """Whether it holds the committed state, or says to hold a later one."""
-    return member.state is MemberState.READY or member.outer_round > state.committed_round
+    """Whether it holds the committed state, or says to hold a later one.
+
+    Void rounds leave the state as it is, so who has yet to apply those holds it too.
+    """
+    newest = state.recent[0].commit
+    return (
+        member.state is MemberState.READY
+        or member.outer_round > state.committed_round
+        or (member.outer_round, member.outer_digest) == (newest.round, newest.outer_digest)
+    )
+
+
+def _agree_anew(turn: Turn, digest: Digest) -> None:
+    """The newest round's commit stays what it is; only what nodes have come to by it is put right."""
+    newest, *later = turn.state.recent
+    newest = replace(
+        newest,
+        commit=replace(newest.commit, outer_digest=digest),
+        reason=f"{newest.reason}; agreed on anew: nobody held the state that had been agreed on",
+    )
+    turn.state = replace(turn.state, recent=(newest,), unsupplied_since=None)
+    if later:
+        _commit_void(turn, later, base=digest)
+    agree_on(turn, digest)
 
 
 def _retract_newest(turn: Turn) -> None:
+    newest, *later = turn.state.recent
+    newest = replace(
+        newest, reason="taken back: every node that held the state after it is gone", tokens=0
+    )
+    turn.state = replace(turn.state, recent=(), unsupplied_since=None)
+    base = newest.commit.base_digest
+    _commit_void(turn, (newest, *later), base=base)
+    turn.state = replace(turn.state, outer_digest=base)
+
+
+def _commit_void(turn: Turn, rounds: Sequence[ClosedRound], *, base: Digest) -> None:
+    """Commits the newest rounds once more with nothing in them, on another state."""
     state = turn.state
-    incarnation = state.incarnation + 1
-    base = state.recent[0].commit.base_digest
-    rewritten: list[ClosedRound] = []
-    for closed in state.recent:
+    state = replace(state, incarnation=state.incarnation + 1)
+    for closed in rounds:
         commit = replace(
             closed.commit,
-            incarnation=incarnation,
+            incarnation=state.incarnation,
             base_digest=base,
             outer_digest=base,
             slices=tuple(_voided(state, outcome) for outcome in closed.commit.slices),
         )
         state = book(unbook(state, closed.commit), commit)
-        is_cause = not closed.is_void
-        rewritten.append(
-            replace(
-                closed,
-                commit=commit,
-                tokens=0,
-                reason="taken back: every node that held the state after it is gone"
-                if is_cause
-                else closed.reason,
-            )
-        )
+        state = replace(state, recent=(*state.recent, replace(closed, commit=commit)))
         turn.act(SendCommit(commit=commit))
-    turn.state = replace(
-        state,
-        incarnation=incarnation,
-        outer_digest=base,
-        recent=tuple(rewritten),
-        unsupplied_since=None,
-    )
+    turn.state = state
 
 
 def _voided(state: SwarmState, outcome: SliceOutcome) -> SliceOutcome:

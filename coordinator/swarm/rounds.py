@@ -5,12 +5,12 @@ from dataclasses import replace
 from itertools import islice
 
 from coordinator.swarm.actions import SendCommit, SendIdle
+from coordinator.swarm.agreement import agree_on, most_reported
 from coordinator.swarm.books import book
 from coordinator.swarm.deadlines import times_at_commit, times_when_applied
 from coordinator.swarm.evaluation import ask_if_due
 from coordinator.swarm.events import ResultHeld, SliceReduced, TrainingDone
 from coordinator.swarm.ledger import committed_tokens
-from coordinator.swarm.membership import agree_on, most_reported
 from coordinator.swarm.retraction import retract_lost
 from coordinator.swarm.speeds import measured
 from coordinator.swarm.state import (

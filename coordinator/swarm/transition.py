@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from coordinator.swarm.actions import Action
+from coordinator.swarm.agreement import agree_on_initial_state, history_told
 from coordinator.swarm.evaluation import evaluated, finish_evaluation, finish_run
 from coordinator.swarm.events import (
     Attached,
@@ -30,19 +31,17 @@ from coordinator.swarm.events import (
 from coordinator.swarm.explain import explain
 from coordinator.swarm.learning import learn_base, learn_commit
 from coordinator.swarm.membership import (
-    agree_on_initial_state,
     applied,
     attach,
     detach,
     drain,
     expire_leases,
     heartbeat,
-    history_told,
     renew_leases,
     stream_broken,
 )
 from coordinator.swarm.opening import open_round
-from coordinator.swarm.retraction import retract_unsupplied
+from coordinator.swarm.retraction import supply_anew
 from coordinator.swarm.rounds import (
     close_round,
     results_held,
@@ -94,7 +93,7 @@ def step(state: SwarmState, event: Event, now: float) -> Transition:
     take_over(turn)
     close_round(turn)
     settle_round(turn)
-    retract_unsupplied(turn)
+    supply_anew(turn)
     finish_evaluation(turn)
     open_round(turn)
     finish_run(turn)

@@ -106,6 +106,11 @@ def assignments_of(current: Round) -> Mapping[NodeId, Assignment]:
     return _by_node(_Same(current.assignments))
 
 
+def without(reports: Mapping[NodeId, T], node_id: NodeId) -> dict[NodeId, T]:
+    """What all nodes but one have reported."""
+    return {other: report for other, report in reports.items() if other != node_id}
+
+
 @dataclass(frozen=True, slots=True)
 class _Same(Generic[T]):
     """A value that counts as equal to itself alone, so that it can be looked up quickly."""

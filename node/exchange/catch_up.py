@@ -111,8 +111,13 @@ class CatchUp:
                 await self._pass(commit, pending)
 
     async def is_right(self, round: int, digest: Digest) -> bool:
-        """Whether ours is the swarm's state of this round, which has that digest, or a later one."""
-        settled = await self._settled_digest(self._outer.round, (round, digest))
+        """Whether ours is the swarm's state of this round, which has that digest, or a later one.
+
+        What the coordinator says now counts more than the digest, for nodes may have agreed anew.
+        """
+        settled = await self._settled_digest(self._outer.round, None)
+        if settled is None and self._outer.round == round:
+            settled = digest
         return self._outer.round >= round and settled == self._outer.digest
 
     async def replace(self, round: int, digest: Digest) -> bool:

@@ -210,9 +210,8 @@ class Exchange:
         if self._snapshots is None:
             return
         folder = self._snapshots
-        async with self._lock:
-            snapshot, owed = await self._heavy(lambda: (self.outer.snapshot(), self.outer.owed()))
-        await self._heavy(lambda: folder.save(snapshot, owed))
+        async with self._lock:  # and no copy is made: the next commit waits for the disk anyway
+            await self._heavy(lambda: folder.save(*self.outer.held()))
 
     def waiting_for(self) -> str:
         """What the exchange waits for, in words; empty when for nothing."""

@@ -5,7 +5,7 @@ here is arithmetic on vectors: no I/O and no waiting.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -303,22 +303,35 @@ class Outer:
 
         self.uplink.each_tile(body, accumulated.size, settle)
 
-    def snapshot(self) -> Snapshot:
-        """A copy of the state."""
-        return Snapshot(
+    def held(self) -> tuple[Snapshot, Owed]:
+        """The state and what this node owes, not copies of them: the next commit changes both."""
+        state = Snapshot(
             round=self.round,
             run_digest=self._run_digest,
             layout_digest=self.layout_digest,
-            parameters=self._parameters.copy(),
-            momentum=self._momentum.copy(),
+            parameters=self._parameters,
+            momentum=self._momentum,
+            known_digest=self.digest,
+        )
+        owed = Owed(residual=self._residual.values, reducer_error=self._reducer_error.values)
+        return state, owed
+
+    def snapshot(self) -> Snapshot:
+        """A copy of the state."""
+        state, _ = self.held()
+        return replace(
+            state,
+            parameters=state.parameters.copy(),
+            momentum=state.momentum.copy(),
+            known_digest=None,
         )
 
     def owed(self) -> Owed:
         """A copy of what this node still owes."""
-        kept = self._reducer_error.values
+        _, owed = self.held()
+        kept = owed.reducer_error
         return Owed(
-            residual=self._residual.values.copy(),
-            reducer_error=None if kept is None else kept.copy(),
+            residual=owed.residual.copy(), reducer_error=None if kept is None else kept.copy()
         )
 
     def kept_elements(self) -> int:

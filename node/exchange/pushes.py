@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import structlog
 
@@ -19,12 +20,37 @@ FIRST_RETRY_SECONDS = 0.2
 LAST_RETRY_SECONDS = 3.0
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Lot:
+    """All that is under way to one peer for one round: a peer that is away is told of once."""
+
+    what: str
+    round: int
+    peer: NodeId
+    num_slices: int = 0  # that have not arrived
+    num_late: int = 0
+    is_told: bool = False
+
+    def tell_repetition(self, why: str) -> None:
+        if not self.is_told:
+            self.is_told = True
+            log.info("will send again", **self._fields(self.num_slices), why=why)
+
+    def tell_late(self) -> None:
+        if self.num_late:
+            log.warning("not sent in time", **self._fields(self.num_late))
+
+    def _fields(self, num_slices: int) -> dict[str, object]:
+        return {"what": self.what, "round": self.round, "to": self.peer, "slices": num_slices}
+
+
 class Pushes:
     """Transfers that go on in the background."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._tasks: set[asyncio.Task[None]] = set()
+        self._lots: dict[tuple[str, int, NodeId], _Lot] = {}
 
     def start(
         self, peer: NodeId, payload: Payload, *, deadline: float, is_wanted: Callable[[], bool]
@@ -34,7 +60,7 @@ class Pushes:
         A refusal is tried again too: the peer may not have heard of the round yet. A push under way
         is not broken off when it is no longer wanted; it is only not repeated.
         """
-        push = self._push(peer, payload, deadline, is_wanted)
+        push = self._push_of_lot(peer, payload, deadline, is_wanted)
         task = asyncio.get_running_loop().create_task(push)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -46,25 +72,41 @@ class Pushes:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _push(
+    async def _push_of_lot(
         self, peer: NodeId, payload: Payload, deadline: float, is_wanted: Callable[[], bool]
     ) -> None:
         what, round_number = payload.header.kind_name, payload.header.round
+        place = (what, round_number, peer)
+        lot = self._lots.setdefault(place, _Lot(what=what, round=round_number, peer=peer))
+        lot.num_slices += 1
+        try:
+            await self._push(lot, payload, deadline, is_wanted)
+        finally:
+            lot.num_slices -= 1
+            if not lot.num_slices:
+                del self._lots[place]
+                lot.tell_late()
+
+    async def _push(
+        self, lot: _Lot, payload: Payload, deadline: float, is_wanted: Callable[[], bool]
+    ) -> None:
         retry_seconds = FIRST_RETRY_SECONDS
         while is_wanted():
             left = deadline - asyncio.get_running_loop().time()
             if left <= 0:
-                log.warning("not sent in time", what=what, round=round_number, to=peer)
+                lot.num_late += 1
                 return
             try:
-                await self._transport.push(peer, payload, timeout_seconds=left)
+                await self._transport.push(lot.peer, payload, timeout_seconds=left)
                 return
             except (PeerUnreachableError, TransferRefusedError) as error:
-                if not is_wanted():
-                    return
-                log.info("will send again", what=what, round=round_number, to=peer, why=str(error))
+                why = str(error)
             except Exception:
-                log.exception("push failed", what=what, round=round_number, to=peer)
+                log.exception("push failed", what=lot.what, round=lot.round, to=lot.peer)
+                return
+            if not is_wanted():
                 return
             await asyncio.sleep(min(retry_seconds, left))
+            if is_wanted():
+                lot.tell_repetition(why)  # after the pause, when all that fails with it has failed
             retry_seconds = min(2 * retry_seconds, LAST_RETRY_SECONDS)

@@ -6,8 +6,10 @@ digest covers both vectors of the outer state, the seal covers what is owed and 
 Format 1 had no `reducer_error` and is still read.
 """
 
+import json
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,6 @@ import blake3
 import numpy as np
 import structlog
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
 from node.outer_state import Vector, outer_digest
 from protocol.errors import BadDataError, ConfigError, SystemRefusedError
@@ -63,10 +64,11 @@ class Snapshot:
     layout_digest: Digest
     parameters: Vector = field(repr=False)  # [n], canonical order
     momentum: Vector = field(repr=False)  # [n]
+    known_digest: Digest | None = None  # where it need not be computed
 
     def outer_digest(self) -> Digest:
-        """What all nodes at this round must share. Reads both vectors: heavy."""
-        return outer_digest(self.parameters, self.momentum)
+        """What all nodes at this round must share. Heavy unless it is known: reads both vectors."""
+        return self.known_digest or outer_digest(self.parameters, self.momentum)
 
     def read(self, start: int, stop: int) -> bytes:
         """A part of the state's bytes: the parameters', then the momentum's. Whole elements only."""
@@ -101,8 +103,9 @@ class SnapshotFolder:
     def save(self, snapshot: Snapshot, owed: Owed | None) -> Path:
         """Writes a snapshot, with what the node owes, and removes all but the two newest.
 
-        Returns once it is durable. Raises SystemRefusedError when the disk is full and
-        CannotCreateError when the folder cannot be written to; older files are then still there.
+        Returns once it is durable: nothing may change the vectors until then, for they are not
+        copied. Raises SystemRefusedError when the disk is full and CannotCreateError when the folder
+        cannot be written to; older files are then still there.
         """
         make_folder(self.path)
         self._remove_unfinished()
@@ -117,10 +120,9 @@ class SnapshotFolder:
         if owed is not None:
             tensors |= owed.tensors()
         metadata["seal"] = _seal(metadata, owed)
-        # safetensors writes the memory behind an array, whatever its strides.
-        contiguous = {name: np.ascontiguousarray(vector) for name, vector in tensors.items()}
         path = self._file_of(snapshot.round)
-        write_atomically(path, save(contiguous, metadata=metadata))
+        values = map(_little_endian, tensors.values())
+        write_atomically(path, _file_header(tensors, metadata), *values)
         # Later rounds are of a history that was left, by a return to an earlier one.
         files = self._files()
         own = files.index(path)
@@ -213,6 +215,22 @@ class OpenSnapshot:
     def read(self, start: int, stop: int) -> bytes:
         """See Snapshot.read."""
         return _state_bytes(self._parameters, self._momentum, self._num_elements, start, stop)
+
+
+def _file_header(tensors: Mapping[str, Vector], metadata: Mapping[str, str]) -> bytes:
+    """What stands before the values in a safetensors file (huggingface/safetensors, "Format").
+
+    The library makes whole files, which takes copies of all values twice over.
+    """
+    table: dict[str, Any] = {"__metadata__": dict(metadata)}
+    begin = 0
+    for name, vector in tensors.items():
+        end = begin + vector.nbytes
+        table[name] = {"dtype": "F32", "shape": [vector.size], "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(table).encode()
+    text += b" " * (-len(text) % 8)  # values are aligned
+    return len(text).to_bytes(8, "little") + text
 
 
 def _state_bytes(

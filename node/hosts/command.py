@@ -10,7 +10,7 @@ from pathlib import Path
 from node.hosts.following import follow
 from node.hosts.parts import Shelf
 from node.hosts.token import HostToken
-from node.island.launcher import end_forkserver, prepare_forkserver
+from node.island.forkserver import end_forkserver, prepare_forkserver
 from node.stopping import StopSignals
 
 

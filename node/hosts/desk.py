@@ -79,10 +79,6 @@ class Host:
             await self._listening
         self._wire.close()
 
-    async def wait_gone(self) -> None:
-        """Returns when the connection has ended."""
-        await asyncio.wait([self._listening])
-
     def _death(self) -> RankDiedError:
         return RankDiedError(
             f"host {self.name} ({self.address}), which followed, is gone",

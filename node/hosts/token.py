@@ -6,7 +6,6 @@ else before it. Both last as long as the leader's folder.
 
 import base64
 import json
-import re
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,6 @@ from protocol.pki import Authority, new_swarm_id, pin_of
 TOKEN_FILE = "island.token"
 _KEY_FILE = "island.key"
 _PREFIX = "atoll-island-"
-_ADDRESS = re.compile(r"([0-9.]+):([0-9]{1,5})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

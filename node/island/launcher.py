@@ -1,22 +1,18 @@
 """The daemon's side of an island: one process for each rank, watched from the event loop.
 
-Ranks come from a forkserver that has torch loaded already: forking the daemon itself is unsafe once
-gRPC or CUDA runs. After any error the island is broken, since the ranks may have parted ways:
-`stop` and `start` it again.
+They are forked elsewhere (node.island.forkserver). After any error the island is broken, since the
+ranks may have parted ways: `stop` and `start` it again.
 """
 
 import asyncio
 import contextlib
-import multiprocessing
-import os
 import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from node.island.checkpoints import Checkpoint, CheckpointFolder, Kept
 from node.island.combinations import check_combination
@@ -40,6 +36,7 @@ from node.island.commands import (
 )
 from node.island.devices import default_threads
 from node.island.faults import RankDiedError, RankFailedError, RankHungError
+from node.island.forkserver import fork_rank, prepare_forkserver
 from node.island.hang_watch import HangWatch
 from node.island.island import Evaluation, InnerReport, InnerWork, Progress
 from node.island.local_training import PLAIN, LocalTraining
@@ -59,42 +56,6 @@ Answer = TypeVar("Answer")
 _TERMINATE_SECONDS = 3.0
 _KILL_SECONDS = 1.5
 _GRACE_SECONDS = 0.3  # a rank fails because another died, and says so before the death shows
-
-_context = multiprocessing.get_context("forkserver")
-
-
-def prepare_forkserver() -> None:
-    """Starts the process that ranks are forked from; it imports torch while the daemon goes on.
-
-    Returns at once. It is a fresh Python, so it holds nothing of the daemon's threads and gRPC.
-    """
-    # Ranks of two nodes on one machine have more threads than it has cores. OpenMP's threads spin
-    # while they wait, which made them about twenty times slower; ranks inherit this from the forkserver.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # Tracing an inner step (node.island.local_communication) would write to standard error each time.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    _context.set_forkserver_preload(["node.island.rank"])
-    resource_tracker.ensure_running()  # the forkserver would, and unblock the signal in between
-    # A Ctrl-C at the terminal is the daemon's alone. The forkserver says so itself, but only once
-    # it has imported torch; until then it would end with a traceback.
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-
-
-def end_forkserver() -> None:
-    """Ends that process, if it runs; ranks must have ended.
-
-    It would end by itself after us, but not before it has imported torch. Private names, because
-    Python offers no other way; its own test suite uses them.
-    """
-    server: Any = forkserver._forkserver
-    if server._forkserver_pid is not None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(server._forkserver_pid, signal.SIGKILL)
-    server._stop()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -267,7 +228,6 @@ class ProcessIsland:
     def _spawn(self, meeting: Path) -> None:
         prepare_forkserver()
         for rank, device in zip(self._ranks, self._devices, strict=True):
-            ours, theirs = _context.Pipe()
             setup = RankSetup(
                 spec=self._spec,
                 names=self._names,
@@ -279,13 +239,9 @@ class ProcessIsland:
                 folder=self._folder,
                 meeting=self._meeting_point or meeting / "store",
             )
-            process = _context.Process(
-                target=_live, args=(theirs, setup), name=f"atoll-rank-{rank}", daemon=True
-            )
-            process.start()
-            theirs.close()  # else we would never see its end close
+            process, connection = fork_rank(setup)
             self._members.append(
-                _Member(rank=rank, device=device, process=process, connection=ours)
+                _Member(rank=rank, device=device, process=process, connection=connection)
             )
 
     def _listen(self) -> None:
@@ -425,13 +381,6 @@ class ProcessIsland:
         member.connection.close()
         member.process.join()
         member.process.close()
-
-
-def _live(connection: "Connection[Reply, Order | Halt]", setup: RankSetup) -> None:
-    """What a rank's process runs; a name here, so that the daemon need not import torch for it."""
-    from node.island.rank import run_rank
-
-    run_rank(connection, setup)
 
 
 def _kind_of(command: Command) -> str:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch._dynamo  # else every rank spends a second on it, at its first optimizer
 
+from node.freed_memory import keep_freed_memory
 from node.island.accelerator import select
 from node.island.checkpoint_writer import CheckpointWriter
 from node.island.commands import (
@@ -40,7 +41,6 @@ from node.island.commands import (
 from node.island.compiling import be_deterministic
 from node.island.corpus import Corpus, read_corpus
 from node.island.faults import RankFailedError
-from node.island.freed_memory import keep_freed_memory
 from node.island.island import Progress
 from node.island.mesh import Mesh
 from node.island.trainer import Trainer

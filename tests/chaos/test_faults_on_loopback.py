@@ -13,36 +13,17 @@ import pytest
 from benchmarks.faults import Faults
 from benchmarks.invariants import broken, gather
 from benchmarks.real_swarm import Member, RealSwarm
+from tests.tiny_runs import tiny_text
 
-RUN = """
-[run]
-name = "faults"
-rounds = {rounds}
-min_nodes = 3
 
-[model]
-hidden_size = 32
-num_layers = 1
-num_heads = 2
-num_kv_heads = 1
-ffn_size = 64
-context = 32
+def run_text(rounds: int) -> str:
+    return tiny_text(
+        run={"name": "faults", "rounds": rounds, "min_nodes": 3},
+        inner={"steps": 40},
+        deadlines={"train": 5, "contribute": 6, "commit": 7, "apply": 20, "lease": 3},
+        evaluation={"every_rounds": 5},
+    )
 
-[inner]
-steps = 40
-batch = 4
-
-[deadlines]
-train = 5
-contribute = 6
-commit = 7
-apply = 20
-lease = 3
-
-[evaluation]
-every_rounds = 5
-samples = 16
-"""
 
 PATIENCE_SECONDS = 900
 """It takes a tenth of that on two cores with nothing else to do."""
@@ -83,7 +64,7 @@ def folder(tmp_path: Path) -> Path:
 
 @contextmanager
 def scene_of(folder: Path, *, rounds: int) -> Iterator[Scene]:
-    with RealSwarm(folder, RUN.format(rounds=rounds)) as swarm:
+    with RealSwarm(folder, run_text(rounds)) as swarm:
         yield Scene(swarm)
 
 

@@ -12,28 +12,13 @@ from typed_commands import Swarm, atoll, done, refused, until
 from coordinator.config import Home, rules_of
 from coordinator.store import Store
 from protocol.query import StatusLink
+from tests.tiny_runs import tiny_text
 
-RUN = """
-[run]
-name = "kept"
-rounds = 100000
-
-[model]
-hidden_size = 32
-num_layers = 1
-num_heads = 2
-num_kv_heads = 1
-ffn_size = 64
-context = 32
-
-[inner]
-steps = 1
-batch = 4
-
-[evaluation]
-every_rounds = 1000
-samples = 16
-"""
+RUN = tiny_text(
+    run={"name": "kept", "rounds": 100_000, "min_nodes": 1},
+    inner={"steps": 1},
+    evaluation={"every_rounds": 1000},
+)
 PRIVATE = {"ca.key", "server.key", "client.key"}
 
 

@@ -15,30 +15,13 @@ from typed_commands import Swarm, atoll, done, refused
 
 from protocol.invite import Invite
 from protocol.v1 import status_pb2
+from tests.tiny_runs import tiny_text
 
-RUN = """
-[run]
-name = "tried"
-min_nodes = 2
-
-[model]
-hidden_size = 32
-num_layers = 1
-num_heads = 2
-num_kv_heads = 1
-ffn_size = 64
-context = 32
-
-[inner]
-steps = 1000000 # rounds end at their deadline
-batch = 4
-
-[deadlines]
-train = 4
-contribute = 8
-commit = 12
-lease = 5
-"""
+RUN = tiny_text(
+    run={"name": "tried", "rounds": 100, "min_nodes": 2},
+    inner={"steps": 1_000_000},  # rounds end at their deadline
+    deadlines={"train": 4, "contribute": 8, "commit": 12, "lease": 5},
+)
 
 NO_TEXT = '[data]\nsource = "text"\npaths = ["nowhere/*.txt"]\n'
 

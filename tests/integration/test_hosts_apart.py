@@ -10,39 +10,18 @@ from typed_commands import Running, atoll, done, until
 
 from benchmarks.network_lab import NetworkLab
 from benchmarks.network_links import Link
+from tests.tiny_runs import tiny_text
 
 pytestmark = pytest.mark.usefixtures("may_make_network_labs")
 
-RUN = """
-[run]
-name = "apart"
-rounds = 1000 # more than the test waits for
-min_nodes = 1
-
-[model]
-hidden_size = 32
-num_layers = 1
-num_heads = 2
-num_kv_heads = 1
-ffn_size = 64
-context = 32
-
-[inner]
-steps = 1000000 # rounds end at their deadline: none is over before the test has seen it
-batch = 4
-
-[exchange]
-overlap = "keep"
-
-[deadlines]
-train = 2
-contribute = 20
-commit = 30
-
-[evaluation]
-every_rounds = 1000 # more than the test waits for
-samples = 16
-"""
+RUN = tiny_text(
+    run={"name": "apart", "rounds": 1000, "min_nodes": 1},  # more rounds than the test waits for
+    # Rounds end at their deadline: none is over before the test has seen it.
+    inner={"steps": 1_000_000},
+    exchange={"overlap": "keep"},
+    deadlines={"train": 2, "contribute": 20, "commit": 30},
+    evaluation={"every_rounds": 1000},
+)
 
 LISTENS = "0A"  # the kernel's word for it
 

@@ -285,6 +285,31 @@ def test_a_lab_whose_switch_was_killed_says_so_and_leaves_nothing() -> None:
     assert holders_of(inodes) == set()
 
 
+_HOLDS_MEMORY = """
+import time
+from multiprocessing.shared_memory import SharedMemory
+block = SharedMemory(create=True, size=1)
+print(block.name, flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("is_switch_killed", [False, True])
+def test_the_end_of_a_lab_gives_back_the_shared_memory_of_its_processes(
+    is_switch_killed: bool,
+) -> None:
+    with NetworkLab({"one": Link()}) as lab:
+        command = [sys.executable, "-c", _HOLDS_MEMORY]
+        holds = lab.popen("one", command, stdout=subprocess.PIPE)
+        assert holds.stdout is not None
+        with holds.stdout:
+            block = Path("/dev/shm") / holds.stdout.readline().decode().strip()
+        assert block.exists()
+        if is_switch_killed:
+            os.kill(lab.switch_process_id, signal.SIGKILL)
+    assert not block.exists()
+
+
 _LOOKS_IN = """
 from benchmarks.network_lab import NetworkLab
 from benchmarks.network_links import Link

@@ -12,35 +12,16 @@ from typed_commands import Running, Swarm, atoll, done
 from benchmarks.network_lab import NetworkLab
 from benchmarks.network_links import Link
 from node.newest import newest_model
+from tests.tiny_runs import tiny_text
 
 ROUNDS = 7
-RUN = f"""
-[run]
-name = "parted"
-rounds = {ROUNDS}
-min_nodes = 3
-
-[model]
-hidden_size = 32
-num_layers = 1
-num_heads = 2
-num_kv_heads = 1
-ffn_size = 64
-context = 32
-
-[inner]
-steps = 4
-batch = 4
-
-[deadlines]
-train = 5
-contribute = 10 # a contribution that cannot get through is tried until then
-commit = 40
-
-[evaluation]
-every_rounds = {ROUNDS}
-samples = 16
-"""
+RUN = tiny_text(
+    run={"name": "parted", "rounds": ROUNDS, "min_nodes": 3},
+    inner={"steps": 4},
+    # A contribution that cannot get through is tried until its deadline.
+    deadlines={"train": 5, "contribute": 10, "commit": 40},
+    evaluation={"every_rounds": ROUNDS},
+)
 
 COORDINATOR = "coordinator"
 NODES = ("one", "other", "between")

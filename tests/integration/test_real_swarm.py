@@ -14,34 +14,15 @@ from typed_commands import Swarm, atoll, done, refused
 
 from node.export import load_exported
 from node.newest import newest_model
+from tests.tiny_runs import tiny_text
 
-RUN = """
-[run]
-name = "real"
-rounds = 4
-min_nodes = 2
-
-[model]
-hidden_size = 32
-num_layers = 1
-num_heads = 2
-num_kv_heads = 1
-ffn_size = 64
-context = 32
-
-[inner]
-steps = 1000000 # rounds end at their deadline: none is over before the test has seen it
-batch = 4
-
-[deadlines]
-train = 3
-contribute = 20
-commit = 30
-
-[evaluation]
-every_rounds = 2
-samples = 16
-"""
+RUN = tiny_text(
+    run={"name": "real", "rounds": 4, "min_nodes": 2},
+    # Rounds end at their deadline: none is over before the test has seen it.
+    inner={"steps": 1_000_000},
+    deadlines={"train": 3, "contribute": 20, "commit": 30},
+    evaluation={"every_rounds": 2},
+)
 
 
 @pytest.fixture

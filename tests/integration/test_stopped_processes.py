@@ -12,40 +12,19 @@ from typed_commands import Swarm
 
 from protocol.query import StatusLink
 from protocol.v1 import status_pb2
+from tests.tiny_runs import tiny_text
 
 ROUNDS = 14
 LEASE_SECONDS = 3
 SLEEP_SECONDS = 8.0
 """Longer than the lease, and than what a coordinator may be stopped without anybody's notice."""
 
-RUN = f"""
-[run]
-name = "stopped"
-rounds = {ROUNDS}
-min_nodes = 1
-
-[model]
-hidden_size = 32
-num_layers = 1
-num_heads = 2
-num_kv_heads = 1
-ffn_size = 64
-context = 32
-
-[inner]
-steps = 1000000 # rounds end at their deadline
-batch = 4
-
-[deadlines]
-train = 2
-contribute = 8
-commit = 12
-lease = {LEASE_SECONDS}
-
-[evaluation]
-every_rounds = 1000
-samples = 16
-"""
+RUN = tiny_text(
+    run={"name": "stopped", "rounds": ROUNDS, "min_nodes": 1},
+    inner={"steps": 1_000_000},  # rounds end at their deadline
+    deadlines={"train": 2, "contribute": 8, "commit": 12, "lease": LEASE_SECONDS},
+    evaluation={"every_rounds": 1000},
+)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks.processes import SOURCES
+from benchmarks.run_files import TINY_MODEL
 from benchmarks.wan_peers.order import Order
 from node.island.first_weights import initial_parameters
 from protocol.run_spec import RunSpec
@@ -34,14 +35,7 @@ def spec(text: Path) -> RunSpec:
     return RunSpec.model_validate(
         {
             "run": {"min_nodes": NUM_NODES, "rounds": 1000},
-            "model": {
-                "hidden_size": 32,
-                "num_layers": 1,
-                "num_heads": 2,
-                "num_kv_heads": 1,
-                "ffn_size": 64,
-                "context": 32,
-            },
+            "model": {**TINY_MODEL},
             "data": {"source": "text", "paths": [str(text)], "held_out": 0.3},
             "inner": {"steps": 2, "batch": 2, "schedule": "constant", "warmup_tokens": 0},
         }

@@ -201,8 +201,7 @@ class Running:
 
     def clean_up(self) -> None:
         """Ends whatever a failed test left of it."""
-        for process_id in self.processes():
-            os.kill(process_id, signal.SIGKILL)
+        self._family.end()
         self.process.wait()
         self._temporary.cleanup()
 

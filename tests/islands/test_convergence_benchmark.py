@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.convergence import digest_of
 from benchmarks.convergence_claims import CLAIMS
-from benchmarks.convergence_parts import FRONTIER_STEPS, INNER_STEPS, PARTS
+from benchmarks.convergence_parts import FRONTIER_STEPS, INNER_STEPS, LONG_STEPS, PARTS
 from benchmarks.convergence_report import Difference, Losses, frontier, verdict
 from benchmarks.local_swarm import Setting, parts_of, swarm_at_end
 from benchmarks.processes import SOURCES, atoll_environment
@@ -62,13 +62,13 @@ def test_own_texts_do_not_overlap_and_are_equally_long(corpus: Corpus) -> None:
 
 
 def test_every_setting_of_every_part_is_a_run_and_has_a_name_of_its_own() -> None:
+    steps = dict.fromkeys(("frontier", "tuning", "muon"), FRONTIER_STEPS) | {"long": LONG_STEPS}
     for part, settings in PARTS.items():
         names = [setting.name for setting in settings()]
         assert len(set(names)) == len(names), part
         for setting in settings():
             spec = validated(setting.tables, origin=setting.name)
-            steps = FRONTIER_STEPS if part in ("frontier", "tuning", "muon") else INNER_STEPS
-            assert spec.run.rounds * spec.inner.steps == steps, setting.name
+            assert spec.run.rounds * spec.inner.steps == steps.get(part, INNER_STEPS), setting.name
     known = {part: {setting.name for setting in settings()} for part, settings in PARTS.items()}
     for claim in CLAIMS:
         assert {claim.of, claim.against} <= known[claim.part]

@@ -27,9 +27,10 @@ from node.hosts.token import HostToken, LeaderKey
 from node.hosts.wire import connect
 from node.island.checkpoints import CheckpointFolder
 from node.island.faults import RankDiedError
+from node.island.forkserver import prepare_forkserver
 from node.island.inline import InlineIsland
 from node.island.island import Island, Progress
-from node.island.launcher import ProcessIsland, prepare_forkserver
+from node.island.launcher import ProcessIsland
 from node.island.local_training import PLAIN
 from node.island.mesh_shape import MeshShape
 from node.island.model import layout_of

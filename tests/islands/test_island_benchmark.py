@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.island_loops import Kind
 from benchmarks.island_speed import compare, copy_speeds
-from node.island.launcher import prepare_forkserver
+from node.island.forkserver import prepare_forkserver
 from node.island.local_training import PLAIN
 from node.island.mesh_shape import MeshShape, num_parameters
 from protocol.run_spec import DataSection, InnerSection, ModelSection, RunSpec

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.island_memory import memory_of
 from node.island.auto_mesh import ESTIMATE_FACTOR
-from node.island.launcher import prepare_forkserver
+from node.island.forkserver import prepare_forkserver
 from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh_shape import MeshShape
 from protocol.run_spec import InnerSection, ModelSection, RunSpec

@@ -1,191 +1,17 @@
 """Every mesh trains as one process does, and publishes the same bytes for the same weights."""
 
 import math
-import multiprocessing
-import tempfile
-from functools import partial
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from mesh_scene import MODEL, STEPS, Figures, Outcome, spec_of, trained, with_muon
 
-from node.island import engine
-from node.island.compiling import be_deterministic, compile_layers
-from node.island.corpus import read_corpus
-from node.island.engine import Engine
 from node.island.first_weights import initial_parameters
-from node.island.island import InnerWork
-from node.island.launcher import prepare_forkserver
+from node.island.forkserver import prepare_forkserver
 from node.island.local_training import PLAIN, LocalTraining, Precision
-from node.island.mesh import Mesh
 from node.island.mesh_shape import MeshShape
-from node.island.model import Attention
-from node.island.trainer import Trainer
-from node.outer_state import SharedNames, SharedVectors
-from protocol.run_spec import (
-    DataSection,
-    EvaluationSection,
-    ExchangeSection,
-    InnerSection,
-    ModelSection,
-    RunSpec,
-)
-
-# 5 layers and 24 × 40 matrices: pipelines and shards get parts of different sizes. More ranks than
-# some tensors have rows would be empty shards: norms have 24 values, of which tensor ranks share.
-MODEL = ModelSection(
-    hidden_size=24, num_layers=5, num_heads=4, num_kv_heads=2, ffn_size=40, context=16
-)
-STEPS = 5
-PATIENCE_SECONDS = 600  # for a hang only
-
-Figures = tuple[float, float, float, list[float], list[int], set[tuple[str, torch.dtype]]]
-"""Held-out loss before and after, mean training loss, gradient norms of the steps; samples in each
-pass through a layer while it trains, and what its matrices and norms are then."""
-
-Outcome = tuple[Figures, np.ndarray, np.ndarray]
-"""Figures of rank 0, and the vectors that all ranks published before and after."""
-
-
-def spec_of(*, tied: bool = True) -> RunSpec:
-    return RunSpec(
-        model=MODEL.model_copy(update={"tie_embeddings": tied}),
-        data=DataSection(source="text", paths=("*.txt",), held_out=0.2),
-        inner=InnerSection(
-            batch=8, learning_rate=1e-2, schedule="constant", warmup_tokens=0, clip=0.5
-        ),
-        exchange=ExchangeSection(overlap="keep"),
-        evaluation=EvaluationSection(samples=11),  # no multiple of any number of ranks
-    )
-
-
-def run_rank(
-    pipe: Connection,
-    spec: RunSpec,
-    shape: MeshShape,
-    rank: int,
-    names: SharedNames,
-    place: Path,
-    local: LocalTraining,
-    overflows: bool,
-    backend: str,
-) -> None:
-    """Trains as a rank of the mesh; `published` then has the first weights, `parameters` the last."""
-    torch.set_num_threads(1)
-    engine.compile_layers = partial(compile_layers, backend=backend)  # in this process only
-    if local.deterministic:
-        be_deterministic()
-    vectors = SharedVectors.attach(names)
-    device = torch.device("cpu")
-    mesh = Mesh.joined(shape=shape, rank=rank, device=device, meeting=place / "store")
-    corpus = read_corpus(spec.data, context=spec.model.context, batch=8, folder=place)
-    trainer = Trainer(
-        spec=spec, corpus=corpus, device=device, mesh=mesh, clock=lambda: 0.0, local=local
-    )
-    norms: list[float] = []
-    clip = Engine.clip
-
-    def spied(engine: Engine, max_norm: float) -> torch.Tensor:
-        if overflows and len(norms) == 1:
-            for parameter in engine.named_parameters.parameters():
-                assert parameter.grad is not None
-                with torch.no_grad():
-                    parameter.grad.fill_(torch.inf)
-        norms.append(clip(engine, max_norm).item())
-        return torch.tensor(norms[-1])
-
-    Engine.clip = spied  # type: ignore[method-assign]  # likewise
-    passes: list[int] = []
-    weights: set[tuple[str, torch.dtype]] = set()
-    normalise = torch.nn.RMSNorm.forward
-    attend = Attention.forward
-
-    def counted(self: Attention, x: torch.Tensor, *tables: torch.Tensor) -> torch.Tensor:
-        passes.append(len(x))
-        weights.add(("matrix", self.q_proj.weight.dtype))
-        return attend(self, x, *tables)
-
-    def noted(self: torch.nn.RMSNorm, x: torch.Tensor) -> torch.Tensor:
-        weights.add(("norm", self.weight.dtype))
-        return normalise(self, x)
-
-    Attention.forward = counted  # type: ignore[method-assign]  # likewise
-    torch.nn.RMSNorm.forward = noted  # type: ignore[method-assign]  # likewise
-    # A forward alone leaves FSDP's parameters gathered, where edits are lost: so adopt after one.
-    trainer.adopt(2 * vectors.parameters)
-    trainer.evaluate_at(3 * vectors.parameters)
-    # Nothing was trained since "publishing" twice the weights: what is left is the weights, exactly.
-    trainer.merge(vectors.parameters, 2 * vectors.parameters, 0, is_taken=True)
-    before = trainer.evaluate().loss
-    trainer.publish(vectors.published, 0)
-    work = InnerWork(
-        round=1,
-        inner_steps=STEPS,
-        first_sample=0,
-        num_samples=10**6,
-        token_clock=0,
-        tokens_per_inner_step=128,
-        max_seconds=1e9,
-        num_participants=1,
-    )
-    passes.clear()
-    weights.clear()
-    report = trainer.train(work, lambda progress: None)
-    seen = (sorted(passes), set(weights))
-    mesh.decided_by_first(True)  # nobody adopts any more
-    trainer.publish(vectors.parameters, 0)
-    pipe.send((before, trainer.evaluate().loss, report.loss, norms, *seen))
-    pipe.close()
-
-
-def trained(
-    spec: RunSpec,
-    shape: MeshShape,
-    place: Path,
-    local: LocalTraining = PLAIN,
-    *,
-    overflows_on: int | None = None,
-    backend: str = "inductor",
-) -> Outcome:
-    """Trains with a process for each rank; the gradient of one may overflow at the second step."""
-    context = multiprocessing.get_context("forkserver")
-    first = initial_parameters(spec.model, 0)
-    vectors = SharedVectors.create(first.size)
-    vectors.parameters[:] = first
-    vectors.published[:] = np.nan
-    pipes, processes = [], []
-    with tempfile.TemporaryDirectory(dir=place) as meeting:
-        for i in range(12):
-            text = " ".join(f"{i}:{j * j}" for j in range(60 + 10 * i))
-            (Path(meeting) / f"{i}.txt").write_text(text)
-        try:
-            for rank in range(shape.num_ranks):
-                ours, theirs = context.Pipe()
-                process = context.Process(
-                    target=run_rank,
-                    args=(theirs, spec, shape, rank, vectors.names, Path(meeting), local),
-                    kwargs={"overflows": rank == overflows_on, "backend": backend},
-                    daemon=True,
-                )
-                process.start()
-                theirs.close()
-                pipes.append(ours)
-                processes.append(process)
-            figures = []
-            for pipe in pipes:
-                assert wait([pipe], timeout=PATIENCE_SECONDS), f"{shape} hangs"
-                figures.append(pipe.recv())
-            for process in processes:
-                process.join(PATIENCE_SECONDS)
-            # Reports are of the island, so all ranks say the same; and every rank clips alike.
-            assert all(repr(own[:4]) == repr(figures[0][:4]) for own in figures[1:])
-            return figures[0], vectors.published.copy(), vectors.parameters.copy()
-        finally:
-            for process in processes:
-                process.kill()
-            vectors.close()
 
 
 @pytest.fixture(scope="module")
@@ -334,11 +160,6 @@ def alone_with_muon(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """What one process comes to."""
     prepare_forkserver()
     return trained(with_muon(spec_of()), MeshShape(), tmp_path_factory.mktemp("muon"))
-
-
-def with_muon(spec: RunSpec) -> RunSpec:
-    inner = spec.inner.model_copy(update={"optimizer": "muon"})
-    return spec.model_copy(update={"inner": inner})
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,10 @@ from node.island import rank
 from node.island.commands import Done, RankSetup
 from node.island.faults import RankDiedError, RankFailedError, TrainingDivergedError
 from node.island.first_weights import initial_parameters
+from node.island.forkserver import prepare_forkserver
 from node.island.inline import InlineIsland
 from node.island.island import InnerReport, InnerWork, Progress
-from node.island.launcher import ProcessIsland, prepare_forkserver
+from node.island.launcher import ProcessIsland
 from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh_shape import MeshShape
 from node.island.model import layout_of

@@ -18,8 +18,9 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 from node.island.checkpoints import CheckpointFolder
 from node.island.faults import RankDiedError, RankHungError
 from node.island.first_weights import initial_parameters
+from node.island.forkserver import prepare_forkserver
 from node.island.island import InnerWork, Progress
-from node.island.launcher import ProcessIsland, prepare_forkserver
+from node.island.launcher import ProcessIsland
 from node.island.mesh_shape import MeshShape
 from node.island.model import layout_of
 from node.lasting_island import LastingIsland

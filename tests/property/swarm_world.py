@@ -1,14 +1,17 @@
 """A swarm in a hostile world: nodes that die, lie and come back, messages that are lost or late.
 
-It puts every event through the core, does what the core asks for, and checks each step. How honest
-nodes behave stands in swarm_nodes; what must hold of rounds and samples, in swarm_books.
+It puts every event through the core, does what the core asks for, and has each step checked. How
+honest nodes behave stands in swarm_nodes; what must hold of rounds and samples, in swarm_audit, by the
+world's own swarm_books; what must hold of sessions and time, in swarm_laws.
 """
 
 from dataclasses import dataclass, replace
 from random import Random
 
+import swarm_audit as audit
 from sealing import Sealer
 from swarm_books import LAYOUT, Books, is_void
+from swarm_laws import MembersStay, check_deadline, check_leases
 from swarm_nodes import CONTEXT, SimulatedNode, Swarm, sender_of
 
 from coordinator.swarm.actions import (
@@ -30,21 +33,16 @@ from coordinator.swarm.events import (
     BaseLearned,
     CommitLearned,
     Detached,
-    Draining,
     Evaluated,
     Event,
     HeartbeatSeen,
     HistoryTold,
-    StreamBroken,
     Ticked,
-    Woke,
 )
-from coordinator.swarm.membership import HEARTBEATS_PER_LEASE
 from coordinator.swarm.rounds import holders_of, plan_of
-from coordinator.swarm.state import PRESENT, Member, MemberState, Rules, SwarmState, last_sure_round
+from coordinator.swarm.state import PRESENT, MemberState, Rules, SwarmState, last_sure_round
 from coordinator.swarm.takeover import takeover_of
 from coordinator.swarm.transition import initial_state, next_deadline, step
-from coordinator.swarm.turn import members_of
 from protocol.errors import SessionEndedError
 from protocol.rounds import Commit, CorpusSummary, Digest, NodeId, PeerAddress
 
@@ -91,7 +89,7 @@ class World:
             has_overlap=has_overlap,
         )
         self._sealer = Sealer()
-        self._members_before: tuple[object, dict[NodeId, Member]] | None = None
+        self._members = MembersStay()
         self.state: SwarmState = self._sealer.seal(initial_state(rules, RUN))
         self.now = 0.0
         self.nodes = {
@@ -136,21 +134,23 @@ class World:
             return
         assert step(before, event, self.now) == transition, "not deterministic"
         assert transition.reason
-        self._check_members(before, transition.state)
+        self._members.check(before, transition.state, self.now)
         if transition.state == before and not transition.actions:
             deadline = next_deadline(before)
             assert deadline is None or deadline > self.now
             return  # all else that follows held for this state already
         self.state = self._sealer.seal(transition.state)
         if isinstance(event, CommitLearned) and self.state.recent != before.recent:
-            self.books.check_learned(event.commit, before, self.state)
+            audit.check_learned(self.books, event.commit, before, self.state)
+            self.books.note_learned(event.commit)
             self.books.put_commit(event.commit)
         for action in transition.actions:
             self._check_action(before, action)
             self._obey(action)
-        self.books.check_state(before, self.state, self.now)
-        self._check_leases(before, event)
-        self._check_deadline(before, event)
+        audit.check_state(self.books, before, self.state, self.now)
+        self.books.note_state(self.state, self.now)
+        check_leases(before, event, self.state, self.now)
+        check_deadline(before, event, self.state, self.now)
         # A step that hands a slice over forgets what it was told of it, this event included.
         is_handed_over = any(isinstance(a, SendTakeover) for a in transition.actions)
         if not isinstance(event, Attached | HeartbeatSeen | Detached | HistoryTold) and (
@@ -158,19 +158,6 @@ class World:
         ):
             again = step(self.state, event, self.now)
             assert (again.state, again.actions) == (self.state, ()), "not idempotent"
-
-    def _check_members(self, before: SwarmState, after: SwarmState) -> None:
-        """What is known of all members is so, and those of the state before are as they were."""
-        if self._members_before is not None and self._members_before[0] is before.members:
-            assert self._members_before[1] == before.members, "changed in place"
-        self._members_before = before.members, dict(before.members)
-        known, plain = members_of(after), dict(after.members)
-        assert known.ids == tuple(sorted(plain))
-        assert known.present_ids == tuple(n for n in sorted(plain) if plain[n].state in PRESENT)
-        ends = [member.lease_until for member in plain.values() if member.state in PRESENT]
-        for now in (self.now, *ends):  # asked of another each time, for asking makes it know better
-            asked = known.with_member(next(iter(plain.values()))) if plain else known
-            assert asked.is_lease_over(now) == any(end <= now for end in ends)
 
     def send(self, node: SimulatedNode, *events: Event) -> None:
         """Puts messages under way; a node without a session sends none."""
@@ -390,18 +377,19 @@ class World:
                 assert action.session_id not in books.sessions
                 books.sessions.add(action.session_id)
             case SendPlan():
-                books.check_plan(action.plan, state)
+                audit.check_plan(books, action.plan, state)
                 books.note_plan(action.plan)
             case SendTakeover():
-                books.note_takeover(action, before, state)
+                audit.check_takeover(books, action, before, state)
+                books.note_takeover(action)
             case SendIdle():
                 assert before.open_round is not None and action.round == before.open_round.number
                 assert set(action.node_ids).isdisjoint(before.open_round.trained), "told twice"
             case SendCommit():
                 if action.commit.round <= len(books.commits):
-                    books.check_retraction(action.commit, before, state, self.now)
+                    audit.check_retraction(books, action.commit, before, state, self.now)
                 else:
-                    books.check_commit(action.commit, before, state)
+                    audit.check_commit(books, action.commit, before, state)
                     is_fruitful = any(outcome.digest for outcome in action.commit.slices)
                     self.num_fruitful += is_fruitful
                 books.put_commit(action.commit)
@@ -414,53 +402,7 @@ class World:
             case SendFinished():
                 assert not books.is_finished, "finished twice"
                 assert action.round == state.rules.total_rounds == len(books.commits)
-                books.check_finish(state)
+                audit.check_finish(books, state)
                 books.is_finished = True
             case _:
                 pass
-
-    def _check_leases(self, before: SwarmState, event: Event) -> None:
-        """A broken stream leaves one heartbeat's time, and a coordinator that slept a whole lease."""
-        lease_seconds = self.state.rules.lease_seconds
-        match event:
-            case StreamBroken() if self.state.members[event.node_id].state in PRESENT:
-                member = self.state.members[event.node_id]
-                was = before.members[event.node_id].lease_until
-                if member.session_id == event.session_id:
-                    due = self.now + lease_seconds / HEARTBEATS_PER_LEASE
-                    assert member.lease_until == min(was, due)
-            case Woke():
-                until = self.now + lease_seconds + event.pause_seconds
-                for node_id, member in before.members.items():
-                    if member.state in PRESENT:
-                        now = self.state.members[node_id]
-                        assert now.state in PRESENT and now.lease_until >= until
-            case Draining():
-                member = self.state.members[event.node_id]
-                assert member.is_draining or member.state not in PRESENT
-            case _:
-                pass
-
-    def _check_deadline(self, before: SwarmState, event: Event) -> None:
-        """Before its deadline a tick changes nothing; at it something happens, so nobody spins.
-
-        A heartbeat that only renews a lease does not have this tried: the tick after it does.
-        """
-        deadline = next_deadline(self.state)
-        if isinstance(event, HeartbeatSeen) and (
-            before.open_round is self.state.open_round
-            and before.evaluating is self.state.evaluating
-        ):
-            assert deadline is None or deadline > self.now
-            return
-        if deadline is None:
-            later = step(self.state, Ticked(), self.now + 1e6)
-            assert (later.state, later.actions) == (self.state, ())
-            return
-        assert deadline > self.now
-        early = step(self.state, Ticked(), (self.now + deadline) / 2)
-        assert (early.state, early.actions) == (self.state, ())
-        due = step(self.state, Ticked(), deadline)
-        assert due.state != self.state
-        after = next_deadline(due.state)
-        assert after is None or after > deadline

@@ -14,6 +14,7 @@ from coordinator.presets.cost import (
     LINK_SHARE,
     WHOLE,
     HostSpeeds,
+    Prediction,
     Setting,
     Situation,
     predicted,
@@ -64,6 +65,11 @@ def slower(situation: Situation, factor: float) -> Situation:
     )
 
 
+def load_of(prediction: Prediction) -> float:
+    """Bytes that the link carries for each second of inner steps."""
+    return prediction.bytes_per_round / prediction.training_seconds
+
+
 @examples(300)
 @given(situations, givens, hosts, st.floats(1e-4, 1))
 def test_a_slower_link_never_leads_to_more_bytes(
@@ -71,19 +77,16 @@ def test_a_slower_link_never_leads_to_more_bytes(
 ) -> None:
     fast, slow = chosen(situation, told, host), chosen(slower(situation, factor), told, host)
     # Where two settings compute equally well, the last bit of a division decides.
-    most = fast.prediction.bytes_per_training_second * (1 + 1e-9)
-    assert slow.prediction.bytes_per_training_second <= most
+    most = load_of(fast.prediction) * (1 + 1e-9)
+    assert load_of(slow.prediction) <= most
     assert slow.prediction.utilisation <= fast.prediction.utilisation + 1e-9 or slow.meets_goal
 
 
 @examples(200)
 @given(situations, givens)
 def test_bytes_never_rise_along_the_ladder(situation: Situation, told: Given) -> None:
-    bytes_per_second = [
-        predicted(situation, setting).bytes_per_training_second
-        for setting in ladder(situation, told)
-    ]
-    assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(bytes_per_second))
+    loads = [load_of(predicted(situation, setting)) for setting in ladder(situation, told)]
+    assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(loads))
 
 
 @examples(200)

@@ -21,7 +21,7 @@ from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
 from node.heavy import in_place
 from node.history import History
 from node.outer_state import Layout, Vector
-from protocol.payload import RESULT, Payload
+from protocol.payload import CONTRIBUTION, RESULT, Payload
 from protocol.rounds import (
     BLOCK,
     Assignment,
@@ -119,6 +119,32 @@ def result_of(values: Vector, *, sender_id: NodeId, round: int = 1, index: int =
         tokens=0,
         sender_id=sender_id,
         body=values.astype("<f4").tobytes(),
+    )
+
+
+def contribution_of(
+    body: bytes,
+    *,
+    sender_id: NodeId,
+    num_elements: int = BLOCK,
+    codec: str = "fp32/1",
+    tokens: int = TOKENS,
+    round: int = 1,
+    index: int = 0,
+) -> Payload:
+    """A contribution to one of several equal slices, encoded already."""
+    return Payload.seal(
+        kind=CONTRIBUTION,
+        run_digest=RUN,
+        round=round,
+        fragment=0,
+        slice_index=index,
+        start=index * num_elements,
+        num_elements=num_elements,
+        codec=codec,
+        tokens=tokens,
+        sender_id=sender_id,
+        body=body,
     )
 
 

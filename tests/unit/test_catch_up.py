@@ -284,10 +284,15 @@ async def test_a_late_request_to_refetch_costs_a_right_state_nothing() -> None:
 async def test_a_refetch_that_nobody_can_serve_lets_other_work_go_on() -> None:
     scene = await Scene.of(A, B)
     await committed_round(scene, 1, A, B)
-    before = scene.nodes[A].outer.digest
-    assert not await scene.nodes[A].exchange.refetch(1, Digest(b"x" * 32))
+    before, right = scene.nodes[A].outer.digest, scene.commits[0]
+    mistaken = Digest(b"x" * 32)
+    scene.commits[0] = replace(right, outer_digest=mistaken)
+    assert not await scene.nodes[A].exchange.refetch(1, mistaken)
     assert scene.nodes[A].outer.digest == before
     assert not scene.nodes[A].exchange.waiting_for()
+    scene.commits[0] = right  # the nodes have agreed anew, so the request is void
+    assert await scene.nodes[A].exchange.refetch(1, mistaken)
+    assert scene.nodes[A].outer.digest == before
     await committed_round(scene, 2, A, B)
     await scene.stop()
 

@@ -154,6 +154,13 @@ def test_every_file_that_a_page_names_is_there(page: Path) -> None:
         assert (ROOT / f"{module.replace('.', '/')}.py").is_file(), f"{page.name} runs {module}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
+def test_what_a_page_names_behind_a_file_stands_in_it(page: Path) -> None:
+    for file, names in re.findall(r"`([\w/]+\.py)` \(((?:`\w+`(?:, )?)+)\)", page.read_text()):
+        for name in re.findall(r"\w+", names):
+            assert re.search(rf"\b(def|class) {name}\b", (ROOT / file).read_text()), (file, name)
+
+
 def test_every_line_of_the_logs_that_a_page_explains_is_logged() -> None:
     quoted = re.findall(r"`([a-z][a-z0-9 ]+)`", section(ROOT / "docs" / "operations.md", "Logs"))
     sources = "".join(

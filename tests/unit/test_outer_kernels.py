@@ -26,9 +26,17 @@ from node.exchange.reduction import Reduction
 from node.exchange.residual import Residual
 from node.outer_state import Layout, Vector
 from protocol.errors import SystemRefusedError
-from protocol.payload import CONTRIBUTION, Payload
 from protocol.rounds import BLOCK, Commit, Contributor, NodeId, SliceOutcome
-from tests.unit.exchange_scene import RUN, A, B, C, outer_of, plan_for, result_of
+from tests.unit.exchange_scene import (
+    RUN,
+    A,
+    B,
+    C,
+    contribution_of,
+    outer_of,
+    plan_for,
+    result_of,
+)
 from tests.unit.test_chunk_codecs import bell
 
 SPECIAL = np.array(
@@ -190,22 +198,6 @@ def test_a_body_that_is_damaged_in_its_last_tile_is_refused_and_named() -> None:
     assert refused.value.index == 1
 
 
-def contribution(sender: NodeId, body: bytes, *, tokens: int) -> Payload:
-    return Payload.seal(
-        kind=CONTRIBUTION,
-        run_digest=RUN,
-        round=1,
-        fragment=0,
-        slice_index=0,
-        start=0,
-        num_elements=LARGE,
-        codec=INT4.name,
-        tokens=tokens,
-        sender_id=sender,
-        body=body,
-    )
-
-
 def test_a_mean_is_as_if_what_does_not_decode_had_not_come() -> None:
     """Though its first tiles decode, and were added."""
     plan = plan_for(A, B, C)
@@ -219,7 +211,10 @@ def test_a_mean_is_as_if_what_does_not_decode_had_not_come() -> None:
         )
         for sender in senders:
             body, weight = bodies[sender], 5 if sender == B else 2 + (sender == C)
-            reduction.take(sender, contribution(sender, body, tokens=weight))
+            payload = contribution_of(
+                body, sender_id=sender, num_elements=LARGE, codec=INT4.name, tokens=weight
+            )
+            reduction.take(sender, payload)
         reduced = reduction.result(downlink=codec_named("fp32"), run_digest=RUN, node_id=A)
         assert reduced is not None
         return reduced.payload.body, reduced.contributors, reduced.weighed_tokens

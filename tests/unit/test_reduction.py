@@ -11,9 +11,18 @@ from node.exchange.codecs.codec import Codec
 from node.exchange.codecs.registry import codec_named
 from node.exchange.reduction import Reduction, most_tokens
 from node.exchange.transport.transport import TransferRefusedError
-from protocol.payload import CONTRIBUTION, Payload
+from protocol.payload import Payload
 from protocol.rounds import BLOCK, Contributor, NodeId
-from tests.unit.exchange_scene import RUN, TOKENS, A, B, C, in_virtual_time, plan_for
+from tests.unit.exchange_scene import (
+    RUN,
+    TOKENS,
+    A,
+    B,
+    C,
+    contribution_of,
+    in_virtual_time,
+    plan_for,
+)
 
 PLAN = plan_for(A, B, C)
 FP32 = codec_named("fp32")
@@ -29,19 +38,8 @@ def reduction_at_a(uplink: Codec = FP32) -> Reduction:
 
 
 def contribution(sender: NodeId, value: float, *, tokens: int = TOKENS) -> Payload:
-    return Payload.seal(
-        kind=CONTRIBUTION,
-        run_digest=RUN,
-        round=1,
-        fragment=0,
-        slice_index=0,
-        start=0,
-        num_elements=BLOCK,
-        codec=FP32.name,
-        tokens=tokens,
-        sender_id=sender,
-        body=np.full(BLOCK, value, dtype="<f4").tobytes(),
-    )
+    body = np.full(BLOCK, value, dtype="<f4").tobytes()
+    return contribution_of(body, sender_id=sender, tokens=tokens)
 
 
 def give(reduction: Reduction, *payloads: Payload) -> None:

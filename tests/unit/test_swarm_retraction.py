@@ -1,6 +1,6 @@
 """What was committed and nobody can supply any more is taken back."""
 
-from swarm_scene import STEP_TOKENS, Scene, digest_of
+from swarm_scene import INITIAL, STEP_TOKENS, Scene, digest_of
 
 from coordinator.swarm.actions import AskRefetch, SendCommit
 from coordinator.swarm.ledger import free_again, num_samples_of
@@ -124,3 +124,83 @@ def test_who_applied_what_was_taken_back_has_no_vote_and_fetches_the_state_anew(
     scene.apply(digest_of("three"), "node-c", incarnation=1)
     scene.wait(scene.state.rules.apply_seconds)  # node-a is awaited until then
     assert scene.state.outer_digest == digest_of("three")
+
+
+def agreed_on_a_lie() -> Scene:
+    """node-c alone reported a state in time, and a wrong one; then it left, in the midst of a round."""
+    scene = committed_by_two_of_three()
+    scene.apply(digest_of("a lie"), "node-c")
+    scene.wait(scene.state.rules.apply_seconds + 1)
+    assert scene.round.number == 4, "the run goes on from the lie"
+    scene.leave("node-c")
+    assert scene.state.open_round is None, "its round is void"
+    assert (scene.state.committed_round, scene.state.outer_digest) == (4, digest_of("a lie"))
+    return scene
+
+
+def hold_after_round_3(scene: Scene, digest: Digest, *names: str) -> None:
+    for name in names:
+        scene.beat(name, at=3, digest=digest)
+
+
+def test_what_most_participants_hold_is_agreed_on_when_nobody_holds_what_was() -> None:
+    scene = agreed_on_a_lie()
+    tokens = scene.state.token_clock
+    hold_after_round_3(scene, AFTER, "node-a", "node-b")
+    assert scene.reason.startswith(
+        "waiting for 1 more node: 0 of 1 are ready; node-a is at round 3 and has to apply round 4; "
+        "node-b is at round 3 and has to apply round 4; nobody here holds the state after round 4: "
+        "most hold another, which is agreed on unless a node returns with it, "
+    )
+    scene.wait(scene.state.rules.apply_seconds + 1)
+    # The round stays, with all its tokens; the void one after it is made anew on the right state.
+    assert scene.state.outer_digest == AFTER
+    assert scene.state.token_clock == tokens
+    right, void = scene.state.recent
+    assert (right.commit.outer_digest, right.commit.incarnation) == (AFTER, 0)
+    assert (void.commit.base_digest, void.commit.outer_digest) == (AFTER, AFTER)
+    assert void.commit.incarnation == 1
+    scene.apply(AFTER, "node-a", "node-b", incarnation=1)
+    assert (scene.round.number, scene.round.base_digest) == (5, AFTER)
+
+
+def test_who_returns_with_what_was_agreed_on_has_the_others_fetch_it() -> None:
+    scene = agreed_on_a_lie()
+    hold_after_round_3(scene, AFTER, "node-a", "node-b")
+    scene.wait(scene.state.rules.apply_seconds - 1)
+    scene.attach("node-c", at=4, digest=digest_of("a lie"))
+    scene.wait(2)
+    assert scene.state.outer_digest == digest_of("a lie")
+
+
+def test_half_of_the_participants_do_not_agree_anew_for_the_others() -> None:
+    scene = agreed_on_a_lie()
+    scene.leave("node-b")
+    hold_after_round_3(scene, AFTER, "node-a")
+    scene.wait(5 * scene.state.rules.apply_seconds)
+    assert scene.state.outer_digest == digest_of("a lie")
+
+
+def test_those_who_hold_different_states_agree_on_none_of_them() -> None:
+    scene = agreed_on_a_lie()
+    hold_after_round_3(scene, AFTER, "node-a")
+    hold_after_round_3(scene, digest_of("other"), "node-b")
+    scene.wait(5 * scene.state.rules.apply_seconds)
+    assert scene.state.outer_digest == digest_of("a lie")
+
+
+def test_two_nodes_that_told_a_wrong_state_alike_go_on_from_the_one_they_hold() -> None:
+    scene = Scene(min_nodes=2)
+    scene.attach("node-a", "node-b")
+    scene.commit("node-a", "node-b")
+    scene.beat("node-a", at=1, digest=INITIAL)  # the new round with the old digest
+    scene.beat("node-b", at=1, digest=INITIAL)
+    assert scene.round.number == 2
+    for name in ("node-a", "node-b"):
+        scene.beat(name, at=1, digest=AFTER)
+    assert scene.member("node-a").state is MemberState.DIVERGED
+    scene.wait_until(scene.round.commit_deadline)
+    scene.wait(scene.state.rules.apply_seconds + 1)
+    for name in ("node-a", "node-b"):
+        scene.beat(name, at=2, digest=AFTER, incarnation=1)
+    assert (scene.round.number, scene.round.base_digest) == (3, AFTER)

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from benchmarks import wan
-from benchmarks.wan_peers import atoll, atoll_rank
+from benchmarks.run_files import toml_of
+from benchmarks.wan_peers import atoll_rank
 from benchmarks.wan_peers.contender import BY_NAME, CONTENDERS, Contender
 from benchmarks.wan_peers.order import ORDER_VARIABLE, Order, Teller
 from benchmarks.wan_peers.training import first_sample
@@ -97,7 +98,7 @@ def test_the_run_file_can_be_changed_and_mistakes_are_told() -> None:
 def test_atolls_run_file_says_the_same_as_its_tables(name: str) -> None:
     case = case_of()
     tables = case.tables_of(BY_NAME[name])
-    written = tomllib.loads(atoll.toml_of(tables))
+    written = tomllib.loads(toml_of(tables))
     assert validated(written, origin="the file") == case.spec(BY_NAME[name])
 
 

@@ -33,11 +33,6 @@ class Tally:
             down_bytes_per_second=self._down.bytes_per_second,
         )
 
-    @property
-    def num_sending(self) -> int:
-        """Bodies on their way out."""
-        return self._up.num_active
-
     @contextmanager
     def sending(self) -> Iterator[None]:
         """While a body is on its way out."""

@@ -1,8 +1,9 @@
-"""Memory that a rank frees stays with it: each inner step frees its gradients, and needs them again.
+"""Memory that a process frees stays with it, for it will need as much again.
 
-glibc gives freed memory at the end of its heap back to the kernel, which zeroes it and hands it out
-again page by page. For a model of 3 million parameters that was 2,800 page faults in an inner step,
-and some per cent of its time where faults are dear, as in virtual machines.
+glibc gives freed memory back to the kernel, which zeroes it and hands it out again page by page. A
+rank frees its gradients in each inner step: for a model of 3 million parameters that was 2,800 page
+faults, and some per cent of a step where faults are dear, as in virtual machines. A daemon frees the
+vectors of each round.
 """
 
 import ctypes

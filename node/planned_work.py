@@ -1,0 +1,63 @@
+"""What a plan asks of this node's ranks, and how much of what they did counts. Pure."""
+
+import math
+from dataclasses import replace
+
+from node.exchange.reports import Trained
+from node.island.island import InnerReport, InnerWork
+from protocol.rounds import Assignment, NodeId, Plan
+
+
+def work_of(plan: Plan, assignment: Assignment) -> InnerWork:
+    """The round's own inner steps."""
+    return InnerWork(
+        round=plan.round,
+        inner_steps=assignment.inner_steps,
+        first_sample=assignment.first_sample,
+        num_samples=assignment.num_samples,
+        token_clock=plan.token_clock,
+        tokens_per_inner_step=plan.tokens_per_inner_step,
+        max_seconds=plan.train_seconds,
+        num_participants=len(plan.assignments),
+    )
+
+
+def work_ahead_of(plan: Plan, node_id: NodeId) -> InnerWork | None:
+    """What the plan leases the node for the round after it; until that is planned, it has no end."""
+    assignment = plan.ahead_of(node_id)
+    if assignment is None:
+        return None
+    most_steps = max(a.inner_steps for a in plan.assignments)
+    return replace(
+        work_of(plan, assignment),
+        round=plan.round + 1,
+        token_clock=plan.token_clock + most_steps * plan.tokens_per_inner_step,
+        max_seconds=math.inf,
+    )
+
+
+def counted(report: InnerReport, assignment: Assignment) -> InnerReport:
+    """No more than was asked: a plan may ask less than was trained ahead, and reports are checked."""
+    if report.inner_steps <= assignment.inner_steps:
+        return report
+    steps = assignment.inner_steps
+    return replace(report, inner_steps=steps, tokens=report.tokens // report.inner_steps * steps)
+
+
+def trained_of(report: InnerReport) -> Trained:
+    """What the coordinator is told of it."""
+    return Trained(
+        inner_steps=report.inner_steps,
+        tokens=report.tokens,
+        loss=report.loss,
+        seconds=report.seconds,
+    )
+
+
+def counted_anew(trained: Trained, assignment: Assignment, *, context: int) -> Trained:
+    """No more than another plan of the same round asks, which may be for other samples."""
+    return replace(
+        trained,
+        inner_steps=min(trained.inner_steps, assignment.inner_steps),
+        tokens=min(trained.tokens, assignment.num_samples * context),
+    )

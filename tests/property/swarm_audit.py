@@ -1,0 +1,321 @@
+"""What must hold of plans, takeovers, commits and the ledger, by the world's own books."""
+
+from dataclasses import replace
+
+from swarm_books import LAYOUT, Books, is_void, places_of, tokens_of
+
+from coordinator.swarm.actions import SendTakeover
+from coordinator.swarm.ledger import Places, free_again
+from coordinator.swarm.state import PRESENT, MemberState, RoundPhase, SwarmState
+from protocol.rounds import Assignment, Commit, NodeId, Plan
+
+
+def check_plan(books: Books, plan: Plan, state: SwarmState) -> None:
+    assert plan.round == len(books.commits) + 1
+    assert plan.base_digest == state.outer_digest
+    assert len(plan.participants) >= state.rules.min_nodes
+    assert list(plan.participants) == sorted(set(plan.participants))
+    assert plan.token_clock == state.token_clock
+    for node_id in plan.participants:
+        assert state.members[node_id].state is MemberState.READY
+        assert not state.members[node_id].is_draining, "a plan counts on who leaves"
+    _check_reducers(plan, state)
+    _check_assignments(books, plan, state)
+    _check_durations(plan, state)
+    covered = 0
+    for part in plan.slices:
+        assert part.start == covered and part.reducer_id in plan.participants
+        covered += part.num_elements
+    assert covered == LAYOUT.fragment_elements[plan.fragment]
+
+
+def _check_reducers(plan: Plan, state: SwarmState) -> None:
+    """Those who reach most of the others."""
+    cut = {n: set(state.members[n].unreachable) for n in plan.participants}
+    num_cut = {
+        n: sum(n != m and (m in cut[n] or n in cut[m]) for m in plan.participants)
+        for n in plan.participants
+    }
+    for part in plan.slices:
+        assert num_cut[part.reducer_id] == min(num_cut.values())
+
+
+def _check_durations(plan: Plan, state: SwarmState) -> None:
+    """Between the floor and the run file's bounds, whatever was measured."""
+    rules, floor = state.rules, state.rules.floor_seconds
+    caps = (rules.train_seconds, rules.contribute_seconds, rules.commit_seconds)
+    durations = (plan.train_seconds, plan.contribute_seconds, plan.commit_seconds)
+    if not rules.adapts_deadlines:
+        assert durations == caps
+        return
+    before = 0.0
+    assert state.open_round is not None
+    apply_seconds = state.open_round.apply_seconds
+    assert apply_seconds is not None and floor <= apply_seconds <= rules.apply_seconds
+    for duration, cap in zip(durations, caps, strict=True):
+        assert before < duration <= cap
+        assert duration - before > min(floor, cap - before) - 1e-6
+        before = duration
+
+
+def _check_assignments(books: Books, plan: Plan, state: SwarmState) -> None:
+    """Every sample is leased to one node and counted once, and those given back come first."""
+    rules = state.rules
+    steps = {a.node_id: a.inner_steps for a in plan.assignments}
+    assert tuple(steps) == plan.participants
+    honoured = {n: a for n, a in books.ahead.items() if n in steps}
+    assert min(steps.values()) >= 1 and max(steps.values()) <= rules.inner_steps
+    assert honoured or max(steps.values()) == rules.inner_steps
+    step_tokens = rules.batch * rules.context
+    assert plan.tokens_per_inner_step == step_tokens * sum(steps.values()) // rules.inner_steps
+    taken = set(books.committed_places)
+    for a in honoured.values():
+        taken.update(places_of(a))
+    leased_until = books.leased_until
+    for a in plan.assignments:
+        if a.node_id in honoured:
+            assert a == honoured[a.node_id], "what may be trained already is not asked for"
+        else:
+            leased_until = _check_lease(a, taken, leased_until, rules.batch)
+    is_last = plan.round == rules.total_rounds
+    may_lead = rules.has_overlap and not is_last
+    assert [a.node_id for a in plan.ahead] == list(plan.participants if may_lead else ())
+    assert plan.ahead == state.ledger.ahead
+    for a in plan.ahead:
+        assert 1 <= a.inner_steps <= rules.inner_steps
+        leased_until = _check_lease(a, taken, leased_until, rules.batch)
+
+
+def _check_lease(a: Assignment, taken: set[int], leased_until: int, batch: int) -> int:
+    """A new lease beside those in `taken`, to which it is added; returns where leases end with it."""
+    assert a.num_samples == a.inner_steps * batch
+    places = places_of(a)
+    assert not taken.intersection(places), "a sample is leased twice, or after its commit"
+    in_a_row = 0
+    for place in range(a.first_sample):
+        in_a_row = 0 if place in taken else in_a_row + 1
+        assert in_a_row < a.num_samples, "samples that were given back are passed over"
+    assert a.first_sample <= leased_until, "a sample is left out"
+    taken.update(places)
+    return max(leased_until, places.stop)
+
+
+def check_takeover(books: Books, told: SendTakeover, before: SwarmState, after: SwarmState) -> None:
+    """Somebody who takes part and is here reduces a slice whose result nobody here has."""
+    assert len(books.commits) + 1 == told.round, "a committed round is not taken over"
+    index = told.slice_index
+    assert told.attempt == books.attempts.get(index, 0) + 1
+    reducer = after.members[told.reducer_id]
+    assert reducer.state in PRESENT and not reducer.is_draining
+    assert told.reducer_id in books.leased, "a node that does not take part reduces"
+    current = after.open_round
+    if current is not None and current.phase is not RoundPhase.APPLYING:
+        assert current.slices[index].digest is None, "the former reducer's result is kept"
+    given_up = before.open_round.slices[index].digest if before.open_round else None
+    if given_up is not None:
+        present = {n for n in books.leased if after.members[n].state in PRESENT}
+        held = books.held.get((told.round, index), {})
+        assert given_up not in {held.get(n) for n in present}
+
+
+def check_commit(books: Books, commit: Commit, before: SwarmState, after: SwarmState) -> None:
+    """A round's first commit."""
+    current = before.open_round
+    assert commit.round == len(books.commits) + 1, "a round must have exactly one commit"
+    assert commit.incarnation == books.incarnation
+    assert current is not None and current.number == commit.round
+    assert commit.assignments == current.assignments
+    leased = {n: len(places) * before.rules.context for n, places in books.leased.items()}
+    assert leased.keys() == {a.node_id for a in commit.assignments}
+    present = {n for n in leased if after.members[n].state in PRESENT}
+    for outcome in commit.slices:
+        place = (commit.round, outcome.index)
+        assert (outcome.digest is None) == bool(outcome.void_reason)
+        if outcome.digest is None:
+            assert not outcome.contributors and not outcome.holder_ids
+            continue
+        told = books.ever_told.get(place, ())
+        assert outcome.digest in told, "the reducer of now did not report this digest"
+        for holder in outcome.holder_ids:
+            assert holder in present
+            is_held = books.held.get(place, {}).get(holder) == outcome.digest
+            is_made = outcome.digest in books.told.get(place, {}).get(holder, ())
+            assert is_held or is_made, "who did not say so does not hold it"
+        assert len(set(outcome.holder_ids)) >= max(1, min(2, len(present)))
+        names = [c.node_id for c in outcome.contributors]
+        assert len(set(names)) == len(names) > 0
+        assert all(0 <= c.tokens <= leased[c.node_id] for c in outcome.contributors)
+
+
+def check_retraction(
+    books: Books, commit: Commit, before: SwarmState, after: SwarmState, now: float
+) -> None:
+    """A later version of a round: only of what nobody here can supply, and only of the newest."""
+    old = books.commits[commit.round - 1]
+    assert commit.incarnation == before.incarnation + 1, "incarnations grow one by one"
+    assert commit.assignments == old.assignments
+    if is_void(old):  # it goes with the one before it, or with what was agreed on after that
+        is_anew = commit.round == books.newest_with_results() + 1
+        assert is_anew or books.commits[commit.round - 2].incarnation == commit.incarnation
+    else:
+        assert commit.round == books.newest_with_results(), "only the newest is taken back"
+    assert not before.is_finished
+    present = {n for n, m in after.members.items() if m.state in PRESENT}
+    assert present, "while nobody is here, who comes back may hold it all"
+    for new, was in zip(commit.slices, old.slices, strict=True):
+        if new != was:
+            assert new == replace(
+                was,
+                digest=None,
+                contributors=(),
+                holder_ids=(),
+                void_reason=new.void_reason,
+            )
+            assert new.void_reason.startswith("taken back")
+    apply_seconds = before.rules.apply_seconds
+    if before.open_round is None:
+        assert now >= books.supplied_at + apply_seconds, "somebody here held the state just now"
+        assert is_void(commit) and commit.outer_digest == commit.base_digest
+        base = after.outer_digest if is_void(old) else old.base_digest
+        assert commit.base_digest == base
+        return
+    assert before.open_round.phase is RoundPhase.APPLYING
+    assert commit.round == len(books.commits) and commit.base_digest == old.base_digest
+    assert now >= books.committed_at + apply_seconds
+    lost = [was for new, was in zip(commit.slices, old.slices, strict=True) if new != was]
+    assert lost, "a new incarnation takes something back"
+    for outcome in old.slices:
+        holders = books.held.get((commit.round, outcome.index), {})
+        said = any(holders.get(n) == outcome.digest for n in present)
+        made = any(
+            outcome.digest in digests
+            for n, digests in books.told.get((commit.round, outcome.index), {}).items()
+            if n in present
+        )
+        if outcome in lost:
+            assert not said, "somebody here holds what is taken back"
+        else:
+            assert outcome.digest is None or said or made, "nobody here holds what is kept"
+    for node_id in present:
+        member = after.members[node_id]
+        is_same = member.outer_incarnation >= old.incarnation
+        assert member.outer_round != commit.round or not is_same, "somebody had applied it"
+
+
+def check_learned(books: Books, commit: Commit, before: SwarmState, after: SwarmState) -> None:
+    """The next commit of the history that the coordinator has, signed by it."""
+    assert commit.round == after.committed_round
+    if commit.round <= len(books.commits):  # taken back since the copy was made
+        known = books.commits[commit.round - 1]
+        assert commit.incarnation > known.incarnation
+        assert commit.base_digest == known.base_digest
+    else:
+        assert commit.round == len(books.commits) + 1
+        assert commit.base_digest == before.outer_digest
+    assert after.incarnation >= before.incarnation
+
+
+def check_finish(books: Books, state: SwarmState) -> None:
+    """Whoever is here can get to the final state, or is too far behind for anybody to help."""
+    newest = books.newest_with_results()
+    present = [m for m in state.members.values() if m.state in PRESENT]
+    if newest and not any(m.state is MemberState.READY for m in present):
+        before = (newest - 1, books.commits[newest - 1].base_digest)
+        assert before not in {(m.outer_round, m.outer_digest) for m in present}
+
+
+def check_state(books: Books, before: SwarmState, state: SwarmState, now: float) -> None:
+    assert state.committed_round == len(books.commits)
+    assert state.incarnation >= before.incarnation
+    for closed in state.recent:
+        assert replace(closed.commit, outer_digest=None, signature=b"") == replace(
+            books.commits[closed.commit.round - 1], outer_digest=None, signature=b""
+        )
+    _check_ledger(books, state)
+    tokens: dict[NodeId, int] = {}
+    for commit in books.commits:
+        for node_id, count in tokens_of(commit).items():
+            tokens[node_id] = tokens.get(node_id, 0) + count
+    assert state.token_clock == sum(tokens.values())
+    assert {n: m.committed_tokens for n, m in state.members.items() if m.committed_tokens} == {
+        n: count for n, count in tokens.items() if count
+    }
+    assert [h.round for h in state.held_out] == sorted({h.round for h in state.held_out})
+    assert state.is_finished == books.is_finished
+    if state.outer_digest is not None:
+        for member in state.members.values():
+            if member.state is MemberState.READY:
+                assert member.outer_digest == state.outer_digest
+                assert member.outer_round == state.committed_round
+    is_same_round = state.committed_round == before.committed_round > 0
+    has_changed = before.outer_digest not in (None, state.outer_digest)
+    if is_same_round and has_changed:
+        newest = books.commits[before.recent[0].commit.round - 1]
+        if not is_void(newest):  # or else it was taken back
+            _check_agreed_anew(books, newest, before, state, now)
+    _check_slices(books, state, now)
+
+
+def _check_agreed_anew(
+    books: Books, newest: Commit, before: SwarmState, after: SwarmState, now: float
+) -> None:
+    """A settled digest changes only for one that most of those hold who have decided it."""
+    assert before.open_round is None
+    assert now >= books.supplied_at + before.rules.apply_seconds, "somebody held it just now"
+    held = {
+        m.node_id: m.outer_digest
+        for m in before.members.values()
+        if m.state in PRESENT
+        and m.outer_round == newest.round
+        and m.outer_incarnation >= newest.incarnation
+    }
+    (agreed,) = {c.commit.outer_digest for c in after.recent if c.commit.round == newest.round}
+    assert set(held.values()) == {agreed}
+    participants = {a.node_id for a in newest.assignments}
+    assert 2 * len(participants & held.keys()) > len(participants) >= 2
+
+
+def _check_ledger(books: Books, state: SwarmState) -> None:
+    def places_in(pieces: tuple[Places, ...]) -> list[int]:
+        return [place for p in pieces for place in range(p.first, p.end)]
+
+    ledger = state.ledger
+    committed, leased = places_in(ledger.committed), places_in(ledger.leased)
+    assert set(committed) == books.committed_places
+    assert state.ledger.ahead == tuple(books.ahead.values())
+    all_leased = (*books.leased.values(), *map(places_of, books.ahead.values()))
+    assert set(leased) == {place for places in all_leased for place in places}
+    free = places_in(free_again(ledger))
+    assert sorted(committed + leased + free) == list(range(books.leased_until))
+
+
+def _check_slices(books: Books, state: SwarmState, now: float) -> None:
+    """No slice waits for a reducer that cannot finish, while another could."""
+    current = state.open_round
+    if current is None or current.phase is RoundPhase.APPLYING:
+        return
+    here = [
+        m
+        for a in current.assignments
+        if (m := state.members[a.node_id]).state in PRESENT and not m.is_draining
+    ]
+    for progress in current.slices:
+        index, place = progress.slice.index, (current.number, progress.slice.index)
+        assert progress.slice.reducer_id == books.reducers[index]
+        assert progress.attempt == books.attempts.get(index, 0)
+        if progress.is_empty or not here or current.commit_deadline - now < 1:
+            continue
+        reducer = state.members[progress.slice.reducer_id]
+        is_gone = reducer.state not in PRESENT or progress.is_orphaned
+        if not is_gone and (progress.digest is not None or not reducer.is_draining):
+            continue
+        holders = books.held.get(place, {})
+        made = books.told.get(place, {}).get(reducer.node_id, ())
+        assert progress.digest is not None and (
+            (reducer.state in PRESENT and progress.digest in made)
+            or any(
+                state.members[n].state in PRESENT and progress.digest == digest
+                for n, digest in holders.items()
+            )
+        ), "a slice waits for a reducer that is gone"
+        assert progress.is_offered

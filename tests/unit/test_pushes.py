@@ -1,0 +1,152 @@
+"""Pushes in the background: repeated until they arrive, and told of once for a peer and a round."""
+
+import asyncio
+
+from structlog.testing import capture_logs
+
+from node.exchange.pushes import Pushes
+from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
+from node.exchange.transport.transport import TransferRefusedError, Want
+from protocol.payload import Payload, PayloadHeader
+from protocol.rounds import NodeId, PeerAddress, RosterEntry
+from protocol.wire_count import WireCounts
+from tests.unit.exchange_scene import A, B, C, contribution_of, in_virtual_time
+
+NUM_SLICES = 64
+ROSTER = tuple(
+    RosterEntry(
+        node_id=member,
+        node_name=member,
+        address=PeerAddress(public_key=bytes(32), multiaddrs=()),
+    )
+    for member in (A, B, C)
+)
+
+
+class Taker:
+    """A TransferHandler that takes every slice of the rounds it has opened."""
+
+    def __init__(self) -> None:
+        self.open_rounds = {1, 2}
+        self.taken: list[tuple[int, int]] = []
+
+    def admit(self, sender: NodeId, header: PayloadHeader) -> None:
+        if header.round not in self.open_rounds:
+            raise TransferRefusedError(f"round {header.round} is not open here")
+
+    async def receive(self, sender: NodeId, payload: Payload) -> None:
+        self.taken.append((payload.header.round, payload.header.slice_index))
+
+    def abandoned(self, sender: NodeId, header: PayloadHeader) -> None:
+        pass
+
+    async def supply(self, sender: NodeId, want: Want) -> Payload | None:
+        return None
+
+
+class Scene:
+    """A pushes to B and C; what the two took, and what A logged."""
+
+    def __init__(self) -> None:
+        self.network = MemoryNetwork()
+        self.takers = {B: Taker(), C: Taker()}
+        self.pushes: Pushes
+
+    async def begin(self) -> None:
+        await self._transport(B, self.takers[B])
+        await self._transport(C, self.takers[C])
+        self.pushes = Pushes(await self._transport(A, Taker()))
+
+    async def _transport(self, node_id: NodeId, taker: Taker) -> MemoryTransport:
+        transport = MemoryTransport(network=self.network, node_id=node_id, counts=WireCounts())
+        await transport.start(taker)
+        transport.set_roster(ROSTER)
+        return transport
+
+    def push(self, peer: NodeId, *, round: int = 1, seconds: float = 20.0) -> None:
+        """All slices of a round."""
+        for index in range(NUM_SLICES):
+            self.pushes.start(
+                peer,
+                contribution(round, index),
+                deadline=asyncio.get_running_loop().time() + seconds,
+                is_wanted=lambda: True,
+            )
+
+
+def contribution(round: int, index: int) -> Payload:
+    return contribution_of(b"body", sender_id=A, num_elements=1, round=round, index=index)
+
+
+def told(logs: list[dict[str, object]]) -> list[tuple[object, ...]]:
+    return [(e["log_level"], e["event"], e["to"], e["round"], e["slices"]) for e in logs]
+
+
+@in_virtual_time
+async def test_a_peer_that_is_away_is_told_of_once_with_the_number_of_its_slices() -> None:
+    scene = Scene()
+    await scene.begin()
+    scene.network.cut(A, B)
+    with capture_logs() as logs:
+        scene.push(B)
+        scene.push(C)
+        await asyncio.sleep(15)
+        assert told(logs) == [("info", "will send again", B, 1, NUM_SLICES)]
+        assert logs[0]["why"] == "b: the link is cut" and logs[0]["what"] == "contribution"
+        await asyncio.sleep(15)
+    assert told(logs)[1:] == [("warning", "not sent in time", B, 1, NUM_SLICES)]
+    assert len(scene.takers[C].taken) == NUM_SLICES and not scene.takers[B].taken
+
+
+@in_virtual_time
+async def test_a_peer_that_comes_back_gets_all_and_nothing_more_is_told() -> None:
+    scene = Scene()
+    await scene.begin()
+    scene.network.cut(A, B)
+    with capture_logs() as logs:
+        scene.push(B)
+        await asyncio.sleep(10)
+        scene.network.mend(A, B)
+        await asyncio.sleep(15)
+    assert told(logs) == [("info", "will send again", B, 1, NUM_SLICES)]
+    assert sorted(scene.takers[B].taken) == [(1, index) for index in range(NUM_SLICES)]
+
+
+@in_virtual_time
+async def test_each_peer_and_each_round_is_told_of_by_itself() -> None:
+    scene = Scene()
+    await scene.begin()
+    scene.takers[B].open_rounds = scene.takers[C].open_rounds = {2}
+    with capture_logs() as logs:
+        scene.push(B)
+        scene.push(C)
+        await asyncio.sleep(5)
+        scene.push(B, round=2)
+        await asyncio.sleep(1)
+        scene.takers[B].open_rounds = set()
+        scene.push(B, round=2)
+        await asyncio.sleep(30)
+    assert sorted(told(logs)) == [
+        ("info", "will send again", B, 1, NUM_SLICES),
+        ("info", "will send again", B, 2, NUM_SLICES),
+        ("info", "will send again", C, 1, NUM_SLICES),
+        ("warning", "not sent in time", B, 1, NUM_SLICES),
+        ("warning", "not sent in time", B, 2, NUM_SLICES),
+        ("warning", "not sent in time", C, 1, NUM_SLICES),
+    ]
+    assert logs[0]["why"] == "round 1 is not open here"
+
+
+@in_virtual_time
+async def test_what_is_not_wanted_any_more_is_neither_repeated_nor_told_of() -> None:
+    scene = Scene()
+    await scene.begin()
+    scene.network.cut(A, B)
+    wanted = {(1, 0)}
+    with capture_logs() as logs:
+        scene.pushes.start(B, contribution(1, 0), deadline=20.0, is_wanted=lambda: bool(wanted))
+        await asyncio.sleep(0.1)  # it has failed, and would be sent again
+        wanted.clear()
+        scene.network.mend(A, B)
+        await asyncio.sleep(30)
+    assert not logs and not scene.takers[B].taken
