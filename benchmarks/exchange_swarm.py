@@ -67,6 +67,7 @@ class Case:
     slow: float = 1.0  # the last node's share of the others' rate
     by_bandwidth: bool = True
     stripes: int = MOST_STREAMS  # for one body, at most
+    keeps_window: bool = False  # whether TCP remembers over a pause what the links carry
 
     @property
     def num_elements(self) -> int:

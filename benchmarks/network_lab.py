@@ -72,7 +72,8 @@ class NetworkLab:
     """Hosts by name, each behind its link. Use it as a context; what changes it returns it.
 
     The same seed loses the same packets of each link, counted from its first one.
-    `congestion_control` is TCP's, for all hosts: cubic, bbr; "" leaves what the kernel has.
+    `congestion_control` is TCP's, for all hosts: cubic, bbr; "" leaves what the kernel has. With
+    `keeps_window` their TCP remembers over a pause what a link carries, as `atoll node doctor` advises.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class NetworkLab:
         mtu: int = INTERNET_MTU,
         network: IPv4Network = NETWORK,
         congestion_control: str = "",
+        keeps_window: bool = False,
     ) -> None:
         if len(links) > network.num_addresses - 2:
             raise UsageError(f"{len(links)} hosts do not fit into {network}")
@@ -98,6 +100,7 @@ class NetworkLab:
             "mtu": mtu,
             "seed": seed,
             "congestion_control": congestion_control,
+            "keeps_window": keeps_window,
         }
         self._namespaces: dict[str, Path] = {}
         self._inodes: frozenset[int] = frozenset()

@@ -38,6 +38,8 @@ _QUEUE_PACKETS = 10_000
 """In the kernel, before the switch reads: large, so that what is dropped is dropped and counted by
 a link's buffer."""
 
+_SLOW_START = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
+
 _BATCH = 64  # packets of one host before the next one's turn
 _PACKET_BYTES = 1 << 16
 _LOOK_AROUND_SECONDS = 1.0
@@ -46,7 +48,9 @@ _LOOK_AROUND_SECONDS = 1.0
 class Host:
     """A namespace with one TUN device, whose other end is here."""
 
-    def __init__(self, interface: IPv4Interface, *, mtu: int, congestion_control: str) -> None:
+    def __init__(
+        self, interface: IPv4Interface, *, mtu: int, congestion_control: str, keeps_window: bool
+    ) -> None:
         self.namespace = new_namespace()
         self.inode = os.fstat(self.namespace).st_ino
         # Through the route, for which every algorithm that the kernel has may be named.
@@ -58,6 +62,7 @@ class Host:
             # The kernel asks for neighbours by IPv6 as soon as a device is up: strays in the counts.
             with contextlib.suppress(FileNotFoundError):  # a kernel without IPv6
                 Path(f"/proc/sys/net/ipv6/conf/{DEVICE}/disable_ipv6").write_text("1")
+            _SLOW_START.write_text("0" if keeps_window else "1")  # of this namespace alone
             _ip(
                 "link set lo up",
                 f"link set {DEVICE} mtu {mtu} txqueuelen {_QUEUE_PACKETS} up",
@@ -83,7 +88,12 @@ class Switch:
             host: IPv4Interface(interface) for host, interface in setup["interfaces"].items()
         }
         self.hosts = {
-            host: Host(interface, mtu=setup["mtu"], congestion_control=setup["congestion_control"])
+            host: Host(
+                interface,
+                mtu=setup["mtu"],
+                congestion_control=setup["congestion_control"],
+                keeps_window=setup["keeps_window"],
+            )
             for host, interface in interfaces.items()
         }
         addresses = {host: interface.ip for host, interface in interfaces.items()}

@@ -71,6 +71,10 @@ class _TransferStatusEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Transf
     """Stripe: this part is here. Whether the body is right only the whole shows."""
     TRANSFER_STATUS_PART_DROPPED: _TransferStatus.ValueType  # 6
     """Stripe: this part belongs to no body that is taken now."""
+    TRANSFER_STATUS_PART_KEPT: _TransferStatus.ValueType  # 7
+    """Stripe: this part came before the offer of its body, and is kept for a while. Whether it still was
+    when the offer came, held_parts says.
+    """
 
 class TransferStatus(_TransferStatus, metaclass=_TransferStatusEnumTypeWrapper):
     """How a request stands."""
@@ -89,6 +93,10 @@ TRANSFER_STATUS_PART_RECEIVED: TransferStatus.ValueType  # 5
 """Stripe: this part is here. Whether the body is right only the whole shows."""
 TRANSFER_STATUS_PART_DROPPED: TransferStatus.ValueType  # 6
 """Stripe: this part belongs to no body that is taken now."""
+TRANSFER_STATUS_PART_KEPT: TransferStatus.ValueType  # 7
+"""Stripe: this part came before the offer of its body, and is kept for a while. Whether it still was
+when the offer came, held_parts says.
+"""
 Global___TransferStatus: _TypeAlias = TransferStatus  # noqa: Y015
 
 @_typing.final
@@ -392,7 +400,8 @@ class TransferResponse(_message.Message):
     """The payload's header, when it answers a want with go-on."""
     held_parts: _builtins.bytes
     """The parts that are here already, when it answers an offer in parts with go-on: bit i % 8 of byte
-    i / 8 is part i. A transfer that broke off goes on with the others.
+    i / 8 is part i. A transfer that broke off goes on with the others, and so does one whose parts
+    came before their offer.
     """
     part: _builtins.int
     """The part that this is about."""

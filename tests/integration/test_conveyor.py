@@ -4,121 +4,22 @@ what is sent again, what a liar gets.
 
 import asyncio
 import os
-import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import pytest
-from transport_peers import Desk, make_payload
+from conveyor_scene import BODY, PART, SENDER, Wire, offered
+from transport_peers import make_payload
 
 from benchmarks.virtual_time import run_in_virtual_time
-from node.exchange.transport import inbound as receiving
-from node.exchange.transport.conveyor import MOST_BODIES, Conveyor
-from node.exchange.transport.frames import BROKEN, FrameError, Limits, TransferStream
-from node.exchange.transport.inbound import KEPT_SECONDS, MOST_KEPT_FROM_ONE, Inbounds
-from node.exchange.transport.pacing import Pacer
-from node.exchange.transport.parts import LEAST_PART_BYTES, part_bytes_for
-from node.exchange.transport.serving import push_over, serve, verify_inline
-from node.exchange.transport.tally import Tally
+from node.exchange.transport.conveyor import MOST_BODIES
+from node.exchange.transport.inbound import (
+    KEPT_SECONDS,
+    MOST_KEPT_FROM_ONE,
+    Inbounds,
+)
 from node.exchange.transport.transport import TransferRefusedError
 from protocol.payload import Payload
 from protocol.rounds import Digest, NodeId
 from protocol.v1 import transfer_pb2 as wire
-from protocol.wire_count import WireCounts
-
-PART = LEAST_PART_BYTES
-BODY = os.urandom(10 * PART + 17)
-SENDER = NodeId("sender")
-
-
-class Breaking(TransferStream):
-    """Breaks in the middle of the part after so many whole ones."""
-
-    parts_left = 0
-
-    async def receive_chunks(self, num_bytes: int) -> AsyncIterator[bytes]:
-        if not self.parts_left:
-            self.abort()
-            raise ConnectionResetError("broken by the test")
-        self.parts_left -= 1
-        async for chunk in super().receive_chunks(num_bytes):
-            yield chunk
-
-
-class Wire:
-    """Opens streams to a receiver; `breaks` says which break, by the number of the stream."""
-
-    def __init__(self, breaks: dict[int, int] | None = None, *, num_streams: int = 3) -> None:
-        self.breaks = breaks or {}  # number of the stream -> whole parts before it breaks
-        self.desk = Desk()
-        self.inbounds = Inbounds()
-        self.counts = WireCounts()
-        self.num_streams = 0
-        self.is_crowded = False
-        self.has_stripe = asyncio.Event()
-        self._serving: set[asyncio.Task[None]] = set()
-        self.conveyor = Conveyor(
-            open_stripe=self.open,
-            broken=(*BROKEN, FrameError, TransferRefusedError),
-            num_at_first=lambda: num_streams,
-            most_streams=num_streams,
-        )
-
-    @asynccontextmanager
-    async def open(self, sender: NodeId = SENDER) -> AsyncIterator[TransferStream]:
-        number, self.num_streams = self.num_streams, self.num_streams + 1
-        if number:
-            self.has_stripe.set()
-        near, far = socket.socketpair()
-        theirs = Breaking if number in self.breaks else TransferStream
-        stream = await self._stream(near, TransferStream, self.counts)
-        served = await self._stream(far, theirs, WireCounts())
-        if isinstance(served, Breaking):
-            served.parts_left = self.breaks[number]
-        task = asyncio.create_task(self._serve(served, sender))
-        self._serving.add(task)
-        task.add_done_callback(self._serving.discard)
-        try:
-            yield stream
-        finally:
-            stream.abort()
-            stream.count_ended()
-
-    async def _stream(
-        self, end: socket.socket, kind: type[TransferStream], counts: WireCounts
-    ) -> TransferStream:
-        reader, writer = await asyncio.open_connection(sock=end)
-        pacer = Pacer(None, floor_bytes_per_second=2048)
-        return kind(reader, writer, idle_seconds=20, pacer=pacer, tally=Tally(counts))
-
-    async def _serve(self, stream: TransferStream, sender: NodeId) -> None:
-        try:
-            await serve(
-                stream,
-                sender,
-                self.desk,
-                limits=Limits(idle_seconds=20),
-                verify=verify_inline,
-                inbounds=self.inbounds,
-                is_crowded=self.is_crowded,
-            )
-            await stream.outlast()
-        except (FrameError, *BROKEN):
-            stream.abort()
-
-    async def push(self, payload: Payload) -> None:
-        async with self.conveyor.turn() as turn, self.open() as stream:
-            await push_over(stream, payload, self.conveyor, turn)
-
-    async def settle(self) -> None:
-        """Waits until no stream is served any more."""
-        async with asyncio.timeout(60):
-            while self._serving:
-                await asyncio.wait(set(self._serving))
-
-    @property
-    def sent_bytes(self) -> int:
-        return sum(sent for sent, _ in self.counts.totals().values())
 
 
 async def test_a_large_body_comes_over_several_streams_and_whole() -> None:
@@ -223,31 +124,6 @@ async def test_an_offer_in_parts_of_an_odd_size_is_refused() -> None:
     assert "parts of 1 bytes" in response.reason
 
 
-def part_of(payload: Payload, index: int, num_bytes: int = PART) -> wire.Part:
-    return wire.Part(index=index, digest=payload.digest, num_bytes=num_bytes)
-
-
-async def test_a_part_of_nothing_that_was_offered_is_dropped() -> None:
-    link = Wire()
-    async with link.open() as stream:
-        await stream.send(wire.TransferRequest(stripe=wire.Stripe()))
-        await stream.send(part_of(make_payload(body=BODY), 3))
-        await stream.send_body(bytes(PART))
-        response = await stream.receive(wire.TransferResponse)
-    assert (response.status, response.part) == (wire.TRANSFER_STATUS_PART_DROPPED, 3)
-
-
-async def test_a_part_may_come_before_its_offer() -> None:
-    link, payload = Wire(), make_payload(body=BODY)
-    async with link.open() as stripe, link.open() as offer:
-        await stripe.send(wire.TransferRequest(stripe=wire.Stripe()))
-        await stripe.send(part_of(payload, 0))
-        await stripe.send_body(BODY[:PART])
-        await offered(link, offer, payload)
-        response = await stripe.receive(wire.TransferResponse)
-    assert response.status == wire.TRANSFER_STATUS_PART_RECEIVED
-
-
 async def test_what_comes_of_a_refused_body_is_dropped_and_of_the_next_one_taken() -> None:
     link, small, payload = Wire(), make_payload(body=BODY[: 2 * PART]), make_payload(body=BODY)
     link.desk.max_body_bytes = len(small.body)
@@ -257,62 +133,6 @@ async def test_what_comes_of_a_refused_body_is_dropped_and_of_the_next_one_taken
     link.desk.max_body_bytes = len(BODY)
     await link.push(payload)
     assert link.desk.received == [(SENDER, small), (SENDER, payload)]
-
-
-async def offered(link: Wire, stream: TransferStream, payload: Payload) -> None:
-    part_bytes = part_bytes_for(len(payload.body))
-    offer = wire.Offer(header=payload.header.encode(), part_bytes=part_bytes)
-    await stream.send(wire.TransferRequest(offer=offer))
-    response = await stream.receive(wire.TransferResponse)
-    assert response.status == wire.TRANSFER_STATUS_GO_ON
-
-
-async def test_nobody_puts_parts_into_anothers_body() -> None:
-    link, payload = Wire(), make_payload(body=BODY)
-    async with link.open() as offer, link.open(NodeId("other")) as stripe:
-        await offered(link, offer, payload)
-        await stripe.send(wire.TransferRequest(stripe=wire.Stripe()))
-        await stripe.send(part_of(payload, 0))
-        await stripe.send_body(bytes(PART))
-        response = await stripe.receive(wire.TransferResponse)
-        assert response.status == wire.TRANSFER_STATUS_PART_DROPPED
-        inbound = await link.inbounds.find(SENDER, payload.digest)
-        assert inbound is not None
-        assert not inbound.assembly.held
-
-
-@pytest.mark.parametrize(("index", "num_bytes"), [(10**6, PART), (0, PART + 1), (0, 0)])
-async def test_a_part_that_cannot_be_ends_its_stream_and_no_other(
-    index: int, num_bytes: int
-) -> None:
-    link, payload = Wire(), make_payload(body=BODY)
-    async with link.open() as offer, link.open() as liar:
-        await offered(link, offer, payload)
-        await liar.send(wire.TransferRequest(stripe=wire.Stripe()))
-        await liar.send(part_of(payload, index, num_bytes))
-        with pytest.raises((EOFError, OSError)):
-            await liar.receive(wire.TransferResponse)
-        inbound = await link.inbounds.find(SENDER, payload.digest)
-        assert inbound is not None
-        assert not inbound.is_over
-        assert inbound.assembly.held == set()
-
-
-async def test_who_sends_without_end_what_nobody_wants_is_cut_off(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(receiving, "MOST_DROPPED_BYTES", 3 * PART)
-    link, payload = Wire(), make_payload(body=BODY)
-    link.inbounds.refuse(SENDER, payload.digest)
-    async with link.open() as liar:
-        await liar.send(wire.TransferRequest(stripe=wire.Stripe()))
-        for _ in range(3):
-            await liar.send(part_of(payload, 0))
-            await liar.send_body(bytes(PART))
-            await liar.receive(wire.TransferResponse)
-        await liar.send(part_of(payload, 0))
-        with pytest.raises((EOFError, OSError)):
-            await liar.receive(wire.TransferResponse)
 
 
 async def test_a_crowded_receiver_leaves_each_body_one_stripe() -> None:
@@ -364,12 +184,9 @@ def test_what_broke_off_is_kept_for_a_while_and_little_of_one_sender() -> None:
 
 
 def test_a_digest_is_no_key_to_another_senders_body() -> None:
-    async def scene() -> None:
-        inbounds = Inbounds()
-        payload = make_payload(body=BODY)
-        begun = inbounds.begin(SENDER, payload.header, payload.digest, PART)
-        assert await inbounds.find(SENDER, payload.digest) is begun
-        assert await inbounds.find(NodeId("other"), payload.digest) is None
-        assert await inbounds.find(SENDER, Digest(bytes(32))) is None
-
-    run_in_virtual_time(scene())
+    inbounds = Inbounds()
+    payload = make_payload(body=BODY)
+    begun = inbounds.begin(SENDER, payload.header, payload.digest, PART)
+    assert inbounds.find(SENDER, payload.digest) is begun
+    assert inbounds.find(NodeId("other"), payload.digest) is None
+    assert inbounds.find(SENDER, Digest(bytes(32))) is None

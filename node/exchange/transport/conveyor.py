@@ -16,7 +16,13 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from node.exchange.transport.frames import FrameError, TransferStream
-from node.exchange.transport.parts import WIDEN_SECONDS, Outgoing, Widening, held_in
+from node.exchange.transport.parts import (
+    PARTS_IN_WINDOW,
+    WIDEN_SECONDS,
+    Outgoing,
+    Widening,
+    held_in,
+)
 from node.exchange.transport.transport import TransferRefusedError
 from protocol.payload import Payload
 from protocol.v1 import transfer_pb2 as wire
@@ -52,20 +58,27 @@ class Turn:
 class Load:
     """One body on the conveyor."""
 
-    def __init__(self, payload: Payload, turn: Turn) -> None:
+    def __init__(self, payload: Payload, turn: Turn, *, on_waiting: Callable[[], None]) -> None:
+        """`on_waiting` is called when parts wait for a stripe that did not before."""
         self.payload = payload
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises what broke the stripes when no part gets through any more."""
         self._turn = turn
+        self._on_waiting = on_waiting
+        self._held: frozenset[int] | None = None  # by the receiver, when it accepted the offer
+        self._kept: set[int] = set()  # by the receiver, until then
+        self._is_held_up = False  # until the offer is answered: its parts would be dropped
         self._outgoing = Outgoing(body_bytes=len(payload.body))
 
     @property
     def num_waiting(self) -> int:
-        """Parts that no stripe carries."""
-        return self._outgoing.num_waiting
+        """Parts that no stripe carries, and one may."""
+        return 0 if self._is_held_up else self._outgoing.num_waiting
 
     def take(self) -> int | None:
         """The next part for a stripe; with the last one the turn is passed on."""
+        if self._is_held_up:
+            return None
         index = self._outgoing.take()
         if not self._outgoing.num_waiting:
             self._turn.pass_on()
@@ -75,19 +88,50 @@ class Load:
         """The bytes of a part."""
         return memoryview(self.payload.body)[self._outgoing.span(index)]
 
-    def skip(self, held_map: bytes) -> None:
-        """The receiver has these parts of an earlier offer; some may be under way once more."""
-        self._outgoing.skip(held_in(held_map))
-        if not self._outgoing.num_waiting:
+    def accept(self, held_map: bytes) -> None:
+        """The offer was accepted; the receiver has these parts of an earlier one.
+
+        Some of them may be under way once more.
+        """
+        self._held = held_in(held_map)
+        self._is_held_up = False
+        self._outgoing.skip(self._held)
+        self._outgoing.give_back(self._kept)  # those of them that are not held
+        if self._outgoing.num_waiting:
+            self._on_waiting()
+        else:
             self._turn.pass_on()
 
     def acknowledge(self, index: int) -> int:
         """A part is there; returns how many bytes more than before are."""
         return self._outgoing.acknowledge(index)
 
+    def keep(self, index: int) -> int:
+        """The receiver has a part whose offer it had not; returns how many bytes that are.
+
+        It may have none of it any more when the offer comes.
+        """
+        if self._held is None:
+            self._kept.add(index)
+        elif index not in self._held:
+            self.give_back(index)
+        return len(self.part(index))
+
     def give_back(self, index: int) -> None:
         """A part did not get through."""
         self._outgoing.give_back([index])
+        self._on_waiting()
+
+    def drop(self, index: int) -> None:
+        """The receiver did not take a part.
+
+        Unless the offer was answered, the part came before it, and there was no room for it: then
+        all of them wait for that answer, and other bodies do not.
+        """
+        if self._held is None:
+            self._is_held_up = True
+            self._turn.pass_on()
+        self.give_back(index)
 
     def fail(self, error: Exception) -> None:
         """Ends the push of this body."""
@@ -141,10 +185,9 @@ class Conveyor:
     @asynccontextmanager
     async def carrying(self, payload: Payload, turn: Turn) -> AsyncIterator[Load]:
         """Sends the parts of a body that was just offered, as long as this is entered."""
-        load = Load(payload, turn)
+        load = Load(payload, turn, on_waiting=self._wake)
         self._loads.append(load)
-        self._parts_wait.set()
-        self._changed.set()
+        self._wake()
         if self._running is None:
             self._running = asyncio.create_task(self._run())
         try:
@@ -153,6 +196,10 @@ class Conveyor:
             self._loads.remove(load)
             if not self._loads:
                 await self._close()
+
+    def _wake(self) -> None:
+        self._parts_wait.set()
+        self._changed.set()
 
     async def _close(self) -> None:
         running, self._running = self._running, None
@@ -204,22 +251,25 @@ class Conveyor:
     async def _stripe(self) -> None:
         """One stream: sends part after part, and hears of each that it is there."""
         under_way: deque[tuple[Load, int]] = deque()
+        is_wide = asyncio.Event()
         try:
             async with self._open_stripe() as stream:
                 await stream.send(wire.TransferRequest(stripe=wire.Stripe()))
                 async with asyncio.TaskGroup() as both_ways:
-                    hearing = both_ways.create_task(self._hear(stream, under_way))
+                    hearing = both_ways.create_task(self._hear(stream, under_way, is_wide))
                     while (taken := await self._next_part()) is not None or under_way:
                         if taken is not None:
                             under_way.append(taken)
                             await _send_part(stream, *taken)
+                            if len(under_way) >= PARTS_IN_WINDOW:
+                                # One part more would wait here, and another stripe can carry it.
+                                await is_wide.wait()
                     hearing.cancel()
         except* self._broken as errors:
             self._errors.append(_first_of(errors))
         finally:
             for load, index in reversed(under_way):
                 load.give_back(index)
-            self._parts_wait.set()
 
     async def _next_part(self) -> tuple[Load, int] | None:
         """The next part of the first body that has one; None when there was none for a while."""
@@ -234,7 +284,12 @@ class Conveyor:
             except TimeoutError:
                 return None
 
-    async def _hear(self, stream: TransferStream, under_way: deque[tuple[Load, int]]) -> None:
+    async def _hear(
+        self,
+        stream: TransferStream,
+        under_way: deque[tuple[Load, int]],
+        is_wide: asyncio.Event,
+    ) -> None:
         while True:
             # Patient: a paced part takes its time, and each push has its limit.
             response = await stream.receive(wire.TransferResponse, is_patient=True)
@@ -243,15 +298,16 @@ class Conveyor:
             if not under_way or under_way[0][1] != response.part:
                 raise FrameError(f"part {response.part} was answered, which was not the next one")
             load, index = under_way.popleft()
+            is_wide.set()  # the window has opened at least once, and libp2p doubles it each time
             match response.status:
-                case wire.TRANSFER_STATUS_PART_RECEIVED:
-                    num_bytes = load.acknowledge(index)
+                case wire.TRANSFER_STATUS_PART_RECEIVED | wire.TRANSFER_STATUS_PART_KEPT as status:
+                    is_kept = status == wire.TRANSFER_STATUS_PART_KEPT
+                    num_bytes = load.keep(index) if is_kept else load.acknowledge(index)
                     stream.moved(sent_bytes=num_bytes)
                     self._acknowledged_bytes += num_bytes
                     self._errors.clear()
                 case wire.TRANSFER_STATUS_PART_DROPPED:
-                    load.give_back(index)
-                    self._parts_wait.set()
+                    load.drop(index)
                 case status:
                     raise FrameError(f"status {status} came where a part's was due")
 

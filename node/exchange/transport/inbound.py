@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from node.exchange.transport.early import EarlyParts
 from node.exchange.transport.frames import FrameError, TransferStream
-from node.exchange.transport.parts import Assembly, PartError
+from node.exchange.transport.parts import LEAST_PART_BYTES, Assembly, PartError
 from protocol.payload import PayloadHeader
 from protocol.rounds import Digest, NodeId
 from protocol.v1 import transfer_pb2 as wire
@@ -22,12 +23,6 @@ KEPT_SECONDS = 60.0
 
 MOST_KEPT_FROM_ONE = 2
 """Bodies of one sender that are kept so."""
-
-OFFER_SECONDS = 2.0
-"""How long a part waits for the offer of its body, which was sent before it, on another stream."""
-
-MOST_OVER = 64
-"""Bodies that have come, broke off or were refused lately: what still comes of them is dropped at once."""
 
 MOST_DROPPED_BYTES = 256 << 20
 """Of one stripe: more that nobody asked for ends it."""
@@ -55,8 +50,7 @@ class Inbounds:
     def __init__(self) -> None:
         self._open: dict[tuple[NodeId, Digest], Inbound] = {}
         self._kept: dict[tuple[NodeId, Digest], tuple[Assembly, asyncio.TimerHandle]] = {}
-        self._over: dict[tuple[NodeId, Digest], None] = {}  # the oldest first
-        self._decided = asyncio.Event()  # set, and replaced, at each offer
+        self._early = EarlyParts()
         self._stripes: Counter[NodeId] = Counter()
 
     def begin(self, sender: NodeId, header: PayloadHeader, digest: Digest, size: int) -> Inbound:
@@ -71,22 +65,18 @@ class Inbounds:
             timer.cancel()
         else:
             assembly = Assembly(body_bytes=header.body_bytes, part_bytes=size)
+        for index, content in self._early.take(sender, digest).items():
+            assembly.put(index, content)
         inbound = self._open[key] = Inbound(header=header, assembly=assembly)
-        self._over.pop(key, None)
-        self._wake()
         return inbound
 
-    def refuse(self, sender: NodeId, digest: Digest) -> None:
-        """No part of this body is taken, until it is offered again."""
-        self._over.pop((sender, digest), None)
-        self._over[sender, digest] = None
-        if len(self._over) > MOST_OVER:
-            del self._over[next(iter(self._over))]
-        self._wake()
+    def keep_early(self, sender: NodeId, digest: Digest, index: int, content: bytes) -> bool:
+        """Keeps a part until its body is offered; False when there is no room for it."""
+        return self._early.keep(sender, digest, index, content)
 
-    def _wake(self) -> None:
-        self._decided.set()
-        self._decided = asyncio.Event()
+    def refuse(self, sender: NodeId, digest: Digest) -> None:
+        """The offer of a body has come, and nothing of it is taken."""
+        self._early.take(sender, digest)
 
     def end(self, sender: NodeId, digest: Digest, inbound: Inbound, *, is_kept: bool) -> None:
         """Nothing more is taken of it; what broke off is kept for a while."""
@@ -95,7 +85,6 @@ class Inbounds:
         if self._open.get(key) is not inbound:
             return  # another offer goes on with it
         del self._open[key]
-        self.refuse(sender, digest)
         if not is_kept or not inbound.assembly.held:
             return
         others = [kept for kept in self._kept if kept[0] == sender]
@@ -104,14 +93,9 @@ class Inbounds:
         timer = asyncio.get_running_loop().call_later(KEPT_SECONDS, self._forget, key)
         self._kept[key] = (inbound.assembly, timer)
 
-    async def find(self, sender: NodeId, digest: Digest) -> Inbound | None:
-        """The body that a part belongs to; its offer may come just after it. None: it is not taken."""
-        key = (sender, digest)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(OFFER_SECONDS):
-                while key not in self._open and key not in self._over:
-                    await self._decided.wait()
-        return self._open.get(key)
+    def find(self, sender: NodeId, digest: Digest) -> Inbound | None:
+        """The body that a part belongs to; None when none is taken that has this digest."""
+        return self._open.get((sender, digest))
 
     def has_stripe(self, sender: NodeId) -> bool:
         """Whether a sender has a stripe open."""
@@ -130,6 +114,7 @@ class Inbounds:
 
     def clear(self) -> None:
         """Forgets all of them."""
+        self._early.clear()
         for key in list(self._kept):
             self._forget(key)
 
@@ -141,7 +126,8 @@ class Inbounds:
 async def take_stripe(stream: TransferStream, sender: NodeId, inbounds: Inbounds) -> None:
     """Serves one stripe: takes parts, of whichever body, until its sender has no more.
 
-    Raises FrameError, or frames.BROKEN when the sender is gone in the middle of a part.
+    Never waits for an offer: parts of other bodies would wait behind it. Raises FrameError, or
+    frames.BROKEN when the sender is gone in the middle of a part.
     """
     dropped_bytes = 0
     with inbounds.stripe(sender):
@@ -152,19 +138,42 @@ async def take_stripe(stream: TransferStream, sender: NodeId, inbounds: Inbounds
                 if error.partial:
                     raise
                 return  # closed between two parts
-            inbound = await inbounds.find(sender, Digest(part.digest))
-            if inbound is not None:
+            digest = Digest(part.digest)
+            if (inbound := inbounds.find(sender, digest)) is not None:
                 await _take_part(stream, inbound, part)
                 continue
-            dropped_bytes += part.num_bytes
-            if dropped_bytes > MOST_DROPPED_BYTES:
-                raise FrameError(f"{dropped_bytes} bytes of parts that nobody asked for")
-            async for _ in stream.receive_chunks(part.num_bytes):
-                pass
-            await _answer(stream, part, wire.TRANSFER_STATUS_PART_DROPPED)
+            if dropped_bytes + part.num_bytes > MOST_DROPPED_BYTES:
+                raise FrameError(
+                    f"{dropped_bytes + part.num_bytes} bytes of parts that nobody asked for"
+                )
+            early = await _read_early(stream, part.num_bytes)
+            if early is None:
+                dropped_bytes += part.num_bytes
+                await _answer(stream, part, wire.TRANSFER_STATUS_PART_DROPPED)
+            elif (inbound := inbounds.find(sender, digest)) is not None:  # it has come meanwhile
+                await _take_part(stream, inbound, part, early)
+            elif inbounds.keep_early(sender, digest, part.index, early):
+                # Counted with the next part: what kind it is, its offer will say.
+                stream.tally.moved(received_bytes=part.num_bytes)
+                await _answer(stream, part, wire.TRANSFER_STATUS_PART_KEPT)
+            else:
+                dropped_bytes += part.num_bytes
+                await _answer(stream, part, wire.TRANSFER_STATUS_PART_DROPPED)
 
 
-async def _take_part(stream: TransferStream, inbound: Inbound, part: wire.Part) -> None:
+async def _read_early(stream: TransferStream, num_bytes: int) -> bytes | None:
+    """A part whose offer is not here; None when it is too large to be kept."""
+    if num_bytes <= LEAST_PART_BYTES:
+        return await stream.receive_body(num_bytes)
+    async for _ in stream.receive_chunks(num_bytes):
+        pass
+    return None
+
+
+async def _take_part(
+    stream: TransferStream, inbound: Inbound, part: wire.Part, early: bytes | None = None
+) -> None:
+    """Puts a part in its place: from the stream, unless it was read already."""
     try:
         span = inbound.assembly.begin(part.index)
     except PartError as error:
@@ -172,10 +181,13 @@ async def _take_part(stream: TransferStream, inbound: Inbound, part: wire.Part) 
     if part.num_bytes != span.stop - span.start:
         raise FrameError(f"part {part.index} has {part.num_bytes} bytes of {span}")
     stream.carries(inbound.header.kind)
-    offset = span.start
-    async for chunk in stream.receive_chunks(part.num_bytes):
-        inbound.assembly.write(offset, chunk)
-        offset += len(chunk)
+    if early is not None:
+        inbound.assembly.write(span.start, early)
+    else:
+        offset = span.start
+        async for chunk in stream.receive_chunks(part.num_bytes):
+            inbound.assembly.write(offset, chunk)
+            offset += len(chunk)
     inbound.assembly.end(part.index)
     stream.moved(received_bytes=part.num_bytes)
     inbound.moved.set()

@@ -8,21 +8,24 @@ import math
 from collections import deque
 from collections.abc import Iterable
 
-LEAST_PART_BYTES = 256 * 1024
+WINDOW_BYTES = 256 * 1024
+"""What one fresh stream lets be under way, before libp2p widens its window (go-yamux)."""
+
+PARTS_IN_WINDOW = 2
+
+LEAST_PART_BYTES = WINDOW_BYTES // PARTS_IN_WINDOW - 2048
 """A part is sent again when its stream breaks, and acknowledged alone: small against a body, large
-against the acknowledgement."""
+against the acknowledgement. Two fit into a fresh stream's window, with all that is said around them:
+for the last few bytes it would otherwise wait a round trip."""
 
 MOST_PARTS = 16_384
 """A larger body has larger parts, so that the map of the parts that are here fits into a frame."""
 
-STRIPED_BYTES = LEAST_PART_BYTES
+STRIPED_BYTES = PARTS_IN_WINDOW * LEAST_PART_BYTES
 """Smaller bodies follow their offer on its stream."""
 
 MOST_STREAMS = 8
 """For one body. More brought nothing on any link that we measured (docs/decisions.md)."""
-
-WINDOW_BYTES = 256 * 1024
-"""What one fresh stream lets be under way, before libp2p widens its window (go-yamux)."""
 
 FIRST_BYTES_PER_SECOND = 12.5e6
 """What a link is thought to carry before anything is known of it."""
@@ -109,6 +112,16 @@ class Assembly:
     def end(self, index: int) -> None:
         """A part has come whole."""
         self.held.add(index)
+
+    def put(self, index: int, content: bytes) -> None:
+        """Takes a part that came before its body was admitted; not one that cannot be."""
+        try:
+            span = self.begin(index)
+        except PartError:
+            return
+        if len(content) == span.stop - span.start:
+            self.write(span.start, content)
+            self.end(index)
 
     def body(self) -> bytes:
         """The body, once complete."""

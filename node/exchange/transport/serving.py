@@ -171,16 +171,16 @@ async def push_over(
     offer = wire.Offer(header=payload.header.encode(), part_bytes=part_bytes)
     await stream.send(wire.TransferRequest(offer=offer))
 
-    async def verdict(skip: Callable[[bytes], None]) -> float:
+    async def verdict(accept: Callable[[bytes], None]) -> float:
         response = await _expect(stream, wire.TRANSFER_STATUS_GO_ON)
         accepted_at = clock()
-        skip(response.held_parts)
+        accept(response.held_parts)
         await _expect(stream, wire.TRANSFER_STATUS_RECEIVED)
         return accepted_at - offered_at
 
     if part_bytes:
         async with conveyor.carrying(payload, turn) as load:
-            return await _unless_failed(verdict(load.skip), load.failed)
+            return await _unless_failed(verdict(load.accept), load.failed)
     sending = asyncio.ensure_future(_send_whole(stream, payload, turn))
     seconds = await _unless_failed(verdict(lambda held_map: None), sending)
     stream.moved(sent_bytes=body_bytes)
