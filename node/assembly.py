@@ -1,6 +1,7 @@
 """Puts a node together from its folder: island, transport, outer state, daemon.
 
-Importing it takes a second: numba and numpy come with it, torch does not. node.app is what comes before.
+Importing it takes a second: the codecs' compiler comes with it, torch does not. node.app is what comes
+before.
 """
 
 import os

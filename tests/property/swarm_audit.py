@@ -219,9 +219,10 @@ def check_finish(books: Books, state: SwarmState) -> None:
     """Whoever is here can get to the final state, or is too far behind for anybody to help."""
     newest = books.newest_with_results()
     present = [m for m in state.members.values() if m.state in PRESENT]
-    if newest and not any(m.state is MemberState.READY for m in present):
-        before = (newest - 1, books.commits[newest - 1].base_digest)
-        assert before not in {(m.outer_round, m.outer_digest) for m in present}
+    held = {(m.outer_round, m.outer_digest) for m in present}
+    is_held = any(m.state is MemberState.READY for m in present)
+    if newest and not is_held and (newest, state.outer_digest) not in held:
+        assert (newest - 1, books.commits[newest - 1].base_digest) not in held
 
 
 def check_state(books: Books, before: SwarmState, state: SwarmState, now: float) -> None:

@@ -264,6 +264,9 @@ class World:
                     continue  # it has gone back since
                 if known.setdefault(number, commit) != commit or node.is_astray:
                     return 0
+        for number, digest, _ in (node.state for node in self.nodes.values()):
+            if (following := known.get(number + 1)) and following.base_digest != digest:
+                return 0  # the swarm agreed on a lie
         last, digest = state.committed_round, state.outer_digest
         if state.is_finished or any(known.get(c.round, c) != c for c in commits):
             return 0
