@@ -94,6 +94,7 @@ def scattered(*, title: str, across: str, upward: str, points: Sequence[Point]) 
         lines.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{y:.1f}" stroke="#dddddd"/>')
         lines.append(_text(x, y + 16, f"{10**power:,}" if power >= 0 else f"{10.0**power:g}"))
     lines.append(_text(_WIDTH / 2, _HEIGHT - 12, across))
+    taken: list[_Box] = []
     for point in points:
         colour = COLOURS[names.index(point.series) % len(COLOURS)]
         (x, y), (_, high), (_, low) = (
@@ -103,8 +104,31 @@ def scattered(*, title: str, across: str, upward: str, points: Sequence[Point]) 
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{high:.1f}" y2="{low:.1f}" stroke="{colour}"/>'
         )
         lines.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>')
-        lines.append(_text(x + 7, y - 5, point.label, anchor="start"))
+        lines.append(_beside(x, y, point.label, taken))
     return "\n".join([*lines, "</svg>", ""])
+
+
+_Box = tuple[float, float, float, float]
+"""Left, top, right and bottom."""
+
+
+def _beside(x: float, y: float, label: str, taken: list[_Box]) -> str:
+    """A mark's name where no other one stands, if there is such a place; adds it to those."""
+    width = 6.5 * len(label)  # of this font, about
+    places = [(side, x + 7 * side, y + down) for side in (1, -1) for down in (-5, 15)]
+    boxes = [
+        (start - width * (side < 0), base - 11, start + width * (side > 0), base + 3)
+        for side, start, base in places
+    ]
+    free = (i for i, box in enumerate(boxes) if not any(_meet(box, other) for other in taken))
+    chosen = next(free, 0)
+    taken.append(boxes[chosen])
+    side, start, base = places[chosen]
+    return _text(start, base, label, anchor="start" if side > 0 else "end")
+
+
+def _meet(one: _Box, other: _Box) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
 def nice_ceiling(value: float) -> float:

@@ -108,3 +108,17 @@ def test_a_point_below_zero_has_room() -> None:
 def test_a_logarithmic_axis_refuses_zero() -> None:
     with pytest.raises(ValueError, match="at or below zero"):
         marks_of(point(x=0.0))
+
+
+def test_names_of_marks_that_lie_close_do_not_lie_on_each_other() -> None:
+    def near(label: str, x: float) -> Point:
+        return Point(series="s", label=label, x=x, y=1.0, low=1.0, high=1.0)
+
+    text = scattered(
+        title="t", across="a", upward="%", points=[near("one", 500.0), near("other", 510.0)]
+    )
+    figure = ElementTree.fromstring(text)
+    placed = {t.text: t for t in figure.iter(f"{SVG}text")}
+    one, other = placed["one"], placed["other"]
+    assert one.get("text-anchor") == other.get("text-anchor") == "start"
+    assert float(other.get("y", "nan")) - float(one.get("y", "nan")) == pytest.approx(20)
