@@ -1,10 +1,11 @@
 """`atoll init`: a run file for a model, its links and its nodes, with the exchange that fits them."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import click
 
+from coordinator.presets.link_shares import CUBIC, CongestionControl
 from protocol import console
 from protocol.errors import CannotCreateError, ConfigError, UsageError
 
@@ -50,6 +51,12 @@ HEADER = """\
     "node's folder.",
 )
 @click.option(
+    "--congestion",
+    type=click.Choice(get_args(CongestionControl)),
+    help="TCP's congestion control on the nodes' hosts, of which 'atoll node doctor' tells.  "
+    "[default: cubic, Linux's]",
+)
+@click.option(
     "--rtt", metavar="TIME", default="100ms", show_default=True, help="Round trip between nodes."
 )
 @click.option(
@@ -90,6 +97,7 @@ def init(
     model_name: str,
     link: str | None,
     measured: Path | None,
+    congestion: CongestionControl | None,
     rtt: str,
     num_nodes: int | None,
     step: str | None,
@@ -111,7 +119,7 @@ def init(
     choice with its reason, and the prediction, in seconds, bytes, and bits per second.
     """  # noqa: D301 - click reads the character \b, not its two letters
     from coordinator.presets.choosing import chosen
-    from coordinator.presets.cost import LINK_SHARE, WHOLE, Situation
+    from coordinator.presets.cost import Situation
     from coordinator.presets.model_sizes import num_parameters
     from coordinator.presets.view import as_json, show
     from protocol.files import write_atomically
@@ -123,6 +131,12 @@ def init(
     if step is not None and tokens_per_second is not None:
         raise UsageError(
             f"--step {step} and --speed {tokens_per_second:g} say the same thing twice",
+            next_step="leave one of them out",
+        )
+    if measured is not None and congestion is not None:
+        raise UsageError(
+            f"--congestion {congestion} says nothing beside --measured: those rates are what exchanges "
+            "achieved with it",
             next_step="leave one of them out",
         )
     named = _model_of(model_name)
@@ -143,7 +157,7 @@ def init(
         round_trip_seconds=round_trip,
         seconds_per_inner_step=seconds,
         total_steps=total_steps,
-        link_share=LINK_SHARE if measured is None else WHOLE,
+        congestion_control=None if measured else congestion or CUBIC,
     )
     given: dict[Place, object] = {} if steps is None else {("inner", "steps"): steps}
     plan = chosen(situation, given)
