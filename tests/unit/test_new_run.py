@@ -156,12 +156,20 @@ def test_a_mistake_is_a_sentence_and_nothing_is_written(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("hidden_size = 63", "63"),
+        # The one key that nothing reads: it is there for this refusal.
+        ('architecture = "mamba"', "'mamba'"),
+    ],
+)
 def test_a_model_file_with_a_mistake_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    line: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "mine.toml").write_text("[model]\nhidden_size = 63\n")
+    (tmp_path / "mine.toml").write_text(f"[model]\n{line}\n")
     assert init(tmp_path, "--link", "1mbit", "--model", str(tmp_path / "mine.toml")) == 78
-    assert "63" in capsys.readouterr().err
+    assert words in capsys.readouterr().err
     assert not (tmp_path / "run.toml").exists()
 
 
