@@ -211,6 +211,21 @@ def test_links_that_a_swarm_has_measured_are_those_of_its_slowest_node(
     assert situation["num_nodes"] == load_run_file(tmp_path / "run.toml").run.min_nodes == 3
 
 
+def test_nodes_that_do_not_use_bbr_are_told_of_and_who_does_not_say_is_one_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = status_of((1e6, 1e6), (1e6, 1e6), (1e6, 1e6))
+    monkeypatch.setattr(StatusLink, "status", lambda self: answer)
+    for node, said in zip(answer.nodes, ("bbr", "reno", ""), strict=True):
+        node.heartbeat.congestion_control = said
+    assert init(tmp_path, "--measured", str(tmp_path)) == 0
+    assert "2 of 3 nodes use cubic, or do not say and count so" in capsys.readouterr().out
+    for node in answer.nodes:
+        node.heartbeat.congestion_control = "bbr"
+    assert init(tmp_path, "--measured", str(tmp_path), "--json", "--force") == 0
+    assert json.loads(capsys.readouterr().out)["advice"] == ""
+
+
 def test_one_direction_stands_for_both_until_both_are_known() -> None:
     links = measured_links(status_of((0.0, 2e6)).nodes)
     assert (links.up_bits_per_second, links.down_bits_per_second) == (16e6, 16e6)
