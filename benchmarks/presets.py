@@ -174,7 +174,7 @@ def checks() -> Iterator[tuple[str, RunSpec]]:
         (("int4", "int4"), 3, 1, "blend", 5),
         (("ec2", "int4"), 3, 2, "none", 5),
         (("sign", "sign"), 3, 1, "none", 5),
-        (("topk256", "topk256"), 3, 1, "none", 5),
+        (("topk64", "topk256"), 3, 1, "none", 5),
     ):
         name = f"{nodes} nodes, {codecs[0]} / {codecs[1]}, {fragments} fragments, {overlap}, {steps} steps"
         spec = checked_spec(codecs, nodes=nodes, fragments=fragments, overlap=overlap, steps=steps)

@@ -7,8 +7,8 @@ u and d bits for each value in contributions and in results. A node sends
 
 contributions to the others' slices, then the results of its own slice, and receives as many. Both
 ways fill at once, so the slower direction of the link counts, of which a share is achieved
-(coordinator/presets/link_shares.py): by bytes and congestion control of what a link is said to carry,
-and all of what exchanges were seen to achieve on it.
+(coordinator/presets/link_shares.py): of what a link is said to carry, by how many round trips the bytes
+take of it and by congestion control, and all of what exchanges were seen to achieve on it.
 
     exchange = bytes · 8 / (share · slower direction) + ROUND_TRIPS · round trip + host work
     host work = what a node does with the fragment on one core, one thing after the other: encode,
@@ -31,7 +31,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from coordinator.presets.link_shares import CUBIC, CongestionControl, share_of
+from coordinator.presets.link_shares import (
+    CUBIC,
+    CongestionControl,
+    enough_bits_per_second,
+    round_trips_of,
+    share_of,
+)
 
 FP32_BYTES = 4
 
@@ -123,6 +129,14 @@ class Situation:
         """Of the two directions."""
         return min(self.down_bits_per_second, self.up_bits_per_second)
 
+    def round_trips_of(self, num_bytes: float) -> float:
+        """How many pass while the slower direction carries these bytes at its whole rate."""
+        return round_trips_of(
+            num_bytes,
+            bits_per_second=self.slower_bits_per_second,
+            round_trip_seconds=self.round_trip_seconds,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
@@ -178,7 +192,7 @@ def predicted(
     bits = CODEC_COSTS[setting.uplink].bits + CODEC_COSTS[setting.downlink].bits
     bytes_per_round = (num_nodes - 1) / num_nodes * values * bits / 8
     bytes_per_round += 2 * (num_nodes - 1) * PAYLOAD_HEADER_BYTES
-    share = share_of(situation.congestion_control, bytes_per_round)
+    share = share_of(situation.congestion_control, situation.round_trips_of(bytes_per_round))
     achieved = share * situation.slower_bits_per_second
     waits = ROUND_TRIPS * situation.round_trip_seconds
     waits += host_seconds(situation, setting, host)
@@ -190,7 +204,14 @@ def predicted(
     # The rest of a round that meets the goal, for bytes alone.
     left = training / GOAL - copies - waits - (0 if setting.has_overlap else training)
     copies_fit = training + copies <= training / GOAL
-    enough = bytes_per_round * 8 / share / left if left > 0 and copies_fit else None
+    enough = None
+    if left > 0 and copies_fit:
+        enough = enough_bits_per_second(
+            situation.congestion_control,
+            bytes_per_round,
+            seconds=left,
+            round_trip_seconds=situation.round_trip_seconds,
+        )
     saved = all_reduce_bytes_per_step(situation) * setting.steps / bytes_per_round
     return Prediction(
         bytes_per_round=bytes_per_round,

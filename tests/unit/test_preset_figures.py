@@ -18,7 +18,14 @@ from coordinator.presets.cost import (
     host_seconds,
     predicted,
 )
-from coordinator.presets.link_shares import MEASURED_SHARES, CongestionControl, share_of
+from coordinator.presets.link_shares import (
+    MEASURED_SHARES,
+    NO_DISTANCE,
+    CongestionControl,
+    enough_bits_per_second,
+    round_trips_of,
+    share_of,
+)
 from protocol.run_spec import CodecName
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
@@ -56,17 +63,19 @@ WHOLE_MODEL = Setting(uplink="int4", downlink="int4", fragments=1, has_overlap=F
 
 
 def test_shares_of_links_are_those_that_exchanges_got() -> None:
-    """Two nodes at 100 Mbit/s: each sends, and receives, as much as the model takes."""
+    """Two nodes: each sends, and receives, as much as the model takes."""
     found: dict[CongestionControl, dict[float, float]] = {}
     for congestion_control, row in exchanges():
-        if (row["num_nodes"], row["mbit"]) != (2, 100.0):
+        if row["num_nodes"] != 2:
             continue
-        for_bytes = row["seconds"] - ROUND_TRIPS * row["round_trip_ms"] / 1e3
-        share = row["megabytes"] * 8 / row["mbit"] / for_bytes
-        found.setdefault(congestion_control, {})[row["megabytes"] * 1e6] = share
+        round_trip = row["round_trip_ms"] / 1e3
+        whole = row["megabytes"] * 8 / row["mbit"]
+        share = whole / (row["seconds"] - ROUND_TRIPS * round_trip)
+        found.setdefault(congestion_control, {})[round(whole / round_trip, 3)] = share
     assert found.keys() == MEASURED_SHARES.keys() == set(get_args(CongestionControl))
     for congestion_control, shares in found.items():
         assert MEASURED_SHARES[congestion_control] == pytest.approx(shares, abs=0.006)
+        assert list(MEASURED_SHARES[congestion_control]) == sorted(shares)
 
 
 def test_predicted_exchanges_are_those_that_were_measured() -> None:
@@ -75,44 +84,89 @@ def test_predicted_exchanges_are_those_that_were_measured() -> None:
     for congestion_control, row in exchanges():
         prediction = predicted(exchange_of(row, congestion_control), WHOLE_MODEL)
         ratios.append(prediction.exchange_seconds / row["seconds"])
-    assert len(ratios) >= 7
+    assert len(ratios) >= 9
     assert 0.85 < median(ratios) < 1.15
     assert min(ratios) > 0.75 and max(ratios) < 1.25
 
 
+def counted(congestion_control: CongestionControl, round_trips: float) -> float:
+    """What was measured, but for cubic never more than for bbr."""
+    return min(share_of("bbr", round_trips), MEASURED_SHARES[congestion_control][round_trips])
+
+
 @pytest.mark.parametrize("congestion_control", KINDS)
-def test_a_share_between_two_measured_sizes_lies_between_theirs(
+def test_a_share_between_two_measured_points_lies_between_theirs(
     congestion_control: CongestionControl,
 ) -> None:
     for (fewer, share), (more, other) in pairwise(MEASURED_SHARES[congestion_control].items()):
-        assert share_of(congestion_control, fewer) == share
-        assert share_of(congestion_control, more) == pytest.approx(other)
-        halfway = share_of(congestion_control, (fewer * more) ** 0.5)
-        assert halfway == pytest.approx((share + other) / 2)
+        assert share_of(congestion_control, fewer) == counted(congestion_control, fewer)
+        assert share_of(congestion_control, more) == pytest.approx(
+            counted(congestion_control, more)
+        )
+        halfway = (fewer * more) ** 0.5
+        on_the_line = min((share + other) / 2, share_of("bbr", halfway))
+        assert share_of(congestion_control, halfway) == pytest.approx(on_the_line)
 
 
 @pytest.mark.parametrize("congestion_control", KINDS)
-def test_a_share_beyond_what_was_measured_is_that_of_the_nearest_size(
+def test_a_share_beyond_what_was_measured_is_that_of_the_nearest_point(
     congestion_control: CongestionControl,
 ) -> None:
-    shares = MEASURED_SHARES[congestion_control]
-    assert share_of(congestion_control, 1.0) == shares[min(shares)]
-    assert share_of(congestion_control, 1e12) == shares[max(shares)]
+    points = MEASURED_SHARES[congestion_control]
+    assert share_of(congestion_control, 0.01) == counted(congestion_control, min(points))
+    furthest = counted(congestion_control, max(points))
+    assert share_of(congestion_control, 1e9) == furthest
+    assert share_of(congestion_control, NO_DISTANCE) == furthest
+
+
+def test_what_counts_is_how_many_round_trips_bytes_take() -> None:
+    """As many over a link that is ten times as slow, or a tenth as long, as ten times the bytes."""
+
+    def trips(num_bytes: float, mbit: float, round_trip_seconds: float) -> float:
+        return round_trips_of(
+            num_bytes, bits_per_second=mbit * 1e6, round_trip_seconds=round_trip_seconds
+        )
+
+    assert trips(4e6, 100, 0.05) == pytest.approx(6.4)
+    assert trips(4e6, 10, 0.05) == pytest.approx(64)
+    assert trips(4e6, 100, 0.005) == pytest.approx(64)
+    assert trips(40e6, 100, 0.05) == pytest.approx(64)
+    assert trips(4e6, 100, 0) == NO_DISTANCE
 
 
 @pytest.mark.parametrize("congestion_control", KINDS)
-def test_more_bytes_never_take_less_time(congestion_control: CongestionControl) -> None:
-    """Without it a slower link could lead to more of them."""
-    sizes = [1e5 * 1.1**exponent for exponent in range(100)]
-    times = [size / share_of(congestion_control, size) for size in sizes]
+def test_more_bytes_never_take_less_time_and_a_slower_link_never_less(
+    congestion_control: CongestionControl,
+) -> None:
+    """Without it a slower link could lead to more of them. In round trips both are the same."""
+    amounts = [0.1 * 1.02**exponent for exponent in range(600)]
+    times = [amount / share_of(congestion_control, amount) for amount in amounts]
     assert times == sorted(times)
 
 
 def test_cubic_is_never_counted_on_for_more_than_bbr() -> None:
     """It stands for whatever nobody names."""
-    for exponent in range(100):
-        size = 1e5 * 1.1**exponent
-        assert share_of("cubic", size) < share_of("bbr", size)
+    for exponent in range(600):
+        round_trips = 0.1 * 1.02**exponent
+        assert share_of("cubic", round_trips) <= share_of("bbr", round_trips)
+
+
+@pytest.mark.parametrize("congestion_control", [*KINDS, None])
+@pytest.mark.parametrize("round_trip_seconds", [0.0, 0.001, 0.05, 0.4])
+def test_a_rate_that_is_enough_takes_just_as_long_as_there_is(
+    congestion_control: CongestionControl | None, round_trip_seconds: float
+) -> None:
+    """With the share that it gets itself: below, between and beyond what was measured."""
+    for exponent in range(-6, 9):
+        seconds = 2.0**exponent
+        enough = enough_bits_per_second(
+            congestion_control, 4e6, seconds=seconds, round_trip_seconds=round_trip_seconds
+        )
+        trips = round_trips_of(
+            4e6, bits_per_second=enough, round_trip_seconds=round_trip_seconds
+        )
+        took = 4e6 * 8 / enough / share_of(congestion_control, trips)
+        assert took == pytest.approx(seconds, rel=1e-9)
 
 
 def test_speeds_of_codecs_are_those_that_were_measured() -> None:

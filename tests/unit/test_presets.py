@@ -32,6 +32,11 @@ def value(plan: Plan, key: str) -> object:
     return found
 
 
+def why(plan: Plan, key: str) -> str:
+    (found,) = [c.reason for c in plan.choices if c.key == key]
+    return found
+
+
 def codecs_and_fragments(plan: Plan) -> tuple[str, str, int]:
     return plan.setting.uplink, plan.setting.downlink, plan.setting.fragments
 
@@ -72,14 +77,44 @@ def test_the_step_before_the_chosen_one_was_not_enough() -> None:
         assert max(prediction.utilisation for prediction in before) < GOAL
 
 
-def test_sparse_codecs_bring_their_own_optimizer_and_decay() -> None:
+def test_sparse_codecs_whose_results_hold_all_bring_what_was_measured_best_with_them() -> None:
     plan = chosen(situation_of("7b", 10))
-    assert codecs_and_fragments(plan) == ("topk256", "topk256", 8)
+    assert plan.situation.num_nodes == 4
+    assert codecs_and_fragments(plan) == ("topk64", "topk256", 8)
+    assert value(plan, "outer.optimizer") == "nesterov"
+    assert value(plan, "outer.learning_rate") == 1.0
+    assert value(plan, "outer.momentum") == 0.3
+    assert value(plan, "exchange.residual_decay") == 0.95
+    assert value(plan, "exchange.reducer_error") == "keep"
+    assert "256 of 4096 values have room for 64 of each of 4 nodes" in why(plan, "downlink")
+
+
+def test_a_fifth_node_makes_sparse_results_lossy_and_the_optimizer_plain() -> None:
+    plan = chosen(replace(situation_of("7b", 10), num_nodes=5))
+    assert codecs_and_fragments(plan)[:2] == ("topk64", "topk256")
     assert value(plan, "outer.optimizer") == "sgd"
     assert value(plan, "outer.learning_rate") == 1.0
     assert value(plan, "outer.momentum") == 0.0
     assert value(plan, "exchange.residual_decay") == 0.95
     assert value(plan, "exchange.reducer_error") == "drop"
+    assert "256 of 4096 values, of up to 320 that 5 nodes send" in why(plan, "downlink")
+
+
+def test_the_sparsest_results_are_the_last_step_and_never_hold_all() -> None:
+    situation = situation_of("7b", 10)
+    last = list(ladder(situation, {}))[-1]
+    assert (last.uplink, last.downlink) == ("topk64", "topk64")
+    plan = chosen(replace(situation, num_nodes=2, seconds_per_inner_step=0.2))
+    assert codecs_and_fragments(plan) == ("topk64", "topk64", 8)
+    assert value(plan, "outer.optimizer") == "sgd"
+    assert value(plan, "exchange.reducer_error") == "keep"
+    assert "64 of 4096 values, of up to 128 that 2 nodes send" in why(plan, "downlink")
+
+
+def test_longer_rounds_say_what_was_measured_of_them() -> None:
+    plan = chosen(situation_of("1b", 10))
+    assert plan.setting.steps == 120
+    assert "4 times the usual" in why(plan, "steps") and "1.6 %" in why(plan, "steps")
 
 
 def test_a_run_too_short_for_one_bit_and_sparse_codecs_is_not_given_them() -> None:
@@ -94,24 +129,39 @@ def test_one_bit_is_chosen_with_a_hundred_exchanges_of_a_fragment_and_not_with_f
     plan = chosen(situation)
     assert codecs_and_fragments(plan) == ("sign", "sign", 8)
     assert plan.setting.steps == 120
-    (why,) = [choice.reason for choice in plan.choices if choice.key == "uplink"]
-    assert "1 bit cost 0.04 to 0.22" in why and "100 times or more" in why
+    assert "1 bit cost 0.04 to 0.22" in why(plan, "uplink")
+    assert "100 times or more" in why(plan, "uplink")
     fewer = chosen(replace(situation, total_steps=situation.total_steps - 1))
     assert codecs_and_fragments(fewer) == ("ec2", "ec2", 8)
 
 
-def why_uplink(plan: Plan) -> str:
-    return next(choice.reason for choice in plan.choices if choice.key == "uplink")
-
-
 def test_cubic_compresses_more_than_bbr_and_the_reason_says_why() -> None:
-    cubic, bbr = chosen(situation_of("125m", 10)), chosen(situation_of("125m", 10, "bbr"))
+    """Over a link of few round trips, that is; inner steps of a tenth of a second make it so."""
+    cubic, bbr = (
+        chosen(replace(situation_of("42m", 50, kind), seconds_per_inner_step=0.1))
+        for kind in get_args(CongestionControl)
+    )
     assert codecs_and_fragments(cubic) == ("ec2", "int4", 4)
     assert codecs_and_fragments(bbr) == ("int4", "int4", 4)
-    assert "counts on 0.57 of the link: 18.7 MB with cubic, as 16 MB got" in why_uplink(cubic)
-    assert why_uplink(bbr).endswith("counts on 0.86 of the link: 24.7 MB with bbr")
+    words = "counts on 0.51 of the link: 6.46 MB are 10.3 round trips of it, with cubic"
+    assert why(cubic, "uplink").endswith(words)
+    words = "counts on 0.82 of the link: 8.52 MB are 13.6 round trips of it, with bbr"
+    assert why(bbr, "uplink").endswith(words)
     for plan in (cubic, bbr):
-        assert why_uplink(plan).partition("; ")[2] in "".join(prediction_lines(plan))
+        assert why(plan, "uplink").partition("; ")[2] in "".join(prediction_lines(plan))
+
+
+def test_an_exchange_of_many_round_trips_gets_over_cubic_what_it_gets_over_bbr() -> None:
+    cubic, bbr = chosen(situation_of("1b", 10)), chosen(situation_of("1b", 10, "bbr"))
+    assert cubic.setting == bbr.setting
+    assert "are 809 round trips of it, with cubic; measured up to 256" in why(cubic, "uplink")
+
+
+def test_a_share_from_beyond_what_was_measured_says_so() -> None:
+    near = replace(situation_of("0.2m", 1000), round_trip_seconds=0.05)
+    assert why(chosen(near), "uplink").endswith("round trips of it, with cubic; measured from 6.4")
+    here = replace(near, round_trip_seconds=0.0)
+    assert why(chosen(here), "uplink").endswith("MB over no distance, with cubic")
 
 
 def test_rates_that_exchanges_have_achieved_count_whole_and_that_is_said() -> None:
@@ -125,10 +175,13 @@ def test_rates_that_exchanges_have_achieved_count_whole_and_that_is_said() -> No
     here = predicted(achieved, setting)
     assert here.link_share == 1
     assert here.exchange_seconds == pytest.approx(there.exchange_seconds)
-    enough = there.link_share * (there.enough_bits_per_second or 0)
-    assert here.enough_bits_per_second == pytest.approx(enough)
+    enough = there.enough_bits_per_second
+    assert enough is not None
+    at_enough = replace(told, down_bits_per_second=enough, up_bits_per_second=enough)
+    share = predicted(at_enough, setting).link_share
+    assert here.enough_bits_per_second == pytest.approx(share * enough)
     words = "counts on all of the link: its rate is what exchanges achieved"
-    assert why_uplink(chosen(achieved)).endswith(f"; {words}")
+    assert why(chosen(achieved), "uplink").endswith(f"; {words}")
     assert words in "".join(prediction_lines(chosen(achieved)))
 
 
@@ -217,21 +270,30 @@ def test_where_no_link_helps_that_is_said() -> None:
     assert "no link is fast enough" in plan.verdict
 
 
-def test_a_link_that_is_called_enough_is_enough_and_a_slower_one_is_not() -> None:
-    for has_overlap in (False, True):
-        setting = Setting(
-            uplink="int4", downlink="int4", fragments=1, has_overlap=has_overlap, steps=60
-        )
-        situation = situation_of("125m", 100)
-        enough = predicted(situation, setting).enough_bits_per_second
-        assert enough is not None
+@pytest.mark.parametrize("congestion_control", [*get_args(CongestionControl), None])
+@pytest.mark.parametrize("round_trip_seconds", [0.0, 0.002, 0.1, 1.0])
+@pytest.mark.parametrize("has_overlap", [False, True])
+def test_a_link_that_is_called_enough_is_enough_and_a_slower_one_is_not(
+    congestion_control: CongestionControl | None, round_trip_seconds: float, has_overlap: bool
+) -> None:
+    """Its share is that at its own rate, not at the link's that was asked about."""
+    setting = Setting(
+        uplink="int4", downlink="int4", fragments=1, has_overlap=has_overlap, steps=240
+    )
+    situation = replace(
+        situation_of("42m", 100),
+        congestion_control=congestion_control,
+        round_trip_seconds=round_trip_seconds,
+    )
+    enough = predicted(situation, setting).enough_bits_per_second
+    assert enough is not None
 
-        def at(rate: float, setting: Setting = setting, link: Situation = situation) -> float:
-            link = replace(link, down_bits_per_second=rate, up_bits_per_second=rate)
-            return predicted(link, setting).utilisation
+    def at(rate: float) -> float:
+        link = replace(situation, down_bits_per_second=rate, up_bits_per_second=rate)
+        return predicted(link, setting).utilisation
 
-        assert at(enough) == pytest.approx(GOAL)
-        assert at(0.98 * enough) < GOAL
+    assert at(enough) == pytest.approx(GOAL)
+    assert at(0.98 * enough) < GOAL
 
 
 def test_the_slower_direction_of_a_link_counts() -> None:
