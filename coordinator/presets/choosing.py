@@ -6,8 +6,9 @@ fewer bytes for an inner step than the one before, or as many and hides them. Wh
 goal, the one that computes most of the time is taken, and told. Why in this order: docs/decisions.md.
 
 With bytes that never rise along the ladder, a slower link never leads to more bytes for an inner step:
-a step that fails at one rate fails at every lower one, and where all fail, 1 / utilisation is
-a straight line over 1 / rate for each step, steeper for those with more bytes.
+a step that fails at one rate fails at every lower one. Where all fail, 1 / utilisation rises with 1 / rate,
+the faster the more bytes a step sends; only bends in the shares of links (link_shares.py) may turn two
+steps around that compute as long, to a hundredth.
 """
 
 from collections.abc import Iterator, Mapping

@@ -162,9 +162,7 @@ def test_a_rate_that_is_enough_takes_just_as_long_as_there_is(
         enough = enough_bits_per_second(
             congestion_control, 4e6, seconds=seconds, round_trip_seconds=round_trip_seconds
         )
-        trips = round_trips_of(
-            4e6, bits_per_second=enough, round_trip_seconds=round_trip_seconds
-        )
+        trips = round_trips_of(4e6, bits_per_second=enough, round_trip_seconds=round_trip_seconds)
         took = 4e6 * 8 / enough / share_of(congestion_control, trips)
         assert took == pytest.approx(seconds, rel=1e-9)
 

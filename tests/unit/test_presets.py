@@ -14,7 +14,6 @@ from coordinator.presets.cost import (
     CODEC_COSTS,
     GOAL,
     Setting,
-    Situation,
     predicted,
 )
 from coordinator.presets.link_shares import CongestionControl
