@@ -9,6 +9,8 @@ from typing import Any, get_args
 
 import pytest
 
+from benchmarks.presets import situation_of
+from coordinator.presets.choosing import chosen
 from coordinator.presets.cost import (
     CODEC_COSTS,
     MEASURED_HOST,
@@ -227,3 +229,27 @@ def test_copies_are_as_fast_as_the_slowest_island_made_them() -> None:
         for way in ("adopt", "publish")
     ]
     assert pytest.approx(min(speeds), rel=0.01) == MEASURED_HOST.copy
+
+
+def above_data_parallel(part: str, setting: str) -> float:
+    """Per cent of its loss, with one seed."""
+    losses = {
+        row["setting"]: row["loss"]
+        for row in rows("convergence.jsonl")
+        if (row["part"], row["seed"]) == (part, 0)
+    }
+    return float(100 * (losses[setting] / losses["data parallel"] - 1))
+
+
+def test_what_reasons_say_of_sparse_codecs_and_long_rounds_was_measured() -> None:
+    plan = chosen(situation_of("7b", 10))
+    pair, both = "topk64 up, topk256 down, H = {}", "topk256, H = 32"
+    (why,) = [choice.reason for choice in plan.choices if choice.key == "downlink"]
+    assert (
+        f"{above_data_parallel('frontier', pair.format(20)):.1f} % in {1600 // 20} exchanges, "
+        f"{above_data_parallel('long', pair.format(25)):.1f} % in {6400 // 25}, and topk256 both ways "
+        f"{above_data_parallel('frontier', both):.1f} % and {above_data_parallel('long', both):.1f} %"
+    ) in why
+    (why,) = [choice.reason for choice in plan.choices if choice.key == "steps"]
+    seldom = above_data_parallel("long", "ec2, H = 160")
+    assert f"every 160 steps, in {6400 // 160} exchanges, ended {seldom:.1f} %" in why
