@@ -210,7 +210,7 @@ SPARSE: dict[str, dict[str, Any]] = {
 
 
 def tuning_part() -> list[Setting]:
-    """What the frontier's rates rest on: ec2 every 32 steps, with other inner and outer rates."""
+    """What the frontier's rates rest on: ec2 every 32 steps, and top-k, with other rates."""
     base = FRONTIER.changed(
         "tuning",
         run={"rounds": FRONTIER_STEPS // 32},
@@ -227,6 +227,19 @@ def tuning_part() -> list[Setting]:
         *(
             base.changed(f"outer {rate}, {mu}, {merge}", outer=_outer_table(rate, mu, merge))
             for rate, mu, merge in outers
+        ),
+        *(
+            _exchanged(32, "topk256", of=FRONTIER_STEPS, **SPARSE).changed(
+                f"topk256, residual kept to {decay}", exchange={"residual_decay": decay}
+            )
+            for decay in (1.0, 0.99)
+        ),
+        *(
+            _all_that_arrived(20, of=FRONTIER_STEPS).changed(
+                f"topk64 up, topk256 down, outer {rate}, {momentum}",
+                outer={"learning_rate": rate, "momentum": momentum},
+            )
+            for rate, momentum in ((1.0, 0.0), (1.0, 0.6), (0.7, 0.6))
         ),
     ]
 
@@ -246,6 +259,7 @@ def frontier_part() -> list[Setting]:
         _exchanged(40, "ec2", of=FRONTIER_STEPS),
         _exchanged(80, "ec1", of=FRONTIER_STEPS),
         _exchanged(32, "topk256", of=FRONTIER_STEPS, **SPARSE),
+        _all_that_arrived(20, of=FRONTIER_STEPS),
     ]
 
 
@@ -255,7 +269,9 @@ def long_part() -> list[Setting]:
     return [
         _exchanged(32, "fp32", of=LONG_STEPS, **momentum).changed(DATA_PARALLEL, **BEST_ALONE),
         _exchanged(40, "ec2", of=LONG_STEPS, **momentum),
+        _exchanged(160, "ec2", of=LONG_STEPS, **momentum),
         _exchanged(32, "topk256", of=LONG_STEPS, **SPARSE),
+        _all_that_arrived(25, of=LONG_STEPS),
         _exchanged(32, "int4", of=LONG_STEPS, **momentum),
         _exchanged(80, "int4", of=LONG_STEPS, **momentum),
         _exchanged(80, "ec1", of=LONG_STEPS, **momentum),
@@ -267,6 +283,18 @@ def _exchanged(steps: int, codec: str, *, of: int, **tables: dict[str, Any]) -> 
     name = f"{codec}, H = {steps}"
     every = {"run": {"rounds": of // steps}, "inner": {"steps": steps}}
     return FRONTIER.changed(name, **every, **codecs(codec, codec)).changed(name, **tables)
+
+
+def _all_that_arrived(steps: int, *, of: int) -> Setting:
+    """Top-k whose results have room for what four nodes sent: reducers owe nearly nothing.
+
+    It wants a little momentum, as `tuning_part` shows.
+    """
+    return _exchanged(steps, "topk64", of=of, **SPARSE).changed(
+        f"topk64 up, topk256 down, H = {steps}",
+        outer={"optimizer": "nesterov", "momentum": 0.3},
+        exchange={"downlink": "topk256"},
+    )
 
 
 def muon_part() -> list[Setting]:

@@ -27,11 +27,11 @@ import structlog
 import torch
 
 from benchmarks.ending import nothing_left
+from benchmarks.lone_work import lone_work, unseen
 from benchmarks.simulation import Life, simulate
 from node.demo.command import DEFAULT_ROUNDS, RUN_FILE
 from node.island.corpus import Corpus, read_corpus
 from node.island.first_weights import initial_parameters
-from node.island.island import InnerWork
 from node.island.mesh import Mesh
 from node.island.trainer import Trainer
 from protocol.run_spec import RunSpec, validated
@@ -61,20 +61,7 @@ def train_data_parallel(spec: RunSpec, corpus: Corpus, *, learning_rate: float) 
         clock=time.monotonic,
     )
     trainer.adopt(initial_parameters(spec.model, spec.run.seed, spec.exchange.fragments))
-    steps = spec.run.rounds * spec.inner.steps
-    trainer.train(
-        InnerWork(
-            round=1,
-            inner_steps=steps,
-            first_sample=0,
-            num_samples=steps * joined.inner.batch,
-            token_clock=0,
-            tokens_per_inner_step=joined.tokens_per_inner_step,
-            max_seconds=float("inf"),
-            num_participants=1,
-        ),
-        lambda progress: None,
-    )
+    trainer.train(lone_work(joined, spec.run.rounds * spec.inner.steps), unseen)
     return trainer.evaluate().loss
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.data_parallel import demo_spec
+from benchmarks.lone_work import lone_work, unseen
 from node.island.corpus import Corpus, read_corpus
 from node.island.first_weights import initial_parameters
-from node.island.island import InnerWork
 from node.island.mesh import Mesh
 from node.island.trainer import Trainer
 from protocol.run_spec import RunSpec, validated
@@ -39,19 +39,7 @@ def trained(spec: RunSpec, corpus: Corpus) -> Outcome:
         spec=spec, corpus=corpus, device=torch.device("cpu"), mesh=Mesh(), clock=time.monotonic
     )
     trainer.adopt(initial_parameters(spec.model, spec.run.seed, spec.exchange.fragments))
-    report = trainer.train(
-        InnerWork(
-            round=1,
-            inner_steps=spec.inner.steps,
-            first_sample=0,
-            num_samples=spec.inner.steps * spec.inner.batch,
-            token_clock=0,
-            tokens_per_inner_step=spec.tokens_per_inner_step,
-            max_seconds=float("inf"),
-            num_participants=1,
-        ),
-        lambda progress: None,
-    )
+    report = trainer.train(lone_work(spec, spec.inner.steps), unseen)
     return Outcome(
         loss=trainer.evaluate().loss, milliseconds=1000 * report.seconds / report.inner_steps
     )

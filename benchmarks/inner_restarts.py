@@ -20,11 +20,11 @@ import numpy as np
 import torch
 
 from benchmarks.data_parallel import demo_spec
+from benchmarks.lone_work import lone_work, unseen
 from node.island.checkpoint_writer import CheckpointWriter
 from node.island.checkpoints import CheckpointFolder
 from node.island.corpus import Corpus, read_corpus
 from node.island.first_weights import initial_parameters
-from node.island.island import InnerWork
 from node.island.layout import layout_of
 from node.island.mesh import Mesh
 from node.island.trainer import Trainer
@@ -55,21 +55,7 @@ class Line:
 
     def train(self, round_: int) -> None:
         """One round, on the samples that are that round's whoever trains it."""
-        steps = self._spec.inner.steps
-        samples = steps * self._spec.inner.batch
-        self.trainer.train(
-            InnerWork(
-                round=round_,
-                inner_steps=steps,
-                first_sample=(round_ - 1) * samples,
-                num_samples=samples,
-                token_clock=(round_ - 1) * steps * self._spec.tokens_per_inner_step,
-                tokens_per_inner_step=self._spec.tokens_per_inner_step,
-                max_seconds=float("inf"),
-                num_participants=1,
-            ),
-            lambda progress: None,
-        )
+        self.trainer.train(lone_work(self._spec, self._spec.inner.steps, round=round_), unseen)
         self.trainer.publish(self.parameters, 0)
 
     def keep(self, round_: int) -> None:

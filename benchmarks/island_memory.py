@@ -23,10 +23,10 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.figures import Stack, stacked_bars
+from benchmarks.lone_work import lone_work, unseen
 from node.island.auto_mesh import need_of
 from node.island.corpus import read_corpus
 from node.island.first_weights import initial_parameters
-from node.island.island import InnerWork
 from node.island.local_training import LocalTraining
 from node.island.mesh import Mesh
 from node.island.mesh_shape import MeshShape, num_parameters
@@ -137,19 +137,7 @@ def _run_rank(
     engine.clip = counted  # type: ignore[method-assign]  # to look in between
 
     def train(inner_steps: int) -> None:
-        trainer.train(
-            InnerWork(
-                round=1,
-                inner_steps=inner_steps,
-                first_sample=0,
-                num_samples=inner_steps * inner.batch,
-                token_clock=0,
-                tokens_per_inner_step=spec.tokens_per_inner_step,
-                max_seconds=float("inf"),
-                num_participants=1,
-            ),
-            lambda progress: None,
-        )
+        trainer.train(lone_work(spec, inner_steps), unseen)
 
     train(2)  # the optimizers' state and DDP's final buckets are made in the first
     moments = _bytes_of(_moments_of(trainer._optimizers))

@@ -18,12 +18,12 @@ from pathlib import Path
 import torch
 
 from benchmarks.ending import nothing_left
+from benchmarks.lone_work import lone_work, unseen
 from benchmarks.processes import SOURCES
 from node.island import local_communication
 from node.island.corpus import read_corpus
 from node.island.first_weights import initial_parameters
 from node.island.forkserver import prepare_forkserver
-from node.island.island import InnerWork, Progress
 from node.island.mesh import Mesh
 from node.island.mesh_shape import MeshShape
 from node.island.trainer import Trainer
@@ -81,7 +81,7 @@ def run_rank(
 
     def block(least_steps_between: float) -> float:
         local_communication.LEAST_STEPS_BETWEEN = least_steps_between  # of this process
-        report = trainer.train(_work_of(steps), _ignore)
+        report = trainer.train(lone_work(spec, steps), unseen)
         share[0] = report.communication_seconds
         share[0] = None if share[0] is None else share[0] / report.seconds
         return report.seconds
@@ -96,23 +96,6 @@ def run_rank(
         traced.append(block(0.0))
     pipe.send((without, traced, share[0]))
     pipe.close()
-
-
-def _work_of(steps: int) -> InnerWork:
-    return InnerWork(
-        round=1,
-        inner_steps=steps,
-        first_sample=0,
-        num_samples=10**9,
-        token_clock=0,
-        tokens_per_inner_step=1024,
-        max_seconds=1e9,
-        num_participants=1,
-    )
-
-
-def _ignore(progress: Progress) -> None:
-    pass
 
 
 def timed(shape: MeshShape, spec: RunSpec, *, steps: int, pairs: int) -> Timed:

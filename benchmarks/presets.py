@@ -1,18 +1,15 @@
 """What presets choose for links and models, what that should come to, and the speeds behind it.
 
-python -m benchmarks.presets            # the table of docs/performance.md
+python -m benchmarks.presets            # the tables of docs/performance.md
 python -m benchmarks.presets --check    # predicted rounds beside simulated ones, in virtual time
-python -m benchmarks.presets --host     # a core's speeds, as in coordinator/presets/cost.py
 """
 
 import argparse
 import logging
-import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import get_args
 
-import numpy as np
 import structlog
 
 from benchmarks.queued_network import QueuedNetwork
@@ -20,27 +17,27 @@ from benchmarks.simulation import Life, simulate
 from coordinator.presets.choosing import Plan, chosen
 from coordinator.presets.cost import (
     INSTANT_HOST,
-    LINK_SHARE,
     ROUND_TRIPS,
     Prediction,
     Setting,
     Situation,
     predicted,
 )
+from coordinator.presets.link_shares import CUBIC, CongestionControl
 from coordinator.presets.model_sizes import NAMED_MODELS, num_parameters
-from node.exchange.outer_optimizer import outer_optimizer_of
-from node.outer_state import outer_digest
 from protocol.run_spec import RunSpec, validated
 
 MODELS = ("0.2m", "125m", "1b", "7b")
 LINKS_MBIT = (10, 100, 1000)
 
-CHECKED_BITS_PER_SECOND = 30e3
+CHECKED_BITS_PER_SECOND = 21e3
 CHECKED_ROUND_TRIP_SECONDS = 0.2
 CHECKED_ROUNDS = 6
 
 
-def situation_of(model_name: str, mbit: float) -> Situation:
+def situation_of(
+    model_name: str, mbit: float, congestion_control: CongestionControl = CUBIC
+) -> Situation:
     """The swarm that the table is for."""
     model = NAMED_MODELS[model_name].model
     return Situation(
@@ -52,10 +49,11 @@ def situation_of(model_name: str, mbit: float) -> Situation:
         round_trip_seconds=0.1,
         seconds_per_inner_step=1.0,
         total_steps=100_000,
+        congestion_control=congestion_control,
     )
 
 
-def table() -> str:
+def table(congestion_control: CongestionControl) -> str:
     """All models on all links, as Markdown."""
     lines = [
         "| model | link, Mbit/s | up / down | fragments | overlap | steps | outer "
@@ -64,7 +62,8 @@ def table() -> str:
     ]
     for model_name in MODELS:
         for mbit in LINKS_MBIT:
-            lines.append(_row(model_name, mbit, chosen(situation_of(model_name, mbit))))
+            plan = chosen(situation_of(model_name, mbit, congestion_control))
+            lines.append(_row(model_name, mbit, plan))
     return "\n".join(lines)
 
 
@@ -100,7 +99,7 @@ class Checked:
 
 
 def checked(spec: RunSpec, *, seconds_per_inner_step: float = 1.0) -> Checked:
-    """Runs it in virtual time, where cores take none, on links that carry what the formula counts on."""
+    """Runs it in virtual time, where cores take none, over rates that exchanges achieve."""
     num_nodes = spec.run.min_nodes
     bits = CHECKED_BITS_PER_SECOND
     situation = Situation(
@@ -112,6 +111,7 @@ def checked(spec: RunSpec, *, seconds_per_inner_step: float = 1.0) -> Checked:
         round_trip_seconds=CHECKED_ROUND_TRIP_SECONDS,
         seconds_per_inner_step=seconds_per_inner_step,
         total_steps=spec.run.rounds * spec.inner.steps,
+        congestion_control=None,
     )
     setting = Setting(
         uplink=spec.exchange.uplink,
@@ -124,7 +124,7 @@ def checked(spec: RunSpec, *, seconds_per_inner_step: float = 1.0) -> Checked:
         spec,
         lives=[Life(seconds_per_inner_step=seconds_per_inner_step)] * num_nodes,
         network=QueuedNetwork(
-            bytes_per_second=LINK_SHARE * bits / 8,
+            bytes_per_second=bits / 8,
             # Half of all round trips with the contribution, half with the result.
             latency_seconds=ROUND_TRIPS * CHECKED_ROUND_TRIP_SECONDS / 2,
         ),
@@ -191,47 +191,17 @@ def _print_checks() -> None:
         )
 
 
-def _print_host_speeds() -> None:
-    size = 16_000_000
-    parameters = np.random.default_rng(0).standard_normal(size).astype(np.float32)
-    momentum, mean = np.zeros_like(parameters), parameters.copy()
-    optimizer = outer_optimizer_of(RunSpec().outer)
-
-    def sums() -> None:  # global − published + residual, less what was taken; fresh vectors each
-        accumulated = parameters - mean
-        accumulated += momentum
-        _ = accumulated - mean
-
-    parts: dict[str, Callable[[], object]] = {
-        "apply": lambda: optimizer.apply(parameters, momentum, mean, np.float32(1.0)),
-        "sums": sums,
-        "digest": lambda: outer_digest(parameters, momentum),
-    }
-    print(
-        f"GB/s of fp32 parameters on one core, {size / 1e6:.0f} M of them; least, median, most of 7"
-    )
-    for name, part in parts.items():
-        speeds = []
-        for _ in range(7):
-            began = time.process_time()
-            part()
-            speeds.append(4 * size / 1e9 / (time.process_time() - began))
-        print(f"{name}: {min(speeds):.2f}, {statistics.median(speeds):.2f}, {max(speeds):.2f}")
-
-
 def main() -> None:
     """Prints what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("--host", action="store_true")
     asked = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     if asked.check:
         _print_checks()
-    elif asked.host:
-        _print_host_speeds()
     else:
-        print(table())
+        for congestion_control in get_args(CongestionControl):
+            print(f"{congestion_control}\n\n{table(congestion_control)}\n")
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from benchmarks.data_parallel import demo_spec
+from benchmarks.lone_work import lone_work, unseen
 from node.island.corpus import read_corpus
 from node.island.first_weights import initial_parameters
-from node.island.island import InnerWork
 from node.island.mesh import Mesh
 from node.island.trainer import Trainer
 from node.outer_state import Vector
@@ -33,24 +33,11 @@ def pseudo_gradients_of(spec: RunSpec) -> list[Vector]:
     trainer = Trainer(
         spec=spec, corpus=corpus, device=torch.device("cpu"), mesh=Mesh(), clock=time.monotonic
     )
-    steps, batch = spec.inner.steps, spec.inner.batch
     parameters = initial_parameters(spec.model, spec.run.seed)
     pseudo_gradients = []
     for training_round in range(spec.run.rounds):
         trainer.adopt(parameters)
-        trainer.train(
-            InnerWork(
-                round=training_round + 1,
-                inner_steps=steps,
-                first_sample=training_round * steps * batch,
-                num_samples=steps * batch,
-                token_clock=training_round * steps * spec.tokens_per_inner_step,
-                tokens_per_inner_step=spec.tokens_per_inner_step,
-                max_seconds=float("inf"),
-                num_participants=1,
-            ),
-            lambda progress: None,
-        )
+        trainer.train(lone_work(spec, spec.inner.steps, round=training_round + 1), unseen)
         published = np.empty_like(parameters)
         trainer.publish(published, 0)
         pseudo_gradients.append(parameters - published)

@@ -1,15 +1,17 @@
 """`atoll init`: a run file for a model, its links and its nodes, with the exchange that fits them."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import click
 
+from coordinator.presets.link_shares import CUBIC, CongestionControl
 from protocol import console
 from protocol.errors import CannotCreateError, ConfigError, UsageError
 
 if TYPE_CHECKING:
     from coordinator.presets.cost import Situation
+    from coordinator.presets.measured_links import MeasuredLinks
     from coordinator.presets.model_sizes import NamedModel
     from coordinator.presets.toml_edit import Place
 
@@ -48,6 +50,12 @@ HEADER = """\
     type=click.Path(file_okay=False, path_type=Path),
     help="Instead of --link: what a swarm has measured that runs now; DIR is its coordinator's or a "
     "node's folder.",
+)
+@click.option(
+    "--congestion",
+    type=click.Choice(get_args(CongestionControl)),
+    help="TCP's congestion control on the nodes' hosts, of which 'atoll node doctor' tells.  "
+    "[default: cubic, Linux's]",
 )
 @click.option(
     "--rtt", metavar="TIME", default="100ms", show_default=True, help="Round trip between nodes."
@@ -90,6 +98,7 @@ def init(
     model_name: str,
     link: str | None,
     measured: Path | None,
+    congestion: CongestionControl | None,
     rtt: str,
     num_nodes: int | None,
     step: str | None,
@@ -111,7 +120,7 @@ def init(
     choice with its reason, and the prediction, in seconds, bytes, and bits per second.
     """  # noqa: D301 - click reads the character \b, not its two letters
     from coordinator.presets.choosing import chosen
-    from coordinator.presets.cost import LINK_SHARE, WHOLE, Situation
+    from coordinator.presets.cost import Situation
     from coordinator.presets.model_sizes import num_parameters
     from coordinator.presets.view import as_json, show
     from protocol.files import write_atomically
@@ -125,8 +134,24 @@ def init(
             f"--step {step} and --speed {tokens_per_second:g} say the same thing twice",
             next_step="leave one of them out",
         )
+    if (link is None) == (measured is None):
+        raise UsageError(
+            "what links carry is not told" if link is None else "--link and --measured both tell",
+            next_step="give --link 100mbit, or --measured DIR with the folder of a swarm that runs",
+        )
+    if measured is not None and congestion is not None:
+        raise UsageError(
+            f"--congestion {congestion} says nothing beside --measured: those rates are what exchanges "
+            "achieved with it",
+            next_step="leave one of them out",
+        )
     named = _model_of(model_name)
-    down, up, num_there = _link(link, measured)
+    found = None if measured is None else _measured(measured)
+    if found is not None:
+        down, up = found.down_bits_per_second, found.up_bits_per_second
+    else:
+        assert link is not None
+        down, up = _told_link(link)
     round_trip = _span(rtt, "--rtt", may_be_zero=True)
     if step is not None:
         seconds = _span(step, "--step", may_be_zero=False)
@@ -137,13 +162,13 @@ def init(
     situation = Situation(
         num_parameters=num_parameters(named.model),
         num_layers=named.model.num_layers,
-        num_nodes=num_nodes or max(2, num_there),
+        num_nodes=num_nodes or (USUAL_NODES if found is None else max(2, found.num_nodes)),
         down_bits_per_second=down,
         up_bits_per_second=up,
         round_trip_seconds=round_trip,
         seconds_per_inner_step=seconds,
         total_steps=total_steps,
-        link_share=LINK_SHARE if measured is None else WHOLE,
+        congestion_control=congestion or CUBIC if found is None else None,
     )
     given: dict[Place, object] = {} if steps is None else {("inner", "steps"): steps}
     plan = chosen(situation, given)
@@ -154,9 +179,16 @@ def init(
     text = _text(named, situation, name=name, values=values)
     write_atomically(out, text.encode())
     is_assumed = step is None and tokens_per_second is None
+    advice = "" if found is None else found.advice
     if is_json:
         console.print_json(
-            {"file": str(out), "model": model_name, "step_is_assumed": is_assumed, **as_json(plan)}
+            {
+                "file": str(out),
+                "model": model_name,
+                "step_is_assumed": is_assumed,
+                "advice": advice,
+                **as_json(plan),
+            }
         )
         return
     show(plan)
@@ -165,6 +197,8 @@ def init(
             f"assumed: nodes of {ASSUMED_FLOPS / 1e12:.0f} TFLOP/s, so inner steps of {seconds:.3g} s; "
             "say what yours take with --step"
         )
+    if advice:
+        click.echo(advice)
     click.echo(f"\nwrote {out}; next: look through it, then")
     click.echo(f"  atoll coordinator init DIR --run {out}")
 
@@ -195,28 +229,22 @@ def _model_of(name: str) -> "NamedModel":
     return replace(nearest, model=spec.model)
 
 
-def _link(text: str | None, measured: Path | None) -> tuple[float, float, int]:
-    """Bits per second down and up, and the usual number of nodes."""
+def _told_link(text: str) -> tuple[float, float]:
+    """Bits per second down and up."""
     from coordinator.presets.settling import link_of
 
-    if (text is None) == (measured is None):
-        raise UsageError(
-            "what links carry is not told" if text is None else "--link and --measured both tell",
-            next_step="give --link 100mbit, or --measured DIR with the folder of a swarm that runs",
-        )
-    if measured is not None:
-        from coordinator.presets.measured_links import measured_links
-        from protocol.query import StatusLink
-
-        with StatusLink(measured) as asked:
-            found = measured_links(asked.status().nodes)
-        return found.down_bits_per_second, found.up_bits_per_second, found.num_nodes
-    assert text is not None
     try:
-        down, up = link_of(text, origin="--link")
+        return link_of(text, origin="--link")
     except ConfigError as error:
         raise UsageError(error.what, next_step=error.next_step) from error
-    return down, up, USUAL_NODES
+
+
+def _measured(folder: Path) -> "MeasuredLinks":
+    from coordinator.presets.measured_links import measured_links
+    from protocol.query import StatusLink
+
+    with StatusLink(folder) as asked:
+        return measured_links(asked.status().nodes)
 
 
 def _span(text: str, option: str, *, may_be_zero: bool) -> float:

@@ -14,6 +14,7 @@ import structlog
 from node.config import HISTORY_FILE, SNAPSHOTS_FOLDER, NodeSettings
 from node.coordinator_link import CoordinatorLink
 from node.daemon import Daemon, NodeFacts
+from node.doctor.kernel import congestion_control
 from node.exchange.codecs.compiled import remove_unused_kernels
 from node.exchange.codecs.tiles import Tiles, threads_beside
 from node.exchange.outer import Outer
@@ -111,6 +112,7 @@ async def run_daemon(
             num_ranks=shape.num_ranks,
             version=metadata.version("atoll"),
             mesh=str(shape),
+            congestion_control=congestion_control() or "",
         )
         daemon = Daemon(
             facts=facts,

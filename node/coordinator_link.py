@@ -68,6 +68,7 @@ class Vitals:
     link_rates: LinkRates = UNMEASURED
     utilisation: Utilisation | None = None  # of the round that ended last, if it trained in it
     mesh: str = ""  # how its ranks are laid out, in words
+    congestion_control: str = ""  # of its host's TCP; empty: not known
 
 
 class SessionStub(Protocol):
@@ -201,6 +202,7 @@ def heartbeat_of(session_id: int, vitals: Vitals) -> session_pb2.HeartbeatReques
         link_rates=_rates_to_wire(vitals.link_rates),
         utilisation=_utilisation_to_wire(vitals.utilisation),
         mesh=vitals.mesh,
+        congestion_control=vitals.congestion_control,
     )
 
 

@@ -59,6 +59,7 @@ class NodeFacts:
     num_ranks: int
     version: str
     mesh: str = ""  # in words
+    congestion_control: str = ""  # of its host's TCP; empty: not known
 
 
 class Daemon:
@@ -245,6 +246,7 @@ class Daemon:
             link_rates=self._transport.rates,
             utilisation=self._duties.utilisation,
             mesh=self._facts.mesh,
+            congestion_control=self._facts.congestion_control,
         )
 
     def _waiting_for(self) -> str:

@@ -214,6 +214,7 @@ def nodes(is_json: bool, directory: Path | None) -> None:
             console.age_in_words(node.silent_seconds),
             console.count_in_words(node.committed_tokens),
             link_in_words(node),
+            node.heartbeat.congestion_control or "-",
             time_in_words(node),
             mfu_in_words(node),
             memory_in_words(node),
@@ -224,8 +225,8 @@ def nodes(is_json: bool, directory: Path | None) -> None:
         for node in by_name(answer.nodes)
     ]
     columns = (
-        *("node", "id", "state", "device", "heard", "tokens", "link", "time of a round", "mfu"),
-        *("peak memory", "text", "version", "addresses"),
+        *("node", "id", "state", "device", "heard", "tokens", "link", "tcp", "time of a round"),
+        *("mfu", "peak memory", "text", "version", "addresses"),
     )
     console.terminal().print(console.table(columns, rows, right=("tokens",)))
     if cut := cut_off(answer.nodes):

@@ -58,7 +58,7 @@ class RunSection(Section):
 class ModelSection(Section):
     """[model]: a Llama-style decoder over bytes."""
 
-    architecture: Literal["llama"] = "llama"
+    architecture: Literal["llama"] = "llama"  # all there is; another name is refused, never ignored
     hidden_size: Positive = 64
     num_layers: Positive = 3
     num_heads: Positive = 4

@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 from coordinator.presets.cost import (
     GOAL,
     MEASURED_HOST,
-    WHOLE,
     HostSpeeds,
     Prediction,
     Setting,
     Situation,
     predicted,
 )
+from coordinator.presets.link_shares import share_in_words
 
 Value = str | int | float
 Told = tuple[str, str, Value, str]
@@ -155,7 +155,9 @@ def chosen(
         situation=situation,
         setting=setting,
         prediction=prediction,
-        choices=tuple(_choices(situation, setting, given, outcomes[0])),
+        choices=tuple(
+            _choices(situation, setting, given, plain=outcomes[0], prediction=prediction)
+        ),
         verdict=_verdict(prediction, has_coarse=settings[-1].uplink in SPARSE),
     )
 
@@ -182,7 +184,12 @@ def _verdict(prediction: Prediction, *, has_coarse: bool) -> str:
 
 
 def _choices(
-    situation: Situation, setting: Setting, given: Given, plain: Prediction
+    situation: Situation,
+    setting: Setting,
+    given: Given,
+    *,
+    plain: Prediction,
+    prediction: Prediction,
 ) -> Iterator[Choice]:
     """Every key with its reason, in the order of the run file."""
     rounds = -(-situation.total_steps // setting.steps)
@@ -190,7 +197,7 @@ def _choices(
         ("run", "rounds", rounds, f"{situation.total_steps} inner steps in all"),
         ("inner", "steps", setting.steps, _why_steps(setting)),
         *_outer(situation, setting, given),
-        ("exchange", "uplink", setting.uplink, _why_uplink(setting, situation)),
+        ("exchange", "uplink", setting.uplink, _why_uplink(setting, situation, prediction)),
         ("exchange", "downlink", setting.downlink, _why_codec(setting.downlink)),
         *_owed(setting, given),
         ("exchange", "fragments", setting.fragments, _why_fragments(setting)),
@@ -203,7 +210,7 @@ def _choices(
             yield Choice(table=table, key=key, value=told, reason=GIVEN)
         else:
             yield Choice(table=table, key=key, value=value, reason=reason)
-    yield from _deadlines(situation, setting, given)
+    yield from _deadlines(prediction, given)
 
 
 def _outer(situation: Situation, setting: Setting, given: Given) -> list[Told]:
@@ -259,11 +266,9 @@ def _why_steps(setting: Setting) -> str:
     )
 
 
-def _why_uplink(setting: Setting, situation: Situation) -> str:
-    why = _why_codec(setting.uplink)
-    if situation.link_share == WHOLE:
-        why += "; links count whole: the rates are what exchanges achieved"
-    return why
+def _why_uplink(setting: Setting, situation: Situation, prediction: Prediction) -> str:
+    share = share_in_words(situation.congestion_control, prediction.bytes_per_round)
+    return "; ".join(why for why in (_why_codec(setting.uplink), share) if why)
 
 
 def _why_codec(codec: str) -> str:
@@ -302,14 +307,13 @@ MOST_SECONDS = 7 * 86400
 """What a run file takes at most."""
 
 
-def _deadlines(situation: Situation, setting: Setting, given: Given) -> Iterator[Choice]:
+def _deadlines(prediction: Prediction, given: Given) -> Iterator[Choice]:
     """Bounds for the first rounds and the worst; after four the coordinator goes by what it sees.
 
     None when the run file says any of the three: they go together.
     """
     if any(("deadlines", key) in given for key in ("train", "contribute", "commit")):
         return
-    prediction = predicted(situation, setting)
     half = max(LEAST_EXCHANGE_SECONDS, DEADLINE_FACTOR * prediction.exchange_seconds / 2)
     half = min(half, MOST_SECONDS / 4)
     train = max(LEAST_TRAIN_SECONDS, DEADLINE_FACTOR * prediction.training_seconds)

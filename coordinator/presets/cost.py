@@ -6,13 +6,15 @@ u and d bits for each value in contributions and in results. A node sends
     (N - 1) / N · S · (u + d) / 8     bytes a round
 
 contributions to the others' slices, then the results of its own slice, and receives as many. Both
-ways fill at once, so the slower direction of the link counts, of which a share is achieved: LINK_SHARE
-of what a link is said to carry, and all of what exchanges were seen to achieve on it.
+ways fill at once, so the slower direction of the link counts, of which a share is achieved
+(coordinator/presets/link_shares.py): by bytes and congestion control of what a link is said to carry,
+and all of what exchanges were seen to achieve on it.
 
     exchange = bytes · 8 / (share · slower direction) + ROUND_TRIPS · round trip + host work
     host work = what a node does with the fragment on one core, one thing after the other: encode,
-                decode the contributions to its slice, encode their mean, decode all results, form
-                sums and apply them, and digest what has changed of the outer state
+                decode the contributions to its slice, screen and average them, encode their mean,
+                decode all results, form sums and apply them, and digest what has changed of the
+                outer state
 
 Without overlap a round takes training + exchange. With overlap the exchange goes on beside the next
 round's training and may take as long as that; nodes wait for what it takes longer:
@@ -29,14 +31,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from coordinator.presets.link_shares import CUBIC, CongestionControl, share_of
+
 FP32_BYTES = 4
-
-LINK_SHARE = 0.85
-"""What exchanges achieve of their links' rate over libp2p, but for round trips and host work: they
-took 1.17 to 1.42 times the limit (docs/performance.md, "One round's exchange against its links")."""
-
-WHOLE = 1.0
-"""Of rates that nodes have measured: they are of exchanges, so what those lose is lost already."""
 
 ROUND_TRIPS = 6
 """One each for the offers of a contribution and of a result, and one each for their verdicts; one from
@@ -80,22 +77,24 @@ CODEC_COSTS: Mapping[str, CodecCost] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSpeeds:
-    """GB/s of fp32 parameters on one core (`python -m benchmarks.presets --host`).
+    """GB/s of a fragment's fp32 parameters on one core, codecs apart.
 
-    Copies are those of docs/performance.md, "An island against torch's own loops", where slowest.
+    From docs/results/outer-arithmetic.jsonl, the copies from island-speed.jsonl, where slowest.
     """
 
-    apply: float = 3.9  # the outer optimizer, of a fragment
-    sums: float = 1.9  # pseudo-gradient, residual, and what they become after the commit
-    digest: float = 2.2  # of parameters and momentum, of a fragment
-    copy: float = 7.4  # ranks publish or adopt a fragment; nobody trains meanwhile
+    sums: float = 2.4  # pseudo-gradient, residual, and what they become after the commit
+    reduce: float = 3.1  # screening and the mean of what all sent to a slice
+    apply: float = 5.0  # a first look at results, and the outer optimizer
+    digest: float = 2.3  # of parameters and momentum
+    copy: float = 7.4  # ranks publish or adopt it; nobody trains meanwhile
     has_codec_cost: bool = True
 
 
 MEASURED_HOST = HostSpeeds()
 INSTANT_HOST = HostSpeeds(
-    apply=float("inf"),
     sums=float("inf"),
+    reduce=float("inf"),
+    apply=float("inf"),
     digest=float("inf"),
     copy=float("inf"),
     has_codec_cost=False,
@@ -115,7 +114,9 @@ class Situation:
     round_trip_seconds: float
     seconds_per_inner_step: float
     total_steps: int  # inner steps of one node in the whole run
-    link_share: float = LINK_SHARE  # WHOLE for rates that exchanges have achieved
+    congestion_control: CongestionControl | None = (
+        CUBIC  # None: the rates are what exchanges achieved
+    )
 
     @property
     def slower_bits_per_second(self) -> float:
@@ -139,6 +140,7 @@ class Prediction:
     """What the formula says of a setting."""
 
     bytes_per_round: float  # that one node sends, and receives
+    link_share: float  # what of the link's rate an exchange of so many bytes gets
     training_seconds: float
     exchange_seconds: float
     round_seconds: float
@@ -157,7 +159,7 @@ def all_reduce_bytes_per_step(situation: Situation) -> float:
 def host_seconds(situation: Situation, setting: Setting, host: HostSpeeds) -> float:
     """Work on a node's cores in a round's exchange."""
     fragment = FP32_BYTES * situation.num_parameters / 1e9 / setting.fragments
-    seconds = fragment / host.apply + fragment / host.sums + fragment / host.digest
+    seconds = fragment * sum(1 / x for x in (host.sums, host.reduce, host.apply, host.digest))
     if host.has_codec_cost:
         up, down = CODEC_COSTS[setting.uplink], CODEC_COSTS[setting.downlink]
         # A node decodes N contributions to an N-th of the fragment.
@@ -176,7 +178,8 @@ def predicted(
     bits = CODEC_COSTS[setting.uplink].bits + CODEC_COSTS[setting.downlink].bits
     bytes_per_round = (num_nodes - 1) / num_nodes * values * bits / 8
     bytes_per_round += 2 * (num_nodes - 1) * PAYLOAD_HEADER_BYTES
-    achieved = situation.link_share * situation.slower_bits_per_second
+    share = share_of(situation.congestion_control, bytes_per_round)
+    achieved = share * situation.slower_bits_per_second
     waits = ROUND_TRIPS * situation.round_trip_seconds
     waits += host_seconds(situation, setting, host)
     exchange = bytes_per_round * 8 / achieved + waits
@@ -187,10 +190,11 @@ def predicted(
     # The rest of a round that meets the goal, for bytes alone.
     left = training / GOAL - copies - waits - (0 if setting.has_overlap else training)
     copies_fit = training + copies <= training / GOAL
-    enough = bytes_per_round * 8 / situation.link_share / left if left > 0 and copies_fit else None
+    enough = bytes_per_round * 8 / share / left if left > 0 and copies_fit else None
     saved = all_reduce_bytes_per_step(situation) * setting.steps / bytes_per_round
     return Prediction(
         bytes_per_round=bytes_per_round,
+        link_share=share,
         training_seconds=training,
         exchange_seconds=exchange,
         round_seconds=round_seconds,

@@ -16,6 +16,18 @@ class MeasuredLinks:
     down_bits_per_second: float
     up_bits_per_second: float
     num_nodes: int
+    num_with_bbr: int  # who does not say counts as one with cubic
+
+    @property
+    def advice(self) -> str:
+        """What would make them carry more; empty when all nodes have done it."""
+        rest = self.num_nodes - self.num_with_bbr
+        if not rest:
+            return ""
+        return (
+            f"{rest} of {self.num_nodes} nodes use cubic, or do not say and count so: over bbr exchanges "
+            "get more of a link; 'atoll node doctor' on them says how"
+        )
 
 
 def measured_links(nodes: Iterable[pb.NodeStatus]) -> MeasuredLinks:
@@ -38,4 +50,5 @@ def measured_links(nodes: Iterable[pb.NodeStatus]) -> MeasuredLinks:
         down_bits_per_second=8 * min(downs or ups),
         up_bits_per_second=8 * min(ups or downs),
         num_nodes=len(present),
+        num_with_bbr=sum(node.heartbeat.congestion_control == "bbr" for node in present),
     )

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from coordinator.presets.choosing import Plan, Value, chosen
 from coordinator.presets.cost import Situation
+from coordinator.presets.link_shares import CUBIC, CongestionControl
 from coordinator.presets.model_sizes import num_parameters
 from coordinator.presets.toml_edit import CannotEditError, Place, with_values
 from protocol.data_rate import directions_of
@@ -33,6 +34,7 @@ class PresetKeys(Section):
     preset: Literal["auto"]
     link: str | None = None
     round_trip: str = "100ms"
+    congestion: CongestionControl = CUBIC
     inner_step: str | None = None
     nodes: Positive | None = None
     total_steps: Positive | None = None
@@ -169,6 +171,7 @@ def _situation(keys: PresetKeys, spec: RunSpec, *, origin: str) -> Situation:
             keys.inner_step, origin=f"{origin}: [exchange] inner_step", may_be_zero=False
         ),
         total_steps=keys.total_steps or spec.run.rounds * spec.inner.steps,
+        congestion_control=keys.congestion,
     )
 
 

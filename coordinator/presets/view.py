@@ -5,7 +5,7 @@ from dataclasses import asdict
 import click
 
 from coordinator.presets.choosing import Plan
-from coordinator.presets.cost import WHOLE
+from coordinator.presets.link_shares import share_in_words
 from protocol import console
 from protocol.data_rate import rate_in_words
 
@@ -26,8 +26,7 @@ def prediction_lines(plan: Plan) -> list[str]:
     beside = "beside" if plan.setting.has_overlap else "after"
     link = f"{rate_in_words(situation.down_bits_per_second)} down"
     link += f", {rate_in_words(situation.up_bits_per_second)} up"
-    if situation.link_share == WHOLE:
-        link += " as exchanges achieved it"
+    share = share_in_words(situation.congestion_control, prediction.bytes_per_round)
     lines = [
         f"for {console.count_in_words(situation.num_parameters)} parameters, "
         f"{situation.num_nodes} nodes, {link}, "
@@ -37,7 +36,7 @@ def prediction_lines(plan: Plan) -> list[str]:
         f"{rate_in_words(prediction.peak_bits_per_second)}, "
         f"{prediction.times_fewer_bytes:.0f} times less than averaging gradients",
         f"an exchange takes {prediction.exchange_seconds:.3g} s {beside} "
-        f"{prediction.training_seconds:.3g} s of inner steps",
+        f"{prediction.training_seconds:.3g} s of inner steps; it {share}",
         plan.verdict,
     ]
     if plan.meets_goal and prediction.enough_bits_per_second is not None:

@@ -119,6 +119,11 @@ class SessionDesk:
         checks.words(request.activity, of="the activity", max_length=checks.MAX_NAME_LENGTH)
         checks.words(request.waiting_for, of="what the node waits for")
         checks.words(request.mesh, of="the mesh", max_length=checks.MAX_NAME_LENGTH)
+        checks.words(
+            request.congestion_control,
+            of="the congestion control",
+            max_length=checks.MAX_NAME_LENGTH,
+        )
         checks.finite(request.loss, of="the loss")
         checks.finite(request.tokens_per_second, of="the training speed")
         if request.HasField("utilisation"):

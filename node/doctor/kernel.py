@@ -76,15 +76,20 @@ def _buffers(root: Path) -> Iterator[Finding]:
             )
 
 
+def congestion_control(root: Path = SETTINGS) -> str | None:
+    """TCP's, for connections that name none, as all of a node's."""
+    return _read(root, "net.ipv4.tcp_congestion_control")
+
+
 def _congestion_control(root: Path) -> Iterator[Finding]:
-    used = _read(root, "net.ipv4.tcp_congestion_control")
+    used = congestion_control(root)
     there = (_read(root, "net.ipv4.tcp_available_congestion_control") or "").split()
     if used is None:
         return
     if used == "bbr":
         what, next_step = "TCP uses bbr, which loses little to stray losses", ""
     else:
-        what = f"TCP uses {used}; bbr loses less where a link drops packets"
+        what = f"TCP uses {used}; over bbr exchanges get more of a link, whole or lossy"
         load = "" if "bbr" in there else "sudo modprobe tcp_bbr && "
         next_step = f"{load}sudo sysctl -w net.ipv4.tcp_congestion_control=bbr; {_KEPT}"
     yield Finding(about=ABOUT, verdict="note", what=what, next_step=next_step)

@@ -26,7 +26,9 @@ DeviceKind = Literal["cpu", "cuda", "xpu", "mps"]
 _VALUE_BYTES = 4
 _MOMENTS = {"adamw": 2, "muon": 1}  # Muon leaves some tensors to AdamW, which take more
 _PROCESS_BYTES = 100 << 20  # what a forked rank has of its own; a GPU's context was not measured
-_NODE_PROCESS_BYTES = 500 << 20  # the daemon, p2pd, and the process that ranks are forked from
+_NODE_PROCESS_BYTES = 400 << 20
+"""The daemon, p2pd, and the process that ranks are forked from, by docs/results/node-start.jsonl: all of
+a node's processes at their fullest start, 524 MB, less a rank's own."""
 _NODE_VALUES = 12  # of each parameter, at the fullest moment of a round; measured: 13.5, with int4
 
 ESTIMATE_FACTOR = 1.3

@@ -391,6 +391,7 @@ class HeartbeatRequest(_message.Message):
     UTILISATION_FIELD_NUMBER: _builtins.int
     LINK_RATES_FIELD_NUMBER: _builtins.int
     MESH_FIELD_NUMBER: _builtins.int
+    CONGESTION_CONTROL_FIELD_NUMBER: _builtins.int
     session_id: _builtins.int
     """The session."""
     outer_round: _builtins.int
@@ -411,6 +412,8 @@ class HeartbeatRequest(_message.Message):
     """Incarnation of the commit that led to the state it holds."""
     mesh: _builtins.str
     """How its ranks are laid out, for example "shard 2 (ZeRO 3) × tensor 2"; "1 rank" for one."""
+    congestion_control: _builtins.str
+    """TCP's congestion control on its host, for example "cubic"; empty where the system does not tell."""
     @_builtins.property
     def wire(self) -> _containers.RepeatedCompositeFieldContainer[Global___WireCount]:
         """Bytes since the node started."""
@@ -444,10 +447,11 @@ class HeartbeatRequest(_message.Message):
         utilisation: Global___Utilisation | None = ...,
         link_rates: Global___LinkRates | None = ...,
         mesh: _builtins.str = ...,
+        congestion_control: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["link_rates", b"link_rates", "utilisation", b"utilisation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "inner_step", b"inner_step", "link_rates", b"link_rates", "loss", b"loss", "mesh", b"mesh", "outer_digest", b"outer_digest", "outer_incarnation", b"outer_incarnation", "outer_round", b"outer_round", "session_id", b"session_id", "tokens_per_second", b"tokens_per_second", "unreachable_ids", b"unreachable_ids", "utilisation", b"utilisation", "waiting_for", b"waiting_for", "wire", b"wire"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "congestion_control", b"congestion_control", "inner_step", b"inner_step", "link_rates", b"link_rates", "loss", b"loss", "mesh", b"mesh", "outer_digest", b"outer_digest", "outer_incarnation", b"outer_incarnation", "outer_round", b"outer_round", "session_id", b"session_id", "tokens_per_second", b"tokens_per_second", "unreachable_ids", b"unreachable_ids", "utilisation", b"utilisation", "waiting_for", b"waiting_for", "wire", b"wire"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from typed_commands import Swarm, atoll, done, refused
 
+from node.doctor.kernel import congestion_control
 from node.export import load_exported
 from node.newest import newest_model
 from tests.tiny_runs import tiny_text
@@ -85,7 +86,9 @@ def test_a_swarm_trains_a_model_though_one_leaves_and_another_joins_and_a_rank_d
         "leaves": 1,
         "joins": 1,
     }
-    assert by_name["stays"]["heartbeat"]["mesh"] == "replicate 2"
+    beat = by_name["stays"]["heartbeat"]
+    assert beat["mesh"] == "replicate 2"
+    assert beat.get("congestion_control", "") == (congestion_control() or "")
     assert [closed["round"] for closed in rounds] == [4, 3, 2, 1]
     assert rounds[-1]["num_contributors"] == rounds[0]["num_contributors"] == 2
     assert sum(closed["tokens"] for closed in rounds) == run["token_clock"]

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from rank_scene import with_texts
 
+from benchmarks.lone_work import lone_work, unseen
 from node.island import engine
 from node.island.compiling import be_deterministic, compile_layers
 from node.island.corpus import read_corpus
 from node.island.engine import Engine
 from node.island.first_weights import initial_parameters
-from node.island.island import InnerWork
 from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh import Mesh
 from node.island.mesh_shape import MeshShape
@@ -122,19 +123,9 @@ def run_rank(
     trainer.merge(vectors.parameters, 2 * vectors.parameters, 0, is_taken=True)
     before = trainer.evaluate().loss
     trainer.publish(vectors.published, 0)
-    work = InnerWork(
-        round=1,
-        inner_steps=STEPS,
-        first_sample=0,
-        num_samples=10**6,
-        token_clock=0,
-        tokens_per_inner_step=128,
-        max_seconds=1e9,
-        num_participants=1,
-    )
     passes.clear()
     weights.clear()
-    report = trainer.train(work, lambda progress: None)
+    report = trainer.train(lone_work(spec, STEPS), unseen)
     seen = (sorted(passes), set(weights))
     mesh.decided_by_first(True)  # nobody adopts any more
     trainer.publish(vectors.parameters, 0)
@@ -159,9 +150,7 @@ def trained(
     vectors.published[:] = np.nan
     pipes, processes = [], []
     with tempfile.TemporaryDirectory(dir=place) as meeting:
-        for i in range(12):
-            text = " ".join(f"{i}:{j * j}" for j in range(60 + 10 * i))
-            (Path(meeting) / f"{i}.txt").write_text(text)
+        with_texts(Path(meeting))
         try:
             for rank in range(shape.num_ranks):
                 ours, theirs = context.Pipe()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from rank_scene import initial_vectors, with_texts
 
-from node.island.island import InnerWork, Progress
+from benchmarks.lone_work import lone_work, unseen
 from node.island.launcher import ProcessIsland
 from node.island.mesh_shape import MeshShape
 from protocol.run_spec import DataSection, InnerSection, ModelSection, RunSpec
@@ -17,23 +17,6 @@ SPEC = RunSpec(
     data=DataSection(source="text", paths=("*.txt",), held_out=0.2),
     inner=InnerSection(batch=4, learning_rate=1e-2, schedule="constant"),
 )
-
-
-def work_of(inner_steps: int) -> InnerWork:
-    return InnerWork(
-        round=1,
-        inner_steps=inner_steps,
-        first_sample=0,
-        num_samples=10**6,
-        token_clock=0,
-        tokens_per_inner_step=64,
-        max_seconds=1e9,
-        num_participants=1,
-    )
-
-
-def ignore(progress: Progress) -> None:
-    pass
 
 
 @pytest.mark.parametrize(
@@ -63,9 +46,9 @@ async def test_ranks_report_what_their_inner_steps_wait_for(
         try:
             await island.start()
             await island.adopt()
-            first = await island.train(work_of(1), ignore)
-            second = await island.train(work_of(4), ignore)
-            third = await island.train(work_of(4), ignore)
+            first = await island.train(lone_work(SPEC, 1), unseen)
+            second = await island.train(lone_work(SPEC, 4), unseen)
+            third = await island.train(lone_work(SPEC, 4), unseen)
         finally:
             await island.stop()
     if shape.num_ranks == 1:

@@ -1,8 +1,8 @@
 """A swarm in a hostile world: nodes that die, lie and come back, messages that are lost or late.
 
-It puts every event through the core, does what the core asks for, and has each step checked. How
-honest nodes behave stands in swarm_nodes; what must hold of rounds and samples, in swarm_audit, by the
-world's own swarm_books; what must hold of sessions and time, in swarm_laws.
+It puts every event through the core, and has each step checked. What nodes hear of it stands in
+swarm_edge, how honest ones behave in swarm_nodes; what must hold of rounds and samples, in swarm_audit, by
+the world's own swarm_books; what must hold of sessions and time, in swarm_laws.
 """
 
 from dataclasses import dataclass, replace
@@ -11,21 +11,18 @@ from random import Random
 import swarm_audit as audit
 from sealing import Sealer
 from swarm_books import LAYOUT, Books, is_void
+from swarm_edge import obey
 from swarm_laws import MembersStay, check_deadline, check_leases
 from swarm_nodes import CONTEXT, SimulatedNode, Swarm, sender_of
 
 from coordinator.swarm.actions import (
     Action,
-    AskCommits,
     AskEvaluation,
-    AskRefetch,
-    EndSession,
     OpenSession,
     SendCommit,
     SendFinished,
     SendIdle,
     SendPlan,
-    SendResultOffered,
     SendTakeover,
 )
 from coordinator.swarm.events import (
@@ -39,9 +36,7 @@ from coordinator.swarm.events import (
     HistoryTold,
     Ticked,
 )
-from coordinator.swarm.rounds import holders_of, plan_of
-from coordinator.swarm.state import PRESENT, MemberState, Rules, SwarmState, last_sure_round
-from coordinator.swarm.takeover import takeover_of
+from coordinator.swarm.state import PRESENT, Rules, SwarmState
 from coordinator.swarm.transition import initial_state, next_deadline, step
 from protocol.errors import SessionEndedError
 from protocol.rounds import Commit, CorpusSummary, Digest, NodeId, PeerAddress
@@ -146,7 +141,7 @@ class World:
             self.books.put_commit(event.commit)
         for action in transition.actions:
             self._check_action(before, action)
-            self._obey(action)
+            obey(action, self.nodes, self.books.leased, self.state, self.now)
         audit.check_state(self.books, before, self.state, self.now)
         self.books.note_state(self.state, self.now)
         check_leases(before, event, self.state, self.now)
@@ -314,62 +309,6 @@ class World:
         self.arrive_at_once(
             node, Evaluated(node_id=node.node_id, round=number, held_out_loss=1.0, tokens=8)
         )
-
-    # ---- what the core asks for
-
-    def _obey(self, action: Action) -> None:
-        match action:
-            case OpenSession():
-                node = self.nodes[action.node_id]
-                node.session_id = action.session_id
-                self._tell_what_holds(node)
-            case EndSession():
-                self.nodes[action.node_id].session_id = None
-            case SendPlan():
-                for node in self._listening(action.plan.participants):
-                    node.hear_plan(action.plan)
-            case SendTakeover():
-                for node in self._listening(self.books.leased):
-                    node.hear_takeover(action)
-            case SendResultOffered():
-                for node in self._listening(self.books.leased):
-                    node.hear_offer(action)
-            case AskRefetch():
-                self.nodes[action.node_id].refetch = (action.round, action.outer_digest)
-            case AskCommits():
-                self.nodes[action.node_id].asked_after = action.after_round
-            case _:
-                pass
-
-    def _listening(self, node_ids: object) -> list[SimulatedNode]:
-        assert isinstance(node_ids, tuple | dict)
-        nodes = (self.nodes[node_id] for node_id in node_ids)
-        return [node for node in nodes if node.session_id is not None]
-
-    def _tell_what_holds(self, node: SimulatedNode) -> None:
-        """As the edge does when a session's stream of events begins."""
-        state, current = self.state, self.state.open_round
-        member = state.members[node.node_id]
-        if current and current.commit is None and node.node_id in self.books.leased:
-            node.hear_plan(plan_of(current, self.now))
-            for progress in current.slices:
-                if progress.attempt:
-                    node.hear_takeover(takeover_of(current.number, progress, self.now))
-                if progress.is_offered and progress.digest is not None:
-                    node.hear_offer(
-                        SendResultOffered(
-                            round=current.number,
-                            slice_index=progress.slice.index,
-                            digest=progress.digest,
-                            holder_ids=holders_of(state, current, progress),
-                        )
-                    )
-        if member.outer_round > state.committed_round:
-            node.asked_after = last_sure_round(state)
-        if member.state is MemberState.DIVERGED and state.outer_digest is not None:
-            node.refetch = (state.committed_round, state.outer_digest)
-        elif member.state is MemberState.DIVERGED and current is not None:
-            node.refetch = (current.number - 1, current.base_digest)
 
     # ---- what must hold
 

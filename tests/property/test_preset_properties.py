@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from coordinator.presets.choosing import Given, Value, chosen, ladder
 from coordinator.presets.cost import (
     GOAL,
-    LINK_SHARE,
-    WHOLE,
     HostSpeeds,
     Prediction,
     Setting,
@@ -34,7 +32,7 @@ situations = st.builds(
     round_trip_seconds=st.floats(0, 1),
     seconds_per_inner_step=st.floats(1e-3, 1e3),
     total_steps=st.integers(1, 10**7),
-    link_share=st.sampled_from([LINK_SHARE, WHOLE]),
+    congestion_control=st.sampled_from(["cubic", "bbr", None]),
 )
 speeds = st.floats(0.05, 100)
 hosts = st.builds(

@@ -183,6 +183,8 @@ class Life:
                 device="cpu",
                 num_ranks=1,
                 version="0",
+                mesh="shard 2",
+                congestion_control="bbr",
             ),
             spec=spec or RunSpec(),
             link=self.link,  # type: ignore[arg-type]

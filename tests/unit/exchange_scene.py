@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Collection, Coroutine
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from protocol.rounds import (
     BLOCK,
     Assignment,
     Commit,
+    Contributor,
     Digest,
     NodeId,
     PeerAddress,
@@ -36,6 +37,9 @@ from protocol.rounds import (
 )
 from protocol.run_spec import ReducerErrorRule
 from protocol.wire_count import WireCounts
+
+if TYPE_CHECKING:
+    from protocol.v1 import transfer_pb2
 
 RUN = Digest(bytes(32))
 LAYOUT = Layout.of([("w", (3 * BLOCK,))])
@@ -107,18 +111,14 @@ def plan_for(
 
 def result_of(values: Vector, *, sender_id: NodeId, round: int = 1, index: int = 0) -> Payload:
     """A result of one of three slices, as fp32."""
-    return Payload.seal(
+    return _sealed(
+        values.astype("<f4").tobytes(),
         kind=RESULT,
-        run_digest=RUN,
+        sender_id=sender_id,
         round=round,
-        fragment=0,
-        slice_index=index,
+        index=index,
         start=index * BLOCK,
         num_elements=values.size,
-        codec="fp32/1",
-        tokens=0,
-        sender_id=sender_id,
-        body=values.astype("<f4").tobytes(),
     )
 
 
@@ -133,18 +133,58 @@ def contribution_of(
     index: int = 0,
 ) -> Payload:
     """A contribution to one of several equal slices, encoded already."""
-    return Payload.seal(
+    return _sealed(
+        body,
         kind=CONTRIBUTION,
+        sender_id=sender_id,
+        round=round,
+        index=index,
+        start=index * num_elements,
+        num_elements=num_elements,
+        codec=codec,
+        tokens=tokens,
+    )
+
+
+def _sealed(
+    body: bytes,
+    *,
+    kind: "transfer_pb2.PayloadKind.ValueType",
+    sender_id: NodeId,
+    round: int,
+    index: int,
+    start: int,
+    num_elements: int,
+    codec: str = "fp32/1",
+    tokens: int = 0,
+) -> Payload:
+    return Payload.seal(
+        kind=kind,
         run_digest=RUN,
         round=round,
         fragment=0,
         slice_index=index,
-        start=index * num_elements,
+        start=start,
         num_elements=num_elements,
         codec=codec,
         tokens=tokens,
         sender_id=sender_id,
         body=body,
+    )
+
+
+def commit_of(outer: Outer, result: Payload, *, fragment: int = 0) -> Commit:
+    """One on top of what is held, of one slice, to which its reducer alone has contributed."""
+    header = result.header
+    outcome = SliceOutcome(
+        index=header.slice_index,
+        start=header.start,
+        num_elements=header.num_elements,
+        digest=result.digest,
+        contributors=(Contributor(node_id=header.sender_id, tokens=1),),
+    )
+    return Commit(
+        round=header.round, fragment=fragment, base_digest=outer.digest, slices=(outcome,)
     )
 
 

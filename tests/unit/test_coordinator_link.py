@@ -273,7 +273,9 @@ async def test_a_heartbeat_has_what_the_node_made_of_its_round_and_no_mfu_withou
         is_peak_measured=True,
     )
     for utilisation in (None, made, measured):
-        await link.heartbeat(1, replace(VITALS, utilisation=utilisation, mesh="tensor 2"))
+        await link.heartbeat(
+            1, replace(VITALS, utilisation=utilisation, mesh="tensor 2", congestion_control="bbr")
+        )
     nothing, without, with_mfu = stub.asked
     assert not nothing.HasField("utilisation")
     expected = {k: v for k, v in asdict(made).items() if v is not None and v is not False}
@@ -285,7 +287,7 @@ async def test_a_heartbeat_has_what_the_node_made_of_its_round_and_no_mfu_withou
         True,
     )
     assert of_peak.HasField("local_communication_share")  # none with one rank: that is known
-    assert with_mfu.mesh == "tensor 2"
+    assert (with_mfu.mesh, with_mfu.congestion_control) == ("tensor 2", "bbr")
 
 
 async def test_a_heartbeat_tells_what_the_link_carries_once_it_was_measured() -> None:

@@ -143,6 +143,14 @@ async def test_the_ranks_learn_how_many_take_part() -> None:
 
 
 @in_virtual_time
+async def test_heartbeats_say_how_ranks_are_laid_out_and_how_the_host_shares_its_link() -> None:
+    async with Life() as life:
+        await asyncio.sleep(5)
+        beat = life.link.heartbeats[-1]
+        assert (beat.mesh, beat.congestion_control) == ("shard 2", "bbr")
+
+
+@in_virtual_time
 async def test_heartbeats_say_what_the_node_made_of_the_round_that_ended_last() -> None:
     async with Life() as life:
         plan = life.plan(1)

@@ -119,6 +119,9 @@ async def test_reports_of_numbers_that_are_none_are_refused() -> None:
     heartbeat.mesh = "shard 2\x1b[2J"
     with pytest.raises(BadDataError, match=r"the mesh .* cannot be shown"):
         await desk.heartbeat(NODE.node_id, heartbeat)
+    heartbeat.mesh, heartbeat.congestion_control = "", "bbr\x1b[2J"
+    with pytest.raises(BadDataError, match=r"the congestion control .* cannot be shown"):
+        await desk.heartbeat(NODE.node_id, heartbeat)
     good = session_pb2.Report(round=1, trained=session_pb2.TrainedReport(inner_steps=1))
     request = session_pb2.ReportRequest(session_id=session_id, reports=[good])
     report = request.reports.add(round=1)

@@ -10,7 +10,7 @@ from node.config import NodeSettings
 from node.doctor import checks
 from node.doctor.command import as_json, line_of, run_doctor, summary_of
 from node.doctor.findings import Finding, exit_code_of, wrong
-from node.doctor.kernel import LARGE_BUFFER_BYTES, kernel_findings
+from node.doctor.kernel import LARGE_BUFFER_BYTES, congestion_control, kernel_findings
 from node.gpus import Gpu
 from node.hardware import Hardware
 from protocol.errors import ConfigError, ExitCode, SystemRefusedError
@@ -86,6 +86,14 @@ def test_bbr_is_only_mentioned(tmp_path: Path, there: str, is_loaded: bool) -> N
     assert not advice_in(found)
     assert "cubic" in found[-1].what
     assert ("modprobe tcp_bbr" in found[-1].next_step) == (not is_loaded)
+
+
+def test_a_node_tells_what_its_kernel_uses_and_nothing_where_that_is_not_to_be_read(
+    tmp_path: Path,
+) -> None:
+    assert congestion_control(tmp_path) is None
+    kernel(tmp_path, tcp_congestion_control="reno")
+    assert congestion_control(tmp_path) == "reno"
 
 
 def test_a_system_without_these_settings_gives_a_note(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.config import run_text
-from coordinator.presets.cost import LINK_SHARE
+from coordinator.presets.link_shares import share_of
 from coordinator.presets.measured_links import measured_links
 from protocol import cli, console
 from protocol.query import StatusLink
@@ -69,7 +69,10 @@ def test_every_choice_is_printed_with_its_value_and_its_reason(
         assert choice["reason"] and choice["reason"] in line
     assert told["verdict"] in lines
     assert told["situation"]["up_bits_per_second"] == 5e6
-    assert told["situation"]["link_share"] == LINK_SHARE
+    assert told["situation"]["congestion_control"] == "cubic"
+    assert told["prediction"]["link_share"] == share_of(
+        "cubic", told["prediction"]["bytes_per_round"]
+    )
     assert told["meets_goal"] is True
     assert told["prediction"]["utilisation"] >= 0.95
     assert not told["step_is_assumed"]
@@ -77,6 +80,20 @@ def test_every_choice_is_printed_with_its_value_and_its_reason(
     for choice in told["choices"]:
         table, key = choice["key"].split(".")
         assert values[table][key] == choice["value"]
+
+
+def test_the_congestion_control_that_is_told_decides_what_links_are_counted_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--link", "10mbit", "--model", "125m", "--step", "1s", "--json", "--force")
+    plans = {}
+    for said in ("cubic", "bbr", None):
+        assert init(tmp_path, *arguments, *(["--congestion", said] if said else [])) == 0
+        plans[said] = json.loads(capsys.readouterr().out)
+    assert plans[None] == plans["cubic"]
+    assert plans["bbr"]["prediction"]["link_share"] > plans["cubic"]["prediction"]["link_share"]
+    assert "with bbr" in (plans["bbr"]["choices"][5]["reason"])
+    assert "with cubic" in (tmp_path / "run.toml").read_text()
 
 
 def test_what_is_assumed_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,6 +143,8 @@ def test_a_model_of_ones_own_comes_from_a_file(tmp_path: Path) -> None:
         (["--link", "100mbit", "--step", "1s", "--speed", "5"], "the same thing twice", 64),
         ([], "what links carry is not told", 64),
         (["--link", "100mbit", "--measured", "."], "--link and --measured both tell", 64),
+        (["--link", "100mbit", "--congestion", "reno"], "'reno' is not one of 'cubic', 'bbr'", 64),
+        (["--measured", ".", "--congestion", "bbr"], "--congestion bbr says nothing beside", 64),
     ],
 )
 def test_a_mistake_is_a_sentence_and_nothing_is_written(
@@ -137,12 +156,20 @@ def test_a_mistake_is_a_sentence_and_nothing_is_written(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("hidden_size = 63", "63"),
+        # The one key that nothing reads: it is there for this refusal.
+        ('architecture = "mamba"', "'mamba'"),
+    ],
+)
 def test_a_model_file_with_a_mistake_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    line: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "mine.toml").write_text("[model]\nhidden_size = 63\n")
+    (tmp_path / "mine.toml").write_text(f"[model]\n{line}\n")
     assert init(tmp_path, "--link", "1mbit", "--model", str(tmp_path / "mine.toml")) == 78
-    assert "63" in capsys.readouterr().err
+    assert words in capsys.readouterr().err
     assert not (tmp_path / "run.toml").exists()
 
 
@@ -175,11 +202,28 @@ def test_links_that_a_swarm_has_measured_are_those_of_its_slowest_node(
     answer = status_of((1e6, 9e6), (5e6, 4e6), None)
     monkeypatch.setattr(StatusLink, "status", lambda self: answer)
     assert init(tmp_path, "--measured", str(tmp_path), "--json") == 0
-    situation = json.loads(capsys.readouterr().out)["situation"]
+    told = json.loads(capsys.readouterr().out)
+    situation = told["situation"]
     assert situation["up_bits_per_second"] == 8e6
     assert situation["down_bits_per_second"] == 32e6
-    assert situation["link_share"] == 1.0
+    assert situation["congestion_control"] is None
+    assert told["prediction"]["link_share"] == 1.0
     assert situation["num_nodes"] == load_run_file(tmp_path / "run.toml").run.min_nodes == 3
+
+
+def test_nodes_that_do_not_use_bbr_are_told_of_and_who_does_not_say_is_one_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = status_of((1e6, 1e6), (1e6, 1e6), (1e6, 1e6))
+    monkeypatch.setattr(StatusLink, "status", lambda self: answer)
+    for node, said in zip(answer.nodes, ("bbr", "reno", ""), strict=True):
+        node.heartbeat.congestion_control = said
+    assert init(tmp_path, "--measured", str(tmp_path)) == 0
+    assert "2 of 3 nodes use cubic, or do not say and count so" in capsys.readouterr().out
+    for node in answer.nodes:
+        node.heartbeat.congestion_control = "bbr"
+    assert init(tmp_path, "--measured", str(tmp_path), "--json", "--force") == 0
+    assert json.loads(capsys.readouterr().out)["advice"] == ""
 
 
 def test_one_direction_stands_for_both_until_both_are_known() -> None:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from node import outer_state
 from node.exchange.outer_optimizer import Nesterov, OuterOptimizer, Sgd
 from node.outer_state import PIECE_ELEMENTS, Layout, OuterDigest, Vector, outer_digest
-from protocol.rounds import BLOCK, Commit, Contributor, SliceOutcome
-from tests.unit.exchange_scene import A, B, outer_of, result_of
+from protocol.rounds import BLOCK
+from tests.unit.exchange_scene import A, B, commit_of, outer_of, result_of
 
 NUM = 1000
 
@@ -93,15 +93,7 @@ def test_after_every_commit_the_digest_is_that_of_the_whole_state(
         result = result_of(
             np.full(num_elements, round, dtype=np.float32), sender_id=B, round=round, index=index
         )
-        outcome = SliceOutcome(
-            index=index,
-            start=index * BLOCK,
-            num_elements=num_elements,
-            digest=result.digest,
-            contributors=(Contributor(node_id=B, tokens=1),),
-        )
-        commit = Commit(round=round, fragment=fragment, base_digest=outer.digest, slices=(outcome,))
-        outer.apply(commit, {index: result}, None)
+        outer.apply(commit_of(outer, result, fragment=fragment), {index: result}, None)
         assert outer.digest == outer.snapshot().outer_digest()
         seen.add(outer.digest)
     assert len(seen) == 6
@@ -122,15 +114,7 @@ def test_who_looks_while_the_state_moves_never_sees_a_round_with_anothers_digest
     outer._digest.renew = looked_at  # type: ignore[method-assign]
     first = outer.position
     result = result_of(np.ones(BLOCK, dtype=np.float32), sender_id=B)
-    outcome = SliceOutcome(
-        index=0,
-        start=0,
-        num_elements=BLOCK,
-        digest=result.digest,
-        contributors=(Contributor(node_id=B, tokens=1),),
-    )
-    commit = Commit(round=1, fragment=0, base_digest=outer.digest, slices=(outcome,))
-    outer.apply(commit, {0: result}, None)
+    outer.apply(commit_of(outer, result), {0: result}, None)
     second = outer.position
     outer.restore(other.snapshot(), None)
     assert [position for position, _ in seen] == [first, first, second, second]

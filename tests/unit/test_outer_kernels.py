@@ -26,12 +26,13 @@ from node.exchange.reduction import Reduction
 from node.exchange.residual import Residual
 from node.outer_state import Layout, Vector
 from protocol.errors import SystemRefusedError
-from protocol.rounds import BLOCK, Commit, Contributor, NodeId, SliceOutcome
+from protocol.rounds import BLOCK, Contributor, NodeId
 from tests.unit.exchange_scene import (
     RUN,
     A,
     B,
     C,
+    commit_of,
     contribution_of,
     outer_of,
     plan_for,
@@ -228,14 +229,7 @@ def test_nothing_has_changed_when_threads_flush_subnormals() -> None:
     outer = outer_of(A, layout=layout)
     outer.downlink = codec_named("fp32", Tiles(3))
     result = result_of(bell(LARGE), sender_id=B)
-    outcome = SliceOutcome(
-        index=0,
-        start=0,
-        num_elements=LARGE,
-        digest=result.digest,
-        contributors=(Contributor(node_id=B, tokens=1),),
-    )
-    commit = Commit(round=1, fragment=0, base_digest=outer.digest, slices=(outcome,))
+    commit = commit_of(outer, result)
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor cannot flush subnormal numbers")
     try:

@@ -1,5 +1,6 @@
 """What a run, a machine and a contributor's choices make of a mesh, before anything is loaded."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from protocol.errors import ConfigError
 from protocol.run_spec import InnerSection, ModelSection, RunSpec
 
 GIB = 1 << 30
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 LARGE = RunSpec(
     model=ModelSection(
         hidden_size=2048, num_layers=24, num_heads=16, num_kv_heads=8, ffn_size=5632, context=512
@@ -45,10 +47,10 @@ def hardware_of(*gpu_gib: float, memory_gib: float = 512) -> Hardware:
         ({"tp": 4}, hardware_of(80, 80), "4 CUDA GPUs asked for, and this machine has 2"),
         ({"offload": True}, hardware_of(), "the ranks train on the CPU"),
         ({}, hardware_of(8), "a rank of the mesh 1 rank needs about 2"),
-        ({"device": "cpu"}, hardware_of(memory_gib=60), "and has 8.9 GiB"),
+        ({"device": "cpu"}, hardware_of(memory_gib=60), "and has 9.0 GiB"),
         ({"mesh": "auto"}, hardware_of(1, 1), "do not fit 2 × 1.0 GiB"),
         ({"device": "cpu"}, hardware_of(memory_gib=8), "the outer state of 1,133,086,720"),
-        ({}, hardware_of(80, memory_gib=8), "takes about 51.1 GiB of memory, and 8.0 GiB are free"),
+        ({}, hardware_of(80, memory_gib=8), "takes about 51.0 GiB of memory, and 8.0 GiB are free"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_numbers(
@@ -88,6 +90,14 @@ def test_ranks_on_the_cpu_share_its_memory_with_the_node_itself() -> None:
     with pytest.raises(ConfigError, match="a rank of the mesh 1 rank needs about"):
         mesh_for(on_cpu, LARGE, devices=("cpu",), bytes_per_rank=together - 1)
     mesh_for(on_gpu, LARGE, devices=("cuda:0",), bytes_per_rank=alone)
+
+
+def test_a_node_is_counted_with_what_its_processes_were_seen_to_take() -> None:
+    """One rank that waits: it has next to nothing but its process."""
+    lines = (DOCS / "results" / "node-start.jsonl").read_text().splitlines()[1:]
+    most = max(json.loads(line)["starts"][0]["all_bytes"] for line in lines)
+    counted = node_bytes(RunSpec()) + need_of(MeshShape(), RunSpec()).process
+    assert most <= counted <= 1.05 * most
 
 
 def test_what_cannot_work_is_found_without_torch() -> None:

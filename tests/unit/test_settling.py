@@ -46,6 +46,15 @@ def test_a_preset_becomes_plain_keys_with_their_reasons() -> None:
     assert made.plan.situation.num_nodes == 3
 
 
+def test_the_congestion_control_of_a_run_file_counts_and_goes_with_the_preset() -> None:
+    usual = settled(ASKED, origin="run.toml")
+    bbr = settled(f'{ASKED}congestion = "bbr"\n', origin="run.toml")
+    assert usual.plan.situation.congestion_control == "cubic"
+    assert bbr.plan.prediction.link_share > usual.plan.prediction.link_share
+    assert '# settled: congestion = "bbr"' in bbr.text
+    assert "congestion" not in tomllib.loads(bbr.text)["exchange"]
+
+
 def test_what_is_settled_asks_for_nothing_more() -> None:
     made = settled(ASKED, origin="run.toml")
     assert wants_settling(tomllib.loads(ASKED))
@@ -82,6 +91,7 @@ def test_an_unsettled_preset_never_becomes_a_run() -> None:
         ('inner_step = "20ms"', "", "needs inner_step"),
         ('inner_step = "20ms"', 'inner_step = "0s"', "'0s' is no time"),
         ('round_trip = "50ms"', 'round_trip = "soon"', "'soon' is no time"),
+        ('round_trip = "50ms"', 'congestion = "reno"', "congestion = 'reno'"),
         ('preset = "auto"', 'preset = "best"', "'best'"),
         ('preset = "auto"', "", 'no effect without preset = "auto"'),
         ("min_nodes = 3", "min_nodes = 1", "two nodes or more, not for 1"),

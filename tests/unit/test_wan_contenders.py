@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks import wan
+from benchmarks.lone_work import lone_work, unseen
 from benchmarks.run_files import toml_of
 from benchmarks.wan_peers import atoll_rank
 from benchmarks.wan_peers.contender import BY_NAME, CONTENDERS, Contender
@@ -20,7 +21,6 @@ from benchmarks.wan_peers.training import first_sample
 from benchmarks.wan_run import Case, measure
 from node.island.corpus import read_corpus
 from node.island.first_weights import initial_parameters
-from node.island.island import InnerWork
 from node.island.mesh import Mesh
 from node.island.trainer import Trainer
 from protocol.errors import UsageError
@@ -162,17 +162,7 @@ def test_atolls_ranks_keep_the_global_parameters_that_they_adopt(watched: Order)
     parameters = initial_parameters(spec.model, spec.run.seed)
     trainer.adopt(parameters)
     assert not watched.log.read_text(), "first weights are no exchange"
-    work = InnerWork(
-        round=1,
-        inner_steps=2,
-        first_sample=0,
-        num_samples=2 * spec.inner.batch,
-        token_clock=0,
-        tokens_per_inner_step=spec.tokens_per_inner_step,
-        max_seconds=float("inf"),
-        num_participants=1,
-    )
-    trainer.train(work, lambda progress: None)
+    trainer.train(lone_work(spec, 2), unseen)
     trainer.evaluate_at(parameters)
     assert [path.name for path in watched.folder.glob("weights-*")] == []
     parameters += 1

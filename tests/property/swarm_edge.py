@@ -1,0 +1,82 @@
+"""What simulated nodes hear of what the core asks for, as the real edge tells them. It only delivers."""
+
+from collections.abc import Iterable, Mapping
+
+from swarm_nodes import SimulatedNode
+
+from coordinator.swarm.actions import (
+    Action,
+    AskCommits,
+    AskRefetch,
+    EndSession,
+    OpenSession,
+    SendPlan,
+    SendResultOffered,
+    SendTakeover,
+)
+from coordinator.swarm.rounds import holders_of, plan_of
+from coordinator.swarm.state import MemberState, SwarmState, last_sure_round
+from coordinator.swarm.takeover import takeover_of
+from protocol.rounds import NodeId
+
+Nodes = Mapping[NodeId, SimulatedNode]
+
+
+def obey(
+    action: Action, nodes: Nodes, leased: Mapping[NodeId, object], state: SwarmState, now: float
+) -> None:
+    """`leased`: who got samples of the round in flight. What nodes do not hear is nothing to do here."""
+    match action:
+        case OpenSession():
+            node = nodes[action.node_id]
+            node.session_id = action.session_id
+            _tell_what_holds(node, leased, state, now)
+        case EndSession():
+            nodes[action.node_id].session_id = None
+        case SendPlan():
+            for node in _listening(nodes, action.plan.participants):
+                node.hear_plan(action.plan)
+        case SendTakeover():
+            for node in _listening(nodes, leased):
+                node.hear_takeover(action)
+        case SendResultOffered():
+            for node in _listening(nodes, leased):
+                node.hear_offer(action)
+        case AskRefetch():
+            nodes[action.node_id].refetch = (action.round, action.outer_digest)
+        case AskCommits():
+            nodes[action.node_id].asked_after = action.after_round
+        case _:
+            pass
+
+
+def _listening(nodes: Nodes, node_ids: Iterable[NodeId]) -> list[SimulatedNode]:
+    return [nodes[each] for each in node_ids if nodes[each].session_id is not None]
+
+
+def _tell_what_holds(
+    node: SimulatedNode, leased: Mapping[NodeId, object], state: SwarmState, now: float
+) -> None:
+    """As when a session's stream of events begins."""
+    current = state.open_round
+    member = state.members[node.node_id]
+    if current and current.commit is None and node.node_id in leased:
+        node.hear_plan(plan_of(current, now))
+        for progress in current.slices:
+            if progress.attempt:
+                node.hear_takeover(takeover_of(current.number, progress, now))
+            if progress.is_offered and progress.digest is not None:
+                node.hear_offer(
+                    SendResultOffered(
+                        round=current.number,
+                        slice_index=progress.slice.index,
+                        digest=progress.digest,
+                        holder_ids=holders_of(state, current, progress),
+                    )
+                )
+    if member.outer_round > state.committed_round:
+        node.asked_after = last_sure_round(state)
+    if member.state is MemberState.DIVERGED and state.outer_digest is not None:
+        node.refetch = (state.committed_round, state.outer_digest)
+    elif member.state is MemberState.DIVERGED and current is not None:
+        node.refetch = (current.number - 1, current.base_digest)
