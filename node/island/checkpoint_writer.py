@@ -78,7 +78,9 @@ class CheckpointWriter:
             if self._mesh.num_hosts == 1:
                 assert path is not None, "a host that is alone reads what it has"
                 state.read(filesystem.FileSystemReader(path), self._group_of_all())
-            elif (group := self._group_of_all()) is not None:
+            else:
+                group = self._group_of_all()
+                assert group is not None, "several hosts have several ranks"
                 reader = PassingReader(path, self._mesh, group)
                 state.read(reader, group)
                 passed_bytes = reader.received_bytes

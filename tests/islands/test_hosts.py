@@ -194,7 +194,7 @@ async def test_two_hosts_train_as_one_process_and_end_together(
 
             report = await island.train(work_of(ENDLESS, max_seconds=1e6), halt)
             assert seen
-            assert 1 < report.inner_steps < ENDLESS
+            assert report.inner_steps < ENDLESS  # perhaps a single one, where each takes long
         finally:
             await island.stop()
         await desk.close()
