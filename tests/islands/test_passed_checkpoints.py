@@ -157,7 +157,7 @@ async def scene(vectors: SharedVectors, folder: Path, spec: RunSpec = SPEC) -> A
             yield Scene(desk, vectors, folder, spec)
 
 
-@pytest.mark.timeout(900)  # eighteen ranks, one island after the other
+@pytest.mark.timeout(900)  # sixteen ranks, one island after the other
 async def test_the_state_is_bit_for_bit_the_same_on_other_meshes_and_more_hosts(
     vectors: SharedVectors, folder: Path
 ) -> None:
@@ -171,14 +171,13 @@ async def test_the_state_is_bit_for_bit_the_same_on_other_meshes_and_more_hosts(
         assert sorted(first) == sorted(f"{kind}/{each.name}" for kind in kinds for each in places)
         assert all(bool(tensor.any()) and not tensor.isnan().any() for tensor in first.values())
 
-        for round_, (shape, num_hosts, is_passed) in enumerate(
+        for round_, (shape, num_hosts) in enumerate(
             [
-                (SHARDS, 2, True),
-                (SHARDS, 2, False),
-                (STAGES, 2, True),
-                (FOUR, 2, True),
-                (TRIPLE, 3, True),
-                (MeshShape(shard=3, zero=1), 3, True),
+                (SHARDS, 2),
+                (STAGES, 2),
+                (FOUR, 2),
+                (TRIPLE, 3),
+                (MeshShape(shard=3, zero=1), 3),
             ],
             start=2,
         ):
@@ -187,7 +186,7 @@ async def test_the_state_is_bit_for_bit_the_same_on_other_meshes_and_more_hosts(
             sizes = disks.passed_bytes(round_ - 1)
             assert len(sizes) == num_hosts
             assert len(set(sizes)) == 1
-            assert (sizes[0] > 0) == is_passed
+            assert sizes[0] > 0
             if round_ == 2:  # the second host has nothing: its half of both moments, and all counts
                 halves = [
                     each.shape[0] // 2 * each.num_elements // each.shape[0] for each in places
@@ -223,7 +222,7 @@ async def test_ranks_without_rows_of_a_tensor_have_nothing_to_pass(folder: Path)
                 assert all(torch.equal(found[name], tensor) for name, tensor in first.items())
 
 
-@pytest.mark.timeout(900)  # nine ranks
+@pytest.mark.timeout(900)  # six ranks
 async def test_on_another_mesh_hosts_train_on_as_if_nothing_had_happened(
     vectors: SharedVectors, folder: Path
 ) -> None:
@@ -232,9 +231,7 @@ async def test_on_another_mesh_hosts_train_on_as_if_nothing_had_happened(
     await inline.start()
     await inline.adopt()
     async with scene(vectors, folder) as disks:
-        for round_, (shape, num_hosts) in enumerate(
-            [(SHARDS, 2), (STAGES, 2), (TRIPLE, 3)], start=1
-        ):
+        for round_, (shape, num_hosts) in enumerate([(SHARDS, 2), (STAGES, 2)], start=1):
             await inline.train(work_of(round_), ignore)
             await inline.publish(0)
             if round_ == 2:  # from zero, steps are of another size
