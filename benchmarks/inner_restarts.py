@@ -67,9 +67,9 @@ class Line:
     def load(self, round_: int) -> None:
         """Goes on with the moments of a round."""
         (checkpoint,) = self._folder(round_).whole()
-        failure = self._writer.load(checkpoint)
-        if failure:
-            raise RuntimeError(failure)
+        loaded = self._writer.load(checkpoint.about, checkpoint.path)
+        if loaded.failure:
+            raise RuntimeError(loaded.failure)
 
     def _folder(self, round_: int) -> CheckpointFolder:
         return CheckpointFolder(

@@ -69,7 +69,7 @@ async def run_daemon(
     snapshots = SnapshotFolder(folder / SNAPSHOTS_FOLDER)
     snapshot_bytes = snapshots.require_room(layout.num_elements)
     checkpoints = _checkpoints_of(
-        folder, settings, spec, layout, shape, num_ranks=len(devices), besides_bytes=snapshot_bytes
+        folder, settings, spec, layout, num_ranks=len(devices), besides_bytes=snapshot_bytes
     )
     kept = snapshots.load_newest(spec.digest(), layout.summary().digest)
     keep_run(folder, spec)  # only now: what is there may be snapshots of another run
@@ -151,7 +151,6 @@ def _checkpoints_of(
     settings: NodeSettings,
     spec: RunSpec,
     layout: Layout,
-    shape: MeshShape,
     *,
     num_ranks: int,
     besides_bytes: int,
@@ -165,7 +164,6 @@ def _checkpoints_of(
         layout_digest=layout.summary().digest,
         every_rounds=settings.checkpoint_every_rounds,
         num_hosts=settings.hosts,
-        mesh=str(shape),
     )
     checkpoints.require_room(
         layout.num_elements, num_ranks * len(layout.places), besides_bytes=besides_bytes

@@ -13,6 +13,7 @@ from node.hosts.parts import Shelf
 from node.hosts.rendezvous import interface_of
 from node.hosts.token import HostToken
 from node.hosts.wire import Message, Wire, connect
+from node.island.checkpoints import About
 from node.island.commands import Keep, MeetingPoint
 from node.island.island import InnerWork, Progress
 from node.island.launcher import ProcessIsland
@@ -173,11 +174,11 @@ class _Following:
             vector[:] = 0  # what other hosts publish
             await self._island.publish(fragment)
         elif call == "load":
-            checkpoint = self._shelf.checkpoint(arguments["set_id"])
-            failure = await self._island.load(checkpoint)
-            if not failure:
-                self._island.resuming.goes_on_from(checkpoint)
-            answer = {"failure": failure}
+            about = About.model_validate(arguments["about"])
+            loaded = await self._island.load(about, self._shelf.part_of(about.set_id))
+            if not loaded.failure:
+                self._island.resuming.goes_on_from(about, loaded)
+            answer = asdict(loaded)
         elif call == "keep":
             order = Keep(self._shelf.folder, **arguments)
             answer = asdict(await self._island.set_aside(order))

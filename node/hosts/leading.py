@@ -4,7 +4,7 @@ import asyncio
 import json
 import secrets
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
@@ -13,7 +13,7 @@ from node.hosts.desk import STOP_SECONDS, Host, HostDesk
 from node.hosts.parts import Part, arranged, part_of
 from node.hosts.rendezvous import interface_of, open_store
 from node.hosts.wire import Message, zeros
-from node.island.checkpoints import Checkpoint, Kept
+from node.island.checkpoints import Checkpoint, Kept, Loaded
 from node.island.commands import Keep, MeetingPoint
 from node.island.faults import RankDiedError, RankFailedError
 from node.island.island import Evaluation, InnerReport, InnerWork, Progress, rebases
@@ -119,7 +119,7 @@ class HostsIsland:
         return summary
 
     async def _arrange(self) -> list[Checkpoint]:
-        """Gives the hosts places by their parts of checkpoints; returns those that all of them have.
+        """Gives the hosts places by their parts of checkpoints; returns those that they can read.
 
         Their ranks have not been started.
         """
@@ -135,7 +135,6 @@ class HostsIsland:
                     layout_digest=folder.layout_digest.hex(),
                     every_rounds=folder.every_rounds,
                     num_hosts=folder.num_hosts,
-                    mesh=folder.mesh,
                     num_elements=self._layout.num_elements,
                     num_parts=len(self._layout.places) * self._shape.num_ranks // self._num_hosts,
                 )
@@ -147,27 +146,29 @@ class HostsIsland:
             [[Part(**part) for part in told["parts"]] for told in theirs],
         )
         self._others = [self._others[index] for index in arrangement.order]
-        for checkpoint in own:
-            if checkpoint.about.set_id not in arrangement.set_ids:
-                log.warning(
-                    "checkpoint left out",
-                    path=str(checkpoint.path),
-                    why="not every host has its part of it",
-                )
-        return [each for each in own if each.about.set_id in arrangement.set_ids]
+        had = []
+        for checkpoint, lack in zip(own, arrangement.lacks, strict=True):
+            if lack:
+                log.warning("checkpoint left out", path=str(checkpoint.path), why=lack)
+            else:
+                had.append(checkpoint)
+        return had
 
-    async def _load(self, checkpoint: Checkpoint) -> str:
-        """Has the ranks of all hosts take over their parts; none does when one cannot."""
-        failure, theirs = await _together(
-            self._own.load(checkpoint),
-            (host.call("load", set_id=checkpoint.about.set_id) for host in self._others),
+    async def _load(self, checkpoint: Checkpoint) -> Loaded:
+        """Has the ranks of all hosts take a checkpoint over; none does when one cannot."""
+        about = checkpoint.about.model_dump(exclude={"files"})  # which are other ones on each host
+        loaded, theirs = await _together(
+            self._own.load(checkpoint.about, checkpoint.path),
+            (host.call("load", about=about) for host in self._others),
         )
-        return self._reasons(failure, [told["failure"] for told in theirs])
+        return replace(
+            loaded, failure=self._reasons(loaded.failure, [told["failure"] for told in theirs])
+        )
 
     def _reasons(self, own: str, theirs: list[str]) -> str:
-        """Why something failed, on the hosts that say so."""
+        """Why something failed, on the hosts that say so; what all ranks know is said once."""
         said = zip(self._others, theirs, strict=True)
-        of_hosts = [f"host {host.name}: {why}" for host, why in said if why]
+        of_hosts = [f"host {host.name}: {why}" for host, why in said if why not in ("", own)]
         return "; ".join([own, *of_hosts] if own else of_hosts)
 
     async def stop(self) -> None:

@@ -1,17 +1,23 @@
 """Checkpoints of several hosts: each has its own ranks' part on its own disk, and a set is all parts.
 
-A start takes a set of which every host still has its part. Pure but for the follower's shelf; writing
-and reading a part is node.island.checkpoint_writer's.
+A start takes a set whose parts are all with hosts that are here, however many there were when it was
+written, and whatever their mesh. Pure but for the follower's shelf; writing and reading is
+node.island.checkpoint_writer's, and how values come to ranks of other hosts node.island.passing's.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import structlog
 
 from node.island.checkpoints import Checkpoint, CheckpointFolder
 from protocol.files import make_folder
 from protocol.folder_lock import FolderLock
 from protocol.rounds import Digest
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,48 +26,50 @@ class Part:
 
     set_id: str
     host: int
+    num_hosts: int  # that wrote
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrangement:
-    """Which of the hosts that follow takes which place, and what all of them then have."""
+    """Which of the hosts that follow takes which place, and which of the leader's sets can be had."""
 
     order: tuple[int, ...]  # of the first place the index of its host, and so on
-    set_ids: frozenset[str]
+    lacks: tuple[str, ...]  # of each what is not here; empty: all of it is
 
 
 def part_of(checkpoint: Checkpoint) -> Part:
     """Whose part of what it is."""
-    return Part(set_id=checkpoint.about.set_id, host=checkpoint.about.host)
+    about = checkpoint.about
+    return Part(set_id=about.set_id, host=about.host, num_hosts=about.num_hosts)
 
 
 def arranged(own: Sequence[Part], others: Sequence[Sequence[Part]]) -> Arrangement:
-    """Gives hosts the places that they had when the newest set was written that is still complete.
+    """Gives hosts the places that they had when the newest set was written of which all parts are here.
 
-    They come in any order, and a host can read its own part only. `own` is the leader's, the newest
-    first. Without a complete set the order is that in which they came.
+    They come in any order, and with its old place a host finds most of what it wants on its own disk.
+    Hosts that have no part come last. `own` is what the leader has, the newest first; of other sets
+    nobody would know the round. Without a set the order is that in which they came.
     """
-    own = [part for part in own if part.host == 0]
-    orders = (_order_in(part.set_id, others) for part in own)
-    order = next((order for order in orders if order is not None), None)
-    if order is None:
-        return Arrangement(order=tuple(range(len(others))), set_ids=frozenset())
-    return Arrangement(
-        order=order,
-        set_ids=frozenset(part.set_id for part in own if _order_in(part.set_id, others) == order),
-    )
-
-
-def _order_in(set_id: str, others: Sequence[Sequence[Part]]) -> tuple[int, ...] | None:
-    """The indices of the hosts by their places in a set; None when it is not complete."""
-    of_place = {
-        part.host: index
+    lacks = tuple(_lack_of(part, others) for part in own)
+    newest = next((part.set_id for part, lack in zip(own, lacks, strict=True) if not lack), None)
+    place_of = {
+        index: part.host
         for index, parts in enumerate(others)
         for part in parts
-        if part.set_id == set_id
+        if part.set_id == newest
     }
-    order = tuple(of_place.get(place, -1) for place in range(1, len(others) + 1))
-    return order if sorted(order) == list(range(len(others))) else None
+    order = sorted(range(len(others)), key=lambda index: place_of.get(index, math.inf))
+    return Arrangement(order=tuple(order), lacks=lacks)
+
+
+def _lack_of(part: Part, others: Sequence[Sequence[Part]]) -> str:
+    """What is not here of a set of which the leader has a part."""
+    here = {other.host for parts in others for other in parts if other.set_id == part.set_id}
+    missing = sorted(set(range(part.num_hosts)) - here - {part.host})
+    if not missing:
+        return ""
+    whose = " and ".join(f"host {host}'s" for host in missing)
+    return f"{whose} part of it is not here"
 
 
 class Shelf:
@@ -86,7 +94,6 @@ class Shelf:
         layout_digest: str,
         every_rounds: int,
         num_hosts: int,
-        mesh: str,
         num_elements: int,
         num_parts: int,
     ) -> list[Part]:
@@ -97,13 +104,19 @@ class Shelf:
             layout_digest=Digest(bytes.fromhex(layout_digest)),
             every_rounds=every_rounds,
             num_hosts=num_hosts,
-            mesh=mesh,
         )
         self._folder.require_room(num_elements, num_parts, besides_bytes=0)
         self._folder.remove_unfinished()
-        self._checkpoints = {
-            checkpoint.about.set_id: checkpoint for checkpoint in self._folder.whole()
-        }
+        self._checkpoints = {}
+        for checkpoint in self._folder.whole():
+            if checkpoint.about.num_hosts == 1:  # and so no set, but a node's that was alone
+                log.warning(
+                    "checkpoint left out",
+                    path=str(checkpoint.path),
+                    why="one host wrote it alone: where it leads, it can be read",
+                )
+            else:
+                self._checkpoints[checkpoint.about.set_id] = checkpoint
         return [part_of(checkpoint) for checkpoint in self._checkpoints.values()]
 
     @property
@@ -112,9 +125,10 @@ class Shelf:
         assert self._folder is not None, "the shelf is opened before anything is kept"
         return self._folder
 
-    def checkpoint(self, set_id: str) -> Checkpoint:
-        """One of those that `open` found."""
-        return self._checkpoints[set_id]
+    def part_of(self, set_id: str) -> Path | None:
+        """Where our part of a set lies, if `open` found one."""
+        checkpoint = self._checkpoints.get(set_id)
+        return None if checkpoint is None else checkpoint.path
 
     def close(self) -> None:
         """Lets another process have the folder; safe to repeat."""

@@ -2,7 +2,8 @@
 
 All ranks make the same calls in the same order. The copy of the state is taken at once; torch cuts
 it, and agrees with the other ranks, in a thread and over a process group of its own. Of several hosts
-each writes and reads what its own ranks hold, on its own disk; they agree only that all have done so.
+each writes what its own ranks hold, to its own disk; they agree only that all have done so. Their
+ranks read together, as one may want what another host's disk has.
 """
 
 import contextlib
@@ -10,15 +11,17 @@ import os
 import shutil
 import threading
 import warnings
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
-from node.island.checkpoints import About, Checkpoint, CheckpointFolder, Kept
+from node.island.checkpoints import About, CheckpointFolder, Kept, Loaded, NoCheckpointError
 from node.island.inner_state import PartPlanner, Tensors
 from node.island.mesh import Mesh
+from node.island.passing import PassingReader
 from node.island.trainer import Trainer
 from protocol.errors import AtollError
 from protocol.files import make_folder
@@ -58,20 +61,37 @@ class CheckpointWriter:
         failure, self._failure = self._failure, ""
         return Kept(is_busy=is_busy, failure=failure)
 
-    def load(self, checkpoint: Checkpoint) -> str:
-        """Takes the state over; why not, when any rank could not, and then none has changed."""
+    def load(self, about: About, path: Path | None) -> Loaded:
+        """Takes the state over, or says why not, when any rank could not: then none has changed.
+
+        `path` is this host's part. Of several hosts some may have none.
+        """
         failure = ""
         try:
-            install = self._trainer.load_inner_state(
-                checkpoint.path, checkpoint.about, self._of_host()
-            )
+            state = self._trainer.blank_inner_state()
+        except Exception as error:  # too little memory, say
+            failure = _sentence(error)
+        if self._has_any_failed(failure):
+            return Loaded(failure=failure or "another rank has no memory for it")
+        passed_bytes = 0
+        try:
+            if self._mesh.num_hosts == 1:
+                assert path is not None, "a host that is alone reads what it has"
+                state.read(filesystem.FileSystemReader(path), self._group_of_all())
+            else:
+                group = self._group_of_all()
+                assert group is not None, "several hosts have several ranks"
+                reader = PassingReader(path, self._mesh, group)
+                state.read(reader, group)
+                passed_bytes = reader.received_bytes
         # torch raises whatever it met, and any of it only means that this state cannot be had.
         except (CheckpointException, Exception) as error:
             failure = _sentence(error)
         if self._has_any_failed(failure):
-            return failure or "another rank could not read it"
-        install()
-        return ""
+            return Loaded(failure=failure or "another rank could not read it")
+        self._trainer.take_over(state, about)
+        passed = self._mesh.added(torch.tensor(passed_bytes))
+        return Loaded(passed_bytes=int(passed.item()))
 
     def _has_any_failed(self, failure: str) -> bool:
         return self._mesh.added(torch.tensor(float(bool(failure)))).item() > 0
@@ -165,13 +185,22 @@ class CheckpointWriter:
             self._thread = None
 
     def _of_host(self) -> dist.ProcessGroup | None:
-        """A group of its own, or what is being written would mix with what is being trained."""
+        """Those of this host, None for a single rank."""
+        self._make_groups()
+        return self._host_group
+
+    def _group_of_all(self) -> dist.ProcessGroup | None:
+        """Those of the island, None for a single rank."""
+        self._make_groups()
+        return self._group
+
+    def _make_groups(self) -> None:
+        """Groups of its own, or what is being written would mix with what is being trained."""
         if not self._has_groups and dist.is_initialized():
             self._has_groups = True
             self._group = self._host_group = dist.new_group(backend="gloo")
             if self._mesh.num_hosts > 1:
                 self._host_group = self._mesh.new_host_group(backend="gloo")
-        return self._host_group
 
 
 def _sentence(error: BaseException) -> str:
@@ -181,4 +210,6 @@ def _sentence(error: BaseException) -> str:
         return f"rank {rank}: {_sentence(reason)}"
     if isinstance(error, AtollError):
         return error.what
+    if isinstance(error, NoCheckpointError):
+        return str(error)
     return f"{type(error).__name__}: {error}"

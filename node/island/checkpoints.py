@@ -52,7 +52,7 @@ class About(BaseModel):
     run_digest: str
     layout_digest: str
     round: int
-    mesh: str  # of the ranks that wrote it; any other may read it, if it was one host's
+    mesh: str  # of the ranks that wrote it; any other may read it
     num_hosts: int = 1
     host: int = 0  # whose part this is
     set_id: str = ""  # what the parts of one writing have in common, and no other writing
@@ -78,8 +78,16 @@ class Kept:
     failure: str  # of the last one whose writing has ended; empty: it was written
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What ranks answer when they are to take a checkpoint over."""
+
+    failure: str = ""  # why none has changed; empty: all have taken it over
+    passed_bytes: int = 0  # that ranks of all hosts got from other hosts' disks
+
+
 class NoCheckpointError(ValueError):
-    """A folder that is none, or a damaged one, or one of another run."""
+    """A folder that is none, or a damaged one, or one of another run; or parts that are no whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +101,7 @@ class CheckpointFolder:
     """After how many rounds that the node trained in another one is written."""
 
     num_hosts: int = 1
-    mesh: str = ""
-    """Of several hosts: each has but a part, which no other mesh can read."""
+    """Of the island: one alone cannot read parts, as the others are not there."""
 
     def require_room(self, num_elements: int, num_parts: int, *, besides_bytes: int) -> None:
         """Raises SystemRefusedError unless the disk has room for all that will ever be written.
@@ -187,17 +194,10 @@ class CheckpointFolder:
         return Checkpoint(path=path, about=about)
 
     def _check_hosts(self, about: About) -> None:
-        if (about.num_hosts, self.num_hosts) == (1, 1):
-            return
-        if about.num_hosts != self.num_hosts:
+        if self.num_hosts == 1 and about.num_hosts != 1:
             raise NoCheckpointError(
-                f"each host of an island has its own part: that one's were {about.num_hosts}, and "
-                f"this one's are {self.num_hosts}"
-            )
-        if about.mesh != self.mesh:
-            raise NoCheckpointError(
-                f"it is one host's part of the mesh {about.mesh}, and only that mesh can read it: "
-                f"this one is {self.mesh}"
+                f"it is one of the parts that {about.num_hosts} hosts wrote: --hosts "
+                f"{about.num_hosts} reads them"
             )
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from node.island.checkpoints import Checkpoint, CheckpointFolder
+from node.island.checkpoints import About, CheckpointFolder
 from node.island.island import InnerWork, Progress
 from node.island.local_training import LocalTraining
 from node.island.mesh_shape import MeshShape
@@ -71,9 +71,10 @@ class Evaluate:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Take over the inner optimizer's state; answered with why not, or the empty text."""
+    """Take over the inner optimizer's state; answered with a Loaded."""
 
-    checkpoint: Checkpoint
+    about: About
+    path: Path | None  # None: this host has no part of it
 
 
 @dataclass(frozen=True, slots=True)

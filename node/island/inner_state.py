@@ -5,14 +5,12 @@ Files and the time at which they are written are node.island.checkpoint_writer's
 """
 
 from collections import ChainMap
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint import filesystem, state_dict_loader
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     create_default_global_save_plan,
@@ -20,6 +18,7 @@ from torch.distributed.checkpoint.default_planner import (
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import AdamW, Optimizer
 
@@ -93,7 +92,7 @@ def staged(named: list[Named], *, is_part: bool = False) -> Tensors:
 class PartPlanner(DefaultSavePlanner):
     """Plans a checkpoint of what some of the ranks hold; torch's own refuses tensors that lack parts.
 
-    Reading it finds nothing amiss with what it lacks, so only the same ranks may read it.
+    Reading one alone finds nothing amiss with what it lacks: node.island.passing joins all hosts'.
     """
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -106,30 +105,39 @@ class PartPlanner(DefaultSavePlanner):
         return plans, self.metadata
 
 
-def load(named: list[Named], path: Path, group: dist.ProcessGroup | None) -> Callable[[], None]:
-    """Reads the state of a checkpoint, cut for this rank; call what it returns to step from there.
+class Blank:
+    """State that is zero: a checkpoint is read into it, and then the optimizers step from it."""
 
-    Nothing is changed before. All ranks must call it. Raises CheckpointException for files that do
-    not fit or cannot be read.
-    """
-    fresh: dict[str, Tensors] = {}
-    for each in named:
-        fresh.setdefault(each.name, _zero_state(each))
-    state_dict_loader.load(
-        {f"{key}/{name}": value for name, state in fresh.items() for key, value in state.items()},
-        storage_reader=filesystem.FileSystemReader(path),
-        process_group=group,
-        no_dist=group is None,
-    )
-
-    def install() -> None:
+    def __init__(self, named: list[Named]) -> None:
+        self._named = named
+        self._fresh: dict[str, Tensors] = {}
         for each in named:
-            state = fresh[each.name]
+            self._fresh.setdefault(each.name, _zero_state(each))
+
+    def read(self, reader: StorageReader, group: dist.ProcessGroup | None) -> None:
+        """Reads the state of a checkpoint, cut for this rank. The optimizers are not changed.
+
+        All ranks of the group must call it. Raises CheckpointException for files that do not fit or
+        cannot be read.
+        """
+        state_dict_loader.load(
+            {
+                f"{key}/{name}": value
+                for name, state in self._fresh.items()
+                for key, value in state.items()
+            },
+            storage_reader=reader,
+            process_group=group,
+            no_dist=group is None,
+        )
+
+    def install(self) -> None:
+        """Has the optimizers step from it."""
+        for each in self._named:
+            state = self._fresh[each.name]
             each.optimizer.state[each.parameter] = (
                 {key: value.clone() for key, value in state.items()} if each.is_copy else state
             )
-
-    return install
 
 
 def _zero_state(each: Named) -> Tensors:

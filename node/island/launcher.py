@@ -14,7 +14,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from node.island.checkpoints import Checkpoint, CheckpointFolder, Kept
+from node.island.checkpoints import About, CheckpointFolder, Kept, Loaded
 from node.island.combinations import check_combination
 from node.island.commands import (
     Adopt,
@@ -133,7 +133,7 @@ class ProcessIsland:
     async def start(self) -> CorpusSummary:
         """See Island. A mesh that does not fit the run is refused before any process starts."""
         summary = await self.bring_up()
-        await self.resuming.resume(self.load)
+        await self.resuming.resume(lambda one: self.load(one.about, one.path))
         return summary
 
     async def bring_up(self) -> CorpusSummary:
@@ -217,9 +217,9 @@ class ProcessIsland:
         """Has the ranks write their part of a checkpoint, whether or not one is due."""
         return await self._answer_of(order, Kept)
 
-    async def load(self, checkpoint: Checkpoint) -> str:
-        """Has the ranks take over their part of a checkpoint; returns why they did not."""
-        return await self._answer_of(Resume(checkpoint), str)
+    async def load(self, about: About, path: Path | None) -> Loaded:
+        """Has the ranks take a checkpoint over; `path` is this host's part, if it has one."""
+        return await self._answer_of(Resume(about, path), Loaded)
 
     async def evaluate(self) -> Evaluation:
         """See Island."""

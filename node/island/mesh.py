@@ -75,14 +75,19 @@ class Mesh:
         return self.shape.num_ranks
 
     @property
+    def ranks_per_host(self) -> int:
+        """Each host has as many: neighbours."""
+        return self.num_ranks // self.num_hosts
+
+    @property
     def host(self) -> int:
         """Which of the hosts this one is; the leader is 0."""
-        return self.rank // (self.num_ranks // self.num_hosts)
+        return self.rank // self.ranks_per_host
 
     @property
     def is_first_of_host(self) -> bool:
         """Whether this rank does what is done once on each host."""
-        return self.rank % (self.num_ranks // self.num_hosts) == 0
+        return self.rank % self.ranks_per_host == 0
 
     @property
     def place(self) -> Place:
@@ -116,7 +121,7 @@ class Mesh:
 
     def new_host_group(self, *, backend: str) -> dist.ProcessGroup | None:
         """A group of this host's ranks, None for a single one; all ranks of the island ask together."""
-        each = self.num_ranks // self.num_hosts
+        each = self.ranks_per_host
         hosts = [range(first, first + each) for first in range(0, self.num_ranks, each)]
         return _own_of(hosts, self.rank, backend=backend)
 

@@ -139,8 +139,8 @@ class _Rank:
             case Publish(fragment):
                 self._trainer.publish(self._vectors.published, fragment)
                 return None
-            case Resume(checkpoint):
-                return self._writer.load(checkpoint)
+            case Resume(about, path):
+                return self._writer.load(about, path)
             case Keep(folder, round_, is_waited, set_id):
                 return self._writer.keep(folder, round_, set_id=set_id, is_waited=is_waited)
             case Evaluate():

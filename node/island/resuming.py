@@ -8,15 +8,15 @@ from collections.abc import Awaitable, Callable, Iterable
 
 import structlog
 
-from node.island.checkpoints import Checkpoint, CheckpointFolder, Kept
+from node.island.checkpoints import About, Checkpoint, CheckpointFolder, Kept, Loaded
 from node.island.faults import RankDiedError
 from node.island.schedule import rewarming_steps
 from protocol.run_spec import RunSpec
 
 log = structlog.get_logger()
 
-Load = Callable[[Checkpoint], Awaitable[str]]
-"""Has the ranks take over a checkpoint; returns why they did not, or the empty text."""
+Load = Callable[[Checkpoint], Awaitable[Loaded]]
+"""Has the ranks take over a checkpoint."""
 
 
 class Resuming:
@@ -31,7 +31,7 @@ class Resuming:
     async def resume(self, load: Load, among: Iterable[Checkpoint] | None = None) -> None:
         """Takes the newest checkpoint that loads. A rank that dies of it must not meet it again.
 
-        `among`, the newest first, are those that all hosts have, where there are several hosts.
+        `among`, the newest first, are those of which all parts are here, where there are several hosts.
         """
         self._is_at_zero = True
         if self.folder is None:
@@ -42,20 +42,21 @@ class Resuming:
         checkpoints = self.folder.whole() if among is None else iter(among)
         while checkpoint := await asyncio.to_thread(next, checkpoints, None):
             try:
-                failure = await load(checkpoint)
+                loaded = await load(checkpoint)
             except RankDiedError:
                 self.folder.discard(checkpoint)
                 raise
-            if not failure:
-                self.goes_on_from(checkpoint)
+            if not loaded.failure:
+                self.goes_on_from(checkpoint.about, loaded)
                 return
-            log.warning("checkpoint left out", path=str(checkpoint.path), why=failure)
+            log.warning("checkpoint left out", path=str(checkpoint.path), why=loaded.failure)
         log.info("inner optimizer begins at zero", why="no checkpoint of this run can be loaded")
 
-    def goes_on_from(self, checkpoint: Checkpoint) -> None:
+    def goes_on_from(self, about: About, loaded: Loaded) -> None:
         """The ranks have taken this one over."""
         self._is_at_zero = False
-        log.info("inner optimizer goes on from its checkpoint", round=checkpoint.about.round)
+        passed = {"passed_bytes": loaded.passed_bytes} if loaded.passed_bytes else {}
+        log.info("inner optimizer goes on from its checkpoint", round=about.round, **passed)
 
     def tell_of_training(self, token_clock: int) -> None:
         """Says once that learning rates rise, where they do."""

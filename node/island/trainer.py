@@ -7,11 +7,9 @@ go back there. Processes and commands are node.island.rank's business.
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from node.island.accelerator import (
@@ -33,7 +31,7 @@ from node.island.corpus import Corpus
 from node.island.engine import Engine
 from node.island.faults import TrainingDivergedError
 from node.island.ferry import copies_of
-from node.island.inner_state import Named, Tensors, is_stepped, load, named_by, staged
+from node.island.inner_state import Blank, Named, Tensors, is_stepped, named_by, staged
 from node.island.island import Evaluation, InnerReport, InnerWork, Progress, rebases
 from node.island.layout import layout_of
 from node.island.local_communication import LocalCommunication
@@ -272,19 +270,16 @@ class Trainer:
         )
         return staged(named, is_part=self._mesh.num_hosts > 1), about
 
-    def load_inner_state(
-        self, path: Path, about: About, group: dist.ProcessGroup | None
-    ) -> Callable[[], None]:
-        """Reads the state of a checkpoint; what it returns lets training go on from it."""
-        install = load(self._named(), path, group)
+    def blank_inner_state(self) -> Blank:
+        """What a checkpoint is read into."""
+        return Blank(self._named())
 
-        def take_over() -> None:
-            install()
-            self._rewarming.go_on(about.rewarming_steps)
-            if about.loss_scale is not None:
-                self._engine.loss_scale.take_up(about.loss_scale, about.loss_scale_steps)
-
-        return take_over
+    def take_over(self, state: Blank, about: About) -> None:
+        """Lets training go on from a checkpoint that was read."""
+        state.install()
+        self._rewarming.go_on(about.rewarming_steps)
+        if about.loss_scale is not None:
+            self._engine.loss_scale.take_up(about.loss_scale, about.loss_scale_steps)
 
     def _named(self) -> list[Named]:
         reshard(self._engine.parts)  # else its parameters are not those that are stepped

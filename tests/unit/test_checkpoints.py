@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from node.island.checkpoints import About, Checkpoint, CheckpointFolder, Kept
+from node.island.checkpoints import About, Checkpoint, CheckpointFolder, Kept, Loaded
 from node.island.faults import RankDiedError
 from node.island.resuming import Resuming
 from protocol.errors import SystemRefusedError
@@ -126,12 +126,12 @@ class Ranks:
         self.tried: list[int] = []
         self._fates = {int(name[1:]): fate for name, fate in fates.items()}
 
-    async def load(self, checkpoint: Checkpoint) -> str:
+    async def load(self, checkpoint: Checkpoint) -> Loaded:
         self.tried.append(checkpoint.about.round)
         fate = self._fates.get(checkpoint.about.round, "")
         if isinstance(fate, BaseException):
             raise fate
-        return fate
+        return Loaded(failure=fate)
 
 
 def resuming_from(folder: CheckpointFolder | None) -> Resuming:

@@ -97,7 +97,8 @@ class Rank:
         self.trainer.publish(self.parameters, 0)
 
     def load(self, folder: CheckpointFolder) -> str:
-        return self.writer.load(next(folder.whole()))
+        checkpoint = next(folder.whole())
+        return self.writer.load(checkpoint.about, checkpoint.path).failure
 
     def learning_rate(self) -> float:
         """Of the inner step that was taken last."""
