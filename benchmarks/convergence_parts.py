@@ -264,14 +264,24 @@ def frontier_part() -> list[Setting]:
 
 
 def long_part() -> list[Setting]:
-    """The frontier's run with four times as many steps, so with hundreds of exchanges."""
+    """The frontier's run with four times as many steps, so with hundreds of exchanges.
+
+    So long a run wants a lower inner rate than the one that was best in the shorter.
+    """
     momentum = outer(momentum=0.8)
-    return [
-        _exchanged(32, "fp32", of=LONG_STEPS, **momentum).changed(DATA_PARALLEL, **BEST_ALONE),
+    few_bytes = [
         _exchanged(40, "ec2", of=LONG_STEPS, **momentum),
         _exchanged(160, "ec2", of=LONG_STEPS, **momentum),
-        _exchanged(32, "topk256", of=LONG_STEPS, **SPARSE),
         _all_that_arrived(25, of=LONG_STEPS),
+    ]
+    return [
+        _exchanged(32, "fp32", of=LONG_STEPS, **momentum).changed(DATA_PARALLEL, **BEST_ALONE),
+        *few_bytes,
+        *(
+            each.changed(f"{each.name}, at 0.006", inner={"learning_rate": 6e-3})
+            for each in few_bytes
+        ),
+        _exchanged(32, "topk256", of=LONG_STEPS, **SPARSE),
         _exchanged(32, "int4", of=LONG_STEPS, **momentum),
         _exchanged(80, "int4", of=LONG_STEPS, **momentum),
         _exchanged(80, "ec1", of=LONG_STEPS, **momentum),
