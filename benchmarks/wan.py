@@ -165,7 +165,7 @@ def main() -> None:
     try:
         check_this_machine()
         cases = cases_of(chosen)
-        judge = Judge(cases[0].spec(contenders[0]))
+        judge = Judge(cases[0].shared_spec())
         for case in cases:
             rows: list[Measured] = []
             for contender in contenders:

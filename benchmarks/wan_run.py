@@ -74,6 +74,11 @@ class Case:
     def spec(self, contender: Contender) -> RunSpec:
         return validated(self.tables_of(contender), origin=f"the run file of {contender.name}")
 
+    def shared_spec(self) -> RunSpec:
+        """What all contenders are judged by."""
+        tables = {name: dict(table) for name, table in self.tables.items()}
+        return validated(tables, origin="the benchmark's run file")
+
 
 class Judge:
     """Measures the held-out loss of weights, for all contenders on the same samples."""

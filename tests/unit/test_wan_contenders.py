@@ -58,14 +58,21 @@ def test_every_contender_has_a_file_and_a_run_that_is_valid(contender: Contender
 
 
 def test_contenders_differ_in_how_they_exchange_only() -> None:
+    """And in what they evaluate themselves, which says nothing of how they are judged."""
     case = case_of()
+    own = {"exchange", "outer", "inner", "evaluation"}
     kept = {
-        contender.name: case.spec(contender).model_dump(exclude={"exchange", "outer", "inner"})
-        for contender in CONTENDERS
+        contender.name: case.spec(contender).model_dump(exclude=own) for contender in CONTENDERS
     }
     assert len({str(one) for one in kept.values()}) == 1
     inner = [case.spec(c).inner.model_dump(exclude={"learning_rate"}) for c in CONTENDERS]
     assert all(one == inner[0] for one in inner)
+
+
+def test_what_a_contender_evaluates_itself_does_not_change_the_judge() -> None:
+    case = case_of()
+    (own,) = {case.spec(c).evaluation.samples for c in CONTENDERS if c.is_atoll}
+    assert own < case.shared_spec().evaluation.samples
 
 
 def test_a_missing_peer_gets_a_row_with_what_to_type(
