@@ -13,6 +13,7 @@ import torch
 from rank_scene import initial_vectors, with_texts
 from structlog.testing import capture_logs
 from test_hosts import PATIENCE_SECONDS, folder_of, following, island_of, open_desk
+from test_restarts_of_ranks import SPEC as RESTARTED
 from test_restarts_of_ranks import ignore, work_of
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
@@ -24,22 +25,10 @@ from node.island.launcher import ProcessIsland
 from node.island.layout import layout_of
 from node.island.mesh_shape import MeshShape
 from node.outer_state import SharedVectors
-from protocol.run_spec import (
-    DataSection,
-    EvaluationSection,
-    InnerSection,
-    ModelSection,
-    RunSpec,
-)
+from protocol.run_spec import RunSpec
 
-# 24 × 40 matrices, 5 layers and 12 samples, so that parts differ in size, also on three hosts.
-SPEC = RunSpec(
-    model=ModelSection(
-        hidden_size=24, num_layers=5, num_heads=4, num_kv_heads=2, ffn_size=40, context=16
-    ),
-    data=DataSection(source="text", paths=("*.txt",), held_out=0.2),
-    inner=InnerSection(batch=12, learning_rate=1e-2, schedule="constant", warmup_tokens=0),
-    evaluation=EvaluationSection(samples=8),
+SPEC = RESTARTED.model_copy(  # a batch that three hosts can share as well as two
+    update={"inner": RESTARTED.inner.model_copy(update={"batch": 12})}
 )
 SHARDS, STAGES, TRIPLE = MeshShape(shard=2), MeshShape(pipeline=2), MeshShape(shard=3)
 FOUR = MeshShape(shard=2, tensor=2)
