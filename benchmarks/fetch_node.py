@@ -21,7 +21,13 @@ from node.exchange.donor import Donor
 from node.exchange.download import Download
 from node.exchange.snapshot import Snapshot
 from node.exchange.transport.libp2p import Libp2pTransport
-from node.exchange.transport.transport import TransferRefusedError, Want, WantChunk, WantManifest
+from node.exchange.transport.transport import (
+    Admission,
+    TransferRefusedError,
+    Want,
+    WantChunk,
+    WantManifest,
+)
 from node.heavy import in_thread
 from protocol.identity import Identity, node_id_of
 from protocol.payload import Payload, PayloadHeader
@@ -78,14 +84,8 @@ class Giving:
             case _:
                 return None
 
-    def admit(self, sender: NodeId, header: PayloadHeader) -> None:
+    def admit(self, sender: NodeId, header: PayloadHeader) -> Admission:
         raise TransferRefusedError(TAKES_NOTHING)
-
-    async def receive(self, sender: NodeId, payload: Payload) -> None:
-        raise TransferRefusedError(TAKES_NOTHING)
-
-    def abandoned(self, sender: NodeId, header: PayloadHeader) -> None:
-        """Nothing to do: nothing was admitted, so nothing is waited for."""
 
     def drop(self) -> None:
         self._donor.drop()

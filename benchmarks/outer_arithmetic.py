@@ -135,9 +135,7 @@ class RoundsOfOneNode:
         )
         for sender in self._ids:
             body = pending.bodies[0] if sender == self._ids[0] else self._arriving
-            reduction.take(
-                sender, _sealed(CONTRIBUTION, plan, own, sender, body, outer.uplink.name)
-            )
+            reduction.add(_sealed(CONTRIBUTION, plan, own, sender, body, outer.uplink.name))
         with stages.stage("reduce"):
             reduced = outer.result_of(reduction, plan.fragment)
         assert reduced is not None

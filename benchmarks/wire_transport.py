@@ -21,7 +21,7 @@ import structlog
 from benchmarks.ending import nothing_left
 from benchmarks.network_namespace import enter, loopback_counters
 from node.exchange.transport.libp2p import Libp2pTransport
-from node.exchange.transport.transport import Want, WantResult
+from node.exchange.transport.transport import Admission, Want, WantResult
 from protocol.identity import Identity
 from protocol.payload import CONTRIBUTION, RESULT, Payload, PayloadHeader
 from protocol.rounds import Digest, NodeId, PeerAddress, RosterEntry
@@ -37,13 +37,11 @@ class Desk:
 
     held: Payload | None = None
 
-    def admit(self, sender: NodeId, header: PayloadHeader) -> None:
+    def admit(self, sender: NodeId, header: PayloadHeader) -> Admission:
         """Admits all."""
+        return Admission(take=self._forget)
 
-    async def receive(self, sender: NodeId, payload: Payload) -> None:
-        """Forgets it."""
-
-    def abandoned(self, sender: NodeId, header: PayloadHeader) -> None:
+    async def _forget(self, payload: Payload) -> None:
         pass
 
     async def supply(self, sender: NodeId, want: Want) -> Payload | None:

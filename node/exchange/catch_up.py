@@ -18,9 +18,9 @@ import structlog
 from node.exchange.codecs.codec import CodecError
 from node.exchange.download import Download
 from node.exchange.fetching import Outcome, Schedule, fetch_pieces, fetch_seconds
+from node.exchange.fitting import check_fits
 from node.exchange.held_results import HeldResults
 from node.exchange.outer import Outer, Pending, UnequalBaseError
-from node.exchange.round import check_result_header
 from node.exchange.snapshot import Snapshot, SnapshotFolder
 from node.exchange.transport.transport import (
     FalseAnswerError,
@@ -237,7 +237,7 @@ class CatchUp:
             log.info("a donor refuses", peer=peer, why=str(error))
             return Outcome.REFUSED
         try:
-            check_result_header(payload.header, outcome.start, outcome.num_elements, self._outer)
+            check_fits(payload.header, outcome, self._outer.downlink)
         except TransferRefusedError as error:
             log.warning("a result is malformed", peer=peer, why=str(error))
             return Outcome.LACKING

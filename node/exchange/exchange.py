@@ -11,7 +11,6 @@ from functools import partial
 import structlog
 
 from node.exchange.catch_up import CatchUp
-from node.exchange.codecs.codec import CodecError
 from node.exchange.donor import Donor, State
 from node.exchange.held_results import HeldResults
 from node.exchange.outer import Outer, Pending
@@ -20,6 +19,7 @@ from node.exchange.reports import Report
 from node.exchange.round import ExchangeRound
 from node.exchange.snapshot import SnapshotError, SnapshotFolder
 from node.exchange.transport.transport import (
+    Admission,
     TransferRefusedError,
     Transport,
     Want,
@@ -29,7 +29,7 @@ from node.exchange.transport.transport import (
 )
 from node.heavy import Heavy
 from node.history import History
-from protocol.payload import CONTRIBUTION, RESULT, Payload, PayloadHeader
+from protocol.payload import Payload, PayloadHeader
 from protocol.rounds import Commit, Digest, NodeId, Plan, RosterEntry
 
 log = structlog.get_logger()
@@ -221,7 +221,7 @@ class Exchange:
 
     # What peers ask for (TransferHandler)
 
-    def admit(self, sender: NodeId, header: PayloadHeader) -> None:
+    def admit(self, sender: NodeId, header: PayloadHeader) -> Admission:
         """Decides on an offered payload by its header alone."""
         if header.run_digest != self._run_digest:
             raise TransferRefusedError(
@@ -229,32 +229,7 @@ class Exchange:
             )
         if self._round is None or self._round.plan.round != header.round:
             raise TransferRefusedError(f"round {header.round} is not open at this node")
-        if header.kind == CONTRIBUTION:
-            self._round.admit_contribution(sender, header)
-        elif header.kind == RESULT:
-            self._round.admit_result(sender, header)
-        else:
-            raise TransferRefusedError(f"a {header.kind_name} is fetched, never pushed")
-
-    async def receive(self, sender: NodeId, payload: Payload) -> None:
-        """Takes an admitted payload; the round may have closed meanwhile."""
-        if self._round is None or self._round.plan.round != payload.header.round:
-            raise TransferRefusedError(f"round {payload.header.round} has closed meanwhile")
-        if payload.header.kind == CONTRIBUTION:
-            self._round.take_contribution(sender, payload)
-            return
-        try:
-            await self._round.take_result(payload)
-        except CodecError as error:
-            log.warning("result refused", round=payload.header.round, sender=sender, why=str(error))
-            raise TransferRefusedError(f"the result does not decode: {error}") from error
-
-    def abandoned(self, sender: NodeId, header: PayloadHeader) -> None:
-        """An admitted payload will not come."""
-        if self._round is None or self._round.plan.round != header.round:
-            return
-        if header.kind == RESULT:
-            self._round.abandon_result(header)
+        return self._round.admit(sender, header)
 
     async def supply(self, sender: NodeId, want: Want) -> Payload | None:
         """A held result, or a part of an outer state."""

@@ -8,8 +8,9 @@ import numpy as np
 import structlog
 
 from node.exchange.codecs.codec import Codec
+from node.exchange.fitting import check_fits, place_of
 from node.exchange.mean import Encoded, UndecodableError, merged
-from node.exchange.transport.transport import TransferRefusedError
+from node.exchange.transport.transport import Admission, TransferRefusedError
 from node.outer_state import Vector
 from protocol.payload import RESULT, Payload, PayloadHeader
 from protocol.rounds import Assignment, Contributor, Digest, NodeId, Plan, Slice
@@ -48,23 +49,20 @@ class Reduction:
         self._contributions: dict[NodeId, Payload] = {}
         self._departed: frozenset[NodeId] = frozenset()
         self._is_closed = False
+        self._is_given_up = False
         self._time_limit: asyncio.Timeout | None = None
         self._complete = asyncio.Event()
 
-    def admit(self, sender: NodeId, header: PayloadHeader) -> None:
+    def admit(self, sender: NodeId, header: PayloadHeader) -> Admission:
         """Refuses a contribution that does not belong into the mean, before its body is read."""
-        place = f"slice {self.slice.index} of round {self._plan.round}"
+        place = place_of(header)
+        if header.sender_id != sender:
+            raise TransferRefusedError(
+                f"{sender} offers a contribution in the name of {header.sender_id}"
+            )
         if sender not in self._max_tokens:
             raise TransferRefusedError(f"{sender} takes no part in round {self._plan.round}")
-        if (header.start, header.num_elements) != (self.slice.start, self.slice.num_elements):
-            raise TransferRefusedError(
-                f"{place} holds elements {self.slice.start}+{self.slice.num_elements}, "
-                f"not {header.start}+{header.num_elements}"
-            )
-        if header.codec != self._uplink.name:
-            raise TransferRefusedError(f"{place} takes {self._uplink.name}, not {header.codec}")
-        if not self._uplink.admits(header.body_bytes, header.num_elements):
-            raise TransferRefusedError(f"{place} has no body of {header.body_bytes} bytes")
+        check_fits(header, self.slice, self._uplink)
         if not 0 < header.tokens <= self._max_tokens[sender]:
             raise TransferRefusedError(
                 f"{header.tokens} tokens for {place}, where at most {self._max_tokens[sender]} were assigned"
@@ -74,11 +72,17 @@ class Reduction:
             raise TransferRefusedError(f"{place} has another contribution of {sender} already")
         if known is None and self._is_closed:
             raise TransferRefusedError(f"{place} is already reduced")
+        return Admission(take=self._take)
 
-    def take(self, sender: NodeId, payload: Payload) -> None:
-        """Keeps an admitted contribution; one that comes too late is left to its sender's residual."""
+    async def _take(self, payload: Payload) -> None:
+        if self._is_given_up:
+            raise TransferRefusedError(f"{place_of(payload.header)} is not reduced here any more")
+        self.add(payload)
+
+    def add(self, contribution: Payload) -> None:
+        """Keeps a contribution; one that comes too late is left to its sender's residual."""
         if not self._is_closed:
-            self._contributions.setdefault(sender, payload)
+            self._contributions.setdefault(contribution.header.sender_id, contribution)
             self._check_complete()
 
     def depart(self, node_ids: Iterable[NodeId]) -> None:
@@ -99,6 +103,20 @@ class Reduction:
     def is_closed(self) -> bool:
         """Whether the mean is being taken: nothing more is collected."""
         return self._is_closed
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether nobody wants the result any more."""
+        return self._is_given_up
+
+    def give_up(self) -> None:
+        """Another node reduces the slice, or the round is over: contributions leave the memory.
+
+        A mean that is being taken meanwhile is of those that were here when it began.
+        """
+        self._is_given_up = self._is_closed = True
+        self._contributions = {}
+        self._complete.set()
 
     def extend(self, deadline: float) -> None:
         """Collects until then, by the loop's clock, unless that is earlier than before."""
@@ -140,14 +158,16 @@ class Reduction:
         Contributions are added in the order of node ids, so that equal contributions give equal
         bytes. One that does not decode is left out, and said. Heavy; call it once, when collected.
         """
+        contributions = self._contributions  # in a thread: the reduction may be given up meanwhile
         late_tokens = sum(self._max_tokens[sender] for sender in self.missing)
         contributors = [
-            Contributor(node_id=sender, tokens=self._contributions[sender].header.tokens)
-            for sender in sorted(self._contributions)
+            Contributor(node_id=sender, tokens=contributions[sender].header.tokens)
+            for sender in sorted(contributions)
         ]
         while contributors:
             try:
-                values = self._merged(contributors, merge, late_tokens)
+                bodies = [contributions[each.node_id].body for each in contributors]
+                values = self._merged(contributors, bodies, merge, late_tokens)
                 break
             except UndecodableError as error:  # then all is added anew: its tokens do not count
                 sender = contributors.pop(error.index).node_id
@@ -188,9 +208,10 @@ class Reduction:
             error=rounded_away,
         )
 
-    def _merged(self, contributors: list[Contributor], merge: Merge, late_tokens: int) -> Vector:
+    def _merged(
+        self, contributors: list[Contributor], bodies: list[bytes], merge: Merge, late_tokens: int
+    ) -> Vector:
         codec, size = self._uplink, self.slice.num_elements
-        bodies = (self._contributions[each.node_id].body for each in contributors)
         return merged(
             [
                 (each.tokens, Encoded(codec=codec, body=body, size=size))

@@ -10,12 +10,14 @@ from typing import Any
 import structlog
 
 from node.exchange.codecs.codec import CodecError
+from node.exchange.fitting import check_fits, place_of
 from node.exchange.held_results import HeldResults
 from node.exchange.outer import Outer, Pending
 from node.exchange.pushes import Pushes
 from node.exchange.reduction import Reduction, most_tokens
 from node.exchange.reports import Held, Reduced, Report
 from node.exchange.transport.transport import (
+    Admission,
     NotHeldError,
     PeerUnreachableError,
     TransferRefusedError,
@@ -24,7 +26,7 @@ from node.exchange.transport.transport import (
 )
 from node.heavy import Heavy
 from protocol.errors import BadDataError
-from protocol.payload import CONTRIBUTION, Payload, PayloadHeader
+from protocol.payload import CONTRIBUTION, RESULT, Payload, PayloadHeader
 from protocol.rounds import Commit, Digest, NodeId, Plan, Slice
 
 log = structlog.get_logger()
@@ -172,7 +174,7 @@ class ExchangeRound:
         index = contribution.header.slice_index
         reducer = self._slices[index].reducer_id
         if reducer == self._node_id:
-            self._reductions[index].take(self._node_id, contribution)
+            self._reductions[index].add(contribution)
             return
         attempt = self._attempts[index]
         self._contributions_out.start(
@@ -199,8 +201,8 @@ class ExchangeRound:
     async def _reduce(self, reduction: Reduction, deadline: float) -> None:
         await reduction.collected(deadline=deadline)
         index = reduction.slice.index
-        if self._reductions.get(index) is not reduction:
-            return  # another node has taken over
+        if reduction.is_given_up:
+            return
         log.debug("phase", phase="reducing", round=self.plan.round, slice=index)
         try:
             reduced = await self._heavy(
@@ -209,7 +211,7 @@ class ExchangeRound:
         except CodecError as error:  # finite contributions whose mean is not
             log.error("slice not reduced", round=self.plan.round, slice=index, why=str(error))
             reduced = None
-        if self._reductions.get(index) is not reduction:
+        if reduction.is_given_up:
             return
         if reduced is None:
             self._report(self.plan.round, Reduced(slice_index=index, digest=None, contributors=()))
@@ -231,7 +233,7 @@ class ExchangeRound:
                     deadline=self._deadline(self.plan.commit_seconds),
                     # Once the round is committed, who lacks it fetches it.
                     is_wanted=lambda peer=peer: (  # type: ignore[misc]
-                        peer not in self._departed and not self._is_closed
+                        peer not in self._departed and not reduction.is_given_up
                     ),
                 )
 
@@ -261,12 +263,13 @@ class ExchangeRound:
         log.info("slice taken over", round=self.plan.round, slice=index, reducer=reducer_id)
         self._held.drop(self.plan.round, index)  # the coordinator has given up on that result
         known = self._reductions.get(index)
-        if reducer_id != self._node_id:
-            self._reductions.pop(index, None)
-        elif known is not None and not known.is_closed:
+        if reducer_id == self._node_id and known is not None and not known.is_closed:
             known.extend(deadline)
         else:
-            self._begin_reduction(part, deadline)
+            if known is not None:
+                self._reductions.pop(index).give_up()
+            if reducer_id == self._node_id:
+                self._begin_reduction(part, deadline)
         if (contribution := self._contributions.get(index)) is not None:
             self._send(contribution, deadline)
 
@@ -289,8 +292,9 @@ class ExchangeRound:
                     max_body_bytes=self._outer.downlink.most_bytes(part.num_elements),
                     timeout_seconds=left,
                 )
-                check_result_header(payload.header, part.start, part.num_elements, self._outer)
-                await self._keep(payload)
+                check_fits(payload.header, part, self._outer.downlink)
+                await self._heavy(partial(self._outer.check_result, payload))
+                self._keep(payload)
                 return
             except (
                 NotHeldError,
@@ -302,57 +306,53 @@ class ExchangeRound:
 
     # What peers send
 
-    def admit_contribution(self, sender: NodeId, header: PayloadHeader) -> None:
-        """Refuses what does not belong to a slice that this node reduces."""
-        self._reduction_of(header).admit(sender, header)
+    def admit(self, sender: NodeId, header: PayloadHeader) -> Admission:
+        """Decides on an offered payload by its header alone."""
+        if header.kind == CONTRIBUTION:
+            reduction = self._reductions.get(header.slice_index)
+            if reduction is None or header.fragment != self.plan.fragment:
+                raise TransferRefusedError(f"this node does not reduce {place_of(header)}")
+            return reduction.admit(sender, header)
+        if header.kind == RESULT:
+            return self._admit_result(sender, header)
+        raise TransferRefusedError(f"a {header.kind_name} is fetched, never pushed")
 
-    def take_contribution(self, sender: NodeId, payload: Payload) -> None:
-        """Hands an admitted contribution to its slice."""
-        self._reduction_of(payload.header).take(sender, payload)
-
-    def _reduction_of(self, header: PayloadHeader) -> Reduction:
-        reduction = self._reductions.get(header.slice_index)
-        if reduction is None or header.fragment != self.plan.fragment:
-            raise TransferRefusedError(
-                f"this node does not reduce slice {header.slice_index} of round {header.round}"
-            )
-        return reduction
-
-    def admit_result(self, sender: NodeId, header: PayloadHeader) -> None:
-        """Refuses a result that does not come from who reduces the slice now."""
+    def _admit_result(self, sender: NodeId, header: PayloadHeader) -> Admission:
         part = self._slices.get(header.slice_index)
         if part is None or part.reducer_id != sender or header.sender_id != sender:
-            raise TransferRefusedError(
-                f"{sender} does not reduce slice {header.slice_index} of round {header.round}"
-            )
-        check_result_header(header, part.start, part.num_elements, self._outer)
+            raise TransferRefusedError(f"{sender} does not reduce {place_of(header)}")
+        check_fits(header, part, self._outer.downlink)
         self._arriving[part.index] += 1
+        return Admission(take=self._take_result, end=partial(self._end_arrival, part.index))
 
-    async def take_result(self, payload: Payload) -> None:
-        """Keeps an admitted result and reports it. Raises CodecError when it does not decode."""
-        index = payload.header.slice_index
-        if payload.header.sender_id != self._slices[index].reducer_id:
-            raise TransferRefusedError(f"another node has taken slice {index} over meanwhile")
-        held = self._held.get(self.plan.round, index)
-        if held is not None:
-            if held.digest == payload.digest:
-                return
-            raise TransferRefusedError(
-                f"another result of slice {index} of round {self.plan.round} is held already"
-            )
-        await self._keep(payload)
+    async def _take_result(self, payload: Payload) -> None:
+        """Keeps an admitted result and reports it, unless something has changed meanwhile."""
+        sender, place = payload.header.sender_id, place_of(payload.header)
+        try:
+            await self._heavy(lambda: self._outer.check_result(payload))
+        except CodecError as error:
+            log.warning("result refused", round=payload.header.round, sender=sender, why=str(error))
+            raise TransferRefusedError(f"the result does not decode: {error}") from error
+        if self._is_closed:
+            raise TransferRefusedError(f"round {payload.header.round} has closed meanwhile")
+        if sender != self._slices[payload.header.slice_index].reducer_id:
+            raise TransferRefusedError(f"another node has taken {place} over meanwhile")
+        held = self._held.get(self.plan.round, payload.header.slice_index)
+        if held is None:
+            self._keep(payload)
+        elif held.digest != payload.digest:
+            raise TransferRefusedError(f"another result of {place} is held already")
 
-    async def _keep(self, payload: Payload) -> None:
+    def _keep(self, payload: Payload) -> None:
         index = payload.header.slice_index
-        await self._heavy(lambda: self._outer.check_result(payload))
         self._held.hold(payload)
         log.debug("phase", phase="holding", round=self.plan.round, slice=index)
         self._report(self.plan.round, Held(slice_index=index, digest=payload.digest))
         self._arrivals_changed.set()
 
-    def abandon_result(self, header: PayloadHeader) -> None:
-        """An admitted result will not come: who waits for it need not wait longer."""
-        self._arriving[header.slice_index] -= 1
+    def _end_arrival(self, index: int) -> None:
+        """Nothing more comes of a push: who waits for it need not wait longer."""
+        self._arriving[index] -= 1
         self._arrivals_changed.set()
 
     async def await_pushed(self, commit: Commit) -> None:
@@ -380,6 +380,8 @@ class ExchangeRound:
         Results that we are pushing go on their way, and hold nothing else of the round in memory.
         """
         self._is_closed = True
+        for reduction in self._reductions.values():
+            reduction.give_up()
         self._reductions.clear()
         self._contributions.clear()
         await self._contributions_out.stop()
@@ -387,16 +389,3 @@ class ExchangeRound:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def check_result_header(header: PayloadHeader, start: int, num_elements: int, outer: Outer) -> None:
-    """Refuses a result whose place, codec or size is not what the slice must have."""
-    place = f"slice {header.slice_index} of round {header.round}"
-    if (header.start, header.num_elements) != (start, num_elements):
-        raise TransferRefusedError(
-            f"{place} holds elements {start}+{num_elements}, not {header.start}+{header.num_elements}"
-        )
-    if header.codec != outer.downlink.name:
-        raise TransferRefusedError(f"{place} comes in {outer.downlink.name}, not {header.codec}")
-    if not outer.downlink.admits(header.body_bytes, num_elements):
-        raise TransferRefusedError(f"{place} has no body of {header.body_bytes} bytes")

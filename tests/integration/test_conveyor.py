@@ -61,7 +61,7 @@ async def test_what_broke_off_is_offered_anew_and_admitted_anew() -> None:
     with pytest.raises(ConnectionError):
         await link.push(payload)
     await link.settle()
-    assert link.desk.abandoned_headers == [payload.header]
+    assert link.desk.ended == [payload.header]
     link.desk.max_body_bytes = 0
     with pytest.raises(TransferRefusedError, match="too many"):
         await link.push(payload)
@@ -150,7 +150,7 @@ async def test_a_payload_that_is_offered_again_takes_the_place_of_its_stalled_of
         assert link.desk.received == [(SENDER, payload)]
         with pytest.raises((EOFError, OSError)):
             await stalled.receive(wire.TransferResponse)
-    assert link.desk.abandoned_headers == [payload.header]
+    assert link.desk.ended == [payload.header] * 2  # the stalled one, and the one that came
 
 
 def test_what_broke_off_is_kept_for_a_while_and_little_of_one_sender() -> None:

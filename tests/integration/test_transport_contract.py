@@ -19,7 +19,7 @@ from node.exchange.transport.transport import (
     WantManifest,
 )
 from protocol.identity import Identity
-from protocol.payload import CHUNK, CONTRIBUTION, MANIFEST, RESULT, Payload
+from protocol.payload import CHUNK, CONTRIBUTION, MANIFEST, Payload
 from protocol.wire_count import WireCounts
 
 SECONDS = 20.0
@@ -170,15 +170,6 @@ async def test_who_is_not_on_the_roster_is_refused(swarm: Swarm) -> None:
         await push(other, one, make_payload())
     assert not other.desk.admitted
     assert not other.desk.wanted
-
-
-async def test_nobody_contributes_in_anothers_name(swarm: Swarm) -> None:
-    one, other = await swarm.pair()
-    with pytest.raises(TransferRefusedError, match="in the name of"):
-        await push(one, other, make_payload(CONTRIBUTION, sender_id=other.node_id))
-    assert not other.desk.admitted
-    # A result may be passed on by any holder: the commit names its digest.
-    await push(one, other, make_payload(RESULT, sender_id=other.node_id))
 
 
 async def test_an_answer_larger_than_allowed_is_not_read(swarm: Swarm) -> None:

@@ -6,7 +6,13 @@ from dataclasses import dataclass, field
 
 from node.exchange.transport.frames import Limits
 from node.exchange.transport.libp2p import Libp2pTransport
-from node.exchange.transport.transport import TransferRefusedError, Transport, Want, WantResult
+from node.exchange.transport.transport import (
+    Admission,
+    TransferRefusedError,
+    Transport,
+    Want,
+    WantResult,
+)
 from protocol.identity import Identity, peer_id_of
 from protocol.payload import RESULT, Payload, PayloadHeader
 from protocol.rounds import Digest, NodeId, PeerAddress, RosterEntry
@@ -47,25 +53,24 @@ class Desk:
     gate: asyncio.Event | None = None
     has_admitted: asyncio.Event = field(default_factory=asyncio.Event)
     admitted: list[PayloadHeader] = field(default_factory=list)
-    abandoned_headers: list[PayloadHeader] = field(default_factory=list)
+    ended: list[PayloadHeader] = field(default_factory=list)
     received: list[tuple[NodeId, Payload]] = field(default_factory=list)
     wanted: list[Want] = field(default_factory=list)
 
-    def admit(self, sender: NodeId, header: PayloadHeader) -> None:
+    def admit(self, sender: NodeId, header: PayloadHeader) -> Admission:
         if header.body_bytes > self.max_body_bytes:
             raise TransferRefusedError(f"{header.body_bytes} bytes are too many")
         self.admitted.append(header)
         self.has_admitted.set()
 
-    async def receive(self, sender: NodeId, payload: Payload) -> None:
-        if self.gate is not None:
-            await self.gate.wait()
-        if self.fault is not None:
-            raise self.fault
-        self.received.append((sender, payload))
+        async def take(payload: Payload) -> None:
+            if self.gate is not None:
+                await self.gate.wait()
+            if self.fault is not None:
+                raise self.fault
+            self.received.append((sender, payload))
 
-    def abandoned(self, sender: NodeId, header: PayloadHeader) -> None:
-        self.abandoned_headers.append(header)
+        return Admission(take=take, end=lambda: self.ended.append(header))
 
     async def supply(self, sender: NodeId, want: Want) -> Payload | None:
         self.wanted.append(want)

@@ -114,7 +114,7 @@ class World:
                         body = pending.bodies[part.index]
                         tokens = drawn["tokens"][node_id]
                         payload = contribution(plan, part.index, node_id, body, tokens)
-                        reduction.take(node_id, payload)
+                        reduction.add(payload)
                 result = self.outers[reducer].result_of(reduction, 0)
                 if result is not None:
                     self.outers[reducer].note_result(result)

@@ -15,7 +15,7 @@ from node.exchange.download import Download
 from node.exchange.manifest import Manifest
 from node.exchange.snapshot import Snapshot
 from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
-from node.exchange.transport.transport import Want, WantChunk, WantManifest
+from node.exchange.transport.transport import Admission, Want, WantChunk, WantManifest
 from node.heavy import in_place
 from protocol.payload import Payload, PayloadHeader
 from protocol.rounds import Digest, NodeId, PeerAddress, RosterEntry
@@ -109,13 +109,7 @@ class DonorNode:
             return await self.misbehave(want, self.honestly)
         return await self.honestly(want)
 
-    def admit(self, sender: NodeId, header: PayloadHeader) -> None:
-        raise AssertionError("nobody pushes here")
-
-    async def receive(self, sender: NodeId, payload: Payload) -> None:
-        raise AssertionError("nobody pushes here")
-
-    def abandoned(self, sender: NodeId, header: PayloadHeader) -> None:
+    def admit(self, sender: NodeId, header: PayloadHeader) -> Admission:
         raise AssertionError("nobody pushes here")
 
     # Ways to misbehave

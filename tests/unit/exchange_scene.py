@@ -224,6 +224,14 @@ class Node:
         self.outer._published[:] = self.outer._parameters - np.float32(1) * work
         await self.exchange.contribute(tokens)
 
+    async def receive(self, sender: NodeId, payload: Payload) -> None:
+        """As a transport does it: the payload is offered, and comes whole."""
+        admission = self.exchange.admit(sender, payload.header)
+        try:
+            await admission.take(payload)
+        finally:
+            admission.end()
+
     def reported(self, kind: type[Report], round: int) -> list[Any]:
         return [report for r, report in self.reports if r == round and isinstance(report, kind)]
 

@@ -14,13 +14,14 @@ from node.exchange.manifest import Manifest
 from node.exchange.reports import Held, Reduced
 from node.exchange.snapshot import SnapshotFolder
 from node.exchange.transport.transport import (
+    Admission,
     TransferRefusedError,
     WantChunk,
     WantManifest,
     WantResult,
 )
-from protocol.payload import Payload
-from protocol.rounds import BLOCK, Digest, cut_into_slices
+from protocol.payload import Payload, PayloadHeader
+from protocol.rounds import BLOCK, Digest, NodeId, cut_into_slices
 from tests.unit.exchange_scene import (
     CONTRIBUTE_SECONDS,
     NUM_ELEMENTS,
@@ -28,6 +29,7 @@ from tests.unit.exchange_scene import (
     B,
     C,
     Scene,
+    contribution_of,
     in_virtual_time,
     plan_for,
     result_of,
@@ -177,11 +179,11 @@ async def test_a_result_is_only_taken_from_its_reducer_and_as_the_plan_says() ->
 async def test_a_second_result_of_a_slice_is_refused_and_the_same_one_is_not() -> None:
     scene = await Scene.of(A, B, C)
     await scene.open_round(1, A, B, C)
-    desk, first = scene.nodes[A].exchange, result_of(VALUES, sender_id=B, index=1)
-    await desk.receive(B, first)
-    await desk.receive(B, first)
+    node, first = scene.nodes[A], result_of(VALUES, sender_id=B, index=1)
+    await node.receive(B, first)
+    await node.receive(B, first)
     with pytest.raises(TransferRefusedError, match="another result"):
-        await desk.receive(B, result_of(2 * VALUES, sender_id=B, index=1))
+        await node.receive(B, result_of(2 * VALUES, sender_id=B, index=1))
     assert scene.nodes[A].reported(Held, 1) == [Held(slice_index=1, digest=first.digest)]
     await scene.stop()
 
@@ -191,8 +193,24 @@ async def test_a_result_that_does_not_decode_is_not_reported_as_held() -> None:
     scene = await Scene.of(A, B, C)
     await scene.open_round(1, A, B, C)
     with pytest.raises(TransferRefusedError, match="does not decode"):
-        await scene.nodes[A].exchange.receive(B, result_of(np.nan * VALUES, sender_id=B, index=1))
+        await scene.nodes[A].receive(B, result_of(np.nan * VALUES, sender_id=B, index=1))
     assert not scene.nodes[A].reports
+    await scene.stop()
+
+
+@in_virtual_time
+async def test_what_was_admitted_is_refused_when_it_comes_after_the_round() -> None:
+    scene = await Scene.of(A, B, C)
+    await scene.open_round(1, A, B, C)
+    node = scene.nodes[A]
+    result = result_of(VALUES, sender_id=B, index=1)
+    contribution = contribution_of(VALUES.astype("<f4").tobytes(), sender_id=B)
+    under_way = [(node.exchange.admit(B, p.header), p) for p in (result, contribution)]
+    await node.exchange.stop()
+    for admission, payload in under_way:
+        with pytest.raises(TransferRefusedError, match=r"closed meanwhile|any more"):
+            await admission.take(payload)
+    assert not node.reports
     await scene.stop()
 
 
@@ -207,11 +225,11 @@ async def test_a_push_that_breaks_off_after_the_commit_is_fetched_from_another_h
     await asyncio.sleep(CONTRIBUTE_SECONDS + 1)  # C lacks A's slice, and A lacks C's
     commit = scene.close_round(plan)
     header = result_of(VALUES, sender_id=A).header
-    scene.nodes[C].exchange.admit(A, header)  # A's push has begun …
+    admission = scene.nodes[C].exchange.admit(A, header)  # A's push has begun …
     applying = asyncio.create_task(scene.nodes[C].exchange.apply(commit))
     await asyncio.sleep(3)
     assert not applying.done()
-    scene.nodes[C].exchange.abandoned(A, header)  # … and breaks off
+    admission.end()  # … and breaks off
     await asyncio.sleep(1)
     assert applying.done()
     assert scene.nodes[C].outer.round == 1
@@ -222,13 +240,21 @@ async def test_a_push_that_breaks_off_after_the_commit_is_fetched_from_another_h
 async def test_a_broken_push_is_announced_to_its_receiver() -> None:
     scene = await Scene.of(A, B)
     await scene.open_round(1, A, B)
-    heard: list[Any] = []
-    scene.nodes[B].exchange.abandoned = lambda *told: heard.append(told)  # type: ignore[method-assign]
+    told: list[NodeId] = []
+
+    def admit(sender: NodeId, header: PayloadHeader) -> Admission:
+        return Admission(take=_never, end=lambda: told.append(sender))
+
+    scene.nodes[B].exchange.admit = admit  # type: ignore[method-assign]
     payload = Payload(header=result_of(VALUES, sender_id=A).header, body=bytes(4 * BLOCK))
     with pytest.raises(TransferRefusedError, match="damaged"):
         await scene.nodes[A].transport.push(B, payload, timeout_seconds=1)
-    assert [sender for sender, _ in heard] == [A]
+    assert told == [A]
     await scene.stop()
+
+
+async def _never(payload: Payload) -> None:
+    raise AssertionError("it is damaged")
 
 
 @pytest.mark.parametrize("after_seconds", [1, CONTRIBUTE_SECONDS + 1])

@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 
 from node.exchange.reports import Held, Reduced
+from node.exchange.round import ARRIVING_SECONDS
 from node.exchange.transport.transport import TransferRefusedError
 from protocol.rounds import BLOCK, Digest, NodeId, Plan
 from tests.unit.exchange_scene import (
     COMMIT_SECONDS,
+    CONTRIBUTE_SECONDS,
     TOKENS,
     A,
     B,
@@ -115,17 +117,37 @@ async def test_a_slice_that_comes_back_to_its_reducer_keeps_what_it_was_sent() -
 async def test_the_former_reducers_result_is_dropped_and_refused() -> None:
     scene = await Scene.of(A, B, C)
     await scene.open_round(1, A, B, C)
-    desk = scene.nodes[A].exchange
-    await desk.receive(B, result_of(VALUES, sender_id=B, index=1))
+    node, old = scene.nodes[A], result_of(VALUES, sender_id=B, index=1)
+    under_way = node.exchange.admit(B, old.header)
+    await node.receive(B, old)
     hand_over(scene, A, index=1, to=C)
     with pytest.raises(TransferRefusedError, match="does not reduce"):
-        desk.admit(B, result_of(VALUES, sender_id=B, index=1).header)
-    with pytest.raises(TransferRefusedError, match="taken slice 1 over"):  # it was under way
-        await desk.receive(B, result_of(VALUES, sender_id=B, index=1))
+        node.exchange.admit(B, old.header)
+    with pytest.raises(TransferRefusedError, match="taken slice 1 of round 1 over"):
+        await under_way.take(old)
     new = result_of(2 * VALUES, sender_id=C, index=1)
-    desk.admit(C, new.header)
-    await desk.receive(C, new)
+    await node.receive(C, new)
     assert scene.nodes[A].reported(Held, 1)[-1] == Held(slice_index=1, digest=new.digest)
+    await scene.stop()
+
+
+@in_virtual_time
+async def test_a_result_that_has_come_and_was_dropped_is_not_waited_for_as_if_it_were_coming() -> (
+    None
+):
+    scene = await Scene.of(A, B, C)
+    plan = await scene.open_round(1, A, B, C)
+    scene.network.cut(A, C)
+    await scene.nodes[A].receive(B, result_of(VALUES, sender_id=B, index=1))
+    hand_over(scene, A, B, C, index=1, to=C)
+    for node in scene.nodes.values():
+        await node.contribute(1.0)
+    await asyncio.sleep(CONTRIBUTE_SECONDS + 1)
+    commit = scene.close_round(with_reducer(plan, 1, C))
+    assert commit.slices[1].digest is not None  # which A lacks: C's push does not come through
+    committed_at = asyncio.get_running_loop().time()
+    await scene.nodes[A].exchange.apply(commit)
+    assert asyncio.get_running_loop().time() - committed_at < ARRIVING_SECONDS
     await scene.stop()
 
 
@@ -134,7 +156,7 @@ async def test_an_offered_result_is_fetched_from_whoever_of_its_holders_delivers
     scene = await Scene.of(A, B, C)
     await scene.open_round(1, A, B, C)
     result = result_of(VALUES, sender_id=B, index=1)
-    await scene.nodes[C].exchange.receive(B, result)
+    await scene.nodes[C].receive(B, result)
     for offered in (result.digest, result.digest):  # said twice, fetched once
         scene.nodes[A].exchange.tell(
             1, lambda round_, digest=offered: round_.fetch_offered(1, digest, (B, C))

@@ -141,9 +141,7 @@ def reduced_by(outer: Outer, pending: Pending, *, index: int) -> Payload:
     bodies = {A: pending.bodies[index], B: outer.uplink.encode(OTHERS)}
     for sender, body in bodies.items():
         header = result_of(ONES, sender_id=sender, index=index).header
-        reduction.take(
-            sender, Payload(header=replace(header, tokens=1 if sender == A else 3), body=body)
-        )
+        reduction.add(Payload(header=replace(header, tokens=1 if sender == A else 3), body=body))
     result = outer.result_of(reduction, 0)
     assert result is not None
     outer.note_result(result)

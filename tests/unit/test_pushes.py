@@ -6,7 +6,7 @@ from structlog.testing import capture_logs
 
 from node.exchange.pushes import Pushes
 from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
-from node.exchange.transport.transport import TransferRefusedError, Want
+from node.exchange.transport.transport import Admission, TransferRefusedError, Want
 from protocol.payload import Payload, PayloadHeader
 from protocol.rounds import NodeId, PeerAddress, RosterEntry
 from protocol.wire_count import WireCounts
@@ -30,15 +30,13 @@ class Taker:
         self.open_rounds = {1, 2}
         self.taken: list[tuple[int, int]] = []
 
-    def admit(self, sender: NodeId, header: PayloadHeader) -> None:
+    def admit(self, sender: NodeId, header: PayloadHeader) -> Admission:
         if header.round not in self.open_rounds:
             raise TransferRefusedError(f"round {header.round} is not open here")
+        return Admission(take=self._take)
 
-    async def receive(self, sender: NodeId, payload: Payload) -> None:
+    async def _take(self, payload: Payload) -> None:
         self.taken.append((payload.header.round, payload.header.slice_index))
-
-    def abandoned(self, sender: NodeId, header: PayloadHeader) -> None:
-        pass
 
     async def supply(self, sender: NodeId, want: Want) -> Payload | None:
         return None

@@ -45,7 +45,7 @@ def contribution(sender: NodeId, value: float, *, tokens: int = TOKENS) -> Paylo
 def give(reduction: Reduction, *payloads: Payload) -> None:
     for payload in payloads:
         reduction.admit(payload.header.sender_id, payload.header)
-        reduction.take(payload.header.sender_id, payload)
+        reduction.add(payload)
 
 
 def mean_of(reduction: Reduction) -> tuple[Payload, tuple[Contributor, ...]]:
@@ -90,13 +90,28 @@ def test_a_stranger_to_the_round_is_refused() -> None:
         reduction_at_a().admit(stranger, contribution(stranger, 1).header)
 
 
+def test_nobody_contributes_in_anothers_name() -> None:
+    with pytest.raises(TransferRefusedError, match="b offers a contribution in the name of c"):
+        reduction_at_a().admit(B, contribution(C, 1).header)
+
+
+async def test_what_was_admitted_is_refused_when_it_comes_after_the_slice_was_given_up() -> None:
+    reduction, payload = reduction_at_a(), contribution(B, 1)
+    admission = reduction.admit(B, payload.header)
+    give(reduction, contribution(A, 1))
+    reduction.give_up()
+    with pytest.raises(TransferRefusedError, match="not reduced here any more"):
+        await admission.take(payload)
+    assert reduction.result(downlink=FP32, run_digest=RUN, node_id=A) is None  # nothing is kept
+
+
 def test_a_node_cannot_change_its_contribution_and_may_repeat_it() -> None:
     reduction = reduction_at_a()
     reduction.depart([A, C])
     give(reduction, contribution(B, 1), contribution(B, 1))
     with pytest.raises(TransferRefusedError, match="already"):
         give(reduction, contribution(B, 2))
-    reduction.take(B, contribution(B, 2))  # two that were admitted at the same time
+    reduction.add(contribution(B, 2))  # two that were admitted at the same time
     payload, contributors = mean_of(reduction)
     assert FP32.decode(payload.body, BLOCK)[0] == 1
     assert contributors == (Contributor(node_id=B, tokens=TOKENS),)
@@ -150,12 +165,12 @@ def test_the_merge_is_the_runs() -> None:
     values = np.zeros(BLOCK, dtype="<f4")
     values[0] = 4
     lone = replace(apart, body=values.tobytes())
-    reduction.take(B, lone)
-    reduction.take(C, contribution(C, 0))
+    reduction.add(lone)
+    reduction.add(contribution(C, 0))
     reduced = reduction.result(downlink=FP32, run_digest=RUN, node_id=A, merge="norm-preserving")
     assert reduced is not None
     assert FP32.decode(reduced.payload.body, BLOCK)[0] == 2  # one of two is as long as the mean
-    reduction.take(A, replace(apart, body=np.roll(values, 1).tobytes()))
+    reduction.add(replace(contribution(A, 0), body=np.roll(values, 1).tobytes()))
     reduced = reduction.result(downlink=FP32, run_digest=RUN, node_id=A, merge="norm-preserving")
     assert reduced is not None
     merged = FP32.decode(reduced.payload.body, BLOCK)
@@ -200,7 +215,7 @@ async def test_it_waits_for_nobody_who_is_gone_and_for_others_to_the_deadline() 
     late = contribution(C, 1)
     with pytest.raises(TransferRefusedError, match="already reduced"):
         waiting.admit(C, late.header)
-    waiting.take(C, late)  # admitted just before the deadline
+    waiting.add(late)  # admitted just before the deadline
     _, contributors = mean_of(waiting)
     assert [c.node_id for c in contributors] == [A, B]
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
-from node.exchange.transport.transport import PeerUnreachableError, Want
+from node.exchange.transport.transport import Admission, PeerUnreachableError, Want
 from protocol.payload import RESULT, Payload, PayloadHeader
 from protocol.rounds import Digest, NodeId, PeerAddress, RosterEntry
 from protocol.wire_count import WireCounts
@@ -34,16 +34,13 @@ class Gate:
         self.has_begun = asyncio.Event()
         self.received: list[Payload] = []
 
-    def admit(self, sender: NodeId, header: PayloadHeader) -> None:
-        pass
+    def admit(self, sender: NodeId, header: PayloadHeader) -> Admission:
+        return Admission(take=self._take)
 
-    async def receive(self, sender: NodeId, payload: Payload) -> None:
+    async def _take(self, payload: Payload) -> None:
         self.has_begun.set()
         await self.is_open.wait()
         self.received.append(payload)
-
-    def abandoned(self, sender: NodeId, header: PayloadHeader) -> None:
-        pass
 
     async def supply(self, sender: NodeId, want: Want) -> Payload | None:
         return None

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from node.exchange.transport.frames import WIRE_KINDS_BY_PAYLOAD
 from node.exchange.transport.link_rates import LinkMeter, LinkRates
-from node.exchange.transport.serving import check_answer, check_offer, refusing_on_fault
+from node.exchange.transport.serving import check_answer, refusing_on_fault
 from node.exchange.transport.transport import (
     FalseAnswerError,
     NotHeldError,
@@ -140,17 +140,16 @@ class MemoryTransport:
         async with _deadline(peer, timeout_seconds):
             callee = await self._ask(peer)
             with refusing_on_fault(self.node_id):
-                check_offer(callee.handler, self.node_id, header)
+                admission = callee.handler.admit(self.node_id, header)
             try:
                 await self._pass(callee, payload)
                 try:
                     arrived = Payload.verified(header, payload.body)
                 except PayloadError as error:
                     raise TransferRefusedError(str(error)) from error
-                await self._handled_by(callee, callee.handler.receive(self.node_id, arrived))
-            except BaseException:
-                callee.handler.abandoned(self.node_id, header)
-                raise
+                await self._handled_by(callee, admission.take(arrived))
+            finally:
+                admission.end()
 
     async def fetch(
         self, peer: NodeId, want: Want, *, max_body_bytes: int, timeout_seconds: float

@@ -1,8 +1,8 @@
 """Both ends of a transfer over one stream, and who may open one.
 
-Here live the rules that every transport keeps: the sender of a contribution is who it says, a
-body is admitted before it is read, an answer is what was asked for. How a stream comes to be, and
-whether its other end is a member, is the transport's business.
+Here live the rules that every transport keeps: a body is admitted before it is read, an answer is
+what was asked for. How a stream comes to be, and whether its other end is a member, is the
+transport's business.
 """
 
 import asyncio
@@ -29,7 +29,6 @@ from node.exchange.transport.transport import (
 )
 from protocol.payload import (
     CHUNK,
-    CONTRIBUTION,
     MANIFEST,
     RESULT,
     Payload,
@@ -45,19 +44,6 @@ Verify = Callable[[PayloadHeader, bytes], Awaitable[Payload]]
 """Payload.verified, off the event loop where that pays; raises PayloadError."""
 
 _log = structlog.get_logger(__name__)
-
-
-def check_offer(handler: TransferHandler, sender: NodeId, header: PayloadHeader) -> None:
-    """Decides on an offer before its body is read; raises TransferRefusedError.
-
-    A contribution is only taken from the node that it speaks for. Results and states may come
-    from anyone who holds them: a digest on the coordinator's record vouches for them.
-    """
-    if header.kind == CONTRIBUTION and header.sender_id != sender:
-        raise TransferRefusedError(
-            f"{sender} offers a contribution in the name of {header.sender_id}"
-        )
-    handler.admit(sender, header)
 
 
 def check_answer(want: Want, header: PayloadHeader, *, max_body_bytes: int) -> None:
@@ -235,7 +221,7 @@ async def _take(
     header = PayloadHeader.decode(offer.header)
     stream.carries(header.kind)
     with refusing_on_fault(sender):
-        check_offer(handler, sender, header)
+        admission = handler.admit(sender, header)
     try:
         with stream.tally.receiving():
             async with asyncio.timeout(limits.whole_seconds(header.body_bytes)):
@@ -246,10 +232,9 @@ async def _take(
                     body = await _receive_body(stream, header)
         payload = await verify(header, body)
         with refusing_on_fault(sender):
-            await handler.receive(sender, payload)
-    except BaseException:
-        handler.abandoned(sender, header)
-        raise
+            await admission.take(payload)
+    finally:
+        admission.end()
     await stream.send(wire.TransferResponse(status=wire.TRANSFER_STATUS_RECEIVED))
 
 

@@ -4,6 +4,7 @@ Two transports implement it: node.exchange.transport.libp2p over the network, an
 node.exchange.transport.memory within one process. One contract test suite runs against both.
 """
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -66,21 +67,29 @@ class WantChunk:
 Want = WantResult | WantManifest | WantChunk
 
 
+def _do_nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """One payload that may come: made by who will take it, held by the transport until it is here."""
+
+    take: Callable[[Payload], Awaitable[None]]
+    """Takes the payload, which is whole and has the right digest. Raises TransferRefusedError."""
+    end: Callable[[], None] = _do_nothing
+    """Nothing more comes of it: it was taken, broke off, or was damaged or refused. Called once."""
+
+
 class TransferHandler(Protocol):
     """What a node does with transfers that its peers begin."""
 
-    def admit(self, sender: NodeId, header: PayloadHeader) -> None:
+    def admit(self, sender: NodeId, header: PayloadHeader) -> Admission:
         """Decides on an offered payload before a byte of its body is read.
 
         Raises TransferRefusedError with the reason. Must check body_bytes: the transport
-        allocates that much.
+        allocates that much. And, where it matters whom the payload speaks for, sender_id.
         """
-
-    async def receive(self, sender: NodeId, payload: Payload) -> None:
-        """Takes a payload that was admitted and whose digest is right."""
-
-    def abandoned(self, sender: NodeId, header: PayloadHeader) -> None:
-        """A payload that was admitted will not come: it broke off, or was damaged or refused."""
 
     async def supply(self, sender: NodeId, want: Want) -> Payload | None:
         """The payload that a peer asks for, or None when it is not held."""
