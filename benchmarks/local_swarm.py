@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from node.exchange.outer import Outer, Pending
+from node.exchange.outer import Outer
 from node.exchange.reduction import Reduction
 from node.island.corpus import Corpus
 from node.island.first_weights import initial_parameters
@@ -21,7 +21,7 @@ from node.island.island import InnerWork
 from node.island.layout import layout_of
 from node.island.mesh import Mesh
 from node.island.trainer import Trainer
-from protocol.payload import CONTRIBUTION, Payload
+from protocol.payload import Payload
 from protocol.rounds import Assignment, Commit, NodeId, Plan, Slice, SliceOutcome, cut_into_slices
 from protocol.run_spec import RunSpec, validated
 
@@ -77,28 +77,12 @@ class LocalNode:
         self.trainer.train(work, lambda progress: None)
         self.trainer.publish(self.published, 0)
 
-    def contributions(self, plan: Plan, tokens: int) -> tuple[Pending, dict[int, Payload]]:
-        """What it owes, and that as it is sent, by slice."""
-        pending = self.outer.accumulate(round=plan.round, fragment=0)
-        sent: dict[int, Payload] = {}
-        for part in plan.slices:
-            values = pending.accumulated[part.start : part.start + part.num_elements]
-            body = pending.bodies[part.index] = self.outer.uplink.encode(values)
-            self.contributed_bytes += len(body)
-            sent[part.index] = Payload.seal(
-                kind=CONTRIBUTION,
-                run_digest=bytes(32),  # type: ignore[arg-type]
-                round=plan.round,
-                fragment=0,
-                slice_index=part.index,
-                start=part.start,
-                num_elements=part.num_elements,
-                codec=self.outer.uplink.name,
-                tokens=tokens,
-                sender_id=self.node_id,
-                body=body,
-            )
-        return pending, sent
+    def contributions(self, plan: Plan, tokens: int) -> dict[int, Payload]:
+        """What it owes, as it is sent, by slice."""
+        self.outer.accumulate(round=plan.round, fragment=0)
+        sent = {p.index: self.outer.contribution_to(plan, p, tokens) for p in plan.slices}
+        self.contributed_bytes += sum(len(payload.body) for payload in sent.values())
+        return sent
 
 
 def train_swarm(setting: Setting, spec: RunSpec, corpus: Corpus) -> Trained:
@@ -163,9 +147,9 @@ def exchange(plan: Plan, nodes: Sequence[LocalNode], *, tokens: int, late: set[N
             uplink=outer.uplink,
             max_tokens={assignment.node_id: tokens for assignment in plan.assignments},
         )
-        for node_id, (_, payloads) in sent.items():
+        for node_id, payloads in sent.items():
             if node_id not in late:
-                reduction.take(node_id, payloads[part.index])
+                reduction.add(payloads[part.index])
         result = outer.result_of(reduction, 0)
         assert result is not None, "somebody is in time"
         outer.note_result(result)
@@ -175,8 +159,8 @@ def exchange(plan: Plan, nodes: Sequence[LocalNode], *, tokens: int, late: set[N
     commit = Commit(
         round=plan.round, fragment=0, base_digest=plan.base_digest, slices=tuple(outcomes)
     )
-    for node_id, (pending, _) in sent.items():
-        by_id[node_id].outer.apply(commit, results, pending)
+    for node in nodes:
+        node.outer.apply(commit, results)
 
 
 def parts_of(corpus: Corpus, num_parts: int) -> list[Corpus]:

@@ -150,7 +150,7 @@ class RoundsOfOneNode:
             results[part.index] = payload
         commit = self._commit(plan, results)
         with stages.stage("apply"):
-            outer.apply(commit, results, pending)
+            outer.apply(commit, results)
         stages.seconds["apply"] -= stages.seconds["settle"] + stages.seconds["digest"]
 
     def _plan(self, round: int) -> Plan:
@@ -215,7 +215,7 @@ def measured(rounds: RoundsOfOneNode, *, values: int, repeats: int, threads: int
     clock = time.thread_time if threads == 1 else time.perf_counter
     source, target = np.ones(values, dtype=np.float32), np.zeros(values, dtype=np.float32)
     stages = Stages(clock)
-    stages.watch(rounds.outer, "_settle", "settle")
+    stages.watch(rounds.outer._owing, "settle", "settle")
     stages.watch(rounds.outer._digest, "renew", "digest")
     found = []
     for _ in range(repeats + 1):

@@ -89,6 +89,11 @@ class Layout:
         """Elements of the whole model."""
         return sum(fragment.num_elements for fragment in self.fragments)
 
+    def span_of(self, fragment: int, start: int, num_elements: int) -> slice:
+        """Where a slice of a fragment lies in the canonical vector."""
+        start += self.fragments[fragment].start
+        return slice(start, start + num_elements)
+
     def summary(self) -> LayoutSummary:
         """What the coordinator compares between nodes."""
         hasher = blake3.blake3()

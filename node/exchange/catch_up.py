@@ -20,7 +20,7 @@ from node.exchange.download import Download
 from node.exchange.fetching import Outcome, Schedule, fetch_pieces, fetch_seconds
 from node.exchange.fitting import check_fits
 from node.exchange.held_results import HeldResults
-from node.exchange.outer import Outer, Pending, UnequalBaseError
+from node.exchange.outer import Outer, UnequalBaseError
 from node.exchange.snapshot import Snapshot, SnapshotFolder
 from node.exchange.transport.transport import (
     FalseAnswerError,
@@ -87,13 +87,13 @@ class CatchUp:
             say=self._say,
         )
 
-    async def to_commit(self, commit: Commit, pending: Pending | None) -> None:
+    async def to_commit(self, commit: Commit) -> None:
         """Reaches the commit's round or a later one."""
         if commit.round == self._outer.round + 1:  # without asking the coordinator: it may be away
-            await self._pass(commit, pending)
-        await self.to_round(commit.round, pending)
+            await self._pass(commit)
+        await self.to_round(commit.round)
 
-    async def to_round(self, round: int, pending: Pending | None) -> None:
+    async def to_round(self, round: int) -> None:
         """Reaches a committed round or a later one.
 
         Returns early when the coordinator knows of no such round: it has gone back, and will say.
@@ -108,7 +108,7 @@ class CatchUp:
             for place, commit in enumerate(commits):
                 if place > 0:  # the first has shown that results are still held
                     await self._fetch_ahead(commits[place : place + ROUNDS_AHEAD])
-                await self._pass(commit, pending)
+                await self._pass(commit)
 
     async def is_right(self, round: int, digest: Digest) -> bool:
         """Whether ours is the swarm's state of this round, which has that digest, or a later one.
@@ -127,7 +127,7 @@ class CatchUp:
         with a state that is not of the swarm's history, and that is said.
         """
         if await self._gone_back():
-            await self.to_round(round, None)
+            await self.to_round(round)
             if await self.is_right(round, digest):
                 return True
         snapshot = await self._fetched_state(round, (round, digest))
@@ -140,7 +140,7 @@ class CatchUp:
         log.warning("state replaced", round=snapshot.round, residual="dropped")
         return True
 
-    async def _pass(self, commit: Commit, pending: Pending | None) -> None:
+    async def _pass(self, commit: Commit) -> None:
         """Gets past a commit. Never gives up: holders and donors may come back.
 
         Both ways are tried in turn. After a cut between all nodes nobody may have a later state
@@ -151,20 +151,18 @@ class CatchUp:
             if asked:  # it may have been taken back meanwhile, if nobody is left who holds a result
                 commit = await self._commit_of(commit.round) or commit
             is_base = self._outer.is_base_of(commit)
-            if is_base and await self._replayed(commit, pending):
+            if is_base and await self._replayed(commit):
                 break
             asked += 1
             if asked == 1:
                 why = "nobody supplies a result" if is_base else "our state is not its base"
                 log.warning("commit not applied yet", round=commit.round, why=why)
-            if (not is_base or asked >= ASKS_BEFORE_SNAPSHOT) and await self._leapt(
-                commit.round, pending
-            ):
+            if (not is_base or asked >= ASKS_BEFORE_SNAPSHOT) and await self._leapt(commit.round):
                 break
             await asyncio.sleep(PAUSE_SECONDS)
         self.waiting_for = ""
 
-    async def _replayed(self, commit: Commit, pending: Pending | None) -> bool:
+    async def _replayed(self, commit: Commit) -> bool:
         """Fetches what is missing of a commit and applies it; False when that did not work now."""
         if self._missing(commit):
             await self._fetch_results((commit,))
@@ -176,7 +174,7 @@ class CatchUp:
         if len(results) < sum(outcome.digest is not None for outcome in commit.slices):
             return False
         try:
-            await self._heavy(lambda: self._outer.apply(commit, results, pending))
+            await self._heavy(lambda: self._outer.apply(commit, results))
         except (UnequalBaseError, CodecError) as error:
             log.warning("commit not applied", round=commit.round, why=str(error))
             return False
@@ -247,7 +245,7 @@ class CatchUp:
     def _say(self, waiting_for: str) -> None:
         self.waiting_for = waiting_for
 
-    async def _leapt(self, at_least_round: int, pending: Pending | None) -> bool:
+    async def _leapt(self, at_least_round: int) -> bool:
         """Takes over a later state; False when nobody supplies one now."""
         snapshot = await self._fetched_state(at_least_round, None)
         if snapshot is None:
@@ -263,7 +261,7 @@ class CatchUp:
             and passed[-1].round == snapshot.round
         )
         if is_kept:
-            await self._heavy(lambda: self._outer.leap(snapshot, passed, pending))
+            await self._heavy(lambda: self._outer.leap(snapshot, passed))
         else:  # ours is not of the swarm's history, or so old that its commits fill many answers
             await self._heavy(partial(self._outer.restore, snapshot, None))
         for commit in passed:

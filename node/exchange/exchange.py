@@ -13,7 +13,7 @@ import structlog
 from node.exchange.catch_up import CatchUp
 from node.exchange.donor import Donor, State
 from node.exchange.held_results import HeldResults
-from node.exchange.outer import Outer, Pending
+from node.exchange.outer import Outer
 from node.exchange.pushes import Pushes
 from node.exchange.reports import Report
 from node.exchange.round import ExchangeRound
@@ -107,12 +107,11 @@ class Exchange:
 
     async def open_round(self, plan: Plan) -> None:
         """Begins to take contributions and results of a round."""
-        await self._close_round()
+        await self._break_off_round()
         self._round = ExchangeRound(
             plan=plan,
             context=self._context,
             node_id=self._node_id,
-            run_digest=self._run_digest,
             outer=self.outer,
             held=self._held,
             transport=self._transport,
@@ -140,13 +139,12 @@ class Exchange:
         For what no round has published, before a catch-up replaces the island's weights. `publish`
         returns False when there is nothing left to publish.
         """
-        pending = None if self._round is None else self._round.pending
         async with self._lock:
             for fragment in range(len(self.outer.layout.fragments)):
                 before = self.outer.published_of(fragment)
                 if not await publish(fragment):
                     return
-                await self._heavy(partial(self.outer.owe, fragment, before, pending))
+                await self._heavy(partial(self.outer.owe, fragment, before))
 
     def tell(self, round: int, news: RoundNews) -> None:
         """Passes on what happened to a round, which may not be open here yet."""
@@ -155,19 +153,21 @@ class Exchange:
         elif round > self.outer.round:
             self._early.append((round, news))
 
-    async def _close_round(self) -> Pending | None:
-        """Ends the transfers of the round in flight; returns what is pending of it."""
+    async def _close_round(self) -> None:
+        """Ends the transfers of the round in flight; what is pending of it waits for the commit."""
         closing, self._round = self._round, None
-        if closing is None:
-            return None
-        await closing.close()
-        pending, closing.pending = closing.pending, None
-        return pending
+        if closing is not None:
+            await closing.close()
+
+    async def _break_off_round(self) -> None:
+        """Ends the round in flight without its commit."""
+        await self._close_round()
+        self.outer.forget_pending()
 
     async def stop(self) -> None:
         """Ends everything in flight, results that peers still wait for included."""
         self._donor.drop()
-        await self._close_round()
+        await self._break_off_round()
         await self._results_out.stop()
         if kept := await self._heavy(self.outer.kept_elements):
             # Nobody else can owe it: lost with this node, unless it comes back with its folder.
@@ -175,21 +175,17 @@ class Exchange:
 
     async def apply(self, commit: Commit) -> None:
         """Brings the outer state to the commit's round, by results or, failing that, by a snapshot."""
-        pending = await self._end_round_with(commit)
-        async with self._lock:
-            await self._catch_up.to_commit(commit, pending)
-
-    async def _end_round_with(self, commit: Commit) -> Pending | None:
-        """Waits for results that are on their way to us, then ends the round."""
         if self._round is not None and self._round.plan.round == commit.round:
             await self._round.await_pushed(commit)
-        return await self._close_round()
+        await self._close_round()
+        async with self._lock:
+            await self._catch_up.to_commit(commit)
 
     async def catch_up(self, round: int) -> None:
         """Brings the outer state to a committed round or a later one."""
-        pending = await self._close_round()
+        await self._close_round()
         async with self._lock:
-            await self._catch_up.to_round(round, pending)
+            await self._catch_up.to_round(round)
 
     async def refetch(self, round: int, digest: Digest) -> bool:
         """Replaces the outer state by that of a peer at this round or later.
@@ -199,7 +195,7 @@ class Exchange:
         """
         if await self._catch_up.is_right(round, digest):
             return True
-        await self._close_round()
+        await self._break_off_round()
         async with self._lock:
             self._donor.drop()  # what was ours may have been wrong for some rounds
             return await self._catch_up.replace(round, digest)

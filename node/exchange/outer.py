@@ -5,7 +5,7 @@ here is arithmetic on vectors: no I/O and no waiting.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -15,14 +15,15 @@ from node.exchange.codecs.registry import codec_named, compile_kernels
 from node.exchange.codecs.tiles import ONE_THREAD, Tiles
 from node.exchange.mean import merged
 from node.exchange.outer_optimizer import OuterOptimizer, outer_optimizer_of
+from node.exchange.owing import Owing, Pending
 from node.exchange.rate_scaling import RateScale, rate_scale_of
 from node.exchange.reducer_error import ReducerError
 from node.exchange.reduction import Reduction, SliceResult
 from node.exchange.residual import Residual
 from node.exchange.snapshot import Owed, Snapshot
 from node.outer_state import Layout, OuterDigest, Vector
-from protocol.payload import Payload
-from protocol.rounds import BLOCK, Commit, Digest, NodeId, SliceOutcome
+from protocol.payload import CONTRIBUTION, Payload
+from protocol.rounds import BLOCK, Commit, Digest, NodeId, Plan, Slice, SliceOutcome
 from protocol.run_spec import Merge, RunSpec
 
 
@@ -36,17 +37,6 @@ def compile_arithmetic(merge: Merge, optimizer: OuterOptimizer) -> None:
 
 class UnequalBaseError(Exception):
     """The commit applies to another outer state than ours: ours must be fetched anew."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Pending:
-    """What this node has sent, or would have sent, in a round that is not yet committed."""
-
-    round: int
-    fragment: int
-    accumulated: Vector  # [fragment]: pseudo-gradient plus residual
-    bodies: dict[int, bytes] = field(default_factory=dict)  # slice index -> as encoded for the wire
-    later: Vector | None = None  # [fragment]: what was trained since, and is owed on top
 
 
 class Position(NamedTuple):
@@ -82,8 +72,13 @@ class Outer:
         self._parameters = parameters
         self._published = published
         self._momentum: Vector = np.zeros_like(parameters)
-        self._residual = residual
-        self._reducer_error = reducer_error
+        self._owing = Owing(
+            layout=layout,
+            uplink=uplink,
+            residual=residual,
+            reducer_error=reducer_error,
+            node_id=node_id,
+        )
         self._optimizer = optimizer
         self._merge: Merge = merge
         self._rate_scale = rate_scale
@@ -144,10 +139,31 @@ class Outer:
         compile_arithmetic(self._merge, self._optimizer)
 
     def accumulate(self, *, round: int, fragment: int) -> Pending:
-        """Forms what this node owes the swarm for a fragment: (global − published) + residual."""
-        span = self.layout.fragments[fragment].span
-        accumulated = self._residual.owed(span, self._parameters[span], self._published[span])
-        return Pending(round=round, fragment=fragment, accumulated=accumulated)
+        """Forms what this node owes the swarm for a fragment: (global − published) + residual.
+
+        It is pending from now on: until the round's commit is applied or passed, or it is forgotten.
+        """
+        return self._owing.accumulate(round, fragment, self._parameters, self._published)
+
+    def contribution_to(self, plan: Plan, part: Slice, tokens: int) -> Payload:
+        """What is pending of a slice, encoded. Heavy; raises CodecError when it is not finite."""
+        return Payload.seal(
+            kind=CONTRIBUTION,
+            run_digest=self._run_digest,
+            round=plan.round,
+            fragment=plan.fragment,
+            slice_index=part.index,
+            start=part.start,
+            num_elements=part.num_elements,
+            codec=self.uplink.name,
+            tokens=tokens,
+            sender_id=self._node_id,
+            body=self._owing.encode(part),
+        )
+
+    def forget_pending(self) -> None:
+        """The round ends without a commit for this node: what is owed is as it was before."""
+        self._owing.pending = None
 
     def result_of(self, reduction: Reduction, fragment: int) -> SliceResult | None:
         """The result of a slice that this node reduces, or None when nothing was contributed.
@@ -160,44 +176,27 @@ class Outer:
             run_digest=self._run_digest,
             node_id=self._node_id,
             merge=self._merge,
-            carried=self._reducer_error.carried(
-                self._span(fragment, part.start, part.num_elements)
+            carried=self._owing.reducer_error.carried(
+                self.layout.span_of(fragment, part.start, part.num_elements)
             ),
-            wants_error=self._reducer_error.rule != "drop",
+            wants_error=self._owing.reducer_error.rule != "drop",
         )
 
     def note_result(self, result: SliceResult) -> None:
         """Remembers what a result leaves for this node to owe if it is committed."""
-        header = result.payload.header
-        if result.error is not None and header.round > self.round:
-            tokens = {c.node_id: c.tokens for c in result.contributors}
-            # Who only reduces will weigh as much as the others next time.
-            own_tokens = tokens.get(self._node_id) or sum(tokens.values()) / len(tokens)
-            self._reducer_error.stage(
-                header.round,
-                header.slice_index,
-                result.payload.digest,
-                result.error,
-                share=own_tokens / result.weighed_tokens,
-            )
+        if result.payload.header.round > self.round:
+            self._owing.stage(result)
 
     def published_of(self, fragment: int) -> Vector:
         """A copy of what the island published last of a fragment."""
         return self._published[self.layout.fragments[fragment].span].copy()
 
-    def owe(self, fragment: int, before: Vector, pending: Pending | None) -> None:
+    def owe(self, fragment: int, before: Vector) -> None:
         """Owes what the island has just published of a fragment outside of any round.
 
-        `before` is what it had published before. What a contribution in flight holds is settled by
-        its commit, so of that fragment only the rest is added.
+        `before` is what it had published before.
         """
-        span = self.layout.fragments[fragment].span
-        if pending is None or pending.fragment != fragment:
-            values = self._residual.values[span]
-            values += self._parameters[span] - self._published[span]
-            return
-        later = before - self._published[span]
-        pending.later = later if pending.later is None else pending.later + later
+        self._owing.add(fragment, self._parameters, self._published, before)
 
     def check_result(self, payload: Payload) -> None:
         """Raises CodecError unless the result decodes.
@@ -213,13 +212,11 @@ class Outer:
         """Whether the commit applies to the state that is held now."""
         return (commit.round - 1, commit.base_digest) == (self.round, self.digest)
 
-    def apply(
-        self, commit: Commit, results: Mapping[int, Payload], pending: Pending | None
-    ) -> None:
-        """Moves to the state at the commit's round.
+    def apply(self, commit: Commit, results: Mapping[int, Payload]) -> None:
+        """Moves to the state at the commit's round, and settles what is pending of that.
 
-        `results` holds the payload of every slice that is not void; `pending` is what this node
-        accumulated for the round, if it took part. Raises UnequalBaseError before anything changes.
+        `results` holds the payload of every slice that is not void. Raises UnequalBaseError before
+        anything changes.
         """
         if not self.is_base_of(commit):
             raise UnequalBaseError(
@@ -234,16 +231,19 @@ class Outer:
         for outcome in committed:
             self._move(commit.fragment, outcome, results[outcome.index].body)
         reducers = {index: payload.header.sender_id for index, payload in results.items()}
-        self._settle(commit, pending, reducers)
+        self._owing.settle(commit, reducers)
         self._digest.renew(
-            (self._span(commit.fragment, each.start, each.num_elements) for each in committed),
+            (
+                self.layout.span_of(commit.fragment, each.start, each.num_elements)
+                for each in committed
+            ),
             has_momentum_changed=self._optimizer.moves_momentum,
         )
         self.position = Position(round=commit.round, digest=self._digest.value)
 
     def _move(self, fragment: int, outcome: SliceOutcome, body: bytes) -> None:
         """Applies the outer optimizer to a slice."""
-        span = self._span(fragment, outcome.start, outcome.num_elements)
+        span = self.layout.span_of(fragment, outcome.start, outcome.num_elements)
         rate_scale = self._rate_scale.of(outcome.contributors)
 
         def move(start: int, mean: Vector) -> None:
@@ -251,62 +251,6 @@ class Outer:
             self._optimizer.apply(self._parameters[tile], self._momentum[tile], mean, rate_scale)
 
         self.downlink.each_tile(body, outcome.num_elements, move)
-
-    def _span(self, fragment: int, start: int, num_elements: int) -> slice:
-        start += self.layout.fragments[fragment].start
-        return slice(start, start + num_elements)
-
-    def _settle(
-        self, commit: Commit, pending: Pending | None, reducers: Mapping[int, NodeId]
-    ) -> None:
-        """Moves what is owed: by the residual's rules, then by those of the reducer's error.
-
-        `reducers` says who made the committed results, as far as that is known.
-        """
-        if pending is not None and pending.round != commit.round:
-            pending = None
-        self._settle_residual(commit, pending)
-        for outcome in commit.slices:
-            span = self._span(commit.fragment, outcome.start, outcome.num_elements)
-            own_tokens = _tokens_of(outcome, self._node_id)
-            reducer = reducers.get(outcome.index)
-            if reducer is not None:
-                may_be_ours = reducer == self._node_id
-            else:  # a process that contributed knows what it has reduced; another one may have
-                may_be_ours = own_tokens > 0 and pending is None
-            error = self._reducer_error.settle(commit.round, outcome, span, may_be_ours=may_be_ours)
-            if error is not None:
-                self._residual.add(span, error)
-        self._reducer_error.forget(up_to_round=commit.round)
-
-    def _settle_residual(self, commit: Commit, pending: Pending | None) -> None:
-        """A taken contribution leaves its encoding error, any other stays whole."""
-        for outcome in commit.slices:
-            span = self._span(commit.fragment, outcome.start, outcome.num_elements)
-            is_taken = _tokens_of(outcome, self._node_id) > 0
-            if pending is None:
-                if is_taken:
-                    # Sent by this node before it was restarted: what was owed then was in it. The
-                    # encoding error is not known any more; owing all of it again would count twice.
-                    self._residual.values[span] = 0
-                continue
-            accumulated = pending.accumulated[outcome.start : outcome.start + outcome.num_elements]
-            if is_taken:
-                self._settle_taken(span, accumulated, pending.bodies[outcome.index])
-            else:
-                self._residual.settle_missed(span, accumulated)
-            if pending.later is not None:
-                self._residual.values[span] += pending.later[
-                    outcome.start : outcome.start + outcome.num_elements
-                ]
-
-    def _settle_taken(self, span: slice, accumulated: Vector, body: bytes) -> None:
-        def settle(start: int, sent: Vector) -> None:
-            end = start + sent.size
-            tile = slice(span.start + start, span.start + end)
-            self._residual.settle_taken(tile, accumulated[start:end], sent)
-
-        self.uplink.each_tile(body, accumulated.size, settle)
 
     def held(self) -> tuple[Snapshot, Owed]:
         """The state and what this node owes, not copies of them: the next commit changes both."""
@@ -318,8 +262,7 @@ class Outer:
             momentum=self._momentum,
             known_digest=self.digest,
         )
-        owed = Owed(residual=self._residual.values, reducer_error=self._reducer_error.values)
-        return state, owed
+        return state, self._owing.values()
 
     def snapshot(self) -> Snapshot:
         """A copy of the state."""
@@ -341,30 +284,21 @@ class Outer:
 
     def kept_elements(self) -> int:
         """Of how many elements this node, as their reducer, still has to add an error to a mean."""
-        kept = self._reducer_error.values
-        return 0 if kept is None else int(np.count_nonzero(kept))
+        return self._owing.kept_elements()
 
-    def leap(self, snapshot: Snapshot, passed: Sequence[Commit], pending: Pending | None) -> None:
+    def leap(self, snapshot: Snapshot, passed: Sequence[Commit]) -> None:
         """Takes over a later state of the history that ours is of.
 
         `passed` are all commits from ours to that one: what they did not take is still owed.
         """
         for commit in passed:
-            self._settle(commit, pending, {})
+            self._owing.settle(commit, {})
         self.restore(snapshot, self.owed())
 
     def restore(self, snapshot: Snapshot, owed: Owed | None) -> None:
         """Takes over another state; with None, nothing is owed any more."""
         self._parameters[:] = snapshot.parameters
         self._momentum[:] = snapshot.momentum
-        self._residual.values[:] = 0 if owed is None else owed.residual
-        self._reducer_error.restore(
-            None if owed is None else owed.reducer_error, round=snapshot.round
-        )
+        self._owing.restore(owed, round=snapshot.round)
         self._digest.renew([slice(0, self.layout.num_elements)])
         self.position = Position(round=snapshot.round, digest=self._digest.value)
-
-
-def _tokens_of(outcome: SliceOutcome, node_id: NodeId) -> int:
-    """What a node's contribution to a slice weighed; 0 when the slice did not take any."""
-    return next((c.tokens for c in outcome.contributors if c.node_id == node_id), 0)

@@ -12,7 +12,7 @@ from effort import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.exchange.outer import Pending
+from node.exchange.owing import Pending
 from node.exchange.reduction import Reduction
 from node.exchange.snapshot import Snapshot
 from node.outer_state import Vector
@@ -71,8 +71,8 @@ class World:
                 self.restart(node_id, *saved[node_id])
                 del pendings[node_id]
         before = {n: outer.owed() for n, outer in self.outers.items()}
-        for node_id, outer in self.outers.items():
-            outer.apply(commit, results, pendings.get(node_id))
+        for outer in self.outers.values():
+            outer.apply(commit, results)
         assert len({outer.digest for outer in self.outers.values()}) == 1
         for outcome in commit.slices:
             span = slice(outcome.start, outcome.start + outcome.num_elements)
@@ -85,10 +85,9 @@ class World:
             if drawn["acts"][node_id] == "skips":
                 continue
             outer._published[:] = outer._parameters - work_of(place, plan.round)
-            pendings[node_id] = pending = outer.accumulate(round=plan.round, fragment=0)
+            pendings[node_id] = outer.accumulate(round=plan.round, fragment=0)
             for part in plan.slices:
-                values = pending.accumulated[part.start : part.start + part.num_elements]
-                pending.bodies[part.index] = outer.uplink.encode(values)
+                outer.contribution_to(plan, part, drawn["tokens"][node_id])
         return pendings
 
     def reduce(
@@ -145,8 +144,8 @@ class World:
         self.exact_mean[span] += outer_of(A).downlink.decode(bare.payload.body, num_elements)
         if drawn["acts"][reducer] == "restarts":  # what its result left out dies with it
             outer = self.outers[reducer]
-            carried = outer._reducer_error.carried(span)
-            staged = outer._reducer_error._staged
+            carried = outer._owing.reducer_error.carried(span)
+            staged = outer._owing.reducer_error._staged
             if carried is not None:
                 (error,) = [entry.error for key, entry in staged.items() if key[1] * BLOCK == start]
                 self.lost[span] += error

@@ -28,6 +28,7 @@ from tests.unit.exchange_scene import (
     A,
     B,
     C,
+    Node,
     Scene,
     contribution_of,
     in_virtual_time,
@@ -36,6 +37,13 @@ from tests.unit.exchange_scene import (
 )
 
 VALUES = np.ones(BLOCK, dtype=np.float32)
+
+
+def encoded_by(node: Node) -> list[int]:
+    """The slices that a node has encoded, in their order."""
+    pending = node.outer._owing.pending
+    assert pending is not None
+    return list(pending.bodies)
 
 
 @pytest.mark.parametrize("codec", ["int4", "ec2", "topk64"])
@@ -65,9 +73,7 @@ async def test_ones_own_slice_is_encoded_last_and_not_all_begin_with_the_same_re
     encoded = {}
     for node_id, node in scene.nodes.items():
         await node.contribute(1.0)
-        assert node.exchange._round is not None
-        assert node.exchange._round.pending is not None
-        encoded[node_id] = list(node.exchange._round.pending.bodies)
+        encoded[node_id] = encoded_by(node)
     assert encoded == {A: [1, 2, 0], B: [2, 0, 1], C: [0, 1, 2]}
     await scene.stop()
 
@@ -81,9 +87,7 @@ async def test_each_reducers_first_slice_goes_before_any_second_one() -> None:
         node = scene.nodes[node_id]
         await node.exchange.open_round(plan_for(A, B, slices=slices))
         await node.contribute(1.0)
-        assert node.exchange._round is not None
-        assert node.exchange._round.pending is not None
-        assert list(node.exchange._round.pending.bodies) == order
+        assert encoded_by(node) == order
     await scene.stop()
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from node.exchange.holding import ARRIVING_SECONDS
 from node.exchange.reports import Held, Reduced
-from node.exchange.round import ARRIVING_SECONDS
 from node.exchange.transport.transport import TransferRefusedError
 from protocol.rounds import BLOCK, Digest, NodeId, Plan
 from tests.unit.exchange_scene import (

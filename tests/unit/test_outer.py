@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from node.exchange.codecs.codec import CodecError
-from node.exchange.outer import Outer, Pending, UnequalBaseError
+from node.exchange.outer import Outer, UnequalBaseError
+from node.exchange.owing import Pending
 from node.exchange.rate_scaling import RateScale
 from node.exchange.reduction import Reduction
 from node.exchange.snapshot import Owed
@@ -71,9 +72,10 @@ def test_a_commit_on_another_base_changes_nothing(what: str) -> None:
         if what == "round"
         else replace(commit, base_digest=commit.slices[0].digest)
     )
-    pending, before = pending_of(outer, normal(0)), whole_state(outer)
+    pending_of(outer, normal(0))
+    before = whole_state(outer)
     with pytest.raises(UnequalBaseError, match="applies to state"):
-        outer.apply(wrong, results, pending)
+        outer.apply(wrong, results)
     assert whole_state(outer) == before
 
 
@@ -83,9 +85,10 @@ def test_a_result_that_does_not_decode_leaves_no_half_applied_commit() -> None:
         0: result_of(ONES, sender_id=B),
         1: result_of(np.full(BLOCK, np.inf, dtype=np.float32), sender_id=B, index=1),
     }
+    pending_of(outer, normal(0))
     before = whole_state(outer)
     with pytest.raises(CodecError, match="inf"):
-        outer.apply(commit_on(outer, results), results, pending_of(outer, normal(0)))
+        outer.apply(commit_on(outer, results), results)
     assert whole_state(outer) == before
 
 
@@ -96,7 +99,7 @@ def test_a_taken_slice_leaves_its_encoding_error_and_a_void_one_all_of_it() -> N
     results = {0: Payload(header=header, body=body)}
     work = normal(0)
     pending = pending_of(outer, work)
-    outer.apply(commit_on(outer, results), results, pending)
+    outer.apply(commit_on(outer, results), results)
     error = work[:BLOCK] - outer.uplink.decode(pending.bodies[0], BLOCK)
     assert error.any()
     np.testing.assert_array_equal(outer.owed().residual[:BLOCK], error)
@@ -106,7 +109,8 @@ def test_a_taken_slice_leaves_its_encoding_error_and_a_void_one_all_of_it() -> N
 def test_a_node_left_out_of_a_committed_slice_still_owes_it() -> None:
     outer, work = outer_of(A), normal(0)
     results = {0: result_of(ONES, sender_id=B)}
-    outer.apply(commit_on(outer, results, taken_from=B), results, pending_of(outer, work))
+    pending_of(outer, work)
+    outer.apply(commit_on(outer, results, taken_from=B), results)
     np.testing.assert_array_equal(outer.owed().residual, work)
 
 
@@ -115,7 +119,7 @@ def test_what_was_sent_before_a_restart_and_taken_is_not_owed_again() -> None:
     outer = outer_of(A)
     outer.restore(outer.snapshot(), Owed(residual=normal(0)))
     results = {0: result_of(ONES, sender_id=B)}
-    outer.apply(commit_on(outer, results), results, pending=None)
+    outer.apply(commit_on(outer, results), results)
     assert not outer.owed().residual[:BLOCK].any()
     np.testing.assert_array_equal(outer.owed().residual[BLOCK:], normal(0)[BLOCK:])
 
@@ -123,7 +127,8 @@ def test_what_was_sent_before_a_restart_and_taken_is_not_owed_again() -> None:
 def test_a_void_round_moves_the_round_and_not_the_digest() -> None:
     outer, work = outer_of(A), normal(0)
     digest = outer.digest
-    outer.apply(commit_on(outer, {}), {}, pending_of(outer, work))
+    pending_of(outer, work)
+    outer.apply(commit_on(outer, {}), {})
     assert (outer.round, outer.digest) == (1, digest)
     np.testing.assert_array_equal(outer.owed().residual, work)
 
@@ -175,7 +180,7 @@ def test_what_this_nodes_results_round_away_is_in_its_next_ones() -> None:
         pending = pending_of(outer, normal(seed))
         sent[:BLOCK] += mean_with(outer, pending)
         results = {0: reduced_by(outer, pending, index=0)}
-        outer.apply(committed(outer, results), results, pending)
+        outer.apply(committed(outer, results), results)
     kept = outer.owed().reducer_error
     assert kept is not None and kept[:BLOCK].any() and not kept[BLOCK:].any()
     applied = -outer.snapshot().parameters[:BLOCK]
@@ -186,11 +191,11 @@ def test_a_void_slice_leaves_the_reducers_error_as_it_was() -> None:
     outer = outer_of(A, "int4", reducer_error="keep")
     pending = pending_of(outer, normal(0))
     results = {0: reduced_by(outer, pending, index=0)}
-    outer.apply(committed(outer, results), results, pending)
+    outer.apply(committed(outer, results), results)
     before = outer.owed().reducer_error
     pending = pending_of(outer, normal(1))
     reduced_by(outer, pending, index=0)
-    outer.apply(committed(outer, {}), {}, pending)
+    outer.apply(committed(outer, {}), {})
     np.testing.assert_array_equal(outer.owed().reducer_error, before)
 
 
@@ -200,7 +205,7 @@ def test_an_own_error_counts_in_full_in_the_next_mean() -> None:
     for each in (outer, dropped):
         pending = pending_of(each, normal(0))
         results = {0: reduced_by(each, pending, index=0)}
-        each.apply(committed(each, results), results, pending)
+        each.apply(committed(each, results), results)
     error = mean_with(outer, pending) - outer.downlink.decode(results[0].body, BLOCK)
     assert error.any()
     expected = dropped.owed().residual[:BLOCK] + 4 * error
@@ -213,13 +218,13 @@ def test_a_restarted_reducer_adds_nothing_that_was_in_its_committed_result() -> 
     outer = outer_of(A, "int4", reducer_error="keep")
     pending = pending_of(outer, normal(0))
     results = {0: reduced_by(outer, pending, index=0), 1: reduced_by(outer, pending, index=1)}
-    outer.apply(committed(outer, results), results, pending)
+    outer.apply(committed(outer, results), results)
     saved = outer.snapshot(), outer.owed()
     pending = pending_of(outer, normal(1))
     results = {0: reduced_by(outer, pending, index=0)}
     restarted = outer_of(A, "int4", reducer_error="keep")
     restarted.restore(*saved)
-    restarted.apply(committed(restarted, results), results, None)
+    restarted.apply(committed(restarted, results), results)
     kept = restarted.owed().reducer_error
     assert kept is not None and not kept[:BLOCK].any()
     np.testing.assert_array_equal(kept[BLOCK:], saved[1].reducer_error[BLOCK:])
@@ -230,7 +235,7 @@ def test_a_leap_past_its_own_result_counts_nothing_twice(is_restarted: bool) -> 
     outer = outer_of(A, "int4", reducer_error="keep")
     pending = pending_of(outer, normal(0))
     results = {0: reduced_by(outer, pending, index=0), 1: reduced_by(outer, pending, index=1)}
-    outer.apply(committed(outer, results), results, pending)
+    outer.apply(committed(outer, results), results)
     saved = outer.snapshot(), outer.owed()
     other = outer_of(B, "int4")
     other.restore(*saved)
@@ -241,11 +246,11 @@ def test_a_leap_past_its_own_result_counts_nothing_twice(is_restarted: bool) -> 
         body = other.downlink.encode(ONES)
         results[1] = Payload(header=results[1].header, body=body)
     commit = committed(outer, results)
-    other.apply(commit, results, None)
+    other.apply(commit, results)
     if is_restarted:
         outer = outer_of(A, "int4", reducer_error="keep")
         outer.restore(*saved)
-    outer.leap(other.snapshot(), [commit], None if is_restarted else pending)
+    outer.leap(other.snapshot(), [commit])
     kept = outer.owed().reducer_error
     assert kept is not None
     assert kept[:BLOCK].any() != is_restarted  # the new error, or none: never the old one again
@@ -263,7 +268,7 @@ def test_the_rate_follows_the_contributors_of_each_slice() -> None:
         commit,
         slices=(commit.slices[0], replace(commit.slices[1], contributors=more), commit.slices[2]),
     )
-    outer.apply(commit, results, None)
+    outer.apply(commit, results)
     moved = outer.snapshot().parameters.reshape(3, BLOCK)
     np.testing.assert_array_equal(moved[:, 0], [-1, -2, 0])
 
@@ -286,7 +291,7 @@ def test_a_run_file_makes_its_replica() -> None:
     contributors = (Contributor(node_id=A, tokens=4 * full_round),)
     first = replace(commit.slices[0], contributors=contributors)
     pending = pending_of(outer, normal(0))
-    outer.apply(replace(commit, slices=(first, *commit.slices[1:])), results, pending)
+    outer.apply(replace(commit, slices=(first, *commit.slices[1:])), results)
     np.testing.assert_array_equal(parameters[:BLOCK], -1)  # twice a half
     left = pending.accumulated[:BLOCK] - outer.uplink.decode(pending.bodies[0], BLOCK)
     np.testing.assert_array_equal(outer.owed().residual[:BLOCK], left * np.float32(0.5))

@@ -93,7 +93,7 @@ def test_after_every_commit_the_digest_is_that_of_the_whole_state(
         result = result_of(
             np.full(num_elements, round, dtype=np.float32), sender_id=B, round=round, index=index
         )
-        outer.apply(commit_of(outer, result, fragment=fragment), {index: result}, None)
+        outer.apply(commit_of(outer, result, fragment=fragment), {index: result})
         assert outer.digest == outer.snapshot().outer_digest()
         seen.add(outer.digest)
     assert len(seen) == 6
@@ -114,7 +114,7 @@ def test_who_looks_while_the_state_moves_never_sees_a_round_with_anothers_digest
     outer._digest.renew = looked_at  # type: ignore[method-assign]
     first = outer.position
     result = result_of(np.ones(BLOCK, dtype=np.float32), sender_id=B)
-    outer.apply(commit_of(outer, result), {0: result}, None)
+    outer.apply(commit_of(outer, result), {0: result})
     second = outer.position
     outer.restore(other.snapshot(), None)
     assert [position for position, _ in seen] == [first, first, second, second]

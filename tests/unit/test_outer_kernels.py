@@ -215,7 +215,7 @@ def test_a_mean_is_as_if_what_does_not_decode_had_not_come() -> None:
             payload = contribution_of(
                 body, sender_id=sender, num_elements=LARGE, codec=INT4.name, tokens=weight
             )
-            reduction.take(sender, payload)
+            reduction.add(payload)
         reduced = reduction.result(downlink=codec_named("fp32"), run_digest=RUN, node_id=A)
         assert reduced is not None
         return reduced.payload.body, reduced.contributors, reduced.weighed_tokens
@@ -234,10 +234,10 @@ def test_nothing_has_changed_when_threads_flush_subnormals() -> None:
         pytest.skip("this processor cannot flush subnormal numbers")
     try:
         with pytest.raises(SystemRefusedError, match="subnormal"):
-            outer.apply(commit, {0: result}, None)
+            outer.apply(commit, {0: result})
     finally:
         torch.set_flush_denormal(False)
     assert not outer.snapshot().parameters.any()
     assert outer.round == 0
-    outer.apply(commit, {0: result}, None)
+    outer.apply(commit, {0: result})
     np.testing.assert_array_equal(outer.snapshot().parameters, -bell(LARGE))
