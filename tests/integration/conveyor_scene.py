@@ -13,7 +13,7 @@ from node.exchange.transport.frames import BROKEN, FrameError, Limits, TransferS
 from node.exchange.transport.inbound import Inbounds
 from node.exchange.transport.pacing import Pacer
 from node.exchange.transport.parts import LEAST_PART_BYTES, part_bytes_for
-from node.exchange.transport.serving import push_over, serve, verify_inline
+from node.exchange.transport.serving import serve, verify_inline
 from node.exchange.transport.tally import Tally
 from node.exchange.transport.transport import TransferRefusedError
 from protocol.payload import Payload
@@ -54,9 +54,9 @@ class Wire:
         self.has_stripe = asyncio.Event()
         self._serving: set[asyncio.Task[None]] = set()
         self.conveyor = Conveyor(
-            open_stripe=self.open,
+            open_stream=self.open,
             broken=(*BROKEN, FrameError, TransferRefusedError),
-            num_at_first=lambda: num_streams,
+            num_at_first=lambda round_trip_seconds: num_streams,
             most_streams=num_streams,
         )
 
@@ -108,8 +108,7 @@ class Wire:
             stream.abort()
 
     async def push(self, payload: Payload) -> None:
-        async with self.conveyor.turn() as turn, self.open() as stream:
-            await push_over(stream, payload, self.conveyor, turn)
+        await self.conveyor.push(payload)
 
     async def settle(self) -> None:
         """Waits until no stream is served any more."""

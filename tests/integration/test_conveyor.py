@@ -16,6 +16,7 @@ from node.exchange.transport.inbound import (
     MOST_KEPT_FROM_ONE,
     Inbounds,
 )
+from node.exchange.transport.parts import FIRST_ROUND_TRIP_SECONDS
 from node.exchange.transport.transport import TransferRefusedError
 from protocol.payload import Payload
 from protocol.rounds import Digest, NodeId
@@ -82,6 +83,15 @@ async def test_stripes_stay_open_from_body_to_body_and_close_after_the_last() ->
     assert link.num_streams == 6 + 3
     await link.settle()
     assert link.conveyor.is_empty
+
+
+async def test_a_conveyor_that_begins_anew_knows_how_long_offers_took() -> None:
+    link, told = Wire(), list[float]()
+    link.conveyor._num_at_first = lambda seconds: told.append(seconds) or 1
+    for number in range(2):
+        await link.push(make_payload(body=BODY, round=number))
+    assert told[0] == FIRST_ROUND_TRIP_SECONDS
+    assert told[1] != FIRST_ROUND_TRIP_SECONDS
 
 
 async def test_a_push_that_is_given_up_leaves_the_way_to_others() -> None:

@@ -12,16 +12,20 @@ acknowledged. When a stripe breaks, its parts go over another one.
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
 
+from node.exchange.transport.answers import expect
 from node.exchange.transport.frames import FrameError, TransferStream
+from node.exchange.transport.load import Load, Turn
 from node.exchange.transport.parts import (
+    FIRST_ROUND_TRIP_SECONDS,
     PARTS_IN_WINDOW,
+    STRIPED_BYTES,
     WIDEN_SECONDS,
-    Outgoing,
     Widening,
-    held_in,
+    part_bytes_for,
 )
 from node.exchange.transport.transport import TransferRefusedError
 from protocol.payload import Payload
@@ -37,125 +41,33 @@ MOST_BREAKS = 3
 UNUSED_SECONDS = 5.0
 """A stripe that had nothing to carry for so long is closed."""
 
-OpenStripe = Callable[[], AbstractAsyncContextManager[TransferStream]]
+OpenStream = Callable[[], AbstractAsyncContextManager[TransferStream]]
 """Opens one more stream to the peer. Raises what `broken` names, as everything on it does."""
 
-
-class Turn:
-    """The right to be the next body, until it is passed on."""
-
-    def __init__(self, lock: asyncio.Lock) -> None:
-        self._lock = lock
-        self._is_ours = True
-
-    def pass_on(self) -> None:
-        """Lets the next body begin."""
-        if self._is_ours:
-            self._is_ours = False
-            self._lock.release()
-
-
-class Load:
-    """One body on the conveyor."""
-
-    def __init__(self, payload: Payload, turn: Turn, *, on_waiting: Callable[[], None]) -> None:
-        """`on_waiting` is called when parts wait for a stripe that did not before."""
-        self.payload = payload
-        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Raises what broke the stripes when no part gets through any more."""
-        self._turn = turn
-        self._on_waiting = on_waiting
-        self._held: frozenset[int] | None = None  # by the receiver, when it accepted the offer
-        self._kept: set[int] = set()  # by the receiver, until then
-        self._is_held_up = False  # until the offer is answered: its parts would be dropped
-        self._outgoing = Outgoing(body_bytes=len(payload.body))
-
-    @property
-    def num_waiting(self) -> int:
-        """Parts that no stripe carries, and one may."""
-        return 0 if self._is_held_up else self._outgoing.num_waiting
-
-    def take(self) -> int | None:
-        """The next part for a stripe; with the last one the turn is passed on."""
-        if self._is_held_up:
-            return None
-        index = self._outgoing.take()
-        if not self._outgoing.num_waiting:
-            self._turn.pass_on()
-        return index
-
-    def part(self, index: int) -> memoryview:
-        """The bytes of a part."""
-        return memoryview(self.payload.body)[self._outgoing.span(index)]
-
-    def accept(self, held_map: bytes) -> None:
-        """The offer was accepted; the receiver has these parts of an earlier one.
-
-        Some of them may be under way once more.
-        """
-        self._held = held_in(held_map)
-        self._is_held_up = False
-        self._outgoing.skip(self._held)
-        self._outgoing.give_back(self._kept)  # those of them that are not held
-        if self._outgoing.num_waiting:
-            self._on_waiting()
-        else:
-            self._turn.pass_on()
-
-    def acknowledge(self, index: int) -> int:
-        """A part is there; returns how many bytes more than before are."""
-        return self._outgoing.acknowledge(index)
-
-    def keep(self, index: int) -> int:
-        """The receiver has a part whose offer it had not; returns how many bytes that are.
-
-        It may have none of it any more when the offer comes.
-        """
-        if self._held is None:
-            self._kept.add(index)
-        elif index not in self._held:
-            self.give_back(index)
-        return len(self.part(index))
-
-    def give_back(self, index: int) -> None:
-        """A part did not get through."""
-        self._outgoing.give_back([index])
-        self._on_waiting()
-
-    def drop(self, index: int) -> None:
-        """The receiver did not take a part.
-
-        Unless the offer was answered, the part came before it, and there was no room for it: then
-        all of them wait for that answer, and other bodies do not.
-        """
-        if self._held is None:
-            self._is_held_up = True
-            self._turn.pass_on()
-        self.give_back(index)
-
-    def fail(self, error: Exception) -> None:
-        """Ends the push of this body."""
-        if not self.failed.done():
-            self.failed.set_exception(error)
-            self.failed.exception()  # nobody may be listening any more
+_LENGTHENING = 1.25
+"""By how much a round trip may be longer than the one that was known before."""
 
 
 class Conveyor:
-    """All that goes to one peer in parts. It has stripes only while it has loads."""
+    """All that is pushed to one peer. It has stripes only while it has loads."""
 
     def __init__(
         self,
         *,
-        open_stripe: OpenStripe,
+        open_stream: OpenStream,
         broken: tuple[type[Exception], ...],
-        num_at_first: Callable[[], int],
+        num_at_first: Callable[[float], int],
         most_streams: int,
     ) -> None:
-        """Begins with as many streams as `num_at_first` says, and opens more while that pays."""
-        self._open_stripe = open_stripe
+        """Begins with as many streams as `num_at_first` says, and opens more while that pays.
+
+        It is told how many seconds a round trip takes.
+        """
+        self._open_stream = open_stream
         self._broken = broken
         self._num_at_first = num_at_first
         self._most_streams = most_streams
+        self._round_trip_seconds: float | None = None  # of offers, the shortest lately
         self._places = asyncio.Semaphore(MOST_BODIES)
         self._turn = asyncio.Lock()  # first come, first served
         self._loads: list[Load] = []  # in their order
@@ -171,8 +83,43 @@ class Conveyor:
         """Whether nothing is on its way in parts."""
         return not self._loads
 
+    async def push(self, payload: Payload) -> None:
+        """Returns once the peer holds the payload. Raises as everything on its streams does.
+
+        The body follows its offer at once: nearly every offer is accepted, and the link would be idle
+        meanwhile.
+        """
+        body_bytes = len(payload.body)
+        part_bytes = part_bytes_for(body_bytes) if body_bytes >= STRIPED_BYTES else 0
+        offer = wire.Offer(header=payload.header.encode(), part_bytes=part_bytes)
+        clock = asyncio.get_running_loop().time
+        async with self._in_turn() as turn, self._open_stream() as stream:
+            with stream.tally.sending():
+                stream.carries(payload.header.kind)
+                offered_at = clock()
+
+                async def verdict(accept: Callable[[bytes], None]) -> None:
+                    response = await expect(stream, wire.TRANSFER_STATUS_GO_ON)
+                    self._note_round_trip(clock() - offered_at)
+                    accept(response.held_parts)
+                    await expect(stream, wire.TRANSFER_STATUS_RECEIVED)
+
+                await stream.send(wire.TransferRequest(offer=offer))
+                if part_bytes:
+                    async with self._carrying(payload, turn) as load:
+                        await _unless_failed(verdict(load.accept), load.failed)
+                else:
+                    sending = asyncio.ensure_future(_send_whole(stream, payload, turn))
+                    await _unless_failed(verdict(lambda held_map: None), sending)
+                    stream.moved(sent_bytes=body_bytes)
+
+    def _note_round_trip(self, seconds: float) -> None:
+        # The shortest lately: queues come and go, and ways change.
+        known = self._round_trip_seconds
+        self._round_trip_seconds = seconds if known is None else min(seconds, _LENGTHENING * known)
+
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[Turn]:
+    async def _in_turn(self) -> AsyncIterator[Turn]:
         """Waits until all of the bodies before is on its way. Passed on at the end at the latest."""
         async with self._places:
             await self._turn.acquire()
@@ -183,7 +130,7 @@ class Conveyor:
                 turn.pass_on()
 
     @asynccontextmanager
-    async def carrying(self, payload: Payload, turn: Turn) -> AsyncIterator[Load]:
+    async def _carrying(self, payload: Payload, turn: Turn) -> AsyncIterator[Load]:
         """Sends the parts of a body that was just offered, as long as this is entered."""
         load = Load(payload, turn, on_waiting=self._wake)
         self._loads.append(load)
@@ -212,7 +159,7 @@ class Conveyor:
     async def _run(self) -> None:
         """Keeps as many stripes open as pay."""
         clock = asyncio.get_running_loop().time
-        num_streams = self._num_at_first()
+        num_streams = self._num_at_first(self._round_trip_seconds or FIRST_ROUND_TRIP_SECONDS)
         widening = Widening(now=clock())
         self._errors.clear()
         self._acknowledged_bytes = 0
@@ -253,7 +200,7 @@ class Conveyor:
         under_way: deque[tuple[Load, int]] = deque()
         is_wide = asyncio.Event()
         try:
-            async with self._open_stripe() as stream:
+            async with self._open_stream() as stream:
                 await stream.send(wire.TransferRequest(stripe=wire.Stripe()))
                 async with asyncio.TaskGroup() as both_ways:
                     hearing = both_ways.create_task(self._hear(stream, under_way, is_wide))
@@ -310,6 +257,25 @@ class Conveyor:
                     load.drop(index)
                 case status:
                     raise FrameError(f"status {status} came where a part's was due")
+
+
+async def _send_whole(stream: TransferStream, payload: Payload, turn: Turn) -> None:
+    await stream.send_body(payload.body)
+    turn.pass_on()
+
+
+async def _unless_failed(verdict: Coroutine[Any, Any, None], sending: asyncio.Future[None]) -> None:
+    """What the peer says of a body, which it can say before all is sent; or what keeps us from it."""
+    hearing = asyncio.ensure_future(verdict)
+    try:
+        await asyncio.wait((hearing, sending), return_when=asyncio.FIRST_COMPLETED)
+        if not hearing.done():
+            await sending
+        await hearing
+    finally:
+        for task in (hearing, sending):
+            task.cancel()
+        await asyncio.gather(hearing, sending, return_exceptions=True)
 
 
 async def _send_part(stream: TransferStream, load: Load, index: int) -> None:

@@ -4,12 +4,12 @@ libp2p itself lets anyone in who has a key. Membership is checked here, against 
 """
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 
 import structlog
 
+from node.exchange.transport.answers import refuse
 from node.exchange.transport.conveyor import Conveyor
 from node.exchange.transport.doorkeeper import Doorkeeper
 from node.exchange.transport.frames import BROKEN, FrameError, Limits, TransferStream, drop
@@ -18,11 +18,9 @@ from node.exchange.transport.link_rates import LinkRates
 from node.exchange.transport.neighbours import Neighbours
 from node.exchange.transport.p2pd import DaemonError, P2pd
 from node.exchange.transport.pacing import Pacer
-from node.exchange.transport.parts import FIRST_ROUND_TRIP_SECONDS, first_streams
+from node.exchange.transport.parts import first_streams
 from node.exchange.transport.serving import (
     fetch_over,
-    push_over,
-    refuse,
     serve,
     verify_inline,
 )
@@ -41,9 +39,6 @@ from protocol.wire_count import WireCounts
 
 PROTOCOL = "atoll/5/transfer"
 """What libp2p calls our streams; a change on the wire is a new number."""
-
-_LENGTHENING = 1.25
-"""By how much a round trip may be longer than the one that was known before."""
 
 _THREAD_BYTES = 1 << 20  # hashing less is quicker than asking a thread to
 
@@ -93,7 +88,6 @@ class Libp2pTransport:
         self._serving: set[asyncio.Task[None]] = set()
         self._inbounds = Inbounds()
         self._conveyors: dict[NodeId, Conveyor] = {}
-        self._round_trips: dict[NodeId, float] = {}
 
     async def start(self, handler: TransferHandler) -> None:
         """Starts p2pd and listens. Raises SystemRefusedError when it does not come up."""
@@ -170,23 +164,15 @@ class Libp2pTransport:
         conveyor = self._conveyors.get(peer)
         if conveyor is None:
             conveyor = self._conveyors[peer] = self._conveyor(peer)
-        async with (
-            self._in_time(entry, timeout_seconds),
-            self._pacer.place(),
-            conveyor.turn() as turn,
-            self._stream_to(entry) as stream,
-        ):
-            with self._tally.sending():
-                seconds = await push_over(stream, payload, conveyor, turn)
-        # The shortest lately: queues come and go, and ways change.
-        self._round_trips[peer] = min(seconds, _LENGTHENING * self._round_trips.get(peer, math.inf))
+        async with self._in_time(entry, timeout_seconds), self._pacer.place():
+            await conveyor.push(payload)
 
     def _conveyor(self, peer: NodeId) -> Conveyor:
         return Conveyor(
-            open_stripe=lambda: self._stream_to(self._member(peer)),
+            open_stream=lambda: self._stream_to(self._member(peer)),
             broken=(*BROKEN, DaemonError, FrameError, TransferRefusedError, PeerUnreachableError),
-            num_at_first=lambda: first_streams(
-                round_trip_seconds=self._round_trips.get(peer, FIRST_ROUND_TRIP_SECONDS),
+            num_at_first=lambda round_trip_seconds: first_streams(
+                round_trip_seconds=round_trip_seconds,
                 num_others=sum(not c.is_empty for p, c in self._conveyors.items() if p != peer),
                 bytes_per_second=self._max_upload_bytes_per_second,
                 most=self._limits.max_stripes_per_body,

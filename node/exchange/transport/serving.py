@@ -1,25 +1,23 @@
-"""Both ends of a transfer over one stream, and who may open one.
+"""What we answer to a request of a member, and our own request when we fetch.
 
 Here live the rules that every transport keeps: a body is admitted before it is read, an answer is
 what was asked for. How a stream comes to be, and whether its other end is a member, is the
-transport's business.
+transport's business. Pushes of our own go over a conveyor.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import blake3
 import structlog
 
-from node.exchange.transport.conveyor import Conveyor, Turn
-from node.exchange.transport.frames import FrameError, Limits, TransferStream
+from node.exchange.transport.answers import expect, refuse
+from node.exchange.transport.frames import Limits, TransferStream
 from node.exchange.transport.inbound import Inbounds, complete, take_stripe
-from node.exchange.transport.parts import STRIPED_BYTES, PartError, part_bytes_for
+from node.exchange.transport.parts import PartError
 from node.exchange.transport.transport import (
     FalseAnswerError,
-    NotHeldError,
     TransferHandler,
     TransferRefusedError,
     Want,
@@ -37,8 +35,6 @@ from protocol.payload import (
 )
 from protocol.rounds import Digest, NodeId
 from protocol.v1 import transfer_pb2 as wire
-
-MAX_REASON_CHARACTERS = 1000
 
 Verify = Callable[[PayloadHeader, bytes], Awaitable[Payload]]
 """Payload.verified, off the event loop where that pays; raises PayloadError."""
@@ -132,75 +128,13 @@ async def serve(
         await refuse(stream, str(error))
 
 
-async def refuse(stream: TransferStream, reason: str) -> None:
-    """Tells the other side why not."""
-    await stream.send(
-        wire.TransferResponse(
-            status=wire.TRANSFER_STATUS_REFUSED, reason=reason[:MAX_REASON_CHARACTERS]
-        )
-    )
-
-
-async def push_over(
-    stream: TransferStream, payload: Payload, conveyor: Conveyor, turn: Turn
-) -> float:
-    """Our side of a push. Raises TransferRefusedError, FrameError, or frames.BROKEN.
-
-    The body follows its offer at once: nearly every offer is accepted, and the link would be idle
-    meanwhile. Returns after how many seconds the offer was accepted.
-    """
-    stream.carries(payload.header.kind)
-    body_bytes = len(payload.body)
-    part_bytes = part_bytes_for(body_bytes) if body_bytes >= STRIPED_BYTES else 0
-    clock = asyncio.get_running_loop().time
-    offered_at = clock()
-    offer = wire.Offer(header=payload.header.encode(), part_bytes=part_bytes)
-    await stream.send(wire.TransferRequest(offer=offer))
-
-    async def verdict(accept: Callable[[bytes], None]) -> float:
-        response = await _expect(stream, wire.TRANSFER_STATUS_GO_ON)
-        accepted_at = clock()
-        accept(response.held_parts)
-        await _expect(stream, wire.TRANSFER_STATUS_RECEIVED)
-        return accepted_at - offered_at
-
-    if part_bytes:
-        async with conveyor.carrying(payload, turn) as load:
-            return await _unless_failed(verdict(load.accept), load.failed)
-    sending = asyncio.ensure_future(_send_whole(stream, payload, turn))
-    seconds = await _unless_failed(verdict(lambda held_map: None), sending)
-    stream.moved(sent_bytes=body_bytes)
-    return seconds
-
-
-async def _send_whole(stream: TransferStream, payload: Payload, turn: Turn) -> None:
-    await stream.send_body(payload.body)
-    turn.pass_on()
-
-
-async def _unless_failed(
-    verdict: Coroutine[Any, Any, float], sending: asyncio.Future[None]
-) -> float:
-    """What the peer says of a body, which it can say before all is sent; or what keeps us from it."""
-    hearing = asyncio.ensure_future(verdict)
-    try:
-        await asyncio.wait((hearing, sending), return_when=asyncio.FIRST_COMPLETED)
-        if not hearing.done():
-            await sending
-        return await hearing
-    finally:
-        for task in (hearing, sending):
-            task.cancel()
-        await asyncio.gather(hearing, sending, return_exceptions=True)
-
-
 async def fetch_over(
     stream: TransferStream, want: Want, *, max_body_bytes: int, verify: Verify
 ) -> Payload:
-    """Our side of a fetch. Raises as push_over does, and NotHeldError."""
+    """Our side of a fetch. Raises as `answers.expect`, FalseAnswerError, or frames.BROKEN."""
     stream.carries(_kind_of(want))
     await stream.send(_encode_want(want))
-    response = await _expect(stream, wire.TRANSFER_STATUS_GO_ON)
+    response = await expect(stream, wire.TRANSFER_STATUS_GO_ON)
     try:
         header = PayloadHeader.decode(response.header)
         check_answer(want, header, max_body_bytes=max_body_bytes)
@@ -298,20 +232,6 @@ async def _give(
         )
         async with asyncio.timeout(limits.whole_seconds(len(payload.body))):
             await stream.send_body(payload.body)
-
-
-async def _expect(
-    stream: TransferStream, status: "wire.TransferStatus.ValueType"
-) -> wire.TransferResponse:
-    response = await stream.receive(wire.TransferResponse, is_patient=True)
-    if response.status == status:
-        return response
-    if response.status == wire.TRANSFER_STATUS_NOT_HELD:
-        raise NotHeldError("the peer does not hold it")
-    if response.status == wire.TRANSFER_STATUS_REFUSED:
-        reason = "".join(c if c.isprintable() else "?" for c in response.reason)
-        raise TransferRefusedError(reason[:MAX_REASON_CHARACTERS] or "refused without a reason")
-    raise FrameError(f"status {response.status} came where {status} was due")
 
 
 def _encode_want(want: Want) -> wire.TransferRequest:
