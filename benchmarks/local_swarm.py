@@ -79,8 +79,8 @@ class LocalNode:
 
     def contributions(self, plan: Plan, tokens: int) -> dict[int, Payload]:
         """What it owes, as it is sent, by slice."""
-        self.outer.accumulate(round=plan.round, fragment=0)
-        sent = {p.index: self.outer.contribution_to(plan, p, tokens) for p in plan.slices}
+        self.outer.owing.accumulate(round=plan.round, fragment=0)
+        sent = {p.index: self.outer.owing.contribution_to(p, tokens) for p in plan.slices}
         self.contributed_bytes += sum(len(payload.body) for payload in sent.values())
         return sent
 
@@ -152,7 +152,7 @@ def exchange(plan: Plan, nodes: Sequence[LocalNode], *, tokens: int, late: set[N
                 reduction.add(payloads[part.index])
         result = outer.result_of(reduction, 0)
         assert result is not None, "somebody is in time"
-        outer.note_result(result)
+        outer.owing.note_result(result)
         by_id[part.reducer_id].reduced_bytes += len(result.payload.body)
         results[part.index] = result.payload
         outcomes.append(_outcome(part, result.payload, result.contributors))

@@ -121,7 +121,7 @@ class RoundsOfOneNode:
         outer, own = self.outer, self._slices[0]
         plan = self._plan(outer.round + 1)
         with stages.stage("accumulate"):
-            pending = outer.accumulate(round=plan.round, fragment=plan.fragment)
+            pending = outer.owing.accumulate(round=plan.round, fragment=plan.fragment)
         for part in self._slices:
             with stages.stage("encode"):
                 end = part.start + part.num_elements
@@ -139,7 +139,7 @@ class RoundsOfOneNode:
         with stages.stage("reduce"):
             reduced = outer.result_of(reduction, plan.fragment)
         assert reduced is not None
-        outer.note_result(reduced)
+        outer.owing.note_result(reduced)
         results = {0: reduced.payload}
         for part in self._slices[1:]:
             payload = _sealed(
@@ -215,7 +215,7 @@ def measured(rounds: RoundsOfOneNode, *, values: int, repeats: int, threads: int
     clock = time.thread_time if threads == 1 else time.perf_counter
     source, target = np.ones(values, dtype=np.float32), np.zeros(values, dtype=np.float32)
     stages = Stages(clock)
-    stages.watch(rounds.outer._owing, "settle", "settle")
+    stages.watch(rounds.outer.owing, "settle", "settle")
     stages.watch(rounds.outer._digest, "renew", "digest")
     found = []
     for _ in range(repeats + 1):

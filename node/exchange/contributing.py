@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 
 from node.exchange.codecs.codec import CodecError
-from node.exchange.outer import Outer
+from node.exchange.owing import Owing
 from node.exchange.pushes import Pushes
 from node.exchange.transport.transport import Transport
 from node.heavy import Heavy
@@ -24,7 +24,7 @@ class Contributing:
         node_id: NodeId,
         slices: Mapping[int, Slice],
         departed: Set[NodeId],
-        outer: Outer,
+        owing: Owing,
         transport: Transport,
         heavy: Heavy,
         deadline: float,  # of the reducers that the plan names, by the loop's clock
@@ -34,7 +34,7 @@ class Contributing:
         self._node_id = node_id
         self._slices = slices
         self._departed = departed
-        self._outer = outer
+        self._owing = owing
         self._heavy = heavy
         self._deadline = deadline
         self._keep_own = keep_own  # for the slices that we reduce ourselves
@@ -50,9 +50,9 @@ class Contributing:
         finite.
         """
         round, fragment = self._plan.round, self._plan.fragment
-        await self._heavy(lambda: self._outer.accumulate(round=round, fragment=fragment))
+        await self._heavy(lambda: self._owing.accumulate(round=round, fragment=fragment))
         for part in in_order_of_sending(self._plan.slices, self._node_id):
-            encode = partial(self._outer.contribution_to, self._plan, part, tokens)
+            encode = partial(self._owing.contribution_to, part, tokens)
             try:
                 payload = await self._heavy(encode)
             except CodecError as error:

@@ -141,10 +141,10 @@ class Exchange:
         """
         async with self._lock:
             for fragment in range(len(self.outer.layout.fragments)):
-                before = self.outer.published_of(fragment)
+                before = self.outer.owing.published_of(fragment)
                 if not await publish(fragment):
                     return
-                await self._heavy(partial(self.outer.owe, fragment, before))
+                await self._heavy(partial(self.outer.owing.add_published, fragment, before))
 
     def tell(self, round: int, news: RoundNews) -> None:
         """Passes on what happened to a round, which may not be open here yet."""
@@ -162,14 +162,14 @@ class Exchange:
     async def _break_off_round(self) -> None:
         """Ends the round in flight without its commit."""
         await self._close_round()
-        self.outer.forget_pending()
+        self.outer.owing.forget_pending()
 
     async def stop(self) -> None:
         """Ends everything in flight, results that peers still wait for included."""
         self._donor.drop()
         await self._break_off_round()
         await self._results_out.stop()
-        if kept := await self._heavy(self.outer.kept_elements):
+        if kept := await self._heavy(self.outer.owing.kept_elements):
             # Nobody else can owe it: lost with this node, unless it comes back with its folder.
             log.info("rounding error leaves", round=self.outer.round, elements=kept)
 

@@ -1,6 +1,6 @@
 """A node's replica of the outer state: the only code that changes global parameters and momentum.
 
-What comes in are committed results; what goes out are accumulated pseudo-gradients. Everything
+What comes in are committed results. What goes out, and what is still owed, is owing's. Everything
 here is arithmetic on vectors: no I/O and no waiting.
 """
 
@@ -15,15 +15,15 @@ from node.exchange.codecs.registry import codec_named, compile_kernels
 from node.exchange.codecs.tiles import ONE_THREAD, Tiles
 from node.exchange.mean import merged
 from node.exchange.outer_optimizer import OuterOptimizer, outer_optimizer_of
-from node.exchange.owing import Owing, Pending
+from node.exchange.owing import Owing
 from node.exchange.rate_scaling import RateScale, rate_scale_of
 from node.exchange.reducer_error import ReducerError
 from node.exchange.reduction import Reduction, SliceResult
 from node.exchange.residual import Residual
 from node.exchange.snapshot import Owed, Snapshot
 from node.outer_state import Layout, OuterDigest, Vector
-from protocol.payload import CONTRIBUTION, Payload
-from protocol.rounds import BLOCK, Commit, Digest, NodeId, Plan, Slice, SliceOutcome
+from protocol.payload import Payload
+from protocol.rounds import BLOCK, Commit, Digest, NodeId, SliceOutcome
 from protocol.run_spec import Merge, RunSpec
 
 
@@ -70,13 +70,15 @@ class Outer:
         self.uplink = uplink
         self.downlink = downlink
         self._parameters = parameters
-        self._published = published
         self._momentum: Vector = np.zeros_like(parameters)
-        self._owing = Owing(
+        self.owing = Owing(
             layout=layout,
+            parameters=parameters,
+            published=published,
             uplink=uplink,
             residual=residual,
             reducer_error=reducer_error,
+            run_digest=run_digest,
             node_id=node_id,
         )
         self._optimizer = optimizer
@@ -138,37 +140,10 @@ class Outer:
             compile_kernels(codec)
         compile_arithmetic(self._merge, self._optimizer)
 
-    def accumulate(self, *, round: int, fragment: int) -> Pending:
-        """Forms what this node owes the swarm for a fragment: (global − published) + residual.
-
-        It is pending from now on: until the round's commit is applied or passed, or it is forgotten.
-        """
-        return self._owing.accumulate(round, fragment, self._parameters, self._published)
-
-    def contribution_to(self, plan: Plan, part: Slice, tokens: int) -> Payload:
-        """What is pending of a slice, encoded. Heavy; raises CodecError when it is not finite."""
-        return Payload.seal(
-            kind=CONTRIBUTION,
-            run_digest=self._run_digest,
-            round=plan.round,
-            fragment=plan.fragment,
-            slice_index=part.index,
-            start=part.start,
-            num_elements=part.num_elements,
-            codec=self.uplink.name,
-            tokens=tokens,
-            sender_id=self._node_id,
-            body=self._owing.encode(part),
-        )
-
-    def forget_pending(self) -> None:
-        """The round ends without a commit for this node: what is owed is as it was before."""
-        self._owing.pending = None
-
     def result_of(self, reduction: Reduction, fragment: int) -> SliceResult | None:
         """The result of a slice that this node reduces, or None when nothing was contributed.
 
-        Changes nothing: tell `note_result` when it is to be handed out. Heavy.
+        Changes nothing: tell `owing.note_result` when it is to be handed out. Heavy.
         """
         part = reduction.slice
         return reduction.result(
@@ -176,27 +151,11 @@ class Outer:
             run_digest=self._run_digest,
             node_id=self._node_id,
             merge=self._merge,
-            carried=self._owing.reducer_error.carried(
+            carried=self.owing.reducer_error.carried(
                 self.layout.span_of(fragment, part.start, part.num_elements)
             ),
-            wants_error=self._owing.reducer_error.rule != "drop",
+            wants_error=self.owing.reducer_error.rule != "drop",
         )
-
-    def note_result(self, result: SliceResult) -> None:
-        """Remembers what a result leaves for this node to owe if it is committed."""
-        if result.payload.header.round > self.round:
-            self._owing.stage(result)
-
-    def published_of(self, fragment: int) -> Vector:
-        """A copy of what the island published last of a fragment."""
-        return self._published[self.layout.fragments[fragment].span].copy()
-
-    def owe(self, fragment: int, before: Vector) -> None:
-        """Owes what the island has just published of a fragment outside of any round.
-
-        `before` is what it had published before.
-        """
-        self._owing.add(fragment, self._parameters, self._published, before)
 
     def check_result(self, payload: Payload) -> None:
         """Raises CodecError unless the result decodes.
@@ -231,7 +190,7 @@ class Outer:
         for outcome in committed:
             self._move(commit.fragment, outcome, results[outcome.index].body)
         reducers = {index: payload.header.sender_id for index, payload in results.items()}
-        self._owing.settle(commit, reducers)
+        self.owing.settle(commit, reducers)
         self._digest.renew(
             (
                 self.layout.span_of(commit.fragment, each.start, each.num_elements)
@@ -262,7 +221,7 @@ class Outer:
             momentum=self._momentum,
             known_digest=self.digest,
         )
-        return state, self._owing.values()
+        return state, self.owing.held()
 
     def snapshot(self) -> Snapshot:
         """A copy of the state."""
@@ -282,23 +241,19 @@ class Outer:
             residual=owed.residual.copy(), reducer_error=None if kept is None else kept.copy()
         )
 
-    def kept_elements(self) -> int:
-        """Of how many elements this node, as their reducer, still has to add an error to a mean."""
-        return self._owing.kept_elements()
-
     def leap(self, snapshot: Snapshot, passed: Sequence[Commit]) -> None:
         """Takes over a later state of the history that ours is of.
 
         `passed` are all commits from ours to that one: what they did not take is still owed.
         """
         for commit in passed:
-            self._owing.settle(commit, {})
+            self.owing.settle(commit, {})
         self.restore(snapshot, self.owed())
 
     def restore(self, snapshot: Snapshot, owed: Owed | None) -> None:
         """Takes over another state; with None, nothing is owed any more."""
         self._parameters[:] = snapshot.parameters
         self._momentum[:] = snapshot.momentum
-        self._owing.restore(owed, round=snapshot.round)
+        self.owing.restore(owed, round=snapshot.round)
         self._digest.renew([slice(0, self.layout.num_elements)])
         self.position = Position(round=snapshot.round, digest=self._digest.value)

@@ -16,7 +16,8 @@ from node.exchange.reduction import SliceResult
 from node.exchange.residual import Residual
 from node.exchange.snapshot import Owed
 from node.outer_state import Layout, Vector
-from protocol.rounds import Commit, NodeId, Slice, SliceOutcome
+from protocol.payload import CONTRIBUTION, Payload
+from protocol.rounds import Commit, Digest, NodeId, Slice, SliceOutcome
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,66 +38,88 @@ class Owing:
         self,
         *,
         layout: Layout,
+        parameters: Vector,
+        published: Vector,
         uplink: Codec,
         residual: Residual,
         reducer_error: ReducerError,
+        run_digest: Digest,
         node_id: NodeId,
     ) -> None:
         self.residual = residual
         self.reducer_error = reducer_error
         self.pending: Pending | None = None
         self._layout = layout
+        self._parameters = parameters
+        self._published = published
         self._uplink = uplink
+        self._run_digest = run_digest
         self._node_id = node_id
+        self._settled_round = 0
 
-    def accumulate(
-        self, round: int, fragment: int, parameters: Vector, published: Vector
-    ) -> Pending:
-        """(global − published) + residual of a fragment: pending from now on."""
+    def accumulate(self, *, round: int, fragment: int) -> Pending:
+        """Forms (global − published) + residual of a fragment, which is pending from now on."""
         span = self._layout.fragments[fragment].span
-        accumulated = self.residual.owed(span, parameters[span], published[span])
+        accumulated = self.residual.owed(span, self._parameters[span], self._published[span])
         self.pending = Pending(round=round, fragment=fragment, accumulated=accumulated)
         return self.pending
 
-    def encode(self, part: Slice) -> bytes:
-        """What is sent of a slice. Heavy; raises CodecError when it is not finite."""
+    def contribution_to(self, part: Slice, tokens: int) -> Payload:
+        """What is pending of a slice, encoded. Heavy; raises CodecError when it is not finite."""
         assert self.pending is not None, "accumulate comes first"
         end = part.start + part.num_elements
         body = self._uplink.encode(self.pending.accumulated[part.start : end])
         self.pending.bodies[part.index] = body
-        return body
+        return Payload.seal(
+            kind=CONTRIBUTION,
+            run_digest=self._run_digest,
+            round=self.pending.round,
+            fragment=self.pending.fragment,
+            slice_index=part.index,
+            start=part.start,
+            num_elements=part.num_elements,
+            codec=self._uplink.name,
+            tokens=tokens,
+            sender_id=self._node_id,
+            body=body,
+        )
 
-    def add(
-        self, fragment: int, parameters: Vector, published: Vector, published_before: Vector
-    ) -> None:
-        """Owes what was published of a fragment outside of any round.
+    def forget_pending(self) -> None:
+        """The round ends without a commit for this node: what is owed is as it was before."""
+        self.pending = None
 
-        What a contribution in flight holds is settled by its commit, so of that fragment only what
-        was not published before is added.
+    def published_of(self, fragment: int) -> Vector:
+        """A copy of what the island published last of a fragment."""
+        return self._published[self._layout.fragments[fragment].span].copy()
+
+    def add_published(self, fragment: int, before: Vector) -> None:
+        """Owes what the island has just published of a fragment outside of any round.
+
+        `before` is what it had published before. What a contribution in flight holds is settled by
+        its commit, so of that fragment only the rest is added.
         """
         span, pending = self._layout.fragments[fragment].span, self.pending
         if pending is None or pending.fragment != fragment:
             values = self.residual.values[span]
-            values += parameters[span] - published[span]
+            values += self._parameters[span] - self._published[span]
             return
-        later = published_before - published[span]
+        later = before - self._published[span]
         pending.later = later if pending.later is None else pending.later + later
 
-    def stage(self, result: SliceResult) -> None:
-        """Remembers what a result of ours leaves to be owed if it is committed."""
-        if result.error is None:
-            return
+    def note_result(self, result: SliceResult) -> None:
+        """Remembers what a result of ours leaves for this node to owe if it is committed."""
         header = result.payload.header
-        tokens = {c.node_id: c.tokens for c in result.contributors}
-        # Who only reduces will weigh as much as the others next time.
-        own_tokens = tokens.get(self._node_id) or sum(tokens.values()) / len(tokens)
-        self.reducer_error.stage(
-            header.round,
-            header.slice_index,
-            result.payload.digest,
-            result.error,
-            share=own_tokens / result.weighed_tokens,
-        )
+        if result.error is not None and header.round > self._settled_round:
+            tokens = {c.node_id: c.tokens for c in result.contributors}
+            # Who only reduces will weigh as much as the others next time.
+            own_tokens = tokens.get(self._node_id) or sum(tokens.values()) / len(tokens)
+            self.reducer_error.stage(
+                header.round,
+                header.slice_index,
+                result.payload.digest,
+                result.error,
+                share=own_tokens / result.weighed_tokens,
+            )
 
     def settle(self, commit: Commit, reducers: Mapping[int, NodeId]) -> None:
         """Moves what is owed: by the residual's rules, then by those of the reducer's error.
@@ -118,7 +141,7 @@ class Owing:
             error = self.reducer_error.settle(commit.round, outcome, span, may_be_ours=may_be_ours)
             if error is not None:
                 self.residual.add(span, error)
-        self.arrive_at(commit.round)
+        self._arrive_at(commit.round)
 
     def _settle_residual(self, outcome: SliceOutcome, span: slice, pending: Pending | None) -> None:
         """A taken contribution leaves its encoding error, any other stays whole."""
@@ -145,8 +168,9 @@ class Owing:
 
         self._uplink.each_tile(body, accumulated.size, settle)
 
-    def arrive_at(self, round: int) -> None:
+    def _arrive_at(self, round: int) -> None:
         """Nothing is pending any more of rounds up to this one."""
+        self._settled_round = round
         self.reducer_error.forget(up_to_round=round)
         if self.pending is not None and self.pending.round <= round:
             self.pending = None
@@ -157,10 +181,10 @@ class Owing:
         self.reducer_error.restore(None if owed is None else owed.reducer_error, round=round)
         if owed is None:
             self.pending = None
-        self.arrive_at(round)
+        self._arrive_at(round)
 
-    def values(self) -> Owed:
-        """Not copies: the next commit changes them."""
+    def held(self) -> Owed:
+        """All that is owed, no copy of it: the next commit changes it."""
         return Owed(residual=self.residual.values, reducer_error=self.reducer_error.values)
 
     def kept_elements(self) -> int:

@@ -124,7 +124,7 @@ class Reducing:
             self._report(Reduced(slice_index=index, digest=None, contributors=()))
             return
         digest = reduced.payload.digest
-        self._outer.note_result(reduced)
+        self._outer.owing.note_result(reduced)
         self._held.hold(reduced.payload)
         self._report(Reduced(slice_index=index, digest=digest, contributors=reduced.contributors))
         self._report(Held(slice_index=index, digest=digest))

@@ -81,7 +81,7 @@ class ExchangeRound:
             node_id=node_id,
             slices=self._slices,
             departed=self._departed,
-            outer=outer,
+            owing=outer.owing,
             transport=transport,
             heavy=heavy,
             deadline=opened_at + plan.contribute_seconds,

@@ -84,10 +84,10 @@ class World:
         for place, (node_id, outer) in enumerate(self.outers.items()):
             if drawn["acts"][node_id] == "skips":
                 continue
-            outer._published[:] = outer._parameters - work_of(place, plan.round)
-            pendings[node_id] = outer.accumulate(round=plan.round, fragment=0)
+            outer.owing._published[:] = outer._parameters - work_of(place, plan.round)
+            pendings[node_id] = outer.owing.accumulate(round=plan.round, fragment=0)
             for part in plan.slices:
-                outer.contribution_to(plan, part, drawn["tokens"][node_id])
+                outer.owing.contribution_to(part, drawn["tokens"][node_id])
         return pendings
 
     def reduce(
@@ -116,7 +116,7 @@ class World:
                         reduction.add(payload)
                 result = self.outers[reducer].result_of(reduction, 0)
                 if result is not None:
-                    self.outers[reducer].note_result(result)
+                    self.outers[reducer].owing.note_result(result)
             if result is not None and fate != "void":
                 results[part.index] = result.payload
                 outcome = SliceOutcome(
@@ -144,8 +144,8 @@ class World:
         self.exact_mean[span] += outer_of(A).downlink.decode(bare.payload.body, num_elements)
         if drawn["acts"][reducer] == "restarts":  # what its result left out dies with it
             outer = self.outers[reducer]
-            carried = outer._owing.reducer_error.carried(span)
-            staged = outer._owing.reducer_error._staged
+            carried = outer.owing.reducer_error.carried(span)
+            staged = outer.owing.reducer_error._staged
             if carried is not None:
                 (error,) = [entry.error for key, entry in staged.items() if key[1] * BLOCK == start]
                 self.lost[span] += error

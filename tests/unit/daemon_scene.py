@@ -80,7 +80,7 @@ class FakeIsland:
 
     async def publish(self, fragment: int) -> None:
         self._live("publish")
-        self.outer._published[:] = self.outer._parameters - 1
+        self.outer.owing._published[:] = self.outer._parameters - 1
 
     async def keep(self, round: int, *, is_last: bool = False) -> None:
         self._die_when_told("keep")

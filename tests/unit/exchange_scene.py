@@ -221,7 +221,7 @@ class Node:
 
     async def contribute(self, work: Vector | float, *, tokens: int = TOKENS) -> None:
         """As if the island had trained its way to global parameters minus `work`."""
-        self.outer._published[:] = self.outer._parameters - np.float32(1) * work
+        self.outer.owing._published[:] = self.outer._parameters - np.float32(1) * work
         await self.exchange.contribute(tokens)
 
     async def receive(self, sender: NodeId, payload: Payload) -> None:

@@ -57,7 +57,7 @@ class CountingIsland:
             self.local[:] = self._outer._parameters
             return
         span = self._outer.layout.fragments[fragment].span
-        self.local[span] += self._outer._parameters[span] - self._outer._published[span]
+        self.local[span] += self._outer._parameters[span] - self._outer.owing._published[span]
 
     async def keep(self, round: int, *, is_last: bool = False) -> None:
         pass
@@ -98,7 +98,7 @@ class CountingIsland:
 
     async def publish(self, fragment: int) -> None:
         span = self._outer.layout.fragments[fragment].span
-        self._outer._published[span] = self.local[span]
+        self._outer.owing._published[span] = self.local[span]
 
     async def evaluate(self) -> Evaluation:
         await asyncio.sleep(2)

@@ -41,7 +41,7 @@ VALUES = np.ones(BLOCK, dtype=np.float32)
 
 def encoded_by(node: Node) -> list[int]:
     """The slices that a node has encoded, in their order."""
-    pending = node.outer._owing.pending
+    pending = node.outer.owing.pending
     assert pending is not None
     return list(pending.bodies)
 
@@ -118,7 +118,7 @@ async def test_each_reducer_keeps_and_saves_what_its_own_results_rounded_away(
     with capture_logs() as logs:
         await scene.stop()
     left = [entry["elements"] for entry in logs if entry["event"] == "rounding error leaves"]
-    assert left == [node.outer.kept_elements() for node in scene.nodes.values()]
+    assert left == [node.outer.owing.kept_elements() for node in scene.nodes.values()]
     assert all(0 < elements <= BLOCK for elements in left)
 
 

@@ -1,7 +1,9 @@
 """A slice changes hands in mid-round: who had contributed does so again, and one result counts."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -129,6 +131,34 @@ async def test_the_former_reducers_result_is_dropped_and_refused() -> None:
     await node.receive(C, new)
     assert scene.nodes[A].reported(Held, 1)[-1] == Held(slice_index=1, digest=new.digest)
     await scene.stop()
+
+
+@in_virtual_time
+async def test_a_slice_that_is_taken_over_while_it_is_reduced_or_its_result_decoded_is_left_alone() -> (
+    None
+):
+    scene = await Scene.of(A, B, C)
+    for node in scene.nodes.values():
+        node.exchange._heavy = done_a_second_later
+    await scene.open_round(1, A, B, C)
+    result = result_of(VALUES, sender_id=C, index=2)
+    decoding = asyncio.create_task(scene.nodes[A].receive(C, result))
+    scene.nodes[B].exchange.tell(1, lambda round_: round_.excuse((A, B, C)))  # so B reduces now
+    await asyncio.sleep(0.5)
+    hand_over(scene, A, B, C, index=1, to=C)
+    hand_over(scene, A, B, C, index=2, to=B)
+    await asyncio.sleep(1)
+    with pytest.raises(TransferRefusedError, match="taken slice 2 of round 1 over"):
+        await decoding
+    assert not scene.nodes[A].reported(Held, 1)
+    assert not [r for r in scene.nodes[B].reported(Reduced, 1) if r.slice_index == 1]
+    await scene.stop()
+
+
+async def done_a_second_later(work: Callable[[], Any]) -> Any:
+    done = work()
+    await asyncio.sleep(1)
+    return done
 
 
 @in_virtual_time

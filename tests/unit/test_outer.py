@@ -20,8 +20,8 @@ ONES = np.ones(BLOCK, dtype=np.float32)
 
 def pending_of(outer: Outer, work: Vector) -> Pending:
     """What the node sent in the next round, encoded as it would be."""
-    outer._published[:] = outer._parameters - work
-    pending = outer.accumulate(round=outer.round + 1, fragment=0)
+    outer.owing._published[:] = outer._parameters - work
+    pending = outer.owing.accumulate(round=outer.round + 1, fragment=0)
     for index in range(3):
         part = pending.accumulated[index * BLOCK : (index + 1) * BLOCK]
         pending.bodies[index] = outer.uplink.encode(part)
@@ -149,7 +149,7 @@ def reduced_by(outer: Outer, pending: Pending, *, index: int) -> Payload:
         reduction.add(Payload(header=replace(header, tokens=1 if sender == A else 3), body=body))
     result = outer.result_of(reduction, 0)
     assert result is not None
-    outer.note_result(result)
+    outer.owing.note_result(result)
     return result.payload
 
 
@@ -295,3 +295,37 @@ def test_a_run_file_makes_its_replica() -> None:
     np.testing.assert_array_equal(parameters[:BLOCK], -1)  # twice a half
     left = pending.accumulated[:BLOCK] - outer.uplink.decode(pending.bodies[0], BLOCK)
     np.testing.assert_array_equal(outer.owed().residual[:BLOCK], left * np.float32(0.5))
+
+
+def test_what_is_published_after_a_commit_is_owed_whatever_was_pending_before() -> None:
+    outer, work = outer_of(A), normal(0)
+    pending_of(outer, work)
+    outer.apply(commit_on(outer, {}), {})
+    before = outer.owing.published_of(0)
+    outer.owing._published[:] = outer._parameters - 2 * work
+    outer.owing.add_published(0, before)
+    np.testing.assert_array_equal(outer.owed().residual, work + 2 * work)
+
+
+def test_what_is_published_in_mid_round_is_owed_on_top_of_what_was_sent() -> None:
+    outer, work = outer_of(A), normal(0)
+    pending_of(outer, work)
+    before = outer.owing.published_of(0)
+    outer.owing._published[:] = outer._parameters - 2 * work
+    outer.owing.add_published(0, before)
+    results = {0: result_of(ONES, sender_id=B)}
+    outer.apply(commit_on(outer, results), results)
+    np.testing.assert_array_equal(outer.owed().residual[:BLOCK], work[:BLOCK])
+    np.testing.assert_array_equal(outer.owed().residual[BLOCK:], 2 * work[BLOCK:])
+
+
+@pytest.mark.parametrize("how", ["its round breaks off", "the state is replaced"])
+def test_what_is_not_pending_any_more_is_not_settled(how: str) -> None:
+    outer = outer_of(A)
+    pending_of(outer, normal(0))
+    if how == "its round breaks off":
+        outer.owing.forget_pending()
+    else:
+        outer.restore(outer.snapshot(), None)
+    outer.apply(commit_on(outer, {}), {})
+    assert not outer.owed().residual.any()
