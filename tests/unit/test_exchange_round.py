@@ -79,6 +79,17 @@ async def test_ones_own_slice_is_encoded_last_and_not_all_begin_with_the_same_re
 
 
 @in_virtual_time
+async def test_a_round_that_is_opened_anew_begins_with_nothing_pending() -> None:
+    scene = await Scene.of(A, B, C)
+    await scene.open_round(1, A, B, C)
+    await scene.nodes[A].contribute(1.0)
+    commit = scene.close_round(await scene.open_round(1, A, B, C))
+    await scene.nodes[A].exchange.apply(commit)
+    assert not scene.nodes[A].residual.any()
+    await scene.stop()
+
+
+@in_virtual_time
 async def test_each_reducers_first_slice_goes_before_any_second_one() -> None:
     scene = await Scene.of(A, B)
     slices = cut_into_slices(NUM_ELEMENTS, (A, B), least_elements=BLOCK)

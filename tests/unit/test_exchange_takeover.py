@@ -155,6 +155,41 @@ async def test_a_slice_that_is_taken_over_while_it_is_reduced_or_its_result_deco
     await scene.stop()
 
 
+@in_virtual_time
+async def test_a_slice_that_comes_back_while_its_mean_is_taken_has_one_result() -> None:
+    scene = await Scene.of(A, B, C)
+    scene.nodes[B].exchange._heavy = done_a_second_later
+    await scene.open_round(1, A, B, C)
+    for node_id in (A, C):
+        await scene.nodes[node_id].contribute(1.0)
+    scene.nodes[B].exchange.tell(1, lambda round_: round_.excuse((B,)))
+    await asyncio.sleep(0.5)  # B takes the mean
+    hand_over(scene, A, B, C, index=1, to=B)
+    await asyncio.sleep(5)
+    (reduced,) = scene.nodes[B].reported(Reduced, 1)
+    assert [c.node_id for c in reduced.contributors] == [A, C]
+    await scene.stop()
+
+
+@pytest.mark.parametrize("news", ["none", "departed", "taken over"])
+@in_virtual_time
+async def test_nothing_more_is_sent_to_a_reducer_that_is_gone_or_relieved(news: str) -> None:
+    scene = await Scene.of(A, B, C)
+    await scene.open_round(1, A, B, C)
+    scene.network.cut(A, B)
+    await scene.nodes[A].contribute(1.0)
+    if news == "taken over":
+        hand_over(scene, A, index=1, to=C)
+    elif news == "departed":
+        scene.nodes[A].exchange.tell(1, lambda round_: round_.depart((B,)))
+    scene.network.mend(A, B)
+    await scene.nodes[B].contribute(1.0)
+    await asyncio.sleep(CONTRIBUTE_SECONDS + 1)
+    (reduced,) = scene.nodes[B].reported(Reduced, 1)
+    assert [c.node_id for c in reduced.contributors] == ([A, B] if news == "none" else [B])
+    await scene.stop()
+
+
 async def done_a_second_later(work: Callable[[], Any]) -> Any:
     done = work()
     await asyncio.sleep(1)
