@@ -103,7 +103,9 @@ async def measure(
         "counted_over_seen": round(
             sum(t.counted_bytes for t in rounds) / sum(t.seen_bytes for t in rounds), 3
         ),
-        "rounds_not_settled": sum(not t.has_settled for t in rounds),
+        "received_over_sent": round(
+            sum(t.received_bytes for t in rounds) / sum(t.counted_bytes for t in rounds), 4
+        ),
         "cores_ours": round(sum(t.processor.ours for t in rounds) / clock_seconds, 3),
         "cores_machine": round(sum(t.processor.machine for t in rounds) / clock_seconds, 3),
         "slices": [round(part.num_elements / case.num_elements, 3) for part in slices],

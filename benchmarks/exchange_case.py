@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
-from benchmarks.network_links import Link
+from benchmarks.network_links import DEFAULT_BUFFER_BYTES, Link
 from coordinator.config import SLICE_BYTES
 from coordinator.presets.cost import CODEC_COSTS
 from node.exchange.transport.parts import MOST_STREAMS
@@ -96,6 +96,13 @@ class Case:
         bits = self.num_elements * (self.codecs.up_bits + self.codecs.down_bits)
         slowest = min(self.rate(number) for number in range(self.num_nodes))
         return LEAST_PATIENCE_SECONDS + TIMES_THE_LIMIT * self.slow_motion * bits / slowest
+
+    @property
+    def quiet_seconds(self) -> float:
+        """When nothing was counted for so long, no answer is on its way: on the machine's clock."""
+        slowest = min(self.rate(number) for number in range(self.num_nodes))
+        full_buffers = 2 * 8 * DEFAULT_BUFFER_BYTES / slowest
+        return self.slow_motion * (4 * self.round_trip_ms / 1e3 + full_buffers)
 
     def links(self) -> dict[str, Link]:
         """Of the lab: so much slower, and further apart, as the motion is slow."""

@@ -9,7 +9,7 @@ from node.exchange.transport.parts import MOST_STREAMS
 Row = dict[str, Any]
 
 # Of lines from before these stood in them.
-_DEFAULTS = {
+_DEFAULTS: Row = {
     "slow": 1.0,
     "by_bandwidth": True,
     "stripes": MOST_STREAMS,
@@ -104,23 +104,29 @@ _SAID: tuple[Callable[[Row], str], ...] = (
     lambda row: f"{row['mbit']:g} Mbit/s",
     lambda row: f"round trip {row['round_trip_ms']:g} ms",
     lambda row: row["congestion_control"] + (", window kept" if row["keeps_window"] else ""),
-    lambda row: "slices by bandwidth" if row["by_bandwidth"] else "equal slices",
+    lambda row: "" if row["by_bandwidth"] else "equal slices",
 )
 """What tells series apart. What all rows share stands in the title instead."""
 
 
 def drawn(rows: Iterable[Row]) -> str:
     """Took / limit over a contribution's size: of each case that has equal links its newest line."""
-    chosen = [row for row in newest(rows) if row["slow"] == 1]
+    chosen = sorted(
+        (row for row in newest(rows) if row["slow"] == 1), key=lambda row: int(row["num_nodes"])
+    )
     if not chosen:
         raise ValueError("there is no row with equal links to draw")
     said = [(say, {say(row) for row in chosen}) for say in _SAID]
     shared = [next(iter(words)) for _, words in said if len(words) == 1]
     codecs = {row["codec"] for row in chosen}
+    models = {row.get("num_elements") for row in chosen}
     if len(codecs) == 1:
         shared.append(next(iter(codecs)))
+    elif len(models) == 1 and None not in models:
+        shared.append(f"{models.pop():,} parameters")
     names = {
-        id(row): ", ".join(say(row) for say, words in said if len(words) > 1) for row in chosen
+        id(row): ", ".join(filter(None, (say(row) for say, words in said if len(words) > 1)))
+        for row in chosen
     }
     in_order = list(dict.fromkeys(names[id(row)] for row in chosen))
     chosen.sort(key=lambda row: (in_order.index(names[id(row)]), row["megabytes"]))
@@ -136,7 +142,7 @@ def drawn(rows: Iterable[Row]) -> str:
         for row in chosen
     ]
     return scattered(
-        title=f"One round's exchange against its links: {', '.join(shared)}",
+        title=f"One round's exchange against its links: {', '.join(filter(None, shared))}",
         across="megabytes of a contribution, on the wire",
         upward="×",
         points=points,

@@ -50,9 +50,6 @@ RUN = Digest(bytes(32))
 TOKENS = 8
 POLL_SECONDS = 0.05
 
-SETTLE_SECONDS = 20.0
-"""For answers that are on their way when a round ends."""
-
 ESTIMATED_BYTES = 100
 """By so much two nodes' counts of what one sent the other may differ: headers are estimates."""
 
@@ -79,7 +76,7 @@ class RoundTime:
     counted_bytes: int  # sent by all, as the ledger has it
     seen_bytes: int  # sent by all, as the lab has it
     most_sent_bytes: int  # by one node
-    has_settled: bool  # else some bytes of it are counted in the next round
+    received_bytes: int  # by all: the same but for what came twice
     clock_seconds: float  # from the plan to the same state everywhere: what processor time is of
     processor: ProcessorTime
 
@@ -193,7 +190,7 @@ class Swarm:
         began: list[float] = []
         ended: list[float] = []
         await asyncio.gather(*(self._follow(node, plan, began, ended) for node in self.nodes))
-        has_settled = await self._count()
+        await self._count()
         limit_seconds = max(
             8 * max(node.sent_bytes, node.received_bytes) / self._case.rate(number)
             for number, node in enumerate(self.nodes)
@@ -204,7 +201,7 @@ class Swarm:
             counted_bytes=sum(node.sent_bytes for node in self.nodes),
             seen_bytes=self._seen() - seen_before,
             most_sent_bytes=max(node.sent_bytes for node in self.nodes),
-            has_settled=has_settled,
+            received_bytes=sum(node.received_bytes for node in self.nodes),
             clock_seconds=time.monotonic() - began_at,
             processor=processor_time(os.getpid()) - processor_before,
         )
@@ -249,14 +246,17 @@ class Swarm:
                     self._note(node, told)
                     return
 
-    async def _count(self) -> bool:
-        """Takes in what each node has sent and received in this round; whether that is all of it.
+    async def _count(self) -> None:
+        """Takes in what each node has sent and received in this round.
 
         A node counts what it has sent when the receiver has answered, which may be after the round's
-        end: then a round would seem to need less than it does, and the next one more.
+        end: then a round would seem to need less than it does, and the next one more. So it waits until
+        all that arrived was also sent, or nothing is counted any more: what is sent twice is only
+        counted so by who receives it.
         """
-        give_up_at = time.monotonic() + SETTLE_SECONDS * self._case.slow_motion
         before = {node.host: node.totals for node in self.nodes}
+        last: list[WireTotals] = []
+        changed_at = time.monotonic()
         while True:
             for node in self.nodes:
                 self._tell(node, do="count")
@@ -268,9 +268,11 @@ class Swarm:
                 node.sent_bytes, node.received_bytes = map(sum, zip(*bulk, strict=True))
             missing = sum(node.received_bytes - node.sent_bytes for node in self.nodes)
             if missing <= ESTIMATED_BYTES * len(self.nodes) ** 2:
-                return True
-            if time.monotonic() >= give_up_at:
-                return False
+                return
+            if (totals := [node.totals for node in self.nodes]) != last:
+                last, changed_at = totals, time.monotonic()
+            elif time.monotonic() >= changed_at + self._case.quiet_seconds:
+                return
             await asyncio.sleep(POLL_SECONDS)
 
     def _note(self, node: Node, told: dict[str, Any]) -> None:

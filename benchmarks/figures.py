@@ -93,12 +93,20 @@ def scattered(
     if any(point.x <= 0 for point in points):
         raise ValueError("a logarithmic axis has nothing at or below zero")
     names = list(dict.fromkeys(point.series for point in points))
-    left = math.floor(math.log10(min(point.x for point in points)))
-    right = max(left + 1, math.ceil(math.log10(max(point.x for point in points))))
+    least, most = min(point.x for point in points), max(point.x for point in points)
+    left: float = math.floor(math.log10(least))
+    right: float = max(left + 1, math.ceil(math.log10(most)))
+    ticks = [10.0**power for power in range(int(left), int(right) + 1)]
+    if is_apart:  # marks beside the first and last places want room
+        left, right = math.log10(least / _ROOM), math.log10(most * _ROOM)
+        parts = [part * tick for tick in ticks for part in (1, 2, 5)]
+        ticks = [tick for tick in parts if 10**left <= tick <= 10**right]
     within = [point for point in points if point.y <= highest]
     lowest = min(0.0, *(point.low for point in points))
-    most = max(point.high for point in within)
-    bottom, top = (0.0, nice_ceiling(most)) if lowest == 0 else nice_range(lowest, most)
+    highest_bar = max(point.high for point in within)
+    bottom, top = (0.0, nice_ceiling(highest_bar))
+    if lowest < 0:
+        bottom, top = nice_range(lowest, highest_bar)
 
     def place(x: float, y: float) -> tuple[float, float]:
         along = (math.log10(x) - left) / (right - left)
@@ -107,10 +115,10 @@ def scattered(
         return _LEFT + width * along, _HEIGHT - _BOTTOM - height * up
 
     lines = [*_frame(title), *_scale(top, upward, bottom), *_legend(names)]
-    for power in range(left, right + 1):
-        x, y = place(10.0**power, bottom)
+    for tick in ticks:
+        x, y = place(tick, bottom)
         lines.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{y:.1f}" stroke="#dddddd"/>')
-        lines.append(_text(x, y + 16, f"{10**power:,}" if power >= 0 else f"{10.0**power:g}"))
+        lines.append(_text(x, y + 16, f"{tick:,.0f}" if tick >= 1 else f"{tick:g}"))
     lines.append(_text(_WIDTH / 2, _HEIGHT - 12, across))
     if level is not None:
         lines += _level(place(10.0**left, level[0])[1], level[1], _WIDTH - _RIGHT)
@@ -238,7 +246,8 @@ def _top_of(heap: Sequence[int], places: Sequence[float], least: float) -> float
     return middle - least * (len(heap) - 1) / 2
 
 
-_SERIES_APART = 9.0
+_SERIES_APART = 14.0
+_ROOM = 1.4  # times as far along as the last place
 
 _Box = tuple[float, float, float, float]
 """Left, top, right and bottom."""

@@ -138,7 +138,14 @@ def test_series_that_stand_apart_do_not_hide_each_other() -> None:
     together, apart = marks(drawn()), marks(drawn(is_apart=True))
     assert together[0][0] == together[2][0]
     assert apart[2][0] - apart[0][0] > 8  # a mark's width
-    assert apart[0][1] == together[0][1]
+    assert apart[0][1] == together[0][1]  # and none of it is said of the value
+
+
+def test_series_that_stand_apart_have_room_beside_the_first_and_the_last_place() -> None:
+    text = drawn([point(series, x, 1.0) for series in "abcdef" for x in (1, 5)], is_apart=True)
+    across = [x for x, _ in marks(text)]
+    assert min(across) > 64 + 20 and max(across) < 760 - 16 - 20
+    assert {"1", "2", "5"} <= set(words_of(ElementTree.fromstring(text)))
 
 
 def test_what_is_far_above_the_rest_stands_at_the_edge_with_its_number() -> None:

@@ -88,6 +88,8 @@ def test_slow_motion_has_as_many_bytes_under_way_and_stretches_all_waiting() -> 
     whole = 2 * 4e6 * 8 / at_once.rate(0)
     assert slow.patience_seconds > at_once.patience_seconds > 10 * whole
     assert slow.patience_seconds > 10 * 10 * whole
+    assert slow.quiet_seconds == pytest.approx(10 * at_once.quiet_seconds)
+    assert at_once.quiet_seconds > at_once.round_trip_ms / 1e3
 
 
 def test_the_exchange_waits_longer_in_slow_motion_and_nobody_else_does() -> None:
@@ -226,9 +228,15 @@ def test_the_figure_names_in_its_legend_what_rows_differ_in_and_in_its_title_wha
     assert "nodes" not in title
 
 
+def test_series_come_by_their_number_of_nodes_in_whatever_order_they_were_measured() -> None:
+    words, _, _ = figure(row(num_nodes=16), row(num_nodes=2), row(num_nodes=4))
+    assert [word for word in words if word.endswith("nodes")] == ["2 nodes", "4 nodes", "16 nodes"]
+
+
 def test_codecs_are_named_at_their_marks_and_not_joined_by_a_line() -> None:
     words, marks, _ = figure(row(), row(codec="ec1", megabytes=1.0), row(codec="topk64"))
     assert marks == 3 and {"int4", "ec1", "topk64"} <= set(words)
+    assert any("7,757,575 parameters" in word for word in words)
     assert "polyline" not in drawn([row(), row(codec="ec1", megabytes=1.0)])
 
 
