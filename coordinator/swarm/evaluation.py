@@ -9,13 +9,16 @@ from coordinator.swarm.turn import Turn, available_members, is_present
 
 
 def ask_if_due(turn: Turn) -> None:
-    """Asks one ready member to evaluate the committed state, when the rules want it evaluated.
+    """Asks one ready member to evaluate a new committed state, when the rules want it evaluated.
 
-    Another one each time, so that not always the same node pays. Supersedes an evaluation
-    that has not come back: its node trains on and no longer holds that state.
+    Another one each time, so that not always the same node pays. It holds that state until it
+    applies the next commit, and its ranks are free, or ahead, while the bytes of that round travel:
+    so nobody waits for it. Supersedes an evaluation that has not come back, whose state is gone.
     """
-    state = turn.state
-    committed, rules = state.committed_round, state.rules
+    if not turn.has_new_state:
+        return
+    turn.has_new_state = False
+    committed, rules = turn.state.committed_round, turn.state.rules
     if committed % rules.evaluate_every_rounds == 0 or committed == rules.total_rounds:
         _ask(turn)
 
@@ -82,13 +85,17 @@ def finished_reason(state: SwarmState) -> str:
 
 
 def _ask(turn: Turn) -> None:
-    """Asks a ready member; with none, keeps the request open until its time is over."""
+    """Asks a ready member; with none, keeps a request of the final state open until its time is over."""
     ready = available_members(turn.state)
     committed = turn.state.committed_round
     rules = turn.state.rules
     place = committed // rules.evaluate_every_rounds  # rounds alone could hit one node every time
     chosen = ready[place % len(ready)].node_id if ready else None
-    until = turn.now + rules.apply_seconds
+    if chosen is None and committed != rules.total_rounds:
+        turn.state = replace(turn.state, evaluating=None)
+        return
+    current = turn.state.open_round
+    until = (turn.now if current is None else current.commit_deadline) + rules.apply_seconds
     turn.state = replace(
         turn.state, evaluating=Evaluating(node_id=chosen, round=committed, until=until)
     )

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from coordinator.swarm.actions import SendPlan
 from coordinator.swarm.deadlines import next_deadlines
-from coordinator.swarm.evaluation import ask_if_due
 from coordinator.swarm.ledger import end_ahead, lease
 from coordinator.swarm.reach import best_reducers
 from coordinator.swarm.rounds import plan_of
@@ -38,8 +37,6 @@ def open_round(turn: Turn) -> None:
     ready = available_members(state)
     if not ready or len(ready) < rules.min_nodes:
         return
-    if state.committed_round == 0:
-        ask_if_due(turn)  # before the plan: the initial state is gone once its nodes train on
     reducers = best_reducers(ready)[:MOST_REDUCERS]
     reducer_ids = frozenset(member.node_id for member in reducers)
     may_reduce = [member.node_id in reducer_ids for member in ready]
@@ -87,6 +84,7 @@ def open_round(turn: Turn) -> None:
         later_session_id=state.next_session_id,
     )
     turn.put_round(current)
+    turn.has_new_state |= state.committed_round == 0  # the initial state, which no round led to
     turn.act(SendPlan(plan=plan_of(current, turn.now)))
 
 

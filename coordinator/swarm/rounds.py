@@ -8,7 +8,6 @@ from coordinator.swarm.actions import SendCommit, SendIdle
 from coordinator.swarm.agreement import agree_on, most_reported
 from coordinator.swarm.books import book
 from coordinator.swarm.deadlines import times_at_commit, times_when_applied
-from coordinator.swarm.evaluation import ask_if_due
 from coordinator.swarm.events import ResultHeld, SliceReduced, TrainingDone
 from coordinator.swarm.ledger import committed_tokens
 from coordinator.swarm.retraction import retract_lost
@@ -299,7 +298,7 @@ def end_round(turn: Turn, digest: Digest) -> None:
     closed = replace(closed, commit=commit, wire=turn.state.round_wire)
     turn.state = replace(turn.state, open_round=None, recent=(*before, closed), round_wire={})
     agree_on(turn, digest)
-    ask_if_due(turn)
+    turn.has_new_state = True
 
 
 def _outcome(state: SwarmState, current: Round, progress: SliceProgress) -> SliceOutcome:

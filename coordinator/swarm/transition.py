@@ -7,7 +7,7 @@ from itertools import groupby
 
 from coordinator.swarm.actions import Action
 from coordinator.swarm.agreement import agree_on_initial_state, history_told
-from coordinator.swarm.evaluation import evaluated, finish_evaluation, finish_run
+from coordinator.swarm.evaluation import ask_if_due, evaluated, finish_evaluation, finish_run
 from coordinator.swarm.events import (
     Attached,
     BaseLearned,
@@ -96,6 +96,7 @@ def step(state: SwarmState, event: Event, now: float) -> Transition:
     supply_anew(turn)
     finish_evaluation(turn)
     open_round(turn)
+    ask_if_due(turn)  # after the plan: its node trains and contributes first
     finish_run(turn)
     return Transition(state=turn.state, actions=tuple(turn.actions), at=now)
 

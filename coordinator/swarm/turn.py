@@ -31,6 +31,7 @@ class Turn:
     state: SwarmState
     now: float
     actions: list[Action] = field(default_factory=list)
+    has_new_state: bool = False  # a committed state that nobody was asked to evaluate
 
     def act(self, action: Action) -> None:
         """Asks the edge for something, after everything asked before."""

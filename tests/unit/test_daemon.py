@@ -219,6 +219,22 @@ async def test_a_plan_on_another_base_is_not_trained() -> None:
 
 
 @in_virtual_time
+async def test_a_node_evaluates_while_the_bytes_of_the_next_round_travel() -> None:
+    async with Life() as life:
+        life.island.evaluation_seconds = 4.0
+        plan = life.plan(1)
+        life.link.say(RoundOpened(plan=plan), EvaluationAsked(round=0))
+        await asyncio.sleep(TRAIN_SECONDS + 1)
+        assert life.link.reported(Reduced), "its contribution did not wait"
+        assert not life.link.reported(Evaluated)
+        life.link.say(RoundCommitted(commit=life.commit(plan)))
+        await asyncio.sleep(10)
+        assert [number for number, _ in life.link.reported(Evaluated)] == [0]
+        assert life.island.calls.index("evaluate") < life.island.calls.index("adopt", 2)
+        assert life.outer.round == 1
+
+
+@in_virtual_time
 async def test_only_the_state_that_was_asked_for_is_evaluated() -> None:
     async with Life() as life:
         life.link.say(EvaluationAsked(round=1), EvaluationAsked(round=0))

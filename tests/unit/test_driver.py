@@ -162,7 +162,7 @@ async def test_nothing_is_told_and_nothing_changes_before_it_is_durable() -> Non
     assert kinds(stream) == []
     store.is_full = False
     await attach(driver, B)
-    assert kinds(stream) == [RosterDiffers, AskEvaluation, SendPlan]
+    assert kinds(stream) == [RosterDiffers, SendPlan, AskEvaluation]
 
 
 async def test_a_plan_goes_to_its_participants_and_a_roster_to_everyone() -> None:

@@ -14,11 +14,42 @@ def run_round(scene: Scene) -> None:
 def test_states_that_are_due_are_evaluated_by_one_node_each_in_turn() -> None:
     scene = Scene(min_nodes=2, rounds=5, evaluate_every=2)
     scene.attach(*NODES)
-    assert [type(a) for a in scene.actions[-2:]] == [AskEvaluation, SendPlan]
     for _ in range(5):
         run_round(scene)
     asked = [(ask.round, ask.node_id) for ask in of_kind(scene.log, AskEvaluation)]
     assert asked == [(0, "node-a"), (2, "node-b"), (4, "node-a"), (5, "node-a")]
+
+
+def test_who_evaluates_is_sent_its_plan_first_and_so_trains_first() -> None:
+    scene = Scene(min_nodes=2, rounds=5, evaluate_every=1)
+    scene.attach(*NODES)
+    for _ in range(3):
+        assert [type(action) for action in scene.actions[-2:]] == [SendPlan, AskEvaluation]
+        run_round(scene)
+
+
+def test_an_evaluation_has_time_until_the_round_that_its_node_trains_in_is_applied() -> None:
+    scene = Scene(min_nodes=2, rounds=5)
+    scene.attach(*NODES)
+    asked = scene.state.evaluating
+    assert asked is not None
+    assert asked.until == scene.round.commit_deadline + scene.state.rules.apply_seconds
+
+
+def test_a_state_is_evaluated_at_once_when_no_round_follows_it_yet() -> None:
+    scene = Scene(min_nodes=2, rounds=5, evaluate_every=1)
+    scene.attach(*NODES)
+    scene.evaluate("node-a", round=0)
+    scene.commit(*NODES)
+    scene.apply(digest_of("state 1"), "node-a")
+    scene.leave("node-b")
+    assert scene.state.open_round is None
+    (asked,) = scene.asked(AskEvaluation)
+    assert (asked.node_id, asked.round) == ("node-a", 1)
+    scene.evaluate("node-a", round=1)
+    scene.attach("node-b", at=1, digest=digest_of("state 1"))
+    assert scene.round.number == 2
+    assert len(of_kind(scene.log, AskEvaluation)) == 2, "once for each state"
 
 
 def test_an_evaluation_counts_once_and_only_from_the_node_that_was_asked() -> None:
