@@ -104,7 +104,8 @@ _SAID: tuple[Callable[[Row], str], ...] = (
     lambda row: f"{row['mbit']:g} Mbit/s",
     lambda row: f"round trip {row['round_trip_ms']:g} ms",
     lambda row: row["congestion_control"] + (", window kept" if row["keeps_window"] else ""),
-    lambda row: "" if row["by_bandwidth"] else "equal slices",
+    # By bandwidth or not: with even ones it makes no difference, and uneven ones move the limit.
+    lambda row: "uneven slices" if max(row["slices"]) > 1.5 * min(row["slices"]) else "",
 )
 """What tells series apart. What all rows share stands in the title instead."""
 

@@ -240,6 +240,13 @@ def test_codecs_are_named_at_their_marks_and_not_joined_by_a_line() -> None:
     assert "polyline" not in drawn([row(), row(codec="ec1", megabytes=1.0)])
 
 
+def test_uneven_slices_are_a_series_of_their_own_for_they_move_the_limit() -> None:
+    words, marks, _ = figure(
+        row(), row(by_bandwidth=False), row(megabytes=1.0, slices=[0.1, 0.4, 0.5])
+    )
+    assert marks == 3 and "uneven slices" in words
+
+
 def test_rows_with_a_slow_link_are_not_in_the_figure() -> None:
     assert figure(row(), row(slow=0.2))[1] == 1
     with pytest.raises(ValueError, match="no row with equal links"):
