@@ -276,7 +276,7 @@ def frontier_part() -> list[Setting]:
 def long_part() -> list[Setting]:
     """The frontier's run with four times as many steps, so with hundreds of exchanges.
 
-    So long a run wants a lower inner rate than the one that was best in the shorter.
+    So long a run wants a lower inner rate where exchanges are frequent, and not where they are few.
     """
     momentum = outer(momentum=0.8)
     few_bytes = [
