@@ -2,7 +2,7 @@
 
     python -m benchmarks.convergence [--parts steps codecs …] [--seeds 0 1 2] [--processes 2]
         [--results docs/results/convergence.jsonl] [--figure docs/figures/frontier.svg] [--report]
-        [--quick]
+        [--bits-figure docs/figures/codec-bits.svg] [--quick]
 
 Every setting trains a byte language model of 0.1 million parameters with the same initial weights,
 samples and number of inner steps for each seed, through the real trainer, codecs, means and outer
@@ -27,6 +27,7 @@ import blake3
 import structlog
 import torch
 
+from benchmarks import convergence_bits
 from benchmarks.convergence_parts import DATA_PARALLEL, PARTS, quick_part
 from benchmarks.convergence_report import Losses, frontier, frontier_drawn, frontier_table
 from benchmarks.data_parallel import train_data_parallel
@@ -88,15 +89,21 @@ def run_all(
     *,
     seeds: list[int],
     processes: int,
-    done: set[tuple[str, str, str]],
+    done: list[dict[str, Any]],
 ) -> Iterator[dict[str, Any]]:
     """Runs what is not done yet; equal settings of two parts run once. Seed by seed."""
+    known = {line["digest"]: line for line in done}
+    named = {(line["part"], line["setting"], line["digest"]) for line in done}
     wanted: dict[str, list[tuple[str, Setting, int]]] = {}
     for seed in seeds:
         for part, settings in parts.items():
             for setting in settings:
                 digest = digest_of(setting, seed)
-                if (part, setting.name, digest) not in done:
+                if (part, setting.name, digest) in named:
+                    continue
+                if digest in known:
+                    yield known[digest] | {"part": part, "setting": setting.name}
+                else:
                     wanted.setdefault(digest, []).append((part, setting, seed))
     context = get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context, initializer=_on_one_thread) as pool:
@@ -121,6 +128,9 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2, help="runs side by side")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--figure", type=Path, help="where loss against bytes is drawn, as SVG")
+    parser.add_argument(
+        "--bits-figure", type=Path, help="where loss against bits a value is drawn, as SVG"
+    )
     parser.add_argument("--report", action="store_true", help="only print what is there")
     parser.add_argument("--quick", action="store_true", help="tiny runs, to see that it works")
     chosen = parser.parse_args()
@@ -129,10 +139,11 @@ def main() -> None:
         parts = {"quick": quick_part()}
     lines = read_results(chosen.results)
     if not chosen.report:
-        done = {(line["part"], line["setting"], line["digest"]) for line in lines}
         chosen.results.parent.mkdir(parents=True, exist_ok=True)
         with chosen.results.open("a") as file:
-            for line in run_all(parts, seeds=chosen.seeds, processes=chosen.processes, done=done):
+            for line in run_all(
+                parts, seeds=chosen.seeds, processes=chosen.processes, done=list(lines)
+            ):
                 lines.append(line)
                 file.write(json.dumps(line) + "\n")
                 file.flush()
@@ -151,6 +162,10 @@ def main() -> None:
         print("\n".join(["", *frontier_table(points)]))
         if chosen.figure is not None:
             chosen.figure.write_text(frontier_drawn(points))
+    if costs := convergence_bits.costs_of(lines):
+        print("\n".join(["", *convergence_bits.table(costs)]))
+        if chosen.bits_figure is not None:
+            chosen.bits_figure.write_text(convergence_bits.drawn(costs))
 
 
 if __name__ == "__main__":

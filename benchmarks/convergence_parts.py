@@ -113,6 +113,16 @@ def codecs_part() -> list[Setting]:
     return settings
 
 
+def bits_part() -> list[Setting]:
+    """Loss against bits: every codec both ways, coarse ones with what becomes of errors by default."""
+    settings = []
+    for name in get_args(CodecName):
+        is_coarse = bits_of(name) <= COARSE_BITS
+        rules = {"reducer_error": "keep"} if is_coarse else {}
+        settings.append(BASE.changed(name, **codecs(name, name, **rules)))
+    return settings
+
+
 def inner_part() -> list[Setting]:
     """AdamW and Muon, alone and in a swarm."""
     muon = {"inner": {"optimizer": "muon", "muon_learning_rate": 2.4e-2}}
@@ -266,7 +276,7 @@ def frontier_part() -> list[Setting]:
 def long_part() -> list[Setting]:
     """The frontier's run with four times as many steps, so with hundreds of exchanges.
 
-    So long a run wants a lower inner rate than the one that was best in the shorter.
+    So long a run wants a lower inner rate where exchanges are frequent, and not where they are few.
     """
     momentum = outer(momentum=0.8)
     few_bytes = [
@@ -341,6 +351,7 @@ PARTS: dict[str, Callable[[], list[Setting]]] = {
     "steps": steps_part,
     "nodes": nodes_part,
     "codecs": codecs_part,
+    "bits": bits_part,
     "inner": inner_part,
     "text": text_part,
     "drops": drops_part,

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import structlog
 
+from benchmarks.slow_motion import stretch_waits
 from node.exchange.codecs.registry import codec_named
 from node.exchange.exchange import Exchange
 from node.exchange.outer import Outer
@@ -57,8 +58,8 @@ class BenchmarkNode:
             parameters=np.zeros(num_elements, dtype=np.float32),
             published=rng.standard_normal(num_elements, dtype=np.float32),
             optimizer=Sgd(learning_rate=1.0),
-            uplink=codec_named(order["codec"]),
-            downlink=codec_named(order["codec"]),
+            uplink=codec_named(order["uplink"]),
+            downlink=codec_named(order["downlink"]),
             residual=Residual(num_elements, error_feedback=False),
             reducer_error=ReducerError(num_elements, rule="drop"),
             merge="mean",
@@ -123,10 +124,11 @@ class BenchmarkNode:
                     at=time.monotonic(),
                     round=commit.round,
                     digest=self.outer.digest.hex(),
-                    wire=dict(self._counts.totals()),
                     up=rates.up_bytes_per_second,
                     down=rates.down_bytes_per_second,
                 )
+            case "count":
+                say(said="counted", wire=dict(self._counts.totals()))
 
     def _report(self, round: int, report: Report) -> None:
         now = time.monotonic()
@@ -153,7 +155,9 @@ async def run() -> None:
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
     )
-    node = BenchmarkNode(json.loads(await reader.readline()))
+    order = json.loads(await reader.readline())
+    stretch_waits(order["slow_motion"])
+    node = BenchmarkNode(order)
     working: set[asyncio.Task[None]] = set()
     try:
         await node.start()

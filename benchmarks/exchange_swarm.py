@@ -14,9 +14,9 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from benchmarks.exchange_case import Case
 from benchmarks.network_lab import NetworkLab
-from benchmarks.network_links import Link
-from coordinator.config import SLICE_BYTES
+from benchmarks.processor_time import ProcessorTime, processor_time
 from coordinator.swarm.actions import SendCommit, SendPlan
 from coordinator.swarm.events import (
     Attached,
@@ -30,7 +30,6 @@ from coordinator.swarm.events import (
 from coordinator.swarm.shares import Rates
 from coordinator.swarm.state import Rules, Trained
 from coordinator.swarm.transition import initial_state, step
-from node.exchange.transport.parts import MOST_STREAMS
 from protocol import convert
 from protocol.errors import SystemRefusedError
 from protocol.identity import node_id_of
@@ -49,45 +48,10 @@ from protocol.wire_count import WireTotals, grown
 
 RUN = Digest(bytes(32))
 TOKENS = 8
-SECONDS = 120.0
-"""For every step of a case: far more than it takes."""
+POLL_SECONDS = 0.05
 
-BITS_PER_ELEMENT = {"fp32": 32.0, "int8": 8.0625, "int4": 4.0625}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """What one swarm exchanges, over which links."""
-
-    num_nodes: int
-    codec: str
-    megabytes: float  # of one node's whole contribution
-    mbit: float
-    round_trip_ms: float
-    slow: float = 1.0  # the last node's share of the others' rate
-    by_bandwidth: bool = True
-    stripes: int = MOST_STREAMS  # for one body, at most
-    keeps_window: bool = False  # whether TCP remembers over a pause what the links carry
-
-    @property
-    def num_elements(self) -> int:
-        return int(self.megabytes * 8e6 / BITS_PER_ELEMENT[self.codec])
-
-    def links(self) -> dict[str, Link]:
-        return {f"node-{i}": self._link(i) for i in range(self.num_nodes)}
-
-    def rate(self, number: int) -> float:
-        """Bits per second of a node's link, in each direction."""
-        return 1e6 * self.mbit * (self.slow if number == self.num_nodes - 1 else 1.0)
-
-    def _link(self, number: int) -> Link:
-        rate = self.rate(number)
-        # Two links make a path, and a round trip passes it twice.
-        return Link(
-            up_bits_per_second=rate,
-            down_bits_per_second=rate,
-            delay_seconds=self.round_trip_ms / 4e3,
-        )
+ESTIMATED_BYTES = 100
+"""By so much two nodes' counts of what one sent the other may differ: headers are estimates."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,7 +62,7 @@ class Node:
     process: asyncio.subprocess.Process
     node_id: NodeId = field(init=False)
     address: PeerAddress | None = None
-    totals: WireTotals = field(default_factory=dict)  # when it applied the latest round
+    totals: WireTotals = field(default_factory=dict)  # when the latest round was counted
     sent_bytes: int = 0  # in that round, to peers
     received_bytes: int = 0
 
@@ -107,10 +71,14 @@ class Node:
 class RoundTime:
     """One round that was measured."""
 
-    seconds: float
+    seconds: float  # as over the links that are meant, whatever the motion
     limit_seconds: float
     counted_bytes: int  # sent by all, as the ledger has it
     seen_bytes: int  # sent by all, as the lab has it
+    most_sent_bytes: int  # by one node
+    received_bytes: int  # by all: the same but for what came twice
+    clock_seconds: float  # from the plan to the same state everywhere: what processor time is of
+    processor: ProcessorTime
 
     @property
     def ratio(self) -> float:
@@ -124,19 +92,20 @@ class Swarm:
         self._case = case
         self._lab = lab
         self.nodes: list[Node] = []
+        self._patience = patience = case.patience_seconds
         rules = Rules(
             total_rounds=10**6,
             min_nodes=case.num_nodes,
             inner_steps=1,
             batch=1,
             context=TOKENS,
-            train_seconds=SECONDS,
-            contribute_seconds=SECONDS,
-            commit_seconds=SECONDS,
-            apply_seconds=SECONDS,
+            train_seconds=patience,
+            contribute_seconds=patience,
+            commit_seconds=patience,
+            apply_seconds=patience,
             lease_seconds=1e6,
             evaluate_every_rounds=10**6,
-            slice_elements=int(8 * SLICE_BYTES / BITS_PER_ELEMENT[case.codec]),
+            slice_elements=case.slice_elements,
         )
         self._state = initial_state(rules, RUN)
         self._next_plan: Plan | None = None
@@ -145,8 +114,10 @@ class Swarm:
         """Starts all nodes and lets them attach."""
         order = {
             "num_elements": self._case.num_elements,
-            "codec": self._case.codec,
+            "uplink": self._case.codecs.uplink,
+            "downlink": self._case.codecs.downlink,
             "stripes": self._case.stripes,
+            "slow_motion": self._case.slow_motion,
         }
         for host in self._lab.hosts:
             command = self._lab.command(host, [sys.executable, "-m", "benchmarks.exchange_node"])
@@ -208,6 +179,7 @@ class Swarm:
         """One round from its plan to the same state on all nodes."""
         plan, self._next_plan = self._next_plan, None
         assert plan is not None, self._state.open_round
+        began_at, processor_before = time.monotonic(), processor_time(os.getpid())
         await self._all("plan", convert.plan_to_wire(plan), answer="opened")
         seen_before = self._seen()
         trained = Trained(inner_steps=1, tokens=TOKENS, loss=1.0, seconds=1.0)
@@ -218,15 +190,20 @@ class Swarm:
         began: list[float] = []
         ended: list[float] = []
         await asyncio.gather(*(self._follow(node, plan, began, ended) for node in self.nodes))
+        await self._count()
         limit_seconds = max(
             8 * max(node.sent_bytes, node.received_bytes) / self._case.rate(number)
             for number, node in enumerate(self.nodes)
         )
         measured = RoundTime(
-            seconds=max(ended) - min(began),
+            seconds=(max(ended) - min(began)) / self._case.slow_motion,
             limit_seconds=limit_seconds,
             counted_bytes=sum(node.sent_bytes for node in self.nodes),
             seen_bytes=self._seen() - seen_before,
+            most_sent_bytes=max(node.sent_bytes for node in self.nodes),
+            received_bytes=sum(node.received_bytes for node in self.nodes),
+            clock_seconds=time.monotonic() - began_at,
+            processor=processor_time(os.getpid()) - processor_before,
         )
         return measured, plan
 
@@ -269,12 +246,37 @@ class Swarm:
                     self._note(node, told)
                     return
 
+    async def _count(self) -> None:
+        """Takes in what each node has sent and received in this round.
+
+        A node counts what it has sent when the receiver has answered, which may be after the round's
+        end: then a round would seem to need less than it does, and the next one more. So it waits until
+        all that arrived was also sent, or nothing is counted any more: what is sent twice is only
+        counted so by who receives it.
+        """
+        before = {node.host: node.totals for node in self.nodes}
+        last: list[WireTotals] = []
+        changed_at = time.monotonic()
+        while True:
+            for node in self.nodes:
+                self._tell(node, do="count")
+            for node in self.nodes:
+                told = (await self._hear(node, "counted"))["wire"]
+                node.totals = {kind: (sent, received) for kind, (sent, received) in told.items()}
+                grew = grown(before[node.host], node.totals)
+                bulk = [grew[kind] for kind in ("contribution", "result")]
+                node.sent_bytes, node.received_bytes = map(sum, zip(*bulk, strict=True))
+            missing = sum(node.received_bytes - node.sent_bytes for node in self.nodes)
+            if missing <= ESTIMATED_BYTES * len(self.nodes) ** 2:
+                return
+            if (totals := [node.totals for node in self.nodes]) != last:
+                last, changed_at = totals, time.monotonic()
+            elif time.monotonic() >= changed_at + self._case.quiet_seconds:
+                return
+            await asyncio.sleep(POLL_SECONDS)
+
     def _note(self, node: Node, told: dict[str, Any]) -> None:
-        """Takes in that a node has applied a round, and what that cost it."""
-        totals = {kind: (sent, received) for kind, (sent, received) in told["wire"].items()}
-        bulk = [grown(node.totals, totals)[kind] for kind in ("contribution", "result")]
-        node.sent_bytes, node.received_bytes = map(sum, zip(*bulk, strict=True))
-        node.totals = totals
+        """Takes in that a node has applied a round."""
         member = self._state.members[node.node_id]
         if self._case.by_bandwidth:
             self._step(
@@ -287,11 +289,7 @@ class Swarm:
                 )
             )
         digest = Digest(bytes.fromhex(told["digest"]))
-        self._step(
-            CommitApplied(
-                node_id=node.node_id, round=told["round"], outer_digest=digest, wire=totals
-            )
-        )
+        self._step(CommitApplied(node_id=node.node_id, round=told["round"], outer_digest=digest))
 
     def _step(self, event: Event) -> None:
         transition = step(self._state, event, time.monotonic())
@@ -321,7 +319,7 @@ class Swarm:
 
     async def _hear(self, node: Node, expected: str | None = None) -> dict[str, Any]:
         assert node.process.stdout is not None
-        async with asyncio.timeout(SECONDS):
+        async with asyncio.timeout(self._patience):
             line = await node.process.stdout.readline()
         told: dict[str, Any] = json.loads(line) if line else {"said": "nothing: it ended"}
         if told["said"] in ("failed", "nothing: it ended") or expected not in (None, told["said"]):

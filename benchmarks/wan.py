@@ -12,6 +12,9 @@ lines between evaluations.
 `--rates 0` lifts the limits of the links, and with `--steps` all contenders take as many inner steps:
 so settings are compared by their loss alone. `--set outer.learning_rate=0.7` changes the run file, for
 all. Needs root. Prints tables and adds JSON lines to `--output`.
+
+A command that has measured a case prints the newest run of it again with `--report`, and draws it with
+`--report --figure docs/figures/wan.svg`.
 """
 
 import argparse
@@ -30,6 +33,7 @@ import torch
 
 from benchmarks.ending import nothing_left
 from benchmarks.network_lab import LabUnavailableError, check_this_machine
+from benchmarks.wan_figure import Chosen, drawn, newest_run
 from benchmarks.wan_peers.contender import BY_NAME, CONTENDERS
 from benchmarks.wan_report import COLUMNS, Measured, as_markdown, cells_of, target_of
 from benchmarks.wan_run import Case, Judge, measure
@@ -124,6 +128,44 @@ def print_table(case: Case, rows: list[Measured], target: float | None) -> None:
     print(as_markdown(rows, target))
 
 
+def chosen_case(chosen: argparse.Namespace, case: Case) -> Chosen:
+    """What a figure is of."""
+    return Chosen(
+        num_nodes=case.num_nodes,
+        mbit=case.mbit,
+        up_share=case.up_share,
+        round_trip_ms=case.round_trip_ms,
+        step_seconds=case.step_seconds,
+        seconds=case.seconds,
+        most_steps=case.most_steps,
+        inner_steps=chosen.inner_steps,
+        model=chosen.model_size,
+        seed=chosen.seed,
+    )
+
+
+def report(chosen: argparse.Namespace) -> None:
+    """Prints the newest run of each case that is in the results, and draws it."""
+    cases = cases_of(chosen)
+    if chosen.figure is not None and len(cases) > 1:
+        raise UsageError(
+            f"a figure is of one case, and these are {len(cases)}",
+            next_step="name one of --rates, --round-trips and --up-shares each",
+        )
+    lines = [json.loads(line) for line in chosen.output.read_text().splitlines()]
+    for case in cases:
+        meant = chosen_case(chosen, case)
+        rows = newest_run(lines, meant, chosen.contenders)
+        if not any(row.has_trained for row in rows):
+            raise UsageError(
+                f"{chosen.output} has no line of this case: {meant.words()}",
+                next_step="measure it first: the same command without --report",
+            )
+        print_table(case, rows, chosen.target or target_of(rows))
+        if chosen.figure is not None:
+            chosen.figure.write_text(drawn(rows, meant, chosen.target))
+
+
 def parser() -> argparse.ArgumentParser:
     """The command's arguments."""
     made = argparse.ArgumentParser(
@@ -153,16 +195,26 @@ def parser() -> argparse.ArgumentParser:
         "--note", default="", help="stands in the results: what else ran, for example"
     )
     made.add_argument("--output", type=Path, default=Path("docs/results/wan.jsonl"))
+    made.add_argument(
+        "--report", action="store_true", help="measure nothing: print the newest run of the case"
+    )
+    made.add_argument("--figure", type=Path, help="with --report: where it is drawn, as SVG")
     return made
 
 
 def main() -> None:
     """Measures all cases, prints."""
-    chosen = parser().parse_args()
+    arguments = parser()
+    chosen = arguments.parse_args()
+    if chosen.figure is not None and not chosen.report:
+        arguments.error("--figure draws what was measured: add --report")
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
     torch.set_num_threads(1)
     contenders = [c for c in CONTENDERS if c.name in chosen.contenders]
     try:
+        if chosen.report:
+            report(chosen)
+            return
         check_this_machine()
         cases = cases_of(chosen)
         judge = Judge(cases[0].shared_spec())

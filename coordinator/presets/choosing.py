@@ -56,15 +56,14 @@ SOME_SYNCHRONISATIONS, MANY_SYNCHRONISATIONS = 32, 1000
 SPARSE = {"topk256": 256, "topk64": 64}
 """How many of 4096 values each sends."""
 
-ONE_BIT = "sign"
+SPARSE_UP, SPARSE_DOWN = "topk64", "topk256"
+"""Exchanged after the usual steps, they send fewer bytes than ec2 in rounds four times as long. One bit and
+topk256 both ways are not on the ladder: at as many bytes these, more often, lost less than either
+(benchmarks.convergence, "long")."""
 
-COARSE = ((ONE_BIT, ONE_BIT), ("topk64", "topk256"), ("topk64", "topk64"))
-"""Up and down. topk256 both ways is not among them: the second, more often, lost less at as many bytes."""
-
-LEAST_FOR_COARSE = 100
-"""One bit cost up to 0.22 nats per byte in 20 exchanges, 0.14 more than int4, and sparse codecs 0.3 to 0.6
-in 16: what waits in the residual wants many more exchanges to be sent. topk64 up with topk256 down still
-cost 12.1 % in 80 and 3.4 % in 256."""
+LEAST_FOR_SPARSE = 100
+"""Sparse codecs cost 0.3 to 0.6 nats per byte in 16 exchanges: what waits in the residual wants many more to
+be sent. topk64 up with topk256 down still cost 12.1 % in 80 and 3.4 % in 256."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,15 +129,31 @@ def ladder(situation: Situation, given: Given) -> Iterator[Setting]:
     def times_exchanged(setting: Setting) -> int:
         return situation.total_steps // (setting.steps * fitted(setting).fragments)
 
-    if ("inner", "steps") not in given:
-        for times in LONGER:
-            longer = replace(most, steps=times * steps)
-            if times_exchanged(longer) >= LEAST_SYNCHRONISATIONS:
-                most = longer
-                yield fitted(most)
-    if times_exchanged(most) >= LEAST_FOR_COARSE:
-        for uplink, downlink in COARSE:
-            yield fitted(replace(most, uplink=uplink, downlink=downlink))
+    multiples = (1,) if ("inner", "steps") in given else (1, *LONGER)
+    longest = most
+    for times in multiples[1:]:
+        longer = replace(most, steps=times * steps)
+        if times_exchanged(longer) >= LEAST_SYNCHRONISATIONS:
+            longest = longer
+            yield fitted(longer)
+    sparse = [
+        setting
+        for times in multiples
+        if times_exchanged(
+            setting := replace(most, uplink=SPARSE_UP, downlink=SPARSE_DOWN, steps=times * steps)
+        )
+        >= LEAST_FOR_SPARSE
+    ]
+    if sparse:
+        sparse.append(replace(sparse[-1], downlink=SPARSE_UP))
+    most_bytes = _bytes_of_step(situation, fitted(longest))
+    for setting in map(fitted, sparse):  # not where a codec is given, or headers are most of it
+        if _bytes_of_step(situation, setting) <= most_bytes:
+            yield setting
+
+
+def _bytes_of_step(situation: Situation, setting: Setting) -> float:
+    return predicted(situation, setting).bytes_per_round / setting.steps
 
 
 def _fragment_counts(situation: Situation, steps: int) -> Iterator[int]:
@@ -169,11 +184,11 @@ def chosen(
         choices=tuple(
             _choices(situation, setting, given, plain=outcomes[0], prediction=prediction)
         ),
-        verdict=_verdict(prediction, has_coarse=settings[-1].uplink in SPARSE),
+        verdict=_verdict(prediction, has_sparse=settings[-1].uplink in SPARSE),
     )
 
 
-def _verdict(prediction: Prediction, *, has_coarse: bool) -> str:
+def _verdict(prediction: Prediction, *, has_sparse: bool) -> str:
     share = f"{100 * prediction.utilisation:.1f} %"
     if prediction.utilisation >= GOAL:
         return f"nodes compute for {share} of the time"
@@ -182,10 +197,9 @@ def _verdict(prediction: Prediction, *, has_coarse: bool) -> str:
         advice = "no link is fast enough for that: round trips and the nodes' own work take longer"
     else:
         advice = f"it takes {enough / 1e6:.3g} Mbit/s with these settings"
-    if not has_coarse:
+    if not has_sparse:
         advice += (
-            ", or one bit or sparse codecs, for which each fragment must come round "
-            f"{LEAST_FOR_COARSE} times"
+            f", or sparse codecs, for which each fragment must come round {LEAST_FOR_SPARSE} times"
         )
     return (
         f"no setting keeps nodes computing for {100 * GOAL:.0f} % of the time: the best is {share}, "
@@ -322,12 +336,10 @@ def _why_downlink(setting: Setting, situation: Situation) -> str:
 
 
 def _why_codec(codec: str) -> str:
-    often = f"each fragment comes round {LEAST_FOR_COARSE} times or more, which it wants"
+    often = f"each fragment comes round {LEAST_FOR_SPARSE} times or more, which it wants"
     return {
         "int4": "4 bits lose nothing measurable",
         "ec2": "2 bits with error feedback lost nothing measurable either",
-        ONE_BIT: "nothing finer is enough; 1 bit cost 0.04 to 0.22 nats per byte in 16 to 20 rounds, and "
-        + often,
         "topk256": f"256 of 4096 values: nothing finer is enough, and {often}",
         "topk64": f"64 of 4096 values: nothing finer is enough, and {often}",
     }.get(codec, "")

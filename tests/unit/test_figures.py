@@ -7,10 +7,18 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks.convergence import read_results
+from benchmarks.convergence_bits import costs_of
+from benchmarks.convergence_bits import drawn as drawn_bits
 from benchmarks.convergence_report import frontier, frontier_drawn
+from benchmarks.exchange import read_rows
+from benchmarks.exchange_report import drawn as drawn_exchange
 from benchmarks.figures import Point, Stack, nice_ceiling, scattered, stacked_bars
 from benchmarks.island_memory import drawn as drawn_memory
 from benchmarks.island_memory import rows_of
+from benchmarks.wan import cases_of, chosen_case
+from benchmarks.wan import parser as wan_parser
+from benchmarks.wan_figure import drawn as drawn_wan
+from benchmarks.wan_figure import newest_run
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -70,6 +78,42 @@ def test_the_frontier_in_the_docs_is_drawn_from_the_results_beside_it() -> None:
     """Run 'python -m benchmarks.convergence --report --figure FIGURE' after either has changed."""
     points = frontier(read_results(DOCS / "results" / "convergence.jsonl"))
     assert (DOCS / "figures" / "frontier.svg").read_text() == frontier_drawn(points)
+
+
+def test_the_curve_of_codecs_in_the_docs_is_drawn_from_the_results_beside_it() -> None:
+    """Run 'python -m benchmarks.convergence --report --bits-figure FIGURE' after either has changed."""
+    costs = costs_of(read_results(DOCS / "results" / "convergence.jsonl"))
+    assert (DOCS / "figures" / "codec-bits.svg").read_text() == drawn_bits(costs)
+
+
+@pytest.mark.parametrize(
+    ("figure", "results"),
+    [
+        ("exchange", ("exchange", "exchange-cubic")),
+        ("exchange-nodes", ("exchange-nodes",)),
+        ("exchange-codecs", ("exchange-codecs",)),
+    ],
+)
+def test_exchanges_in_the_docs_are_drawn_from_the_results_beside_them(
+    figure: str, results: tuple[str, ...]
+) -> None:
+    """Run 'python -m benchmarks.exchange --report RESULTS … --figure FIGURE' after either has changed."""
+    rows = read_rows([DOCS / "results" / f"{name}.jsonl" for name in results])
+    assert (DOCS / "figures" / f"{figure}.svg").read_text() == drawn_exchange(rows)
+
+
+def test_the_peers_in_the_docs_are_drawn_from_the_results_beside_them() -> None:
+    """Run the command that docs/performance.md names below the figure after either has changed."""
+    (command,) = re.findall(
+        r"python -m benchmarks\.wan (.*--report --figure docs/figures/wan\.svg)",
+        (DOCS / "performance.md").read_text(),
+    )
+    chosen = wan_parser().parse_args(command.split())
+    (case,) = cases_of(chosen)
+    meant = chosen_case(chosen, case)
+    lines = read_results(DOCS / "results" / "wan.jsonl")
+    rows = newest_run(lines, meant, chosen.contenders)
+    assert (DOCS / "figures" / "wan.svg").read_text() == drawn_wan(rows, meant, chosen.target)
 
 
 @pytest.mark.parametrize("parts", [(1.0,), (1.0, 2.0, 3.0), (1.0, -0.1)])
