@@ -78,6 +78,8 @@ class Duties:
         self._published_round = 0  # the last one that the ranks published for
         self._unanswered: RefetchAsked | None = None  # nobody supplied the state yet
         self._saving: asyncio.Task[None] | None = None
+        self._limit: asyncio.Timeout | None = None  # of all work, from the end of the run on
+        self._finished: RunFinished | None = None
 
     @property
     def activity(self) -> str:
@@ -86,8 +88,18 @@ class Duties:
         return "training ahead" if is_ahead else self._doing
 
     def put(self, work: Work) -> None:
-        """Adds something to be done after all that was added before."""
+        """Adds something to be done after all that was added before.
+
+        The end of the run limits that too: nobody may be left to supply what a commit lacks.
+        """
         self._work.put_nowait(work)
+        if isinstance(work, RunFinished) and self._finished is None:
+            self._finished = work
+            self._limit_by_end()
+
+    def _limit_by_end(self) -> None:
+        if self._finished is not None and self._limit is not None:
+            self._limit.reschedule(asyncio.get_running_loop().time() + FINISH_SECONDS)
 
     def decided(self, round: int) -> None:
         """A round is committed: training for it on would only keep this node from the next one.
@@ -120,8 +132,17 @@ class Duties:
     async def run(self) -> str:
         """Does its duties until the run is finished, or a drain is over; returns why it ended."""
         try:
-            return await self._run()
+            async with asyncio.timeout(None) as self._limit:
+                self._limit_by_end()
+                return await self._run()
+        except TimeoutError:
+            if self._finished is None or self._limit is None or not self._limit.expired():
+                raise
+            log.warning("nobody supplies the final state", round=self._finished.round)
+            await self.saved()
+            return f"{self._finished.reason}; this node holds round {self._outer.round} of it"
         finally:
+            self._limit = None
             self._ahead.cancel()
 
     async def _run(self) -> str:
@@ -151,14 +172,8 @@ class Duties:
                     await self._ahead.pause()
 
     async def _finish(self, finished: RunFinished) -> str:
-        """Takes over the final state. The others may have left with it: then it is not waited for."""
-        try:
-            async with asyncio.timeout(FINISH_SECONDS):
-                await self._catch_up(finished.round)
-        except TimeoutError:
-            log.warning("nobody supplies the final state", round=finished.round)
-            await self.saved()
-            return f"{finished.reason}; this node holds round {self._outer.round} of it"
+        """Takes over the final state."""
+        await self._catch_up(finished.round)
         await self.saved()
         log.info("run finished", round=finished.round, why=finished.reason)
         return finished.reason

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from coordinator.swarm.actions import AskEvaluation, SendFinished
 from coordinator.swarm.events import Evaluated
-from coordinator.swarm.state import Evaluating, HeldOut, SwarmState
-from coordinator.swarm.turn import Turn, available_members, is_present
+from coordinator.swarm.state import Evaluating, HeldOut, Member, MemberState, SwarmState
+from coordinator.swarm.turn import Turn, available_members, is_present, present_members
 
 
 def ask_if_due(turn: Turn) -> None:
@@ -29,7 +29,12 @@ def evaluated(turn: Turn, event: Evaluated) -> None:
     if asked is None or (asked.node_id, asked.round) != (event.node_id, event.round):
         return
     loss = HeldOut(round=event.round, loss=event.held_out_loss, tokens=event.tokens)
-    turn.state = replace(turn.state, held_out=(*turn.state.held_out, loss), evaluating=None)
+    is_final = event.round == turn.state.rules.total_rounds
+    turn.state = replace(
+        turn.state,
+        held_out=(*turn.state.held_out, loss),
+        evaluating=replace(asked, node_id=None) if is_final else None,
+    )
 
 
 def is_at_end(state: SwarmState) -> bool:
@@ -37,14 +42,35 @@ def is_at_end(state: SwarmState) -> bool:
     return state.committed_round == state.rules.total_rounds and state.outer_digest is not None
 
 
+def is_evaluated(state: SwarmState) -> bool:
+    """Whether the loss of the final state is known."""
+    return bool(state.held_out) and state.held_out[-1].round == state.rules.total_rounds
+
+
+def members_behind(state: SwarmState) -> list[Member]:
+    """Who is here and has yet to take over the committed state, in the order of their ids."""
+    return [
+        member
+        for member in present_members(state)
+        if member.state is not MemberState.READY and not member.is_draining
+    ]
+
+
 def finish_evaluation(turn: Turn) -> None:
-    """Gives up an evaluation that is late or whose node is gone; asks another for the final one."""
+    """Gives up an evaluation that is late or whose node is gone; asks another for the final one.
+
+    What is left of the time for the final one is given to members that are behind: once the run is
+    finished, those who could supply them leave.
+    """
     asked = turn.state.evaluating
     if asked is None:
         return
     is_final = asked.round == turn.state.rules.total_rounds
     if turn.now >= asked.until:
         turn.state = replace(turn.state, evaluating=None)
+    elif is_final and is_evaluated(turn.state):
+        if not members_behind(turn.state):
+            turn.state = replace(turn.state, evaluating=None)
     elif asked.node_id is None or not is_present(turn.state, asked.node_id):
         if not is_final:  # the swarm has moved on, or is about to
             turn.state = replace(turn.state, evaluating=None)
@@ -55,7 +81,7 @@ def finish_evaluation(turn: Turn) -> None:
 
 
 def finish_run(turn: Turn) -> None:
-    """Ends the run after the last round, once its state is evaluated or was given the time.
+    """Ends the run after the last round, once its state is evaluated and taken over, or was given the time.
 
     Not while nobody here holds that state, and it may be taken back.
     """
@@ -79,7 +105,7 @@ def finished_reason(state: SwarmState) -> str:
     """How the run ended, in words."""
     total = state.rules.total_rounds
     reason = "the only round is committed" if total == 1 else f"all {total} rounds are committed"
-    if state.held_out and state.held_out[-1].round == total:
+    if is_evaluated(state):
         return f"{reason}; the held-out loss is {state.held_out[-1].loss:.3f} nats per token"
     return f"{reason}; nobody could evaluate the final state in time"
 

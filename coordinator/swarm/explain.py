@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from coordinator.swarm.evaluation import finished_reason, is_at_end
+from coordinator.swarm.evaluation import finished_reason, is_at_end, is_evaluated, members_behind
 from coordinator.swarm.retraction import held_by_most
 from coordinator.swarm.rounds import awaited_appliers, holders_needed, holders_of, is_undecided
 from coordinator.swarm.state import Member, MemberState, Round, RoundPhase, SwarmState
@@ -110,6 +110,9 @@ def _final_evaluation(state: SwarmState, now: float) -> str:
         return _unsupplied(state, state.unsupplied_since, now)
     assert asked is not None  # otherwise the run would be finished
     left = _left(asked.until, now)
+    if is_evaluated(state):
+        behind = [member.node_id for member in members_behind(state)]
+        return f"waiting for {_names(state, behind)} to take the final state over, {left}"
     if asked.node_id is None:
         return f"waiting for a ready node that can evaluate the final state, {left}"
     return f"waiting for {name_of(state, asked.node_id)} to evaluate the final state, {left}"

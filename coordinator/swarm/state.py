@@ -184,7 +184,7 @@ class HeldOut:
 class Evaluating:
     """An evaluation that was asked for and has not come back."""
 
-    node_id: NodeId | None  # None: no member is ready to be asked (only for the final state)
+    node_id: NodeId | None  # None, of the final state: nobody can be asked yet, or it has come back
     round: int
     until: float  # then it is given up
 

@@ -291,6 +291,24 @@ async def test_a_node_that_is_behind_at_the_end_does_not_wait_for_ever() -> None
 
 
 @in_virtual_time
+async def test_a_commit_that_nobody_supplies_does_not_keep_a_node_from_the_end() -> None:
+    async with Life() as life:
+        plan = life.plan(1)
+        life.link.say(RoundOpened(plan=plan))
+        await asyncio.sleep(60)
+        commit = life.commit(plan)
+        lost = replace(commit, slices=(replace(commit.slices[0], digest=Digest(b"x" * 32)),))
+        life.link.commits = (lost,)
+        life.link.say(RoundCommitted(commit=lost))
+        await asyncio.sleep(600)
+        assert life.daemon._duties.activity == "applying"
+        life.link.say(RunFinished(round=1, outer_digest=Digest(bytes(32)), reason="done"))
+        assert life.running is not None
+        reason = await asyncio.wait_for(life.running, FINISH_SECONDS + 10)
+        assert reason == "done; this node holds round 0 of it"
+
+
+@in_virtual_time
 async def test_a_finished_run_is_left_once_and_with_everything_reported() -> None:
     life = Life()
     async with life:

@@ -131,3 +131,32 @@ def test_the_run_does_not_end_with_a_state_that_nobody_holds() -> None:
     assert scene.state.is_finished
     (finished,) = of_kind(scene.log, SendFinished)
     assert finished.outer_digest == INITIAL
+
+
+def test_the_run_does_not_end_while_a_node_here_has_yet_to_take_the_final_state_over() -> None:
+    scene = Scene(min_nodes=2, rounds=2, evaluate_every=2)
+    scene.attach(*NODES)
+    run_round(scene)
+    scene.attach("node-c")
+    run_round(scene)
+    assert scene.state.evaluating is not None
+    scene.evaluate(str(scene.state.evaluating.node_id), round=2)
+    assert not scene.state.is_finished
+    assert scene.reason == "waiting for node-c to take the final state over, 20 s left"
+    scene.beat("node-c", at=2, digest=digest_of("state 2"))
+    assert scene.state.is_finished
+
+
+def test_a_node_that_stays_behind_holds_the_end_up_no_longer_than_an_evaluation_may_take() -> None:
+    scene = Scene(min_nodes=2, rounds=2, evaluate_every=2, lease_seconds=1000)
+    scene.attach(*NODES)
+    run_round(scene)
+    scene.attach("node-c")
+    run_round(scene)
+    assert scene.state.evaluating is not None
+    scene.evaluate(str(scene.state.evaluating.node_id), round=2)
+    scene.wait(19)
+    assert not scene.state.is_finished
+    scene.wait(1)
+    assert scene.state.is_finished
+    assert scene.reason.endswith("the held-out loss is 1.500 nats per token")
