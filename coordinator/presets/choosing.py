@@ -327,7 +327,7 @@ def _why_downlink(setting: Setting, situation: Situation) -> str:
     if _results_hold_all(setting, nodes):
         return (
             f"{down} of 4096 values have room for {up} of each of {nodes} nodes; with topk64 up it cost "
-            "12.1 % in 80 exchanges, 3.4 % in 256, and topk256 both ways 17.4 % and 3.8 % at as many bytes"
+            "12.1 % in 80 exchanges, 3.4 % in 256, and topk256 both ways 17.4 % and 3.7 % at as many bytes"
         )
     return (
         f"{down} of 4096 values, of up to {nodes * up} that {nodes} nodes send: lossy both ways, which cost "

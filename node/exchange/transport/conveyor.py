@@ -14,7 +14,7 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from node.exchange.transport.answers import expect
 from node.exchange.transport.frames import FrameError, TransferStream
@@ -46,6 +46,14 @@ OpenStream = Callable[[], AbstractAsyncContextManager[TransferStream]]
 
 _LENGTHENING = 1.25
 """By how much a round trip may be longer than the one that was known before."""
+
+
+class _Sent(NamedTuple):
+    """A part on its way over a stripe."""
+
+    load: Load
+    part: int
+    at: float  # when it was begun to be sent, by the tally's clock
 
 
 class Conveyor:
@@ -96,7 +104,7 @@ class Conveyor:
         async with self._in_turn() as turn, self._open_stream() as stream:
             with stream.tally.sending():
                 stream.carries(payload.header.kind)
-                offered_at = clock()
+                offered_at, sent_at = clock(), stream.tally.now()
 
                 async def verdict(accept: Callable[[bytes], None]) -> None:
                     response = await expect(stream, wire.TRANSFER_STATUS_GO_ON)
@@ -111,7 +119,7 @@ class Conveyor:
                 else:
                     sending = asyncio.ensure_future(_send_whole(stream, payload, turn))
                     await _unless_failed(verdict(lambda held_map: None), sending)
-                    stream.moved(sent_bytes=body_bytes)
+                    stream.moved(sent_bytes=body_bytes, since=sent_at)
 
     def _note_round_trip(self, seconds: float) -> None:
         # The shortest lately: queues come and go, and ways change.
@@ -197,7 +205,7 @@ class Conveyor:
 
     async def _stripe(self) -> None:
         """One stream: sends part after part, and hears of each that it is there."""
-        under_way: deque[tuple[Load, int]] = deque()
+        under_way: deque[_Sent] = deque()
         is_wide = asyncio.Event()
         try:
             async with self._open_stream() as stream:
@@ -206,7 +214,7 @@ class Conveyor:
                     hearing = both_ways.create_task(self._hear(stream, under_way, is_wide))
                     while (taken := await self._next_part()) is not None or under_way:
                         if taken is not None:
-                            under_way.append(taken)
+                            under_way.append(_Sent(*taken, at=stream.tally.now()))
                             await _send_part(stream, *taken)
                             if len(under_way) >= PARTS_IN_WINDOW:
                                 # One part more would wait here, and another stripe can carry it.
@@ -215,8 +223,8 @@ class Conveyor:
         except* self._broken as errors:
             self._errors.append(_first_of(errors))
         finally:
-            for load, index in reversed(under_way):
-                load.give_back(index)
+            for sent in reversed(under_way):
+                sent.load.give_back(sent.part)
 
     async def _next_part(self) -> tuple[Load, int] | None:
         """The next part of the first body that has one; None when there was none for a while."""
@@ -234,7 +242,7 @@ class Conveyor:
     async def _hear(
         self,
         stream: TransferStream,
-        under_way: deque[tuple[Load, int]],
+        under_way: deque[_Sent],
         is_wide: asyncio.Event,
     ) -> None:
         while True:
@@ -242,15 +250,15 @@ class Conveyor:
             response = await stream.receive(wire.TransferResponse, is_patient=True)
             if response.status == wire.TRANSFER_STATUS_REFUSED:
                 raise TransferRefusedError(response.reason or "refused without a reason")
-            if not under_way or under_way[0][1] != response.part:
+            if not under_way or under_way[0].part != response.part:
                 raise FrameError(f"part {response.part} was answered, which was not the next one")
-            load, index = under_way.popleft()
+            load, index, sent_at = under_way.popleft()
             is_wide.set()  # the window has opened at least once, and libp2p doubles it each time
             match response.status:
                 case wire.TRANSFER_STATUS_PART_RECEIVED | wire.TRANSFER_STATUS_PART_KEPT as status:
                     is_kept = status == wire.TRANSFER_STATUS_PART_KEPT
                     num_bytes = load.keep(index) if is_kept else load.acknowledge(index)
-                    stream.moved(sent_bytes=num_bytes)
+                    stream.moved(sent_bytes=num_bytes, since=sent_at)
                     self._acknowledged_bytes += num_bytes
                     self._errors.clear()
                 case wire.TRANSFER_STATUS_PART_DROPPED:

@@ -4,16 +4,22 @@ Pure: it is told the time, in seconds of any clock that only rises. Several tran
 link, so what counts is what all of them move together while at least one is under way.
 """
 
+from collections import deque
 from dataclasses import dataclass
+from statistics import median
 
 LEAST_BYTES = 4 << 20
 LEAST_SECONDS = 2.0
 """A busy time with less than both says more of round trips than of the link."""
 
-SMOOTHING = 0.5
-"""What a new busy time counts beside all before it."""
+WINDOW = 9
+"""Busy times that count: what the link carries is the median of their rates."""
 
-_MOST_POINTS = 512  # of one busy time; neighbours are joined when there are more
+LEAST_MEASUREMENTS = 3
+"""Before a rate is told. Equal links differed by a third in single measurements, and slices by such rates
+took twice as long as equal ones (docs/performance.md)."""
+
+_MOST_MOVES = 512  # of one busy time; neighbours are joined when there are more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,40 +41,58 @@ class LinkMeter:
     """
 
     def __init__(self) -> None:
-        self.bytes_per_second: float | None = None
         self.num_active = 0
         """Transfers under way."""
-        self._points: list[tuple[float, int]] = []  # time, and bytes moved up to then
+        self._began = 0.0
+        self._moves: list[tuple[float, int]] = []  # when, and how many bytes
+        self._rates: deque[float] = deque(maxlen=WINDOW)
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        """What the link carries; None: not known yet."""
+        return median(self._rates) if len(self._rates) >= LEAST_MEASUREMENTS else None
 
     def begin(self, now: float) -> None:
         """A transfer begins."""
         if not self.num_active:
-            self._points = [(now, 0)]
+            self._began, self._moves = now, []
         self.num_active += 1
 
-    def moved(self, num_bytes: int, now: float) -> None:
-        """So many bytes of a transfer have arrived at their receiver."""
+    def moved(self, num_bytes: int, now: float, *, since: float | None = None) -> None:
+        """So many bytes of a transfer have arrived at their receiver.
+
+        `since` is when they were sent, where that is known. They count halfway: news of them wait for
+        each other on a full link, and come at once.
+        """
         if not self.num_active:
             return  # of a transfer that has just ended
-        self._points.append((now, self._points[-1][1] + num_bytes))
-        if len(self._points) > _MOST_POINTS:
-            self._points = [*self._points[:-1:2], self._points[-1]]
+        at = now if since is None else max(self._began, (since + now) / 2)
+        self._moves.append((at, num_bytes))
+        if len(self._moves) > _MOST_MOVES:
+            self._moves = _joined(sorted(self._moves))
 
     def end(self, now: float) -> None:
         """A transfer has ended, well or not."""
         self.num_active -= 1
         if self.num_active:
             return
-        (began, _), (_, num_bytes) = self._points[0], self._points[-1]
+        num_bytes = sum(count for _, count in self._moves)
         if num_bytes < LEAST_BYTES and (
-            now - began < LEAST_SECONDS or num_bytes < LEAST_BYTES // 16
+            now - self._began < LEAST_SECONDS or num_bytes < LEAST_BYTES // 16
         ):
             return
-        rate = _fastest_half(self._points)
-        if not rate:
-            return  # all in one instant: there is no network
-        before = self.bytes_per_second
-        self.bytes_per_second = rate if before is None else before + SMOOTHING * (rate - before)
+        points = [(self._began, 0)]
+        for at, count in sorted(self._moves):
+            points.append((at, points[-1][1] + count))
+        if rate := _fastest_half(points):  # else all in one instant: there is no network
+            self._rates.append(rate)
+
+
+def _joined(moves: list[tuple[float, int]]) -> list[tuple[float, int]]:
+    """Half as many, each at the later of two times."""
+    pairs = zip(moves[::2], moves[1::2], strict=False)
+    joined = [(later, count + more) for (_, count), (later, more) in pairs]
+    return joined + moves[2 * len(joined) :]
 
 
 def _fastest_half(points: list[tuple[float, int]]) -> float:

@@ -45,11 +45,17 @@ class Tally:
         with self._busy(self._down):
             yield
 
-    def moved(self, *, sent_bytes: int = 0, received_bytes: int = 0) -> None:
-        """So much of bodies has reached its receiver."""
+    def now(self) -> float:
+        """By the clock of what moves, in seconds."""
+        return self._now()
+
+    def moved(
+        self, *, sent_bytes: int = 0, received_bytes: int = 0, since: float | None = None
+    ) -> None:
+        """So much of bodies has reached its receiver; `since` is when it was sent."""
         now = self._now()
         if sent_bytes:
-            self._up.moved(sent_bytes, now)
+            self._up.moved(sent_bytes, now, since=since)
         if received_bytes:
             self._down.moved(received_bytes, now)
 
