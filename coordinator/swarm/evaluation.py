@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from coordinator.swarm.actions import AskEvaluation, SendFinished
+from coordinator.swarm.deadlines import next_deadlines
 from coordinator.swarm.events import Evaluated
 from coordinator.swarm.state import Evaluating, HeldOut, Member, MemberState, SwarmState
 from coordinator.swarm.turn import Turn, available_members, is_present, present_members
@@ -29,12 +30,12 @@ def evaluated(turn: Turn, event: Evaluated) -> None:
     if asked is None or (asked.node_id, asked.round) != (event.node_id, event.round):
         return
     loss = HeldOut(round=event.round, loss=event.held_out_loss, tokens=event.tokens)
-    is_final = event.round == turn.state.rules.total_rounds
-    turn.state = replace(
-        turn.state,
-        held_out=(*turn.state.held_out, loss),
-        evaluating=replace(asked, node_id=None) if is_final else None,
-    )
+    turn.state = replace(turn.state, held_out=(*turn.state.held_out, loss), evaluating=None)
+    if event.round == turn.state.rules.total_rounds:
+        last = turn.state.recent[-1].commit
+        until = turn.now + next_deadlines(turn.state, last.assignments).apply_seconds
+        waiting = replace(asked, node_id=None, until=min(until, asked.until))
+        turn.state = replace(turn.state, evaluating=waiting)
 
 
 def is_at_end(state: SwarmState) -> bool:
@@ -59,7 +60,7 @@ def members_behind(state: SwarmState) -> list[Member]:
 def finish_evaluation(turn: Turn) -> None:
     """Gives up an evaluation that is late or whose node is gone; asks another for the final one.
 
-    What is left of the time for the final one is given to members that are behind: once the run is
+    After it members that are behind are given as long as commits take to be applied: once the run is
     finished, those who could supply them leave.
     """
     asked = turn.state.evaluating

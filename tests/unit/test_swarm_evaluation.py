@@ -147,7 +147,7 @@ def test_the_run_does_not_end_while_a_node_here_has_yet_to_take_the_final_state_
     assert scene.state.is_finished
 
 
-def test_a_node_that_stays_behind_holds_the_end_up_no_longer_than_an_evaluation_may_take() -> None:
+def test_a_node_that_stays_behind_holds_the_end_up_no_longer_than_applying_may_take() -> None:
     scene = Scene(min_nodes=2, rounds=2, evaluate_every=2, lease_seconds=1000)
     scene.attach(*NODES)
     run_round(scene)
