@@ -26,6 +26,7 @@ from pathlib import Path
 
 from benchmarks.ending import nothing_left
 from benchmarks.processes import atoll_command, atoll_environment
+from benchmarks.processor_time import seconds_of
 from benchmarks.simulated_nodes import SimulatedNode, Timings
 from coordinator.config import CoordinatorConfig, Home, create_home
 from protocol.channel import open_blocking_channel
@@ -96,8 +97,7 @@ class CoordinatorProcess:
 
     def cpu_seconds(self) -> float:
         """User and system time so far."""
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return seconds_of(self._process.pid)
 
     def most_memory_bytes(self) -> int:
         """The most that was resident at any time."""

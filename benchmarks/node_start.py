@@ -23,6 +23,7 @@ from pathlib import Path
 
 from benchmarks.island_speed import Spread
 from benchmarks.processes import MARK, SOURCES, Family, atoll_command, atoll_environment
+from benchmarks.processor_time import seconds_of
 from benchmarks.real_swarm import RealSwarm
 
 RUN = """
@@ -32,8 +33,6 @@ min_nodes = 2
 """
 
 STOP_SECONDS = 30.0
-
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +48,7 @@ class Start:
 
 def cpu_seconds(process_id: int) -> float:
     """Of a process and of those that it has waited for."""
-    fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
-    return sum(int(ticks) for ticks in fields[11:15]) / _TICKS
+    return seconds_of(process_id, with_ended=True)
 
 
 def proportional_bytes(process_id: int) -> int:

@@ -39,6 +39,12 @@ def processor_time(root: int) -> ProcessorTime:
     )
 
 
+def seconds_of(process_id: int, *, with_ended: bool = False) -> float:
+    """Of one process, and of the children that have ended and that it has waited for, if asked."""
+    fields = _fields((_PROC / str(process_id) / "stat").read_text())
+    return sum(map(int, fields[11 : 15 if with_ended else 13])) / os.sysconf("SC_CLK_TCK")
+
+
 def ticks_of_machine(stat: str) -> int:
     """All but idle ones, from the text of /proc/stat."""
     ticks = [int(number) for number in stat.split("\n", 1)[0].split()[1:]]
@@ -47,8 +53,7 @@ def ticks_of_machine(stat: str) -> int:
 
 def ticks_of_tree(stats: dict[str, str], root: int) -> int:
     """Of a process and all below it, from the texts of /proc/*/stat by process."""
-    # A name may have spaces and brackets in it, so fields are counted from its end.
-    fields = {int(name): text.rpartition(")")[2].split() for name, text in stats.items()}
+    fields = {int(name): _fields(text) for name, text in stats.items()}
     children: dict[int, list[int]] = {}
     for process_id, (_, parent, *_) in fields.items():
         children.setdefault(int(parent), []).append(process_id)
@@ -58,6 +63,11 @@ def ticks_of_tree(stats: dict[str, str], root: int) -> int:
         ticks += sum(map(int, fields[process_id][11:13])) if process_id in fields else 0
         found += children.get(process_id, [])
     return ticks
+
+
+def _fields(stat: str) -> list[str]:
+    """After the name, which may have spaces and brackets in it."""
+    return stat.rpartition(")")[2].split()
 
 
 def _stat_of(folder: Path) -> str | None:

@@ -182,7 +182,7 @@ class HeldOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluating:
-    """An evaluation that was asked for and has not come back."""
+    """An evaluation that was asked for; the final one until members that are behind have its state."""
 
     node_id: NodeId | None  # None, of the final state: nobody can be asked yet, or it has come back
     round: int
