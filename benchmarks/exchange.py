@@ -109,6 +109,10 @@ async def measure(
         "cores_ours": round(sum(t.processor.ours for t in rounds) / clock_seconds, 3),
         "cores_machine": round(sum(t.processor.machine for t in rounds) / clock_seconds, 3),
         "slices": [round(part.num_elements / case.num_elements, 3) for part in slices],
+        "learnt_mbit": [
+            [None if rate is None else round(8e-6 * rate * case.slow_motion, 2) for rate in link]
+            for link in swarm.learnt_rates
+        ],
         "reason": timed[-1][1].reason,
     }
 

@@ -110,6 +110,12 @@ class Swarm:
         self._state = initial_state(rules, RUN)
         self._next_plan: Plan | None = None
 
+    @property
+    def learnt_rates(self) -> list[tuple[float | None, float | None]]:
+        """What the core goes by of each node's link, up and down, bytes per second in this motion."""
+        members = [self._state.members[node.node_id] for node in self.nodes]
+        return [(member.rates.up, member.rates.down) for member in members]
+
     async def start(self) -> None:
         """Starts all nodes and lets them attach."""
         order = {

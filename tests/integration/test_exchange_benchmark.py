@@ -21,6 +21,7 @@ async def test_all_that_nodes_sent_is_counted_in_its_round_and_against_the_links
         case, num_rounds=1, pause_seconds=0.0, congestion_control="", has_plain=False
     )
     assert (row["num_nodes"], row["codec"], row["slices"]) == (2, "int8/int4", [0.5, 0.5])
+    assert len(row["learnt_mbit"]) == 2
     # Each sends a contribution to one half, and the result of the other, with headers.
     bodies = 65_536 / 2 * (8.125 + 4.125) / 8
     assert row["received_over_sent"] == pytest.approx(1.0, abs=0.01)

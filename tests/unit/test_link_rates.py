@@ -13,10 +13,12 @@ MB = 1_000_000
 
 
 def busy(meter: LinkMeter, *moves: tuple[float, int], at: float = 0.0, until: float) -> None:
-    """One transfer: bytes at seconds after its beginning."""
+    """One transfer: bytes that are there at seconds after its beginning, one after the other."""
     meter.begin(at)
+    since = at
     for seconds, num_bytes in moves:
-        meter.moved(num_bytes, at + seconds)
+        meter.moved(num_bytes, since=since, now=at + seconds)
+        since = at + seconds
     meter.end(at + until)
 
 
@@ -46,8 +48,8 @@ def test_transfers_at_once_share_the_link() -> None:
         meter.begin(0.0)
         meter.begin(0.0)
         for second in range(1, 11):
-            meter.moved(MB, second)
-            meter.moved(MB, second)
+            meter.moved(MB, since=second - 1, now=second)
+            meter.moved(MB, since=second - 1, now=second)
         meter.end(10.0)
         assert meter.bytes_per_second is None  # one is still under way
         assert meter.num_active == 1
@@ -87,22 +89,47 @@ def test_a_link_that_has_changed_is_known_after_half_a_window() -> None:
     assert meter.bytes_per_second == pytest.approx(4 * MB)
 
 
-def test_news_that_come_at_once_do_not_make_a_link_fast() -> None:
-    """Parts are sent one by one for ten seconds, and the first seven answers come with the eighth."""
+def test_answers_that_come_at_once_do_not_make_a_link_fast() -> None:
+    """Parts of ten seconds for a second each, and the first seven are answered with the eighth."""
     meter = LinkMeter()
     for _ in range(3):
         meter.begin(0.0)
         for second in range(10):
-            meter.moved(MB, max(8.0, second + 1.0), since=float(second))
+            meter.moved(MB, since=float(second), now=max(8.0, second + 1.0))
         meter.end(10.0)
-    assert meter.bytes_per_second == pytest.approx(2 * MB, rel=0.1), "without `since`: 5 MB/s"
+    assert MB <= (meter.bytes_per_second or 0) <= 2.5 * MB, "all at their answers: 5 MB/s and more"
+
+
+@pytest.mark.parametrize("num_peers", [1, 4, 15])
+def test_parts_for_many_peers_that_wait_for_each_other_give_the_rate_of_the_link(
+    num_peers: int,
+) -> None:
+    """The link sends in turns; whoever's turn comes last has waited for all of the others."""
+    meter = LinkMeter()
+    for _ in range(3):
+        meter.begin(0.0)
+        for turn in range(10):
+            for peer in range(num_peers):
+                began = max(0, (turn - 1) * num_peers + peer)  # with four parts under way, say
+                meter.moved(MB, since=float(began), now=float(turn * num_peers + peer + 1))
+        meter.end(10.0 * num_peers)
+    assert meter.bytes_per_second == pytest.approx(MB, rel=0.15)
+
+
+def test_bytes_over_no_network_say_nothing_of_a_link() -> None:
+    meter = LinkMeter()
+    for _ in range(3):
+        meter.begin(0.0)
+        meter.moved(50 * MB, since=0.0, now=0.0)
+        meter.end(0.0)
+    assert meter.bytes_per_second is None
 
 
 def test_what_comes_after_the_end_is_of_no_transfer() -> None:
     meter = LinkMeter()
-    meter.moved(50 * MB, 0.0)
+    meter.moved(50 * MB, since=-1.0, now=0.0)
     busy(meter, *steady(10, MB), until=10)
-    meter.moved(50 * MB, 10.1)
+    meter.moved(50 * MB, since=9.0, now=10.1)
     for start in (20, 40):
         busy(meter, *steady(10, MB), at=start, until=10)
     assert meter.bytes_per_second == pytest.approx(MB)
@@ -113,7 +140,7 @@ def test_a_transfer_of_any_number_of_parts_takes_little_memory() -> None:
     for _ in range(3):
         meter.begin(0.0)
         for number in range(20_000):
-            meter.moved(MB, 0.1 * (number + 1))
+            meter.moved(MB, since=0.1 * number, now=0.1 * (number + 1))
         assert len(meter._moves) <= 512
         meter.end(2_000.0)
     assert meter.bytes_per_second == pytest.approx(10 * MB)

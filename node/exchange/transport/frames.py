@@ -97,10 +97,11 @@ class TransferStream:
         self.bytes_received = 0
         self._counted = (0, 0)
 
-    def moved(
-        self, *, sent_bytes: int = 0, received_bytes: int = 0, since: float | None = None
-    ) -> None:
-        """So much of a body has reached its receiver. What was said until now is counted."""
+    def moved(self, *, sent_bytes: int = 0, received_bytes: int = 0, since: float) -> None:
+        """So much of a body has reached its receiver; `since` is when it was begun, by the tally's clock.
+
+        What was said until now is counted.
+        """
         self._count()
         self.tally.moved(sent_bytes=sent_bytes, received_bytes=received_bytes, since=since)
 

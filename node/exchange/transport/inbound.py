@@ -138,9 +138,10 @@ async def take_stripe(stream: TransferStream, sender: NodeId, inbounds: Inbounds
                 if error.partial:
                     raise
                 return  # closed between two parts
+            began_at = stream.tally.now()
             digest = Digest(part.digest)
             if (inbound := inbounds.find(sender, digest)) is not None:
-                await _take_part(stream, inbound, part)
+                await _take_part(stream, inbound, part, began_at=began_at)
                 continue
             if dropped_bytes + part.num_bytes > MOST_DROPPED_BYTES:
                 raise FrameError(
@@ -151,10 +152,10 @@ async def take_stripe(stream: TransferStream, sender: NodeId, inbounds: Inbounds
                 dropped_bytes += part.num_bytes
                 await _answer(stream, part, wire.TRANSFER_STATUS_PART_DROPPED)
             elif (inbound := inbounds.find(sender, digest)) is not None:  # it has come meanwhile
-                await _take_part(stream, inbound, part, early)
+                await _take_part(stream, inbound, part, began_at=began_at, early=early)
             elif inbounds.keep_early(sender, digest, part.index, early):
                 # Counted with the next part: what kind it is, its offer will say.
-                stream.tally.moved(received_bytes=part.num_bytes)
+                stream.tally.moved(received_bytes=part.num_bytes, since=began_at)
                 await _answer(stream, part, wire.TRANSFER_STATUS_PART_KEPT)
             else:
                 dropped_bytes += part.num_bytes
@@ -171,7 +172,12 @@ async def _read_early(stream: TransferStream, num_bytes: int) -> bytes | None:
 
 
 async def _take_part(
-    stream: TransferStream, inbound: Inbound, part: wire.Part, early: bytes | None = None
+    stream: TransferStream,
+    inbound: Inbound,
+    part: wire.Part,
+    *,
+    began_at: float,
+    early: bytes | None = None,
 ) -> None:
     """Puts a part in its place: from the stream, unless it was read already."""
     try:
@@ -189,7 +195,7 @@ async def _take_part(
             inbound.assembly.write(offset, chunk)
             offset += len(chunk)
     inbound.assembly.end(part.index)
-    stream.moved(received_bytes=part.num_bytes)
+    stream.moved(received_bytes=part.num_bytes, since=began_at)
     inbound.moved.set()
     await _answer(stream, part, wire.TRANSFER_STATUS_PART_RECEIVED)
 

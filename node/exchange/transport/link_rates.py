@@ -4,9 +4,11 @@ Pure: it is told the time, in seconds of any clock that only rises. Several tran
 link, so what counts is what all of them move together while at least one is under way.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
+from typing import NamedTuple
 
 LEAST_BYTES = 4 << 20
 LEAST_SECONDS = 2.0
@@ -33,8 +35,19 @@ class LinkRates:
 UNMEASURED = LinkRates()
 
 
+class _Move(NamedTuple):
+    """Bytes that were on their way for some time: others may have been at the same time."""
+
+    since: float
+    until: float
+    num_bytes: int
+
+
 class LinkMeter:
     """One direction of the link.
+
+    Bytes count evenly over the time that they were on their way: when each of them passed nobody knows,
+    and those that wait for each other on a full link arrive, and are answered, all at once.
 
     A busy time counts by the fastest half of its bytes: its beginning, while TCP feels its way, and
     its end, while the slowest peer keeps one transfer open, say nothing of our link.
@@ -44,7 +57,7 @@ class LinkMeter:
         self.num_active = 0
         """Transfers under way."""
         self._began = 0.0
-        self._moves: list[tuple[float, int]] = []  # when, and how many bytes
+        self._moves: list[_Move] = []
         self._rates: deque[float] = deque(maxlen=WINDOW)
 
     @property
@@ -58,44 +71,53 @@ class LinkMeter:
             self._began, self._moves = now, []
         self.num_active += 1
 
-    def moved(self, num_bytes: int, now: float, *, since: float | None = None) -> None:
-        """So many bytes of a transfer have arrived at their receiver.
-
-        `since` is when they were sent, where that is known. They count halfway: news of them wait for
-        each other on a full link, and come at once.
-        """
-        if not self.num_active:
-            return  # of a transfer that has just ended
-        at = now if since is None else max(self._began, (since + now) / 2)
-        self._moves.append((at, num_bytes))
+    def moved(self, num_bytes: int, *, since: float, now: float) -> None:
+        """So many bytes of a transfer have arrived at their receiver, which were begun at `since`."""
+        since = max(self._began, since)
+        if not self.num_active or now <= since:
+            return  # of a transfer that has just ended, or over no network
+        self._moves.append(_Move(since, now, num_bytes))
         if len(self._moves) > _MOST_MOVES:
-            self._moves = _joined(sorted(self._moves))
+            self._moves = _joined(self._moves)
 
     def end(self, now: float) -> None:
         """A transfer has ended, well or not."""
         self.num_active -= 1
         if self.num_active:
             return
-        num_bytes = sum(count for _, count in self._moves)
+        num_bytes = sum(move.num_bytes for move in self._moves)
         if num_bytes < LEAST_BYTES and (
             now - self._began < LEAST_SECONDS or num_bytes < LEAST_BYTES // 16
         ):
             return
-        points = [(self._began, 0)]
-        for at, count in sorted(self._moves):
-            points.append((at, points[-1][1] + count))
-        if rate := _fastest_half(points):  # else all in one instant: there is no network
-            self._rates.append(rate)
+        self._rates.append(_fastest_half(_carried(self._moves)))
 
 
-def _joined(moves: list[tuple[float, int]]) -> list[tuple[float, int]]:
-    """Half as many, each at the later of two times."""
+def _joined(moves: list[_Move]) -> list[_Move]:
+    """Half as many: each two that ended one after the other are one."""
     pairs = zip(moves[::2], moves[1::2], strict=False)
-    joined = [(later, count + more) for (_, count), (later, more) in pairs]
+    joined = [
+        _Move(min(a.since, b.since), max(a.until, b.until), a.num_bytes + b.num_bytes)
+        for a, b in pairs
+    ]
     return joined + moves[2 * len(joined) :]
 
 
-def _fastest_half(points: list[tuple[float, int]]) -> float:
+def _carried(moves: list[_Move]) -> list[tuple[float, float]]:
+    """When moves began and ended, and how many bytes had been carried by then."""
+    changes: dict[float, float] = defaultdict(float)  # of bytes per second
+    for since, until, num_bytes in moves:
+        changes[since] += num_bytes / (until - since)
+        changes[until] -= num_bytes / (until - since)
+    times = sorted(changes)
+    points, rate = [(times[0], 0.0)], 0.0
+    for before, now in pairwise(times):
+        rate += changes[before]
+        points.append((now, points[-1][1] + rate * (now - before)))
+    return points
+
+
+def _fastest_half(points: list[tuple[float, float]]) -> float:
     """The highest rate between two points that at least half of all bytes lie between."""
     half = points[-1][1] / 2
     best, first = 0.0, 0

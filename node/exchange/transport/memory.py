@@ -187,13 +187,14 @@ class MemoryTransport:
         num_bytes = len(payload.header.encode()) + len(payload.body)
         clock = asyncio.get_running_loop().time
         meters = (self._up, receiver._down)
+        began_at = clock()
         for meter in meters:
-            meter.begin(clock())
+            meter.begin(began_at)
         try:
             await asyncio.sleep(self._network.seconds_for(self.node_id, num_bytes))
             self._network.reach(self, receiver.node_id)
             for meter in meters:
-                meter.moved(num_bytes, clock())
+                meter.moved(num_bytes, since=began_at, now=clock())
         finally:
             for meter in meters:
                 meter.end(clock())

@@ -206,8 +206,9 @@ def _digest_of(offer: wire.Offer) -> Digest:
 
 async def _receive_body(stream: TransferStream, header: PayloadHeader) -> bytes:
     try:
+        began_at = stream.tally.now()
         body = await stream.receive_body(header.body_bytes)
-        stream.moved(received_bytes=header.body_bytes)
+        stream.moved(received_bytes=header.body_bytes, since=began_at)
         return body
     except MemoryError as error:
         raise _no_memory(header) from error

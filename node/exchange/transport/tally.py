@@ -49,15 +49,13 @@ class Tally:
         """By the clock of what moves, in seconds."""
         return self._now()
 
-    def moved(
-        self, *, sent_bytes: int = 0, received_bytes: int = 0, since: float | None = None
-    ) -> None:
-        """So much of bodies has reached its receiver; `since` is when it was sent."""
+    def moved(self, *, sent_bytes: int = 0, received_bytes: int = 0, since: float) -> None:
+        """So much of bodies has reached its receiver; `since` is when it was begun."""
         now = self._now()
         if sent_bytes:
-            self._up.moved(sent_bytes, now, since=since)
+            self._up.moved(sent_bytes, since=since, now=now)
         if received_bytes:
-            self._down.moved(received_bytes, now)
+            self._down.moved(received_bytes, since=since, now=now)
 
     def count(
         self, kind: WireKind, sent_bytes: int, received_bytes: int, *, num_streams: int = 0
