@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from node.exchange.transport.link_rates import LEAST_BYTES, LinkMeter
+from node.exchange.transport.link_rates import LEAST_BYTES, LEAST_MEASUREMENTS, LinkMeter
 from node.exchange.transport.tally import Tally
 from protocol.wire_count import WireCounts
 
@@ -26,9 +26,9 @@ def steady(seconds: int, bytes_per_second: int, start: float = 0.0) -> list[tupl
     return [(start + second + 1, bytes_per_second) for second in range(seconds)]
 
 
-def test_steady_transfers_give_their_rate_once_there_were_three() -> None:
+def test_steady_transfers_give_their_rate_once_there_were_enough() -> None:
     meter = LinkMeter()
-    for _ in range(3):
+    for _ in range(LEAST_MEASUREMENTS):
         assert meter.bytes_per_second is None
         busy(meter, *steady(10, MB), until=10)
     assert meter.bytes_per_second == pytest.approx(MB)
@@ -37,14 +37,14 @@ def test_steady_transfers_give_their_rate_once_there_were_three() -> None:
 def test_a_slow_beginning_and_a_slow_peer_at_the_end_say_nothing_of_the_link() -> None:
     meter = LinkMeter()
     moves = [(5.0, 1000), *steady(10, MB, start=5), (60.0, MB)]
-    for _ in range(3):
+    for _ in range(LEAST_MEASUREMENTS):
         busy(meter, *moves, until=61)
     assert meter.bytes_per_second == pytest.approx(MB)
 
 
 def test_transfers_at_once_share_the_link() -> None:
     meter = LinkMeter()
-    for _ in range(3):
+    for _ in range(LEAST_MEASUREMENTS):
         meter.begin(0.0)
         meter.begin(0.0)
         for second in range(1, 11):
@@ -59,7 +59,7 @@ def test_transfers_at_once_share_the_link() -> None:
 
 def test_time_between_transfers_does_not_count() -> None:
     meter = LinkMeter()
-    for start in (0.0, 1000.0, 5000.0):
+    for start in (0.0, 1000.0, 5000.0, 5500.0, 9000.0):
         busy(meter, *steady(10, MB), at=start, until=10)
     assert meter.bytes_per_second == pytest.approx(MB)
 
@@ -70,7 +70,7 @@ def test_a_small_transfer_says_nothing_unless_it_takes_long() -> None:
     assert meter.bytes_per_second is None
     busy(meter, (60.0, 1000), until=60)  # a trickle: its peer's fault more likely than the link's
     assert meter.bytes_per_second is None
-    for _ in range(3):
+    for _ in range(LEAST_MEASUREMENTS):
         busy(meter, *steady(4, LEAST_BYTES // 8), until=4)
     assert meter.bytes_per_second == pytest.approx(LEAST_BYTES // 8)
 
@@ -92,7 +92,7 @@ def test_a_link_that_has_changed_is_known_after_half_a_window() -> None:
 def test_answers_that_come_at_once_do_not_make_a_link_fast() -> None:
     """Parts of ten seconds for a second each, and the first seven are answered with the eighth."""
     meter = LinkMeter()
-    for _ in range(3):
+    for _ in range(LEAST_MEASUREMENTS):
         meter.begin(0.0)
         for second in range(10):
             meter.moved(MB, since=float(second), now=max(8.0, second + 1.0))
@@ -106,7 +106,7 @@ def test_parts_for_many_peers_that_wait_for_each_other_give_the_rate_of_the_link
 ) -> None:
     """The link sends in turns; whoever's turn comes last has waited for all of the others."""
     meter = LinkMeter()
-    for _ in range(3):
+    for _ in range(LEAST_MEASUREMENTS):
         meter.begin(0.0)
         for turn in range(10):
             for peer in range(num_peers):
@@ -118,7 +118,7 @@ def test_parts_for_many_peers_that_wait_for_each_other_give_the_rate_of_the_link
 
 def test_bytes_over_no_network_say_nothing_of_a_link() -> None:
     meter = LinkMeter()
-    for _ in range(3):
+    for _ in range(LEAST_MEASUREMENTS):
         meter.begin(0.0)
         meter.moved(50 * MB, since=0.0, now=0.0)
         meter.end(0.0)
@@ -130,14 +130,14 @@ def test_what_comes_after_the_end_is_of_no_transfer() -> None:
     meter.moved(50 * MB, since=-1.0, now=0.0)
     busy(meter, *steady(10, MB), until=10)
     meter.moved(50 * MB, since=9.0, now=10.1)
-    for start in (20, 40):
+    for start in (20, 40, 60, 80):
         busy(meter, *steady(10, MB), at=start, until=10)
     assert meter.bytes_per_second == pytest.approx(MB)
 
 
 def test_a_transfer_of_any_number_of_parts_takes_little_memory() -> None:
     meter = LinkMeter()
-    for _ in range(3):
+    for _ in range(LEAST_MEASUREMENTS):
         meter.begin(0.0)
         for number in range(20_000):
             meter.moved(MB, since=0.1 * number, now=0.1 * (number + 1))
