@@ -66,6 +66,17 @@ MIGRATIONS: Sequence[str] = (
         PRIMARY KEY (kind, slice_index, node_id)
     ) WITHOUT ROWID;
     """,
+    # The wait at the end of a run was an evaluation of the final state, and by nobody while there
+    # was none. What is not there reads as NULL, and leaves a state as it is.
+    """
+    UPDATE swarm SET state = json_set(
+        state, '$[0].end_waits_until', json_extract(state, '$[0].evaluating.until')
+    )
+    WHERE json_extract(state, '$[0].evaluating.round')
+        = json_extract(state, '$[0].rules.total_rounds');
+    UPDATE swarm SET state = json_set(state, '$[0].evaluating', NULL)
+    WHERE json_type(state, '$[0].evaluating.node_id') = 'null';
+    """,
 )
 """Each entry brings a database from version i to i + 1. Entries are never changed, only added."""
 

@@ -21,6 +21,7 @@ from coordinator.presets.cost import (
     Prediction,
     Setting,
     Situation,
+    bytes_per_round,
     predicted,
 )
 from coordinator.presets.link_shares import share_in_words
@@ -126,34 +127,29 @@ def ladder(situation: Situation, given: Given) -> Iterator[Setting]:
         most = replace(most, uplink="ec2", downlink=downlink)
         yield fitted(most)
 
-    def times_exchanged(setting: Setting) -> int:
-        return situation.total_steps // (setting.steps * fitted(setting).fragments)
-
     multiples = (1,) if ("inner", "steps") in given else (1, *LONGER)
-    longest = most
-    for times in multiples[1:]:
-        longer = replace(most, steps=times * steps)
-        if times_exchanged(longer) >= LEAST_SYNCHRONISATIONS:
-            longest = longer
-            yield fitted(longer)
+    lengths = [replace(most, steps=times * steps) for times in multiples]
+    often = [situation.total_steps // (s.steps * fitted(s).fragments) for s in lengths]
+    for longer, exchanges in zip(lengths[1:], often[1:], strict=True):
+        if exchanges >= LEAST_SYNCHRONISATIONS:
+            most = longer
+            yield fitted(most)
     sparse = [
-        setting
-        for times in multiples
-        if times_exchanged(
-            setting := replace(most, uplink=SPARSE_UP, downlink=SPARSE_DOWN, steps=times * steps)
-        )
-        >= LEAST_FOR_SPARSE
+        replace(setting, uplink=SPARSE_UP, downlink=SPARSE_DOWN)
+        for setting, exchanges in zip(lengths, often, strict=True)
+        if exchanges >= LEAST_FOR_SPARSE
     ]
     if sparse:
         sparse.append(replace(sparse[-1], downlink=SPARSE_UP))
-    most_bytes = _bytes_of_step(situation, fitted(longest))
+    most_bytes = _bytes_of_step(situation, fitted(most))
     for setting in map(fitted, sparse):  # not where a codec is given, or headers are most of it
         if _bytes_of_step(situation, setting) <= most_bytes:
             yield setting
 
 
 def _bytes_of_step(situation: Situation, setting: Setting) -> float:
-    return predicted(situation, setting).bytes_per_round / setting.steps
+    """What a node sends for one inner step."""
+    return bytes_per_round(situation, setting) / setting.steps
 
 
 def _fragment_counts(situation: Situation, steps: int) -> Iterator[int]:

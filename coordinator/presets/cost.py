@@ -170,6 +170,19 @@ def all_reduce_bytes_per_step(situation: Situation) -> float:
     return 2 * (num_nodes - 1) / num_nodes * FP32_BYTES * situation.num_parameters
 
 
+def bytes_per_round(situation: Situation, setting: Setting) -> float:
+    """What a node sends in one, and receives."""
+    num_nodes = situation.num_nodes
+    bits = CODEC_COSTS[setting.uplink].bits + CODEC_COSTS[setting.downlink].bits
+    bodies = (num_nodes - 1) / num_nodes * _values(situation, setting) * bits / 8
+    return bodies + 2 * (num_nodes - 1) * PAYLOAD_HEADER_BYTES
+
+
+def _values(situation: Situation, setting: Setting) -> float:
+    """Of one fragment."""
+    return situation.num_parameters / setting.fragments
+
+
 def host_seconds(situation: Situation, setting: Setting, host: HostSpeeds) -> float:
     """Work on a node's cores in a round's exchange."""
     fragment = FP32_BYTES * situation.num_parameters / 1e9 / setting.fragments
@@ -187,18 +200,14 @@ def predicted(
     situation: Situation, setting: Setting, host: HostSpeeds = MEASURED_HOST
 ) -> Prediction:
     """See the formula above."""
-    num_nodes = situation.num_nodes
-    values = situation.num_parameters / setting.fragments
-    bits = CODEC_COSTS[setting.uplink].bits + CODEC_COSTS[setting.downlink].bits
-    bytes_per_round = (num_nodes - 1) / num_nodes * values * bits / 8
-    bytes_per_round += 2 * (num_nodes - 1) * PAYLOAD_HEADER_BYTES
-    share = share_of(situation.congestion_control, situation.round_trips_of(bytes_per_round))
+    num_bytes = bytes_per_round(situation, setting)
+    share = share_of(situation.congestion_control, situation.round_trips_of(num_bytes))
     achieved = share * situation.slower_bits_per_second
     waits = ROUND_TRIPS * situation.round_trip_seconds
     waits += host_seconds(situation, setting, host)
-    exchange = bytes_per_round * 8 / achieved + waits
+    exchange = num_bytes * 8 / achieved + waits
     training = setting.steps * situation.seconds_per_inner_step
-    copies = 2 * FP32_BYTES * values / 1e9 / host.copy
+    copies = 2 * FP32_BYTES * _values(situation, setting) / 1e9 / host.copy
     busy = max(training, exchange) if setting.has_overlap else training + exchange
     round_seconds = busy + copies
     # The rest of a round that meets the goal, for bytes alone.
@@ -208,13 +217,13 @@ def predicted(
     if left > 0 and copies_fit:
         enough = enough_bits_per_second(
             situation.congestion_control,
-            bytes_per_round,
+            num_bytes,
             seconds=left,
             round_trip_seconds=situation.round_trip_seconds,
         )
-    saved = all_reduce_bytes_per_step(situation) * setting.steps / bytes_per_round
+    saved = all_reduce_bytes_per_step(situation) * setting.steps / num_bytes
     return Prediction(
-        bytes_per_round=bytes_per_round,
+        bytes_per_round=num_bytes,
         link_share=share,
         training_seconds=training,
         exchange_seconds=exchange,

@@ -89,18 +89,31 @@ def next_deadlines(state: SwarmState, assignments: Sequence[Assignment]) -> Dead
         cap=rules.commit_seconds - contribute_seconds,
         floor=floor,
     )
-    apply = _window(
-        _Past.of(times.apply, here),
-        unmeasured=rules.apply_seconds,
-        cap=rules.apply_seconds,
-        floor=floor,
-    )
+    apply = _applying(state, here)
     return Deadlines(
         train_seconds=train.seconds,
         contribute_seconds=contribute_seconds,
         commit_seconds=contribute_seconds + commit.seconds,
         apply_seconds=apply.seconds,
         reason=_in_words(train=train, exchange=exchange, commit=commit, apply=apply),
+    )
+
+
+def next_apply_seconds(state: SwarmState) -> float:
+    """How long nodes may take to apply a commit that is made now."""
+    if not state.rules.adapts_deadlines:
+        return state.rules.apply_seconds
+    here = frozenset(member.session_id for member in present_members(state))
+    return _applying(state, here).seconds
+
+
+def _applying(state: SwarmState, here: Collection[int]) -> _Window:
+    rules = state.rules
+    return _window(
+        _Past.of(state.phase_times.apply, here),
+        unmeasured=rules.apply_seconds,
+        cap=rules.apply_seconds,
+        floor=rules.floor_seconds,
     )
 
 

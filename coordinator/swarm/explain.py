@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from coordinator.swarm.evaluation import finished_reason, is_at_end, is_evaluated, members_behind
+from coordinator.swarm.ending import finished_reason, is_at_end, is_evaluated, members_behind
 from coordinator.swarm.retraction import held_by_most
 from coordinator.swarm.rounds import awaited_appliers, holders_needed, holders_of, is_undecided
 from coordinator.swarm.state import Member, MemberState, Round, RoundPhase, SwarmState
@@ -17,7 +17,7 @@ def explain(state: SwarmState, now: float) -> str:
     if state.open_round is not None:
         return _round_in_flight(state, state.open_round, now)
     if is_at_end(state):
-        return _final_evaluation(state, now)
+        return _end(state, now)
     return _not_open(state, now)
 
 
@@ -104,18 +104,21 @@ def _applying(state: SwarmState, current: Round, now: float) -> str:
     return f"applying: waiting for {_names(state, waiting)} to apply round {current.number}, {left}"
 
 
-def _final_evaluation(state: SwarmState, now: float) -> str:
-    asked = state.evaluating
-    if asked is None and state.unsupplied_since is not None:
+def _end(state: SwarmState, now: float) -> str:
+    """What the run waits for after its last round."""
+    if state.unsupplied_since is not None:
         return _unsupplied(state, state.unsupplied_since, now)
-    assert asked is not None  # otherwise the run would be finished
-    left = _left(asked.until, now)
+    assert state.end_waits_until is not None  # otherwise the run would be finished
+    left = _left(state.end_waits_until, now)
+    behind = members_behind(state)
     if is_evaluated(state):
-        behind = [member.node_id for member in members_behind(state)]
-        return f"waiting for {_names(state, behind)} to take the final state over, {left}"
-    if asked.node_id is None:
-        return f"waiting for a ready node that can evaluate the final state, {left}"
-    return f"waiting for {name_of(state, asked.node_id)} to evaluate the final state, {left}"
+        parts = [f"waiting for {_count(len(behind), 'node')} to take the final state over, {left}"]
+    elif state.evaluating is None:
+        parts = [f"waiting for a ready node that can evaluate the final state, {left}"]
+    else:
+        evaluator = name_of(state, state.evaluating.node_id)
+        parts = [f"waiting for {evaluator} to evaluate the final state, {left}"]
+    return "; ".join([*parts, *(_not_ready(state, member) for member in behind)])
 
 
 def _names(state: SwarmState, node_ids: Sequence[NodeId]) -> str:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from coordinator.swarm.agreement import judge_all
 from coordinator.swarm.books import book_learned, unbook
+from coordinator.swarm.evaluation import without_evaluations_since
 from coordinator.swarm.events import BaseLearned, CommitLearned
 from coordinator.swarm.ledger import committed_tokens, end_ahead, settle
 from coordinator.swarm.rounds import end_round
@@ -155,10 +156,9 @@ def _before_retraction(state: SwarmState, commit: Commit) -> SwarmState:
         state = unbook(state, closed.commit)
         state = replace(state, ledger=settle(state.ledger, closed.commit.assignments, {}))
     return replace(
-        state,
+        without_evaluations_since(state, commit.round),
         committed_round=commit.round - 1,
         outer_digest=commit.base_digest,
         recent=state.recent[: -len(gone)],
-        held_out=tuple(loss for loss in state.held_out if loss.round < commit.round),
         unsupplied_since=None,
     )

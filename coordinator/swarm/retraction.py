@@ -14,6 +14,7 @@ from dataclasses import replace
 from coordinator.swarm.actions import SendCommit
 from coordinator.swarm.agreement import agree_on
 from coordinator.swarm.books import book, unbook
+from coordinator.swarm.evaluation import without_evaluations_since
 from coordinator.swarm.ledger import committed_tokens
 from coordinator.swarm.state import ClosedRound, Member, MemberState, Round, SwarmState
 from coordinator.swarm.turn import Turn, is_present, name_of, present_members
@@ -95,8 +96,9 @@ def supply_anew(turn: Turn) -> None:
     swarm took for agreed was a mistake, or a lie. Otherwise from the state before that round, if
     somebody holds it: all that had applied it may be gone before the others could fetch it. They
     are given as long as nodes are given to apply a commit. Void rounds after it go with it, for
-    they left its state as it was. Never more than that: nodes that are further behind may simply
-    have just begun, and those who are gone may come back.
+    they left its state as it was, and so do the held-out losses of the state that is no more.
+    Never more than that: nodes that are further behind may simply have just begun, and those who
+    are gone may come back.
     """
     state = turn.state
     agreed = held_by_most(state) if _is_unsupplied(state) else None
@@ -107,10 +109,14 @@ def supply_anew(turn: Turn) -> None:
         turn.state = replace(state, unsupplied_since=turn.now)
     elif turn.now < state.unsupplied_since + state.rules.apply_seconds:
         return
-    elif agreed is not None:
-        _agree_anew(turn, agreed)
     else:
-        _retract_newest(turn)
+        newest = state.recent[0].commit
+        state = without_evaluations_since(state, newest.round)
+        turn.state, turn.has_new_state = replace(state, unsupplied_since=None), True
+        if agreed is not None:
+            _agree_anew(turn, agreed)
+        else:
+            _retract_newest(turn)
 
 
 def _is_unsupplied(state: SwarmState) -> bool:
@@ -164,7 +170,7 @@ def _agree_anew(turn: Turn, digest: Digest) -> None:
         commit=replace(newest.commit, outer_digest=digest),
         reason=f"{newest.reason}; agreed on anew: nobody held the state that had been agreed on",
     )
-    turn.state = replace(turn.state, recent=(newest,), unsupplied_since=None)
+    turn.state = replace(turn.state, recent=(newest,))
     if later:
         _commit_void(turn, later, base=digest)
     agree_on(turn, digest)
@@ -175,7 +181,7 @@ def _retract_newest(turn: Turn) -> None:
     newest = replace(
         newest, reason="taken back: every node that held the state after it is gone", tokens=0
     )
-    turn.state = replace(turn.state, recent=(), unsupplied_since=None)
+    turn.state = replace(turn.state, recent=())
     base = newest.commit.base_digest
     _commit_void(turn, (newest, *later), base=base)
     turn.state = replace(turn.state, outer_digest=base)

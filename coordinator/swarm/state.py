@@ -182,9 +182,9 @@ class HeldOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluating:
-    """An evaluation that was asked for; the final one until members that are behind have its state."""
+    """An evaluation that was asked for."""
 
-    node_id: NodeId | None  # None, of the final state: nobody can be asked yet, or it has come back
+    node_id: NodeId
     round: int
     until: float  # then it is given up
 
@@ -277,6 +277,7 @@ class SwarmState:
     recent: tuple[ClosedRound, ...] = ()  # the newest that is not void, and the void ones after it
     held_out: tuple[HeldOut, ...] = ()
     evaluating: Evaluating | None = None
+    end_waits_until: float | None = None  # at the end, while somebody here holds the final state
     is_finished: bool = False
     incarnation: int = 0  # how often history was taken back
     unsupplied_since: float | None = None  # nobody here holds the committed state

@@ -7,7 +7,8 @@ from itertools import groupby
 
 from coordinator.swarm.actions import Action
 from coordinator.swarm.agreement import agree_on_initial_state, history_told
-from coordinator.swarm.evaluation import ask_if_due, evaluated, finish_evaluation, finish_run
+from coordinator.swarm.ending import end_run
+from coordinator.swarm.evaluation import ask_if_due, evaluated, give_up_evaluation
 from coordinator.swarm.events import (
     Attached,
     BaseLearned,
@@ -94,10 +95,10 @@ def step(state: SwarmState, event: Event, now: float) -> Transition:
     close_round(turn)
     settle_round(turn)
     supply_anew(turn)
-    finish_evaluation(turn)
+    give_up_evaluation(turn)
     open_round(turn)
     ask_if_due(turn)  # after the plan: its node trains and contributes first
-    finish_run(turn)
+    end_run(turn)
     return Transition(state=turn.state, actions=tuple(turn.actions), at=now)
 
 
@@ -116,6 +117,8 @@ def next_deadline(state: SwarmState) -> float | None:
         deadlines.append(state.unsupplied_since + state.rules.apply_seconds)
     if state.evaluating is not None:
         deadlines.append(state.evaluating.until)
+    if state.end_waits_until is not None:
+        deadlines.append(state.end_waits_until)
     return min(deadlines, default=None)
 
 

@@ -244,7 +244,7 @@ def check_state(books: Books, before: SwarmState, state: SwarmState, now: float)
     assert {n: m.committed_tokens for n, m in state.members.items() if m.committed_tokens} == {
         n: count for n, count in tokens.items() if count
     }
-    assert [h.round for h in state.held_out] == sorted({h.round for h in state.held_out})
+    _check_evaluations(books, state)
     assert state.is_finished == books.is_finished
     if state.outer_digest is not None:
         for member in state.members.values():
@@ -258,6 +258,20 @@ def check_state(books: Books, before: SwarmState, state: SwarmState, now: float)
         if not is_void(newest):  # or else it was taken back
             _check_agreed_anew(books, newest, before, state, now)
     _check_slices(books, state, now)
+
+
+def _check_evaluations(books: Books, state: SwarmState) -> None:
+    """Losses are of states that the history went through; and only at its end the run waits for one."""
+    rounds = [kept.round for kept in state.held_out]
+    assert rounds == sorted(set(rounds))
+    agreed = {closed.commit.round: closed.commit.outer_digest for closed in state.recent}
+    agreed[state.committed_round] = state.outer_digest
+    for number in books.evaluated.keys() & set(rounds):
+        digest = agreed.get(number)
+        assert digest in (None, books.evaluated[number]), "the loss of a state that is no more"
+    is_last = state.committed_round == state.rules.total_rounds and state.outer_digest is not None
+    may_end = is_last and not state.is_finished and state.unsupplied_since is None
+    assert may_end == (state.end_waits_until is not None)
 
 
 def _check_agreed_anew(

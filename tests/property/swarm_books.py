@@ -41,6 +41,7 @@ class Books:
 
     commits: list[Commit] = field(default_factory=list)  # of each round the version that holds
     settled: dict[int, Digest] = field(default_factory=dict)  # what nodes agreed on after a round
+    evaluated: dict[int, Digest] = field(default_factory=dict)  # of which state a loss was told
     leased: dict[NodeId, range] = field(default_factory=dict)  # in the round in flight
     ahead: dict[NodeId, Assignment] = field(default_factory=dict)  # for the round after it
     leased_until: int = 0
@@ -143,6 +144,10 @@ class Books:
         for closed in state.recent:
             if closed.commit.outer_digest is not None:
                 self.settled[closed.commit.round] = closed.commit.outer_digest
+        self.evaluated = {
+            kept.round: self.evaluated.get(kept.round, self.settled[kept.round])
+            for kept in state.held_out
+        }
         is_supplied = state.open_round is not None or any(
             member.state is MemberState.READY
             or (member.state in PRESENT and member.outer_round > state.committed_round)

@@ -277,3 +277,28 @@ def test_a_lie_that_was_agreed_on_and_that_nobody_holds_does_not_stop_the_run() 
     assert machine.world.state.outer_digest != lie
     assert machine.world.state.open_round is not None
     machine.teardown()
+
+
+@pytest.mark.parametrize("total_rounds", [2, 4])
+def test_the_loss_of_a_state_that_is_taken_back_goes_with_it(total_rounds: int) -> None:
+    """Random worlds hardly ever get there: all lose the state that one of them has just evaluated."""
+    machine, lie = SwarmMachine(), Digest(b"lie 1")
+    machine.begin(3, 1, total_rounds, adapts_deadlines=False, has_overlap=False)
+    world = machine.world
+    for number in (1, 2):
+        machine.all_work(missing=None, idle=None, order=Random(0), liar=None, lie=lie)
+        assert world.state.committed_round == number
+        if number == 2:  # else the run would be over with the loss
+            machine.a_node_fails(number=0, fault="restarts")
+        for late in (1, 2) if number == 2 else (0, 1, 2):
+            machine.one_works_and_applies(number=late)
+    while (asked := world.state.evaluating) is None or asked.round < 2:
+        machine.time_passes(seconds=1, silent=None)
+    world.evaluate(world.nodes[asked.node_id])
+    assert [kept.round for kept in world.state.held_out][-1] == 2
+    for number in range(3):
+        machine.a_node_fails(number=number, fault="restarts without its newest state")
+    while world.state.incarnation == 0:
+        machine.time_passes(seconds=11, silent=None)
+    assert all(kept.round < 2 for kept in world.state.held_out)
+    machine.teardown()

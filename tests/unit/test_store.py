@@ -19,6 +19,7 @@ from coordinator.swarm.events import (
     HeartbeatSeen,
     ResultHeld,
     SliceReduced,
+    Ticked,
     TrainingDone,
 )
 from coordinator.swarm.shares import Rates
@@ -194,6 +195,53 @@ def test_a_database_without_a_ledger_gets_one_from_its_rounds(
     assert loaded.ledger == state.ledger
     assert {m.inner_steps_per_second for m in loaded.members.values()} == {None}
     play(store, loaded, TWO_ROUNDS[num_events:])  # it goes on with the new tables
+
+
+AT_THE_END: list[Event] = [attached(A), attached(B), *reports_up_to_commit(1), *applied(1)]
+
+
+@pytest.mark.parametrize("asked", [B, None])
+def test_a_database_that_waited_at_the_end_by_an_evaluation_goes_on_waiting(
+    tmp_path: Path, asked: NodeId | None
+) -> None:
+    rules = replace(RULES, total_rounds=1)
+    store = Store.open(tmp_path)
+    state = play(store, initial_state(rules, RUN), AT_THE_END)
+    evaluating = state.evaluating
+    assert evaluating is not None and state.end_waits_until == evaluating.until == 11.0
+    store.close()
+    connection = sqlite3.connect(tmp_path / DATABASE_NAME)
+    connection.execute(  # as version 3 wrote it, with nobody there to be asked, or with B
+        "UPDATE swarm SET state = json_set(json_remove(state, '$[0].end_waits_until'), "
+        "'$[0].evaluating.node_id', ?)",
+        (asked,),
+    )
+    connection.commit()
+    connection.execute("PRAGMA user_version = 3")
+    connection.close()
+    store = Store.open(tmp_path)
+    loaded = store.load(rules, RUN)
+    assert loaded.end_waits_until == 11.0
+    assert loaded.evaluating == (None if asked is None else evaluating)
+    # Who is here is asked, if nobody was; and the run comes to its end.
+    asked_now = step(loaded, Ticked(), 2.0).state.evaluating
+    assert asked_now == replace(evaluating, until=11.0 if asked else 12.0)
+    report = Evaluated(node_id=B, round=1, held_out_loss=4.5, tokens=64)
+    assert play(store, loaded, [Ticked(), report], now=2.0).is_finished
+
+
+def test_an_evaluation_of_another_round_is_none_that_the_end_waited_by(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    state = play(store, initial_state(RULES, RUN), AT_THE_END)
+    assert state.evaluating is not None and state.end_waits_until is None
+    store.close()
+    connection = sqlite3.connect(tmp_path / DATABASE_NAME)
+    connection.execute("UPDATE swarm SET state = json_remove(state, '$[0].end_waits_until')")
+    connection.commit()
+    connection.execute("PRAGMA user_version = 3")
+    connection.close()
+    loaded = Store.open(tmp_path).load(RULES, RUN)
+    assert (loaded.evaluating, loaded.end_waits_until) == (state.evaluating, None)
 
 
 def test_a_lease_alone_is_not_written_but_the_clock_is_now_and_then(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from swarm_scene import INITIAL, STEP_TOKENS, Scene, digest_of
 
-from coordinator.swarm.actions import AskRefetch, SendCommit
+from coordinator.swarm.actions import AskEvaluation, AskRefetch, SendCommit
 from coordinator.swarm.ledger import free_again, num_samples_of
 from coordinator.swarm.state import MemberState, RoundPhase
 from protocol.rounds import Digest
@@ -162,6 +162,27 @@ def test_what_most_participants_hold_is_agreed_on_when_nobody_holds_what_was() -
     assert void.commit.incarnation == 1
     scene.apply(AFTER, "node-a", "node-b", incarnation=1)
     assert (scene.round.number, scene.round.base_digest) == (5, AFTER)
+
+
+def test_the_loss_of_a_lie_is_dropped_and_what_is_agreed_on_anew_is_evaluated() -> None:
+    scene = Scene(min_nodes=2, evaluate_every=1)
+    scene.attach("node-a", "node-b", "node-c")
+    scene.evaluate("node-a", round=0)
+    scene.commit("node-a", "node-b")
+    scene.apply(digest_of("a lie"), "node-a")
+    scene.wait(scene.state.rules.apply_seconds)
+    scene.evaluate("node-a", round=1)
+    assert [kept.round for kept in scene.state.held_out] == [0, 1]
+    scene.leave("node-a")
+    for name in ("node-b", "node-c"):
+        scene.beat(name, at=1, digest=AFTER)
+    scene.wait(scene.state.rules.apply_seconds)
+    assert scene.state.outer_digest == AFTER
+    assert [kept.round for kept in scene.state.held_out] == [0]
+    (ask,) = scene.asked(AskEvaluation)
+    assert ask.round == 1
+    scene.evaluate(ask.node_id, round=1)
+    assert [kept.round for kept in scene.state.held_out] == [0, 1]
 
 
 def test_who_returns_with_what_was_agreed_on_has_the_others_fetch_it() -> None:

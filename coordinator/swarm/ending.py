@@ -1,0 +1,96 @@
+"""The end of the run: what it waits for after the last round, and how long. Pure."""
+
+from dataclasses import replace
+
+from coordinator.swarm.actions import SendFinished
+from coordinator.swarm.deadlines import next_apply_seconds
+from coordinator.swarm.evaluation import ask_somebody
+from coordinator.swarm.state import Member, MemberState, SwarmState
+from coordinator.swarm.turn import Turn, present_members
+
+
+def end_run(turn: Turn) -> None:
+    """Ends the run once its final state is evaluated and taken over by all who are here, or time is up.
+
+    A node that evaluates has as long as the run file gives for applying. Members that are behind
+    have what is left of it, and no more than commits take to be applied: they are waited for
+    because those who could supply them leave when the run is finished. While nobody here holds the
+    final state, and it may be taken back, the run does not end; after that it waits anew.
+    """
+    state = turn.state
+    if state.is_finished or not is_at_end(state):
+        return
+    if state.unsupplied_since is not None:
+        turn.state = replace(state, evaluating=None, end_waits_until=None)
+        return
+    if state.end_waits_until is None:
+        until = turn.now + state.rules.apply_seconds
+        state = turn.state = replace(state, evaluating=None, end_waits_until=until)
+    if not is_evaluated(state):
+        _wait_for_evaluation(turn)
+    elif members_behind(state):
+        _wait_for_members_behind(turn)
+    else:
+        _finish(turn)
+
+
+def is_at_end(state: SwarmState) -> bool:
+    """Whether the last round is over: its state is agreed on."""
+    return state.committed_round == state.rules.total_rounds and state.outer_digest is not None
+
+
+def is_evaluated(state: SwarmState) -> bool:
+    """Whether the loss of the final state is known."""
+    return bool(state.held_out) and state.held_out[-1].round == state.rules.total_rounds
+
+
+def members_behind(state: SwarmState) -> list[Member]:
+    """Who is here and has yet to take over the committed state, in the order of their ids."""
+    return [
+        member
+        for member in present_members(state)
+        if member.state is not MemberState.READY and not member.is_draining
+    ]
+
+
+def finished_reason(state: SwarmState) -> str:
+    """How the run ended, in words."""
+    total = state.rules.total_rounds
+    reason = "the only round is committed" if total == 1 else f"all {total} rounds are committed"
+    if is_evaluated(state):
+        return f"{reason}; the held-out loss is {state.held_out[-1].loss:.3f} nats per token"
+    return f"{reason}; nobody could evaluate the final state in time"
+
+
+def _wait_for_evaluation(turn: Turn) -> None:
+    state = turn.state
+    assert state.end_waits_until is not None
+    if turn.now >= state.end_waits_until:
+        _finish(turn)
+    elif state.evaluating is None:
+        ask_somebody(turn)
+        if turn.state.evaluating is not None:
+            turn.state = replace(turn.state, end_waits_until=turn.state.evaluating.until)
+
+
+def _wait_for_members_behind(turn: Turn) -> None:
+    state = turn.state
+    assert state.end_waits_until is not None
+    until = min(state.end_waits_until, turn.now + next_apply_seconds(state))
+    if turn.now >= until:
+        _finish(turn)
+    else:
+        turn.state = replace(state, end_waits_until=until)
+
+
+def _finish(turn: Turn) -> None:
+    state = replace(turn.state, is_finished=True, evaluating=None, end_waits_until=None)
+    assert state.outer_digest is not None
+    turn.state = state
+    turn.act(
+        SendFinished(
+            round=state.committed_round,
+            outer_digest=state.outer_digest,
+            reason=finished_reason(state),
+        )
+    )
