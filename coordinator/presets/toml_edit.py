@@ -14,7 +14,7 @@ Place = tuple[str, str]
 """Table and key."""
 
 _HEADER = re.compile(r"\s*\[\s*(\w+)\s*\]\s*(#.*)?")
-_LINE = re.compile(r'(# )?(\w+) = ("[^"]*"|[^\s#"\[]+)(\s*#.*|\s*)')
+_LINE = re.compile(r"""(\s*)(# )?(\w+)\s*=\s*("[^"]*"|'[^']*'|[^\s#"'\[]+)(\s*#.*|\s*)""")
 
 
 class CannotEditError(ValueError):
@@ -47,7 +47,7 @@ def with_values(
             missing.setdefault(place[0], []).extend([*added, f"{place[1]} = {written}"])
     for place in retired & places.keys():
         number = places[place]
-        lines[number] = f"# settled: {lines[number]}"
+        lines[number] = f"# settled: {lines[number].lstrip()}"
     edited = "\n".join(_with_added(lines, missing)) + "\n"
     try:
         is_right = tomllib.loads(edited) == _expected(before, values, retired)
@@ -67,18 +67,18 @@ def _places(lines: list[str]) -> dict[Place, int]:
         if header := _HEADER.fullmatch(line):
             table = header[1]
         elif match := _LINE.fullmatch(line):
-            (commented if match[1] else live).setdefault((table, match[2]), number)
+            (commented if match[2] else live).setdefault((table, match[3]), number)
     return commented | live
 
 
 def _changed(line: str, key: str, written: str, comment: str | None) -> str:
     match = _LINE.fullmatch(line)
     assert match is not None
-    column = line.find(match[4].strip()) if match[4].strip() else 0
-    changed = f"{key} = {written}"
-    if match[4].strip():
-        changed = f"{changed.ljust(column - 1)} {match[4].strip()}"
-    return f"{comment}\n{changed}" if comment else changed
+    indent, tail = match[1], match[5].strip()
+    changed = f"{indent}{key} = {written}"
+    if tail:
+        changed = f"{changed.ljust(line.find(tail, match.start(5)) - 1)} {tail}"
+    return f"{indent}{comment}\n{changed}" if comment else changed
 
 
 def _with_added(lines: list[str], missing: Mapping[str, list[str]]) -> list[str]:

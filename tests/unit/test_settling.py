@@ -136,6 +136,30 @@ def test_a_key_that_stands_there_changes_and_not_its_like_in_a_comment() -> None
     assert with_values(text, {("a", "x"): (3, "")}) == "[a]\n# x = 1\nx = 3\n"
 
 
+@pytest.mark.parametrize(
+    ("line", "changed"),
+    [
+        ("x=1#one", "x = 3 #one"),
+        ("  x   = 1  # one", "  x = 3    # one"),
+        ("x = 'a # b'  # one", "x = 3        # one"),
+    ],
+)
+def test_spaces_and_quotes_are_as_people_like_them(line: str, changed: str) -> None:
+    assert with_values(f"[a]\n{line}\n", {("a", "x"): (3, "")}) == f"[a]\n{changed}\n"
+
+
+def test_what_is_indented_stays_so_with_its_reason() -> None:
+    text = "  [a]\n  x = 1\n"
+    assert with_values(text, {("a", "x"): (3, "why")}) == "  [a]\n  # chosen: why\n  x = 3\n"
+
+
+def test_a_preset_as_pasted_from_the_pages_is_settled() -> None:
+    text = ASKED.replace(" = ", "=").replace('"', "'").replace("\n", "\n    ")
+    made = settled(text, origin="run.toml")
+    assert "# settled: link='5mbit/1mbit'" in made.text
+    assert made.spec == settled(ASKED, origin="run.toml").spec
+
+
 def test_a_key_written_in_quotes_is_refused() -> None:
     with pytest.raises(CannotEditError):
         with_values('[a]\n"x" = 2\n', {("a", "x"): (3, "")})

@@ -1,7 +1,7 @@
 """The lossless stage of coarse codecs: deflate (RFC 1951) with Huffman codes alone.
 
 Codes of a quantiser are noise with uneven frequencies: there are no repetitions to look for, and two
-or more codes share a byte, so that whole bits cost little. docs/performance.md compares it with
+or more codes share a byte, so that whole bits cost little. docs/decisions.md says how it compares with
 zstd and with the entropy; it comes with Python, and its format is fixed for ever.
 
 Streams are written by a kernel (huffman.py), and read by zlib, which has met every kind of malformed
