@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.local_swarm import Setting
 from node.exchange.codecs.registry import codec_named
-from protocol.run_spec import CodecName
+from protocol.run_spec import WANTS_FEEDBACK, CodecName
 
 INNER_STEPS = 320
 """Of each node in a whole run, however they are cut into rounds."""
@@ -93,12 +93,13 @@ def codecs_part() -> list[Setting]:
         if bits_of(name) > COARSE_BITS:
             settings.append(BASE.changed(f"{name} / {name}", **codecs(name, name)))
             continue
-        settings.append(
-            BASE.changed(
-                f"{name} / {name}, no feedback",
-                **codecs(name, name, error_feedback=False, reducer_error="drop"),
+        if name not in WANTS_FEEDBACK:
+            settings.append(
+                BASE.changed(
+                    f"{name} / {name}, no feedback",
+                    **codecs(name, name, error_feedback=False, reducer_error="drop"),
+                )
             )
-        )
         settings += [
             BASE.changed(f"{name} / {name}, {rule}", **codecs(name, name, reducer_error=rule))
             for rule in ("drop", "keep", "own")
