@@ -34,8 +34,8 @@ Told = tuple[str, str, Value, str]
 Found = tuple[Setting, Prediction]
 
 SOON_STEPS = 5
-"""So many inner steps late, results cost nothing (Streaming DiLoCo, Douillard et al. 2025, section 3). Later
-they do (benchmarks.convergence, "fragments"): which is what fragments are for."""
+"""So late results cost nothing in Streaming DiLoCo (Douillard et al. 2025, section 3), and least here; what
+later ones cost (benchmarks.convergence, "fragments") is what fragments are for."""
 
 LEVEL = 0.99
 """Where nodes wait for links whatever is chosen, so much of the best still counts as level with it."""
@@ -253,7 +253,7 @@ def _outer(case: _Case) -> list[Told]:
 
 
 SPARSE_RATE = "top-k with error feedback wants no momentum"
-SGD_RATE = "the plain mean of what nodes trained"
+SGD_RATE = "the plain mean of what nodes trained: level with nesterov 0.7, 0.3 in 16 exchanges"
 
 
 def _owed(setting: Setting, situation: Situation, given: Given) -> list[Told]:
