@@ -11,6 +11,7 @@ acknowledged. When a stripe breaks, its parts go over another one.
 
 import asyncio
 import contextlib
+import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -245,6 +246,7 @@ class Conveyor:
         under_way: deque[_Sent],
         is_wide: asyncio.Event,
     ) -> None:
+        answered_at = -math.inf  # the part before, which this one waited for
         while True:
             # Patient: a paced part takes its time, and each push has its limit.
             response = await stream.receive(wire.TransferResponse, is_patient=True)
@@ -258,7 +260,8 @@ class Conveyor:
                 case wire.TRANSFER_STATUS_PART_RECEIVED | wire.TRANSFER_STATUS_PART_KEPT as status:
                     is_kept = status == wire.TRANSFER_STATUS_PART_KEPT
                     num_bytes = load.keep(index) if is_kept else load.acknowledge(index)
-                    stream.moved(sent_bytes=num_bytes, since=sent_at)
+                    stream.moved(sent_bytes=num_bytes, since=max(sent_at, answered_at))
+                    answered_at = stream.tally.now()
                     self._acknowledged_bytes += num_bytes
                     self._errors.clear()
                 case wire.TRANSFER_STATUS_PART_DROPPED:

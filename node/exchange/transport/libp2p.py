@@ -75,6 +75,7 @@ class Libp2pTransport:
         self._max_upload_bytes_per_second = max_upload_bytes_per_second
         self._pacer = Pacer(
             max_upload_bytes_per_second,
+            seen=lambda: self._tally.most_sent_bytes_per_second,
             floor_bytes_per_second=self._limits.floor_bytes_per_second,
         )
         self._doorkeeper = Doorkeeper(self._limits)
