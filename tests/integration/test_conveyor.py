@@ -145,6 +145,20 @@ async def test_what_comes_of_a_refused_body_is_dropped_and_of_the_next_one_taken
     assert link.desk.received == [(SENDER, small), (SENDER, payload)]
 
 
+async def test_the_rest_of_a_body_that_is_not_wanted_any_more_is_refused() -> None:
+    link, payload = Wire(num_streams=1), make_payload(body=BODY)
+    link.desk.num_looks_wanted = 3
+    with pytest.raises(TransferRefusedError, match="not wanted any more"):
+        await link.push(payload)
+    await link.settle()
+    assert link.desk.ended == [payload.header]
+    assert not link.desk.received
+    sent_before = link.sent_bytes
+    link.desk.num_looks_wanted = None
+    await link.push(payload)
+    assert link.sent_bytes - sent_before > len(BODY)  # nothing of it was kept in memory
+
+
 async def test_a_crowded_receiver_leaves_each_body_one_stripe() -> None:
     link, payload = Wire(num_streams=4), make_payload(body=BODY)
     link.is_crowded = True

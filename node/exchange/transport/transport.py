@@ -71,12 +71,18 @@ def _do_nothing() -> None:
     pass
 
 
+def _always() -> bool:
+    return True
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
     """One payload that may come: made by who will take it, held by the transport until it is here."""
 
     take: Callable[[Payload], Awaitable[None]]
     """Takes the payload, which is whole and has the right digest. Raises TransferRefusedError."""
+    is_wanted: Callable[[], bool] = _always
+    """Whether it will still be taken. A transport may look while the body comes, and refuse the rest."""
     end: Callable[[], None] = _do_nothing
     """Nothing more comes of it: it was taken, broke off, or was damaged or refused. Called once."""
 
