@@ -91,6 +91,12 @@ class Conveyor:
         """Whether nothing is on its way in parts."""
         return not self._loads
 
+    @property
+    def round_trip_seconds(self) -> float:
+        """Of offers, the shortest lately; a guess before the first."""
+        known = self._round_trip_seconds
+        return FIRST_ROUND_TRIP_SECONDS if known is None else known
+
     async def push(self, payload: Payload) -> None:
         """Returns once the peer holds the payload. Raises as everything on its streams does.
 
@@ -167,7 +173,7 @@ class Conveyor:
     async def _run(self) -> None:
         """Keeps as many stripes open as pay."""
         clock = asyncio.get_running_loop().time
-        num_streams = self._num_at_first(self._round_trip_seconds or FIRST_ROUND_TRIP_SECONDS)
+        num_streams = self._num_at_first(self.round_trip_seconds)
         widening = Widening(now=clock())
         self._errors.clear()
         self._acknowledged_bytes = 0

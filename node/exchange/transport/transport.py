@@ -128,6 +128,9 @@ class Transport(Protocol):
     def rates(self) -> LinkRates:
         """What our link to all peers carries, as far as transfers have shown it."""
 
+    def round_trip_seconds(self, peer: NodeId) -> float:
+        """How long a peer lately took to answer an offer of ours, or a guess where that is not known."""
+
     async def push(self, peer: NodeId, payload: Payload, *, timeout_seconds: float) -> None:
         """Returns once the peer holds the payload and has checked its digest.
 
