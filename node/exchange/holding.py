@@ -94,7 +94,7 @@ class Holding:
         )
 
     def _is_wanted(self, part: Slice) -> bool:
-        return not self._is_closed and self._slices[part.index] is part
+        return not self._is_closed and self._slices[part.index].reducer_id == part.reducer_id
 
     async def _take(self, payload: Payload) -> None:
         header, place = payload.header, place_of(payload.header)

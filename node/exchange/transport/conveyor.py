@@ -185,7 +185,8 @@ class Conveyor:
         self._acknowledged_bytes = 0
         while True:
             num_waiting = sum(load.num_waiting for load in self._loads)
-            while len(self._stripes) < num_streams and num_waiting > 0:
+            has_room = self._flight.has_room(clock())
+            while len(self._stripes) < num_streams and num_waiting > 0 and has_room:
                 self._begin_stripe()
                 num_waiting -= 1
             self._changed.clear()
@@ -242,16 +243,16 @@ class Conveyor:
                 sent.load.give_back(sent.part)
 
     async def _next_part(self) -> tuple[Load, int] | None:
-        """The next part of the first body that has one; None when there was none for a while."""
+        """The next part of the first body that has one; None when none could go for a while."""
         clock = asyncio.get_running_loop().time
         while True:
-            if has_room := self._flight.has_room(clock()):
+            if self._flight.has_room(clock()):
                 for load in self._loads:
                     if (index := load.take()) is not None:
                         return load, index
             self._may_go.clear()
             try:
-                async with asyncio.timeout(UNUSED_SECONDS if has_room else None):
+                async with asyncio.timeout(UNUSED_SECONDS):
                     await self._may_go.wait()
             except TimeoutError:
                 return None
