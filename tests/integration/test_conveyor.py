@@ -4,8 +4,10 @@ what is sent again, what a liar gets.
 
 import asyncio
 import os
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import pairwise
 
 import pytest
 from conveyor_scene import BODY, PART, SENDER, Wire, offered
@@ -35,6 +37,27 @@ async def test_a_large_body_comes_over_several_streams_and_whole() -> None:
     assert link.num_streams == 1 + 3
     assert link.desk.received == [(SENDER, payload)]
     assert len(BODY) <= link.counts.totals()["result"][0] < 1.1 * len(BODY)
+
+
+async def test_parts_of_one_stream_count_for_the_link_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two are under way at once, and what both of them wait for must not count twice."""
+    told: dict[TransferStream, list[tuple[float, float]]] = defaultdict(list)
+
+    def moved(
+        stream: TransferStream, *, sent_bytes: int = 0, received_bytes: int = 0, since: float
+    ) -> None:
+        if sent_bytes:
+            told[stream].append((since, stream.tally.now()))
+
+    monkeypatch.setattr(TransferStream, "moved", moved)
+    link = Wire(num_streams=1)
+    await link.push(make_payload(body=BODY))
+    (parts,) = told.values()
+    assert len(parts) == 11
+    assert all(since < until for since, until in parts)
+    assert all(before[1] <= after[0] for before, after in pairwise(parts))
 
 
 async def test_a_small_body_takes_one_stream() -> None:
