@@ -79,7 +79,7 @@ def tables_of(chosen: argparse.Namespace) -> dict[str, dict[str, Any]]:
             "schedule": "constant",
             "warmup_tokens": 20 * chosen.nodes * 2 * 64,
         },
-        "outer": {"optimizer": "nesterov", "learning_rate": 1.0, "momentum": 0.0},
+        "outer": {"optimizer": "nesterov", "learning_rate": 0.7, "momentum": 0.3},
         "evaluation": {"every_rounds": FOREVER_ROUNDS, "samples": 128},
     }
     for change in chosen.set:

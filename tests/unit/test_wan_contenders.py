@@ -145,8 +145,8 @@ def test_a_link_has_half_of_the_paths_delay_and_the_share_of_its_rate() -> None:
 
 
 def test_the_run_file_can_be_changed_and_mistakes_are_told() -> None:
-    spec = case_of("--set", "outer.momentum=0.3", "inner.learning_rate=1e-3").spec(CONTENDERS[0])
-    assert (spec.outer.momentum, spec.inner.learning_rate) == (0.3, 1e-3)
+    spec = case_of("--set", "outer.momentum=0.6", "inner.learning_rate=1e-3").spec(CONTENDERS[0])
+    assert (spec.outer.momentum, spec.inner.learning_rate) == (0.6, 1e-3)
     with pytest.raises(UsageError, match="is no JSON value"):
         case_of("--set", "outer.momentum=high")
 
