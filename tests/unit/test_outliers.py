@@ -75,7 +75,7 @@ def test_an_outlier_behind_a_larger_one_is_found(codec: Codec) -> None:
 
 @every_entropy_coded
 def test_without_outliers_a_body_is_what_version_1_wrote(codec: Codec) -> None:
-    """The other golden files are version 1's, renamed; its only other step was peak / top."""
+    """Which steps of at least peak / top set apart. The golden bodies without outliers are its own."""
     values = bell(3 * CHUNK)
     steps = steps_of(codec, values)
     for chunk, step in zip(values.reshape(3, CHUNK), steps, strict=True):
@@ -117,6 +117,14 @@ def test_no_more_than_one_in_64_travels_by_itself(codec: Codec) -> None:
     np.testing.assert_allclose(there_and_back(codec, alike)[:65], alike[:65], rtol=0.2)
     fewer = with_outliers(bell(CHUNK), np.s_[:MOST_OUTLIERS], 1e3)
     assert num_outliers_of(codec, fewer) == MOST_OUTLIERS
+
+
+@pytest.mark.parametrize("codec", NIBBLES, ids=lambda codec: codec.name)
+def test_a_second_look_that_finds_too_many_outliers_counts_for_nothing(codec: Codec) -> None:
+    values = np.full(CHUNK, 1e-20, dtype=np.float32)
+    values[:60], values[60:70] = 1000, 1
+    assert steps_of(codec, values)[0] == pytest.approx(COARSENESS[codec.name] * values.mean())
+    assert num_outliers_of(codec, values) == 60
 
 
 @every_entropy_coded

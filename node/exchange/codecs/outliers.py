@@ -20,7 +20,7 @@ from node.outer_state import Vector
 MOST_OUTLIERS = 64
 """Of the 4096 values of a chunk; of a short one in proportion, rounded up."""
 
-_ONE_IN = 64
+_ONE_IN = CHUNK // MOST_OUTLIERS
 _LOOKS = 2
 """How often the mean is taken anew: an outlier can hide another, a few hundred times smaller."""
 
@@ -59,7 +59,8 @@ def step_of(
     """The step of a finite chunk [n], and how many outliers it has, which are those beyond `top` steps.
 
     Without any there is one mean, and the step is of that. Otherwise the mean is taken anew without
-    them, unless then they would be too many; if they are, the step doubles until they are not.
+    them, unless then they would be too many; where they are at once, the step doubles until they are
+    not: three times at most, for no more than one in 64 are beyond 64 times the mean.
     If there are any left, rows[1, :n] is the chunk without them. Overwrites rows [2, 4096].
     """
     if peak < SMALLEST:
