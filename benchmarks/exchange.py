@@ -53,8 +53,9 @@ Value = TypeVar("Value")
 
 EQUAL, BY_BANDWIDTH = "equal", "bandwidth"
 
-WARM_ROUNDS = 2
-"""Rounds that do not count: connections are made, TCP feels its way, rates are learnt."""
+WARM_ROUNDS = 6
+"""Rounds that do not count: connections are made, TCP feels its way, and links are learnt, by which
+slices are cut and uploads paced."""
 
 
 async def measure(

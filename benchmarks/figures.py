@@ -14,7 +14,7 @@ COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cccccc", "#d55e00", "#56b4e9")
 
 _WIDTH, _HEIGHT = 760, 380
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 64, 56
-_NAMES_WIDTH = 150  # to the right of curves
+_NAMES_WIDTH = 170  # to the right of curves
 _LINE = 13.0  # from one name to the next below it
 _STYLE = "font-family: sans-serif; font-size: 12px"
 

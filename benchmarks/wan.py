@@ -1,17 +1,27 @@
 """Atoll and its peers over slow links, side by side: time and bytes to a loss, on the network lab.
 
-    python -m benchmarks.wan [--rates 100] [--round-trips 50] [--contenders atoll ddp …] [--seconds 60]
+    python -m benchmarks.wan [--rates 100] [--round-trips 50] [--contenders atoll@5 ddp …]
 
-Every contender trains the same model from the same weights on the same samples, one process for each
-node, in hosts of the network lab, one contender after the other. Held-out loss is measured after each
-has ended. An inner step lasts `--step-seconds`, as on a GPU of one's own: what is not computed is
-slept, alike for all (benchmarks/wan_peers/pace.py), so the cores stay free for the network. The loss to
-be reached is the lowest that a peer ends with, unless `--target` names one; times lie on straight
-lines between evaluations.
+Without arguments it measures the case that docs/performance.md publishes. Every contender trains the
+same model from the same weights on the same samples, one process for each node, in hosts of the network
+lab, one contender after the other. Held-out loss is measured after each has ended. An inner step lasts
+`--step-seconds`, as on a GPU of one's own: what is not computed is slept, alike for all
+(benchmarks/wan_peers/pace.py), so the cores stay free for the network. The loss to be reached is the
+lowest that a peer ends with, unless `--target` names one; times lie on straight lines between
+evaluations.
 
-`--rates 0` lifts the limits of the links, and with `--steps` all contenders take as many inner steps:
-so settings are compared by their loss alone. `--set outer.learning_rate=0.7` changes the run file, for
-all. Needs root. Prints tables and adds JSON lines to `--output`.
+`gloo-diloco@20` takes 20 inner steps between two exchanges, and a name without a number `--inner-steps`.
+Who sends much does best to exchange seldom, so a contender may run with several numbers: each variant
+has a row of its own, and the best one counts, of a peer and of Atoll. An inner step has as many tokens
+in all of them. A contender ends with its last exchange in time: what it trained after that is in no
+global weights, and the time that it took is not counted either.
+
+`--rates 0` lifts the limits of the links, and with `--steps` all contenders end after as many inner
+steps, so settings are compared by their loss alone. The number must be a multiple of all numbers of
+steps between two exchanges: then all have exchanged what as many tokens taught, and nobody ends in the
+middle of a round. `--set outer.learning_rate=0.7` changes the run file, for all variants of all.
+
+Needs root. Prints tables and adds JSON lines to `--output`.
 
 A command that has measured a case prints the newest run of it again with `--report`, and draws it with
 `--report --figure docs/figures/wan.svg`.
@@ -20,10 +30,12 @@ A command that has measured a case prints the newest run of it again with `--rep
 import argparse
 import itertools
 import json
+import math
 import os
 import platform
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,8 +46,8 @@ import torch
 from benchmarks.ending import nothing_left
 from benchmarks.network_lab import LabUnavailableError, check_this_machine
 from benchmarks.wan_figure import Chosen, drawn, newest_run
-from benchmarks.wan_peers.contender import BY_NAME, CONTENDERS
-from benchmarks.wan_report import COLUMNS, Measured, as_markdown, cells_of, target_of
+from benchmarks.wan_peers.contender import PUBLISHED, Contender, named
+from benchmarks.wan_report import COLUMNS, Measured, as_markdown, cells_of, target_of, verdict
 from benchmarks.wan_run import Case, Judge, measure
 from protocol import console
 from protocol.errors import AtollError, UsageError
@@ -67,7 +79,7 @@ def tables_of(chosen: argparse.Namespace) -> dict[str, dict[str, Any]]:
             "schedule": "constant",
             "warmup_tokens": 20 * chosen.nodes * 2 * 64,
         },
-        "outer": {"optimizer": "nesterov", "learning_rate": 1.0, "momentum": 0.0},
+        "outer": {"optimizer": "nesterov", "learning_rate": 0.7, "momentum": 0.3},
         "evaluation": {"every_rounds": FOREVER_ROUNDS, "samples": 128},
     }
     for change in chosen.set:
@@ -103,6 +115,18 @@ def cases_of(chosen: argparse.Namespace) -> list[Case]:
     ]
 
 
+def check_ends(case: Case, contenders: Sequence[Contender]) -> None:
+    """Raises UsageError when the last inner step is in the middle of somebody's round."""
+    if case.most_steps is None:
+        return
+    together = math.lcm(*(case.steps_between(contender) for contender in contenders))
+    if case.most_steps % together:
+        raise UsageError(
+            f"--steps {case.most_steps}: not all contenders exchange after that inner step",
+            next_step=f"choose a multiple of {together}",
+        )
+
+
 def show(line: str) -> None:
     """Something for who waits: one line that is written over on a terminal."""
     if sys.stderr.isatty():
@@ -126,6 +150,7 @@ def print_table(case: Case, rows: list[Measured], target: float | None) -> None:
         if row.trouble:
             print(f"{row.name}: {row.trouble}")
     print(as_markdown(rows, target))
+    print(verdict(rows, target))
 
 
 def chosen_case(chosen: argparse.Namespace, case: Case) -> Chosen:
@@ -138,9 +163,10 @@ def chosen_case(chosen: argparse.Namespace, case: Case) -> Chosen:
         step_seconds=case.step_seconds,
         seconds=case.seconds,
         most_steps=case.most_steps,
-        inner_steps=chosen.inner_steps,
+        inner_steps=case.tables["inner"]["steps"],
+        outer=(case.tables["outer"]["learning_rate"], case.tables["outer"]["momentum"]),
         model=chosen.model_size,
-        seed=chosen.seed,
+        seed=case.tables["run"]["seed"],
     )
 
 
@@ -178,16 +204,23 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--up-shares", type=float, nargs="+", default=[1.0], help="an uplink's part of the rate"
     )
-    made.add_argument("--contenders", nargs="+", default=list(BY_NAME), choices=sorted(BY_NAME))
+    made.add_argument(
+        "--contenders",
+        nargs="+",
+        metavar="NAME[@STEPS]",
+        help="by default those of the docs, and with --report all that ran",
+    )
     made.add_argument("--nodes", type=int, default=2)
     made.add_argument("--seconds", type=float, default=60.0, help="that each contender trains")
     made.add_argument("--steps", type=int, help="… or inner steps, whichever ends first")
     made.add_argument(
-        "--step-seconds", type=float, default=0.15, help="of an inner step; 0: its own"
+        "--step-seconds", type=float, default=0.3, help="of an inner step; 0: its own"
     )
-    made.add_argument("--inner-steps", type=int, default=10, help="between two exchanges")
+    made.add_argument(
+        "--inner-steps", type=int, default=5, help="between two exchanges, where no name says it"
+    )
     made.add_argument("--model-size", choices=sorted(MODELS), default="5m")
-    made.add_argument("--saves", type=int, default=20, help="evaluations of each contender")
+    made.add_argument("--saves", type=int, default=14, help="evaluations of each contender")
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--target", type=float, help="the loss to be reached, in nats per byte")
     made.add_argument("--set", nargs="*", default=[], metavar="TABLE.KEY=JSON")
@@ -210,13 +243,15 @@ def main() -> None:
         arguments.error("--figure draws what was measured: add --report")
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
     torch.set_num_threads(1)
-    contenders = [c for c in CONTENDERS if c.name in chosen.contenders]
     try:
         if chosen.report:
             report(chosen)
             return
-        check_this_machine()
         cases = cases_of(chosen)
+        contenders = [named(name) for name in dict.fromkeys(chosen.contenders or PUBLISHED)]
+        for case in cases:
+            check_ends(case, contenders)
+        check_this_machine()
         judge = Judge(cases[0].shared_spec())
         for case in cases:
             rows: list[Measured] = []

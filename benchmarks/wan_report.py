@@ -1,8 +1,10 @@
 """What benchmarks/wan.py makes of what was measured: times to a loss, ratios, the table. Pure."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from benchmarks.wan_peers.contender import VARIANT_MARK
 from protocol import console
 
 
@@ -19,7 +21,10 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One contender in one case. `trouble` says why there is nothing to measure, or what to know."""
+    """One contender, or one variant of it, in one case.
+
+    `trouble` says why there is nothing to measure, or what to know.
+    """
 
     name: str
     words: str
@@ -29,6 +34,15 @@ class Measured:
     late_share: float = 0.0  # of inner steps whose own work took too long
     replicas_apart: float | None = None  # relative to how far the weights have moved
     trouble: str = ""
+
+    @property
+    def contender(self) -> str:
+        """The name that all its variants share."""
+        return self.name.partition(VARIANT_MARK)[0]
+
+    @property
+    def is_variant(self) -> bool:
+        return VARIANT_MARK in self.name
 
     @property
     def has_trained(self) -> bool:
@@ -75,7 +89,7 @@ def reached(points: Sequence[Point], target: float) -> Reached | None:
 
 
 def target_of(rows: Sequence[Measured]) -> float | None:
-    """The lowest loss that a peer ends with; without peers, the highest of ours, to compare those."""
+    """The lowest loss that a variant of a peer ends with; without peers the highest of ours."""
     peers = [row.last.loss for row in rows if row.has_trained and not row.is_atoll]
     ours = [row.last.loss for row in rows if row.has_trained and row.is_atoll]
     if peers:
@@ -83,14 +97,44 @@ def target_of(rows: Sequence[Measured]) -> float | None:
     return max(ours, default=None)
 
 
-def fastest_peer_seconds(rows: Sequence[Measured], target: float) -> float | None:
-    """How long the quickest peer took to the target; None when none reached it."""
-    times = [
-        found.seconds
+def quickest(
+    rows: Sequence[Measured], target: float, *, is_atoll: bool
+) -> tuple[Measured, float] | None:
+    """Which of ours, or of all variants of peers, took least to the target, and how many seconds."""
+    found = [
+        (row, at.seconds)
         for row in rows
-        if not row.is_atoll and (found := reached(row.points, target)) is not None
+        if row.is_atoll == is_atoll and (at := reached(row.points, target)) is not None
     ]
-    return min(times, default=None)
+    return min(found, key=lambda pair: pair[1], default=None)
+
+
+def verdict(rows: Sequence[Measured], target: float | None) -> str:
+    """The best of ours beside the best peer, each the best of all its variants; "": one is missing."""
+    if target is None:
+        return ""
+    ours, peer = (quickest(rows, target, is_atoll=is_atoll) for is_atoll in (True, False))
+    if ours is None or peer is None:
+        return ""
+    return (
+        f"to {target:.3f}: {ours[0].name} in {ours[1]:.1f} s, the quickest peer, {peer[0].name}, "
+        f"in {peer[1]:.1f} s: × {peer[1] / ours[1]:.2f}"
+    )
+
+
+def best_variants(rows: Sequence[Measured], target: float) -> list[Measured]:
+    """One row of each contender that has trained: first to the target, or the lowest at its end."""
+
+    def standing(row: Measured) -> tuple[float, float]:
+        at = reached(row.points, target)
+        return (math.inf if at is None else at.seconds, row.last.loss)
+
+    best: dict[str, Measured] = {}
+    for row in rows:
+        if row.has_trained:
+            known = best.setdefault(row.contender, row)
+            best[row.contender] = min(known, row, key=standing)
+    return list(best.values())
 
 
 COLUMNS = (
@@ -109,11 +153,11 @@ COLUMNS = (
 
 def cells_of(rows: Sequence[Measured], target: float | None) -> list[tuple[str, ...]]:
     """The table's cells; a contender without figures says so."""
-    quickest = None if target is None else fastest_peer_seconds(rows, target)
-    return [_cells(row, target, quickest) for row in rows]
+    peer = None if target is None else quickest(rows, target, is_atoll=False)
+    return [_cells(row, target, peer and peer[1]) for row in rows]
 
 
-def _cells(row: Measured, target: float | None, quickest: float | None) -> tuple[str, ...]:
+def _cells(row: Measured, target: float | None, peer_seconds: float | None) -> tuple[str, ...]:
     name = f"{row.name}: {row.words}"
     if not row.has_trained:
         # Its words stand below the table: a traceback has no place in a cell.
@@ -123,7 +167,7 @@ def _cells(row: Measured, target: float | None, quickest: float | None) -> tuple
         to_loss, ratio, sent = "not reached", "", ""
     else:
         to_loss, sent = f"{found.seconds:.1f} s", console.bytes_in_words(round(found.sent_bytes))
-        ratio = "" if quickest is None else f"× {quickest / found.seconds:.2f}"
+        ratio = "" if peer_seconds is None else f"× {peer_seconds / found.seconds:.2f}"
     apart = "not compared" if row.replicas_apart is None else f"{row.replicas_apart:.1e}"
     return (
         name,

@@ -7,7 +7,7 @@ this process measures them when the contender has ended.
 import itertools
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ class Case:
     round_trip_ms: float  # between two hosts
     step_seconds: float
     seconds: float  # of training
-    most_steps: int | None  # or an end by inner steps, to compare settings without links
+    most_steps: int | None  # or an end by inner steps: of all variants with the same tokens
     num_saves: int
     tables: Mapping[str, Mapping[str, Any]]  # of the run file
 
@@ -73,6 +73,10 @@ class Case:
 
     def spec(self, contender: Contender) -> RunSpec:
         return validated(self.tables_of(contender), origin=f"the run file of {contender.name}")
+
+    def steps_between(self, contender: Contender) -> int:
+        """Inner steps from one exchange of it to the next."""
+        return self.spec(contender).inner.steps if contender.has_rounds else 1
 
     def shared_spec(self) -> RunSpec:
         """What all contenders are judged by."""
@@ -157,6 +161,7 @@ def orders_of(contender: Contender, case: Case, lab: NetworkLab, folder: Path) -
             options=contender.options,
             step_seconds=case.step_seconds,
             save_seconds=case.seconds / case.num_saves,
+            last_step=case.most_steps,
             folder=folder,
         )
         for rank in range(len(nodes))
@@ -177,7 +182,7 @@ def _train(
         began_at = min(stage.said(rank)[0]["at"] for rank in range(case.num_nodes))
         sent_before = _sent(lab)
         saved: list[dict[str, Any]] = []
-        while time.monotonic() < began_at + case.seconds:
+        while time.monotonic() < began_at + case.seconds and not _has_ended(saved, case):
             stage.check()
             news = [said for said in stage.said(0) if said["said"] == "saved"][len(saved) :]
             for said in news:
@@ -185,8 +190,8 @@ def _train(
                 sent_bytes = max(sent[host] - sent_before[host] for host in sent)
                 saved.append(said | {"seconds": said["at"] - began_at, "sent_bytes": sent_bytes})
                 show(f"{contender.name}: {said['steps']} inner steps, {saved[-1]['seconds']:.0f} s")
-            if case.most_steps and saved and saved[-1]["steps"] >= case.most_steps:
-                break
+                if _has_ended(saved, case):
+                    break
             time.sleep(_POLL_SECONDS)
         troubles = {
             said["what"]
@@ -195,6 +200,11 @@ def _train(
             if said["said"] == "trouble"
         }
         return saved, "; ".join(sorted(troubles)[:3])
+
+
+def _has_ended(saved: Sequence[Mapping[str, Any]], case: Case) -> bool:
+    """Whether the newest weights are those after the last inner step."""
+    return bool(case.most_steps and saved and saved[-1]["steps"] >= case.most_steps)
 
 
 def _start(contender: Contender, stage: Stage) -> None:

@@ -1,18 +1,21 @@
 """Which learning rates each contender of benchmarks/wan.py does best with: losses only, no network.
 
-    python -m benchmarks.wan_tuning [--swarm-steps 300] [--ddp-steps 45] [--processes 2]
+    python -m benchmarks.wan_tuning [--every 5 10 20] [--swarm-steps 300] [--ddp-steps 45] [--processes 2]
 
 What is exchanged and how long it takes does not matter here, so all nodes of a contender train in one
 process, for as many inner steps as a link leaves it: rounds in fp32 (benchmarks.local_swarm), for all
 that exchange pseudo-gradients; the same with plain averages (outer rate 1, no momentum), which is what
 hivemind's Optimizer does; and gradients averaged at every step (benchmarks.data_parallel), for DDP. The
-run file is that of benchmarks.wan with all its options.
+run file is that of benchmarks.wan with all its options. What is best may depend on the number of inner
+steps between two exchanges, and all with the same number are set alike: `--every` names the numbers.
 """
 
 import argparse
 import itertools
 import json
 import logging
+import math
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +30,7 @@ from benchmarks.data_parallel import train_data_parallel
 from benchmarks.ending import nothing_left
 from benchmarks.local_swarm import Setting, train_swarm
 from node.island.corpus import read_corpus
+from protocol.errors import UsageError
 from protocol.run_spec import validated
 
 AVERAGE = (1.0, 0.0)
@@ -39,13 +43,17 @@ class Trial:
 
     learning_rate: float
     outer: tuple[float, float] | None  # rate and momentum
-    inner_steps: int
+    steps_between: int  # inner steps from one exchange to the next; 1 without an outer optimizer
+    inner_steps: int  # in all
 
     def __str__(self) -> str:
         if self.outer is None:
             return f"ddp, learning rate {self.learning_rate:g}"
         kind = "average" if self.outer == AVERAGE else "diloco, outer {:g} with {:g}"
-        return f"{kind.format(*self.outer)}, learning rate {self.learning_rate:g}"
+        return (
+            f"{kind.format(*self.outer)}, every {self.steps_between} steps, "
+            f"learning rate {self.learning_rate:g}"
+        )
 
 
 def loss_of(trial: Trial, chosen: argparse.Namespace) -> float:
@@ -53,8 +61,8 @@ def loss_of(trial: Trial, chosen: argparse.Namespace) -> float:
     torch.set_num_threads(1)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     tables = wan.tables_of(chosen)
-    steps = tables["inner"]["steps"]
-    tables["run"]["rounds"] = -(-trial.inner_steps // steps)
+    tables["inner"]["steps"] = trial.steps_between
+    tables["run"]["rounds"] = trial.inner_steps // trial.steps_between
     tables["inner"]["learning_rate"] = trial.learning_rate
     tables["exchange"] = {"uplink": "fp32", "downlink": "fp32"}
     if trial.outer is not None:
@@ -78,6 +86,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--outers", nargs="+", default=["0.7,0.9", "0.7,0.3", "1.0,0.2"], metavar="RATE,MOMENTUM"
     )
+    made.add_argument(
+        "--every", type=int, nargs="+", default=[5, 10, 20], help="inner steps between exchanges"
+    )
     made.add_argument("--swarm-steps", type=int, default=300, help="of each node, with rounds")
     made.add_argument("--ddp-steps", type=int, default=45, help="with an exchange at each; 0: none")
     made.add_argument("--processes", type=int, default=2, help="trials side by side")
@@ -87,13 +98,26 @@ def parser() -> argparse.ArgumentParser:
 def trials_of(chosen: argparse.Namespace) -> list[Trial]:
     """Every combination that was asked for; longest first, so that processes end together."""
     outers = [tuple(map(float, pair.split(","))) for pair in chosen.outers]
+    together = math.lcm(*chosen.every)
+    if chosen.swarm_steps % together:
+        raise UsageError(
+            f"--swarm-steps {chosen.swarm_steps}: not all trials exchange after that inner step",
+            next_step=f"choose a multiple of {together}",
+        )
     trials = [
-        Trial(learning_rate=rate, outer=(outer[0], outer[1]), inner_steps=chosen.swarm_steps)
-        for outer, rate in itertools.product([*outers, AVERAGE], chosen.learning_rates)
+        Trial(
+            learning_rate=rate,
+            outer=(outer[0], outer[1]),
+            steps_between=every,
+            inner_steps=chosen.swarm_steps,
+        )
+        for every, outer, rate in itertools.product(
+            chosen.every, [*outers, AVERAGE], chosen.learning_rates
+        )
     ]
     if chosen.ddp_steps:
         trials += [
-            Trial(learning_rate=rate, outer=None, inner_steps=chosen.ddp_steps)
+            Trial(learning_rate=rate, outer=None, steps_between=1, inner_steps=chosen.ddp_steps)
             for rate in chosen.learning_rates
         ]
     return trials
@@ -102,14 +126,24 @@ def trials_of(chosen: argparse.Namespace) -> list[Trial]:
 def main() -> None:
     """Tries all, prints, keeps the losses."""
     chosen = parser().parse_args()
-    trials = trials_of(chosen)
+    try:
+        trials = trials_of(chosen)
+    except UsageError as error:
+        sys.exit(str(error))
     with ProcessPoolExecutor(chosen.processes, mp_context=get_context("spawn")) as pool:
         losses = pool.map(partial(loss_of, chosen=chosen), trials)
         for trial, loss in zip(trials, losses, strict=True):
             print(f"{loss:.4f}  {trial.inner_steps} steps  {trial}", flush=True)
-            line = {"trial": str(trial), "steps": trial.inner_steps, "loss": loss}
+            line = {
+                "trial": str(trial),
+                "steps": trial.inner_steps,
+                "loss": loss,
+                "model": chosen.model_size,
+                "every": trial.steps_between,
+                "seed": chosen.seed,
+            }
             with chosen.output.open("a") as file:
-                file.write(json.dumps(line | {"model": chosen.model_size}) + "\n")
+                file.write(json.dumps(line) + "\n")
 
 
 if __name__ == "__main__":

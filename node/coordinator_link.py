@@ -31,6 +31,7 @@ class Announcement:
     address: PeerAddress
     run_digest: Digest
     layout: LayoutSummary
+    codecs: tuple[str, str]  # up and down, with their versions
     corpus: CorpusSummary
     outer_round: int
     outer_digest: Digest
@@ -118,6 +119,7 @@ class CoordinatorLink:
                 address=convert.address_to_wire(announcement.address),
                 run_digest=announcement.run_digest,
                 layout=convert.layout_to_wire(announcement.layout),
+                codecs=announcement.codecs,
                 corpus=convert.corpus_to_wire(announcement.corpus),
                 outer_round=announcement.outer_round,
                 outer_digest=announcement.outer_digest,

@@ -218,6 +218,7 @@ class Daemon:
             ),
             run_digest=self._run_digest,
             layout=self._outer.layout.summary(),
+            codecs=(self._outer.uplink.name, self._outer.downlink.name),
             corpus=self._corpus,
             outer_round=outer_round,
             outer_digest=outer_digest,

@@ -1,14 +1,21 @@
 """What is compared: contenders by name, with the settings that each does best with.
 
-How they were found is in docs/performance.md, "Over slow links, beside the peers".
+How they were found is in docs/performance.md, "Over slow links, beside the peers". How often a
+contender does best to exchange depends on the link: `gloo-diloco@20` is gloo-diloco with 20 inner steps
+between two exchanges, a variant of it, and nothing else differs.
 """
 
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from protocol.errors import UsageError
+
 Tables = Mapping[str, Mapping[str, Any]]
+
+VARIANT_MARK = "@"
+"""Between a contender's name and its variant's inner steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +29,7 @@ class Contender:
     options: Mapping[str, Any] = field(default_factory=dict)  # of the module
     needs: str = "torch"  # what must be importable
     has_lighthouse: bool = False
+    has_rounds: bool = True  # False: it exchanges at every inner step
 
     @property
     def is_atoll(self) -> bool:
@@ -30,6 +38,17 @@ class Contender:
     @property
     def is_installed(self) -> bool:
         return importlib.util.find_spec(self.needs) is not None
+
+    def every(self, inner_steps: int) -> "Contender":
+        """The variant with so many inner steps between two exchanges."""
+        if not self.has_rounds:
+            raise UsageError(
+                f"{self.name} exchanges at every inner step, not at every {inner_steps}",
+                next_step=f"name it {self.name}",
+            )
+        own = {**self.tables.get("inner", {}), "steps": inner_steps}
+        name = f"{self.name}{VARIANT_MARK}{inner_steps}"
+        return replace(self, name=name, tables={**self.tables, "inner": own})
 
 
 def not_installed(contender: Contender) -> str:
@@ -41,6 +60,10 @@ def _atoll(name: str, words: str, **exchange: Any) -> Contender:
     # One node evaluates the first weights before it trains, which no peer does: as little as can be.
     tables = {"exchange": exchange, "evaluation": {"samples": 1}}
     return Contender(name=name, module="atoll", words=words, tables=tables)
+
+
+def _ddp(name: str, words: str, **options: Any) -> Contender:
+    return Contender(name=name, module="ddp", words=words, options=options, has_rounds=False)
 
 
 CONTENDERS = (
@@ -67,14 +90,9 @@ CONTENDERS = (
     ),
     _atoll("atoll-waiting", "int4 both ways, no overlap", uplink="int4", downlink="int4"),
     _atoll("atoll-fp32", "fp32 both ways, no overlap", uplink="fp32", downlink="fp32"),
-    Contender(name="ddp", module="ddp", words="torch DDP, fp32"),
-    Contender(name="ddp-fp16", module="ddp", words="torch DDP, fp16", options={"hook": "fp16"}),
-    Contender(
-        name="ddp-powersgd",
-        module="ddp",
-        words="torch DDP, PowerSGD of rank 4",
-        options={"hook": "powersgd", "rank": 4, "bucket_mb": 25},
-    ),
+    _ddp("ddp", "torch DDP, fp32"),
+    _ddp("ddp-fp16", "torch DDP, fp16", hook="fp16"),
+    _ddp("ddp-powersgd", "torch DDP, PowerSGD of rank 4", hook="powersgd", rank=4, bucket_mb=25),
     Contender(name="gloo-diloco", module="gloo_diloco", words="DiLoCo by gloo, fp32"),
     Contender(
         name="gloo-diloco-bf16",
@@ -106,7 +124,7 @@ CONTENDERS = (
     Contender(
         name="torchft-overlap",
         module="torchft_diloco",
-        words="torchft DiLoCo, all-reduce during 5 of 10 steps",
+        words="torchft DiLoCo, all-reduce during half of the steps",
         options={"delay_share": 0.5, "alpha": 0.5},
         needs="torchft",
         has_lighthouse=True,
@@ -114,7 +132,7 @@ CONTENDERS = (
     Contender(
         name="torchft-overlap-most",
         module="torchft_diloco",
-        words="torchft DiLoCo, all-reduce during 9 of 10 steps",
+        words="torchft DiLoCo, all-reduce during nine tenths of the steps",
         options={"delay_share": 0.9, "alpha": 0.5},
         needs="torchft",
         has_lighthouse=True,
@@ -122,3 +140,28 @@ CONTENDERS = (
 )
 
 BY_NAME = {contender.name: contender for contender in CONTENDERS}
+
+PUBLISHED = (
+    *("atoll@3", "atoll@5", "atoll-ec2@3", "atoll-ec2@5", "atoll-ec1@5"),
+    *("gloo-diloco-bf16@5", "gloo-diloco-bf16@10", "gloo-diloco-bf16@20"),
+    *("torchft-overlap-most@5", "torchft-overlap-most@10", "torchft-overlap-most@20"),
+    "torchft-overlap@20",  # half of so many steps is long enough for its bytes
+    *("hivemind@5", "hivemind@20", "torchft@5", "ddp-fp16", "atoll-waiting@5", "atoll-fp32@5"),
+)
+"""What docs/performance.md compares. Those who could win have variants; the rest show where time goes."""
+
+
+def named(name: str) -> Contender:
+    """A contender by its name, or a variant by NAME@STEPS. Raises UsageError when there is none."""
+    base, mark, steps = name.partition(VARIANT_MARK)
+    if base not in BY_NAME:
+        raise UsageError(
+            f"there is no contender {base!r}", next_step=f"name one of {', '.join(BY_NAME)}"
+        )
+    if not mark:
+        return BY_NAME[base]
+    if not steps.isdecimal() or not int(steps):
+        raise UsageError(
+            f"{name}: {steps!r} is no number of inner steps", next_step=f"write {base}@20"
+        )
+    return BY_NAME[base].every(int(steps))

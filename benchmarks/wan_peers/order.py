@@ -34,6 +34,7 @@ class Order:
     options: Mapping[str, Any] = field(default_factory=dict)  # the contender's own
     step_seconds: float
     save_seconds: float
+    last_step: int | None = None  # of inner steps; None: until it is ended
     folder: Path
 
     @property
@@ -76,6 +77,7 @@ class Teller:
         self._clock = clock
         self._began_at: float | None = None
         self._newest_slot = 0
+        self._newest_steps = 0
 
     @property
     def has_begun(self) -> bool:
@@ -92,7 +94,7 @@ class Teller:
     def save_if_due(
         self, weights: Callable[[], Vector], *, exchanges: int, steps: int, late_steps: int
     ) -> None:
-        """Keeps the weights once in `save_seconds`; they are those of now.
+        """Keeps the weights once in `save_seconds`, and when the last step is done; they are those of now.
 
         Replicas are compared where their number of exchanges is the same.
         """
@@ -100,9 +102,11 @@ class Teller:
         if self._began_at is None:
             raise RuntimeError("call begin() first")
         slot = int((now - self._began_at) / self._order.save_seconds)
-        if slot <= self._newest_slot:
+        last_step = self._order.last_step
+        is_first_at_end = last_step is not None and self._newest_steps < last_step <= steps
+        if slot <= self._newest_slot and not is_first_at_end:
             return
-        self._newest_slot = slot
+        self._newest_slot, self._newest_steps = slot, steps
         path = self._order.folder / f"weights-{self._order.rank}-{exchanges}.npy"
         np.save(path, weights())
         self._say(

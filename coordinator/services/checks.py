@@ -82,6 +82,12 @@ def layout(summary: LayoutSummary) -> LayoutSummary:
     return summary
 
 
+def codecs(names: Sequence[str]) -> tuple[str, ...]:
+    """The names of a codec up and one down."""
+    at_most(names, 2, of="codecs")
+    return tuple(words(name, of="a codec", max_length=MAX_NAME_LENGTH) for name in names)
+
+
 def wire(counts: Sequence[WireCount]) -> WireTotals:
     """Bytes by kind, of kinds that there are."""
     at_most(counts, MAX_WIRE_KINDS, of="kinds of bytes")

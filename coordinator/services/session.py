@@ -69,7 +69,7 @@ class SessionDesk:
         return pb.GetRunResponse(run_json=self._run.canonical_json(), run_digest=self._run.digest())
 
     async def attach(self, node_id: NodeId, request: pb.AttachRequest) -> pb.AttachResponse:
-        """Opens a session; raises ProtocolMismatchError for another run file or layout."""
+        """Opens a session; raises ProtocolMismatchError for another run file, layout or codec."""
         event = Attached(
             node_id=node_id,
             node_name=checks.name(request.node_name, of="the node's name"),
@@ -83,6 +83,7 @@ class SessionDesk:
             ),
             run_digest=convert.digest_from_wire(request.run_digest, of="the run file"),
             layout=checks.layout(convert.layout_from_wire(request.layout)),
+            codecs=checks.codecs(request.codecs),
             corpus=convert.corpus_from_wire(request.corpus),
             outer_round=checks.count(request.outer_round, of="the round"),
             outer_digest=convert.digest_from_wire(request.outer_digest, of="the outer state"),

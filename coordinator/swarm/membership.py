@@ -62,6 +62,7 @@ def attach(turn: Turn, event: Attached) -> None:
     state = turn.state
     if state.layout is None:
         state = replace(state, layout=event.layout, corpus=event.corpus)
+    state = replace(state, codecs=event.codecs)
     before = state.members.get(event.node_id)
     session_id = state.next_session_id
     turn.state = replace(state, next_session_id=session_id + 1)
@@ -175,16 +176,30 @@ def _refuse_strangers(state: SwarmState, event: Attached) -> None:
             next_step="run 'atoll node start' again, which fetches the coordinator's run file",
         )
     if state.layout and event.layout != state.layout:
-        versions = sorted({m.version for m in present_members(state)} - {event.version})
-        swarm = f"version {' or '.join(versions)}" if versions else "the other nodes' version"
-        raise ProtocolMismatchError(
-            f"{event.node_name} was refused: it cuts the model by layout "
-            f"{event.layout.digest.hex()[:8]} and the swarm by {state.layout.digest.hex()[:8]}",
-            next_step=f"install {swarm} of Atoll and run 'atoll node start' again",
+        raise _of_another_version(
+            state,
+            event,
+            f"cuts the model by layout {event.layout.digest.hex()[:8]} "
+            f"and the swarm by {state.layout.digest.hex()[:8]}",
+        )
+    others_are_here = any(m.node_id != event.node_id for m in present_members(state))
+    if others_are_here and event.codecs != state.codecs:
+        told = " and ".join(event.codecs) or "no codecs"
+        raise _of_another_version(
+            state, event, f"has {told} where the swarm has {' and '.join(state.codecs)}"
         )
     sizes = event.layout.fragment_elements
     if not sizes or min(sizes) < 1:
         raise BadDataError(f"{event.node_name} was refused: its layout has fragments of {sizes}")
+
+
+def _of_another_version(state: SwarmState, event: Attached, why: str) -> ProtocolMismatchError:
+    versions = sorted({m.version for m in present_members(state)} - {event.version})
+    swarm = f"version {' or '.join(versions)}" if versions else "the other nodes' version"
+    return ProtocolMismatchError(
+        f"{event.node_name} was refused: it {why}",
+        next_step=f"install {swarm} of Atoll and run 'atoll node start' again",
+    )
 
 
 def _speed_before(before: Member | None, event: Attached) -> float | None:

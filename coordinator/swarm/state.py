@@ -266,7 +266,8 @@ class SwarmState:
     run_digest: Digest
     members: Mapping[NodeId, Member] = field(default_factory=dict)
     layout: LayoutSummary | None = None  # from the first node that attached
-    corpus: CorpusSummary | None = None  # from the first node that attached
+    corpus: CorpusSummary | None = None  # likewise
+    codecs: tuple[str, ...] = ()  # of who is here: up and down, with their versions
     committed_round: int = 0
     outer_digest: Digest | None = None  # of the committed round; None while nodes still agree on it
     token_clock: int = 0

@@ -9,7 +9,7 @@ What to fetch and when is decided here; how it is fetched, in download.py and fe
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -165,7 +165,7 @@ class CatchUp:
     async def _replayed(self, commit: Commit) -> bool:
         """Fetches what is missing of a commit and applies it; False when that did not work now."""
         if self._missing(commit):
-            await self._fetch_results((commit,))
+            await self._fetch_missing((commit,))
         results = {
             outcome.index: payload
             for outcome in commit.slices
@@ -198,16 +198,26 @@ class CatchUp:
     async def _fetch_ahead(self, commits: Sequence[Commit]) -> None:
         """Fetches what is missing of some rounds together, once it is missing of the first."""
         if self._outer.is_base_of(commits[0]) and self._missing(commits[0]):
-            await self._fetch_results(commits)
+            await self._fetch_missing(commits)
 
-    async def _fetch_results(self, commits: Sequence[Commit]) -> None:
-        """Fetches the results that are missing from several peers at once, as far as they have them."""
-        wanted = {
-            (commit.round, outcome.index): outcome
-            for commit in commits
-            for outcome in self._missing(commit)
-        }
-        first, last = commits[0].round, commits[-1].round
+    async def fetch_results(self, round: int, outcomes: Iterable[SliceOutcome]) -> None:
+        """Fetches results of one round from who holds them, as far as they deliver."""
+        await self._fetch_wanted({(round, outcome.index): outcome for outcome in outcomes})
+
+    async def _fetch_missing(self, commits: Sequence[Commit]) -> None:
+        """Fetches the results that are missing of some rounds."""
+        await self._fetch_wanted(
+            {
+                (commit.round, outcome.index): outcome
+                for commit in commits
+                for outcome in self._missing(commit)
+            }
+        )
+
+    async def _fetch_wanted(self, wanted: Mapping[tuple[int, int], SliceOutcome]) -> None:
+        """Asks several peers at once for results, which are named by their round and slice."""
+        rounds = [round for round, _ in wanted]
+        first, last = min(rounds), max(rounds)
         which = f"round {first}" if first == last else f"rounds {first} to {last}"
         self._say(f"results of {which}")
         holders = {key: outcome.holder_ids for key, outcome in wanted.items()}

@@ -176,7 +176,7 @@ class Exchange:
     async def apply(self, commit: Commit) -> None:
         """Brings the outer state to the commit's round, by results or, failing that, by a snapshot."""
         if self._round is not None and self._round.plan.round == commit.round:
-            await self._round.await_pushed(commit)
+            await self._round.complete(commit, partial(self._catch_up.fetch_results, commit.round))
         await self._close_round()
         async with self._lock:
             await self._catch_up.to_commit(commit)

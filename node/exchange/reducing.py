@@ -38,7 +38,7 @@ class Reducing:
         start: Callable[[Coroutine[Any, Any, None]], None],
         results_out: Pushes,
         deadline: float,  # of contributions, by the loop's clock
-        hand_out_deadline: float,
+        hand_out_deadline: float,  # of results; nobody waits for a push after that
     ) -> None:
         self._plan = plan
         self._max_tokens = most_tokens(plan.assignments, context=context)

@@ -14,8 +14,9 @@ from typing import Any
 import structlog
 
 from node.exchange.contributing import Contributing
+from node.exchange.fetching import fetch_seconds
 from node.exchange.held_results import HeldResults
-from node.exchange.holding import Holding
+from node.exchange.holding import FetchResults, Holding
 from node.exchange.outer import Outer
 from node.exchange.pushes import Pushes
 from node.exchange.reducing import Reducing
@@ -51,9 +52,13 @@ class ExchangeRound:
         self._departed: set[NodeId] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         opened_at = asyncio.get_running_loop().time()
+        patience_seconds = fetch_seconds(
+            sum(outer.downlink.most_bytes(part.num_elements) for part in plan.slices)
+        )
         self._holding = Holding(
             round=plan.round,
             slices=self._slices,
+            departed=self._departed,
             outer=outer,
             held=held,
             transport=transport,
@@ -61,6 +66,7 @@ class ExchangeRound:
             report=partial(report, plan.round),
             start=self._start,
             deadline=opened_at + plan.commit_seconds,
+            patience_seconds=patience_seconds,
         )
         self._reducing = Reducing(
             plan=plan,
@@ -74,7 +80,7 @@ class ExchangeRound:
             start=self._start,
             results_out=results_out,
             deadline=opened_at + plan.contribute_seconds,
-            hand_out_deadline=opened_at + plan.commit_seconds,
+            hand_out_deadline=opened_at + plan.commit_seconds + patience_seconds,
         )
         self._contributing = Contributing(
             plan=plan,
@@ -117,9 +123,9 @@ class ExchangeRound:
         """See Contributing.contribute."""
         await self._contributing.contribute(tokens)
 
-    async def await_pushed(self, commit: Commit) -> None:
-        """See Holding.await_pushed."""
-        await self._holding.await_pushed(commit)
+    async def complete(self, commit: Commit, fetch: FetchResults) -> None:
+        """See Holding.complete."""
+        await self._holding.complete(commit, fetch)
 
     def admit(self, sender: NodeId, header: PayloadHeader) -> Admission:
         """Decides on what a peer offers, by its header alone; raises TransferRefusedError."""

@@ -166,6 +166,7 @@ class AttachRequest(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     PROCESS_ID_FIELD_NUMBER: _builtins.int
     OUTER_INCARNATION_FIELD_NUMBER: _builtins.int
+    CODECS_FIELD_NUMBER: _builtins.int
     node_name: _builtins.str
     """What people call the node."""
     run_digest: _builtins.bytes
@@ -196,6 +197,10 @@ class AttachRequest(_message.Message):
     def corpus(self) -> Global___CorpusSummary:
         """What it trains on."""
 
+    @_builtins.property
+    def codecs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Codecs that it contributes and hands results out with, with their versions, for example "int4/1"."""
+
     def __init__(
         self,
         *,
@@ -211,10 +216,11 @@ class AttachRequest(_message.Message):
         version: _builtins.str = ...,
         process_id: _builtins.int = ...,
         outer_incarnation: _builtins.int = ...,
+        codecs: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "corpus", b"corpus", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "corpus", b"corpus", "device", b"device", "layout", b"layout", "node_name", b"node_name", "num_ranks", b"num_ranks", "outer_digest", b"outer_digest", "outer_incarnation", b"outer_incarnation", "outer_round", b"outer_round", "process_id", b"process_id", "run_digest", b"run_digest", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "codecs", b"codecs", "corpus", b"corpus", "device", b"device", "layout", b"layout", "node_name", b"node_name", "num_ranks", b"num_ranks", "outer_digest", b"outer_digest", "outer_incarnation", b"outer_incarnation", "outer_round", b"outer_round", "process_id", b"process_id", "run_digest", b"run_digest", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -43,12 +43,19 @@ class Breaking(TransferStream):
 class Wire:
     """Opens streams to a receiver; `breaks` says which break, by the number of the stream."""
 
-    def __init__(self, breaks: dict[int, int] | None = None, *, num_streams: int = 3) -> None:
+    def __init__(
+        self,
+        breaks: dict[int, int] | None = None,
+        *,
+        num_streams: int = 3,
+        idle_seconds: float = 20,
+    ) -> None:
         self.breaks = breaks or {}  # number of the stream -> whole parts before it breaks
         self.desk = Desk()
         self.inbounds = Inbounds()
         self.counts = WireCounts()
         self.num_streams = 0
+        self.limits = Limits(idle_seconds=idle_seconds)
         self.is_crowded = False
         self.is_offer_let_in: asyncio.Event | None = None
         self.has_stripe = asyncio.Event()
@@ -86,7 +93,8 @@ class Wire:
     ) -> TransferStream:
         reader, writer = await asyncio.open_connection(sock=end)
         pacer = Pacer(None, floor_bytes_per_second=2048)
-        return kind(reader, writer, idle_seconds=20, pacer=pacer, tally=Tally(counts))
+        idle_seconds = self.limits.idle_seconds
+        return kind(reader, writer, idle_seconds=idle_seconds, pacer=pacer, tally=Tally(counts))
 
     async def _serve(
         self, stream: TransferStream, sender: NodeId, late: asyncio.Event | None
@@ -98,7 +106,7 @@ class Wire:
                 stream,
                 sender,
                 self.desk,
-                limits=Limits(idle_seconds=20),
+                limits=self.limits,
                 verify=verify_inline,
                 inbounds=self.inbounds,
                 is_crowded=self.is_crowded,

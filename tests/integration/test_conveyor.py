@@ -4,23 +4,31 @@ what is sent again, what a liar gets.
 
 import asyncio
 import os
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import pairwise
 
 import pytest
 from conveyor_scene import BODY, PART, SENDER, Wire, offered
 from transport_peers import make_payload
 
 from benchmarks.virtual_time import run_in_virtual_time
-from node.exchange.transport.conveyor import MOST_BODIES
+from node.exchange.transport.conveyor import MOST_BODIES, Conveyor
+from node.exchange.transport.frames import TransferStream
 from node.exchange.transport.inbound import (
     KEPT_SECONDS,
     MOST_KEPT_FROM_ONE,
     Inbounds,
 )
-from node.exchange.transport.parts import FIRST_ROUND_TRIP_SECONDS
+from node.exchange.transport.pacing import Pacer
+from node.exchange.transport.parts import FIRST_FLIGHT_BYTES, FIRST_ROUND_TRIP_SECONDS
+from node.exchange.transport.tally import Tally
 from node.exchange.transport.transport import TransferRefusedError
 from protocol.payload import Payload
 from protocol.rounds import Digest, NodeId
 from protocol.v1 import transfer_pb2 as wire
+from protocol.wire_count import WireCounts
 
 
 async def test_a_large_body_comes_over_several_streams_and_whole() -> None:
@@ -29,6 +37,27 @@ async def test_a_large_body_comes_over_several_streams_and_whole() -> None:
     assert link.num_streams == 1 + 3
     assert link.desk.received == [(SENDER, payload)]
     assert len(BODY) <= link.counts.totals()["result"][0] < 1.1 * len(BODY)
+
+
+async def test_parts_of_one_stream_count_for_the_link_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two are under way at once, and what both of them wait for must not count twice."""
+    told: dict[TransferStream, list[tuple[float, float]]] = defaultdict(list)
+
+    def moved(
+        stream: TransferStream, *, sent_bytes: int = 0, received_bytes: int = 0, since: float
+    ) -> None:
+        if sent_bytes:
+            told[stream].append((since, stream.tally.now()))
+
+    monkeypatch.setattr(TransferStream, "moved", moved)
+    link = Wire(num_streams=1)
+    await link.push(make_payload(body=BODY))
+    (parts,) = told.values()
+    assert len(parts) == 11
+    assert all(since < until for since, until in parts)
+    assert all(before[1] <= after[0] for before, after in pairwise(parts))
 
 
 async def test_a_small_body_takes_one_stream() -> None:
@@ -145,6 +174,20 @@ async def test_what_comes_of_a_refused_body_is_dropped_and_of_the_next_one_taken
     assert link.desk.received == [(SENDER, small), (SENDER, payload)]
 
 
+async def test_the_rest_of_a_body_that_is_not_wanted_any_more_is_refused() -> None:
+    link, payload = Wire(num_streams=1), make_payload(body=BODY)
+    link.desk.num_looks_wanted = 3
+    with pytest.raises(TransferRefusedError, match="not wanted any more"):
+        await link.push(payload)
+    await link.settle()
+    assert link.desk.ended == [payload.header]
+    assert not link.desk.received
+    sent_before = link.sent_bytes
+    link.desk.num_looks_wanted = None
+    await link.push(payload)
+    assert link.sent_bytes - sent_before > len(BODY)  # nothing of it was kept in memory
+
+
 async def test_a_crowded_receiver_leaves_each_body_one_stripe() -> None:
     link, payload = Wire(num_streams=4), make_payload(body=BODY)
     link.is_crowded = True
@@ -200,3 +243,59 @@ def test_a_digest_is_no_key_to_another_senders_body() -> None:
     assert inbounds.find(SENDER, payload.digest) is begun
     assert inbounds.find(NodeId("other"), payload.digest) is None
     assert inbounds.find(SENDER, Digest(bytes(32))) is None
+
+
+class _Sink:
+    """Takes all that it is given at once, as p2pd does."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+    def write(self, data: bytes) -> None:
+        self.num_bytes += len(data)
+
+    async def drain(self) -> None:
+        pass
+
+
+def num_parts_in(sinks: list[_Sink]) -> int:
+    return sum(sink.num_bytes for sink in sinks) // PART
+
+
+def test_no_more_is_handed_over_than_the_peer_was_seen_to_take() -> None:
+    async def scene() -> None:
+        payload = make_payload(body=os.urandom(60 * PART))
+        readers: list[asyncio.StreamReader] = []
+        sinks: list[_Sink] = []
+
+        @asynccontextmanager
+        async def open_stream() -> AsyncIterator[TransferStream]:
+            readers.append(asyncio.StreamReader())
+            sinks.append(_Sink())
+            yield TransferStream(
+                readers[-1],
+                sinks[-1],  # type: ignore[arg-type]  # as much of a writer as a stripe needs
+                idle_seconds=1e6,
+                pacer=Pacer(None, floor_bytes_per_second=2048),
+                tally=Tally(WireCounts()),
+            )
+
+        conveyor = Conveyor(
+            open_stream=open_stream,
+            broken=(),
+            num_at_first=lambda round_trip_seconds: 2,
+            most_streams=8,
+        )
+        pushing = asyncio.create_task(conveyor.push(payload))
+        await asyncio.sleep(1)
+        assert num_parts_in(sinks) == FIRST_FLIGHT_BYTES // PART
+        frame = wire.TransferResponse(
+            status=wire.TRANSFER_STATUS_PART_RECEIVED, part=0
+        ).SerializeToString()
+        readers[1].feed_data(len(frame).to_bytes(4, "little") + frame)
+        await asyncio.sleep(100)
+        assert num_parts_in(sinks) == FIRST_FLIGHT_BYTES // PART + 2
+        pushing.cancel()
+        await asyncio.wait([pushing])
+
+    run_in_virtual_time(scene())

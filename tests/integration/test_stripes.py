@@ -187,6 +187,23 @@ async def test_what_came_early_and_cannot_be_a_part_is_not_taken() -> None:
     assert link.desk.received == [(SENDER, payload)]
 
 
+async def test_a_part_may_take_longer_than_a_stream_may_be_idle() -> None:
+    """On a slow link a part takes a minute, and many streams share it."""
+    link, payload = Wire(idle_seconds=0.5), make_payload(body=BODY)
+    async with link.open() as offer, link.open() as stripe:
+        await offered(link, offer, payload)
+        await stripe.send(wire.TransferRequest(stripe=wire.Stripe()))
+        await stripe.send(part_of(payload, 0))
+        for start in range(0, PART, PART // 5 + 1):
+            await asyncio.sleep(0.2)
+            await stripe.send_body(BODY[start : min(start + PART // 5 + 1, PART)])
+        response = await stripe.receive(wire.TransferResponse)
+        assert response.status == wire.TRANSFER_STATUS_PART_RECEIVED
+        inbound = link.inbounds.find(SENDER, payload.digest)
+        assert inbound is not None
+        assert not inbound.is_over
+
+
 async def test_nobody_puts_parts_into_anothers_body() -> None:
     link, payload = Wire(), make_payload(body=BODY)
     async with link.open() as offer, link.open(NodeId("other")) as stripe:

@@ -15,6 +15,7 @@ from transport_peers import Desk, introduce, make_payload, start_transport
 
 from node.exchange.transport.libp2p import Libp2pTransport, announced
 from node.exchange.transport.p2pd import P2pd
+from node.exchange.transport.parts import FIRST_ROUND_TRIP_SECONDS
 from node.exchange.transport.transport import (
     PeerUnreachableError,
 )
@@ -59,6 +60,20 @@ async def test_the_death_of_p2pd_is_told_and_fails_transfers() -> None:
     assert "libp2p daemon died" in reason
     with pytest.raises(PeerUnreachableError):
         await transport.push(other.node_id, make_payload(), timeout_seconds=SECONDS)
+    await transport.stop()
+    await other_transport.stop()
+
+
+async def test_how_long_a_peer_takes_to_answer_is_known_from_the_first_push_on() -> None:
+    transport, peer = await start_transport()
+    other_transport, other = await start_transport()
+    await introduce(peer, other)
+    assert transport.round_trip_seconds(other.node_id) == FIRST_ROUND_TRIP_SECONDS
+    began_at = time.monotonic()
+    await transport.push(other.node_id, make_payload(), timeout_seconds=SECONDS)
+    seconds = time.monotonic() - began_at
+    assert 0 < transport.round_trip_seconds(other.node_id) <= seconds
+    assert transport.round_trip_seconds(other.node_id) != FIRST_ROUND_TRIP_SECONDS
     await transport.stop()
     await other_transport.stop()
 

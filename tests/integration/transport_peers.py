@@ -51,6 +51,7 @@ class Desk:
     held: Payload | None = None
     fault: Exception | None = None
     gate: asyncio.Event | None = None
+    num_looks_wanted: int | None = None  # how often bodies are wanted, when the transport looks
     has_admitted: asyncio.Event = field(default_factory=asyncio.Event)
     admitted: list[PayloadHeader] = field(default_factory=list)
     ended: list[PayloadHeader] = field(default_factory=list)
@@ -70,7 +71,12 @@ class Desk:
                 raise self.fault
             self.received.append((sender, payload))
 
-        return Admission(take=take, end=lambda: self.ended.append(header))
+        def is_wanted() -> bool:
+            if self.num_looks_wanted is not None:
+                self.num_looks_wanted -= 1
+            return self.num_looks_wanted is None or self.num_looks_wanted >= 0
+
+        return Admission(take=take, end=lambda: self.ended.append(header), is_wanted=is_wanted)
 
     async def supply(self, sender: NodeId, want: Want) -> Payload | None:
         self.wanted.append(want)

@@ -62,6 +62,32 @@ def test_what_is_left_is_never_more_than_what_was_owed(
     assert np.linalg.norm(left) <= np.linalg.norm(owed) * (1 + 2.0**-16)
 
 
+@pytest.mark.parametrize(("name", "most_steps"), [("ec3", 0.54), ("ec2", 0.58), ("ec1", 0.8)])
+@examples(100)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    num_elements=st.sampled_from([1, 63, 64, 65, 300, 4096, 5000]),
+    tail=st.floats(0, 30),
+    filled=st.sampled_from([0.001, 0.01, 0.1, 1.0]),
+)
+def test_entropy_coded_values_come_back_within_a_step_however_far_out_some_are(
+    name: str, most_steps: float, seed: int, num_elements: int, tail: float, filled: float
+) -> None:
+    codec, rng = codec_named(name), np.random.default_rng(seed)
+    magnitudes = np.exp(tail * np.clip(rng.standard_normal(num_elements), -2.8, 2.8))
+    signs = rng.choice([-1, 0, 1], num_elements, p=[filled / 2, 1 - filled, filled / 2])
+    values = (signs * magnitudes).astype(np.float32)
+    body = codec.encode(values)
+    assert codec.admits(len(body), num_elements)
+    steps = np.frombuffer(body, dtype="<f4", count=-(-num_elements // 4096)).astype(np.float64)
+    left = np.abs(codec.decode(body, num_elements) - values.astype(np.float64))
+    owed = np.abs(values.astype(np.float64))
+    assert (
+        left <= np.maximum(np.repeat(steps, 4096)[:num_elements] * most_steps, owed / 256)
+    ).all()
+    assert (left <= owed * (1 + 2.0**-20)).all()
+
+
 @pytest.mark.parametrize("name", ["fp32", "bf16", "int8", "fp8", "int4", "fp4"])
 @examples(60)
 @given(values=slices, cut=st.integers(1, 3))

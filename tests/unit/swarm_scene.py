@@ -107,6 +107,7 @@ class Scene:
         digest: Digest = INITIAL,
         run: Digest = RUN,
         layout: LayoutSummary | None = None,
+        codecs: tuple[str, ...] = ("int4/1", "int4/1"),
         corpus: CorpusSummary = CORPUS,
         num_ranks: int = 1,
         is_new_process: bool = True,  # or the same one whose session broke
@@ -124,6 +125,7 @@ class Scene:
                     version="1",
                     run_digest=run,
                     layout=layout or self.layout,
+                    codecs=codecs,
                     corpus=corpus,
                     outer_round=at,
                     outer_digest=digest,

@@ -21,9 +21,9 @@ from tests.unit.test_codecs import FP32_MAX, spread, with_bytes
 INT2, SIGN = codec_named("int2"), codec_named("sign")
 TOP_K = [codec_named("topk64"), codec_named("topk256")]
 ENTROPY_CODED = [codec_named("ec3"), codec_named("ec2"), codec_named("ec1")]
-TOP = {"ec3/1": 127, "ec2/1": 7, "ec1/1": 7}
-COARSENESS = {"ec3/1": 0.625, "ec2/1": 1.25, "ec1/1": 3.0}
-SHIFT = {"ec3/1": 1 / 32, "ec2/1": 5 / 64, "ec1/1": 19 / 64}
+TOP = {"ec3/2": 127, "ec2/2": 7, "ec1/2": 7}
+COARSENESS = {"ec3/2": 0.625, "ec2/2": 1.25, "ec1/2": 3.0}
+SHIFT = {"ec3/2": 1 / 32, "ec2/2": 5 / 64, "ec1/2": 19 / 64}
 
 every_chunked = pytest.mark.parametrize(
     "codec", [INT2, SIGN, *TOP_K, *ENTROPY_CODED], ids=lambda codec: codec.name
@@ -128,14 +128,6 @@ def test_codes_follow_the_definition(codec: Codec) -> None:
 
 
 @every_entropy_coded
-def test_an_outlier_makes_the_step_larger_and_is_not_cut(codec: Codec) -> None:
-    values = bell(CHUNK)
-    values[77] = -500
-    decoded = there_and_back(codec, values)
-    np.testing.assert_allclose(decoded[77], -500, rtol=0.3 / TOP[codec.name] + 1e-6)
-
-
-@every_entropy_coded
 def test_a_chunk_of_equal_magnitudes_is_not_rounded_away(codec: Codec) -> None:
     values = np.where(np.arange(CHUNK) % 3, 0.5, -0.5).astype(np.float32)
     np.testing.assert_allclose(there_and_back(codec, values), values, rtol=0.3)
@@ -174,8 +166,8 @@ def test_streams_that_hold_too_much_or_too_little_are_refused(codec: Codec) -> N
     num_codes = 2000
     head = codec.encode(bell(num_codes))[:4]
     right = np.frombuffer(codec.encode(np.zeros(num_codes, dtype=np.float32)), dtype=np.uint8)
-    zero_byte = b"\0" if codec.name == "ec3/1" else b"\x88"
-    num_bytes = num_codes if codec.name == "ec3/1" else num_codes // 2
+    zero_byte = b"\0" if codec.name == "ec3/2" else b"\x88"
+    num_bytes = num_codes if codec.name == "ec3/2" else num_codes // 2
 
     def body_of(stream: bytes) -> bytes:
         return head + np.array([len(stream)], dtype="<u4").tobytes() + stream

@@ -225,6 +225,7 @@ async def test_an_unsettled_digest_is_none_and_not_empty() -> None:
         address=MEMBER.address,
         run_digest=DIGEST,
         layout=convert.layout_from_wire(pb.LayoutSummary(digest=DIGEST, fragment_elements=[1])),
+        codecs=("ec2/1", "int4/1"),
         corpus=convert.corpus_from_wire(pb.CorpusSummary(digest=DIGEST)),
         outer_round=0,
         outer_digest=DIGEST,

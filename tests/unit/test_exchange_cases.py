@@ -15,6 +15,8 @@ from benchmarks.exchange_report import COLUMNS, as_markdown, cells_of, drawn, ne
 from benchmarks.processor_time import processor_time, ticks_of_machine, ticks_of_tree
 from benchmarks.slow_motion import stretch_waits
 from coordinator.config import rules_of
+from node.exchange.transport import frames
+from node.exchange.transport.frames import Limits
 from protocol.errors import UsageError
 from protocol.run_spec import CodecName
 from tests.tiny_runs import tiny
@@ -105,6 +107,13 @@ def test_the_exchange_waits_longer_in_slow_motion_and_nobody_else_does() -> None
     assert (other.GRACE_SECONDS, other._RETRY_SECONDS) == (2.0, 3)
     with pytest.raises(LookupError, match="no module"):
         stretch_waits(10, {"node.link": other})
+
+
+def test_streams_may_be_idle_for_longer_in_slow_motion(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = Limits().idle_seconds
+    monkeypatch.setattr(frames, "IDLE_SECONDS", frames.IDLE_SECONDS)  # put back afterwards
+    stretch_waits(10, {"node.exchange.transport.frames": frames})
+    assert Limits().idle_seconds == 10 * usual
 
 
 def test_an_exchange_has_waits_that_slow_motion_stretches() -> None:

@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.virtual_time import run_in_virtual_time
-from node.exchange.transport.pacing import BURST_SECONDS, CHUNK_BYTES, Pacer, TokenBucket
+from node.exchange.transport.link_rates import LEAST_BYTES, LEAST_MEASUREMENTS, LinkMeter
+from node.exchange.transport.pacing import (
+    BURST_SECONDS,
+    CHUNK_BYTES,
+    HEADROOM,
+    Pacer,
+    TokenBucket,
+)
 from node.exchange.transport.wire_cost import wire_bytes
 
 RATE = 1_000_000.0  # wire bytes a second
@@ -170,3 +177,101 @@ def test_whoever_waits_as_long_as_the_bucket_says_never_leaves_a_debt(
         taken += num_bytes
         assert bucket.seconds_until(0.0, now) <= 1e-6
         assert taken <= 100.0 + 10.0 * now + 1e-6
+
+
+def pacer_that_sees(seen: Callable[[], float | None], allowed: float | None = None) -> Pacer:
+    clock = asyncio.get_running_loop().time
+    return Pacer(allowed, floor_bytes_per_second=FLOOR, seen=seen, now=clock)
+
+
+def test_without_a_limit_nothing_waits_until_the_uplink_is_known_and_then_there_is_headroom() -> (
+    None
+):
+    async def scene() -> float:
+        seen: list[float] = []
+        pacer = pacer_that_sees(lambda: seen[-1] if seen else None)
+        began_at = asyncio.get_running_loop().time()
+        for _ in range(1000):
+            await pacer.body(pacer.chunk_bytes)
+        assert asyncio.get_running_loop().time() == began_at
+        seen.append(RATE)
+        return sum(await upload_for(SECONDS, pacer, num_streams=3)) / SECONDS
+
+    assert run_in_virtual_time(scene()) == pytest.approx(HEADROOM * RATE, rel=0.05)
+
+
+@pytest.mark.parametrize(("allowed", "kept"), [(RATE, RATE), (100 * RATE, HEADROOM * wire(RATE))])
+def test_of_what_is_allowed_and_what_the_link_carries_the_less_counts(
+    allowed: float, kept: float
+) -> None:
+    async def scene() -> float:
+        pacer = pacer_that_sees(lambda: RATE, allowed)
+        return wire(sum(await upload_for(SECONDS, pacer, num_streams=3))) / SECONDS
+
+    assert run_in_virtual_time(scene()) == pytest.approx(kept, rel=0.05)
+
+
+class QueuedUplink:
+    """A link behind a queue that never overflows, three peers behind it, and what the node sees of it."""
+
+    def __init__(self, bytes_per_second: float) -> None:
+        self.bytes_per_second = bytes_per_second
+        self.meter = LinkMeter()
+        self.longest_queue_seconds = 0.0
+        self._clock = asyncio.get_running_loop().time
+        self._is_free_at = 0.0
+        self._pacer = pacer_that_sees(lambda: self.meter.most_bytes_per_second)
+
+    async def exchange(self) -> float:
+        """Sends as much to each peer; returns how many seconds that took."""
+        began_at, self.longest_queue_seconds = self._clock(), 0.0
+        await asyncio.gather(*(self._push(LEAST_BYTES) for _ in range(3)))
+        return self._clock() - began_at
+
+    async def _push(self, num_bytes: int) -> None:
+        self.meter.begin(self._clock())
+        answered_at = self._clock()
+
+        async def answer(sent_at: float, seconds: float) -> None:
+            nonlocal answered_at
+            await asyncio.sleep(seconds)
+            since, answered_at = max(sent_at, answered_at), self._clock()
+            self.meter.moved(CHUNK_BYTES, since=since, now=answered_at)
+
+        async with asyncio.TaskGroup() as answers:
+            for _ in range(num_bytes // CHUNK_BYTES):
+                sent_at = self._clock()
+                left = CHUNK_BYTES
+                while left > 0:
+                    chunk = min(left, self._pacer.chunk_bytes)
+                    await self._pacer.body(chunk)
+                    self._is_free_at = max(self._is_free_at, self._clock())
+                    self._is_free_at += chunk / self.bytes_per_second
+                    left -= chunk
+                wait = self._is_free_at - self._clock()
+                self.longest_queue_seconds = max(self.longest_queue_seconds, wait)
+                answers.create_task(answer(sent_at, wait + 0.05))
+        self.meter.end(self._clock())
+
+
+def test_a_paced_uplink_stays_full_behind_a_short_queue_and_one_that_gets_faster_is_found_so() -> (
+    None
+):
+    async def scene() -> tuple[list[float], list[float]]:
+        uplink = QueuedUplink(RATE)
+        took, queued = [], []
+        for number in range(60):
+            if number == 30:
+                uplink.bytes_per_second = 10 * RATE
+            took.append(await uplink.exchange())
+            queued.append(uplink.longest_queue_seconds)
+            await asyncio.sleep(60)
+        return took, queued
+
+    took, queued = run_in_virtual_time(scene())
+    least = 3 * LEAST_BYTES / RATE
+    assert all(seconds < 1.1 * least for seconds in took[:30])
+    assert all(seconds > 0.9 * least for seconds in queued[:LEAST_MEASUREMENTS])
+    assert all(seconds < 0.6 * least for seconds in queued[LEAST_MEASUREMENTS:30])
+    assert took[40] < 0.2 * least
+    assert took[59] < 0.15 * least

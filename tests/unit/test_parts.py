@@ -4,12 +4,15 @@ import pytest
 
 from node.exchange.transport.parts import (
     FIRST_BYTES_PER_SECOND,
+    FIRST_FLIGHT_BYTES,
+    FLIGHT_SECONDS,
     LEAST_PART_BYTES,
     MOST_PARTS,
     MOST_STREAMS,
     WIDEN_SECONDS,
     WINDOW_BYTES,
     Assembly,
+    Flight,
     Outgoing,
     PartError,
     Widening,
@@ -19,7 +22,8 @@ from node.exchange.transport.parts import (
     part_bytes_for,
 )
 
-SIZE = 5 * LEAST_PART_BYTES + 100  # six parts
+PART = LEAST_PART_BYTES
+SIZE = 5 * PART + 100  # six parts
 
 
 def taken(assembly: Assembly, index: int, body: bytes) -> None:
@@ -125,3 +129,34 @@ def test_streams_are_added_as_long_as_each_brings_something() -> None:
     ]
     # 100, then 200, then 210 in equal times: the last stream brought 5 %, and it stays at that.
     assert told == [True, True, False, False]
+
+
+def test_what_is_under_way_grows_with_what_was_answered_lately() -> None:
+    flight = Flight()
+    assert sent(flight, now=0) == FIRST_FLIGHT_BYTES
+    flight.end(PART, answered_at=1)
+    assert sent(flight, now=1) == 2 * PART
+    flight.end(PART)  # lost with its stream
+    assert sent(flight, now=1) == PART
+    flight.end(PART)
+    assert sent(flight, now=1 + FLIGHT_SECONDS) == 0  # on a link that stalls
+
+
+@pytest.mark.parametrize("round_trip_seconds", [0.01, 0.5, 0.9 * FLIGHT_SECONDS])
+def test_a_long_way_is_filled_within_a_few_round_trips(round_trip_seconds: float) -> None:
+    flight, under_way, num_round_trips = Flight(), 0, 0
+    while under_way < 100 * PART:
+        now = num_round_trips * round_trip_seconds
+        flight.end(under_way, answered_at=now)
+        under_way = sent(flight, now=now)
+        num_round_trips += 1
+        assert num_round_trips < 10
+
+
+def sent(flight: Flight, *, now: float) -> int:
+    """Sends as many parts as there is room for; returns their bytes."""
+    num_bytes = 0
+    while flight.has_room(now):
+        flight.begin(PART)
+        num_bytes += PART
+    return num_bytes

@@ -57,6 +57,23 @@ def test_a_node_of_another_run_or_layout_is_refused_with_both_digests() -> None:
     assert scene.state == before
 
 
+def test_a_node_with_another_version_of_a_codec_is_refused_while_others_are_here() -> None:
+    scene = Scene()
+    older, newer = ("ec2/1", "int4/1"), ("ec2/2", "int4/1")
+    scene.attach("node-a", "node-b", codecs=older)
+    with pytest.raises(
+        ProtocolMismatchError, match="has ec2/2 and int4/1 where the swarm has ec2/1"
+    ):
+        scene.attach("node-c", codecs=newer)
+    with pytest.raises(ProtocolMismatchError, match="has no codecs where"):
+        scene.attach("node-a", codecs=())
+    scene.leave("node-b")
+    scene.attach(
+        "node-a", codecs=newer
+    )  # the last one here was installed anew, and all others will be
+    scene.attach("node-b", codecs=newer)
+
+
 def test_a_layout_that_cannot_be_cut_is_refused() -> None:
     with pytest.raises(BadDataError):
         Scene().attach("node-a", layout=replace(LAYOUT, fragment_elements=(4, 0)))

@@ -15,7 +15,7 @@ from benchmarks import wan
 from benchmarks.lone_work import lone_work, unseen
 from benchmarks.run_files import toml_of
 from benchmarks.wan_peers import atoll_rank
-from benchmarks.wan_peers.contender import BY_NAME, CONTENDERS, Contender
+from benchmarks.wan_peers.contender import BY_NAME, CONTENDERS, PUBLISHED, Contender, named
 from benchmarks.wan_peers.order import ORDER_VARIABLE, Order, Teller
 from benchmarks.wan_peers.training import first_sample
 from benchmarks.wan_run import Case, measure
@@ -69,6 +69,56 @@ def test_contenders_differ_in_how_they_exchange_only() -> None:
     assert all(one == inner[0] for one in inner)
 
 
+def test_a_variant_differs_in_the_inner_steps_between_its_exchanges_only() -> None:
+    case = case_of("--inner-steps", "5")
+    for name in ("gloo-diloco-bf16", "torchft-overlap-most", "hivemind", "atoll-ec2"):
+        plain, variant = BY_NAME[name], named(f"{name}@20")
+        assert variant.name == f"{name}@20"
+        assert (case.steps_between(plain), case.steps_between(variant)) == (5, 20)
+        assert dataclasses.replace(variant, name=name, tables=plain.tables) == plain
+        one, other = case.spec(plain), case.spec(variant)
+        assert one.tokens_per_inner_step == other.tokens_per_inner_step
+        assert other.model_copy(update={"inner": one.inner}) == one
+        assert other.inner.model_copy(update={"steps": 5}) == one.inner
+        # What its nodes are told is what the judge and the table think.
+        assert case.tables_of(variant)["inner"]["steps"] == 20
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("nobody", r"no contender 'nobody'.*name one of atoll"),
+        ("nobody@5", "no contender 'nobody'"),
+        ("atoll@", "'' is no number of inner steps.*write atoll@20"),
+        ("atoll@0", "'0' is no number"),
+        ("atoll@often", "'often' is no number"),
+        ("ddp-fp16@20", "exchanges at every inner step, not at every 20.*name it ddp-fp16"),
+    ],
+)
+def test_a_name_that_nobody_has_is_refused(name: str, complaint: str) -> None:
+    with pytest.raises(UsageError, match=complaint):
+        named(name)
+
+
+def test_of_what_is_published_every_one_that_could_win_has_variants_and_none_is_there_twice() -> (
+    None
+):
+    variants = [named(name) for name in PUBLISHED]
+    case = case_of()
+    keys = [(c.name.partition("@")[0], case.steps_between(c)) for c in variants]
+    assert len(set(keys)) == len(keys)
+    for name in ("atoll", "atoll-ec2", "gloo-diloco-bf16", "torchft-overlap-most"):
+        assert sum(base == name for base, _ in keys) > 1
+
+
+def test_an_end_by_steps_is_one_where_all_have_just_exchanged() -> None:
+    contenders = [named(name) for name in ("atoll@3", "gloo-diloco@20", "ddp")]
+    wan.check_ends(case_of("--steps", "120"), contenders)
+    wan.check_ends(case_of(), contenders)
+    with pytest.raises(UsageError, match=r"--steps 100: not all .*choose a multiple of 60"):
+        wan.check_ends(case_of("--steps", "100"), contenders)
+
+
 def test_what_a_contender_evaluates_itself_does_not_change_the_judge() -> None:
     case = case_of()
     (own,) = {case.spec(c).evaluation.samples for c in CONTENDERS if c.is_atoll}
@@ -95,8 +145,8 @@ def test_a_link_has_half_of_the_paths_delay_and_the_share_of_its_rate() -> None:
 
 
 def test_the_run_file_can_be_changed_and_mistakes_are_told() -> None:
-    spec = case_of("--set", "outer.momentum=0.3", "inner.learning_rate=1e-3").spec(CONTENDERS[0])
-    assert (spec.outer.momentum, spec.inner.learning_rate) == (0.3, 1e-3)
+    spec = case_of("--set", "outer.momentum=0.6", "inner.learning_rate=1e-3").spec(CONTENDERS[0])
+    assert (spec.outer.momentum, spec.inner.learning_rate) == (0.6, 1e-3)
     with pytest.raises(UsageError, match="is no JSON value"):
         case_of("--set", "outer.momentum=high")
 
@@ -145,6 +195,25 @@ def test_weights_are_kept_once_in_a_while_and_not_at_each_exchange(tmp_path: Pat
     assert kept == {"weights-0-2.npy", "weights-0-4.npy"}
     assert np.load(tmp_path / "weights-0-4.npy").tolist() == [4.0, 4.0, 4.0]
     assert order.log.read_text().count("saved") == 2
+
+
+def test_weights_after_the_last_step_are_kept_though_others_were_a_moment_ago(
+    tmp_path: Path,
+) -> None:
+    now = [50.0]
+    order = dataclasses.replace(order_of(tmp_path, tiny()), last_step=20)
+    assert Order.read(order.write()).last_step == 20
+    teller = Teller(order, clock=lambda: now[0])
+    teller.begin()
+    for exchanges, at in enumerate((61.0, 62.0, 63.0, 64.0), start=1):
+        now[0] = at
+        teller.save_if_due(
+            lambda: np.zeros(3, np.float32), exchanges=exchanges, steps=7 * exchanges, late_steps=0
+        )
+    assert {path.name for path in tmp_path.glob("weights-*")} == {
+        "weights-0-1.npy",
+        "weights-0-3.npy",
+    }
 
 
 @pytest.fixture

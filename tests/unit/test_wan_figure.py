@@ -22,11 +22,21 @@ def measured(name: str, *losses: float, trouble: str = "") -> Measured:
     return Measured(
         name=name,
         words="w",
-        is_atoll=name == "atoll",
+        is_atoll=name.startswith("atoll"),
         points=points,
         step_seconds=0.3,
         trouble=trouble,
     )
+
+
+def tables(
+    seed: int = 0, steps: int = 5, outer: tuple[float, float] = (0.7, 0.3)
+) -> dict[str, Any]:
+    return {
+        "run": {"seed": seed},
+        "inner": {"steps": steps},
+        "outer": {"learning_rate": outer[0], "momentum": outer[1]},
+    }
 
 
 def line(name: str, *losses: float, seed: int = 0, **changed: Any) -> dict[str, Any]:
@@ -41,7 +51,7 @@ def line(name: str, *losses: float, seed: int = 0, **changed: Any) -> dict[str, 
         "seconds": 60.0,
         "most_steps": None,
         "num_saves": 14,
-        "tables": {"run": {"seed": seed}, "inner": {"steps": 5}},
+        "tables": tables(seed=seed),
         "model": "5m",
         "parameters": 4_800_000,
         **asdict(measured(name, *losses)),
@@ -76,7 +86,8 @@ def test_of_two_runs_of_a_case_the_newer_one_counts_and_nobody_of_the_older() ->
         {"up_share": 0.2},
         {"step_seconds": 0.15},
         {"seconds": 90.0},
-        {"tables": {"run": {"seed": 0}, "inner": {"steps": 10}}},
+        {"tables": tables(steps=10)},
+        {"tables": tables(outer=(1.0, 0.0))},
         {"model": "1m"},
         {"num_nodes": 4},
     ],
@@ -96,6 +107,18 @@ def test_only_those_who_are_named_are_in_it() -> None:
     lines = [line("atoll", 5.0, 2.0), line("hivemind", 5.0, 2.5)]
     assert ends(newest_run(lines, CASE, ["hivemind"])) == [("hivemind", 2.5)]
     assert newest_run([], CASE, NAMES) == []
+
+
+def test_variants_of_a_contender_are_of_one_run_and_all_are_in_it_where_nobody_is_named() -> None:
+    lines = [
+        line("gloo-diloco@5", 5.0, 9.0),
+        line("gloo-diloco@5", 5.0, 2.7),
+        line("gloo-diloco@20", 5.0, 2.6),
+        line("atoll@5", 5.0, 2.0),
+    ]
+    both = [("gloo-diloco@5", 2.7), ("gloo-diloco@20", 2.6)]
+    assert ends(newest_run(lines, CASE)) == [*both, ("atoll@5", 2.0)]
+    assert ends(newest_run(lines, CASE, ["gloo-diloco@20"])) == both[1:]
 
 
 def test_how_often_weights_were_kept_makes_no_other_case() -> None:
@@ -118,9 +141,23 @@ def test_the_figure_has_a_line_for_each_who_trained_and_the_loss_to_reach() -> N
     assert text.count("<polyline") == 2
     assert ">gloo-diloco<" in text and ">atoll<" in text and "torchft" not in text
     assert "2.800, the loss to reach" in text
-    assert "100 Mbit/s, round trip 50 ms, steps of 0.3 s, 5 between exchanges, seed 0" in text
+    assert "100 Mbit/s, round trip 50 ms, steps of 0.3 s, 5 between exchanges, " in text
+    assert "outer 0.7 with 0.3, seed 0" in text
     with pytest.raises(ValueError, match="nothing to draw"):
         drawn([measured("atoll")], CASE)
+
+
+def test_of_variants_the_figure_has_the_best_and_its_title_says_what_a_number_means() -> None:
+    rows = [
+        measured("atoll@5", 5.0, 3.0, 2.5),
+        measured("gloo-diloco@5", 5.0, 3.2, 2.8),
+        measured("gloo-diloco@20", 5.0, 3.3, 2.7),
+    ]
+    text = drawn(rows, CASE)
+    assert text.count("<polyline") == 2
+    assert ">gloo-diloco@20<" in text and ">gloo-diloco@5<" not in text
+    assert "2.700, the loss to reach" in text
+    assert "5 or @N between exchanges" in text
 
 
 def test_a_case_that_was_not_measured_is_refused_with_what_to_do(tmp_path: Any) -> None:

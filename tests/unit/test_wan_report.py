@@ -9,10 +9,12 @@ from benchmarks.wan_report import (
     Measured,
     Point,
     as_markdown,
+    best_variants,
     cells_of,
-    fastest_peer_seconds,
+    quickest,
     reached,
     target_of,
+    verdict,
 )
 
 
@@ -71,11 +73,42 @@ def test_ratios_are_over_the_quickest_peer_and_never_over_ourselves() -> None:
         row("one", (0, 5.0), (10, 3.0)),
         row("other", (0, 5.0), (20, 1.0)),
     ]
-    assert fastest_peer_seconds(rows, 3.0) == pytest.approx(10)
+    found = quickest(rows, 3.0, is_atoll=False)
+    assert found is not None and found[1] == pytest.approx(10)
     ours, one, other = cells_of(rows, 3.0)
     assert ours[1:3] == ("5.0 s", "× 2.00")
     assert one[1:3] == ("10.0 s", "× 1.00")
     assert other[1:3] == ("10.0 s", "× 1.00")
+
+
+VARIANTS = [
+    row("ours@5", (0, 5.0), (10, 2.0), is_atoll=True),
+    row("ours@3", (0, 5.0), (8, 2.0), (10, 1.9), is_atoll=True),
+    row("peer@5", (0, 5.0), (18, 3.0)),
+    row("peer@20", (0, 5.0), (30, 2.0)),
+    row("other", (0, 5.0), (20, 4.0)),
+    Measured(name="gone@20", words="words", is_atoll=False, trouble="did not start"),
+]
+
+
+def test_the_loss_to_reach_and_the_quickest_are_those_of_the_best_variant() -> None:
+    assert target_of(VARIANTS) == 2.0
+    assert verdict(VARIANTS, 2.0) == (
+        "to 2.000: ours@3 in 8.0 s, the quickest peer, peer@20, in 30.0 s: × 3.75"
+    )
+    assert [cells[2] for cells in cells_of(VARIANTS, 2.0)[:4]] == ["× 3.00", "× 3.75", "", "× 1.00"]
+
+
+def test_nobody_is_quicker_where_one_side_is_missing_or_never_came_there() -> None:
+    assert verdict(VARIANTS, 1.95) == ""
+    assert verdict(VARIANTS[:2], 2.0) == ""
+    assert verdict([], None) == ""
+
+
+def test_of_each_contenders_variants_the_first_at_the_loss_is_best_else_the_lowest() -> None:
+    assert [r.name for r in best_variants(VARIANTS, 2.0)] == ["ours@3", "peer@20", "other"]
+    assert [r.name for r in best_variants(VARIANTS, 3.0)] == ["ours@3", "peer@5", "other"]
+    assert [r.name for r in best_variants(VARIANTS, 0.5)] == ["ours@3", "peer@20", "other"]
 
 
 def test_computing_is_steps_by_their_set_length() -> None:

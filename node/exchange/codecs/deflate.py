@@ -46,11 +46,22 @@ def _stored(plain: Bytes) -> bytes:
 
 def inflated(stream: Bytes, *, most_bytes: int, codec: str) -> Bytes:
     """What a stream holds, which must be all of it; raises CodecError for more than `most_bytes`."""
+    plain, rest = inflated_head(stream, most_bytes=most_bytes, codec=codec)
+    if rest:
+        raise CodecError(f"a part of {codec} does not end where it must")
+    return plain
+
+
+def inflated_head(stream: Bytes, *, most_bytes: int, codec: str) -> tuple[Bytes, bytes]:
+    """What the stream at the beginning of these bytes holds, and the bytes that follow it.
+
+    Raises CodecError for more than `most_bytes`, or if the stream does not end.
+    """
     inflater = zlib.decompressobj(_RAW)
     try:
         plain = inflater.decompress(stream.data, most_bytes + 1)
     except zlib.error as error:
         raise CodecError(f"a part of {codec} is no deflate stream: {error}") from None
-    if not inflater.eof or inflater.unused_data or len(plain) > most_bytes:
+    if not inflater.eof or len(plain) > most_bytes:
         raise CodecError(f"a part of {codec} does not end where it must")
-    return np.frombuffer(plain, dtype=np.uint8)
+    return np.frombuffer(plain, dtype=np.uint8), inflater.unused_data

@@ -1,22 +1,24 @@
-"""The codecs "ec3/1", "ec2/1" and "ec1/1": even steps, entropy-coded: about 3, 2 and 1 bits per value.
+"""The codecs "ec3/2", "ec2/2" and "ec1/2": even steps, entropy-coded: about 3, 2 and 1 bits per value.
 
 For a given mean square error a uniform quantiser followed by an entropy coder is a quarter of a bit
 from what any code can reach (Gish and Pierce 1968, "Asymptotically Efficient Quantizing"); codes
 of a fixed width waste what their frequencies differ in. A larger dead zone around zero gains nothing
 on pseudo-gradients (docs/decisions.md). For each chunk of 4096,
 
-    step  = max(min(coarseness * mean magnitude, peak), peak / top), not above LARGEST;
-            0 when peak < 2**-118
+    step  = min(coarseness * mean magnitude, peak), not above LARGEST; 0 when peak < 2**-118;
+            where the peak is beyond `top` steps, those of the others: outliers.py says how
     code  = value / step, to the nearest integer, ties to even; 0 when step is 0
     value = sign(code) * (|code| - shift) * step: (|code| - shift) rounded to fp32, then one product
 
 A step above the peak would send nothing of a chunk whose magnitudes are alike, in this round and in
 all that follow. `shift` moves a value from its bin's middle to its mean, for within a bin the smaller
-magnitudes are the more frequent.
+magnitudes are the more frequent. An outlier, which is beyond `top` steps, has the code
+-top - 1 as a mark, and travels in bf16.
 
 Body: the steps of all chunks, fp32 little-endian; for each tile of 65,536 values the bytes of its
-stream, 32 bits little-endian; then the streams: the tile's codes, deflated. Codes are one byte each
-for ec3 (two's complement, -128 forbidden), and nibbles as int4's for ec2 and ec1.
+part, 32 bits little-endian; then the parts: the tile's codes, deflated, and its outliers in their
+order, bf16 little-endian. Codes are one byte each for ec3 (two's complement), and nibbles as int4's
+for ec2 and ec1, where 0 is the mark.
 """
 
 from abc import abstractmethod
@@ -25,15 +27,9 @@ from typing import ClassVar
 
 import numpy as np
 
+from node.exchange.codecs.bf16 import Halves
 from node.exchange.codecs.blockwise import divisor_of, largest_scale, peak_of, whole_codes
-from node.exchange.codecs.chunks import (
-    CHUNK,
-    INFINITY,
-    SMALLEST,
-    check_scales,
-    mean_magnitude,
-    num_chunks,
-)
+from node.exchange.codecs.chunks import CHUNK, INFINITY, SMALLEST, check_scales, num_chunks
 from node.exchange.codecs.codec import (
     Bytes,
     CodecError,
@@ -45,8 +41,10 @@ from node.exchange.codecs.codec import (
     refuse_not_finite,
 )
 from node.exchange.codecs.compiled import ALL_RIGHT, kernel, read_only
-from node.exchange.codecs.deflate import deflated, inflated, most_stream_bytes
+from node.exchange.codecs.deflate import deflated, inflated_head, most_stream_bytes
+from node.exchange.codecs.largest import num_chosen
 from node.exchange.codecs.nibbles import Codes, count_bytes, pack_nibbles, unpack_nibbles
+from node.exchange.codecs.outliers import MOST_OUTLIERS, put_back, step_of, take_outliers
 from node.exchange.codecs.tiles import ONE_THREAD, TILE_ELEMENTS, Tiles
 from node.outer_state import Vector
 
@@ -56,24 +54,33 @@ def _quantise(
     values: Vector,
     steps: Vector,
     codes: Codes,
+    outliers: Halves,
     coarseness: np.float32,
     top: np.float32,
     largest_step: np.float32,
-) -> int:
-    """Writes steps and codes; returns the place of a chunk that is not finite, or ALL_RIGHT."""
-    scratch = np.empty(CHUNK, dtype=np.float32)
+    mark: np.int8,
+) -> tuple[int, int]:
+    """Writes steps, codes and outliers.
+
+    Returns the place of a chunk that is not finite, or ALL_RIGHT; and how many outliers there are.
+    """
+    rows = np.empty((2, CHUNK), dtype=np.float32)
+    num_outliers = 0
     for c in range(steps.size):
         chunk = values[c * CHUNK : (c + 1) * CHUNK]
+        of_chunk = codes[c * CHUNK : (c + 1) * CHUNK]
         peak = peak_of(chunk)
         if not peak < INFINITY:
-            return c * CHUNK
-        step = min(np.float32(mean_magnitude(chunk, scratch) * coarseness), peak)
-        step = min(max(step, np.float32(peak / top)), largest_step)
-        if peak < SMALLEST:
-            step = np.float32(0)
+            return c * CHUNK, num_outliers
+        step, num_here = step_of(chunk, peak, coarseness, top, largest_step, rows)
         steps[c] = step
-        whole_codes(chunk, divisor_of(step), codes[c * CHUNK : (c + 1) * CHUNK])
-    return ALL_RIGHT
+        if num_here == 0:
+            whole_codes(chunk, divisor_of(step), of_chunk)
+        else:
+            within = rows[1, : chunk.size]
+            whole_codes(within, step, of_chunk)
+            num_outliers += take_outliers(chunk, within, mark, of_chunk, outliers[num_outliers:])
+    return ALL_RIGHT, num_outliers
 
 
 @kernel
@@ -103,11 +110,13 @@ class EntropyCoded(DecodesByTile):
     coarseness: ClassVar[np.float32]
     shift: ClassVar[np.float32]
     largest_step: ClassVar[np.float32]
+    mark: ClassVar[np.int8]  # the code in an outlier's place
 
     def __init_subclass__(cls) -> None:
-        """Derives the largest step, once the class says its top."""
+        """Derives the largest step and the mark, once the class says its top."""
         if hasattr(cls, "top"):
             cls.largest_step = largest_scale(cls.top)
+            cls.mark = np.int8(-cls.top - 1)
 
     @abstractmethod
     def code_bytes(self, num_elements: int) -> int:
@@ -119,15 +128,16 @@ class EntropyCoded(DecodesByTile):
 
     @abstractmethod
     def unpack(self, packed: Bytes, num_codes: int) -> Codes:
-        """The codes [num_codes] of bytes; raises CodecError for a forbidden one."""
+        """The codes [num_codes] of bytes; raises CodecError for wrong padding."""
 
     def most_bytes(self, num_elements: int) -> int:
-        """The size of a body whose streams only store their codes."""
+        """The size of a body whose streams only store their codes, with all outliers there can be."""
         whole_tiles, rest = divmod(num_elements, TILE_ELEMENTS)
         return (
             self._head_bytes(num_elements)
             + whole_tiles * most_stream_bytes(self.code_bytes(TILE_ELEMENTS))
             + most_stream_bytes(self.code_bytes(rest))
+            + 2 * num_chosen(num_elements, MOST_OUTLIERS)
         )
 
     def _head_bytes(self, num_elements: int) -> int:
@@ -150,18 +160,28 @@ class EntropyCoded(DecodesByTile):
                 for start in range(first, past, TILE_ELEMENTS)
             ]
 
-        streams = [part for run in self.tiles.each_run(values.size, encode_run) for part in run]
-        sizes = np.array([len(stream) for stream in streams], dtype="<u4")
-        return b"".join([steps.tobytes(), sizes.tobytes(), *streams])
+        parts = [part for run in self.tiles.each_run(values.size, encode_run) for part in run]
+        sizes = np.array([len(part) for part in parts], dtype="<u4")
+        return b"".join([steps.tobytes(), sizes.tobytes(), *parts])
 
     def _encode_tile(self, tile: Vector, start: int, steps: Vector) -> bytes:
         codes: Codes = np.empty(tile.size, dtype=np.int8)
         first = start // CHUNK
         of_tile = steps[first : first + num_chunks(tile.size)]
-        wrong = _quantise(tile, of_tile, codes, self.coarseness, self.top, self.largest_step)
+        outliers: Halves = np.empty(num_chosen(tile.size, MOST_OUTLIERS), dtype="<u2")
+        wrong, num_outliers = _quantise(
+            tile,
+            of_tile,
+            codes,
+            outliers,
+            self.coarseness,
+            self.top,
+            self.largest_step,
+            self.mark,
+        )
         if wrong != ALL_RIGHT:
             refuse_not_finite(tile[wrong:], start=start + wrong)
-        return deflated(self.pack(codes))
+        return deflated(self.pack(codes)) + outliers[:num_outliers].tobytes()
 
     def reader(self, body: bytes | memoryview, num_elements: int) -> Reader:
         """Raises CodecError for what is no body, before it is allocated for."""
@@ -173,34 +193,35 @@ class EntropyCoded(DecodesByTile):
         )
         ends = np.cumsum(raw[of_steps:head].view("<u4"), dtype=np.int64) + head
         if ends[-1] != raw.size:
-            raise CodecError(f"the streams of {self.name} do not fill the body")
+            raise CodecError(f"the parts of {self.name} do not fill the body")
 
         def read(first: int, past: int, values: Vector) -> None:
             for start in range(first, past, TILE_ELEMENTS):
                 tile = values[start - first : min(start + TILE_ELEMENTS, past) - first]
                 index = start // TILE_ELEMENTS
-                stream = raw[ends[index - 1] if index else head : ends[index]]
-                codes = read_only(self.unpack(self._codes(stream, tile.size), tile.size))
+                part = raw[ends[index - 1] if index else head : ends[index]]
+                codes, outliers = self._read_part(part, tile.size)
                 first_step = start // CHUNK
                 of_tile = steps[first_step : first_step + num_chunks(tile.size)]
                 if not _multiply(codes, of_tile, self.shift, tile):
                     raise CodecError(f"an {self.name} chunk with step 0 holds other codes than 0")
+                put_back(codes, self.mark, outliers, tile, codec=self.name)
 
         return read
 
-    def _codes(self, stream: Bytes, num_codes: int) -> Bytes:
+    def _read_part(self, part: Bytes, num_codes: int) -> tuple[Codes, bytes]:
         num_bytes = self.code_bytes(num_codes)
-        codes = inflated(stream, most_bytes=num_bytes, codec=self.name)
-        if codes.size != num_bytes:
-            raise CodecError(f"a stream of {self.name} holds {codes.size} bytes, not {num_bytes}")
-        return codes
+        packed, outliers = inflated_head(part, most_bytes=num_bytes, codec=self.name)
+        if packed.size != num_bytes:
+            raise CodecError(f"a stream of {self.name} holds {packed.size} bytes, not {num_bytes}")
+        return read_only(self.unpack(packed, num_codes)), outliers
 
 
 @dataclass(frozen=True)
 class Ec3(EntropyCoded):
     """About 3.1 bits per value, with half the error of 2 bits and as much as int4's."""
 
-    name = "ec3/1"
+    name = "ec3/2"
     top = np.float32(127)
     coarseness = np.float32(0.625)
     shift = np.float32(1 / 32)
@@ -215,10 +236,7 @@ class Ec3(EntropyCoded):
 
     def unpack(self, packed: Bytes, num_codes: int) -> Codes:
         """See EntropyCoded."""
-        codes = packed.view(np.int8)
-        if codes.min() == -128:
-            raise CodecError("-128 is no code of ec3/1")
-        return codes
+        return packed.view(np.int8)
 
 
 class _EntropyCodedNibbles(EntropyCoded):
@@ -238,14 +256,10 @@ class _EntropyCodedNibbles(EntropyCoded):
 
     def unpack(self, packed: Bytes, num_codes: int) -> Codes:
         """See EntropyCoded."""
-        if num_codes % 2:
-            if packed[-1] >> 4:
-                raise CodecError(f"the padding of {self.name} is not 0")
-            packed = packed.copy()
-            packed[-1] |= 0x80  # any code in the padding's place
+        if num_codes % 2 and packed[-1] >> 4:
+            raise CodecError(f"the padding of {self.name} is not 0")
         codes: Codes = np.empty(2 * packed.size, dtype=np.int8)
-        if not unpack_nibbles(read_only(packed), codes):
-            raise CodecError(f"-8 is no code of {self.name}")
+        unpack_nibbles(read_only(packed), codes)
         return codes[:num_codes]
 
 
@@ -253,7 +267,7 @@ class _EntropyCodedNibbles(EntropyCoded):
 class Ec2(_EntropyCodedNibbles):
     """About 2.1 bits per value."""
 
-    name = "ec2/1"
+    name = "ec2/2"
     top = np.float32(7)
     coarseness = np.float32(1.25)
     shift = np.float32(5 / 64)
@@ -263,7 +277,7 @@ class Ec2(_EntropyCodedNibbles):
 class Ec1(_EntropyCodedNibbles):
     """About one bit per value; it needs error feedback."""
 
-    name = "ec1/1"
+    name = "ec1/2"
     top = np.float32(7)
     coarseness = np.float32(3)
     shift = np.float32(19 / 64)

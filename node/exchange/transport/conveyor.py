@@ -11,6 +11,7 @@ acknowledged. When a stripe breaks, its parts go over another one.
 
 import asyncio
 import contextlib
+import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -24,6 +25,7 @@ from node.exchange.transport.parts import (
     PARTS_IN_WINDOW,
     STRIPED_BYTES,
     WIDEN_SECONDS,
+    Flight,
     Widening,
     part_bytes_for,
 )
@@ -55,6 +57,10 @@ class _Sent(NamedTuple):
     part: int
     at: float  # when it was begun to be sent, by the tally's clock
 
+    @property
+    def num_bytes(self) -> int:
+        return len(self.load.part(self.part))
+
 
 class Conveyor:
     """All that is pushed to one peer. It has stripes only while it has loads."""
@@ -81,15 +87,22 @@ class Conveyor:
         self._loads: list[Load] = []  # in their order
         self._stripes: set[asyncio.Task[None]] = set()
         self._running: asyncio.Task[None] | None = None
-        self._parts_wait = asyncio.Event()
+        self._may_go = asyncio.Event()  # parts that wait, or room for one
         self._changed = asyncio.Event()  # loads or stripes
         self._errors: list[Exception] = []  # of stripes that broke since a part got through
         self._acknowledged_bytes = 0
+        self._flight = Flight()
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing is on its way in parts."""
         return not self._loads
+
+    @property
+    def round_trip_seconds(self) -> float:
+        """Of offers, the shortest lately; a guess before the first."""
+        known = self._round_trip_seconds
+        return FIRST_ROUND_TRIP_SECONDS if known is None else known
 
     async def push(self, payload: Payload) -> None:
         """Returns once the peer holds the payload. Raises as everything on its streams does.
@@ -153,7 +166,7 @@ class Conveyor:
                 await self._close()
 
     def _wake(self) -> None:
-        self._parts_wait.set()
+        self._may_go.set()
         self._changed.set()
 
     async def _close(self) -> None:
@@ -167,13 +180,14 @@ class Conveyor:
     async def _run(self) -> None:
         """Keeps as many stripes open as pay."""
         clock = asyncio.get_running_loop().time
-        num_streams = self._num_at_first(self._round_trip_seconds or FIRST_ROUND_TRIP_SECONDS)
+        num_streams = self._num_at_first(self.round_trip_seconds)
         widening = Widening(now=clock())
         self._errors.clear()
         self._acknowledged_bytes = 0
         while True:
             num_waiting = sum(load.num_waiting for load in self._loads)
-            while len(self._stripes) < num_streams and num_waiting > 0:
+            has_room = self._flight.has_room(clock())
+            while len(self._stripes) < num_streams and num_waiting > 0 and has_room:
                 self._begin_stripe()
                 num_waiting -= 1
             self._changed.clear()
@@ -214,7 +228,9 @@ class Conveyor:
                     hearing = both_ways.create_task(self._hear(stream, under_way, is_wide))
                     while (taken := await self._next_part()) is not None or under_way:
                         if taken is not None:
-                            under_way.append(_Sent(*taken, at=stream.tally.now()))
+                            sent = _Sent(*taken, at=stream.tally.now())
+                            under_way.append(sent)
+                            self._flight.begin(sent.num_bytes)
                             await _send_part(stream, *taken)
                             if len(under_way) >= PARTS_IN_WINDOW:
                                 # One part more would wait here, and another stripe can carry it.
@@ -224,27 +240,29 @@ class Conveyor:
             self._errors.append(_first_of(errors))
         finally:
             for sent in reversed(under_way):
+                self._flight.end(sent.num_bytes)
                 sent.load.give_back(sent.part)
 
     async def _next_part(self) -> tuple[Load, int] | None:
-        """The next part of the first body that has one; None when there was none for a while."""
+        """The next part of the first body that has one; None when none could go for a while."""
+        clock = asyncio.get_running_loop().time
         while True:
-            for load in self._loads:
-                if (index := load.take()) is not None:
-                    return load, index
-            self._parts_wait.clear()
+            if self._flight.has_room(clock()):
+                for load in self._loads:
+                    if (index := load.take()) is not None:
+                        return load, index
+            self._may_go.clear()
             try:
                 async with asyncio.timeout(UNUSED_SECONDS):
-                    await self._parts_wait.wait()
+                    await self._may_go.wait()
             except TimeoutError:
                 return None
 
     async def _hear(
-        self,
-        stream: TransferStream,
-        under_way: deque[_Sent],
-        is_wide: asyncio.Event,
+        self, stream: TransferStream, under_way: deque[_Sent], is_wide: asyncio.Event
     ) -> None:
+        clock = asyncio.get_running_loop().time
+        answered_at = -math.inf  # the part before, which this one waited for
         while True:
             # Patient: a paced part takes its time, and each push has its limit.
             response = await stream.receive(wire.TransferResponse, is_patient=True)
@@ -252,13 +270,17 @@ class Conveyor:
                 raise TransferRefusedError(response.reason or "refused without a reason")
             if not under_way or under_way[0].part != response.part:
                 raise FrameError(f"part {response.part} was answered, which was not the next one")
-            load, index, sent_at = under_way.popleft()
+            sent = under_way.popleft()
+            load, index, sent_at = sent
+            self._flight.end(sent.num_bytes, answered_at=clock())
+            self._may_go.set()
             is_wide.set()  # the window has opened at least once, and libp2p doubles it each time
             match response.status:
                 case wire.TRANSFER_STATUS_PART_RECEIVED | wire.TRANSFER_STATUS_PART_KEPT as status:
                     is_kept = status == wire.TRANSFER_STATUS_PART_KEPT
                     num_bytes = load.keep(index) if is_kept else load.acknowledge(index)
-                    stream.moved(sent_bytes=num_bytes, since=sent_at)
+                    stream.moved(sent_bytes=num_bytes, since=max(sent_at, answered_at))
+                    answered_at = stream.tally.now()
                     self._acknowledged_bytes += num_bytes
                     self._errors.clear()
                 case wire.TRANSFER_STATUS_PART_DROPPED:

@@ -9,7 +9,7 @@ import contextlib
 import io
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -22,6 +22,9 @@ from protocol.wire_count import WireKind
 
 MAX_FRAME_BYTES = 8192
 """No message is larger: a header has at most 4096 bytes, a reason is cut to 1000 characters."""
+
+IDLE_SECONDS = 30.0
+"""A stream that does not get on for so long is given up, unless a node's Limits say otherwise."""
 
 _LENGTH_BYTES = 4
 
@@ -52,7 +55,7 @@ class Limits:
     in parts takes nine streams at most, and gives way to other transfers when most are taken.
     """
 
-    idle_seconds: float = 30.0
+    idle_seconds: float = field(default_factory=lambda: IDLE_SECONDS)
     floor_bytes_per_second: float = 2048.0
     max_streams_per_peer: int = 24
     max_streams: int = 128

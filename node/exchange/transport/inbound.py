@@ -8,12 +8,13 @@ a new offer of the same payload goes on from there.
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from node.exchange.transport.early import EarlyParts
 from node.exchange.transport.frames import FrameError, TransferStream
 from node.exchange.transport.parts import LEAST_PART_BYTES, Assembly, PartError
+from node.exchange.transport.transport import TransferRefusedError
 from protocol.payload import PayloadHeader
 from protocol.rounds import Digest, NodeId
 from protocol.v1 import transfer_pb2 as wire
@@ -36,7 +37,7 @@ class Inbound:
     assembly: Assembly
     is_over: bool = False
     moved: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set at each part, and when it is over. Only the offer's stream waits for it."""
+    """Set when bytes came, and when it is over. Only the offer's stream waits for it."""
 
     def end(self) -> None:
         """Takes nothing more."""
@@ -193,6 +194,7 @@ async def _take_part(
         offset = span.start
         async for chunk in stream.receive_chunks(part.num_bytes):
             inbound.assembly.write(offset, chunk)
+            inbound.moved.set()  # on a slow link a part may take longer than a stream may be idle
             offset += len(chunk)
     inbound.assembly.end(part.index)
     stream.moved(received_bytes=part.num_bytes, since=began_at)
@@ -206,17 +208,25 @@ async def _answer(
     await stream.send(wire.TransferResponse(status=status, part=part.index))
 
 
-async def complete(stream: TransferStream, inbound: Inbound, *, idle_seconds: float) -> bytes:
+async def complete(
+    stream: TransferStream,
+    inbound: Inbound,
+    *,
+    is_wanted: Callable[[], bool],
+    idle_seconds: float,
+) -> bytes:
     """Waits, at the stream of the offer, until all parts are here; returns the body.
 
-    Raises TimeoutError when no part comes for so long, EOFError when the sender drops the offer or
-    repeats it on another stream.
+    Raises TimeoutError when nothing comes for so long, EOFError when the sender drops the offer or
+    repeats it on another stream, TransferRefusedError when the body is not wanted any more.
     """
     ended = asyncio.ensure_future(stream.ended())
     try:
         while not inbound.assembly.is_complete:
             if inbound.is_over:
                 raise EOFError("the payload was offered anew")
+            if not is_wanted():
+                raise TransferRefusedError("not wanted any more")
             inbound.moved.clear()
             moved = asyncio.ensure_future(inbound.moved.wait())
             done, _ = await asyncio.wait(
@@ -224,7 +234,7 @@ async def complete(stream: TransferStream, inbound: Inbound, *, idle_seconds: fl
             )
             moved.cancel()
             if not done:
-                raise TimeoutError(f"no part came within {idle_seconds:g} s")
+                raise TimeoutError(f"nothing came within {idle_seconds:g} s")
             if ended in done and not inbound.assembly.is_complete:
                 raise EOFError("the sender has dropped the offer")
         return inbound.assembly.body()

@@ -18,7 +18,7 @@ from node.exchange.transport.link_rates import LinkRates
 from node.exchange.transport.neighbours import Neighbours
 from node.exchange.transport.p2pd import DaemonError, P2pd
 from node.exchange.transport.pacing import Pacer
-from node.exchange.transport.parts import first_streams
+from node.exchange.transport.parts import FIRST_ROUND_TRIP_SECONDS, first_streams
 from node.exchange.transport.serving import (
     fetch_over,
     serve,
@@ -75,6 +75,7 @@ class Libp2pTransport:
         self._max_upload_bytes_per_second = max_upload_bytes_per_second
         self._pacer = Pacer(
             max_upload_bytes_per_second,
+            seen=lambda: self._tally.most_sent_bytes_per_second,
             floor_bytes_per_second=self._limits.floor_bytes_per_second,
         )
         self._doorkeeper = Doorkeeper(self._limits)
@@ -157,6 +158,11 @@ class Libp2pTransport:
     def rates(self) -> LinkRates:
         """See Transport.rates. We send no faster than our owner allows, whatever the link carries."""
         return self._tally.rates
+
+    def round_trip_seconds(self, peer: NodeId) -> float:
+        """See Transport.round_trip_seconds."""
+        conveyor = self._conveyors.get(peer)
+        return FIRST_ROUND_TRIP_SECONDS if conveyor is None else conveyor.round_trip_seconds
 
     async def push(self, peer: NodeId, payload: Payload, *, timeout_seconds: float) -> None:
         """See Transport.push."""

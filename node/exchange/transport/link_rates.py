@@ -11,7 +11,7 @@ from statistics import median
 from typing import NamedTuple
 
 LEAST_BYTES = 4 << 20
-LEAST_SECONDS = 2.0
+LEAST_SECONDS = 0.5
 """A busy time with less than both says more of round trips than of the link."""
 
 WINDOW = 9
@@ -64,6 +64,11 @@ class LinkMeter:
     def bytes_per_second(self) -> float | None:
         """What the link carries; None: not known yet."""
         return median(self._rates) if len(self._rates) >= LEAST_MEASUREMENTS else None
+
+    @property
+    def most_bytes_per_second(self) -> float | None:
+        """The most that it was seen to carry in two busy times, for one may be wrong; None: not known yet."""
+        return sorted(self._rates)[-2] if len(self._rates) >= LEAST_MEASUREMENTS else None
 
     def begin(self, now: float) -> None:
         """A transfer begins."""

@@ -134,6 +134,10 @@ class MemoryTransport:
             down_bytes_per_second=self._down.bytes_per_second,
         )
 
+    def round_trip_seconds(self, peer: NodeId) -> float:
+        """See Transport.round_trip_seconds. Only payloads take time here."""
+        return self._network.latency_seconds
+
     async def push(self, peer: NodeId, payload: Payload, *, timeout_seconds: float) -> None:
         """See Transport.push."""
         header = payload.header

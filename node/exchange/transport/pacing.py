@@ -1,8 +1,9 @@
-"""Paced uploads: all transfers of a node together send no faster than its owner allows.
+"""Paced uploads: all transfers of a node together send no faster than its owner, and its link, allow.
 
 A node's heartbeats share its uplink with its transfers. What is sent faster than the uplink carries
-waits in the router's queue, and the heartbeats wait behind it; so the limit must be kept here,
-before the bytes reach any queue. Counted are bytes on the wire, as wire_cost estimates them.
+waits in the router's queue, and the heartbeats wait behind it; a queue that is full loses packets,
+and most of TCPs halve their rate for that. So the limit must be kept here, before the bytes reach
+any queue. Counted are bytes on the wire, as wire_cost estimates them.
 """
 
 import asyncio
@@ -23,6 +24,11 @@ CHUNK_BYTES = 256 * 1024
 BURST_SECONDS = 0.05
 """What may leave at once, in seconds of the rate: so long a heartbeat may wait behind a chunk."""
 
+HEADROOM = 1.5
+"""Uploads may go so many times as fast as the uplink was seen to carry at best. That is below what it
+carries when others were slow, so there must be room to find more; and what is beyond twice of it
+fills the queue in front of the link until packets are lost (docs/performance.md)."""
+
 _MARGIN = 2.0  # bodies get this many times the rate at which receivers cut a trickle off
 
 
@@ -38,6 +44,11 @@ class TokenBucket:
         self._depth_bytes = depth_bytes
         self._level_bytes = depth_bytes
         self._filled_at = now
+
+    def change(self, *, bytes_per_second: float, depth_bytes: float, now: float) -> None:
+        """Fills at another rate from now on, up to another depth."""
+        self._fill(now)
+        self._bytes_per_second, self._depth_bytes = bytes_per_second, depth_bytes
 
     def seconds_until(self, num_bytes: float, now: float) -> float:
         """How long from now until so many bytes may be taken; more than the depth never may."""
@@ -60,33 +71,53 @@ class Pacer:
 
     Streams take turns, chunk by chunk, so those that upload at the same time get equal shares.
     Small messages and acknowledgements do not wait, since transfers would stall, but bodies make
-    room for them. Without a rate (None) nothing waits for anything. `floor_bytes_per_second` is the
-    mean rate below which receivers give a body up.
+    room for them. The rate is what the node's owner allows, and no more than HEADROOM times what the
+    uplink was `seen` to carry, bodies' bytes per second; with neither (None), nothing waits for
+    anything. `floor_bytes_per_second` is the mean rate below which receivers give a body up.
     """
 
     def __init__(
         self,
-        bytes_per_second: float | None,
+        allowed_bytes_per_second: float | None,
         *,
         floor_bytes_per_second: float,
+        seen: Callable[[], float | None] = lambda: None,
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
+        self._allowed_bytes_per_second = allowed_bytes_per_second
+        self._seen = seen
         self._now = now
         self._sleep = sleep
         self._turn = asyncio.Lock()  # first come, first served
+        self._rate: float | None = None  # on the wire, that the bucket fills at
         self._bucket: TokenBucket | None = None
         self._places: asyncio.Semaphore | None = None
-        self.chunk_bytes = CHUNK_BYTES
-        """No more than this may be asked for at once, in bytes of a body."""
-        if bytes_per_second is not None:
-            depth_bytes = BURST_SECONDS * bytes_per_second
-            self.chunk_bytes = max(1, min(CHUNK_BYTES, int(depth_bytes / (1 + HEADER_SHARE))))
-            self._bucket = TokenBucket(
-                bytes_per_second=bytes_per_second, depth_bytes=depth_bytes, now=now()
-            )
-            num_places = bytes_per_second / (_MARGIN * floor_bytes_per_second)
+        if allowed_bytes_per_second is not None:
+            num_places = allowed_bytes_per_second / (_MARGIN * floor_bytes_per_second)
             self._places = asyncio.Semaphore(max(1, int(num_places)))
+        self._follow()
+
+    @property
+    def chunk_bytes(self) -> int:
+        """No more than this may be asked for at once, in bytes of a body."""
+        if self._rate is None:
+            return CHUNK_BYTES
+        return max(1, min(CHUNK_BYTES, int(BURST_SECONDS * self._rate / (1 + HEADER_SHARE))))
+
+    def _follow(self) -> None:
+        """Goes by what is allowed and seen now."""
+        rate, seen = self._allowed_bytes_per_second, self._seen()
+        if seen is not None:
+            usable = HEADROOM * (1 + HEADER_SHARE) * seen
+            rate = usable if rate is None else min(rate, usable)
+        if rate is None or rate == self._rate:
+            return
+        self._rate, depth_bytes, now = rate, BURST_SECONDS * rate, self._now()
+        if self._bucket is None:
+            self._bucket = TokenBucket(bytes_per_second=rate, depth_bytes=depth_bytes, now=now)
+        else:
+            self._bucket.change(bytes_per_second=rate, depth_bytes=depth_bytes, now=now)
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
@@ -103,8 +134,8 @@ class Pacer:
 
     async def body(self, num_bytes: int) -> None:
         """Waits until so many bytes of a body, at most `chunk_bytes`, may be sent."""
-        bucket = self._bucket
-        if bucket is None:
+        self._follow()
+        if (bucket := self._bucket) is None:
             return
         wire_bytes = (1 + HEADER_SHARE) * num_bytes
         async with self._turn:

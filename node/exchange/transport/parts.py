@@ -40,6 +40,12 @@ do, and a round trip takes so many times longer than the offer's did."""
 WIDEN_SECONDS = 0.5
 """How often it is looked at whether another stream pays."""
 
+FIRST_FLIGHT_BYTES = 2 * STRIPED_BYTES
+"""Under way to a peer at first: more than TCP's own first windows are."""
+
+FLIGHT_SECONDS = 3.0
+"""What a peer acknowledged in so long may be under way to it besides: more than a round trip takes."""
+
 _GAIN = 1.1  # a stream more must have brought this for yet another one
 
 
@@ -233,3 +239,34 @@ class Widening:
             return False
         self._best = rate
         return True
+
+
+class Flight:
+    """How many bytes may be under way to one peer.
+
+    p2pd takes megabytes off us, whatever the link carries. All of it is lost with the connection,
+    which p2pd gives up when nothing gets through for some seconds, and what is small waits behind it.
+    The room grows as TCP's window does: each answered part lets two more go.
+    """
+
+    def __init__(self) -> None:
+        self._num_bytes = 0
+        self._lately: deque[tuple[float, int]] = deque()  # when so much was answered
+        self._lately_bytes = 0
+
+    def begin(self, num_bytes: int) -> None:
+        """So much is sent."""
+        self._num_bytes += num_bytes
+
+    def end(self, num_bytes: int, *, answered_at: float | None = None) -> None:
+        """So much is not under way any more: it was answered, or lost with its stream."""
+        self._num_bytes -= num_bytes
+        if answered_at is not None:
+            self._lately.append((answered_at, num_bytes))
+            self._lately_bytes += num_bytes
+
+    def has_room(self, now: float) -> bool:
+        """Whether one part more may go."""
+        while self._lately and self._lately[0][0] <= now - FLIGHT_SECONDS:
+            self._lately_bytes -= self._lately.popleft()[1]
+        return self._num_bytes < FIRST_FLIGHT_BYTES + self._lately_bytes

@@ -160,7 +160,9 @@ async def _take(
         with stream.tally.receiving():
             async with asyncio.timeout(limits.whole_seconds(header.body_bytes)):
                 if offer.part_bytes:
-                    body = await _receive_parts(stream, sender, header, offer, limits, inbounds)
+                    body = await _receive_parts(
+                        stream, sender, header, offer, limits, inbounds, admission.is_wanted
+                    )
                 else:
                     await stream.send(wire.TransferResponse(status=wire.TRANSFER_STATUS_GO_ON))
                     body = await _receive_body(stream, header)
@@ -179,6 +181,7 @@ async def _receive_parts(
     offer: wire.Offer,
     limits: Limits,
     inbounds: Inbounds,
+    is_wanted: Callable[[], bool],
 ) -> bytes:
     digest = _digest_of(offer)
     try:
@@ -187,17 +190,22 @@ async def _receive_parts(
         raise TransferRefusedError(str(error)) from error
     except MemoryError as error:
         raise _no_memory(header) from error
-    is_complete = False
+    is_kept = True
     try:
         response = wire.TransferResponse(
             status=wire.TRANSFER_STATUS_GO_ON, held_parts=inbound.assembly.held_map()
         )
         await stream.send(response)
-        body = await complete(stream, inbound, idle_seconds=limits.idle_seconds)
-        is_complete = True
+        body = await complete(
+            stream, inbound, is_wanted=is_wanted, idle_seconds=limits.idle_seconds
+        )
+        is_kept = False
         return body
+    except TransferRefusedError:
+        is_kept = False
+        raise
     finally:
-        inbounds.end(sender, digest, inbound, is_kept=not is_complete)
+        inbounds.end(sender, digest, inbound, is_kept=is_kept)
 
 
 def _digest_of(offer: wire.Offer) -> Digest:

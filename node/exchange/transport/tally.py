@@ -33,6 +33,11 @@ class Tally:
             down_bytes_per_second=self._down.bytes_per_second,
         )
 
+    @property
+    def most_sent_bytes_per_second(self) -> float | None:
+        """What the uplink was seen to carry at best; None: not known yet."""
+        return self._up.most_bytes_per_second
+
     @contextmanager
     def sending(self) -> Iterator[None]:
         """While a body is on its way out."""

@@ -71,12 +71,18 @@ def _do_nothing() -> None:
     pass
 
 
+def _always() -> bool:
+    return True
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
     """One payload that may come: made by who will take it, held by the transport until it is here."""
 
     take: Callable[[Payload], Awaitable[None]]
     """Takes the payload, which is whole and has the right digest. Raises TransferRefusedError."""
+    is_wanted: Callable[[], bool] = _always
+    """Whether it will still be taken. A transport may look while the body comes, and refuse the rest."""
     end: Callable[[], None] = _do_nothing
     """Nothing more comes of it: it was taken, broke off, or was damaged or refused. Called once."""
 
@@ -121,6 +127,9 @@ class Transport(Protocol):
     @property
     def rates(self) -> LinkRates:
         """What our link to all peers carries, as far as transfers have shown it."""
+
+    def round_trip_seconds(self, peer: NodeId) -> float:
+        """How long a peer lately took to answer an offer of ours, or a guess where that is not known."""
 
     async def push(self, peer: NodeId, payload: Payload, *, timeout_seconds: float) -> None:
         """Returns once the peer holds the payload and has checked its digest.
