@@ -74,6 +74,8 @@ def digest_of(setting: Setting, seed: int) -> str:
     """Of all that the benchmark says of a run; not of the code, nor of the run file's defaults."""
     is_data_parallel = setting.name.startswith(DATA_PARALLEL)
     said = [setting.tables, setting.drop_rate, setting.own_text, is_data_parallel, seed]
+    if setting.late_steps:  # left out where it is none, as in results from before there was any
+        said.append(setting.late_steps)
     return blake3.blake3(json.dumps(said, sort_keys=True).encode()).hexdigest(length=8)
 
 

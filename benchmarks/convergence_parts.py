@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.local_swarm import Setting
 from node.exchange.codecs.registry import codec_named
-from protocol.run_spec import CodecName
+from protocol.run_spec import WANTS_FEEDBACK, CodecName
 
 INNER_STEPS = 320
 """Of each node in a whole run, however they are cut into rounds."""
@@ -93,12 +93,13 @@ def codecs_part() -> list[Setting]:
         if bits_of(name) > COARSE_BITS:
             settings.append(BASE.changed(f"{name} / {name}", **codecs(name, name)))
             continue
-        settings.append(
-            BASE.changed(
-                f"{name} / {name}, no feedback",
-                **codecs(name, name, error_feedback=False, reducer_error="drop"),
+        if name not in WANTS_FEEDBACK:
+            settings.append(
+                BASE.changed(
+                    f"{name} / {name}, no feedback",
+                    **codecs(name, name, error_feedback=False, reducer_error="drop"),
+                )
             )
-        )
         settings += [
             BASE.changed(f"{name} / {name}, {rule}", **codecs(name, name, reducer_error=rule))
             for rule in ("drop", "keep", "own")
@@ -329,6 +330,49 @@ def muon_part() -> list[Setting]:
     return [exchanged(32).changed(DATA_PARALLEL), exchanged(32), exchanged(80)]
 
 
+FRAGMENTS_STEPS = 960
+
+CUT = BASE.changed("cut", model={"num_layers": 4}, inner={"learning_rate": 6e-3})
+"""A run three times as long as the others', with layers enough for four fragments."""
+
+
+def fragments_part() -> list[Setting]:
+    """Rounds of a part of the model each, as often or with the same steps between exchanges of all of it.
+
+    A fragment is exchanged every F · H inner steps. Late: with overlap, taken over when nine tenths of
+    the next round are trained, as over links that are just fast enough.
+    """
+    waiting = [("int4", 1, 15), ("int4", 1, 60), ("int4", 2, 30), ("int4", 4, 15)]
+    waiting += [("ec2", 1, 15), ("ec2", 1, 30), ("ec2", 2, 15)]
+    late = [("int4", 1, 60, 54), ("int4", 2, 30, 27), ("int4", 4, 15, 14), ("int4", 1, 60, 14)]
+    late += [("ec2", 1, 30, 27), ("ec2", 2, 15, 14), ("ec2", 1, 30, 5)]
+    return [
+        *(_cut(codec, fragments, steps) for codec, fragments, steps in waiting),
+        *(
+            _with(
+                _cut(codec, fragments, steps).changed(
+                    f"{codec}, F = {fragments}, H = {steps}, {late_steps} late",
+                    exchange={"overlap": "blend"},
+                ),
+                late_steps=late_steps,
+            )
+            for codec, fragments, steps, late_steps in late
+        ),
+    ]
+
+
+def _cut(codec: str, fragments: int, steps: int) -> Setting:
+    """The momentum is what presets give to as many exchanges."""
+    exchanges = FRAGMENTS_STEPS // (fragments * steps)
+    return CUT.changed(
+        f"{codec}, F = {fragments}, H = {steps}",
+        run={"rounds": FRAGMENTS_STEPS // steps},
+        inner={"steps": steps},
+        outer={"momentum": 0.6 if exchanges >= 32 else 0.3},
+        exchange={"uplink": codec, "downlink": codec, "fragments": fragments},
+    )
+
+
 def quick_part() -> list[Setting]:
     """A few seconds through all of the code: no figure to believe."""
     tiny = BASE.changed(
@@ -362,6 +406,7 @@ PARTS: dict[str, Callable[[], list[Setting]]] = {
     "long": long_part,
     "tuning": tuning_part,
     "muon": muon_part,
+    "fragments": fragments_part,
 }
 
 

@@ -34,6 +34,7 @@ class Setting:
     tables: dict[str, dict[str, Any]] = field(default_factory=dict)  # over the benchmark's own
     drop_rate: float = 0.0  # of a node's contribution in a round: it comes too late everywhere
     own_text: bool = False  # each node trains on a part of the text that no other has
+    late_steps: int = 0  # inner steps that nodes train on before they take a round's results over
 
     def changed(self, name: str, **tables: dict[str, Any]) -> "Setting":
         """The same with another name and other values in some tables."""
@@ -58,11 +59,12 @@ class LocalNode:
         self.node_id = NodeId(f"node-{place + 1:02}")
         self.contributed_bytes = 0  # bodies only, its own slice included
         self.reduced_bytes = 0
-        self.parameters = initial_parameters(spec.model, spec.run.seed)
+        self.layout = layout_of(spec.model, spec.exchange.fragments)
+        self.parameters = initial_parameters(spec.model, spec.run.seed, spec.exchange.fragments)
         self.published = self.parameters.copy()
         self.outer = Outer.of_run(
             spec,
-            layout=layout_of(spec.model),
+            layout=self.layout,
             parameters=self.parameters,
             published=self.published,
             node_id=self.node_id,
@@ -70,16 +72,41 @@ class LocalNode:
         self.trainer = Trainer(
             spec=spec, corpus=corpus, device=torch.device("cpu"), mesh=Mesh(), clock=time.monotonic
         )
-
-    def train(self, work: InnerWork) -> None:
-        """The inner steps of a round, from the global parameters."""
         self.trainer.adopt(self.parameters)
-        self.trainer.train(work, lambda progress: None)
-        self.trainer.publish(self.published, 0)
+        self._not_adopted: int | None = None  # the fragment whose results are on their way
+        self._is_taken = True  # whether they hold what this node published of it
+
+    def train(self, work: InnerWork, *, fragment: int, late_steps: int) -> None:
+        """The inner steps of a round, and the round's results before it after so many of them."""
+        batch = work.num_samples // work.inner_steps
+        ahead = replace(work, inner_steps=late_steps, num_samples=late_steps * batch)
+        rest = replace(
+            work,
+            inner_steps=work.inner_steps - late_steps,
+            first_sample=work.first_sample + ahead.num_samples,
+            num_samples=work.num_samples - ahead.num_samples,
+            token_clock=work.token_clock + late_steps * work.tokens_per_inner_step,
+        )
+        self._take_steps(ahead)
+        if self._not_adopted is not None:
+            self.trainer.merge(
+                self.parameters, self.published, self._not_adopted, is_taken=self._is_taken
+            )
+        self._take_steps(rest)
+        self.trainer.publish(self.published, fragment)
+
+    def _take_steps(self, work: InnerWork) -> None:
+        if work.inner_steps:
+            self.trainer.train(work, lambda progress: None)
+
+    def apply(self, commit: Commit, results: dict[int, Payload], *, is_taken: bool) -> None:
+        """Moves the outer state; the ranks have it later."""
+        self.outer.apply(commit, results)
+        self._not_adopted, self._is_taken = commit.fragment, is_taken
 
     def contributions(self, plan: Plan, tokens: int) -> dict[int, Payload]:
         """What it owes, as it is sent, by slice."""
-        self.outer.owing.accumulate(round=plan.round, fragment=0)
+        self.outer.owing.accumulate(round=plan.round, fragment=plan.fragment)
         sent = {p.index: self.outer.owing.contribution_to(p, tokens) for p in plan.slices}
         self.contributed_bytes += sum(len(payload.body) for payload in sent.values())
         return sent
@@ -90,7 +117,10 @@ def train_swarm(setting: Setting, spec: RunSpec, corpus: Corpus) -> Trained:
     began = time.monotonic()
     nodes = swarm_at_end(setting, spec, corpus)
     nodes[0].trainer.adopt(nodes[0].parameters)
-    parameters = nodes[0].parameters.size * spec.run.rounds
+    parameters = sum(
+        nodes[0].layout.fragments[fragment_of(round, spec)].num_elements
+        for round in range(1, spec.run.rounds + 1)
+    )
     return Trained(
         loss=nodes[0].trainer.evaluate().loss,
         bits_up=8 * sum(node.contributed_bytes for node in nodes) / (len(nodes) * parameters),
@@ -102,6 +132,8 @@ def train_swarm(setting: Setting, spec: RunSpec, corpus: Corpus) -> Trained:
 def swarm_at_end(setting: Setting, spec: RunSpec, corpus: Corpus) -> list[LocalNode]:
     """All rounds of the run; the nodes' outer states are equal to the bit."""
     num_nodes, steps, batch = spec.run.min_nodes, spec.inner.steps, spec.inner.batch
+    if setting.late_steps > (steps if spec.exchange.overlap != "none" else 0):
+        raise ValueError(f"{setting.name}: results cannot be {setting.late_steps} inner steps late")
     texts = parts_of(corpus, num_nodes) if setting.own_text else [corpus] * num_nodes
     nodes = [LocalNode(spec, place, text) for place, text in enumerate(texts)]
     rng = random.Random(f"drops of seed {spec.run.seed}")
@@ -121,7 +153,9 @@ def swarm_at_end(setting: Setting, spec: RunSpec, corpus: Corpus) -> list[LocalN
                     tokens_per_inner_step=plan.tokens_per_inner_step,
                     max_seconds=float("inf"),
                     num_participants=num_nodes,
-                )
+                ),
+                fragment=plan.fragment,
+                late_steps=setting.late_steps,
             )
         draws = {node.node_id: rng.random() for node in nodes}
         late = {node_id for node_id, draw in draws.items() if draw < setting.drop_rate}
@@ -150,17 +184,25 @@ def exchange(plan: Plan, nodes: Sequence[LocalNode], *, tokens: int, late: set[N
         for node_id, payloads in sent.items():
             if node_id not in late:
                 reduction.add(payloads[part.index])
-        result = outer.result_of(reduction, 0)
+        result = outer.result_of(reduction, plan.fragment)
         assert result is not None, "somebody is in time"
         outer.owing.note_result(result)
         by_id[part.reducer_id].reduced_bytes += len(result.payload.body)
         results[part.index] = result.payload
         outcomes.append(_outcome(part, result.payload, result.contributors))
     commit = Commit(
-        round=plan.round, fragment=0, base_digest=plan.base_digest, slices=tuple(outcomes)
+        round=plan.round,
+        fragment=plan.fragment,
+        base_digest=plan.base_digest,
+        slices=tuple(outcomes),
     )
     for node in nodes:
-        node.outer.apply(commit, results)
+        node.apply(commit, results, is_taken=node.node_id not in late)
+
+
+def fragment_of(round: int, spec: RunSpec) -> int:
+    """The one that a round synchronises."""
+    return round % spec.exchange.fragments
 
 
 def parts_of(corpus: Corpus, num_parts: int) -> list[Corpus]:
@@ -182,9 +224,10 @@ def _plan(spec: RunSpec, round: int, nodes: Sequence[LocalNode]) -> Plan:
     samples = spec.inner.steps * spec.inner.batch
     swarm_step = len(nodes) * spec.tokens_per_inner_step
     ids = tuple(node.node_id for node in nodes)
+    fragment = fragment_of(round, spec)
     return Plan(
         round=round,
-        fragment=0,
+        fragment=fragment,
         base_digest=nodes[0].outer.digest,
         assignments=tuple(
             Assignment(
@@ -195,7 +238,7 @@ def _plan(spec: RunSpec, round: int, nodes: Sequence[LocalNode]) -> Plan:
             )
             for place, node_id in enumerate(ids)
         ),
-        slices=cut_into_slices(int(nodes[0].parameters.size), ids),
+        slices=cut_into_slices(nodes[0].layout.fragments[fragment].num_elements, ids),
         token_clock=(round - 1) * spec.inner.steps * swarm_step,
         tokens_per_inner_step=swarm_step,
         train_seconds=1.0,

@@ -125,13 +125,15 @@ scaling = "none"            # of the rate, by tokens / a full round of min_nodes
 uplink = "int4"             # codec of contributions, with bits a value: "fp32" 32, "bf16" 16,
                             # "int8" 8.1, "fp8" 8.1, "int4" 4.1, "fp4" 4.1, "ec3" 3.1, "ec2" 2.1,
                             # "int2" 2.0, "ec1" 1.1, "sign" 1.0, "topk256" 0.45, "topk64" 0.15;
-                            # below 4 bits only with error_feedback
+                            # below 4 bits better with error_feedback, below 2 only so
 downlink = "int4"           # codec of results, likewise; keep 3 bits or more
 error_feedback = true       # whether a node still owes what encoding rounds away
 residual_decay = 1.0        # what part of that it still owes; sparse codecs may want 0.95
 reducer_error = "keep"      # what encoding a result rounds away: to its next mean; or "own", "drop"
-fragments = 1               # parts of the model, exchanged in turn, one a round; at most num_layers
-overlap = "none"            # "blend" or "keep": train on while bytes travel, and take results later
+fragments = 1               # parts of the model, exchanged in turn, one a round; at most num_layers:
+                            # each comes round every fragments * steps inner steps, the fewer the better
+overlap = "none"            # "blend" or "keep": train on while bytes travel, and take results later,
+                            # sooner with more fragments of fewer steps; many steps late costs loss
 # blend = 0.5               # part of the local weights that "blend" mixes into the new ones
 
 [deadlines]

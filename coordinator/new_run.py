@@ -172,6 +172,11 @@ def init(
     )
     given: dict[Place, object] = {} if steps is None else {("inner", "steps"): steps}
     plan = chosen(situation, given)
+    if plan.is_too_short:
+        raise UsageError(
+            f"--steps {steps} are more than --total-steps {total_steps}",
+            next_step="give fewer of the first or more of the second",
+        )
     values = {
         (choice.table, choice.key): (choice.value, "" if choice.is_given else choice.reason)
         for choice in plan.choices

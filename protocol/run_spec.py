@@ -32,6 +32,10 @@ CodecName = Literal[
     "topk256",
     "topk64",
 ]
+WANTS_FEEDBACK: tuple[CodecName, ...] = ("ec1", "sign", "topk256", "topk64")
+"""Codecs of contributions that do not converge when what they round away is lost: of so few bits, what is
+rounded away leans to one side (Karimireddy et al. 2019, "Error Feedback Fixes SignSGD")."""
+
 ReducerErrorRule = Literal["drop", "keep", "own"]
 Merge = Literal["mean", "norm-preserving"]
 RateScaling = Literal["none", "sqrt", "cbrt"]
@@ -191,6 +195,10 @@ class ExchangeSection(Section):
     def _the_rest_needs_error_feedback(self) -> Self:
         if self.error_feedback:
             return self
+        if self.uplink in WANTS_FEEDBACK:
+            raise ValueError(
+                f'uplink = "{self.uplink}" needs error_feedback = true: one of 2 bits or more does without'
+            )
         if self.residual_decay != 1:
             raise ValueError(
                 f"residual_decay = {self.residual_decay} has no effect without error_feedback = true"

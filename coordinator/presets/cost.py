@@ -23,10 +23,15 @@ round's training and may take as long as that; nodes wait for what it takes long
     round = max(training, exchange) + publish and adopt  with it
     utilisation = training / round
 
+Fragments cut what a round sends and trains alike, so bytes for an inner step go by fragments · steps, the
+inner steps between two exchanges of the same parameters: more fragments at the same interval save none of
+them. They bring results sooner, and take less memory while they travel.
+
 That is of rounds in the middle of a run whose nodes and links are alike; nothing hides the last
 exchange. Deaths, stragglers and evaluations are not in it.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -148,6 +153,11 @@ class Setting:
     has_overlap: bool
     steps: int  # inner steps of a round
 
+    @property
+    def interval(self) -> int:
+        """Inner steps between two exchanges of the same parameters."""
+        return self.fragments * self.steps
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
@@ -159,6 +169,7 @@ class Prediction:
     exchange_seconds: float
     round_seconds: float
     peak_bits_per_second: float  # in each direction, while bytes travel
+    late_steps: int  # inner steps trained on, with overlap, before a round's results are taken over
     enough_bits_per_second: float | None  # the link at which GOAL is just met; None: no link does
     utilisation: float  # part of the time in inner steps
     times_fewer_bytes: float  # than a ring all-reduce of fp32 gradients at every inner step
@@ -196,6 +207,14 @@ def host_seconds(situation: Situation, setting: Setting, host: HostSpeeds) -> fl
     return seconds
 
 
+def _late_steps(situation: Situation, setting: Setting, exchange_seconds: float) -> int:
+    """Nodes end the inner step in progress; and no more is leased than a round's."""
+    if not setting.has_overlap:
+        return 0
+    trained = exchange_seconds / situation.seconds_per_inner_step
+    return setting.steps if trained >= setting.steps else math.ceil(trained)
+
+
 def predicted(
     situation: Situation, setting: Setting, host: HostSpeeds = MEASURED_HOST
 ) -> Prediction:
@@ -229,6 +248,7 @@ def predicted(
         exchange_seconds=exchange,
         round_seconds=round_seconds,
         peak_bits_per_second=achieved,
+        late_steps=_late_steps(situation, setting, exchange),
         enough_bits_per_second=enough,
         utilisation=training / round_seconds,
         times_fewer_bytes=saved,

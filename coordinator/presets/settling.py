@@ -65,14 +65,25 @@ def settled(text: str, *, origin: str) -> Settled:
     """Answers the preset of a run file's text; raises ConfigError with what is missing or wrong."""
     tables = tomllib.loads(text)
     keys, rest = _split(tables, origin=origin)
-    spec = validated(rest, origin=origin)  # what is given must be sound by itself
-    plan = chosen(_situation(keys, spec, origin=origin), _given(rest))
+    # What is given must be sound by itself.
+    spec = validated(_with_room_for_blend(rest), origin=origin)
+    given = _given(rest)
+    plan = chosen(_situation(keys, spec, given, origin=origin), given)
+    if plan.is_too_short:
+        raise ConfigError(
+            f"{origin}: {plan.situation.total_steps} inner steps in all are over before each parameter is "
+            f"exchanged, every {plan.setting.interval}: {plan.setting.fragments} fragments of "
+            f"{plan.setting.steps} steps each",
+            next_step="write fewer [inner] steps or [exchange] fragments, or more total_steps",
+        )
     values: dict[Place, tuple[Value, str]] = {
         (choice.table, choice.key): (choice.value, choice.reason)
         for choice in plan.choices
         if not choice.is_given
     }
     retired = {("exchange", key) for key in PRESET_KEYS if key in tables["exchange"]}
+    if plan.overlap != "blend" and "blend" in tables["exchange"]:
+        retired.add(("exchange", "blend"))
     try:
         edited = with_values(text, values, retired=retired)
     except CannotEditError as error:
@@ -138,7 +149,17 @@ def _split(tables: dict[str, Any], *, origin: str) -> tuple[PresetKeys, dict[str
     return keys, tables | {"exchange": rest}
 
 
-def _situation(keys: PresetKeys, spec: RunSpec, *, origin: str) -> Situation:
+def _with_room_for_blend(tables: dict[str, Any]) -> dict[str, Any]:
+    """The tables with overlap "blend", where blend is given and overlap is still to be chosen."""
+    exchange = tables["exchange"]
+    if "blend" not in exchange or "overlap" in exchange:
+        return tables
+    return tables | {"exchange": exchange | {"overlap": "blend"}}
+
+
+def _situation(
+    keys: PresetKeys, spec: RunSpec, given: Mapping[Place, object], *, origin: str
+) -> Situation:
     if keys.link is None:
         raise ConfigError(
             f'{origin}: [exchange] preset = "auto" needs link, what the slowest node\'s link carries',
@@ -158,6 +179,16 @@ def _situation(keys: PresetKeys, spec: RunSpec, *, origin: str) -> Situation:
             next_step="write nodes = 4, as many as you expect, beside it",
         )
     down, up = link_of(keys.link, origin=f"{origin}: [exchange] link")
+    told = spec.run.rounds * spec.inner.steps
+    if (
+        keys.total_steps not in (None, told)
+        and {("run", "rounds"), ("inner", "steps")} <= given.keys()
+    ):
+        raise ConfigError(
+            f"{origin}: [exchange] total_steps = {keys.total_steps}, but [run] rounds times [inner] steps "
+            f"are {told}",
+            next_step="leave one of the three out",
+        )
     return Situation(
         num_parameters=num_parameters(spec.model),
         num_layers=spec.model.num_layers,
@@ -170,7 +201,7 @@ def _situation(keys: PresetKeys, spec: RunSpec, *, origin: str) -> Situation:
         seconds_per_inner_step=span_of(
             keys.inner_step, origin=f"{origin}: [exchange] inner_step", may_be_zero=False
         ),
-        total_steps=keys.total_steps or spec.run.rounds * spec.inner.steps,
+        total_steps=keys.total_steps or told,
         congestion_control=keys.congestion,
     )
 

@@ -31,6 +31,7 @@ def prediction_lines(plan: Plan) -> list[str]:
         prediction.bytes_per_round,
         situation.round_trips_of(prediction.bytes_per_round),
     )
+    is_late = plan.setting.has_overlap
     lines = [
         f"for {console.count_in_words(situation.num_parameters)} parameters, "
         f"{situation.num_nodes} nodes, {link}, "
@@ -41,6 +42,8 @@ def prediction_lines(plan: Plan) -> list[str]:
         f"{prediction.times_fewer_bytes:.0f} times less than averaging gradients",
         f"an exchange takes {prediction.exchange_seconds:.3g} s {beside} "
         f"{prediction.training_seconds:.3g} s of inner steps; it {share}",
+        f"each parameter is exchanged every {plan.setting.interval} inner steps, {plan.exchanges:,} times"
+        + (f"; results come {prediction.late_steps} inner steps late" if is_late else ""),
         plan.verdict,
     ]
     if plan.meets_goal and prediction.enough_bits_per_second is not None:
@@ -62,6 +65,8 @@ def as_json(plan: Plan) -> dict[str, object]:
             }
             for choice in plan.choices
         ],
+        "steps_between_exchanges": plan.setting.interval,
+        "exchanges": plan.exchanges,
         "prediction": asdict(plan.prediction),
         "meets_goal": plan.meets_goal,
         "verdict": plan.verdict,

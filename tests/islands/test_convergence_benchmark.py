@@ -11,9 +11,16 @@ import pytest
 
 from benchmarks.convergence import digest_of
 from benchmarks.convergence_claims import CLAIMS
-from benchmarks.convergence_parts import FRONTIER_STEPS, INNER_STEPS, LONG_STEPS, PARTS
+from benchmarks.convergence_parts import (
+    FRAGMENTS_STEPS,
+    FRONTIER_STEPS,
+    INNER_STEPS,
+    LONG_STEPS,
+    PARTS,
+)
 from benchmarks.convergence_report import Difference, Losses, frontier, verdict
 from benchmarks.local_swarm import Setting, parts_of, swarm_at_end
+from benchmarks.overlap import run_with
 from benchmarks.processes import SOURCES, atoll_environment
 from benchmarks.simulation import Life, simulate
 from node.island.corpus import Corpus, read_corpus
@@ -31,12 +38,34 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     return read_corpus(spec.data, context=spec.model.context, batch=spec.inner.batch, folder=folder)
 
 
-def test_it_trains_to_the_same_bits_as_a_whole_swarm(corpus: Corpus) -> None:
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_it_trains_to_the_same_bits_as_a_whole_swarm(fragments: int, corpus: Corpus) -> None:
     """With coordinator, daemons and transport beside it: so its losses are theirs."""
-    spec = tiny()
+    spec = tiny(model={"num_layers": 2}, exchange={"fragments": fragments})
     swarm = simulate(spec, lives=[Life()] * 3, corpus=corpus)
     nodes = swarm_at_end(PLAIN, spec, corpus)
     assert nodes[0].parameters.tobytes() == swarm.parameters.tobytes()
+
+
+@pytest.mark.parametrize("overlap", ["blend", "keep"])
+def test_results_that_are_late_are_taken_over_as_in_a_whole_swarm(
+    overlap: str, corpus: Corpus
+) -> None:
+    """Whose exchange ends in the middle of the third inner step; the next pauses for it."""
+    spec = tiny(model={"num_layers": 2}, exchange={"fragments": 2, "overlap": overlap})
+    swarm = run_with(spec, corpus, delay_seconds=2.5)
+    nodes = swarm_at_end(replace(PLAIN, late_steps=3), spec, corpus)
+    assert nodes[0].parameters.tobytes() == swarm.parameters.tobytes()
+    sooner = swarm_at_end(replace(PLAIN, late_steps=2), spec, corpus)
+    assert sooner[0].parameters.tobytes() != swarm.parameters.tobytes()
+
+
+def test_results_cannot_be_later_than_the_next_round_or_at_all_without_overlap(
+    corpus: Corpus,
+) -> None:
+    for exchange, late_steps in (({"overlap": "blend"}, 6), ({}, 1)):
+        with pytest.raises(ValueError, match=f"{late_steps} inner steps late"):
+            swarm_at_end(replace(PLAIN, late_steps=late_steps), tiny(exchange={**exchange}), corpus)
 
 
 def test_late_work_is_not_lost(corpus: Corpus) -> None:
@@ -62,7 +91,8 @@ def test_own_texts_do_not_overlap_and_are_equally_long(corpus: Corpus) -> None:
 
 
 def test_every_setting_of_every_part_is_a_run_and_has_a_name_of_its_own() -> None:
-    steps = dict.fromkeys(("frontier", "tuning", "muon"), FRONTIER_STEPS) | {"long": LONG_STEPS}
+    steps = dict.fromkeys(("frontier", "tuning", "muon"), FRONTIER_STEPS)
+    steps |= {"long": LONG_STEPS, "fragments": FRAGMENTS_STEPS}
     for part, settings in PARTS.items():
         names = [setting.name for setting in settings()]
         assert len(set(names)) == len(names), part
@@ -125,9 +155,10 @@ def test_a_run_is_known_by_all_that_makes_it_what_it_is() -> None:
         digest_of(other, 0),
         digest_of(replace(PLAIN, drop_rate=0.5), 0),
         digest_of(replace(PLAIN, own_text=True), 0),
+        digest_of(replace(PLAIN, late_steps=1), 0),
         digest_of(replace(PLAIN, name="data parallel"), 0),
     }
-    assert len(runs) == 6
+    assert len(runs) == 7
     assert digest_of(replace(PLAIN, name="another name"), 0) == digest_of(PLAIN, 0)
 
 

@@ -8,15 +8,17 @@ from effort import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.presets.choosing import Given, Value, chosen, ladder
+from coordinator.presets.choosing import LEVEL, SOON_STEPS, Value, chosen
 from coordinator.presets.cost import (
     GOAL,
+    PAYLOAD_HEADER_BYTES,
     HostSpeeds,
     Prediction,
     Setting,
     Situation,
     predicted,
 )
+from coordinator.presets.ladder import Given, ladder
 from coordinator.presets.settling import settled
 from coordinator.presets.toml_edit import with_values
 from protocol.run_spec import validated
@@ -45,6 +47,7 @@ hosts = st.builds(
 )
 
 keys: dict[tuple[str, str], st.SearchStrategy[object]] = {
+    ("run", "rounds"): st.integers(1, 10_000),
     ("inner", "steps"): st.integers(1, 1000),
     ("exchange", "uplink"): st.sampled_from(["fp32", "int8", "int4", "int2", "topk64"]),
     ("exchange", "downlink"): st.sampled_from(["fp32", "int8", "ec3", "sign"]),
@@ -63,9 +66,9 @@ def slower(situation: Situation, factor: float) -> Situation:
     )
 
 
-def load_of(prediction: Prediction) -> float:
-    """Bytes that the link carries for each second of inner steps."""
-    return prediction.bytes_per_round / prediction.training_seconds
+def load_of(prediction: Prediction, *, headers: float = 0.0) -> float:
+    """Bytes that the link carries for each second of inner steps, without so many of each round."""
+    return (prediction.bytes_per_round - headers) / prediction.training_seconds
 
 
 @examples(300)
@@ -74,19 +77,22 @@ def test_a_slower_link_never_leads_to_more_bytes(
     situation: Situation, told: Given, host: HostSpeeds, factor: float
 ) -> None:
     fast, slow = chosen(situation, told, host), chosen(slower(situation, factor), told, host)
-    # Where two settings compute equally well, the last bit of a division decides; and where neither is
-    # enough, a bend in the shares of links may turn around two that are within a hundredth.
-    most = load_of(fast.prediction) * (1 + 1e-9)
+    # More fragments bring results sooner with as many bytes, but for their headers.
+    headers = 2 * (situation.num_nodes - 1) * PAYLOAD_HEADER_BYTES
+    most = load_of(fast.prediction, headers=headers) * (1 + 1e-6)
+    # Where neither is enough, a bend in the shares of links may turn around two that are level.
     kept = predicted(slower(situation, factor), fast.setting, host)
-    is_level = kept.utilisation > 0.99 * slow.prediction.utilisation and not slow.meets_goal
-    assert load_of(slow.prediction) <= most or is_level
-    assert slow.prediction.utilisation <= fast.prediction.utilisation + 1e-9 or slow.meets_goal
+    is_level = kept.utilisation > LEVEL**2 * slow.prediction.utilisation and not slow.meets_goal
+    assert load_of(slow.prediction, headers=headers) <= most or is_level
+    best = fast.prediction.utilisation / LEVEL + 1e-9
+    assert slow.prediction.utilisation <= best or slow.meets_goal
 
 
 @examples(200)
 @given(situations, givens)
 def test_bytes_never_rise_along_the_ladder(situation: Situation, told: Given) -> None:
-    loads = [load_of(predicted(situation, setting)) for setting in ladder(situation, told)]
+    """Of whole intervals, that is: fragments of them add headers."""
+    loads = [load_of(predicted(situation, rung[0])) for rung in ladder(situation, told)]
     assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(loads))
 
 
@@ -96,14 +102,44 @@ def test_the_first_that_is_good_enough_is_chosen_or_else_the_best(
     situation: Situation, told: Given, host: HostSpeeds
 ) -> None:
     plan = chosen(situation, told, host)
-    settings = list(ladder(situation, told))
-    shares = {s: predicted(situation, s, host).utilisation for s in settings}
+    rungs = [
+        {setting: predicted(situation, setting, host) for setting in rung}
+        for rung in ladder(situation, told)
+    ]
+    best = [max(each.utilisation for each in rung.values()) for rung in rungs]
+    place = next(place for place, rung in enumerate(rungs) if plan.setting in rung)
     if plan.meets_goal:
-        before = settings[: settings.index(plan.setting)]
-        assert all(shares[setting] < GOAL for setting in before)
-        assert shares[plan.setting] >= GOAL
+        # Who comes before and reaches the goal too is the same but for a finer codec, and late.
+        for earlier, share in zip(rungs[:place], best[:place], strict=True):
+            soonest = min(
+                s.late_steps for s in earlier.values() if s.utilisation >= min(GOAL, share)
+            )
+            is_late = soonest > max(SOON_STEPS, plan.setting.interval // 2)
+            is_alike = next(iter(earlier)).interval == plan.setting.interval
+            assert share < GOAL or (is_late and is_alike)
     else:
-        assert shares[plan.setting] == max(shares.values()) < GOAL
+        assert max(best) < GOAL
+        assert plan.prediction.utilisation >= LEVEL * max(best)
+    sooner = [
+        setting
+        for setting, each in rungs[place].items()
+        if each.late_steps < plan.prediction.late_steps
+        and each.utilisation >= min(GOAL, best[place])
+    ]
+    assert not sooner or plan.prediction.late_steps <= SOON_STEPS
+
+
+@examples(200)
+@given(situations, givens)
+def test_fragments_never_change_how_often_parameters_are_exchanged(
+    situation: Situation, told: Given
+) -> None:
+    usual = 0
+    for rung in ladder(situation, told):
+        assert len({setting.interval for setting in rung}) == 1
+        usual = usual or rung[0].interval
+        if rung[0].interval > usual:
+            assert situation.total_steps >= 16 * rung[0].interval or ("run", "rounds") in told
 
 
 settings = st.builds(

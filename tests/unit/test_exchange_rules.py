@@ -23,6 +23,14 @@ from tests.unit.exchange_scene import LAYOUT, NUM_ELEMENTS, A, outer_of
             {"error_feedback": False, "reducer_error": "own"},
             r'reducer_error = "own" needs error_feedback = true',
         ),
+        *(
+            (
+                "exchange",
+                {"error_feedback": False, "uplink": codec},
+                rf'uplink = "{codec}" needs error_feedback = true',
+            )
+            for codec in ("ec1", "sign", "topk256", "topk64")
+        ),
         ("exchange", {"reducer_error": "lose"}, r"reducer_error = 'lose': input should be 'drop'"),
         ("outer", {"merge": "median"}, r"merge = 'median': input should be 'mean'"),
         ("outer", {"scaling": "linear"}, r"scaling = 'linear': input should be 'none'"),
@@ -31,6 +39,11 @@ from tests.unit.exchange_scene import LAYOUT, NUM_ELEMENTS, A, outer_of
 def test_rules_that_cannot_be_followed_are_refused(table: str, values: dict, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         tiny(**{table: values})
+
+
+@pytest.mark.parametrize("codec", ["int4", "ec3", "ec2", "int2"])
+def test_codecs_of_two_bits_or_more_do_without_error_feedback(codec: str) -> None:
+    assert tiny(exchange={"error_feedback": False, "uplink": codec}).exchange.uplink == codec
 
 
 def test_a_reducers_error_may_be_kept_without_error_feedback() -> None:

@@ -39,7 +39,8 @@ def test_the_file_is_one_that_a_coordinator_takes(tmp_path: Path) -> None:
     spec = load_run_file(written)
     assert (spec.model.hidden_size, spec.model.num_layers) == (768, 18)
     assert spec.run.min_nodes == 5
-    assert spec.exchange.overlap == "blend" and spec.exchange.fragments == 4
+    assert spec.exchange.overlap == "blend" and spec.exchange.uplink == "ec2"
+    assert (spec.exchange.fragments, spec.inner.steps) == (2, 30)
     assert spec.inner.steps * spec.run.rounds >= 10_000 > spec.inner.steps * (spec.run.rounds - 1)
     text = written.read_text()
     assert text == run_text(name=None, run_file=written)
@@ -68,6 +69,9 @@ def test_every_choice_is_printed_with_its_value_and_its_reason(
         assert str(choice["value"]) in line
         assert choice["reason"] and choice["reason"] in line
     assert told["verdict"] in lines
+    interval = told["steps_between_exchanges"]
+    words = f"each parameter is exchanged every {interval} inner steps, {told['exchanges']} times"
+    assert any(line.startswith(words) for line in lines)
     assert told["situation"]["up_bits_per_second"] == 5e6
     assert told["situation"]["congestion_control"] == "cubic"
     round_trips = told["prediction"]["bytes_per_round"] * 8 / 5e6 / 0.1  # the usual 100 ms
@@ -120,6 +124,17 @@ def test_inner_steps_that_are_given_stay(
     assert told["meets_goal"] is False and "no setting keeps nodes computing" in told["verdict"]
 
 
+def test_a_run_of_hardly_any_steps_exchanges_after_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert init(tmp_path, "--link", "100mbit", "--total-steps", "5") == 0
+    spec = load_run_file(tmp_path / "run.toml")
+    assert (spec.run.rounds, spec.inner.steps) == (5, 1)
+    said = capsys.readouterr().out
+    assert "each parameter is exchanged every 1 inner steps, 5 times" in said
+    assert "5 exchanges of each parameter in 5 inner steps" in said
+
+
 def test_a_model_of_ones_own_comes_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(TINY)
     assert init(tmp_path, "--link", "1mbit", "--model", str(tmp_path / "mine.toml")) == 0
@@ -144,6 +159,11 @@ def test_a_model_of_ones_own_comes_from_a_file(tmp_path: Path) -> None:
         (["--link", "100mbit", "--measured", "."], "--link and --measured both tell", 64),
         (["--link", "100mbit", "--congestion", "reno"], "'reno' is not one of 'cubic', 'bbr'", 64),
         (["--measured", ".", "--congestion", "bbr"], "--congestion bbr says nothing beside", 64),
+        (
+            ["--link", "100mbit", "--steps", "77", "--total-steps", "76"],
+            "--steps 77 are more than --total-steps 76",
+            64,
+        ),
     ],
 )
 def test_a_mistake_is_a_sentence_and_nothing_is_written(

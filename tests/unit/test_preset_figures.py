@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
@@ -9,8 +10,8 @@ from typing import Any, get_args
 
 import pytest
 
+from benchmarks.convergence_parts import FRAGMENTS_STEPS
 from benchmarks.presets import situation_of
-from coordinator.presets.choosing import chosen
 from coordinator.presets.cost import (
     CODEC_COSTS,
     MEASURED_HOST,
@@ -28,6 +29,7 @@ from coordinator.presets.link_shares import (
     round_trips_of,
     share_of,
 )
+from coordinator.presets.reasons import of_downlink, of_steps
 from protocol.run_spec import CodecName
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
@@ -231,29 +233,41 @@ def test_copies_are_as_fast_as_the_slowest_island_made_them() -> None:
     assert pytest.approx(min(speeds), rel=0.01) == MEASURED_HOST.copy
 
 
-def above_data_parallel(part: str, setting: str) -> float:
-    """Per cent of its loss, the mean of the seeds that ran."""
+def above(part: str, setting: str, other: str = "data parallel") -> float:
+    """Per cent of the other's loss, the mean of the seeds that both have."""
     losses = {
         (row["setting"], row["seed"]): row["loss"]
         for row in rows("convergence.jsonl")
         if row["part"] == part
     }
     return mean(
-        100 * (loss / losses["data parallel", seed] - 1)
+        100 * (loss / losses[other, seed] - 1)
         for (name, seed), loss in losses.items()
         if name == setting
     )
 
 
-def test_what_reasons_say_of_sparse_codecs_and_long_rounds_was_measured() -> None:
-    plan = chosen(situation_of("7b", 10))
+def test_what_reasons_say_of_sparse_codecs_was_measured() -> None:
     pair, both = "topk64 up, topk256 down, H = {}", "topk256, H = 32"
-    (why,) = [choice.reason for choice in plan.choices if choice.key == "downlink"]
+    situation = situation_of("7b", 10)
+    setting = Setting(uplink="topk64", downlink="topk256", fragments=1, has_overlap=True, steps=120)
+    of_both = [above("frontier", both), above("long", both)]
     assert (
-        f"{above_data_parallel('frontier', pair.format(20)):.1f} % in {1600 // 20} exchanges, "
-        f"{above_data_parallel('long', pair.format(25)):.1f} % in {6400 // 25}, and topk256 both ways "
-        f"{above_data_parallel('frontier', both):.1f} % and {above_data_parallel('long', both):.1f} %"
-    ) in why
-    (why,) = [choice.reason for choice in plan.choices if choice.key == "steps"]
-    seldom = above_data_parallel("long", "ec2, H = 160")
-    assert f"every 160 steps, in {6400 // 160} exchanges, ended {seldom:.1f} %" in why
+        f"{above('frontier', pair.format(20)):.1f} % in {1600 // 20} exchanges, "
+        f"{above('long', pair.format(25)):.1f} % in {6400 // 25}, and topk256 both ways "
+        f"{of_both[0]:.1f} % and {of_both[1]:.1f} %"
+    ) in of_downlink(setting, situation)
+    assert (
+        f"cost {of_both[0]:.1f} % in {1600 // 32} exchanges, {of_both[1]:.1f} % in {6400 // 32}"
+    ) in of_downlink(setting, replace(situation, num_nodes=5))
+
+
+def test_what_reasons_say_of_long_intervals_was_measured() -> None:
+    seldom = Setting(uplink="ec2", downlink="ec2", fragments=1, has_overlap=True, steps=60)
+    assert (
+        f"every 160 steps, in {6400 // 160} exchanges, ended {above('long', 'ec2, H = 160'):.1f} %"
+    ) in of_steps(seldom, 2400, 6400 // 160)
+    few = above("fragments", "int4, F = 1, H = 60", "int4, F = 1, H = 15")
+    assert (
+        f"int4 every 60 steps, in {FRAGMENTS_STEPS // 60} exchanges, ended {few:.1f} % above every 15"
+    ) in of_steps(seldom, 1000, 16)

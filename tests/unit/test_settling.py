@@ -99,6 +99,27 @@ def test_an_unsettled_preset_never_becomes_a_run() -> None:
         ('preset = "auto"', 'preset = "auto"\nuplink = "int5"', "int5"),
         ('preset = "auto"', 'preset = "auto"\nfragments = "4"', "fragments"),
         ('preset = "auto"', 'preset = "auto"\nfragments = 4', "num_layers is 3"),
+        ('preset = "auto"', 'preset = "auto"\nblend = 1.5', "blend = 1.5"),
+        (
+            'preset = "auto"',
+            'preset = "auto"\noverlap = "keep"\nblend = 0.3',
+            'belongs to overlap = "blend"',
+        ),
+        (
+            'preset = "auto"',
+            'preset = "auto"\nuplink = "sign"\nerror_feedback = false',
+            'uplink = "sign" needs error_feedback = true',
+        ),
+        (
+            'preset = "auto"',
+            'preset = "auto"\nfragments = 3\ntotal_steps = 2',
+            "2 inner steps in all are over before each parameter is exchanged, every 3",
+        ),
+        (
+            "[run]\nmin_nodes = 3\n\n[exchange]   # slow links",
+            "[inner]\nsteps = 10\n[run]\nmin_nodes = 3\nrounds = 100\n[exchange]\ntotal_steps = 500",
+            "total_steps = 500, but [run] rounds times [inner] steps are 1000",
+        ),
     ],
 )
 def test_what_is_missing_or_wrong_is_said(line: str, replacement: str, words: str) -> None:
@@ -112,6 +133,54 @@ def test_a_preset_with_nothing_left_to_choose_is_refused() -> None:
         "[exchange]\n", '[exchange]\npreset = "auto"\nlink = "5mbit"\ninner_step = "1s"\n'
     )
     assert "nothing to choose" in refusal(text)
+
+
+DOTTED = """\
+exchange.preset = "auto"
+exchange.link = "5mbit/1mbit"   # the slowest
+exchange . round_trip="50ms"
+  exchange.inner_step = "20ms"
+run.min_nodes = 3
+"""
+
+
+@pytest.mark.parametrize("more", ["", "[inner]\nbatch = 16\n", "[run]\nmin_nodes = 3\n"])
+def test_a_preset_whose_table_is_named_before_each_key_is_settled_in_the_same_words(
+    more: str,
+) -> None:
+    text = DOTTED.replace("run.min_nodes = 3\n", "") if "[run]" in more else DOTTED
+    made = settled(text + more, origin="run.toml")
+    assert made.spec == settled(ASKED, origin="run.toml").spec
+    assert '# settled: exchange.link = "5mbit/1mbit"   # the slowest' in made.text
+    uplink = next(choice for choice in made.plan.choices if choice.key == "uplink")
+    assert f'# chosen: {uplink.reason}\nexchange.uplink = "{uplink.value}"\n' in made.text
+
+
+def test_a_key_that_names_a_table_within_a_table_is_not_taken_for_that_table() -> None:
+    text = "[a]\nb.x = 1\n"
+    edited = with_values(text, {("b", "x"): (2, "")})
+    assert tomllib.loads(edited) == {"a": {"b": {"x": 1}}, "b": {"x": 2}}
+
+
+def test_a_table_in_one_line_is_refused_with_how_to_write_it() -> None:
+    text = 'exchange = {preset = "auto", link = "5mbit", inner_step = "1s", nodes = 2}\n'
+    assert "below a line with the name of their table, as [exchange]" in refusal(text)
+
+
+@pytest.mark.parametrize(("link", "is_there"), [("1gbit", False), ("1mbit", True)])
+def test_a_blend_that_is_given_counts_only_where_blend_is_chosen(link: str, is_there: bool) -> None:
+    text = ASKED.replace('"5mbit/1mbit"', f'"{link}"').replace('"20ms"   #', '"500ms" #')
+    made = settled(f"{text}blend = 0.3\n", origin="run.toml")
+    assert (made.spec.exchange.overlap == "blend") == is_there
+    assert made.spec.exchange.blend == (0.3 if is_there else None)
+    assert ("# settled: blend = 0.3" in made.text) != is_there
+    chosen_blends = [c.is_given for c in made.plan.choices if c.key == "blend"]
+    assert chosen_blends == ([True] if is_there else [])
+
+
+def test_a_run_of_hardly_any_steps_is_settled_into_as_few() -> None:
+    made = settled(f"{ASKED}total_steps = 5\n", origin="run.toml")
+    assert (made.spec.run.rounds, made.spec.inner.steps) == (5, 1)
 
 
 def test_tables_written_in_another_way_are_refused_and_not_guessed_at() -> None:

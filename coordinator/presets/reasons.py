@@ -1,0 +1,95 @@
+"""Why a preset chose what it chose, in words, with the figures of runs that are like it.
+
+tests/unit/test_preset_figures.py holds the figures to docs/results/convergence.jsonl.
+"""
+
+from coordinator.presets.cost import Prediction, Setting, Situation
+from coordinator.presets.ladder import (
+    LEAST_EXCHANGES,
+    LEAST_FOR_SPARSE,
+    LONGER,
+    SPARSE,
+    USUAL_INTERVAL,
+    results_hold_all,
+)
+from coordinator.presets.link_shares import share_in_words
+
+LONG = (40, "ec2 every 160 steps, in 40 exchanges, ended 1.9 % above data parallelism")
+"""From so many exchanges on. No codec that sends as little more often ended as low (benchmarks.convergence,
+"long")."""
+
+MEASURED_INTERVAL = 160
+FAR = "DiLoCo (Douillard et al. 2023) exchanged every 500 steps; here 160 at most were tried"
+
+SHORT = "int4 every 60 steps, in 16 exchanges, ended 11.2 % above every 15"
+"""benchmarks.convergence, "fragments": with fewer exchanges than in LONG."""
+
+
+def of_steps(setting: Setting, total_steps: int, exchanges: int) -> str:
+    """Why parameters are exchanged as seldom, and rounds as long."""
+    interval = setting.interval
+    if interval >= min(LONGER) * USUAL_INTERVAL:
+        quoted = LONG[1] if exchanges >= LONG[0] else SHORT
+        quoted = FAR if interval > MEASURED_INTERVAL else quoted
+        why = f"{interval / USUAL_INTERVAL:.3g} times the usual: finer codecs are not enough; {quoted}"
+    elif interval == USUAL_INTERVAL:
+        why = "usual; longer costs loss"
+    else:
+        why = (
+            f"{exchanges} exchanges of each parameter in {total_steps} inner steps; usual is every "
+            f"{USUAL_INTERVAL}, if that makes {LEAST_EXCHANGES}"
+        )
+    if setting.fragments > 1:
+        return (
+            f"each parameter is exchanged every {setting.fragments} rounds, {interval} steps: {why}"
+        )
+    return why
+
+
+def of_uplink(setting: Setting, situation: Situation, prediction: Prediction) -> str:
+    """Why this codec; and what is counted on of the link."""
+    share = share_in_words(
+        situation.congestion_control,
+        prediction.bytes_per_round,
+        situation.round_trips_of(prediction.bytes_per_round),
+    )
+    return "; ".join(why for why in (_of_codec(setting.uplink), share) if why)
+
+
+def of_downlink(setting: Setting, situation: Situation) -> str:
+    """Why this codec, which for top-k goes by what nodes send."""
+    nodes = situation.num_nodes
+    up, down = SPARSE.get(setting.uplink), SPARSE.get(setting.downlink)
+    if up is None or down is None:
+        return _of_codec(setting.downlink)
+    if results_hold_all(setting, nodes):
+        return (
+            f"{down} of 4096 values have room for {up} of each of {nodes} nodes; with topk64 up it cost "
+            "12.1 % in 80 exchanges, 3.4 % in 256, and topk256 both ways 17.4 % and 3.7 % at as many bytes"
+        )
+    return (
+        f"{down} of 4096 values, of up to {nodes * up} that {nodes} nodes send: lossy both ways, as topk256 "
+        "both ways, which cost 17.4 % in 50 exchanges, 3.7 % in 200"
+    )
+
+
+def _of_codec(codec: str) -> str:
+    often = f"each parameter is exchanged {LEAST_FOR_SPARSE} times or more, which it wants"
+    return {
+        "int4": "4 bits lose nothing measurable",
+        "ec2": "2 bits with error feedback lost nothing measurable either",
+        "topk256": f"256 of 4096 values: nothing finer is enough, and {often}",
+        "topk64": f"64 of 4096 values: nothing finer is enough, and {often}",
+    }.get(codec, "")
+
+
+def of_fragments(setting: Setting, prediction: Prediction, late_steps_whole: int) -> str:
+    """Why so many; `late_steps_whole`: with the fewest for the same interval."""
+    if setting.fragments == 1:
+        return "the whole model in each round"
+    if prediction.late_steps < late_steps_whole:
+        return (
+            f"results are taken over {prediction.late_steps} inner steps late, with the whole model in each "
+            f"round {late_steps_whole}; as many bytes for a step"
+        )
+    return f"a round sends one part of {setting.fragments}"

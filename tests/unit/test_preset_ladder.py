@@ -1,0 +1,201 @@
+"""The order of settings, the interval between exchanges, and how fragments cut it."""
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.presets import situation_of
+from coordinator.presets.choosing import chosen
+from coordinator.presets.cost import GOAL, Setting, predicted
+from coordinator.presets.reasons import of_steps
+from tests.unit.preset_scene import all_settings, codecs_and_interval, rungs, value, why
+
+
+def test_a_slower_link_first_hides_the_exchange_then_coarsens_it_and_makes_it_seldom_last() -> None:
+    plans = [chosen(situation_of("125m", mbit, "bbr")) for mbit in (100, 20, 10)]
+    assert [codecs_and_interval(plan) for plan in plans] == [
+        ("int4", "int4", 30),
+        ("ec2", "ec2", 30),
+        ("ec2", "ec2", 60),
+    ]
+    assert [value(plan, "exchange.overlap") for plan in plans] == ["blend"] * 3
+
+
+def test_the_order_is_int4_overlap_ec2_up_ec2_both_ways_longer_intervals_and_sparse_codecs() -> (
+    None
+):
+    found = [rung[0] for rung in rungs(situation_of("7b", 10))]
+    assert [(s.uplink, s.downlink, s.interval, s.has_overlap) for s in found] == [
+        ("int4", "int4", 30, False),
+        ("int4", "int4", 30, True),
+        ("ec2", "int4", 30, True),
+        *(("ec2", "ec2", interval, True) for interval in (30, 60, 120, 240, 480)),
+        *(("topk64", "topk256", interval, True) for interval in (120, 240, 480)),
+        ("topk64", "topk64", 480, True),
+    ]
+
+
+def test_fragments_cut_an_interval_and_never_lengthen_it_or_save_bytes() -> None:
+    situation = situation_of("7b", 10)
+    for rung in rungs(situation):
+        whole = predicted(situation, rung[0])
+        assert rung[0].fragments == 1
+        for setting in rung:
+            assert setting.interval == rung[0].interval
+            cut = predicted(situation, setting)
+            sent = cut.bytes_per_round * setting.fragments
+            assert sent == pytest.approx(whole.bytes_per_round, rel=1e-4)  # but for headers
+        is_cut = len({setting.fragments for setting in rung}) > 1
+        assert is_cut == rung[0].has_overlap  # who waits has nothing of it
+
+
+def test_results_come_as_soon_as_fragments_can_bring_them_and_with_no_more_than_that_takes() -> (
+    None
+):
+    situation = situation_of("125m", 100, "bbr")
+    plan = chosen(situation)
+    (rung,) = (rung for rung in rungs(situation) if plan.setting in rung)
+    late = {setting.fragments: predicted(situation, setting).late_steps for setting in rung}
+    assert late[1] == 11 and late[2] == 6
+    assert plan.setting.fragments == 3 and late[3] == plan.prediction.late_steps == 4
+    assert "4 inner steps late, with the whole model in each round 11" in why(plan, "fragments")
+    assert chosen(situation_of("125m", 1000)).setting.fragments == 1  # soon enough by itself
+
+
+def test_results_later_than_half_of_the_interval_are_a_reason_for_a_coarser_codec() -> None:
+    """Of a small model there are few fragments to cut, and 2 bits lose less than so late results."""
+    situation = replace(situation_of("3m", 20), seconds_per_inner_step=0.1)
+    found = rungs(situation)
+    finer = [predicted(situation, setting) for setting in found[1]]
+    assert max(prediction.utilisation for prediction in finer) >= GOAL
+    assert min(p.late_steps for p in finer if p.utilisation >= GOAL) > 15
+    plan = chosen(situation)
+    assert codecs_and_interval(plan) == ("ec2", "int4", 30)
+    assert plan.prediction.late_steps <= 15
+    int4 = {("exchange", "uplink"): "int4", ("exchange", "downlink"): "int4"}
+    assert chosen(situation, int4).setting.interval == 30  # never a longer one for that
+
+
+def test_fragments_that_bring_too_many_round_trips_are_not_taken() -> None:
+    """Over cubic a small exchange gets less of the link: of three or more it would not keep up."""
+    situation = situation_of("125m", 10)
+    plan = chosen(situation)
+    (rung,) = (rung for rung in rungs(situation) if plan.setting in rung)
+    shares = {s.fragments: predicted(situation, s).utilisation for s in rung}
+    assert plan.setting.fragments == 2
+    assert shares[2] >= GOAL > shares[6]
+
+
+def test_results_are_as_late_as_the_exchange_takes_and_never_later_than_a_round() -> None:
+    situation = situation_of("125m", 100)
+    setting = Setting(uplink="int4", downlink="int4", fragments=1, has_overlap=True, steps=30)
+    there = predicted(situation, setting)
+    assert there.exchange_seconds == pytest.approx(13.9, abs=0.05)
+    assert there.late_steps == 14  # the inner step in progress is ended first
+    assert predicted(situation, replace(setting, steps=10)).late_steps == 10
+    assert predicted(situation, replace(setting, has_overlap=False)).late_steps == 0
+
+
+def test_longer_intervals_come_after_coarser_codecs_and_are_no_fragments_in_disguise() -> None:
+    plan = chosen(situation_of("1b", 10, "bbr"))
+    assert codecs_and_interval(plan) == ("ec2", "ec2", 480)
+    assert plan.setting.fragments * plan.setting.steps == 480
+    assert plan.exchanges == 100_000 // 480
+    assert value(plan, "outer.momentum") == 0.6  # of 208 exchanges, not of 1,250 rounds
+
+
+def test_the_rungs_before_the_chosen_one_were_not_enough() -> None:
+    for name, mbit in (("125m", 100), ("125m", 10), ("1b", 10), ("7b", 10)):
+        situation = situation_of(name, mbit)
+        setting = chosen(situation).setting
+        found = rungs(situation)
+        place = next(place for place, rung in enumerate(found) if setting in rung)
+        assert place > 0
+        before = [predicted(situation, each) for rung in found[:place] for each in rung]
+        assert max(prediction.utilisation for prediction in before) < GOAL
+
+
+@pytest.mark.parametrize(
+    ("interval", "total_steps", "words"),
+    [
+        (60, 40 * 60, "2 times the usual"),
+        (120, 40 * 120, "ec2 every 160 steps, in 40 exchanges"),
+        (120, 40 * 120 - 1, "int4 every 60 steps, in 16 exchanges"),
+        (240, 100 * 240, "DiLoCo (Douillard et al. 2023) exchanged every 500 steps"),
+    ],
+)
+def test_longer_intervals_quote_runs_of_no_more_exchanges_than_they_have(
+    interval: int, total_steps: int, words: str
+) -> None:
+    setting = Setting(uplink="ec2", downlink="ec2", fragments=1, has_overlap=True, steps=interval)
+    assert words in of_steps(setting, total_steps, total_steps // interval)
+    halves = replace(setting, fragments=2, steps=interval // 2)
+    said = of_steps(halves, total_steps, total_steps // interval)
+    assert words in said and f"every 2 rounds, {interval} steps" in said
+
+
+def test_sparse_codecs_and_far_intervals_are_for_a_hundred_exchanges_and_not_for_fewer() -> None:
+    for codec, interval in (("topk64", 120), ("ec2", 240)):
+        for total_steps, is_there in ((100 * interval, True), (100 * interval - 1, False)):
+            found = all_settings(replace(situation_of("7b", 10), total_steps=total_steps))
+            assert any(s.uplink == codec and s.interval == interval for s in found) == is_there
+    plan = chosen(replace(situation_of("1b", 10), total_steps=100 * 120))
+    assert codecs_and_interval(plan) == ("topk64", "topk256", 120)
+    assert "100 times or more" in why(plan, "uplink")
+
+
+def test_sparse_codecs_are_exchanged_as_often_as_links_allow() -> None:
+    """For as many bytes, little of much often costs less loss than much of it seldom."""
+    intervals = [chosen(situation_of("7b", mbit)).setting.interval for mbit in (40, 20, 10)]
+    assert intervals == [240, 480, 480]
+    found = all_settings(situation_of("7b", 10))
+    sparse = {s.interval for s in found if (s.uplink, s.downlink) == ("topk64", "topk256")}
+    assert sparse == {120, 240, 480}
+
+
+@pytest.mark.parametrize("total_steps", [16, 100, 400, 1000, 4000, 100_000])
+def test_no_parameter_is_exchanged_fewer_times_than_was_ever_measured(total_steps: int) -> None:
+    for setting in all_settings(replace(situation_of("7b", 10), total_steps=total_steps)):
+        assert total_steps >= 16 * setting.interval
+
+
+def test_a_run_of_hardly_any_steps_exchanges_after_each_and_says_so() -> None:
+    plan = chosen(replace(situation_of("125m", 100), total_steps=5))
+    assert (value(plan, "run.rounds"), value(plan, "inner.steps")) == (5, 1)
+    assert plan.exchanges == 5 and not plan.is_too_short
+    assert "5 exchanges of each parameter in 5 inner steps" in why(plan, "steps")
+    assert "5 exchanges of each parameter" in why(plan, "momentum")
+
+
+def test_what_is_given_may_make_a_run_too_short_for_one_exchange_of_everything() -> None:
+    situation = replace(situation_of("125m", 100), total_steps=100)
+    steps = {("inner", "steps"): 30}
+    assert not chosen(situation, steps).is_too_short
+    assert chosen(situation, {**steps, ("exchange", "fragments"): 4}).is_too_short
+    assert chosen(situation, {("inner", "steps"): 101}).is_too_short
+
+
+def test_rounds_that_are_given_fix_their_steps_so_that_the_run_stays_as_long() -> None:
+    """With steps fixed only fragments lengthen the interval, and last."""
+    situation = replace(situation_of("125m", 10), total_steps=30_000)
+    plan = chosen(situation, {("run", "rounds"): 1000})
+    assert (value(plan, "run.rounds"), value(plan, "inner.steps")) == (1000, 30)
+    assert codecs_and_interval(plan) == ("ec2", "ec2", 60)
+    assert plan.setting.fragments == 2 and plan.exchanges == 500
+    assert chosen(situation, {("inner", "steps"): 30}).setting == plan.setting
+    more = chosen(situation, {("run", "rounds"): 2000})
+    assert value(more, "inner.steps") == 15
+
+
+def test_fragments_that_are_given_cut_the_interval_as_evenly_as_whole_steps_allow() -> None:
+    for fragments, steps in ((4, 8), (5, 6), (7, 4), (18, 2)):
+        given = {("exchange", "fragments"): fragments}
+        settings = all_settings(situation_of("125m", 100), given)
+        assert (settings[0].fragments, settings[0].steps) == (fragments, steps)
+        assert {setting.fragments for setting in settings} == {fragments}
+
+
+def test_without_error_feedback_nothing_below_four_bits_is_chosen() -> None:
+    plan = chosen(situation_of("7b", 10), {("exchange", "error_feedback"): False})
+    assert (plan.setting.uplink, plan.setting.downlink) == ("int4", "int4")
+    assert not plan.meets_goal
