@@ -77,15 +77,14 @@ def ladder(situation: Situation, given: Given) -> Iterator[Rung]:
 
     yield rung(usual, "int4", "int4", waits=True)
     pairs = [("int4", "int4"), ("ec2", "int4"), ("ec2", "ec2")]
-    wants_coarse = (
-        given.get(("exchange", "error_feedback")) is not False
-    )  # below 4 bits, they need it
-    pairs = pairs if wants_coarse else pairs[:1]
+    has_feedback = given.get(("exchange", "error_feedback")) is not False
+    if not has_feedback:
+        pairs = pairs[:1]  # below 4 bits codecs need it
     for pair in pairs:
         yield rung(usual, *pair)
     for cuts in longer:
         yield rung(cuts, *pairs[-1])
-    if not wants_coarse:
+    if not has_feedback:
         return
     often = [
         cuts
