@@ -216,7 +216,7 @@ def _outer(case: _Case) -> list[Told]:
         is_sparse = setting.uplink in SPARSE
         return [
             ("outer", "optimizer", "sgd", GIVEN),
-            ("outer", "learning_rate", 1.0, SPARSE_RATE if is_sparse else SGD_RATE),
+            ("outer", "learning_rate", 1.0, reasons.SPARSE_RATE if is_sparse else reasons.SGD_RATE),
             ("outer", "momentum", 0.0, "sgd has none"),
         ]
     if results_hold_all(setting, nodes):
@@ -228,7 +228,7 @@ def _outer(case: _Case) -> list[Told]:
             ("outer", "momentum", 0.3, lost),
         ]
     if setting.uplink in SPARSE:
-        why = SPARSE_RATE
+        why = reasons.SPARSE_RATE
         if setting.downlink in SPARSE:
             why += " where results do not hold all that nodes send"
         return [
@@ -250,10 +250,6 @@ def _outer(case: _Case) -> list[Told]:
         ("outer", "learning_rate", rate, why_rate),
         ("outer", "momentum", momentum, why),
     ]
-
-
-SPARSE_RATE = "top-k with error feedback wants no momentum"
-SGD_RATE = "the plain mean of what nodes trained: level with nesterov 0.7, 0.3 in 16 exchanges"
 
 
 def _owed(setting: Setting, situation: Situation, given: Given) -> list[Told]:

@@ -24,6 +24,9 @@ FAR = "DiLoCo (Douillard et al. 2023) exchanged every 500 steps; here 160 at mos
 SHORT = "int4 every 60 steps, in 16 exchanges, ended 11.2 % above every 15"
 """benchmarks.convergence, "fragments": with fewer exchanges than in LONG."""
 
+SPARSE_RATE = "top-k with error feedback wants no momentum"
+SGD_RATE = "the plain mean of what nodes trained: level with nesterov 0.7, 0.3 in 16 exchanges"
+
 
 def of_steps(setting: Setting, total_steps: int, exchanges: int) -> str:
     """Why parameters are exchanged as seldom, and rounds as long."""
