@@ -292,7 +292,6 @@ def long_part() -> list[Setting]:
             each.changed(f"{each.name}, at 0.006", inner={"learning_rate": 6e-3})
             for each in few_bytes
         ),
-        _all_that_arrived(21, of=LONG_STEPS),
         _exchanged(32, "topk256", of=LONG_STEPS, **SPARSE),
         _exchanged(32, "int4", of=LONG_STEPS, **momentum),
         _exchanged(80, "int4", of=LONG_STEPS, **momentum),
