@@ -27,7 +27,7 @@ BURST_SECONDS = 0.05
 HEADROOM = 1.5
 """Uploads may go so many times as fast as the uplink was seen to carry at best. That is below what it
 carries when others were slow, so there must be room to find more; and what is beyond twice of it
-fills the queue in front of the link until packets are lost (docs/performance.md)."""
+fills the queue in front of the link until packets are lost (docs/decisions.md)."""
 
 _MARGIN = 2.0  # bodies get this many times the rate at which receivers cut a trickle off
 
