@@ -16,6 +16,7 @@ from node.exchange.transport.parts import LEAST_PART_BYTES, part_bytes_for
 from node.exchange.transport.serving import serve, verify_inline
 from node.exchange.transport.tally import Tally
 from node.exchange.transport.transport import TransferRefusedError
+from node.exchange.transport.uplink import Uplink
 from protocol.payload import Payload
 from protocol.rounds import NodeId
 from protocol.v1 import transfer_pb2 as wire
@@ -65,6 +66,7 @@ class Wire:
             broken=(*BROKEN, FrameError, TransferRefusedError),
             num_at_first=lambda round_trip_seconds: num_streams,
             most_streams=num_streams,
+            uplink=Uplink(),
         )
 
     @asynccontextmanager

@@ -25,6 +25,7 @@ from node.exchange.transport.pacing import Pacer
 from node.exchange.transport.parts import FIRST_FLIGHT_BYTES, FIRST_ROUND_TRIP_SECONDS
 from node.exchange.transport.tally import Tally
 from node.exchange.transport.transport import TransferRefusedError
+from node.exchange.transport.uplink import Uplink
 from protocol.payload import Payload
 from protocol.rounds import Digest, NodeId
 from protocol.v1 import transfer_pb2 as wire
@@ -285,6 +286,7 @@ def test_no_more_is_handed_over_than_the_peer_was_seen_to_take() -> None:
             broken=(),
             num_at_first=lambda round_trip_seconds: 2,
             most_streams=8,
+            uplink=Uplink(),
         )
         pushing = asyncio.create_task(conveyor.push(payload))
         await asyncio.sleep(1)

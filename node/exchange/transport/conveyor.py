@@ -30,6 +30,7 @@ from node.exchange.transport.parts import (
     part_bytes_for,
 )
 from node.exchange.transport.transport import TransferRefusedError
+from node.exchange.transport.uplink import UnderWay, Uplink
 from protocol.payload import Payload
 from protocol.v1 import transfer_pb2 as wire
 
@@ -56,6 +57,7 @@ class _Sent(NamedTuple):
     load: Load
     part: int
     at: float  # when it was begun to be sent, by the tally's clock
+    under_way: UnderWay
 
     @property
     def num_bytes(self) -> int:
@@ -72,6 +74,7 @@ class Conveyor:
         broken: tuple[type[Exception], ...],
         num_at_first: Callable[[float], int],
         most_streams: int,
+        uplink: Uplink,
     ) -> None:
         """Begins with as many streams as `num_at_first` says, and opens more while that pays.
 
@@ -81,6 +84,7 @@ class Conveyor:
         self._broken = broken
         self._num_at_first = num_at_first
         self._most_streams = most_streams
+        self._uplink = uplink
         self._round_trip_seconds: float | None = None  # of offers, the shortest lately
         self._places = asyncio.Semaphore(MOST_BODIES)
         self._turn = asyncio.Lock()  # first come, first served
@@ -130,14 +134,20 @@ class Conveyor:
                     async with self._carrying(payload, turn) as load:
                         await _unless_failed(verdict(load.accept), load.failed)
                 else:
-                    sending = asyncio.ensure_future(_send_whole(stream, payload, turn))
-                    await _unless_failed(verdict(lambda held_map: None), sending)
-                    stream.moved(sent_bytes=body_bytes, since=sent_at)
+                    under_way = self._uplink.begin(self, body_bytes, is_whole=True)
+                    sending = asyncio.ensure_future(_send_whole(stream, payload, turn, under_way))
+                    try:
+                        await _unless_failed(verdict(lambda held_map: None), sending)
+                        stream.moved(sent_bytes=body_bytes, since=sent_at)
+                        under_way.answered(clock())
+                    finally:
+                        under_way.lost()
 
     def _note_round_trip(self, seconds: float) -> None:
         # The shortest lately: queues come and go, and ways change.
         known = self._round_trip_seconds
         self._round_trip_seconds = seconds if known is None else min(seconds, _LENGTHENING * known)
+        self._uplink.goes_round_in(self, self._round_trip_seconds)
 
     @asynccontextmanager
     async def _in_turn(self) -> AsyncIterator[Turn]:
@@ -228,10 +238,9 @@ class Conveyor:
                     hearing = both_ways.create_task(self._hear(stream, under_way, is_wide))
                     while (taken := await self._next_part()) is not None or under_way:
                         if taken is not None:
-                            sent = _Sent(*taken, at=stream.tally.now())
+                            sent = self._sent(*taken, at=stream.tally.now())
                             under_way.append(sent)
-                            self._flight.begin(sent.num_bytes)
-                            await _send_part(stream, *taken)
+                            await _send_part(stream, sent)
                             if len(under_way) >= PARTS_IN_WINDOW:
                                 # One part more would wait here, and another stripe can carry it.
                                 await is_wide.wait()
@@ -241,7 +250,13 @@ class Conveyor:
         finally:
             for sent in reversed(under_way):
                 self._flight.end(sent.num_bytes)
+                sent.under_way.lost()
                 sent.load.give_back(sent.part)
+
+    def _sent(self, load: Load, part: int, at: float) -> _Sent:
+        num_bytes = len(load.part(part))
+        self._flight.begin(num_bytes)
+        return _Sent(load, part, at, self._uplink.begin(self, num_bytes))
 
     async def _next_part(self) -> tuple[Load, int] | None:
         """The next part of the first body that has one; None when none could go for a while."""
@@ -271,7 +286,8 @@ class Conveyor:
             if not under_way or under_way[0].part != response.part:
                 raise FrameError(f"part {response.part} was answered, which was not the next one")
             sent = under_way.popleft()
-            load, index, sent_at = sent
+            load, index, sent_at, _ = sent
+            sent.under_way.answered(clock())
             self._flight.end(sent.num_bytes, answered_at=clock())
             self._may_go.set()
             is_wide.set()  # the window has opened at least once, and libp2p doubles it each time
@@ -289,8 +305,11 @@ class Conveyor:
                     raise FrameError(f"status {status} came where a part's was due")
 
 
-async def _send_whole(stream: TransferStream, payload: Payload, turn: Turn) -> None:
-    await stream.send_body(payload.body)
+async def _send_whole(
+    stream: TransferStream, payload: Payload, turn: Turn, under_way: UnderWay
+) -> None:
+    await stream.send_body(payload.body, is_answered=True)
+    under_way.is_out(asyncio.get_running_loop().time())
     turn.pass_on()
 
 
@@ -308,12 +327,13 @@ async def _unless_failed(verdict: Coroutine[Any, Any, None], sending: asyncio.Fu
         await asyncio.gather(hearing, sending, return_exceptions=True)
 
 
-async def _send_part(stream: TransferStream, load: Load, index: int) -> None:
-    part = load.part(index)
-    stream.carries(load.payload.header.kind)
-    header = wire.Part(index=index, digest=load.payload.digest, num_bytes=len(part))
+async def _send_part(stream: TransferStream, sent: _Sent) -> None:
+    payload, part = sent.load.payload, sent.load.part(sent.part)
+    stream.carries(payload.header.kind)
+    header = wire.Part(index=sent.part, digest=payload.digest, num_bytes=len(part))
     await stream.send(header)
-    await stream.send_body(part)
+    await stream.send_body(part, is_answered=True)
+    sent.under_way.is_out(asyncio.get_running_loop().time())
 
 
 def _first_of(errors: BaseExceptionGroup[Exception]) -> Exception:

@@ -159,7 +159,7 @@ class TransferStream:
         """See Pacer.place."""
         return self._pacer.place()
 
-    async def send_body(self, body: bytes | memoryview) -> None:
+    async def send_body(self, body: bytes | memoryview, *, is_answered: bool = False) -> None:
         """Writes a body, no faster than the other side takes it and the pacer allows.
 
         Hold a `place_for_body` meanwhile.
@@ -168,6 +168,8 @@ class TransferStream:
         chunk_bytes = self._pacer.chunk_bytes
         for offset in range(0, len(view), chunk_bytes):
             chunk = view[offset : offset + chunk_bytes]
+            if not is_answered:
+                self._pacer.unanswered()
             await self._pacer.body(len(chunk))  # our own wait: idle_seconds are the other side's
             await self._write(chunk)
 

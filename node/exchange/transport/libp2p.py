@@ -31,6 +31,7 @@ from node.exchange.transport.transport import (
     TransferRefusedError,
     Want,
 )
+from node.exchange.transport.uplink import Uplink
 from protocol.identity import Identity, peer_id_of
 from protocol.payload import Payload, PayloadHeader
 from protocol.rounds import NodeId, RosterEntry
@@ -73,8 +74,10 @@ class Libp2pTransport:
         self._announce_host = announce_host
         self._limits = limits or Limits()
         self._max_upload_bytes_per_second = max_upload_bytes_per_second
+        self._uplink = Uplink()
         self._pacer = Pacer(
             max_upload_bytes_per_second,
+            uplink=self._uplink,
             seen=lambda: self._tally.most_sent_bytes_per_second,
             floor_bytes_per_second=self._limits.floor_bytes_per_second,
         )
@@ -184,6 +187,7 @@ class Libp2pTransport:
                 most=self._limits.max_stripes_per_body,
             ),
             most_streams=self._limits.max_stripes_per_body,
+            uplink=self._uplink,
         )
 
     async def fetch(

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
+from node.exchange.transport.uplink import BURST_SECONDS, Uplink
 from node.exchange.transport.wire_cost import (
     ACKNOWLEDGEMENT_SHARE,
     CONNECTION_BYTES,
@@ -21,13 +22,10 @@ from node.exchange.transport.wire_cost import (
 CHUNK_BYTES = 256 * 1024
 """Bodies are read this much at a time, and written too, or less where that takes long."""
 
-BURST_SECONDS = 0.05
-"""What may leave at once, in seconds of the rate: so long a heartbeat may wait behind a chunk."""
-
 HEADROOM = 1.5
-"""Uploads may go so many times as fast as the uplink was seen to carry at best. That is below what it
-carries when others were slow, so there must be room to find more; and what is beyond twice of it
-fills the queue in front of the link until packets are lost (docs/decisions.md)."""
+"""While a node has made no long transfer: uploads may go so many times as fast as the uplink was seen to
+carry at best. That is below what it carries when others were slow, so there must be room to find more; and
+what is beyond twice of it fills the queue in front of the link until packets are lost (docs/decisions.md)."""
 
 _MARGIN = 2.0  # bodies get this many times the rate at which receivers cut a trickle off
 
@@ -71,9 +69,10 @@ class Pacer:
 
     Streams take turns, chunk by chunk, so those that upload at the same time get equal shares.
     Small messages and acknowledgements do not wait, since transfers would stall, but bodies make
-    room for them. The rate is what the node's owner allows, and no more than HEADROOM times what the
-    uplink was `seen` to carry, bodies' bytes per second; with neither (None), nothing waits for
-    anything. `floor_bytes_per_second` is the mean rate below which receivers give a body up.
+    room for them. The rate is what the node's owner allows, and no more than the `uplink` carries
+    without a queue; until that is known, no more than HEADROOM times what it was `seen` to carry, bodies'
+    bytes per second. While nothing is known (None), nothing waits for anything.
+    `floor_bytes_per_second` is the mean rate below which receivers give a body up.
     """
 
     def __init__(
@@ -81,11 +80,13 @@ class Pacer:
         allowed_bytes_per_second: float | None,
         *,
         floor_bytes_per_second: float,
+        uplink: Uplink | None = None,
         seen: Callable[[], float | None] = lambda: None,
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._allowed_bytes_per_second = allowed_bytes_per_second
+        self._uplink = uplink or Uplink()
         self._seen = seen
         self._now = now
         self._sleep = sleep
@@ -106,10 +107,12 @@ class Pacer:
         return max(1, min(CHUNK_BYTES, int(BURST_SECONDS * self._rate / (1 + HEADER_SHARE))))
 
     def _follow(self) -> None:
-        """Goes by what is allowed and seen now."""
-        rate, seen = self._allowed_bytes_per_second, self._seen()
-        if seen is not None:
-            usable = HEADROOM * (1 + HEADER_SHARE) * seen
+        """Goes by what is allowed and what the uplink carries now."""
+        rate, usable = self._allowed_bytes_per_second, self._uplink.bytes_per_second
+        if usable is None and (seen := self._seen()) is not None:
+            usable = HEADROOM * seen
+        if usable is not None:
+            usable *= 1 + HEADER_SHARE
             rate = usable if rate is None else min(rate, usable)
         if rate is None or rate == self._rate:
             return
@@ -141,6 +144,7 @@ class Pacer:
         async with self._turn:
             seconds = bucket.seconds_until(wire_bytes, self._now())
             if seconds > 0:
+                self._uplink.held_back()
                 await self._sleep(seconds)
             # Nothing is awaited from here on: who is cancelled has taken nothing.
             bucket.take(wire_bytes, self._now())
@@ -152,6 +156,10 @@ class Pacer:
     def received(self, num_bytes: int) -> None:
         """Notes what came, for the acknowledgements that it costs."""
         self._take(ACKNOWLEDGEMENT_SHARE * num_bytes)
+
+    def unanswered(self) -> None:
+        """Notes that a body goes out whose receiver does not answer: see Uplink.unanswered."""
+        self._uplink.unanswered()
 
     def stream(self) -> None:
         """Notes a stream that is opened."""

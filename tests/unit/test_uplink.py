@@ -1,0 +1,222 @@
+"""How fast bodies may go, in virtual time: a link behind a queue, and peers behind both."""
+
+import asyncio
+
+import pytest
+
+from benchmarks.virtual_time import run_in_virtual_time
+from node.exchange.transport.pacing import Pacer
+from node.exchange.transport.uplink import (
+    EPOCH_SECONDS,
+    LEAST_ANSWERS,
+    MEMORY,
+    QUEUE_SECONDS,
+    UnderWay,
+    Uplink,
+)
+from node.exchange.transport.wire_cost import HEADER_SHARE
+
+RATE = 1_000_000.0  # bytes of bodies a second
+PART = 32_768
+NUM_PARTS = 128  # for each peer in one exchange
+NUM_PEERS = 3
+WINDOW_PARTS = 64  # under way to a peer
+ROUND_TRIP = 0.05
+LEAST_SECONDS = NUM_PEERS * NUM_PARTS * PART / RATE
+
+
+class QueuedLink:
+    """A link behind a queue that never overflows, three peers behind it, and a node that fills it."""
+
+    def __init__(self, *, allowed: float | None = None, is_answered: bool = True) -> None:
+        self.bytes_per_second = RATE
+        self.late_seconds = [0.0] * NUM_PEERS
+        """By so much each peer's answers come later than the way takes."""
+        self.queues: list[float] = []
+        """For how long each part of an exchange waited before the link."""
+        self.uplink = Uplink()
+        self._is_answered = is_answered
+        self._clock = asyncio.get_running_loop().time
+        self._is_free_at = 0.0
+        self._pacer = Pacer(
+            allowed, floor_bytes_per_second=1.0, uplink=self.uplink, now=self._clock
+        )
+
+    async def exchange(self) -> float:
+        """Sends as much to each peer; returns how many seconds that took."""
+        began_at, self.queues = self._clock(), []
+        await asyncio.gather(*(self._push(peer) for peer in range(NUM_PEERS)))
+        took = self._clock() - began_at
+        await asyncio.sleep(60)
+        return took
+
+    async def _push(self, peer: int) -> None:
+        room = asyncio.Semaphore(WINDOW_PARTS)
+        async with asyncio.TaskGroup() as answers:
+            for _ in range(NUM_PARTS):
+                await room.acquire()
+                under_way = self.uplink.begin(peer, PART)
+                left = PART
+                while left > 0:
+                    chunk = min(left, self._pacer.chunk_bytes)
+                    if not self._is_answered:
+                        self._pacer.unanswered()
+                    await self._pacer.body(chunk)
+                    self._is_free_at = max(self._is_free_at, self._clock())
+                    self._is_free_at += chunk / self.bytes_per_second
+                    left -= chunk
+                under_way.is_out(self._clock())
+                self.queues.append(self._is_free_at - self._clock())
+                seconds = self.queues[-1] + ROUND_TRIP + self.late_seconds[peer]
+                answers.create_task(self._answer(under_way, seconds, room))
+
+    async def _answer(self, under_way: UnderWay, seconds: float, room: asyncio.Semaphore) -> None:
+        await asyncio.sleep(seconds)
+        under_way.answered(self._clock())
+        room.release()
+
+
+def test_an_uplink_stays_full_behind_a_short_queue() -> None:
+    async def scene() -> None:
+        link = QueuedLink()
+        await link.exchange()
+        assert max(link.queues) > 4  # nothing was known of it at first
+        for _ in range(10):
+            assert await link.exchange() < 1.02 * LEAST_SECONDS
+            assert max(link.queues) < 0.2
+
+    run_in_virtual_time(scene())
+
+
+@pytest.mark.parametrize("factor", [0.2, 0.6, 1.5, 5.0])
+def test_a_link_that_changes_is_full_again_behind_a_short_queue(factor: float) -> None:
+    async def scene() -> None:
+        link = QueuedLink()
+        for _ in range(3):
+            await link.exchange()
+        link.bytes_per_second *= factor
+        for _ in range(3):
+            await link.exchange()
+        assert await link.exchange() < 1.1 * LEAST_SECONDS / factor
+        assert max(link.queues) < 0.5
+
+    run_in_virtual_time(scene())
+
+
+def test_what_never_waits_is_not_paced() -> None:
+    async def scene() -> None:
+        link = QueuedLink()
+        link.bytes_per_second = 1e12
+        for _ in range(3):
+            await link.exchange()
+        assert link.uplink.bytes_per_second is None
+
+    run_in_virtual_time(scene())
+
+
+def test_one_peer_whose_answers_come_late_slows_nobody() -> None:
+    async def scene() -> None:
+        link = QueuedLink()
+        for _ in range(3):
+            await link.exchange()
+        link.late_seconds[0] = 0.5
+        for _ in range(5):
+            assert await link.exchange() < 1.02 * LEAST_SECONDS + 0.5
+
+    run_in_virtual_time(scene())
+
+
+def test_a_queue_of_others_takes_half_of_our_rate_at_most_and_not_for_ever() -> None:
+    async def scene() -> None:
+        link = QueuedLink()
+        for _ in range(3):
+            await link.exchange()
+        link.late_seconds = [0.5] * NUM_PEERS
+        rates = []
+        for _ in range(4):
+            await link.exchange()
+            rates.append(link.uplink.bytes_per_second or 0.0)
+        assert min(rates) >= 0.45 * RATE
+        assert rates[-1] == pytest.approx(RATE, rel=0.2)  # a longer way, then
+
+    run_in_virtual_time(scene())
+
+
+def test_the_owners_limit_holds_whatever_the_link_carries() -> None:
+    async def scene() -> None:
+        link = QueuedLink(allowed=0.5 * (1 + HEADER_SHARE) * RATE)
+        for _ in range(3):
+            assert await link.exchange() == pytest.approx(2 * LEAST_SECONDS, rel=0.05)
+
+    run_in_virtual_time(scene())
+
+
+def test_beside_bodies_that_nobody_answers_nothing_is_learnt() -> None:
+    async def scene() -> None:
+        link = QueuedLink(is_answered=False)
+        await link.exchange()
+        assert link.uplink.bytes_per_second is None
+
+    run_in_virtual_time(scene())
+
+
+def test_peers_that_take_their_time_for_every_answer_are_not_taken_for_a_queue_for_long() -> None:
+    async def scene() -> None:
+        link = QueuedLink()
+        for peer in range(NUM_PEERS):
+            link.uplink.goes_round_in(peer, ROUND_TRIP)
+        link.late_seconds = [0.5] * NUM_PEERS
+        for _ in range(3):
+            await link.exchange()
+        assert await link.exchange() < 1.05 * LEAST_SECONDS + 0.5
+
+    run_in_virtual_time(scene())
+
+
+def test_a_queue_that_was_there_before_the_first_answer_is_seen_by_the_round_trip() -> None:
+    uplink = Uplink()
+    uplink.goes_round_in("peer", 0.05)
+    since = 0.0
+    while uplink.bytes_per_second is None:
+        since = answer_all(uplink, since=since, seconds=1.0, apart=0.1, times=LEAST_ANSWERS + 1)
+        assert since < 3.0
+    assert uplink.bytes_per_second == pytest.approx(0.85 * PART / 0.1, rel=0.01)
+
+
+def answer_all(uplink: Uplink, *, since: float, seconds: float, apart: float, times: int) -> float:
+    """So many parts, one after the other, all answered after so many seconds; returns when the last is."""
+    flying = [uplink.begin("peer", PART) for _ in range(times)]
+    for number, part in enumerate(flying):
+        part.is_out(since + number * apart)
+        part.answered(since + number * apart + seconds)
+    return since + times * apart + seconds
+
+
+def test_a_way_that_got_longer_is_taken_for_a_queue_only_for_a_while() -> None:
+    uplink = Uplink()
+    apart, times = EPOCH_SECONDS / LEAST_ANSWERS, 2 * LEAST_ANSWERS
+    now = answer_all(uplink, since=0.0, seconds=0.05, apart=apart, times=times)
+    now = answer_all(uplink, since=now, seconds=0.05 + 2 * QUEUE_SECONDS, apart=apart, times=times)
+    slow = uplink.bytes_per_second
+    assert slow is not None
+    for _ in range(MEMORY):
+        now = answer_all(
+            uplink, since=now, seconds=0.05 + 2 * QUEUE_SECONDS, apart=apart, times=times
+        )
+    uplink.bytes_per_second = 1.0
+    answer_all(uplink, since=now, seconds=0.05 + 2 * QUEUE_SECONDS, apart=apart, times=times)
+    assert uplink.bytes_per_second == 1.0  # no queue any more
+
+
+def test_what_was_lost_and_what_was_answered_too_early_says_nothing() -> None:
+    uplink = Uplink()
+    for number in range(10 * LEAST_ANSWERS):
+        now = number * EPOCH_SECONDS
+        lost, early, last = (uplink.begin("peer", PART) for _ in range(3))
+        lost.is_out(now)
+        lost.lost()
+        early.answered(now + 0.05 * number)
+        last.is_out(now)
+        last.answered(now + 0.05 * number)  # and then the link is idle
+        last.lost()
+    assert uplink.bytes_per_second is None
