@@ -259,44 +259,82 @@ class _Sink:
         pass
 
 
-def num_parts_in(sinks: list[_Sink]) -> int:
-    return sum(sink.num_bytes for sink in sinks) // PART
+class _Peer:
+    """Answers when it is told to. Its first stream is the offer's, the others are stripes."""
+
+    def __init__(self, num_streams: int) -> None:
+        self.uplink = Uplink()
+        self._readers: list[asyncio.StreamReader] = []
+        self._sinks: list[_Sink] = []
+        clock = asyncio.get_running_loop().time
+        self._pacer = Pacer(None, floor_bytes_per_second=2048, uplink=self.uplink, now=clock)
+        self._tally = Tally(WireCounts(), now=clock)
+        self.conveyor = Conveyor(
+            open_stream=self._open,
+            broken=(),
+            num_at_first=lambda round_trip_seconds: num_streams,
+            most_streams=num_streams,
+            uplink=self.uplink,
+        )
+
+    @asynccontextmanager
+    async def _open(self) -> AsyncIterator[TransferStream]:
+        self._readers.append(asyncio.StreamReader())
+        self._sinks.append(_Sink())
+        yield TransferStream(
+            self._readers[-1],
+            self._sinks[-1],  # type: ignore[arg-type]  # as much of a writer as a stripe needs
+            idle_seconds=1e6,
+            pacer=self._pacer,
+            tally=self._tally,
+        )
+
+    @property
+    def num_parts(self) -> int:
+        """Parts that were handed over."""
+        return sum(sink.num_bytes for sink in self._sinks) // PART
+
+    def answer(self, stream: int, part: int) -> None:
+        """Acknowledges a part."""
+        frame = wire.TransferResponse(
+            status=wire.TRANSFER_STATUS_PART_RECEIVED, part=part
+        ).SerializeToString()
+        self._readers[stream].feed_data(len(frame).to_bytes(4, "little") + frame)
 
 
 def test_no_more_is_handed_over_than_the_peer_was_seen_to_take() -> None:
     async def scene() -> None:
+        peer = _Peer(num_streams=2)
         payload = make_payload(body=os.urandom(60 * PART))
-        readers: list[asyncio.StreamReader] = []
-        sinks: list[_Sink] = []
-
-        @asynccontextmanager
-        async def open_stream() -> AsyncIterator[TransferStream]:
-            readers.append(asyncio.StreamReader())
-            sinks.append(_Sink())
-            yield TransferStream(
-                readers[-1],
-                sinks[-1],  # type: ignore[arg-type]  # as much of a writer as a stripe needs
-                idle_seconds=1e6,
-                pacer=Pacer(None, floor_bytes_per_second=2048),
-                tally=Tally(WireCounts()),
-            )
-
-        conveyor = Conveyor(
-            open_stream=open_stream,
-            broken=(),
-            num_at_first=lambda round_trip_seconds: 2,
-            most_streams=8,
-            uplink=Uplink(),
-        )
-        pushing = asyncio.create_task(conveyor.push(payload))
+        pushing = asyncio.create_task(peer.conveyor.push(payload))
         await asyncio.sleep(1)
-        assert num_parts_in(sinks) == FIRST_FLIGHT_BYTES // PART
-        frame = wire.TransferResponse(
-            status=wire.TRANSFER_STATUS_PART_RECEIVED, part=0
-        ).SerializeToString()
-        readers[1].feed_data(len(frame).to_bytes(4, "little") + frame)
+        assert peer.num_parts == FIRST_FLIGHT_BYTES // PART
+        peer.answer(1, 0)
         await asyncio.sleep(100)
-        assert num_parts_in(sinks) == FIRST_FLIGHT_BYTES // PART + 2
+        assert peer.num_parts == FIRST_FLIGHT_BYTES // PART + 2
+        pushing.cancel()
+        await asyncio.wait([pushing])
+
+    run_in_virtual_time(scene())
+
+
+def test_what_a_slow_uplink_queues_is_seen_in_the_answers_and_slows_the_rest() -> None:
+    """The link carries a part in a tenth of a second; what is handed over sooner waits before it."""
+
+    async def scene() -> None:
+        peer = _Peer(num_streams=1)
+        payload = make_payload(body=os.urandom(300 * PART))
+        pushing = asyncio.create_task(peer.conveyor.push(payload))
+        waiting: list[int] = []  # before each answer
+        for _ in range(250):
+            await asyncio.sleep(0.1)
+            if peer.num_parts > len(waiting):
+                waiting.append(peer.num_parts - len(waiting))
+                peer.answer(1, len(waiting) - 1)
+        rate = peer.uplink.bytes_per_second
+        assert rate is not None and 0.8 * 10 * PART < rate < 1.2 * 10 * PART
+        assert max(waiting) > 10 and max(waiting[150:]) < 5
+        assert len(waiting) > 240  # and the link is full
         pushing.cancel()
         await asyncio.wait([pushing])
 
