@@ -302,16 +302,14 @@ class Duties:
             self.put(asked)
 
     async def _adopted(self, commit: Commit | None = None) -> None:
-        """The outer state moved: ranks take it over, then the coordinator learns it, then the disk.
+        """The outer state moved: the coordinator learns it, then ranks take it over, then the disk.
 
+        The next plan comes while ranks end their inner step, and waits here until they have adopted.
         `commit` is what moved it, if ranks have published for that round: then they take over its
         fragment. Else all of it.
         """
         if self._saving is not None and self._saving.done():
             await self.saved()  # a full disk ends the node before it is in another plan
-        if not self.is_draining:  # then they do not train any more
-            log.debug("phase", phase="adopting", round=self._outer.round)
-            await self._adopt(commit)
         incarnation = self._history.incarnation_at(self._outer.round)
         applied = Applied(
             outer_digest=self._outer.digest, incarnation=incarnation, wire=self._wire_of_round()
@@ -319,6 +317,9 @@ class Duties:
         self._session.report(self._outer.round, applied)
         again = {"incarnation": incarnation} if incarnation else {}
         log.info("applied", round=self._outer.round, digest=self._outer.digest.hex()[:12], **again)
+        if not self.is_draining:  # then they do not train any more
+            log.debug("phase", phase="adopting", round=self._outer.round)
+            await self._adopt(commit)
         await self.saved()
         self._saving = asyncio.ensure_future(self._exchange.save())  # while the ranks train on
         self._saving.add_done_callback(_tell_unsaved)
