@@ -28,8 +28,9 @@ import structlog
 import torch
 
 from benchmarks import convergence_bits
-from benchmarks.convergence_parts import DATA_PARALLEL, PARTS, quick_part
+from benchmarks.convergence_parts import PARTS, quick_part
 from benchmarks.convergence_report import Losses, frontier, frontier_drawn, frontier_table
+from benchmarks.convergence_settings import DATA_PARALLEL
 from benchmarks.data_parallel import train_data_parallel
 from benchmarks.ending import nothing_left
 from benchmarks.local_swarm import Setting, Trained, spec_of, train_swarm

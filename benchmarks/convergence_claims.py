@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import get_args
 
-from benchmarks.convergence_parts import DATA_PARALLEL
+from benchmarks.convergence_settings import DATA_PARALLEL
 from protocol.run_spec import CodecName
 
 

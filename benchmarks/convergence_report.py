@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.convergence_claims import CLAIMS, Claim
-from benchmarks.convergence_parts import DATA_PARALLEL, PARTS
+from benchmarks.convergence_parts import PARTS
+from benchmarks.convergence_settings import DATA_PARALLEL
 from benchmarks.figures import Point, scattered
 
 

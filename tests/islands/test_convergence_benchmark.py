@@ -11,14 +11,10 @@ import pytest
 
 from benchmarks.convergence import digest_of
 from benchmarks.convergence_claims import CLAIMS
-from benchmarks.convergence_parts import (
-    FRAGMENTS_STEPS,
-    FRONTIER_STEPS,
-    INNER_STEPS,
-    LONG_STEPS,
-    PARTS,
-)
+from benchmarks.convergence_long import FRAGMENTS_STEPS, FRONTIER_STEPS, LONG_STEPS
+from benchmarks.convergence_parts import PARTS
 from benchmarks.convergence_report import Difference, Losses, frontier, verdict
+from benchmarks.convergence_settings import INNER_STEPS
 from benchmarks.local_swarm import Setting, parts_of, swarm_at_end
 from benchmarks.overlap import run_with
 from benchmarks.processes import SOURCES, atoll_environment

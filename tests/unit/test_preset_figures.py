@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import pytest
 
-from benchmarks.convergence_parts import FRAGMENTS_STEPS
+from benchmarks.convergence_long import FRAGMENTS_STEPS
 from benchmarks.presets import situation_of
 from coordinator.presets.cost import (
     CODEC_COSTS,

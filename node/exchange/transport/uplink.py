@@ -37,7 +37,7 @@ MEMORY = 50
 
 RATES = 8
 """Epochs, of whose rates the second highest is what the uplink carries: one may be wrong, and after a pause
-TCP feels its way for some of them."""
+TCP feels its way for longer than the first."""
 
 _DRAIN = 0.85  # of what the uplink carries: so a queue gets shorter
 _PROBE = 1.06  # … and so it is seen when the uplink carries more, or a queue begins
@@ -53,8 +53,9 @@ class _Way(NamedTuple):
 class _Epoch:
     """What was answered since some answer."""
 
-    def __init__(self, began_at: float) -> None:
+    def __init__(self, began_at: float, *, is_first: bool = False) -> None:
         self.began_at = began_at
+        self.is_first = is_first  # after a pause: TCP feels its way
         self.num_bytes = 0
         self.num_answers = 0
         self.least_seconds: dict[_Way, float] = {}
@@ -108,7 +109,7 @@ class Uplink:
         """What was under way was answered, so many seconds after its last byte went out."""
         epoch = self._epoch
         if epoch is None:
-            self._epoch = _Epoch(now)
+            self._epoch = _Epoch(now, is_first=True)
             return
         epoch.note(way, num_bytes, seconds)
         if now - epoch.began_at >= EPOCH_SECONDS and epoch.num_answers >= LEAST_ANSWERS:
@@ -125,8 +126,8 @@ class Uplink:
     def _learn(self, epoch: _Epoch, rate: float) -> None:
         self._lately.append(epoch)
         has_queue = self._queue_seconds(epoch) > QUEUE_SECONDS
-        if not has_queue and not epoch.is_held_back:
-            return  # there was less to send than the link carries
+        if epoch.is_first or not (has_queue or epoch.is_held_back):
+            return  # there was less to send than the link carries, or it was sent more slowly
         self._rates.append(rate)
         if has_queue or self.bytes_per_second is not None:
             carried = sorted(self._rates)[-2:][0]
