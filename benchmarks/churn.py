@@ -1,6 +1,6 @@
 """What a death in every round costs a swarm: the time of those who live, in virtual time.
 
-    python -m benchmarks.churn --nodes 6 --rounds 20 --round-seconds 60 --seed 0
+    python -m benchmarks.churn --nodes 6 --rounds 20 --round-seconds 60 --seeds 0
 
 Two runs of the same swarm through the real core, store, daemons and codecs (benchmarks.simulation):
 one without faults, and one in which a node is killed in every round, at a random time, and its

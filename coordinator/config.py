@@ -126,7 +126,7 @@ uplink = "int4"             # codec of contributions, with bits a value: "fp32" 
                             # "int8" 8.1, "fp8" 8.1, "int4" 4.1, "fp4" 4.1, "ec3" 3.1, "ec2" 2.1,
                             # "int2" 2.0, "ec1" 1.1, "sign" 1.0, "topk256" 0.45, "topk64" 0.15;
                             # below 4 bits better with error_feedback, below 2 only so
-downlink = "int4"           # codec of results, likewise; keep 3 bits or more
+downlink = "int4"           # codec of results, likewise; 2 bits or more lost nothing measurable
 error_feedback = true       # whether a node still owes what encoding rounds away
 residual_decay = 1.0        # what part of that it still owes; sparse codecs may want 0.95
 reducer_error = "keep"      # what encoding a result rounds away: to its next mean; or "own", "drop"

@@ -145,7 +145,7 @@ def init(
             "achieved with it",
             next_step="leave one of them out",
         )
-    named = _model_of(model_name)
+    named, left_out = _model_of(model_name)
     found = None if measured is None else _measured(measured)
     if found is not None:
         down, up = found.down_bits_per_second, found.up_bits_per_second
@@ -184,7 +184,7 @@ def init(
     text = _text(named, situation, name=name, values=values)
     write_atomically(out, text.encode())
     is_assumed = step is None and tokens_per_second is None
-    advice = "" if found is None else found.advice
+    advice = "; ".join(filter(None, (left_out, "" if found is None else found.advice)))
     if is_json:
         console.print_json(
             {
@@ -208,15 +208,18 @@ def init(
     click.echo(f"  atoll coordinator init DIR --run {out}")
 
 
-def _model_of(name: str) -> "NamedModel":
-    """A size by its name, or the [model] of a file with the batch and rate of the nearest size."""
+def _model_of(name: str) -> tuple["NamedModel", str]:
+    """A size by its name, or the [model] of a file with the batch and rate of the nearest size.
+
+    And in words what else the file says, none of which is taken.
+    """
     from dataclasses import replace
 
     from coordinator.presets.model_sizes import NAMED_MODELS, num_parameters
     from protocol.run_spec import load_run_file
 
     if (named := NAMED_MODELS.get(name.lower())) is not None:
-        return named
+        return named, ""
     path = Path(name)
     if not path.is_file():
         raise UsageError(
@@ -224,6 +227,10 @@ def _model_of(name: str) -> "NamedModel":
             next_step=f"choose one of {', '.join(NAMED_MODELS)}, or a TOML file with a [model]",
         )
     spec = load_run_file(path)
+    if "model" not in spec.model_fields_set:
+        raise ConfigError(
+            f"{name} has no [model]", next_step="write one, or choose a size: --model 125m"
+        )
     size = num_parameters(spec.model)
     nearest = min(
         NAMED_MODELS.values(),
@@ -231,7 +238,12 @@ def _model_of(name: str) -> "NamedModel":
             max(size, num_parameters(other.model)) / min(size, num_parameters(other.model))
         ),
     )
-    return replace(nearest, model=spec.model)
+    others = [f"[{table}]" for table in sorted(spec.model_fields_set) if table != "model"]
+    left_out = (
+        f"of {name} only [model] is taken, not {', '.join(others)}: for a preset in that file write "
+        'preset = "auto" and link into its [exchange]'
+    )
+    return replace(nearest, model=spec.model), left_out if others else ""
 
 
 def _told_link(text: str) -> tuple[float, float]:

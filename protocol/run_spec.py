@@ -273,6 +273,15 @@ class RunSpec(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _every_fragment_has_a_round(self) -> Self:
+        if self.run.rounds < self.exchange.fragments:
+            raise ValueError(
+                f"[run] rounds = {self.run.rounds}: each synchronises one of [exchange] fragments = "
+                f"{self.exchange.fragments}, and the others would keep their first weights"
+            )
+        return self
+
     @property
     def tokens_per_inner_step(self) -> int:
         """Tokens that one node trains in one inner step."""

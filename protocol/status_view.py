@@ -73,9 +73,13 @@ def sent_bytes(node: pb.NodeStatus) -> int:
     return sum(count.sent_bytes for count in node.heartbeat.wire)
 
 
-def received_bytes(node: pb.NodeStatus) -> int:
-    """Bytes that the node has received since it started, of all kinds."""
-    return sum(count.received_bytes for count in node.heartbeat.wire)
+def wire_in_words(node: pb.NodeStatus) -> tuple[str, str]:
+    """Bytes that the node has sent and received since it started; before it has said so, nothing."""
+    counts = node.heartbeat.wire
+    if not counts:
+        return "-", "-"
+    received = sum(count.received_bytes for count in counts)
+    return bytes_in_words(sent_bytes(node)), bytes_in_words(received)
 
 
 def cut_off(nodes: Iterable[pb.NodeStatus]) -> str:
@@ -333,8 +337,7 @@ def _node_cells(node: pb.NodeStatus, run: pb.RunStatus) -> tuple[Text, ...]:
         does,
         Text(loss),
         Text(speed),
-        Text(bytes_in_words(sent_bytes(node))),
-        Text(bytes_in_words(received_bytes(node))),
+        *map(Text, wire_in_words(node)),
         Text(waits_for),
     )
 

@@ -25,12 +25,11 @@ from protocol.status_view import (
     mfu_in_words,
     name_of,
     phase_in_words,
-    received_bytes,
     saving_in_words,
-    sent_bytes,
     state_in_words,
     time_in_words,
     training_loss,
+    wire_in_words,
 )
 from protocol.v1 import status_pb2 as pb
 
@@ -109,8 +108,7 @@ def _node_cells(node: pb.NodeStatus) -> tuple[str, ...]:
         mfu_in_words(node),
         memory_in_words(node),
         link_in_words(node),
-        bytes_in_words(sent_bytes(node)),
-        bytes_in_words(received_bytes(node)),
+        *wire_in_words(node),
         f"{seconds_in_words(node.silent_seconds)} ago",
     )
 

@@ -1,4 +1,4 @@
-"""What a node owes the swarm, through a round: sent + kept = accumulated, to the last bit.
+"""What a node owes the swarm, through a round: sent + kept = accumulated, rounded once at most.
 
 A round accumulates what is owed (its pseudo-gradient and the residual) and sends it, encoded, slice by
 slice. That is pending until the round's commit: where it took a contribution, what the encoding left

@@ -117,6 +117,21 @@ def test_int2_of_equal_values_is_exact() -> None:
     np.testing.assert_array_equal(there_and_back(INT2, values), values)
 
 
+def test_int2_of_two_values_is_exact() -> None:
+    values = np.where(np.arange(CHUNK) % 2, 0.5, -0.5).astype(np.float32)
+    np.testing.assert_array_equal(there_and_back(INT2, values), values)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_int2_keeps_the_mean_of_what_lies_beside_an_outlier(sign: int) -> None:
+    values = bell(CHUNK)
+    values[5] = 1e4  # nothing is far from the mean on its other side
+    decoded = sign * there_and_back(INT2, np.float32(sign) * values)
+    others = np.arange(CHUNK) != 5
+    assert decoded[5] == pytest.approx(1e4)
+    assert decoded[others].mean() == pytest.approx(values[others].mean(), abs=1e-3)
+
+
 @every_entropy_coded
 def test_codes_follow_the_definition(codec: Codec) -> None:
     values = bell(CHUNK)

@@ -69,6 +69,11 @@ def test_more_fragments_than_layers_are_refused_with_both_numbers() -> None:
         validated({"exchange": {"blend": 0.5}}, origin="run.toml")
 
 
+def test_a_run_that_ends_before_each_fragment_had_a_round_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"rounds = 2: each .* fragments = 3"):
+        validated({"run": {"rounds": 2}, "exchange": {"fragments": 3}}, origin="run.toml")
+
+
 def test_the_weights_of_a_model_do_not_depend_on_its_fragments() -> None:
     spec = ModelSection()
     tokens = torch.arange(40)[None]

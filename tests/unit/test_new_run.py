@@ -142,6 +142,21 @@ def test_a_model_of_ones_own_comes_from_a_file(tmp_path: Path) -> None:
     assert load_run_file(tmp_path / "run.toml").model == mine.model
 
 
+def test_what_else_a_file_with_a_model_says_is_told_to_be_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine, arguments = tmp_path / "mine.toml", ["--link", "1mbit", "--force", "--model"]
+    mine.write_text(f"[inner]\nbatch = 7\n{TINY}[exchange]\nuplink = 'fp32'\n")
+    assert init(tmp_path, *arguments, str(mine)) == 0
+    assert "only [model] is taken, not [exchange], [inner]" in capsys.readouterr().out
+    mine.write_text(TINY)
+    assert init(tmp_path, *arguments, str(mine)) == 0
+    assert "is taken" not in capsys.readouterr().out
+    mine.write_text("[inner]\nbatch = 7\n")
+    assert init(tmp_path, *arguments, str(mine)) == 78
+    assert "has no [model]" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words", "code"),
     [

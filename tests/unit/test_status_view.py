@@ -88,7 +88,7 @@ def test_the_picture_tells_all_and_fits(three_nodes, width):
         "000102030405 at round 6, the same on all nodes",
         "training: 1 of 3 nodes are done",
         "node-1 ready training 17/20 2.100 9.1k 1.2 MB 900.0 kB",
-        "node-2 ready waiting 2.300 - 0 B 0 B the result of",
+        "node-2 ready waiting 2.300 - - - the result of",  # what it sent it has not said yet
         "node-3 lost - - -",
     ):
         assert expected in words

@@ -77,8 +77,10 @@ def _binned(chunk: Vector, rows: Vector, table: Vector, codes: Bytes) -> None:
     far_above, far_below = (sums[2] + sums[3]) / two, (sums[3] - sums[2]) / two
     sums[0], sums[1], sums[2], sums[3] = far_below, below - far_below, above - far_above, far_above
     for code in range(4):
-        # An empty bin has the chunk's mean.
+        # An empty bin has the chunk's mean, which any below an occupied one would push up.
         table[code] = np.float32(mean + sums[code] / max(_count(codes[:n], code), 1))
+    if _count(codes[:n], 0) == 0:
+        table[0] = table[1]
 
 
 @kernel
