@@ -110,12 +110,11 @@ def inner_part() -> list[Setting]:
 
 def text_part() -> list[Setting]:
     """All nodes on all of the text, or each on topics of its own."""
-    alone = {"own_text": True}
     return [
         BASE.changed("all text"),
-        replace(BASE.changed("own text"), **alone),
+        replace(BASE.changed("own text"), own_text=True),
         BASE.changed("all text, H = 80", **every(80)),
-        replace(BASE.changed("own text, H = 80", **every(80)), **alone),
+        replace(BASE.changed("own text, H = 80", **every(80)), own_text=True),
     ]
 
 

@@ -55,7 +55,7 @@ class QueuedLink:
         async with asyncio.TaskGroup() as answers:
             for _ in range(NUM_PARTS):
                 await room.acquire()
-                under_way = self.uplink.begin(peer, PART)
+                under_way = self.uplink.begin(peer, PART, now=self._clock())
                 left = PART
                 while left > 0:
                     chunk = min(left, self._pacer.chunk_bytes)
@@ -182,7 +182,7 @@ def test_a_queue_that_was_there_before_the_first_answer_is_seen_by_the_round_tri
 
 def answer_all(uplink: Uplink, *, since: float, seconds: float, apart: float, times: int) -> float:
     """So many parts, one after the other, all answered after so many seconds; returns when the last is."""
-    flying = [uplink.begin("peer", PART) for _ in range(times)]
+    flying = [uplink.begin("peer", PART, now=since) for _ in range(times)]
     for number, part in enumerate(flying):
         part.is_out(since + number * apart)
         part.answered(since + number * apart + seconds)
@@ -217,11 +217,9 @@ def test_what_was_lost_and_what_was_answered_too_early_says_nothing() -> None:
     uplink = Uplink()
     for number in range(10 * LEAST_ANSWERS):
         now = number * EPOCH_SECONDS
-        lost, early, last = (uplink.begin("peer", PART) for _ in range(3))
+        lost, early = (uplink.begin("peer", PART, now=now) for _ in range(2))
         lost.is_out(now)
-        lost.lost()
+        lost.lost(now)
         early.answered(now + 0.05 * number)
-        last.is_out(now)
-        last.answered(now + 0.05 * number)  # and then the link is idle
-        last.lost()
+        early.lost(now)
     assert uplink.bytes_per_second is None

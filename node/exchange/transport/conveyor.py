@@ -134,14 +134,14 @@ class Conveyor:
                     async with self._carrying(payload, turn) as load:
                         await _unless_failed(verdict(load.accept), load.failed)
                 else:
-                    under_way = self._uplink.begin(self, body_bytes, is_whole=True)
+                    under_way = self._uplink.begin(self, body_bytes, now=clock(), is_whole=True)
                     sending = asyncio.ensure_future(_send_whole(stream, payload, turn, under_way))
                     try:
                         await _unless_failed(verdict(lambda held_map: None), sending)
                         stream.moved(sent_bytes=body_bytes, since=sent_at)
                         under_way.answered(clock())
                     finally:
-                        under_way.lost()
+                        under_way.lost(clock())
 
     def _note_round_trip(self, seconds: float) -> None:
         # The shortest lately: queues come and go, and ways change.
@@ -250,13 +250,14 @@ class Conveyor:
         finally:
             for sent in reversed(under_way):
                 self._flight.end(sent.num_bytes)
-                sent.under_way.lost()
+                sent.under_way.lost(asyncio.get_running_loop().time())
                 sent.load.give_back(sent.part)
 
     def _sent(self, load: Load, part: int, at: float) -> _Sent:
         num_bytes = len(load.part(part))
         self._flight.begin(num_bytes)
-        return _Sent(load, part, at, self._uplink.begin(self, num_bytes))
+        now = asyncio.get_running_loop().time()
+        return _Sent(load, part, at, self._uplink.begin(self, num_bytes, now=now))
 
     async def _next_part(self) -> tuple[Load, int] | None:
         """The next part of the first body that has one; None when none could go for a while."""

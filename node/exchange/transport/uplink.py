@@ -85,13 +85,22 @@ class Uplink:
         self._epoch: _Epoch | None = None
         self._round_trips: dict[Hashable, float] = {}
         self._num_under_way = 0
+        self._last_ended_at = 0.0
 
     def goes_round_in(self, peer: Hashable, seconds: float) -> None:
         """A few bytes to a peer and back take so long."""
         self._round_trips[peer] = seconds
 
-    def begin(self, peer: Hashable, num_bytes: int, *, is_whole: bool = False) -> "UnderWay":
-        """A part of a body goes out, or a whole one, and will be answered."""
+    def begin(
+        self, peer: Hashable, num_bytes: int, *, now: float, is_whole: bool = False
+    ) -> "UnderWay":
+        """A part of a body goes out, or a whole one, and will be answered.
+
+        While nothing was under way the link was idle, which says nothing of it. For a moment it may be:
+        at a low rate a part is answered before the next one is out.
+        """
+        if not self._num_under_way and now - self._last_ended_at > EPOCH_SECONDS:
+            self._epoch = None
         self._num_under_way += 1
         return UnderWay(self, _Way(peer, is_whole), num_bytes)
 
@@ -117,11 +126,10 @@ class Uplink:
                 self._learn(epoch, epoch.num_bytes / (now - epoch.began_at))
             self._epoch = _Epoch(now)
 
-    def ended(self) -> None:
-        """One less is under way. With nothing the link is idle, which says nothing of it."""
+    def ended(self, now: float) -> None:
+        """One less is under way."""
         self._num_under_way -= 1
-        if not self._num_under_way:
-            self._epoch = None
+        self._last_ended_at = now
 
     def _learn(self, epoch: _Epoch, rate: float) -> None:
         self._lately.append(epoch)
@@ -153,7 +161,7 @@ class Uplink:
         trip counts, if that is less, though some peers are never as quick.
         """
         lately = [e.least_seconds[way] for e in self._lately if way in e.least_seconds]
-        if len(lately) > RATES:
+        if len(lately) > MEMORY // 2:
             return min(lately)
         return min(*lately, self._round_trips.get(way.peer, math.inf) + BURST_SECONDS)
 
@@ -176,10 +184,10 @@ class UnderWay:
         if self._out_at is not None and not self._has_ended:
             seconds = now - self._out_at
             self._uplink.answered(self._way, self._num_bytes, seconds=seconds, now=now)
-        self.lost()
+        self.lost(now)
 
-    def lost(self) -> None:
+    def lost(self, now: float) -> None:
         """Nothing more is to be heard of it; does nothing once it was answered."""
         if not self._has_ended:
             self._has_ended = True
-            self._uplink.ended()
+            self._uplink.ended(now)
