@@ -60,6 +60,11 @@ class World:
         self.exact_mean = np.zeros(NUM_ELEMENTS)  # of all that was committed, before it was rounded
         self.lost = np.zeros(NUM_ELEMENTS)
 
+    def play_all(self, rounds: list[dict[str, Any]]) -> None:
+        """One round after the other, from the first."""
+        for number, drawn in enumerate(rounds, start=1):
+            self.play(number, drawn)
+
     def play(self, number: int, drawn: dict[str, Any]) -> None:
         """One round, and what must be so after it."""
         plan = plan_for(
@@ -213,8 +218,7 @@ def test_sent_and_kept_are_what_was_accumulated_to_the_last_bit(
     codec: str, decay: float, rounds: list[dict[str, Any]]
 ) -> None:
     world = World(codec, decay=decay, rule="drop")
-    for number, drawn in enumerate(rounds, start=1):
-        world.play(number, drawn)
+    world.play_all(rounds)
 
 
 @pytest.mark.parametrize("codec", ROUNDED_ONCE)
@@ -224,8 +228,7 @@ def test_what_is_kept_beside_a_coarse_codec_is_rounded_once(
     codec: str, rounds: list[dict[str, Any]]
 ) -> None:
     world = World(codec, decay=1.0, rule="drop")
-    for number, drawn in enumerate(rounds, start=1):
-        world.play(number, drawn)
+    world.play_all(rounds)
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])
@@ -236,8 +239,7 @@ def test_what_results_rounded_away_is_applied_or_kept_or_declared_lost(
 ) -> None:
     """Whoever reduces, and whatever becomes of results: the means are all there, each once."""
     world = World(codec, decay=1.0, rule="keep")
-    for number, drawn in enumerate(rounds, start=1):
-        world.play(number, drawn)
+    world.play_all(rounds)
     kept = sum(outer.owed().reducer_error.astype(np.float64) for outer in world.outers.values())
     applied = -world.outers[A].snapshot().parameters.astype(np.float64)
     np.testing.assert_allclose(applied + kept + world.lost, world.exact_mean, atol=2e-4)

@@ -76,6 +76,14 @@ class QueuedLink:
         room.release()
 
 
+async def known_link() -> QueuedLink:
+    """One whose rate was learnt."""
+    link = QueuedLink()
+    for _ in range(3):
+        await link.exchange()
+    return link
+
+
 def test_an_uplink_stays_full_behind_a_short_queue() -> None:
     async def scene() -> None:
         link = QueuedLink()
@@ -91,9 +99,7 @@ def test_an_uplink_stays_full_behind_a_short_queue() -> None:
 @pytest.mark.parametrize("factor", [0.2, 0.6, 1.5, 5.0])
 def test_a_link_that_changes_is_full_again_behind_a_short_queue(factor: float) -> None:
     async def scene() -> None:
-        link = QueuedLink()
-        for _ in range(3):
-            await link.exchange()
+        link = await known_link()
         link.bytes_per_second *= factor
         for _ in range(3):
             await link.exchange()
@@ -116,9 +122,7 @@ def test_what_never_waits_is_not_paced() -> None:
 
 def test_one_peer_whose_answers_come_late_slows_nobody() -> None:
     async def scene() -> None:
-        link = QueuedLink()
-        for _ in range(3):
-            await link.exchange()
+        link = await known_link()
         link.late_seconds[0] = 0.5
         for _ in range(5):
             assert await link.exchange() < 1.02 * LEAST_SECONDS + 0.5
@@ -128,9 +132,7 @@ def test_one_peer_whose_answers_come_late_slows_nobody() -> None:
 
 def test_a_queue_of_others_takes_half_of_our_rate_at_most_and_not_for_ever() -> None:
     async def scene() -> None:
-        link = QueuedLink()
-        for _ in range(3):
-            await link.exchange()
+        link = await known_link()
         link.late_seconds = [0.5] * NUM_PEERS
         rates = []
         for _ in range(4):
