@@ -68,6 +68,23 @@ async def test_what_is_trained_ahead_is_kept_and_not_trained_again() -> None:
 
 
 @in_virtual_time
+async def test_the_coordinator_hears_of_a_commit_before_ranks_have_ended_their_step() -> None:
+    async with OverlapLife() as life:
+        first = life.plan(1)
+        await train_and_travel(life, first)  # half of a step is left
+        num_merges = len(life.island.merges)
+        life.link.say(RoundCommitted(commit=life.commit(first)))
+        await asyncio.sleep(0.25)
+        assert [round_ for round_, _ in life.link.reported(Applied)][-1] == 1
+        assert len(life.island.merges) == num_merges
+        life.link.say(RoundOpened(plan=life.plan(2)))  # which waits until they have adopted
+        await asyncio.sleep(1.5)
+        assert life.island.merges[num_merges:] == [(0, True)]
+        assert life.daemon._duties.last_planned_round == 2
+        assert life.accounted == [len(life.island.steps)]
+
+
+@in_virtual_time
 async def test_without_a_lease_ahead_the_node_waits() -> None:
     async with OverlapLife() as life:
         first = life.plan(1, ahead=())
