@@ -157,7 +157,7 @@ def libp2p_findings() -> list[Finding]:
     ) -> None:
         writer.close()
 
-    async def start_and_stop() -> None:
+    async def start_and_stop() -> str:
         daemon = await P2pd.start(
             Identity.generate(),
             listen_multiaddrs=("/ip4/127.0.0.1/tcp/0",),
@@ -165,9 +165,25 @@ def libp2p_findings() -> list[Finding]:
             on_stream=nobody,
         )
         await daemon.stop()
+        return daemon.tcp_pacing.why_not
 
     try:
-        asyncio.run(start_and_stop())
+        why_not = asyncio.run(start_and_stop())
     except AtollError as error:
         return [wrong("libp2p", error)]
-    return [Finding(about="libp2p", verdict="fine", what="its daemon starts")]
+    starts = Finding(about="libp2p", verdict="fine", what="its daemon starts")
+    return [starts, pacing_finding(why_not)]
+
+
+def pacing_finding(why_not: str) -> Finding:
+    """Whether the kernel paces the daemon's connections, and what to do where it does not."""
+    if not why_not:
+        return Finding(
+            about="pacing", verdict="fine", what="the kernel paces TCP connections to peers"
+        )
+    return Finding(
+        about="pacing",
+        verdict="advice",
+        what=f"TCP connections to peers are not paced ({why_not}): over cubic exchanges take longer",
+        next_step="use Linux 5.6 or later, in a container with the capability SYS_PTRACE; or use bbr",
+    )

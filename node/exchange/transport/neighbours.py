@@ -53,6 +53,7 @@ class Neighbours:
         self._missing_since.pop(peer_id, None)
         if peer_id not in self._connected:
             self._connected.add(peer_id)
+            self._daemon.tcp_pacing.look()
             self._on_connection()
 
     def unreachable(self) -> tuple[str, ...]:
@@ -81,6 +82,7 @@ class Neighbours:
                 connected = await self._daemon.connected_peer_ids()
             except DaemonError:
                 return  # p2pd is gone: P2pd.died says so
+            self._daemon.tcp_pacing.look()  # p2pd may have dialled anew since
             for peer_id in self._connected - connected:
                 self.lost(peer_id)
             for peer_id in connected & self._multiaddrs.keys():

@@ -25,6 +25,7 @@ from typing import Any
 import structlog
 
 from node.exchange.transport.frames import drop
+from node.exchange.transport.tcp_pacing import TcpPacing
 from protocol.errors import SystemRefusedError
 from protocol.files import temporary_folder
 from protocol.identity import Identity
@@ -48,6 +49,7 @@ class P2pd:
 
     def __init__(self, process: asyncio.subprocess.Process, folder: Path) -> None:
         self.died = asyncio.Event()
+        self.tcp_pacing = TcpPacing(process.pid)
         self._process = process
         self._folder = folder
         self._last_lines: deque[str] = deque(maxlen=3)
@@ -202,6 +204,7 @@ class P2pd:
         peer_id, _ = await self._client.identify()
         if peer_id.to_base58() != identity.peer_id:
             raise DaemonError(f"it calls itself {peer_id}, not {identity.peer_id}")
+        self.tcp_pacing.look()
         await self._stack.enter_async_context(self._client.listen())
         await self._ask(self._client.stream_handler(protocol, accept))
 

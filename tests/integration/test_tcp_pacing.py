@@ -1,0 +1,84 @@
+"""The kernel paces p2pd's connections, or it is said why it does not."""
+
+import os
+import socket
+import subprocess
+
+import pytest
+from transport_peers import introduce, make_payload, start_transport
+
+from node.doctor.checks import pacing_finding
+from node.exchange.transport.libp2p import Libp2pTransport
+from node.exchange.transport.tcp_pacing import (
+    NEVER_REACHED,
+    TcpPacing,
+    copy_of,
+    pacing_rate_of,
+    sockets_of,
+)
+
+SECONDS = 20.0
+NOBODY = 65534
+
+
+def pacing_rates(pid: int) -> dict[tuple[str, bool], int]:
+    """Of the TCP sockets of a process, by their names and whether they listen."""
+    rates = {}
+    for name, descriptor in sockets_of(pid):
+        with copy_of(pid, descriptor) as copy:
+            if copy.family in (socket.AF_INET, socket.AF_INET6):
+                is_listener = bool(copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+                rates[name, is_listener] = pacing_rate_of(copy)
+    return rates
+
+
+def p2pd_pid(transport: Libp2pTransport) -> int:
+    assert transport._daemon is not None
+    return transport._daemon.pid
+
+
+async def test_connections_are_paced_whoever_dialled() -> None:
+    first, peer = await start_transport()
+    second, other = await start_transport()
+    try:
+        await introduce(peer, other)
+        await first.push(other.node_id, make_payload(), timeout_seconds=SECONDS)
+        for transport in (first, second):
+            rates = pacing_rates(p2pd_pid(transport))
+            assert {is_listener for _, is_listener in rates} == {True, False}
+            assert set(rates.values()) == {NEVER_REACHED}
+    finally:
+        await first.stop()
+        await second.stop()
+
+
+def test_a_socket_that_was_not_asked_for_is_not_paced() -> None:
+    with socket.socket() as ordinary:
+        assert pacing_rate_of(ordinary) == 2**64 - 1
+
+
+def test_a_process_that_has_ended_is_no_fault() -> None:
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+        pacing = TcpPacing(process.pid)
+        pacing.look()
+    assert pacing.why_not == ""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become somebody else")
+def test_where_it_is_not_allowed_the_reason_is_kept_and_the_doctor_gives_advice() -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        pacing = TcpPacing(process.pid)
+        os.seteuid(NOBODY)
+        try:
+            pacing.look()
+        finally:
+            os.seteuid(0)
+        assert "Permission denied" in pacing.why_not
+        pacing.look()  # now it would be: it is not tried again
+        assert "Permission denied" in pacing.why_not
+        process.kill()
+    finding = pacing_finding(pacing.why_not)
+    assert finding.verdict == "advice"
+    assert "Permission denied" in finding.what
+    assert pacing_finding("").verdict == "fine"
