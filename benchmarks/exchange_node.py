@@ -26,6 +26,7 @@ from node.exchange.reports import Held, Reduced, Report
 from node.exchange.residual import Residual
 from node.exchange.transport.frames import Limits
 from node.exchange.transport.libp2p import Libp2pTransport
+from node.freed_memory import keep_freed_memory
 from node.heavy import in_thread
 from node.history import History
 from node.outer_state import Layout
@@ -157,6 +158,7 @@ async def run() -> None:
     )
     order = json.loads(await reader.readline())
     stretch_waits(order["slow_motion"])
+    keep_freed_memory()  # as a node does
     node = BenchmarkNode(order)
     working: set[asyncio.Task[None]] = set()
     try:

@@ -56,11 +56,21 @@ class Owing:
         self._run_digest = run_digest
         self._node_id = node_id
         self._settled_round = 0
+        self._room: Vector | None = None
 
     def accumulate(self, *, round: int, fragment: int) -> Pending:
         """Forms (global − published) + residual of a fragment, which is pending from now on."""
         span = self._layout.fragments[fragment].span
-        accumulated = self.residual.owed(span, self._parameters[span], self._published[span])
+        if self._room is None:
+            # Kept from round to round: new memory takes longer to get than to write.
+            largest = max(fragment.num_elements for fragment in self._layout.fragments)
+            self._room = np.empty(largest, dtype=np.float32)
+        accumulated = self.residual.owed(
+            span,
+            self._parameters[span],
+            self._published[span],
+            out=self._room[: span.stop - span.start],
+        )
         self.pending = Pending(round=round, fragment=fragment, accumulated=accumulated)
         return self.pending
 

@@ -50,10 +50,20 @@ class Residual:
         """The whole residual [num_elements], canonical order. No copy: write to it to restore."""
         return self._values
 
-    def owed(self, span: slice, global_parameters: Vector, published: Vector) -> Vector:
-        """`accumulated` of a span of the canonical vector; both vectors hold only that span [n]."""
+    def owed(
+        self,
+        span: slice,
+        global_parameters: Vector,
+        published: Vector,
+        *,
+        out: Vector | None = None,
+    ) -> Vector:
+        """`accumulated` of a span of the canonical vector; all vectors hold only that span [n].
+
+        It is formed in `out`, or in new memory.
+        """
         self._check(span, global_parameters, published)
-        accumulated = np.empty_like(published)
+        accumulated = np.empty_like(published) if out is None else out
         _sum_owed(
             read_only(global_parameters),
             read_only(published),
