@@ -28,19 +28,23 @@ LEAST_SECONDS = NUM_PEERS * NUM_PARTS * PART / RATE
 class QueuedLink:
     """A link behind a queue that never overflows, three peers behind it, and a node that fills it."""
 
-    def __init__(self, *, allowed: float | None = None, is_answered: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        allowed: float | None = None,
+        is_answered: bool = True,
+        is_paced_below: bool = False,
+    ) -> None:
         self.bytes_per_second = RATE
         self.late_seconds = [0.0] * NUM_PEERS
         """By so much each peer's answers come later than the way takes."""
         self.queues: list[float] = []
         """For how long each part of an exchange waited before the link."""
-        self.uplink = Uplink()
+        self.uplink = Uplink(lambda: is_paced_below)
         self._is_answered = is_answered
         self._clock = asyncio.get_running_loop().time
         self._is_free_at = 0.0
-        self._pacer = Pacer(
-            allowed, floor_bytes_per_second=1.0, uplink=self.uplink, now=self._clock
-        )
+        self.pacer = Pacer(allowed, floor_bytes_per_second=1.0, uplink=self.uplink, now=self._clock)
 
     async def exchange(self) -> float:
         """Sends as much to each peer; returns how many seconds that took."""
@@ -58,10 +62,10 @@ class QueuedLink:
                 under_way = self.uplink.begin(peer, PART, now=self._clock())
                 left = PART
                 while left > 0:
-                    chunk = min(left, self._pacer.chunk_bytes)
+                    chunk = min(left, self.pacer.chunk_bytes)
                     if not self._is_answered:
-                        self._pacer.unanswered()
-                    await self._pacer.body(chunk)
+                        self.pacer.unanswered()
+                    await self.pacer.body(chunk)
                     self._is_free_at = max(self._is_free_at, self._clock())
                     self._is_free_at += chunk / self.bytes_per_second
                     left -= chunk
@@ -107,6 +111,21 @@ def test_a_link_that_changes_is_full_again_behind_a_short_queue(factor: float) -
         assert max(link.queues) < 0.5
 
     run_in_virtual_time(scene())
+
+
+def test_where_the_kernel_paces_each_exchange_finds_the_rate_anew() -> None:
+    async def seconds_of_a_short_one(*, is_paced_below: bool) -> float:
+        link = QueuedLink(is_paced_below=is_paced_below)
+        await link.exchange()
+        assert link.uplink.bytes_per_second is not None  # a long one is paced towards its end
+        link.uplink.begin(0, PART, now=asyncio.get_running_loop().time()).lost(0.0)
+        began_at = asyncio.get_running_loop().time()
+        for _ in range(NUM_PARTS):
+            await link.pacer.body(min(PART, link.pacer.chunk_bytes))
+        return asyncio.get_running_loop().time() - began_at
+
+    assert run_in_virtual_time(seconds_of_a_short_one(is_paced_below=True)) == 0
+    assert run_in_virtual_time(seconds_of_a_short_one(is_paced_below=False)) > 1
 
 
 def test_what_never_waits_is_not_paced() -> None:

@@ -74,11 +74,13 @@ class Libp2pTransport:
         self._announce_host = announce_host
         self._limits = limits or Limits()
         self._max_upload_bytes_per_second = max_upload_bytes_per_second
-        self._uplink = Uplink()
+        self._uplink = Uplink(lambda: self._is_paced_by_kernel)
         self._pacer = Pacer(
             max_upload_bytes_per_second,
             uplink=self._uplink,
-            seen=lambda: self._tally.most_sent_bytes_per_second,
+            seen=lambda: (
+                None if self._is_paced_by_kernel else self._tally.most_sent_bytes_per_second
+            ),
             floor_bytes_per_second=self._limits.floor_bytes_per_second,
         )
         self._doorkeeper = Doorkeeper(self._limits)
@@ -175,6 +177,10 @@ class Libp2pTransport:
             conveyor = self._conveyors[peer] = self._conveyor(peer)
         async with self._in_time(entry, timeout_seconds), self._pacer.place():
             await conveyor.push(payload)
+
+    @property
+    def _is_paced_by_kernel(self) -> bool:
+        return self._daemon is not None and not self._daemon.tcp_pacing.why_not
 
     def _conveyor(self, peer: NodeId) -> Conveyor:
         return Conveyor(

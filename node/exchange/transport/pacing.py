@@ -114,9 +114,13 @@ class Pacer:
         if usable is not None:
             usable *= 1 + HEADER_SHARE
             rate = usable if rate is None else min(rate, usable)
-        if rate is None or rate == self._rate:
+        if rate == self._rate:
             return
-        self._rate, depth_bytes, now = rate, BURST_SECONDS * rate, self._now()
+        self._rate = rate
+        if rate is None:
+            self._bucket = None
+            return
+        depth_bytes, now = BURST_SECONDS * rate, self._now()
         if self._bucket is None:
             self._bucket = TokenBucket(bytes_per_second=rate, depth_bytes=depth_bytes, now=now)
         else:

@@ -15,7 +15,7 @@ Pure: it is told the time, in seconds of any clock that only rises.
 
 import math
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from statistics import median_low
 from typing import NamedTuple
 
@@ -75,11 +75,17 @@ class _Epoch:
 
 
 class Uplink:
-    """What is under way to all peers, and how fast more may follow."""
+    """What is under way to all peers, and how fast more may follow.
 
-    def __init__(self) -> None:
+    Where the kernel paces TCP (`is_paced_below`) what was learnt counts until nothing is under way any more:
+    then TCP finds the rate again without losses, and an exchange may be over before a rate that is too
+    low is seen to be.
+    """
+
+    def __init__(self, is_paced_below: Callable[[], bool] = lambda: False) -> None:
         self.bytes_per_second: float | None = None
         """Of bodies; None: as fast as they can, for no queue was seen yet."""
+        self._is_paced_below = is_paced_below
         self._lately: deque[_Epoch] = deque(maxlen=MEMORY)
         self._rates: deque[float] = deque(maxlen=RATES)
         self._epoch: _Epoch | None = None
@@ -101,6 +107,8 @@ class Uplink:
         """
         if not self._num_under_way and now - self._last_ended_at > EPOCH_SECONDS:
             self._epoch = None
+            if self._is_paced_below():
+                self.bytes_per_second = None
         self._num_under_way += 1
         return UnderWay(self, _Way(peer, is_whole), num_bytes)
 
