@@ -32,6 +32,9 @@ QUEUE_SECONDS = 0.06
 """What the quickest answer of an epoch may take longer than the quickest of all lately. Less finds a queue
 where data only waits for data that goes the other way; LEDBAT++ allows as much."""
 
+LASTING_SECONDS = 3.0
+"""So long nothing is paced here where the kernel paces: most exchanges are over then."""
+
 MEMORY = 50
 """Epochs that are lately. A way that has become longer is taken for a queue until then."""
 
@@ -53,9 +56,9 @@ class _Way(NamedTuple):
 class _Epoch:
     """What was answered since some answer."""
 
-    def __init__(self, began_at: float, *, is_first: bool = False) -> None:
+    def __init__(self, began_at: float, *, is_early: bool = False) -> None:
         self.began_at = began_at
-        self.is_first = is_first  # after a pause: TCP feels its way
+        self.is_early = is_early  # after a pause: TCP feels its way
         self.num_bytes = 0
         self.num_answers = 0
         self.least_seconds: dict[_Way, float] = {}
@@ -77,15 +80,15 @@ class _Epoch:
 class Uplink:
     """What is under way to all peers, and how fast more may follow.
 
-    Where the kernel paces TCP (`is_paced_below`) what was learnt counts until nothing is under way any more:
-    then TCP finds the rate again without losses, and an exchange may be over before a rate that is too
-    low is seen to be.
+    Where the kernel paces TCP (`is_paced_below`), TCP itself finds the rate without losses, and better: only
+    transfers that last are paced here, for the sake of who waits in the queue that TCP leaves.
     """
 
     def __init__(self, is_paced_below: Callable[[], bool] = lambda: False) -> None:
         self.bytes_per_second: float | None = None
         """Of bodies; None: as fast as they can, for no queue was seen yet."""
         self._is_paced_below = is_paced_below
+        self._busy_since = 0.0
         self._lately: deque[_Epoch] = deque(maxlen=MEMORY)
         self._rates: deque[float] = deque(maxlen=RATES)
         self._epoch: _Epoch | None = None
@@ -107,6 +110,7 @@ class Uplink:
         """
         if not self._num_under_way and now - self._last_ended_at > EPOCH_SECONDS:
             self._epoch = None
+            self._busy_since = now
             if self._is_paced_below():
                 self.bytes_per_second = None
         self._num_under_way += 1
@@ -126,13 +130,14 @@ class Uplink:
         """What was under way was answered, so many seconds after its last byte went out."""
         epoch = self._epoch
         if epoch is None:
-            self._epoch = _Epoch(now, is_first=True)
+            self._epoch = _Epoch(now, is_early=True)
             return
         epoch.note(way, num_bytes, seconds)
         if now - epoch.began_at >= EPOCH_SECONDS and epoch.num_answers >= LEAST_ANSWERS:
             if epoch.is_known:
                 self._learn(epoch, epoch.num_bytes / (now - epoch.began_at))
-            self._epoch = _Epoch(now)
+            is_early = self._is_paced_below() and now - self._busy_since < LASTING_SECONDS
+            self._epoch = _Epoch(now, is_early=is_early)
 
     def ended(self, now: float) -> None:
         """One less is under way."""
@@ -142,7 +147,7 @@ class Uplink:
     def _learn(self, epoch: _Epoch, rate: float) -> None:
         self._lately.append(epoch)
         has_queue = self._queue_seconds(epoch) > QUEUE_SECONDS
-        if epoch.is_first or not (has_queue or epoch.is_held_back):
+        if epoch.is_early or not (has_queue or epoch.is_held_back):
             return  # there was less to send than the link carries, or it was sent more slowly
         self._rates.append(rate)
         if has_queue or self.bytes_per_second is not None:
