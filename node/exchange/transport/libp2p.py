@@ -74,6 +74,7 @@ class Libp2pTransport:
         self._announce_host = announce_host
         self._limits = limits or Limits()
         self._max_upload_bytes_per_second = max_upload_bytes_per_second
+        self._daemon: P2pd | None = None
         self._uplink = Uplink(lambda: self._is_paced_by_kernel)
         self._pacer = Pacer(
             max_upload_bytes_per_second,
@@ -85,7 +86,6 @@ class Libp2pTransport:
         )
         self._doorkeeper = Doorkeeper(self._limits)
         self._porch = Doorkeeper(_PORCH)
-        self._daemon: P2pd | None = None
         self._handler: TransferHandler | None = None
         self._multiaddrs: tuple[str, ...] = ()
         self._members: dict[NodeId, RosterEntry] = {}
