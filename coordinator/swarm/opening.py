@@ -22,6 +22,16 @@ MOST_SLICES = 64
 """A reducer with several slices reduces one while the next arrives. No more are cut than this, or as
 many as there are reducers: each is reported and committed."""
 
+ENOUGH_SLICES = 4
+"""Of a reducer. A small stretch is cut into as many, though no smaller than half of what is usual."""
+
+
+def least_elements_of_a_slice(num_elements: int, num_reducers: int, usual_elements: int) -> int:
+    """How small the slices of a fragment may be, so that a reducer sends while it still receives."""
+    stretch = num_elements // num_reducers
+    least = min(usual_elements, max(stretch // ENOUGH_SLICES, usual_elements // 2))
+    return max(least, num_elements // MOST_SLICES)
+
 
 def open_round(turn: Turn) -> None:
     """Opens the next round with all ready members, when there are enough of them."""
@@ -70,9 +80,8 @@ def open_round(turn: Turn) -> None:
                 state.layout.fragment_elements[fragment],
                 tuple(member.node_id for member in reducers),
                 tuple(share for share, may in zip(shares, may_reduce, strict=True) if may),
-                least_elements=max(
-                    rules.slice_elements,
-                    state.layout.fragment_elements[fragment] // MOST_SLICES,
+                least_elements=least_elements_of_a_slice(
+                    state.layout.fragment_elements[fragment], len(reducers), rules.slice_elements
                 ),
             )
         ),

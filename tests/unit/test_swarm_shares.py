@@ -143,6 +143,18 @@ def test_a_plan_has_no_more_slices_than_are_worth_their_reports() -> None:
     assert reducers == ["a"] * 32 + ["b"] * 32
 
 
+@pytest.mark.parametrize(
+    ("num_blocks", "num_slices"),
+    [(8, 1), (15, 1), (16, 2), (20, 2), (32, 4), (64, 4), (100, 6), (1000, 62)],
+)
+def test_a_small_stretch_is_cut_into_smaller_slices(num_blocks: int, num_slices: int) -> None:
+    """One node, so one stretch; 16 blocks are usual for a slice, and 8 the least."""
+    layout = LayoutSummary(digest=INITIAL, fragment_elements=(num_blocks * BLOCK,))
+    scene = Scene(min_nodes=1, layout=layout, slice_elements=16 * BLOCK)
+    scene.attach("a")
+    assert len(scene.round.slices) == num_slices
+
+
 def test_a_plan_cuts_by_the_rates_that_nodes_told_and_says_so() -> None:
     layout = LayoutSummary(digest=INITIAL, fragment_elements=(100 * BLOCK,))
     scene = Scene(min_nodes=5, layout=layout)
