@@ -99,7 +99,8 @@ class _Case:
     given: Given
     setting: Setting
     prediction: Prediction
-    waiting: Prediction  # of the first rung
+    waiting: Prediction  # of the rung before, whose nodes wait
+    shortest: int  # interval on the ladder
     late_steps_whole: int  # with the fewest fragments of the same rung
     exchanges: int
 
@@ -121,7 +122,8 @@ def chosen(
         given=given,
         setting=setting,
         prediction=prediction,
-        waiting=rungs[0][0][1],
+        waiting=_waiting(rungs[: place + 1]),
+        shortest=rungs[0][0][0].interval,
         late_steps_whole=rungs[place][0][1].late_steps,
         exchanges=exchanges_of(situation, given, (setting.fragments, setting.steps)),
     )
@@ -134,6 +136,12 @@ def chosen(
         choices=tuple(_choices(case)),
         verdict=_verdict(prediction, has_sparse=last.uplink in SPARSE),
     )
+
+
+def _waiting(rungs: list[list[Found]]) -> Prediction:
+    """Of the last rung whose nodes wait; of the first where none do, for overlap is given."""
+    waiting = [rung[0][1] for rung in rungs if not rung[0][0].has_overlap]
+    return waiting[-1] if waiting else rungs[0][0][1]
 
 
 def _soonest(rung: list[Found]) -> Found:
@@ -187,10 +195,14 @@ def _choices(case: _Case) -> Iterator[Choice]:
     situation, setting, given = case.situation, case.setting, case.given
     rounds = -(-situation.total_steps // setting.steps)
     why_uplink = reasons.of_uplink(setting, situation, case.prediction)
-    why_steps = reasons.of_steps(setting, situation.total_steps, case.exchanges)
+    why_steps = reasons.of_steps(
+        setting, situation.total_steps, case.exchanges, shortest=case.shortest
+    )
+    if isinstance(told_rounds := given.get(("run", "rounds")), int):
+        why_steps = reasons.of_rounds_given(setting, situation.total_steps, told_rounds)
     why_fragments = reasons.of_fragments(setting, case.prediction, case.late_steps_whole)
     values: list[Told] = [
-        ("run", "rounds", rounds, f"{situation.total_steps} inner steps in all"),
+        ("run", "rounds", rounds, f"{reasons.counted(situation.total_steps, 'inner step')} in all"),
         ("inner", "steps", setting.steps, why_steps),
         *_outer(case),
         ("exchange", "uplink", setting.uplink, why_uplink),
@@ -236,7 +248,7 @@ def _outer(case: _Case) -> list[Told]:
             ("outer", "learning_rate", 1.0, why),
             ("outer", "momentum", 0.0, why),
         ]
-    often = f"{case.exchanges} exchanges of each parameter"
+    often = f"{reasons.counted(case.exchanges, 'exchange')} of each parameter"
     rate, why_rate = 0.7, "1.0 overshot in short runs"
     if case.exchanges >= MANY_EXCHANGES:
         rate, why_rate = 0.6 if nodes < 8 else 0.8, f"usual for {nodes} nodes with momentum 0.9"

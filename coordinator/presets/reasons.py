@@ -3,9 +3,9 @@
 tests/unit/test_preset_figures.py holds the figures to docs/results/convergence.jsonl.
 """
 
-from coordinator.presets.cost import Prediction, Setting, Situation
+from coordinator.presets.cost import GOAL, Prediction, Setting, Situation
 from coordinator.presets.ladder import (
-    LEAST_EXCHANGES,
+    ENOUGH_EXCHANGES,
     LEAST_FOR_SPARSE,
     LONGER,
     SPARSE,
@@ -28,25 +28,48 @@ SPARSE_RATE = "top-k with error feedback wants no momentum"
 SGD_RATE = "the plain mean of what nodes trained: level with nesterov 0.7, 0.3 in 16 exchanges"
 
 
-def of_steps(setting: Setting, total_steps: int, exchanges: int) -> str:
-    """Why parameters are exchanged as seldom, and rounds as long."""
+def counted(number: int, one: str) -> str:
+    """The number and what it counts, in the plural unless it is one."""
+    return f"{number:,} {one}" if number == 1 else f"{number:,} {one}s"
+
+
+def every(interval: int, one: str) -> str:
+    """How often: "every step", "every 6 steps"."""
+    return f"every {one}" if interval == 1 else f"every {interval:,} {one}s"
+
+
+def of_rounds_given(setting: Setting, total_steps: int, rounds: int) -> str:
+    """Why rounds are as long where the run file says how many there are."""
+    why = f"{counted(total_steps, 'inner step')} over {counted(rounds, 'round')}, which are given"
+    if setting.fragments > 1:
+        why += f"; each parameter is exchanged {every(setting.interval, 'step')}"
+    return why
+
+
+def of_steps(setting: Setting, total_steps: int, exchanges: int, *, shortest: int) -> str:
+    """Why parameters are exchanged as seldom, and rounds as long; `shortest`: the ladder's first interval."""
     interval = setting.interval
     if interval >= min(LONGER) * USUAL_INTERVAL:
         quoted = LONG[1] if exchanges >= LONG[0] else SHORT
         quoted = FAR if interval > MEASURED_INTERVAL else quoted
         why = f"{interval / USUAL_INTERVAL:.3g} times the usual: finer codecs are not enough; {quoted}"
-    elif interval == USUAL_INTERVAL:
-        why = "usual; longer costs loss"
     else:
-        why = (
-            f"{exchanges} exchanges of each parameter in {total_steps} inner steps; usual is every "
-            f"{USUAL_INTERVAL}, if that makes {LEAST_EXCHANGES}"
-        )
+        why = "usual; longer costs loss"
+        if interval != USUAL_INTERVAL:
+            why = (
+                f"{counted(exchanges, 'exchange')} of each parameter in a run of "
+                f"{counted(total_steps, 'inner step')}; usual is every {USUAL_INTERVAL}, if that makes "
+                f"{ENOUGH_EXCHANGES}"
+            )
+        if interval > shortest:
+            why += (
+                f"; more often would leave less than {100 * GOAL:.0f} % of the time to inner steps"
+            )
     if setting.fragments > 1:
         return (
             f"each parameter is exchanged every {setting.fragments} rounds, {interval} steps: {why}"
         )
-    return why
+    return f"{every(interval, 'step')}: {why}" if interval < USUAL_INTERVAL else why
 
 
 def of_uplink(setting: Setting, situation: Situation, prediction: Prediction) -> str:
@@ -92,7 +115,7 @@ def of_fragments(setting: Setting, prediction: Prediction, late_steps_whole: int
         return "the whole model in each round"
     if prediction.late_steps < late_steps_whole:
         return (
-            f"results are taken over {prediction.late_steps} inner steps late, with the whole model in each "
-            f"round {late_steps_whole}; as many bytes for a step"
+            f"results are taken over {counted(prediction.late_steps, 'inner step')} late, with the whole "
+            f"model in each round {late_steps_whole}; as many bytes for a step"
         )
     return f"a round sends one part of {setting.fragments}"

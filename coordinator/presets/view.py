@@ -6,6 +6,7 @@ import click
 
 from coordinator.presets.choosing import Plan
 from coordinator.presets.link_shares import share_in_words
+from coordinator.presets.reasons import counted, every
 from protocol import console
 from protocol.data_rate import rate_in_words
 
@@ -42,8 +43,11 @@ def prediction_lines(plan: Plan) -> list[str]:
         f"{prediction.times_fewer_bytes:.0f} times less than averaging gradients",
         f"an exchange takes {prediction.exchange_seconds:.3g} s {beside} "
         f"{prediction.training_seconds:.3g} s of inner steps; it {share}",
-        f"each parameter is exchanged every {plan.setting.interval} inner steps, {plan.exchanges:,} times"
-        + (f"; results come {prediction.late_steps} inner steps late" if is_late else ""),
+        f"each parameter is exchanged {every(plan.setting.interval, 'inner step')}, "
+        f"{counted(plan.exchanges, 'time')}"
+        + (
+            f"; results come {counted(prediction.late_steps, 'inner step')} late" if is_late else ""
+        ),
         plan.verdict,
     ]
     if plan.meets_goal and prediction.enough_bits_per_second is not None:

@@ -131,8 +131,8 @@ def test_a_run_of_hardly_any_steps_exchanges_after_each(
     spec = load_run_file(tmp_path / "run.toml")
     assert (spec.run.rounds, spec.inner.steps) == (5, 1)
     said = capsys.readouterr().out
-    assert "each parameter is exchanged every 1 inner steps, 5 times" in said
-    assert "5 exchanges of each parameter in 5 inner steps" in said
+    assert "each parameter is exchanged every inner step, 5 times" in said
+    assert "5 exchanges of each parameter in a run of 5 inner steps" in said
 
 
 def test_a_model_of_ones_own_comes_from_a_file(tmp_path: Path) -> None:

@@ -266,8 +266,8 @@ def test_what_reasons_say_of_long_intervals_was_measured() -> None:
     seldom = Setting(uplink="ec2", downlink="ec2", fragments=1, has_overlap=True, steps=60)
     assert (
         f"every 160 steps, in {6400 // 160} exchanges, ended {above('long', 'ec2, H = 160'):.1f} %"
-    ) in of_steps(seldom, 2400, 6400 // 160)
+    ) in of_steps(seldom, 2400, 6400 // 160, shortest=30)
     few = above("fragments", "int4, F = 1, H = 60", "int4, F = 1, H = 15")
     assert (
         f"int4 every 60 steps, in {FRAGMENTS_STEPS // 60} exchanges, ended {few:.1f} % above every 15"
-    ) in of_steps(seldom, 1000, 16)
+    ) in of_steps(seldom, 1000, 16, shortest=30)

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.presets import situation_of
 from coordinator.presets.choosing import chosen
-from coordinator.presets.cost import GOAL, Setting, predicted
+from coordinator.presets.cost import GOAL, Setting, Situation, predicted
 from coordinator.presets.reasons import of_steps
 from tests.unit.preset_scene import all_settings, codecs_and_interval, rungs, value, why
 
@@ -128,9 +128,10 @@ def test_longer_intervals_quote_runs_of_no_more_exchanges_than_they_have(
     interval: int, total_steps: int, words: str
 ) -> None:
     setting = Setting(uplink="ec2", downlink="ec2", fragments=1, has_overlap=True, steps=interval)
-    assert words in of_steps(setting, total_steps, total_steps // interval)
+    exchanges = total_steps // interval
+    assert words in of_steps(setting, total_steps, exchanges, shortest=30)
     halves = replace(setting, fragments=2, steps=interval // 2)
-    said = of_steps(halves, total_steps, total_steps // interval)
+    said = of_steps(halves, total_steps, exchanges, shortest=30)
     assert words in said and f"every 2 rounds, {interval} steps" in said
 
 
@@ -153,17 +154,90 @@ def test_sparse_codecs_are_exchanged_as_often_as_links_allow() -> None:
     assert sparse == {120, 240, 480}
 
 
+@pytest.mark.parametrize(
+    ("total_steps", "interval"),
+    [(7680, 30), (7679, 15), (3840, 15), (1600, 6), (1000, 3), (500, 2), (32, 2), (16, 1)],
+)
+def test_a_short_run_over_a_fast_link_exchanges_each_parameter_as_often_as_is_enough(
+    total_steps: int, interval: int
+) -> None:
+    """256 times, or every second step."""
+    situation = replace(
+        situation_of("0.2m", 1000), total_steps=total_steps, seconds_per_inner_step=60.0
+    )
+    plan = chosen(situation)
+    assert codecs_and_interval(plan) == ("int4", "int4", interval)
+    assert plan.exchanges == total_steps // interval
+    assert value(plan, "exchange.overlap") == "none" and plan.meets_goal
+    said = f"{plan.exchanges} exchanges of each parameter in a run of {total_steps:,} inner steps"
+    assert (said in why(plan, "steps")) == (interval != 30)
+    assert "more often" not in why(plan, "steps")
+
+
+def test_a_short_run_first_exchanges_more_seldom_and_then_as_a_long_one_would() -> None:
+    situation = replace(situation_of("125m", 100), total_steps=1600)
+    short, long = ([rung[0] for rung in rungs(each)] for each in (situation, _long(situation)))
+    assert [(s.uplink, s.downlink, s.interval, s.has_overlap) for s in short[:6]] == [
+        ("int4", "int4", interval, has_overlap)
+        for interval in (6, 10, 15)
+        for has_overlap in (False, True)
+    ]
+    assert short[6:11] == long[:5]
+
+
+def _long(situation: Situation) -> Situation:
+    return replace(situation, total_steps=100_000)
+
+
+def test_the_slower_a_link_the_more_seldom_a_short_run_exchanges_and_the_reason_says_why() -> None:
+    plans = [
+        chosen(replace(situation_of("125m", mbit, "bbr"), total_steps=1600))
+        for mbit in (300, 100, 40)
+    ]
+    assert [codecs_and_interval(plan) for plan in plans] == [
+        ("int4", "int4", interval) for interval in (6, 15, 30)
+    ]
+    assert all(plan.meets_goal for plan in plans)
+    assert "every 6 steps: 266 exchanges" in why(plans[0], "steps")
+    for plan in plans[1:]:
+        assert "more often would leave less than 95 %" in why(plan, "steps")
+
+
+def test_a_short_run_whose_link_is_too_slow_for_that_gets_what_it_would_get_anyway() -> None:
+    for name, mbit in (("125m", 10), ("1b", 100), ("1b", 1000)):
+        situation = replace(situation_of(name, mbit), total_steps=4000)
+        assert chosen(situation).setting == chosen(_long(situation)).setting
+
+
+def test_how_waiting_would_do_is_told_of_the_interval_that_is_chosen() -> None:
+    situation = replace(situation_of("125m", 300, "bbr"), total_steps=1600)
+    plan = chosen(situation)
+    waiting = replace(plan.setting, has_overlap=False, fragments=1, steps=6)
+    share = predicted(situation, waiting).utilisation
+    assert f"waiting would leave {100 * share:.0f} %" in why(plan, "overlap")
+
+
+def test_fragments_that_are_given_do_not_keep_a_short_run_from_exchanging_often() -> None:
+    situation = replace(situation_of("125m", 1000), total_steps=1600)
+    found = rungs(situation, {("exchange", "fragments"): 4})
+    assert [rung[0].interval for rung in found[:8:2]] == [8, 8, 16, 32]
+
+
 @pytest.mark.parametrize("total_steps", [16, 100, 400, 1000, 4000, 100_000])
 def test_no_parameter_is_exchanged_fewer_times_than_was_ever_measured(total_steps: int) -> None:
-    for setting in all_settings(replace(situation_of("7b", 10), total_steps=total_steps)):
-        assert total_steps >= 16 * setting.interval
+    situation = replace(situation_of("7b", 10), total_steps=total_steps)
+    for given in ({}, {("exchange", "fragments"): 4}):
+        for setting in all_settings(situation, given):
+            assert total_steps >= 16 * setting.interval or setting.steps == 1
 
 
 def test_a_run_of_hardly_any_steps_exchanges_after_each_and_says_so() -> None:
     plan = chosen(replace(situation_of("125m", 100), total_steps=5))
     assert (value(plan, "run.rounds"), value(plan, "inner.steps")) == (5, 1)
     assert plan.exchanges == 5 and not plan.is_too_short
-    assert "5 exchanges of each parameter in 5 inner steps" in why(plan, "steps")
+    assert "every step: 5 exchanges of each parameter in a run of 5 inner steps" in why(
+        plan, "steps"
+    )
     assert "5 exchanges of each parameter" in why(plan, "momentum")
 
 
@@ -185,6 +259,9 @@ def test_rounds_that_are_given_fix_their_steps_so_that_the_run_stays_as_long() -
     assert chosen(situation, {("inner", "steps"): 30}).setting == plan.setting
     more = chosen(situation, {("run", "rounds"): 2000})
     assert value(more, "inner.steps") == 15
+    assert why(more, "steps").startswith("30,000 inner steps over 2,000 rounds, which are given")
+    short = chosen(replace(situation, total_steps=600), {("run", "rounds"): 20})
+    assert codecs_and_interval(short)[2] == 30  # no shorter: a round is not to be cut
 
 
 def test_fragments_that_are_given_cut_the_interval_as_evenly_as_whole_steps_allow() -> None:

@@ -143,7 +143,7 @@ def test_sgd_that_is_given_gets_a_rate_of_its_own_and_no_momentum() -> None:
 
 @pytest.mark.parametrize(
     ("total_steps", "momentum", "rate"),
-    [(600, 0.3, 0.7), (3_000, 0.6, 0.7), (100_000, 0.9, 0.6)],
+    [(400, 0.3, 0.7), (3_000, 0.6, 0.7), (100_000, 0.9, 0.6)],
 )
 def test_the_longer_a_run_the_more_outer_momentum_it_gets(
     total_steps: int, momentum: float, rate: float
