@@ -17,6 +17,7 @@ from coordinator.presets.choosing import Plan, Value, chosen
 from coordinator.presets.cost import Situation
 from coordinator.presets.link_shares import CUBIC, CongestionControl
 from coordinator.presets.model_sizes import num_parameters
+from coordinator.presets.reasons import counted
 from coordinator.presets.toml_edit import CannotEditError, Place, with_values
 from protocol.data_rate import directions_of
 from protocol.errors import ConfigError
@@ -71,9 +72,9 @@ def settled(text: str, *, origin: str) -> Settled:
     plan = chosen(_situation(keys, spec, given, origin=origin), given)
     if plan.is_too_short:
         raise ConfigError(
-            f"{origin}: {plan.situation.total_steps} inner steps in all are over before each parameter is "
-            f"exchanged, every {plan.setting.interval}: {plan.setting.fragments} fragments of "
-            f"{plan.setting.steps} steps each",
+            f"{origin}: the run is over after {counted(plan.situation.total_steps, 'inner step')}, before "
+            f"each parameter is exchanged, every {plan.setting.interval}: "
+            f"{counted(plan.setting.fragments, 'fragment')} of {counted(plan.setting.steps, 'step')} each",
             next_step="write fewer [inner] steps or [exchange] fragments, or more total_steps",
         )
     values: dict[Place, tuple[Value, str]] = {
@@ -188,6 +189,16 @@ def _situation(
             f"{origin}: [exchange] total_steps = {keys.total_steps}, but [run] rounds times [inner] steps "
             f"are {told}",
             next_step="leave one of the three out",
+        )
+    if (
+        keys.total_steps is not None
+        and ("run", "rounds") in given
+        and spec.run.rounds > keys.total_steps
+    ):
+        raise ConfigError(
+            f"{origin}: [run] rounds = {spec.run.rounds} are more than [exchange] total_steps = "
+            f"{keys.total_steps}, and a round takes one inner step at least",
+            next_step="write fewer rounds or more total_steps, or leave one of them out",
         )
     return Situation(
         num_parameters=num_parameters(spec.model),

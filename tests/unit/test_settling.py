@@ -7,6 +7,7 @@ import pytest
 from coordinator.config import RUN_TEMPLATE
 from coordinator.presets.settling import settled, wants_settling
 from coordinator.presets.toml_edit import CannotEditError, with_values
+from coordinator.presets.view import prediction_lines
 from protocol.data_rate import bits_per_second_of, directions_of, rate_in_words
 from protocol.errors import ConfigError
 from protocol.run_spec import validated
@@ -113,12 +114,17 @@ def test_an_unsettled_preset_never_becomes_a_run() -> None:
         (
             'preset = "auto"',
             'preset = "auto"\nfragments = 3\ntotal_steps = 2',
-            "2 inner steps in all are over before each parameter is exchanged, every 3",
+            "is over after 2 inner steps, before each parameter is exchanged, every 3: 3 fragments of 1 step",
         ),
         (
             "[run]\nmin_nodes = 3\n\n[exchange]   # slow links",
             "[inner]\nsteps = 10\n[run]\nmin_nodes = 3\nrounds = 100\n[exchange]\ntotal_steps = 500",
             "total_steps = 500, but [run] rounds times [inner] steps are 1000",
+        ),
+        (
+            "[run]\nmin_nodes = 3\n\n[exchange]   # slow links",
+            "[run]\nmin_nodes = 3\nrounds = 501\n[exchange]\ntotal_steps = 500",
+            "[run] rounds = 501 are more than [exchange] total_steps = 500",
         ),
     ],
 )
@@ -181,6 +187,19 @@ def test_a_blend_that_is_given_counts_only_where_blend_is_chosen(link: str, is_t
 def test_a_run_of_hardly_any_steps_is_settled_into_as_few() -> None:
     made = settled(f"{ASKED}total_steps = 5\n", origin="run.toml")
     assert (made.spec.run.rounds, made.spec.inner.steps) == (5, 1)
+
+
+def test_one_is_counted_in_the_singular() -> None:
+    made = settled(f"{ASKED}total_steps = 1\n", origin="run.toml")
+    said = "\n".join([made.text, *prediction_lines(made.plan)])
+    assert "1 exchange of each parameter in a run of 1 inner step;" in said
+    assert "each parameter is exchanged every inner step, 1 time;" in said
+
+
+def test_as_many_rounds_as_total_steps_are_taken() -> None:
+    asked = ASKED.replace("[run]\n", "[run]\nrounds = 500\n")
+    made = settled(f"{asked}total_steps = 500\n", origin="run.toml")
+    assert (made.spec.run.rounds, made.spec.inner.steps) == (500, 1)
 
 
 def test_tables_written_in_another_way_are_refused_and_not_guessed_at() -> None:
