@@ -115,7 +115,7 @@ scaling = "none"            # of the rates, by participants / min_nodes: or "lin
 [outer]
 optimizer = "nesterov"      # or "sgd"; applies what a round commits
 learning_rate = 0.6         # about 0.4, 0.6, 0.6, 0.8 for 1, 2, 4, 8 nodes
-momentum = 0.9              # of nesterov
+momentum = 0.9              # of nesterov; sgd has none: remove it there
 merge = "mean"              # or "norm-preserving": as long as the contributions are on average
 scaling = "none"            # of the rate, by tokens / a full round of min_nodes: or "sqrt", "cbrt"
 

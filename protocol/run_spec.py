@@ -333,10 +333,24 @@ def validated(tables: dict[str, Any], *, origin: str) -> RunSpec:
         ) from error
 
 
+def validated_file(tables: dict[str, Any], *, origin: str) -> RunSpec:
+    """As `validated`, of what somebody wrote; also refuses what they wrote in vain.
+
+    Not of what a coordinator sends: defaults stand there like all else.
+    """
+    spec = validated(tables, origin=origin)
+    if spec.outer.optimizer == "sgd" and (momentum := tables["outer"].get("momentum")):
+        raise ConfigError(
+            f'{origin}: [outer] momentum = {momentum} belongs to optimizer = "nesterov", not to "sgd"',
+            next_step='remove momentum, or write optimizer = "nesterov"',
+        )
+    return spec
+
+
 def load_run_file(path: Path) -> RunSpec:
     """Reads a run.toml; raises NoInputError or ConfigError."""
     tables = read_toml(path, when_missing=f"run 'atoll coordinator init {path.parent}'")
-    return validated(tables, origin=str(path))
+    return validated_file(tables, origin=str(path))
 
 
 def run_from_json(text: str) -> RunSpec:

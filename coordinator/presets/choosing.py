@@ -239,7 +239,8 @@ def _outer(case: _Case) -> list[Told]:
             ("outer", "learning_rate", 1.0, why),
             ("outer", "momentum", 0.3, lost),
         ]
-    if setting.uplink in SPARSE:
+    told_momentum = case.given.get(("outer", "momentum"))
+    if setting.uplink in SPARSE and not told_momentum:
         why = reasons.SPARSE_RATE
         if setting.downlink in SPARSE:
             why += " where results do not hold all that nodes send"
@@ -257,8 +258,9 @@ def _outer(case: _Case) -> list[Told]:
         momentum, why = 0.6, f"{often}: 0.9 wants a thousand"
     else:
         momentum, why = 0.3, f"{often}: more would overshoot"
+    why_optimizer = "momentum is given, and sgd has none" if told_momentum else "for dense codecs"
     return [
-        ("outer", "optimizer", "nesterov", "for dense codecs"),
+        ("outer", "optimizer", "nesterov", why_optimizer),
         ("outer", "learning_rate", rate, why_rate),
         ("outer", "momentum", momentum, why),
     ]

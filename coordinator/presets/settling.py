@@ -22,7 +22,7 @@ from coordinator.presets.toml_edit import CannotEditError, Place, with_values
 from protocol.data_rate import directions_of
 from protocol.errors import ConfigError
 from protocol.files import read_toml
-from protocol.run_spec import Positive, RunSpec, Section, validated
+from protocol.run_spec import Positive, RunSpec, Section, validated, validated_file
 from protocol.time_span import seconds_of
 
 SLOWEST_LINK = 256e3
@@ -67,7 +67,7 @@ def settled(text: str, *, origin: str) -> Settled:
     tables = tomllib.loads(text)
     keys, rest = _split(tables, origin=origin)
     # What is given must be sound by itself.
-    spec = validated(_with_room_for_blend(rest), origin=origin)
+    spec = validated_file(_with_room_for_blend(rest), origin=origin)
     given = _given(rest)
     plan = chosen(_situation(keys, spec, given, origin=origin), given)
     if plan.is_too_short:
@@ -234,5 +234,5 @@ def settled_run_file(path: Path) -> Settled | None:
     tables = read_toml(path, when_missing=f"run 'atoll coordinator init {path.parent}'")
     if wants_settling(tables):
         return settled(path.read_text(encoding="utf-8"), origin=str(path))
-    validated(tables, origin=str(path))
+    validated_file(tables, origin=str(path))
     return None

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from node.exchange.outer_optimizer import (
     outer_optimizer_of,
 )
 from protocol.errors import ConfigError, SystemRefusedError
-from protocol.run_spec import OuterSection
+from protocol.run_spec import OuterSection, load_run_file, run_from_json
 
 NESTEROV = Nesterov(learning_rate=0.6, momentum=0.9)
 SGD = Sgd(learning_rate=0.6)
@@ -124,6 +126,26 @@ def test_a_thread_that_flushes_subnormals_is_refused() -> None:
 def test_the_run_file_chooses() -> None:
     assert isinstance(outer_optimizer_of(OuterSection()), Nesterov)
     assert isinstance(outer_optimizer_of(OuterSection(optimizer="sgd", momentum=0)), Sgd)
+
+
+@pytest.mark.parametrize("momentum", [0.5, 0.9])
+def test_momentum_beside_sgd_is_refused_with_its_value(tmp_path: Path, momentum: float) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(f'[outer]\noptimizer = "sgd"\nmomentum = {momentum}\n')
+    with pytest.raises(ConfigError) as caught:
+        load_run_file(path)
+    assert f'[outer] momentum = {momentum} belongs to optimizer = "nesterov"' in caught.value.what
+    assert "remove momentum" in (caught.value.next_step or "")
+
+
+@pytest.mark.parametrize("line", ["", "momentum = 0", "momentum = 0.0"])
+def test_sgd_without_momentum_is_taken_by_coordinators_and_nodes(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(f'[outer]\noptimizer = "sgd"\n{line}\n')
+    spec = load_run_file(path)
+    assert (
+        run_from_json(spec.canonical_json()) == spec
+    )  # where the default stands as if it were given
 
 
 @pytest.mark.parametrize(

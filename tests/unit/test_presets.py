@@ -141,6 +141,16 @@ def test_sgd_that_is_given_gets_a_rate_of_its_own_and_no_momentum() -> None:
     assert "0.9" not in why(plan, "momentum")
 
 
+def test_momentum_that_is_given_brings_an_optimizer_that_has_it() -> None:
+    given = {("exchange", "uplink"): "topk64", ("exchange", "downlink"): "int4"}
+    situation = situation_of("0.2m", 1000)
+    plan = chosen(situation, {**given, ("outer", "momentum"): 0.5})
+    assert value(plan, "outer.optimizer") == "nesterov"
+    assert why(plan, "optimizer") == "momentum is given, and sgd has none"
+    none_asked = chosen(situation, {**given, ("outer", "momentum"): 0.0})
+    assert value(none_asked, "outer.optimizer") == "sgd"
+
+
 @pytest.mark.parametrize(
     ("total_steps", "momentum", "rate"),
     [(400, 0.3, 0.7), (3_000, 0.6, 0.7), (100_000, 0.9, 0.6)],

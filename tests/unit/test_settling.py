@@ -102,6 +102,11 @@ def test_an_unsettled_preset_never_becomes_a_run() -> None:
         ('preset = "auto"', 'preset = "auto"\nfragments = 4', "num_layers is 3"),
         ('preset = "auto"', 'preset = "auto"\nblend = 1.5', "blend = 1.5"),
         (
+            "[run]",
+            '[outer]\noptimizer = "sgd"\nmomentum = 0.9\n[run]',
+            '[outer] momentum = 0.9 belongs to optimizer = "nesterov", not to "sgd"',
+        ),
+        (
             'preset = "auto"',
             'preset = "auto"\noverlap = "keep"\nblend = 0.3',
             'belongs to overlap = "blend"',
