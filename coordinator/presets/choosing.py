@@ -21,11 +21,13 @@ from coordinator.presets.cost import (
 from coordinator.presets.ladder import (
     LEAST_FOR_SPARSE,
     SPARSE,
+    USUAL_INTERVAL,
     Given,
     exchanges_of,
     ladder,
     results_hold_all,
 )
+from protocol.run_spec import EvaluationSection
 
 Value = str | int | float
 Told = tuple[str, str, Value, str]
@@ -210,6 +212,7 @@ def _choices(case: _Case) -> Iterator[Choice]:
         *_owed(setting, situation, given),
         ("exchange", "fragments", setting.fragments, why_fragments),
         *_overlap(setting, given, case.waiting),
+        *_evaluation(setting, situation.total_steps, given),
     ]
     for table, key, value, reason in values:
         told = given.get((table, key))
@@ -295,6 +298,25 @@ def _overlap(setting: Setting, given: Given, plain: Prediction) -> list[Told]:
             ("exchange", "blend", 0.5, "as published, for results that are a few inner steps late")
         )
     return chosen_overlap
+
+
+USUAL_EVERY_ROUNDS = EvaluationSection().every_rounds
+
+EVALUATED_STEPS = USUAL_EVERY_ROUNDS * USUAL_INTERVAL
+"""Inner steps between evaluations, where rounds are of the usual interval and every_rounds is as usual."""
+
+LEAST_EVALUATIONS = 4
+
+
+def _evaluation(setting: Setting, total_steps: int, given: Given) -> list[Told]:
+    """Where short intervals were chosen: 64 samples evaluated cost a node about what 20 trained ones do."""
+    is_fixed = ("run", "rounds") in given or ("inner", "steps") in given
+    steps = min(EVALUATED_STEPS, total_steps // LEAST_EVALUATIONS)
+    if is_fixed or setting.interval >= USUAL_INTERVAL or steps < setting.steps:
+        return []
+    rounds = max(USUAL_EVERY_ROUNDS, steps // setting.steps)
+    why = f"every {rounds * setting.steps} inner steps: more would take time from them"
+    return [("evaluation", "every_rounds", rounds, why)]
 
 
 DEADLINE_FACTOR = 4

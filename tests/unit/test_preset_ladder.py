@@ -7,6 +7,7 @@ import pytest
 from benchmarks.presets import situation_of
 from coordinator.presets.choosing import chosen
 from coordinator.presets.cost import GOAL, Setting, Situation, predicted
+from coordinator.presets.ladder import Given
 from coordinator.presets.reasons import of_steps
 from tests.unit.preset_scene import all_settings, codecs_and_interval, rungs, value, why
 
@@ -207,6 +208,27 @@ def test_a_short_run_whose_link_is_too_slow_for_that_gets_what_it_would_get_anyw
     for name, mbit in (("125m", 10), ("1b", 100), ("1b", 1000)):
         situation = replace(situation_of(name, mbit), total_steps=4000)
         assert chosen(situation).setting == chosen(_long(situation)).setting
+
+
+@pytest.mark.parametrize(
+    ("total_steps", "every_rounds", "given"),
+    [
+        (1600, 25, {}),  # every 150 steps, as in rounds of 30
+        (320, 40, {}),  # four times
+        (16, 5, {}),
+        (7680, None, {}),
+        (1600, None, {("inner", "steps"): 6}),
+    ],
+)
+def test_short_intervals_are_no_reason_to_evaluate_more_often(
+    total_steps: int, every_rounds: int | None, given: Given
+) -> None:
+    plan = chosen(
+        replace(situation_of("0.2m", 1000), total_steps=total_steps, seconds_per_inner_step=60.0),
+        given,
+    )
+    found = [choice.value for choice in plan.choices if choice.key == "every_rounds"]
+    assert found == ([] if every_rounds is None else [every_rounds])
 
 
 def test_how_waiting_would_do_is_told_of_the_interval_that_is_chosen() -> None:
