@@ -67,7 +67,7 @@ def ladder(situation: Situation, given: Given) -> Iterator[Rung]:
     """Rungs from the least loss to the fewest bytes, with what is given held fast."""
     overlap = given.get(("exchange", "overlap"))
     usual, *longer = _intervals(situation, given)
-    shorter = _shorter(situation, given, usual[0])
+    shorter = _shorter(situation, given, usual)
 
     def rung(cuts: tuple[Cut, ...], uplink: str, downlink: str, *, waits: bool = False) -> Rung:
         has_overlap = not waits if overlap is None else overlap != "none"
@@ -145,7 +145,7 @@ def _intervals(situation: Situation, given: Given) -> list[tuple[Cut, ...]]:
     return found
 
 
-def _shorter(situation: Situation, given: Given, usual: Cut) -> list[tuple[Cut, ...]]:
+def _shorter(situation: Situation, given: Given, usual: tuple[Cut, ...]) -> list[tuple[Cut, ...]]:
     """Intervals below the usual one, from that on which makes exchanges enough, or the shortest.
 
     None where steps are fixed: then no interval is shorter than that.
@@ -159,11 +159,13 @@ def _shorter(situation: Situation, given: Given, usual: Cut) -> list[tuple[Cut, 
         if situation.total_steps // interval >= ENOUGH_EXCHANGES
     ]
     least = max(often, default=min(SHORT_INTERVALS))
-    return [
+    found = [
         _cuts(situation, interval, None, fragments)
         for interval in SHORT_INTERVALS
-        if max(least, fragments or 1) <= interval < usual[0] * usual[1]
+        if max(least, fragments or 1) <= interval < usual[0][0] * usual[0][1]
     ]
+    # Fragments that are given may make two of them, or the last and the usual one, the same.
+    return [cuts for cuts in dict.fromkeys(found) if cuts[0] != usual[0]]
 
 
 def _fixed_steps(situation: Situation, given: Given) -> int | None:

@@ -140,12 +140,11 @@ def test_momentum_beside_sgd_is_refused_with_its_value(tmp_path: Path, momentum:
 
 @pytest.mark.parametrize("line", ["", "momentum = 0", "momentum = 0.0"])
 def test_sgd_without_momentum_is_taken_by_coordinators_and_nodes(tmp_path: Path, line: str) -> None:
+    """What a coordinator sends holds the default as if it were given."""
     path = tmp_path / "run.toml"
     path.write_text(f'[outer]\noptimizer = "sgd"\n{line}\n')
     spec = load_run_file(path)
-    assert (
-        run_from_json(spec.canonical_json()) == spec
-    )  # where the default stands as if it were given
+    assert run_from_json(spec.canonical_json()) == spec
 
 
 @pytest.mark.parametrize(
