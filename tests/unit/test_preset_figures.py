@@ -42,9 +42,12 @@ def rows(name: str) -> list[dict[str, Any]]:
 
 
 def exchanges() -> Iterator[tuple[CongestionControl, dict[str, Any]]]:
-    """With equal slices, which the formula is for. Rows that name nothing are of a host with bbr."""
+    """With equal slices, which the formula is for, and as hosts come: windows end with a pause.
+
+    Rows that name nothing are of a host with bbr.
+    """
     for row in [*rows("exchange.jsonl"), *rows("exchange-cubic.jsonl")]:
-        if len(set(row["slices"])) == 1:
+        if len(set(row["slices"])) == 1 and not row.get("keeps_window"):
             yield row.get("congestion_control", "bbr"), row
 
 
