@@ -15,6 +15,7 @@ from pathlib import Path
 from node.app import OPEN_FILES_PER_RANK, OWN_OPEN_FILES
 from node.config import NodeSettings
 from node.doctor.findings import Finding, wrong
+from node.doctor.kernel import congestion_control
 from node.hardware import Hardware, likely_devices, look_around
 from node.placement import num_ranks_of
 from protocol import console
@@ -172,12 +173,15 @@ def libp2p_findings() -> list[Finding]:
     except AtollError as error:
         return [wrong("libp2p", error)]
     starts = Finding(about="libp2p", verdict="fine", what="its daemon starts")
-    return [starts, pacing_finding(why_not)]
+    return [starts, pacing_finding(why_not, congestion_control())]
 
 
-def pacing_finding(why_not: str) -> Finding:
-    """Whether the kernel paces the daemon's connections, and what to do where it does not."""
-    if not why_not:
+def pacing_finding(why_not: str, used: str | None) -> Finding:
+    """Whether the kernel paces the daemon's connections, and what to do where it does not.
+
+    `used` is TCP's congestion control: bbr always paces.
+    """
+    if not why_not or used == "bbr":
         return Finding(
             about="pacing", verdict="fine", what="the kernel paces TCP connections to peers"
         )

@@ -50,6 +50,9 @@ async def test_connections_are_paced_whoever_dialled() -> None:
             rates = pacing_rates(p2pd_pid(transport))
             assert {is_listener for _, is_listener in rates} == {True, False}
             assert set(rates.values()) == {NEVER_REACHED}
+            assert transport._is_paced_by_kernel
+        first._daemon.tcp_pacing.why_not = "forbidden"
+        assert not first._is_paced_by_kernel
     finally:
         await first.stop()
         await second.stop()
@@ -81,7 +84,8 @@ def test_where_it_is_not_allowed_the_reason_is_kept_and_the_doctor_gives_advice(
         pacing.look()  # now it would be: it is not tried again
         assert "Permission denied" in pacing.why_not
         process.kill()
-    finding = pacing_finding(pacing.why_not)
+    finding = pacing_finding(pacing.why_not, "cubic")
     assert finding.verdict == "advice"
     assert "Permission denied" in finding.what
-    assert pacing_finding("").verdict == "fine"
+    assert pacing_finding("", "cubic").verdict == "fine"
+    assert pacing_finding(pacing.why_not, "bbr").verdict == "fine"  # it paces anyway

@@ -8,6 +8,7 @@ from benchmarks.virtual_time import run_in_virtual_time
 from node.exchange.transport.pacing import Pacer
 from node.exchange.transport.uplink import (
     EPOCH_SECONDS,
+    LASTING_SECONDS,
     LEAST_ANSWERS,
     MEMORY,
     QUEUE_SECONDS,
@@ -126,6 +127,18 @@ def test_where_the_kernel_paces_each_exchange_finds_the_rate_anew() -> None:
 
     assert run_in_virtual_time(seconds_of_a_short_one(is_paced_below=True)) == 0
     assert run_in_virtual_time(seconds_of_a_short_one(is_paced_below=False)) > 1
+
+
+@pytest.mark.parametrize("is_paced_below", [True, False])
+def test_where_the_kernel_paces_only_what_lasts_is_paced(is_paced_below: bool) -> None:
+    async def scene() -> None:
+        link = QueuedLink(is_paced_below=is_paced_below)
+        link.bytes_per_second = 1.5 * LEAST_SECONDS / LASTING_SECONDS * RATE
+        await link.exchange()
+        assert max(link.queues) > QUEUE_SECONDS
+        assert (link.uplink.bytes_per_second is None) == is_paced_below
+
+    run_in_virtual_time(scene())
 
 
 def test_what_never_waits_is_not_paced() -> None:

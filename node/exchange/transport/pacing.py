@@ -71,7 +71,8 @@ class Pacer:
     Small messages and acknowledgements do not wait, since transfers would stall, but bodies make
     room for them. The rate is what the node's owner allows, and no more than the `uplink` carries
     without a queue; until that is known, no more than HEADROOM times what it was `seen` to carry, bodies'
-    bytes per second. While nothing is known (None), nothing waits for anything.
+    bytes per second. While nothing is known (None), as at the beginning of each busy time where the kernel
+    paces, nothing waits for anything.
     `floor_bytes_per_second` is the mean rate below which receivers give a body up.
     """
 

@@ -58,7 +58,7 @@ class _Epoch:
 
     def __init__(self, began_at: float, *, is_early: bool = False) -> None:
         self.began_at = began_at
-        self.is_early = is_early  # after a pause: TCP feels its way
+        self.is_early = is_early  # TCP feels its way, and nothing is learnt but delays
         self.num_bytes = 0
         self.num_answers = 0
         self.least_seconds: dict[_Way, float] = {}
