@@ -149,7 +149,11 @@ def _command_line(process_id: int) -> str:
 
 
 def _without_trackers(process_ids: set[int]) -> set[int]:
-    return {p for p in process_ids if "multiprocessing.resource_tracker" not in _command_line(p)}
+    # One without a command line is in the midst of exec, and may become a tracker; or it has ended.
+    lines = {process_id: _command_line(process_id) for process_id in process_ids}
+    return {
+        p for p, line in lines.items() if line and "multiprocessing.resource_tracker" not in line
+    }
 
 
 def _parent_of(process_id: int) -> int:
