@@ -150,6 +150,8 @@ class ProcessIsland:
         self._spawning = asyncio.ensure_future(asyncio.to_thread(self._spawn, self._meeting))
         try:
             await asyncio.shield(self._spawning)
+        except EOFError as error:
+            raise RankDiedError("the process that ranks are forked from has ended") from error
         except OSError as error:
             raise SystemRefusedError(
                 f"the ranks' processes cannot be started: {error}",
@@ -164,6 +166,7 @@ class ProcessIsland:
         async with self._stopping:
             if self._spawning is not None:
                 await asyncio.wait([self._spawning])
+                self._spawning.exception()  # whoever started us has it, or waits no more
                 self._spawning = None
                 self._listen()
             if self._breaking is not None:

@@ -7,7 +7,24 @@ from pathlib import Path
 from node.island.first_weights import initial_parameters
 from node.island.layout import layout_of
 from node.outer_state import SharedVectors
-from protocol.run_spec import ModelSection
+from protocol.run_spec import (
+    DataSection,
+    EvaluationSection,
+    InnerSection,
+    ModelSection,
+    RunSpec,
+)
+
+
+def small_spec(learning_rate: float = 1e-2, batch: int = 4) -> RunSpec:
+    return RunSpec(
+        model=ModelSection(
+            hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, ffn_size=24, context=16
+        ),
+        data=DataSection(source="text", paths=("*.txt",), held_out=0.2),
+        inner=InnerSection(batch=batch, learning_rate=learning_rate, schedule="constant"),
+        evaluation=EvaluationSection(samples=7),
+    )
 
 
 def with_texts(folder: Path) -> Path:

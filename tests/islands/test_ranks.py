@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rank_scene import initial_vectors, with_texts
+from rank_scene import initial_vectors, small_spec, with_texts
 
 from node.island import rank
 from node.island.commands import Done, RankSetup
@@ -28,27 +28,9 @@ from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh_shape import MeshShape
 from node.outer_state import SharedVectors
 from protocol.errors import ConfigError, NoInputError
-from protocol.run_spec import (
-    DataSection,
-    EvaluationSection,
-    ExchangeSection,
-    InnerSection,
-    ModelSection,
-    RunSpec,
-)
+from protocol.run_spec import ExchangeSection, RunSpec
 
 ENDLESS = 1_000_000
-
-
-def small_spec(learning_rate: float = 1e-2, batch: int = 4) -> RunSpec:
-    return RunSpec(
-        model=ModelSection(
-            hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, ffn_size=24, context=16
-        ),
-        data=DataSection(source="text", paths=("*.txt",), held_out=0.2),
-        inner=InnerSection(batch=batch, learning_rate=learning_rate, schedule="constant"),
-        evaluation=EvaluationSection(samples=7),
-    )
 
 
 def work_of(inner_steps: int, max_seconds: float = 60.0) -> InnerWork:
