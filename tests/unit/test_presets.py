@@ -40,6 +40,25 @@ def test_the_tables_of_the_docs_are_what_is_chosen(congestion_control: Congestio
     assert table(congestion_control) in (DOCS / "performance.md").read_text()
 
 
+def test_examples_in_the_docs_are_what_is_chosen() -> None:
+    """Where a new share turns one, take another rate."""
+    footguns, operations = (
+        " ".join((DOCS / page).read_text().split()) for page in ("footguns.md", "operations.md")
+    )
+    cubic, bbr = (
+        chosen(replace(situation_of("42m", 80, kind), seconds_per_inner_step=0.1)).setting.interval
+        for kind in get_args(CongestionControl)
+    )
+    assert cubic > bbr
+    assert (
+        "42m at 80 Mbit/s over 100 ms with inner steps of 0.1 s exchanges every "
+        f"{cubic} steps, and every {bbr} with bbr"
+    ) in footguns
+    slow, fast = (chosen(situation_of("125m", mbit)).prediction.link_share for mbit in (10, 100))
+    said = f"{slow:.2f} are left to the exchange of 125m at 10 Mbit/s and 100 ms, {fast:.2f} at 100"
+    assert said in operations
+
+
 def test_a_fast_link_waits_and_compresses_no_more_than_usual() -> None:
     plan = chosen(situation_of("0.2m", 1000))
     assert codecs_and_interval(plan) == ("int4", "int4", 30)
