@@ -68,6 +68,11 @@ def newest(rows: Iterable[Row]) -> list[Row]:
     return list(found.values())
 
 
+def has_even_slices(row: Row) -> bool:
+    """Whether what each node reduces is about the same."""
+    return bool(max(row["slices"]) <= 1.5 * min(row["slices"]))
+
+
 def cells_of(row: Row) -> tuple[str, ...]:
     """A line of the table."""
     row = _DEFAULTS | row
@@ -105,7 +110,7 @@ _SAID: tuple[Callable[[Row], str], ...] = (
     lambda row: f"round trip {row['round_trip_ms']:g} ms",
     lambda row: row["congestion_control"] + (", window kept" if row["keeps_window"] else ""),
     # By bandwidth or not: with even ones it makes no difference, and uneven ones move the limit.
-    lambda row: "uneven slices" if max(row["slices"]) > 1.5 * min(row["slices"]) else "",
+    lambda row: "" if has_even_slices(row) else "uneven slices",
 )
 """What tells series apart. What all rows share stands in the title instead."""
 

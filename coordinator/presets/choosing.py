@@ -149,7 +149,8 @@ def _waiting(rungs: list[list[Found]]) -> Prediction:
 def _soonest(rung: list[Found]) -> Found:
     """Of those that reach the goal, or are level with the best, the fewest fragments that are soon enough."""
     best = max(outcome.utilisation for _, outcome in rung)
-    enough = [found for found in rung if found[1].utilisation >= min(GOAL, LEVEL * best)]
+    least = GOAL if best >= GOAL else LEVEL * best
+    enough = [found for found in rung if found[1].utilisation >= least]
     # min takes the first of equals.
     return min(enough, key=lambda found: max(SOON_STEPS, found[1].late_steps))
 

@@ -6,11 +6,11 @@ u and d bits for each value in contributions and in results. A node sends
     (N - 1) / N · S · (u + d) / 8     bytes a round
 
 contributions to the others' slices, then the results of its own slice, and receives as many. Both
-ways fill at once, so the slower direction of the link counts, of which a share is achieved
-(coordinator/presets/link_shares.py): of what a link is said to carry, by how many round trips the bytes
-take of it and by congestion control, and all of what exchanges were seen to achieve on it.
+ways fill at once, so the slower direction of the link counts (coordinator/presets/link_shares.py): of what it
+is said to carry a share is achieved, after TCP's slow start where there is one, and all of what exchanges
+were seen to achieve on it.
 
-    exchange = bytes · 8 / (share · slower direction) + ROUND_TRIPS · round trip + host work
+    exchange = bytes · 8 / (share · slower direction) + slow start + ROUND_TRIPS · round trip + host work
     host work = what a node does with the fragment on one core, one thing after the other: encode,
                 decode the contributions to its slice, screen and average them, encode their mean,
                 decode all results, form sums and apply them, and digest what has changed of the
@@ -36,19 +36,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from coordinator.presets.link_shares import (
-    CUBIC,
-    CongestionControl,
-    enough_bits_per_second,
-    round_trips_of,
-    share_of,
-)
+from coordinator.presets.link_shares import CUBIC, CongestionControl, Link
 
 FP32_BYTES = 4
 
-ROUND_TRIPS = 6
-"""One each for the offers of a contribution and of a result, and one each for their verdicts; one from
-the last report to the commit, one from the report that it is applied to the next plan."""
+PEER_ROUND_TRIPS = 2
+"""For the offer of the first contribution and the verdict of the last result: others travel beside bodies. If
+there were three, some exchanges would have got more than their link (benchmarks/exchange_shares.py)."""
+
+COORDINATOR_ROUND_TRIPS = 2
+"""One from the last report to the commit, one from the report that it is applied to the next plan."""
+
+ROUND_TRIPS = PEER_ROUND_TRIPS + COORDINATOR_ROUND_TRIPS
 
 GOAL = 0.95
 """The part of the time in inner steps that presets aim at."""
@@ -129,17 +128,16 @@ class Situation:
         CUBIC  # None: the rates are what exchanges achieved
     )
 
-    @property
-    def slower_bits_per_second(self) -> float:
-        """Of the two directions."""
-        return min(self.down_bits_per_second, self.up_bits_per_second)
+    keeps_windows: bool = False  # TCP's, over pauses: see Link
 
-    def round_trips_of(self, num_bytes: float) -> float:
-        """How many pass while the slower direction carries these bytes at its whole rate."""
-        return round_trips_of(
-            num_bytes,
-            bits_per_second=self.slower_bits_per_second,
+    @property
+    def link(self) -> Link:
+        """The slower of the two directions."""
+        return Link(
+            bits_per_second=min(self.down_bits_per_second, self.up_bits_per_second),
             round_trip_seconds=self.round_trip_seconds,
+            congestion_control=self.congestion_control,
+            keeps_windows=self.keeps_windows,
         )
 
 
@@ -220,11 +218,10 @@ def predicted(
 ) -> Prediction:
     """See the formula above."""
     num_bytes = bytes_per_round(situation, setting)
-    share = share_of(situation.congestion_control, situation.round_trips_of(num_bytes))
-    achieved = share * situation.slower_bits_per_second
+    link = situation.link
     waits = ROUND_TRIPS * situation.round_trip_seconds
     waits += host_seconds(situation, setting, host)
-    exchange = num_bytes * 8 / achieved + waits
+    exchange = link.seconds_of(num_bytes) + waits
     training = setting.steps * situation.seconds_per_inner_step
     copies = 2 * FP32_BYTES * _values(situation, setting) / 1e9 / host.copy
     busy = max(training, exchange) if setting.has_overlap else training + exchange
@@ -234,20 +231,15 @@ def predicted(
     copies_fit = training + copies <= training / GOAL
     enough = None
     if left > 0 and copies_fit:
-        enough = enough_bits_per_second(
-            situation.congestion_control,
-            num_bytes,
-            seconds=left,
-            round_trip_seconds=situation.round_trip_seconds,
-        )
+        enough = link.enough_bits_per_second(num_bytes, left)
     saved = all_reduce_bytes_per_step(situation) * setting.steps / num_bytes
     return Prediction(
         bytes_per_round=num_bytes,
-        link_share=share,
+        link_share=link.share_of(num_bytes),
         training_seconds=training,
         exchange_seconds=exchange,
         round_seconds=round_seconds,
-        peak_bits_per_second=achieved,
+        peak_bits_per_second=link.full_share * link.bits_per_second,
         late_steps=_late_steps(situation, setting, exchange),
         enough_bits_per_second=enough,
         utilisation=training / round_seconds,

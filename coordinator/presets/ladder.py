@@ -9,8 +9,8 @@ in this order: docs/decisions.md.
 
 With bytes that never rise along the ladder, a slower link never leads to more bytes for an inner step:
 a rung that fails at one rate fails at every lower one. Where all fail, 1 / utilisation rises with 1 / rate,
-the faster the more bytes a rung sends; only bends in the shares of links (link_shares.py) may turn two
-rungs around that compute as long, to a hundredth.
+the faster the more bytes a rung sends; only slow start (link_shares.py) may turn two rungs around that
+compute as long, to a hundredth.
 """
 
 from collections.abc import Iterator, Mapping

@@ -74,11 +74,7 @@ def of_steps(setting: Setting, total_steps: int, exchanges: int, *, shortest: in
 
 def of_uplink(setting: Setting, situation: Situation, prediction: Prediction) -> str:
     """Why this codec; and what is counted on of the link."""
-    share = share_in_words(
-        situation.congestion_control,
-        prediction.bytes_per_round,
-        situation.round_trips_of(prediction.bytes_per_round),
-    )
+    share = share_in_words(situation.link, prediction.bytes_per_round)
     return "; ".join(why for why in (_of_codec(setting.uplink), share) if why)
 
 

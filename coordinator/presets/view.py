@@ -27,11 +27,7 @@ def prediction_lines(plan: Plan) -> list[str]:
     beside = "beside" if plan.setting.has_overlap else "after"
     link = f"{rate_in_words(situation.down_bits_per_second)} down"
     link += f", {rate_in_words(situation.up_bits_per_second)} up"
-    share = share_in_words(
-        situation.congestion_control,
-        prediction.bytes_per_round,
-        situation.round_trips_of(prediction.bytes_per_round),
-    )
+    share = share_in_words(situation.link, prediction.bytes_per_round)
     is_late = plan.setting.has_overlap
     lines = [
         f"for {console.count_in_words(situation.num_parameters)} parameters, "

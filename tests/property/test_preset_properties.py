@@ -80,7 +80,7 @@ def test_a_slower_link_never_leads_to_more_bytes(
     # More fragments bring results sooner with as many bytes, but for their headers.
     headers = 2 * (situation.num_nodes - 1) * PAYLOAD_HEADER_BYTES
     most = load_of(fast.prediction, headers=headers) * (1 + 1e-6)
-    # Where neither is enough, a bend in the shares of links may turn around two that are level.
+    # Where neither is enough, slow start may turn around two that are level.
     kept = predicted(slower(situation, factor), fast.setting, host)
     is_level = kept.utilisation > LEVEL**2 * slow.prediction.utilisation and not slow.meets_goal
     assert load_of(slow.prediction, headers=headers) <= most or is_level

@@ -89,7 +89,7 @@ def test_the_curve_of_codecs_in_the_docs_is_drawn_from_the_results_beside_it() -
 @pytest.mark.parametrize(
     ("figure", "results"),
     [
-        ("exchange", ("exchange-paced",)),
+        ("exchange", ("exchange",)),
         ("exchange-nodes", ("exchange-nodes",)),
         ("exchange-codecs", ("exchange-codecs",)),
     ],

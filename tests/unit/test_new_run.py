@@ -2,12 +2,15 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from benchmarks.presets import situation_of
 from coordinator.config import run_text
-from coordinator.presets.link_shares import share_of
+from coordinator.presets.choosing import chosen
+from coordinator.presets.link_shares import Link
 from coordinator.presets.measured_links import measured_links
 from protocol import cli, console
 from protocol.query import StatusLink
@@ -39,8 +42,11 @@ def test_the_file_is_one_that_a_coordinator_takes(tmp_path: Path) -> None:
     spec = load_run_file(written)
     assert (spec.model.hidden_size, spec.model.num_layers) == (768, 18)
     assert spec.run.min_nodes == 5
-    assert spec.exchange.overlap == "blend" and spec.exchange.uplink == "ec2"
-    assert (spec.exchange.fragments, spec.inner.steps) == (2, 30)
+    asked = replace(situation_of("125m", 10), num_nodes=5, total_steps=10_000)
+    setting = chosen(asked).setting
+    assert (spec.exchange.uplink, spec.exchange.downlink) == (setting.uplink, setting.downlink)
+    assert (spec.exchange.fragments, spec.inner.steps) == (setting.fragments, setting.steps)
+    assert spec.exchange.overlap == "blend" and setting.has_overlap
     assert spec.inner.steps * spec.run.rounds >= 10_000 > spec.inner.steps * (spec.run.rounds - 1)
     text = written.read_text()
     assert text == run_text(name=None, run_file=written)
@@ -56,8 +62,9 @@ def test_every_key_of_the_template_is_still_there_and_explained(tmp_path: Path) 
 
 
 def test_every_choice_is_printed_with_its_value_and_its_reason(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "400")  # so that no reason is folded
     arguments = ("--link", "20mbit/5mbit", "--model", "42m", "--step", "300ms")
     assert init(tmp_path, *arguments, "--json") == 0
     told = json.loads(capsys.readouterr().out)
@@ -74,8 +81,9 @@ def test_every_choice_is_printed_with_its_value_and_its_reason(
     assert any(line.startswith(words) for line in lines)
     assert told["situation"]["up_bits_per_second"] == 5e6
     assert told["situation"]["congestion_control"] == "cubic"
-    round_trips = told["prediction"]["bytes_per_round"] * 8 / 5e6 / 0.1  # the usual 100 ms
-    assert told["prediction"]["link_share"] == pytest.approx(share_of("cubic", round_trips))
+    link = Link(bits_per_second=5e6, round_trip_seconds=0.1, congestion_control="cubic")
+    share = link.share_of(told["prediction"]["bytes_per_round"])
+    assert told["prediction"]["link_share"] == pytest.approx(share)
     assert told["meets_goal"] is True
     assert told["prediction"]["utilisation"] >= 0.95
     assert not told["step_is_assumed"]

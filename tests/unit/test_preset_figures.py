@@ -1,9 +1,8 @@
 """What presets count on is what was measured: every figure against the results that it is from."""
 
 import json
-from collections.abc import Iterator
+import math
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, get_args
@@ -11,28 +10,38 @@ from typing import Any, get_args
 import pytest
 
 from benchmarks.convergence_long import FRAGMENTS_STEPS
+from benchmarks.exchange_shares import (
+    Exchange,
+    exchanges,
+    measured_share,
+    predictions_in_words,
+    share_in_words,
+    slow_start_table,
+)
 from benchmarks.presets import situation_of
 from coordinator.presets.cost import (
     CODEC_COSTS,
     MEASURED_HOST,
-    ROUND_TRIPS,
+    PEER_ROUND_TRIPS,
     Setting,
     Situation,
+    bytes_per_round,
     host_seconds,
-    predicted,
 )
 from coordinator.presets.link_shares import (
-    MEASURED_SHARES,
+    FIRST_WINDOW_BYTES,
+    MEASURED_SHARE,
     NO_DISTANCE,
+    WHOLE,
     CongestionControl,
-    enough_bits_per_second,
-    round_trips_of,
-    share_of,
+    Link,
+    round_trips_lost,
 )
 from coordinator.presets.reasons import of_downlink, of_steps
 from protocol.run_spec import CodecName
 
-RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+RESULTS = DOCS / "results"
 
 KINDS = list(get_args(CongestionControl))
 
@@ -41,121 +50,136 @@ def rows(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
 
 
-def exchanges() -> Iterator[tuple[CongestionControl, dict[str, Any]]]:
-    """With equal slices, which the formula is for, and as hosts come: windows end with a pause.
-
-    Rows that name nothing are of a host with bbr.
-    """
-    for row in [*rows("exchange.jsonl"), *rows("exchange-cubic.jsonl")]:
-        if len(set(row["slices"])) == 1 and not row.get("keeps_window"):
-            yield row.get("congestion_control", "bbr"), row
-
-
-def exchange_of(row: dict[str, Any], congestion_control: CongestionControl) -> Situation:
-    link = row["mbit"] * row["slow"] * 1e6
-    return Situation(
-        num_parameters=round(row["megabytes"] * 8e6 / CODEC_COSTS["int4"].bits),
-        num_layers=1,
-        num_nodes=row["num_nodes"],
-        down_bits_per_second=link,
-        up_bits_per_second=link,
-        round_trip_seconds=row["round_trip_ms"] / 1e3,
-        seconds_per_inner_step=1.0,
-        total_steps=1,
-        congestion_control=congestion_control,
-    )
+def test_the_share_of_a_full_link_is_what_exchanges_got() -> None:
+    """Run 'python -m benchmarks.exchange_shares' after rows have been added: it prints what belongs there."""
+    found = exchanges()
+    assert measured_share(found) == pytest.approx(MEASURED_SHARE, abs=0.006)
+    shares = {
+        kind: [each.share() for each in found if each.is_as_hosts_come and is_over(each, kind)]
+        for kind in get_args(CongestionControl)
+    }
+    assert min(map(len, shares.values())) >= 4
+    # Hence one share for both.
+    medians = [median(each) for each in shares.values()]
+    assert max(medians) - min(medians) < max(max(each) - min(each) for each in shares.values())
 
 
-WHOLE_MODEL = Setting(uplink="int4", downlink="int4", fragments=1, has_overlap=False, steps=1)
+def test_what_the_docs_say_of_exchanges_is_what_the_benchmark_prints() -> None:
+    found = exchanges()
+    said = " ".join((DOCS / "performance.md").read_text().split())
+    assert share_in_words(found) in said
+    assert predictions_in_words(found) in said
+    assert " ".join(slow_start_table().split()) in said
+    assert f"{MEASURED_SHARE:.2f} over bbr" in (DOCS / "operations.md").read_text()
 
 
-def test_shares_of_links_are_those_that_exchanges_got() -> None:
-    """Two nodes: each sends, and receives, as much as the model takes."""
-    found: dict[CongestionControl, dict[float, float]] = {}
-    for congestion_control, row in exchanges():
-        if row["num_nodes"] != 2:
-            continue
-        round_trip = row["round_trip_ms"] / 1e3
-        whole = row["megabytes"] * 8 / row["mbit"]
-        share = whole / (row["seconds"] - ROUND_TRIPS * round_trip)
-        found.setdefault(congestion_control, {})[round(whole / round_trip, 3)] = share
-    assert found.keys() == MEASURED_SHARES.keys() == set(get_args(CongestionControl))
-    for congestion_control, shares in found.items():
-        assert MEASURED_SHARES[congestion_control] == pytest.approx(shares, abs=0.006)
-        assert list(MEASURED_SHARES[congestion_control]) == sorted(shares)
+def is_over(exchange: Exchange, congestion_control: CongestionControl) -> bool:
+    return exchange.situation.congestion_control == congestion_control
+
+
+def test_round_trips_between_peers_are_as_many_as_leave_no_exchange_more_than_its_link() -> None:
+    found = exchanges()
+    assert max(each.share(PEER_ROUND_TRIPS) for each in found) < 1.05
+    assert max(each.share(PEER_ROUND_TRIPS + 1) for each in found) > 1.05
 
 
 def test_predicted_exchanges_are_those_that_were_measured() -> None:
-    """Also over other links, and with more nodes, than those that shares are from."""
-    ratios = []
-    for congestion_control, row in exchanges():
-        prediction = predicted(exchange_of(row, congestion_control), WHOLE_MODEL)
-        ratios.append(prediction.exchange_seconds / row["seconds"])
-    assert len(ratios) >= 9
-    assert 0.85 < median(ratios) < 1.15
-    assert min(ratios) > 0.75 and max(ratios) < 1.25
+    """Also over other links, and with more nodes, than those that the share is from."""
+    found = exchanges()
+    assert {each.situation.num_nodes for each in found} >= {2, 4, 8, 16}
+    rates = {each.situation.up_bits_per_second / 1e6 for each in found}
+    assert rates >= {10, 20, 50, 100}
+    ratios = [each.predicted_seconds / each.seconds for each in found]
+    assert len(ratios) >= 15
+    assert 0.9 < median(ratios) < 1.1
+    assert min(ratios) > 0.8 and max(ratios) < 1.2
 
 
-def counted(congestion_control: CongestionControl, round_trips: float) -> float:
-    """What was measured, but for cubic never more than for bbr."""
-    return min(share_of("bbr", round_trips), MEASURED_SHARES[congestion_control][round_trips])
+def test_kept_windows_save_what_slow_start_is_said_to_cost() -> None:
+    """Rows that differ in nothing else."""
+    found = [each for each in exchanges() if is_over(each, "cubic")]
+    saved = []
+    for kept in found:
+        forgetful = replace(kept.situation, keeps_windows=False)
+        for each in found:
+            if kept.situation.keeps_windows and each.situation == forgetful:
+                lost = forgetful.link.round_trips_lost(bytes_per_round(forgetful, each.setting))
+                took = (each.seconds - kept.seconds) / forgetful.round_trip_seconds
+                saved.append((took, lost))
+    assert len(saved) >= 2
+    for took, lost in saved:
+        assert took == pytest.approx(lost, abs=1)
 
 
-@pytest.mark.parametrize("congestion_control", KINDS)
-def test_a_share_between_two_measured_points_lies_between_theirs(
-    congestion_control: CongestionControl,
-) -> None:
-    for (fewer, share), (more, other) in pairwise(MEASURED_SHARES[congestion_control].items()):
-        assert share_of(congestion_control, fewer) == counted(congestion_control, fewer)
-        assert share_of(congestion_control, more) == pytest.approx(
-            counted(congestion_control, more)
-        )
-        halfway = (fewer * more) ** 0.5
-        on_the_line = min((share + other) / 2, share_of("bbr", halfway))
-        assert share_of(congestion_control, halfway) == pytest.approx(on_the_line)
+def link(
+    mbit: float,
+    congestion_control: CongestionControl | None = "cubic",
+    *,
+    round_trip_seconds: float = 0.05,
+    keeps_windows: bool = False,
+) -> Link:
+    return Link(
+        bits_per_second=mbit * 1e6,
+        round_trip_seconds=round_trip_seconds,
+        congestion_control=congestion_control,
+        keeps_windows=keeps_windows,
+    )
 
 
-@pytest.mark.parametrize("congestion_control", KINDS)
-def test_a_share_beyond_what_was_measured_is_that_of_the_nearest_point(
-    congestion_control: CongestionControl,
-) -> None:
-    points = MEASURED_SHARES[congestion_control]
-    assert share_of(congestion_control, 0.01) == counted(congestion_control, min(points))
-    furthest = counted(congestion_control, max(points))
-    assert share_of(congestion_control, 1e9) == furthest
-    assert share_of(congestion_control, NO_DISTANCE) == furthest
+def test_round_trips_of_bytes_are_more_over_a_slow_link_and_over_a_short_one() -> None:
+    assert link(100).round_trips_of(4e6) == pytest.approx(6.4)
+    assert link(10).round_trips_of(4e6) == pytest.approx(64)
+    assert link(100, round_trip_seconds=0.005).round_trips_of(4e6) == pytest.approx(64)
+    assert link(100, round_trip_seconds=0).round_trips_of(4e6) == NO_DISTANCE
 
 
-def test_what_counts_is_how_many_round_trips_bytes_take() -> None:
-    """As many over a link that is ten times as slow, or a tenth as long, as ten times the bytes."""
+def test_slow_start_sends_twice_as_much_in_each_round_trip_until_the_link_is_full() -> None:
+    # Seven windows in three round trips, over a link that would carry a hundred in one.
+    assert round_trips_lost(7, 100) == pytest.approx(3 - 7 / 100)
+    # A link that carries sixteen is full after 2^t = 16 / ln 2; what follows loses nothing.
+    full_after = math.log2(16 / math.log(2))
+    by_then = 16 / math.log(2) - 1
+    assert round_trips_lost(by_then, 16) == pytest.approx(full_after - by_then / 16)
+    assert round_trips_lost(1e6, 16) == round_trips_lost(by_then, 16)
+    # One that a first window fills, loses nothing at all.
+    assert round_trips_lost(1e6, math.log(2)) == 0
+    assert round_trips_lost(1e6, math.log(2) + 1e-3) == pytest.approx(0, abs=1e-5)
 
-    def trips(num_bytes: float, mbit: float, round_trip_seconds: float) -> float:
-        return round_trips_of(
-            num_bytes, bits_per_second=mbit * 1e6, round_trip_seconds=round_trip_seconds
-        )
 
-    assert trips(4e6, 100, 0.05) == pytest.approx(6.4)
-    assert trips(4e6, 10, 0.05) == pytest.approx(64)
-    assert trips(4e6, 100, 0.005) == pytest.approx(64)
-    assert trips(40e6, 100, 0.05) == pytest.approx(64)
-    assert trips(4e6, 100, 0) == NO_DISTANCE
+def test_only_cubic_that_forgets_its_windows_begins_slowly_and_only_over_a_distance() -> None:
+    assert link(100).round_trips_lost(16e6) > 4
+    assert link(100, keeps_windows=True).round_trips_lost(16e6) == 0
+    assert link(100, round_trip_seconds=0).round_trips_lost(16e6) == 0
+    for other in ("bbr", None):
+        assert link(100, other).round_trips_lost(16e6) == 0
+    assert link(100, None).share_of(16e6) == WHOLE
+
+
+def test_few_bytes_and_fast_or_long_links_lose_most_of_a_share() -> None:
+    shares = [link(mbit).share_of(4e6) for mbit in (1, 10, 100, 1000)]
+    assert shares == sorted(shares, reverse=True) and shares[-1] < 0.2
+    assert link(100).share_of(4e6) < link(100).share_of(16e6) < MEASURED_SHARE
+    assert link(100, round_trip_seconds=0.2).share_of(16e6) < link(100).share_of(16e6)
+    assert link(100, round_trip_seconds=0).share_of(4e6) == pytest.approx(MEASURED_SHARE)
 
 
 @pytest.mark.parametrize("congestion_control", KINDS)
 def test_more_bytes_never_take_less_time_and_a_slower_link_never_less(
     congestion_control: CongestionControl,
 ) -> None:
-    """Without it a slower link could lead to more of them. In round trips both are the same."""
-    amounts = [0.1 * 1.02**exponent for exponent in range(600)]
-    times = [amount / share_of(congestion_control, amount) for amount in amounts]
+    """Without it a slower link could lead to more of them."""
+    factors = [1.05**exponent for exponent in range(400)]
+    times = [link(100, congestion_control).seconds_of(1e3 * factor) for factor in factors]
     assert times == sorted(times)
+    times = [link(0.1 * factor, congestion_control).seconds_of(1e6) for factor in factors]
+    assert times == sorted(times, reverse=True)
 
 
 def test_cubic_is_never_counted_on_for_more_than_bbr() -> None:
     """It stands for whatever nobody names."""
-    for exponent in range(600):
-        round_trips = 0.1 * 1.02**exponent
-        assert share_of("cubic", round_trips) <= share_of("bbr", round_trips)
+    for exponent in range(200):
+        num_bytes = 1e3 * 1.1**exponent
+        assert link(100, "cubic").share_of(num_bytes) <= link(100, "bbr").share_of(num_bytes)
 
 
 @pytest.mark.parametrize("congestion_control", [*KINDS, None])
@@ -163,15 +187,18 @@ def test_cubic_is_never_counted_on_for_more_than_bbr() -> None:
 def test_a_rate_that_is_enough_takes_just_as_long_as_there_is(
     congestion_control: CongestionControl | None, round_trip_seconds: float
 ) -> None:
-    """With the share that it gets itself: below, between and beyond what was measured."""
+    """With what slow start costs at that rate; none is enough where it alone takes longer."""
+    whatever = link(1, congestion_control, round_trip_seconds=round_trip_seconds)
+    slow_start = 0.0
+    if congestion_control == "cubic":
+        slow_start = math.log2(1 + 4e6 / FIRST_WINDOW_BYTES) * round_trip_seconds
     for exponent in range(-6, 9):
         seconds = 2.0**exponent
-        enough = enough_bits_per_second(
-            congestion_control, 4e6, seconds=seconds, round_trip_seconds=round_trip_seconds
-        )
-        trips = round_trips_of(4e6, bits_per_second=enough, round_trip_seconds=round_trip_seconds)
-        took = 4e6 * 8 / enough / share_of(congestion_control, trips)
-        assert took == pytest.approx(seconds, rel=1e-9)
+        enough = whatever.enough_bits_per_second(4e6, seconds)
+        assert (enough is None) == (seconds < slow_start)
+        if enough is not None:
+            took = replace(whatever, bits_per_second=enough).seconds_of(4e6)
+            assert took == pytest.approx(seconds, rel=1e-9)
 
 
 def test_speeds_of_codecs_are_those_that_were_measured() -> None:

@@ -5,21 +5,37 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.presets import situation_of
-from coordinator.presets.choosing import chosen
-from coordinator.presets.cost import GOAL, Setting, Situation, predicted
+from coordinator.presets.choosing import SOON_STEPS, chosen
+from coordinator.presets.cost import GOAL, Prediction, Setting, Situation, predicted
 from coordinator.presets.ladder import Given
 from coordinator.presets.reasons import of_steps
-from tests.unit.preset_scene import all_settings, codecs_and_interval, rungs, value, why
+from tests.unit.preset_scene import (
+    all_settings,
+    codecs_and_interval,
+    ever_slower_mbit,
+    rungs,
+    slowest_mbit,
+    value,
+    why,
+)
 
 
 def test_a_slower_link_first_hides_the_exchange_then_coarsens_it_and_makes_it_seldom_last() -> None:
-    plans = [chosen(situation_of("125m", mbit, "bbr")) for mbit in (100, 20, 10)]
-    assert [codecs_and_interval(plan) for plan in plans] == [
-        ("int4", "int4", 30),
-        ("ec2", "ec2", 30),
-        ("ec2", "ec2", 60),
+    places = []
+    for mbit in ever_slower_mbit(100_000, 2):
+        situation = situation_of("125m", mbit, "bbr")
+        plan = chosen(situation)
+        (place,) = (at for at, rung in enumerate(rungs(situation)) if plan.setting in rung)
+        places.append(place)
+    assert places == sorted(places)
+    first, hidden, coarser, *_, last = [
+        rungs(situation)[place][0] for place in dict.fromkeys(places)
     ]
-    assert [value(plan, "exchange.overlap") for plan in plans] == ["blend"] * 3
+    assert not first.has_overlap
+    assert hidden == replace(first, has_overlap=True)
+    assert (coarser.downlink, coarser.interval) == (first.downlink, first.interval)
+    assert coarser.uplink != first.uplink
+    assert last.interval > first.interval
 
 
 def test_the_order_is_int4_overlap_ec2_up_ec2_both_ways_longer_intervals_and_sparse_codecs() -> (
@@ -57,52 +73,73 @@ def test_results_come_as_soon_as_fragments_can_bring_them_and_with_no_more_than_
     plan = chosen(situation)
     (rung,) = (rung for rung in rungs(situation) if plan.setting in rung)
     late = {setting.fragments: predicted(situation, setting).late_steps for setting in rung}
-    assert late[1] == 11 and late[2] == 6
-    assert plan.setting.fragments == 3 and late[3] == plan.prediction.late_steps == 4
-    assert "4 inner steps late, with the whole model in each round 11" in why(plan, "fragments")
+    fewest = min(fragments for fragments, steps in late.items() if steps <= SOON_STEPS)
+    assert 1 < plan.setting.fragments == fewest
+    assert plan.prediction.late_steps == late[fewest] < late[1]
+    said = f"{late[fewest]} inner steps late, with the whole model in each round {late[1]}"
+    assert said in why(plan, "fragments")
     assert chosen(situation_of("125m", 1000)).setting.fragments == 1  # soon enough by itself
 
 
 def test_results_later_than_half_of_the_interval_are_a_reason_for_a_coarser_codec() -> None:
-    """Of a small model there are few fragments to cut, and 2 bits lose less than so late results."""
-    situation = replace(situation_of("3m", 20), seconds_per_inner_step=0.1)
-    found = rungs(situation)
-    finer = [predicted(situation, setting) for setting in found[1]]
-    assert max(prediction.utilisation for prediction in finer) >= GOAL
-    assert min(p.late_steps for p in finer if p.utilisation >= GOAL) > 15
+    """Of a small model there are few fragments to cut, and 2 bits lose less than so late results.
+
+    Over the slowest link where int4 reaches the goal, its results come as late as can be.
+    """
+
+    def over(mbit: float) -> Situation:
+        return replace(situation_of("3m", mbit), seconds_per_inner_step=0.1)
+
+    def hidden(situation: Situation) -> list[Prediction]:
+        found = [predicted(situation, setting) for setting in rungs(situation)[1]]
+        return [prediction for prediction in found if prediction.utilisation >= GOAL]
+
+    situation = over(slowest_mbit(lambda mbit: bool(hidden(over(mbit)))))
+    soonest = min(prediction.late_steps for prediction in hidden(situation))
+    assert soonest > 15
     plan = chosen(situation)
-    assert codecs_and_interval(plan) == ("ec2", "int4", 30)
-    assert plan.prediction.late_steps <= 15
+    assert plan.setting.uplink == "ec2" and plan.setting.interval == 30
+    assert plan.prediction.late_steps < soonest
     int4 = {("exchange", "uplink"): "int4", ("exchange", "downlink"): "int4"}
     assert chosen(situation, int4).setting.interval == 30  # never a longer one for that
 
 
 def test_fragments_that_bring_too_many_round_trips_are_not_taken() -> None:
-    """Over cubic a small exchange gets less of the link: of more than three it would not keep up."""
-    situation = situation_of("125m", 10)
-    plan = chosen(situation)
-    (rung,) = (rung for rung in rungs(situation) if plan.setting in rung)
-    shares = {s.fragments: predicted(situation, s).utilisation for s in rung}
-    assert plan.setting.fragments == 3
-    assert shares[3] >= GOAL > shares[6]
+    """Over the slowest link where the whole model keeps up, parts of it do not."""
+
+    def rung(mbit: float) -> dict[int, float]:
+        situation = situation_of("125m", mbit)
+        (found,) = (r for r in rungs(situation) if (r[0].downlink, r[0].interval) == ("ec2", 60))
+        return {s.fragments: predicted(situation, s).utilisation for s in found}
+
+    mbit = slowest_mbit(lambda mbit: rung(mbit)[1] >= GOAL)
+    shares = rung(mbit)
+    assert len(shares) > 1 and all(share < GOAL for cut, share in shares.items() if cut > 1)
+    plan = chosen(situation_of("125m", mbit))
+    assert codecs_and_interval(plan) == ("ec2", "ec2", 60)
+    assert plan.setting.fragments == 1
 
 
 def test_results_are_as_late_as_the_exchange_takes_and_never_later_than_a_round() -> None:
     situation = situation_of("125m", 100)
     setting = Setting(uplink="int4", downlink="int4", fragments=1, has_overlap=True, steps=30)
     there = predicted(situation, setting)
-    assert there.exchange_seconds == pytest.approx(13.3, abs=0.05)
-    assert there.late_steps == 14  # the inner step in progress is ended first
+    assert 10 < there.exchange_seconds < 30  # and an inner step takes one
+    # The inner step in progress is ended first.
+    assert there.exchange_seconds <= there.late_steps < there.exchange_seconds + 1
     assert predicted(situation, replace(setting, steps=10)).late_steps == 10
     assert predicted(situation, replace(setting, has_overlap=False)).late_steps == 0
 
 
 def test_longer_intervals_come_after_coarser_codecs_and_are_no_fragments_in_disguise() -> None:
     plan = chosen(situation_of("1b", 10, "bbr"))
-    assert codecs_and_interval(plan) == ("ec2", "ec2", 480)
-    assert plan.setting.fragments * plan.setting.steps == 480
-    assert plan.exchanges == 100_000 // 480
-    assert value(plan, "outer.momentum") == 0.6  # of 208 exchanges, not of 1,250 rounds
+    uplink, downlink, interval = codecs_and_interval(plan)
+    assert (uplink, downlink) == ("ec2", "ec2") and interval > 100
+    assert plan.setting.fragments > 1
+    assert plan.setting.fragments * plan.setting.steps == interval
+    assert plan.exchanges == 100_000 // interval
+    # Of these exchanges, and not of all rounds.
+    assert value(plan, "outer.momentum") == 0.6 and 100_000 // plan.setting.steps > 1000
 
 
 def test_the_rungs_before_the_chosen_one_were_not_enough() -> None:
@@ -148,11 +185,13 @@ def test_sparse_codecs_and_far_intervals_are_for_a_hundred_exchanges_and_not_for
 
 def test_sparse_codecs_are_exchanged_as_often_as_links_allow() -> None:
     """For as many bytes, little of much often costs less loss than much of it seldom."""
-    intervals = [chosen(situation_of("7b", mbit)).setting.interval for mbit in (40, 20, 10)]
-    assert intervals == [240, 480, 480]
+    plans = [chosen(situation_of("7b", mbit)) for mbit in ever_slower_mbit(200, 5)]
+    sparse = [plan.setting for plan in plans if plan.setting.uplink == "topk64"]
+    intervals = [setting.interval for setting in sparse if setting.downlink == "topk256"]
+    assert intervals == sorted(intervals) and len(set(intervals)) > 1
     found = all_settings(situation_of("7b", 10))
-    sparse = {s.interval for s in found if (s.uplink, s.downlink) == ("topk64", "topk256")}
-    assert sparse == {120, 240, 480}
+    on_ladder = {s.interval for s in found if (s.uplink, s.downlink) == ("topk64", "topk256")}
+    assert set(intervals) <= on_ladder == {120, 240, 480}
 
 
 @pytest.mark.parametrize(
@@ -193,15 +232,16 @@ def _long(situation: Situation) -> Situation:
 def test_the_slower_a_link_the_more_seldom_a_short_run_exchanges_and_the_reason_says_why() -> None:
     plans = [
         chosen(replace(situation_of("125m", mbit, "bbr"), total_steps=1600))
-        for mbit in (300, 100, 40)
-    ]
-    assert [codecs_and_interval(plan) for plan in plans] == [
-        ("int4", "int4", interval) for interval in (6, 15, 30)
+        for mbit in ever_slower_mbit(1000, 40)
     ]
     assert all(plan.meets_goal for plan in plans)
+    intervals = [plan.setting.interval for plan in plans]
+    assert intervals == sorted(intervals)
+    assert list(dict.fromkeys(intervals)) == [6, 10, 15, 30]
     assert "every 6 steps: 266 exchanges" in why(plans[0], "steps")
-    for plan in plans[1:]:
-        assert "more often would leave less than 95 %" in why(plan, "steps")
+    for plan in plans:
+        is_kept_from_more = "more often would leave less than 95 %" in why(plan, "steps")
+        assert is_kept_from_more == (plan.setting.interval > 6)
 
 
 def test_a_short_run_whose_link_is_too_slow_for_that_gets_what_it_would_get_anyway() -> None:

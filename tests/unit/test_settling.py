@@ -48,8 +48,9 @@ def test_a_preset_becomes_plain_keys_with_their_reasons() -> None:
 
 
 def test_the_congestion_control_of_a_run_file_counts_and_goes_with_the_preset() -> None:
-    usual = settled(ASKED, origin="run.toml")
-    bbr = settled(f'{ASKED}congestion = "bbr"\n', origin="run.toml")
+    asked = ASKED.replace("5mbit/1mbit", "50mbit/10mbit")
+    usual = settled(asked, origin="run.toml")
+    bbr = settled(f'{asked}congestion = "bbr"\n', origin="run.toml")
     assert usual.plan.situation.congestion_control == "cubic"
     assert bbr.plan.prediction.link_share > usual.plan.prediction.link_share
     assert '# settled: congestion = "bbr"' in bbr.text
