@@ -49,6 +49,7 @@ class Wire:
         breaks: dict[int, int] | None = None,
         *,
         num_streams: int = 3,
+        most_at_rest: int = 0,
         idle_seconds: float = 20,
     ) -> None:
         self.breaks = breaks or {}  # number of the stream -> whole parts before it breaks
@@ -66,6 +67,7 @@ class Wire:
             broken=(*BROKEN, FrameError, TransferRefusedError),
             num_at_first=lambda round_trip_seconds: num_streams,
             most_streams=num_streams,
+            most_at_rest=lambda: most_at_rest,
             uplink=Uplink(),
         )
 
@@ -114,11 +116,16 @@ class Wire:
                 is_crowded=self.is_crowded,
             )
             await stream.outlast()
-        except (FrameError, *BROKEN):
+        except (FrameError, asyncio.CancelledError, *BROKEN):
             stream.abort()
 
     async def push(self, payload: Payload) -> None:
         await self.conveyor.push(payload)
+
+    def break_off(self) -> None:
+        """The receiver's end of all streams that are served."""
+        for task in self._serving:
+            task.cancel()
 
     async def settle(self) -> None:
         """Waits until no stream is served any more."""

@@ -115,6 +115,37 @@ async def test_stripes_stay_open_from_body_to_body_and_close_after_the_last() ->
     assert link.conveyor.is_empty
 
 
+async def test_a_few_stripes_stay_open_between_two_bodies_until_the_conveyor_is_closed() -> None:
+    link = Wire(num_streams=3, most_at_rest=2)
+    await link.push(make_payload(body=BODY, round=1))
+    assert link.num_streams == 1 + 3
+    await link.push(make_payload(body=BODY, round=2))
+    assert link.num_streams == 1 + 3 + 1 + 1
+    await link.conveyor.close()
+    await link.settle()
+    assert [payload.header.round for _, payload in link.desk.received] == [1, 2]
+
+
+async def test_a_stripe_that_breaks_at_rest_is_replaced() -> None:
+    link = Wire(num_streams=2, most_at_rest=2)
+    await link.push(make_payload(body=BODY, round=1))
+    link.break_off()
+    await link.settle()
+    await link.push(make_payload(body=BODY, round=2))
+    assert link.num_streams == 2 * (1 + 2)
+    assert len(link.desk.received) == 2
+    await link.conveyor.close()
+
+
+async def test_stripes_that_carry_what_was_given_up_do_not_stay() -> None:
+    link = Wire(num_streams=2, most_at_rest=2)
+    given_up = asyncio.create_task(link.push(make_payload(body=BODY)))
+    await link.has_stripe.wait()
+    given_up.cancel()
+    await asyncio.wait([given_up])
+    assert not link.conveyor._stripes
+
+
 async def test_a_conveyor_that_begins_anew_knows_how_long_offers_took() -> None:
     link, told = Wire(), list[float]()
     link.conveyor._num_at_first = lambda seconds: told.append(seconds) or 1
@@ -274,6 +305,7 @@ class _Peer:
             broken=(),
             num_at_first=lambda round_trip_seconds: num_streams,
             most_streams=num_streams,
+            most_at_rest=lambda: 0,
             uplink=self.uplink,
         )
 

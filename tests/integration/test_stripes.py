@@ -10,6 +10,7 @@ from transport_peers import make_payload
 from benchmarks.virtual_time import run_in_virtual_time
 from node.exchange.transport import early
 from node.exchange.transport import inbound as receiving
+from node.exchange.transport.conveyor import UNUSED_SECONDS
 from node.exchange.transport.early import EARLY_SECONDS, MOST_EARLY_BYTES, EarlyParts
 from node.exchange.transport.frames import TransferStream
 from node.exchange.transport.inbound import (
@@ -202,6 +203,23 @@ async def test_a_part_may_take_longer_than_a_stream_may_be_idle() -> None:
         inbound = link.inbounds.find(SENDER, payload.digest)
         assert inbound is not None
         assert not inbound.is_over
+
+
+def test_a_stripe_may_have_nothing_to_carry_for_long_but_not_forever() -> None:
+    async def scene() -> None:
+        payload, inbounds = make_payload(body=BODY), Inbounds()
+        inbounds.begin(SENDER, payload.header, payload.digest, PART)
+        stream, reader, answers = fed_stripe()
+        serving = asyncio.create_task(take_stripe(stream, SENDER, inbounds))
+        for index in range(2):
+            await asyncio.sleep(UNUSED_SECONDS)
+            reader.feed_data(framed(part_of(payload, index)) + BODY[:PART])
+        await asyncio.sleep(UNUSED_SECONDS)
+        assert answers.statuses == [wire.TRANSFER_STATUS_PART_RECEIVED] * 2
+        with pytest.raises(TimeoutError):
+            await serving
+
+    run_in_virtual_time(scene())
 
 
 async def test_nobody_puts_parts_into_anothers_body() -> None:

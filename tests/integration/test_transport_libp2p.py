@@ -78,6 +78,23 @@ async def test_how_long_a_peer_takes_to_answer_is_known_from_the_first_push_on()
     await other_transport.stop()
 
 
+async def test_stripes_that_stay_open_over_a_pause_serve_again_and_end_with_the_transport() -> None:
+    tasks_before = asyncio.all_tasks()
+    transport, peer = await start_transport()
+    other_transport, other = await start_transport()
+    await introduce(peer, other)
+    stripes = []
+    for number in range(2):
+        payload = make_payload(body=os.urandom(3_000_000), round=number)
+        await transport.push(other.node_id, payload, timeout_seconds=SECONDS)
+        stripes.append(set(transport._conveyors[other.node_id]._stripes))
+    assert stripes[0] & stripes[1]
+    assert len(other.desk.received) == 2
+    await transport.stop()
+    await other_transport.stop()
+    assert asyncio.all_tasks() == tasks_before
+
+
 def test_p2pd_does_not_outlive_a_killed_node_which_has_loaded_neither_torch_nor_averagers() -> None:
     program = """
 import asyncio, sys

@@ -134,12 +134,21 @@ def test_streams_are_added_as_long_as_each_brings_something() -> None:
 def test_what_is_under_way_grows_with_what_was_answered_lately() -> None:
     flight = Flight()
     assert sent(flight, now=0) == FIRST_FLIGHT_BYTES
-    flight.end(PART, answered_at=1)
+    flight.end(PART, now=1, is_answered=True)
     assert sent(flight, now=1) == 2 * PART
-    flight.end(PART)  # lost with its stream
+    flight.end(PART, now=1)  # lost with its stream
     assert sent(flight, now=1) == PART
-    flight.end(PART)
+    flight.end(PART, now=1)
     assert sent(flight, now=1 + FLIGHT_SECONDS) == 0  # on a link that stalls
+
+
+def test_a_pause_takes_nothing_of_what_may_be_under_way() -> None:
+    flight = Flight()
+    flight.begin(10 * PART, now=0)
+    flight.end(10 * PART, now=1, is_answered=True)
+    assert sent(flight, now=1000) == FIRST_FLIGHT_BYTES + 10 * PART
+    flight.end(FIRST_FLIGHT_BYTES + 10 * PART, now=1000 + FLIGHT_SECONDS)
+    assert sent(flight, now=2000) == FIRST_FLIGHT_BYTES
 
 
 @pytest.mark.parametrize("round_trip_seconds", [0.01, 0.5, 0.9 * FLIGHT_SECONDS])
@@ -147,7 +156,7 @@ def test_a_long_way_is_filled_within_a_few_round_trips(round_trip_seconds: float
     flight, under_way, num_round_trips = Flight(), 0, 0
     while under_way < 100 * PART:
         now = num_round_trips * round_trip_seconds
-        flight.end(under_way, answered_at=now)
+        flight.end(under_way, now=now, is_answered=True)
         under_way = sent(flight, now=now)
         num_round_trips += 1
         assert num_round_trips < 10
@@ -157,6 +166,6 @@ def sent(flight: Flight, *, now: float) -> int:
     """Sends as many parts as there is room for; returns their bytes."""
     num_bytes = 0
     while flight.has_room(now):
-        flight.begin(PART)
+        flight.begin(PART, now=now)
         num_bytes += PART
     return num_bytes

@@ -6,15 +6,17 @@ would lie idle for a round trip between two of them. Here each stream (a stripe)
 of the first body that has one left, so the link is never idle and the bodies arrive in order.
 
 One libp2p stream fills its window and waits for a round trip; several fill the link. Each part is
-acknowledged. When a stripe breaks, its parts go over another one.
+acknowledged. When a stripe breaks, its parts go over another one. Between two rounds a few of them stay
+open, at rest: libp2p has widened their windows by then, and a new one would begin with a narrow one.
 """
 
 import asyncio
 import contextlib
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Set
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from node.exchange.transport.answers import expect
@@ -41,8 +43,8 @@ and a peer lets only so many in (Limits.max_streams_per_peer)."""
 MOST_BREAKS = 3
 """Stripes that may break one after the other, without a part getting through, until pushes fail."""
 
-UNUSED_SECONDS = 5.0
-"""A stripe that had nothing to carry for so long is closed."""
+UNUSED_SECONDS = 600.0
+"""A stripe that had nothing to carry for so long is closed: longer than most pauses between rounds."""
 
 OpenStream = Callable[[], AbstractAsyncContextManager[TransferStream]]
 """Opens one more stream to the peer. Raises what `broken` names, as everything on it does."""
@@ -64,8 +66,17 @@ class _Sent(NamedTuple):
         return len(self.load.part(self.part))
 
 
+@dataclass(slots=True)
+class _Stripe:
+    """One of the streams that parts go over."""
+
+    under_way: deque[_Sent] = field(default_factory=deque)
+    is_wide: asyncio.Event = field(default_factory=asyncio.Event)
+    """Its window has opened at least once, and libp2p doubles it each time."""
+
+
 class Conveyor:
-    """All that is pushed to one peer. It has stripes only while it has loads."""
+    """All that is pushed to one peer."""
 
     def __init__(
         self,
@@ -74,22 +85,25 @@ class Conveyor:
         broken: tuple[type[Exception], ...],
         num_at_first: Callable[[float], int],
         most_streams: int,
+        most_at_rest: Callable[[], int],
         uplink: Uplink,
     ) -> None:
         """Begins with as many streams as `num_at_first` says, and opens more while that pays.
 
-        It is told how many seconds a round trip takes.
+        It is told how many seconds a round trip takes. While there is nothing to carry it keeps
+        `most_at_rest` of them open.
         """
         self._open_stream = open_stream
         self._broken = broken
         self._num_at_first = num_at_first
         self._most_streams = most_streams
+        self._most_at_rest = most_at_rest
         self._uplink = uplink
         self._round_trip_seconds: float | None = None  # of offers, the shortest lately
         self._places = asyncio.Semaphore(MOST_BODIES)
         self._turn = asyncio.Lock()  # first come, first served
         self._loads: list[Load] = []  # in their order
-        self._stripes: set[asyncio.Task[None]] = set()
+        self._stripes: dict[asyncio.Task[None], _Stripe] = {}
         self._running: asyncio.Task[None] | None = None
         self._may_go = asyncio.Event()  # parts that wait, or room for one
         self._changed = asyncio.Event()  # loads or stripes
@@ -173,17 +187,26 @@ class Conveyor:
         finally:
             self._loads.remove(load)
             if not self._loads:
-                await self._close()
+                await self._rest()
 
     def _wake(self) -> None:
         self._may_go.set()
         self._changed.set()
 
-    async def _close(self) -> None:
+    async def _rest(self) -> None:
+        """Ends stripes that carry parts of bodies that were given up, and those that are too many."""
+        idle = [task for task, stripe in self._stripes.items() if not stripe.under_way]
+        await self._end(self._stripes.keys() - set(idle[: self._most_at_rest()]))
+
+    async def close(self) -> None:
+        """Ends all stripes; for a conveyor that has no loads any more."""
+        await self._end(self._stripes.keys())
+
+    async def _end(self, stripes: Set[asyncio.Task[None]]) -> None:
         running, self._running = self._running, None
-        stripes, self._stripes = self._stripes, set()
         tasks = [*stripes, running] if running is not None else [*stripes]
         for task in tasks:
+            self._stripes.pop(task, None)
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -216,26 +239,26 @@ class Conveyor:
                 num_streams += 1
 
     def _begin_stripe(self) -> None:
-        stripe = asyncio.create_task(self._stripe())
-        self._stripes.add(stripe)
-        stripe.add_done_callback(self._end_stripe)
+        stripe = _Stripe()
+        task = asyncio.create_task(self._carry(stripe))
+        self._stripes[task] = stripe
+        task.add_done_callback(self._end_stripe)
 
-    def _end_stripe(self, stripe: asyncio.Task[None]) -> None:
-        self._stripes.discard(stripe)
-        self._changed.set()
-        if not stripe.cancelled() and (error := stripe.exception()) is not None:
+    def _end_stripe(self, task: asyncio.Task[None]) -> None:
+        self._stripes.pop(task, None)
+        self._wake()
+        if not task.cancelled() and (error := task.exception()) is not None:
             for load in self._loads:  # a fault of ours: it must not look like a link's
                 load.fail(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
-    async def _stripe(self) -> None:
-        """One stream: sends part after part, and hears of each that it is there."""
-        under_way: deque[_Sent] = deque()
-        is_wide = asyncio.Event()
+    async def _carry(self, stripe: _Stripe) -> None:
+        """Over one stream: sends part after part, and hears of each that it is there."""
+        under_way = stripe.under_way
         try:
             async with self._open_stream() as stream:
                 await stream.send(wire.TransferRequest(stripe=wire.Stripe()))
                 async with asyncio.TaskGroup() as both_ways:
-                    hearing = both_ways.create_task(self._hear(stream, under_way, is_wide))
+                    hearing = both_ways.create_task(self._hear(stream, stripe))
                     while (taken := await self._next_part()) is not None or under_way:
                         if taken is not None:
                             sent = self._sent(*taken, at=stream.tally.now())
@@ -243,20 +266,21 @@ class Conveyor:
                             await _send_part(stream, sent)
                             if len(under_way) >= PARTS_IN_WINDOW:
                                 # One part more would wait here, and another stripe can carry it.
-                                await is_wide.wait()
+                                await stripe.is_wide.wait()
                     hearing.cancel()
         except* self._broken as errors:
             self._errors.append(_first_of(errors))
         finally:
+            now = asyncio.get_running_loop().time()
             for sent in reversed(under_way):
-                self._flight.end(sent.num_bytes)
-                sent.under_way.lost(asyncio.get_running_loop().time())
+                self._flight.end(sent.num_bytes, now=now)
+                sent.under_way.lost(now)
                 sent.load.give_back(sent.part)
 
     def _sent(self, load: Load, part: int, at: float) -> _Sent:
         num_bytes = len(load.part(part))
-        self._flight.begin(num_bytes)
         now = asyncio.get_running_loop().time()
+        self._flight.begin(num_bytes, now=now)
         return _Sent(load, part, at, self._uplink.begin(self, num_bytes, now=now))
 
     async def _next_part(self) -> tuple[Load, int] | None:
@@ -274,9 +298,7 @@ class Conveyor:
             except TimeoutError:
                 return None
 
-    async def _hear(
-        self, stream: TransferStream, under_way: deque[_Sent], is_wide: asyncio.Event
-    ) -> None:
+    async def _hear(self, stream: TransferStream, stripe: _Stripe) -> None:
         clock = asyncio.get_running_loop().time
         answered_at = -math.inf  # the part before, which this one waited for
         while True:
@@ -284,14 +306,14 @@ class Conveyor:
             response = await stream.receive(wire.TransferResponse, is_patient=True)
             if response.status == wire.TRANSFER_STATUS_REFUSED:
                 raise TransferRefusedError(response.reason or "refused without a reason")
-            if not under_way or under_way[0].part != response.part:
+            if not stripe.under_way or stripe.under_way[0].part != response.part:
                 raise FrameError(f"part {response.part} was answered, which was not the next one")
-            sent = under_way.popleft()
+            sent = stripe.under_way.popleft()
             load, index, sent_at, _ = sent
             sent.under_way.answered(clock())
-            self._flight.end(sent.num_bytes, answered_at=clock())
+            self._flight.end(sent.num_bytes, now=clock(), is_answered=True)
             self._may_go.set()
-            is_wide.set()  # the window has opened at least once, and libp2p doubles it each time
+            stripe.is_wide.set()
             match response.status:
                 case wire.TRANSFER_STATUS_PART_RECEIVED | wire.TRANSFER_STATUS_PART_KEPT as status:
                     is_kept = status == wire.TRANSFER_STATUS_PART_KEPT

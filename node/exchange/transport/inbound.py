@@ -26,7 +26,10 @@ MOST_KEPT_FROM_ONE = 2
 """Bodies of one sender that are kept so."""
 
 MOST_DROPPED_BYTES = 256 << 20
-"""Of one stripe: more that nobody asked for ends it."""
+"""Of one stripe, one after the other: more that nobody asked for ends it."""
+
+AT_REST_SECONDS = 1200.0
+"""So long a stripe may have nothing to carry. Its sender closes it sooner."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -134,7 +137,8 @@ async def take_stripe(stream: TransferStream, sender: NodeId, inbounds: Inbounds
     with inbounds.stripe(sender):
         while True:
             try:
-                part = await stream.receive(wire.Part)
+                async with asyncio.timeout(AT_REST_SECONDS):
+                    part = await stream.receive(wire.Part, is_patient=True)
             except asyncio.IncompleteReadError as error:
                 if error.partial:
                     raise
@@ -142,6 +146,7 @@ async def take_stripe(stream: TransferStream, sender: NodeId, inbounds: Inbounds
             began_at = stream.tally.now()
             digest = Digest(part.digest)
             if (inbound := inbounds.find(sender, digest)) is not None:
+                dropped_bytes = 0
                 await _take_part(stream, inbound, part, began_at=began_at)
                 continue
             if dropped_bytes + part.num_bytes > MOST_DROPPED_BYTES:

@@ -41,6 +41,9 @@ from protocol.wire_count import WireCounts
 PROTOCOL = "atoll/5/transfer"
 """What libp2p calls our streams; a change on the wire is a new number."""
 
+MOST_AT_REST = 16
+"""Stripes that a node keeps open over pauses, to all peers together: they take places with those."""
+
 _THREAD_BYTES = 1 << 20  # hashing less is quicker than asking a thread to
 
 # Who is turned away is told why, as far as that costs little.
@@ -122,6 +125,8 @@ class Libp2pTransport:
         if serving:
             await asyncio.wait(serving)
         self._inbounds.clear()
+        for conveyor in self._conveyors.values():
+            await conveyor.close()
         if daemon is not None:
             await daemon.stop()
 
@@ -193,6 +198,7 @@ class Libp2pTransport:
                 most=self._limits.max_stripes_per_body,
             ),
             most_streams=self._limits.max_stripes_per_body,
+            most_at_rest=lambda: MOST_AT_REST // max(1, len(self._members)),
             uplink=self._uplink,
         )
 

@@ -44,7 +44,8 @@ FIRST_FLIGHT_BYTES = 2 * STRIPED_BYTES
 """Under way to a peer at first: more than TCP's own first windows are."""
 
 FLIGHT_SECONDS = 3.0
-"""What a peer acknowledged in so long may be under way to it besides: more than a round trip takes."""
+"""What a peer acknowledged in so long, pauses apart, may be under way to it besides: more than a round trip
+takes."""
 
 _GAIN = 1.1  # a stream more must have brought this for yet another one
 
@@ -246,27 +247,39 @@ class Flight:
 
     p2pd takes megabytes off us, whatever the link carries. All of it is lost with the connection,
     which p2pd gives up when nothing gets through for some seconds, and what is small waits behind it.
-    The room grows as TCP's window does: each answered part lets two more go.
+    The room grows as TCP's window does: each answered part lets two more go. It stays over a pause.
     """
 
     def __init__(self) -> None:
         self._num_bytes = 0
         self._lately: deque[tuple[float, int]] = deque()  # when so much was answered
         self._lately_bytes = 0
+        self._busy_seconds = 0.0  # until it was empty last
+        self._busy_since = 0.0
 
-    def begin(self, num_bytes: int) -> None:
+    def begin(self, num_bytes: int, *, now: float) -> None:
         """So much is sent."""
+        if not self._num_bytes:
+            self._busy_since = now
         self._num_bytes += num_bytes
 
-    def end(self, num_bytes: int, *, answered_at: float | None = None) -> None:
+    def end(self, num_bytes: int, *, now: float, is_answered: bool = False) -> None:
         """So much is not under way any more: it was answered, or lost with its stream."""
+        time = self._time(now)
         self._num_bytes -= num_bytes
-        if answered_at is not None:
-            self._lately.append((answered_at, num_bytes))
+        if not self._num_bytes:
+            self._busy_seconds = time
+        if is_answered:
+            self._lately.append((time, num_bytes))
             self._lately_bytes += num_bytes
 
     def has_room(self, now: float) -> bool:
         """Whether one part more may go."""
-        while self._lately and self._lately[0][0] <= now - FLIGHT_SECONDS:
+        time = self._time(now)
+        while self._lately and self._lately[0][0] <= time - FLIGHT_SECONDS:
             self._lately_bytes -= self._lately.popleft()[1]
         return self._num_bytes < FIRST_FLIGHT_BYTES + self._lately_bytes
+
+    def _time(self, now: float) -> float:
+        """It stands still while nothing is under way: nothing can be answered then."""
+        return self._busy_seconds + (now - self._busy_since if self._num_bytes else 0.0)
