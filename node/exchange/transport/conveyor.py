@@ -199,8 +199,9 @@ class Conveyor:
         await self._end(self._stripes.keys() - set(idle[: self._most_at_rest()]))
 
     async def close(self) -> None:
-        """Ends all stripes; for a conveyor that has no loads any more."""
-        await self._end(self._stripes.keys())
+        """Ends stripes that are at rest; bodies that are still on their way end with their streams."""
+        if self.is_empty:
+            await self._end(self._stripes.keys())
 
     async def _end(self, stripes: Set[asyncio.Task[None]]) -> None:
         running, self._running = self._running, None
