@@ -73,6 +73,12 @@ class _Stripe:
     under_way: deque[_Sent] = field(default_factory=deque)
     is_wide: asyncio.Event = field(default_factory=asyncio.Event)
     """Its window has opened at least once, and libp2p doubles it each time."""
+    is_ready: bool = False  # for a part
+
+    @property
+    def num_in_window(self) -> int:
+        """Parts that a window lets be under way, though it may never have opened."""
+        return min(len(self.under_way), PARTS_IN_WINDOW)
 
 
 class Conveyor:
@@ -260,7 +266,7 @@ class Conveyor:
                 await stream.send(wire.TransferRequest(stripe=wire.Stripe()))
                 async with asyncio.TaskGroup() as both_ways:
                     hearing = both_ways.create_task(self._hear(stream, stripe))
-                    while (taken := await self._next_part()) is not None or under_way:
+                    while (taken := await self._next_part(stripe)) is not None or under_way:
                         if taken is not None:
                             sent = self._sent(*taken, at=stream.tally.now())
                             under_way.append(sent)
@@ -282,22 +288,36 @@ class Conveyor:
         num_bytes = len(load.part(part))
         now = asyncio.get_running_loop().time()
         self._flight.begin(num_bytes, now=now)
+        self._may_go.set()  # for stripes that let this one go first
         return _Sent(load, part, at, self._uplink.begin(self, num_bytes, now=now))
 
-    async def _next_part(self) -> tuple[Load, int] | None:
-        """The next part of the first body that has one; None when none could go for a while."""
-        clock = asyncio.get_running_loop().time
-        while True:
-            if self._flight.has_room(clock()):
-                for load in self._loads:
-                    if (index := load.take()) is not None:
-                        return load, index
-            self._may_go.clear()
-            try:
+    async def _next_part(self, stripe: _Stripe) -> tuple[Load, int] | None:
+        """The next part of the first body that has one; None when none could go for a while.
+
+        Of the stripes that are ready one whose window has room takes it, if there is one: else it waits.
+        """
+        stripe.is_ready = True
+        try:
+            while True:
+                if (taken := self._take(stripe)) is not None:
+                    return taken
+                self._may_go.clear()
                 async with asyncio.timeout(UNUSED_SECONDS):
                     await self._may_go.wait()
-            except TimeoutError:
-                return None
+        except TimeoutError:
+            return None
+        finally:
+            stripe.is_ready = False
+
+    def _take(self, stripe: _Stripe) -> tuple[Load, int] | None:
+        ready = (each.num_in_window for each in self._stripes.values() if each.is_ready)
+        if stripe.num_in_window > min(ready):
+            return None
+        if self._flight.has_room(asyncio.get_running_loop().time()):
+            for load in self._loads:
+                if (index := load.take()) is not None:
+                    return load, index
+        return None
 
     async def _hear(self, stream: TransferStream, stripe: _Stripe) -> None:
         clock = asyncio.get_running_loop().time
