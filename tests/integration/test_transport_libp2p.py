@@ -85,7 +85,7 @@ async def test_stripes_that_stay_open_over_a_pause_serve_again_and_end_with_the_
     await introduce(peer, other)
     stripes = []
     for number in range(2):
-        payload = make_payload(body=os.urandom(3_000_000), round=number)
+        payload = make_payload(body=os.urandom(9_000_000), round=number)
         await transport.push(other.node_id, payload, timeout_seconds=SECONDS)
         stripes.append(set(transport._conveyors[other.node_id]._stripes))
     assert stripes[0] & stripes[1]

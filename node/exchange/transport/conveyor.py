@@ -46,6 +46,10 @@ MOST_BREAKS = 3
 UNUSED_SECONDS = 600.0
 """A stripe that had nothing to carry for so long is closed: longer than most pauses between rounds."""
 
+WORTH_KEEPING = 8
+"""Parts that a stripe has carried when it stays open over a pause: libp2p widens a window that is used up
+several times. One that is not may be only half free in the next round, and a fresh one is better."""
+
 OpenStream = Callable[[], AbstractAsyncContextManager[TransferStream]]
 """Opens one more stream to the peer. Raises what `broken` names, as everything on it does."""
 
@@ -74,6 +78,7 @@ class _Stripe:
     is_wide: asyncio.Event = field(default_factory=asyncio.Event)
     """Its window has opened at least once, and libp2p doubles it each time."""
     is_ready: bool = False  # for a part
+    num_carried: int = 0  # parts that arrived
 
     @property
     def num_in_window(self) -> int:
@@ -200,9 +205,13 @@ class Conveyor:
         self._changed.set()
 
     async def _rest(self) -> None:
-        """Ends stripes that carry parts of bodies that were given up, and those that are too many."""
-        idle = [task for task, stripe in self._stripes.items() if not stripe.under_way]
-        await self._end(self._stripes.keys() - set(idle[: self._most_at_rest()]))
+        """Keeps only stripes that are wide, and carry nothing of bodies that were given up."""
+        worth = [
+            task
+            for task, stripe in self._stripes.items()
+            if not stripe.under_way and stripe.num_carried >= WORTH_KEEPING
+        ]
+        await self._end(self._stripes.keys() - set(worth[: self._most_at_rest()]))
 
     async def close(self) -> None:
         """Ends stripes that are at rest; bodies that are still on their way end with their streams."""
@@ -335,6 +344,7 @@ class Conveyor:
             self._flight.end(sent.num_bytes, now=clock(), is_answered=True)
             self._may_go.set()
             stripe.is_wide.set()
+            stripe.num_carried += 1
             match response.status:
                 case wire.TRANSFER_STATUS_PART_RECEIVED | wire.TRANSFER_STATUS_PART_KEPT as status:
                     is_kept = status == wire.TRANSFER_STATUS_PART_KEPT
