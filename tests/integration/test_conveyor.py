@@ -14,7 +14,8 @@ from conveyor_scene import BODY, PART, SENDER, Wire, offered
 from transport_peers import make_payload
 
 from benchmarks.virtual_time import run_in_virtual_time
-from node.exchange.transport.conveyor import MOST_BODIES, Conveyor
+from node.exchange.transport import conveyor as conveying
+from node.exchange.transport.conveyor import MOST_BODIES, WORTH_KEEPING, Conveyor
 from node.exchange.transport.frames import TransferStream
 from node.exchange.transport.inbound import (
     KEPT_SECONDS,
@@ -131,6 +132,19 @@ async def test_a_few_stripes_stay_open_between_two_bodies_until_the_conveyor_is_
     assert [payload.header.round for _, payload in link.desk.received] == [1, 2]
 
 
+async def test_parts_are_shared_out_among_stripes_whose_windows_have_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(conveying, "WORTH_KEEPING", 0)
+    link = Wire(num_streams=3, most_at_rest=3)
+    await link.push(make_payload(body=BODY, round=1))
+    stripes = list(link.conveyor._stripes.values())
+    before = [stripe.num_carried for stripe in stripes]
+    await link.push(make_payload(body=BODY[: 3 * PART], round=2))
+    assert [s.num_carried - b for s, b in zip(stripes, before, strict=True)] == [1, 1, 1]
+    await link.conveyor.close()
+
+
 async def test_a_stripe_that_has_carried_little_does_not_stay() -> None:
     link = Wire(num_streams=3, most_at_rest=3)
     await link.push(make_payload(body=BODY[: 3 * PART]))
@@ -147,15 +161,6 @@ async def test_a_stripe_that_breaks_at_rest_is_replaced() -> None:
     assert link.num_streams == 2 * (1 + 1)
     assert len(link.desk.received) == 2
     await link.conveyor.close()
-
-
-async def test_stripes_that_carry_what_was_given_up_do_not_stay() -> None:
-    link = Wire(num_streams=2, most_at_rest=2)
-    given_up = asyncio.create_task(link.push(make_payload(body=BODY)))
-    await link.has_stripe.wait()
-    given_up.cancel()
-    await asyncio.wait([given_up])
-    assert not link.conveyor._stripes
 
 
 async def test_a_conveyor_that_begins_anew_knows_how_long_offers_took() -> None:
@@ -305,7 +310,7 @@ class _Sink:
 class _Peer:
     """Answers when it is told to. Its first stream is the offer's, the others are stripes."""
 
-    def __init__(self, num_streams: int) -> None:
+    def __init__(self, num_streams: int, *, most_at_rest: int = 0) -> None:
         self.uplink = Uplink()
         self._readers: list[asyncio.StreamReader] = []
         self._sinks: list[_Sink] = []
@@ -317,7 +322,7 @@ class _Peer:
             broken=(),
             num_at_first=lambda round_trip_seconds: num_streams,
             most_streams=num_streams,
-            most_at_rest=lambda: 0,
+            most_at_rest=lambda: most_at_rest,
             uplink=self.uplink,
         )
 
@@ -358,6 +363,22 @@ def test_no_more_is_handed_over_than_the_peer_was_seen_to_take() -> None:
         assert peer.num_parts == FIRST_FLIGHT_BYTES // PART + 2
         pushing.cancel()
         await asyncio.wait([pushing])
+
+    run_in_virtual_time(scene())
+
+
+def test_a_stripe_that_carries_what_was_given_up_does_not_stay() -> None:
+    async def scene() -> None:
+        peer = _Peer(num_streams=1, most_at_rest=1)
+        pushing = asyncio.create_task(peer.conveyor.push(make_payload(body=os.urandom(60 * PART))))
+        for part in range(WORTH_KEEPING):
+            await asyncio.sleep(1)
+            peer.answer(1, part)
+        await asyncio.sleep(1)
+        assert peer.num_parts > WORTH_KEEPING
+        pushing.cancel()
+        await asyncio.wait([pushing])
+        assert not peer.conveyor._stripes
 
     run_in_virtual_time(scene())
 
