@@ -19,6 +19,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import structlog
+
 from node.exchange.transport.answers import expect
 from node.exchange.transport.frames import FrameError, TransferStream
 from node.exchange.transport.load import Load, Turn
@@ -52,6 +54,8 @@ several times. One that is not may be only half free in the next round, and a fr
 
 OpenStream = Callable[[], AbstractAsyncContextManager[TransferStream]]
 """Opens one more stream to the peer. Raises what `broken` names, as everything on it does."""
+
+_log = structlog.get_logger(__name__)
 
 _LENGTHENING = 1.25
 """By how much a round trip may be longer than the one that was known before."""
@@ -264,6 +268,8 @@ class Conveyor:
         self._stripes.pop(task, None)
         self._wake()
         if not task.cancelled() and (error := task.exception()) is not None:
+            if not self._loads:
+                _log.error("a stripe at rest failed inside this node", exc_info=error)
             for load in self._loads:  # a fault of ours: it must not look like a link's
                 load.fail(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
