@@ -1,8 +1,11 @@
 """The kernel paces p2pd's connections, or it is said why it does not."""
 
+import asyncio
 import os
 import socket
 import subprocess
+from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 from transport_peers import introduce, make_payload, start_transport
@@ -10,12 +13,14 @@ from transport_peers import introduce, make_payload, start_transport
 from node.doctor.checks import pacing_finding
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.exchange.transport.tcp_pacing import (
+    LOOK_SECONDS,
     NEVER_REACHED,
     TcpPacing,
     copy_of,
     pacing_rate_of,
     sockets_of,
 )
+from node.exchange.transport.tcp_shares import LEAST_GAIN, TcpCount
 
 SECONDS = 20.0
 NOBODY = 65534
@@ -56,6 +61,96 @@ async def test_connections_are_paced_whoever_dialled() -> None:
     finally:
         await first.stop()
         await second.stop()
+
+
+@pytest.fixture
+def connection() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Both ends of one, and one of them is not read from."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as near,
+    ):
+        far, _ = server.accept()
+        with closing(far):
+            yield near, far
+
+
+def name_of(connection: socket.socket) -> str:
+    return f"socket:[{os.fstat(connection.fileno()).st_ino}]"
+
+
+def test_what_waits_in_a_connection_is_counted_and_a_listener_is_none(
+    connection: tuple[socket.socket, socket.socket],
+) -> None:
+    near, far = connection
+    pacing = TcpPacing(os.getpid())
+    pacing.look()
+    if pacing.why_not:
+        pytest.skip(f"a container that forbids it: {pacing.why_not}")
+    assert not pacing.counts()[name_of(near)].is_busy
+    near.setblocking(False)
+    num_bytes = 0
+    while True:
+        try:
+            num_bytes += near.send(bytes(1 << 20))
+        except BlockingIOError:
+            break
+    count = pacing.counts()[name_of(near)]
+    assert 0 < count.waiting_bytes < num_bytes
+    assert count.window_bytes > 0
+    assert count.num_resent == 0
+    assert 0 < count.round_trip_seconds < 1
+    assert not pacing.counts()[name_of(far)].is_busy
+    for sock in (near, far):
+        assert pacing_rate_of(sock) == NEVER_REACHED
+
+
+def test_a_connection_that_is_closed_is_forgotten_and_its_peer_hears_of_it(
+    connection: tuple[socket.socket, socket.socket],
+) -> None:
+    near, far = connection
+    pacing = TcpPacing(os.getpid())
+    pacing.look()
+    if pacing.why_not:
+        pytest.skip(f"a container that forbids it: {pacing.why_not}")
+    name = name_of(near)
+    assert name in pacing.counts()
+    near.close()
+    far.settimeout(SECONDS)
+    assert far.recv(1) == b""  # no copy of ours keeps it open
+    with socket.socket():  # which may have the descriptor now
+        assert name not in pacing.counts()
+        pacing.pace({name: 1e6})
+
+
+async def test_once_packets_were_lost_connections_are_kept_to_what_the_uplink_carries(
+    connection: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near, _ = connection
+    pacing = TcpPacing(os.getpid())
+    pacing.look()
+    if pacing.why_not:
+        pytest.skip(f"a container that forbids it: {pacing.why_not}")
+    sharing = asyncio.create_task(pacing.share(lambda: 1e6))
+    counts = pacing.counts
+    num_lost = 0
+
+    def with_losses() -> dict[str, TcpCount]:
+        return {name: count._replace(num_resent=num_lost) for name, count in counts().items()}
+
+    monkeypatch.setattr(pacing, "counts", with_losses)
+    try:
+        pacing.wake()
+        await asyncio.sleep(3 * LOOK_SECONDS)
+        assert pacing_rate_of(near) == NEVER_REACHED
+        num_lost = 1
+        async with asyncio.timeout(SECONDS):
+            while pacing_rate_of(near) == NEVER_REACHED:
+                pacing.wake()
+                await asyncio.sleep(LOOK_SECONDS)
+        assert pacing_rate_of(near) == LEAST_GAIN * 1e6
+    finally:
+        sharing.cancel()
 
 
 def test_a_socket_that_was_not_asked_for_is_not_paced() -> None:

@@ -94,6 +94,7 @@ class Libp2pTransport:
         self._members: dict[NodeId, RosterEntry] = {}
         self._node_ids: dict[str, NodeId] = {}  # by libp2p peer id
         self._neighbours: Neighbours | None = None
+        self._sharing: asyncio.Task[None] | None = None
         self._serving: set[asyncio.Task[None]] = set()
         self._inbounds = Inbounds()
         self._conveyors: dict[NodeId, Conveyor] = {}
@@ -112,6 +113,10 @@ class Libp2pTransport:
         self._multiaddrs = announced(await self._daemon.multiaddrs(), self._announce_host)
         self._neighbours = Neighbours(self._daemon, self._identity.peer_id, self._count_connection)
         self._neighbours.set_roster(tuple(self._members.values()))
+        self._sharing = asyncio.create_task(
+            self._daemon.tcp_pacing.share(lambda: self._tally.most_sent_bytes_per_second),
+            name="uplink sharing",
+        )
 
     async def stop(self) -> None:
         """Ends all transfers and p2pd; safe to call more than once."""
@@ -119,6 +124,10 @@ class Libp2pTransport:
         if self._neighbours is not None:
             await self._neighbours.stop()
             self._neighbours = None
+        if self._sharing is not None:
+            self._sharing.cancel()
+            await asyncio.wait([self._sharing])
+            self._sharing = None
         serving = list(self._serving)
         for task in serving:
             task.cancel()

@@ -148,6 +148,7 @@ class P2pd:
             await read_pbmsg_safe(reader, response)
             raise_if_failed(response)
 
+        self.tcp_pacing.wake()
         try:
             reader, writer = await asyncio.open_unix_connection(str(self._folder / "control"))
         except OSError as error:
@@ -195,6 +196,7 @@ class P2pd:
         async def accept(
             info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
         ) -> None:
+            self.tcp_pacing.wake()
             await on_stream(info.peer_id.to_base58(), reader, writer)
 
         self._client = await Client.create(
