@@ -23,13 +23,16 @@ MOST_SLICES = 64
 many as there are reducers: each is reported and committed."""
 
 ENOUGH_SLICES = 4
-"""Of a reducer. A small stretch is cut into as many, though no smaller than half of what is usual."""
+"""Of a reducer. A small stretch is cut into as many: results go out while contributions still come."""
+
+MOST_IN_USUAL = 16
+"""… but no slice is smaller than this part of what is usual, or messages would take more than its bytes."""
 
 
 def least_elements_of_a_slice(num_elements: int, num_reducers: int, usual_elements: int) -> int:
     """How small the slices of a fragment may be, so that a reducer sends while it still receives."""
     stretch = num_elements // num_reducers
-    least = min(usual_elements, max(stretch // ENOUGH_SLICES, usual_elements // 2))
+    least = min(usual_elements, max(stretch // ENOUGH_SLICES, usual_elements // MOST_IN_USUAL))
     return max(least, num_elements // MOST_SLICES)
 
 
