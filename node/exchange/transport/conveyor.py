@@ -13,11 +13,9 @@ open, at rest: libp2p has widened their windows by then, and a new one would beg
 import asyncio
 import contextlib
 import math
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Set
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import structlog
 
@@ -33,6 +31,7 @@ from node.exchange.transport.parts import (
     Widening,
     part_bytes_for,
 )
+from node.exchange.transport.stripe import Sent, Stripe, send_part
 from node.exchange.transport.transport import TransferRefusedError
 from node.exchange.transport.uplink import UnderWay, Uplink
 from protocol.payload import Payload
@@ -59,35 +58,6 @@ _log = structlog.get_logger(__name__)
 
 _LENGTHENING = 1.25
 """By how much a round trip may be longer than the one that was known before."""
-
-
-class _Sent(NamedTuple):
-    """A part on its way over a stripe."""
-
-    load: Load
-    part: int
-    at: float  # when it was begun to be sent, by the tally's clock
-    under_way: UnderWay
-
-    @property
-    def num_bytes(self) -> int:
-        return len(self.load.part(self.part))
-
-
-@dataclass(slots=True)
-class _Stripe:
-    """One of the streams that parts go over."""
-
-    under_way: deque[_Sent] = field(default_factory=deque)
-    is_wide: asyncio.Event = field(default_factory=asyncio.Event)
-    """Its window has opened at least once, and libp2p doubles it each time."""
-    is_ready: bool = False  # for a part
-    num_carried: int = 0  # parts that arrived
-
-    @property
-    def num_in_window(self) -> int:
-        """Parts that a window lets be under way, though it may never have opened."""
-        return min(len(self.under_way), PARTS_IN_WINDOW)
 
 
 class Conveyor:
@@ -118,7 +88,7 @@ class Conveyor:
         self._places = asyncio.Semaphore(MOST_BODIES)
         self._turn = asyncio.Lock()  # first come, first served
         self._loads: list[Load] = []  # in their order
-        self._stripes: dict[asyncio.Task[None], _Stripe] = {}
+        self._stripes: dict[asyncio.Task[None], Stripe] = {}
         self._running: asyncio.Task[None] | None = None
         self._may_go = asyncio.Event()  # parts that wait, or room for one
         self._changed = asyncio.Event()  # loads or stripes
@@ -259,7 +229,7 @@ class Conveyor:
                 num_streams += 1
 
     def _begin_stripe(self) -> None:
-        stripe = _Stripe()
+        stripe = Stripe()
         task = asyncio.create_task(self._carry(stripe))
         self._stripes[task] = stripe
         task.add_done_callback(self._end_stripe)
@@ -273,7 +243,7 @@ class Conveyor:
             for load in self._loads:  # a fault of ours: it must not look like a link's
                 load.fail(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
-    async def _carry(self, stripe: _Stripe) -> None:
+    async def _carry(self, stripe: Stripe) -> None:
         """Over one stream: sends part after part, and hears of each that it is there."""
         under_way = stripe.under_way
         try:
@@ -285,7 +255,7 @@ class Conveyor:
                         if taken is not None:
                             sent = self._sent(*taken, at=stream.tally.now())
                             under_way.append(sent)
-                            await _send_part(stream, sent)
+                            await send_part(stream, sent)
                             if len(under_way) >= PARTS_IN_WINDOW:
                                 # One part more would wait here, and another stripe can carry it.
                                 await stripe.is_wide.wait()
@@ -299,14 +269,14 @@ class Conveyor:
                 sent.under_way.lost(now)
                 sent.load.give_back(sent.part)
 
-    def _sent(self, load: Load, part: int, at: float) -> _Sent:
+    def _sent(self, load: Load, part: int, at: float) -> Sent:
         num_bytes = len(load.part(part))
         now = asyncio.get_running_loop().time()
         self._flight.begin(num_bytes, now=now)
         self._may_go.set()  # for stripes that let this one go first
-        return _Sent(load, part, at, self._uplink.begin(self, num_bytes, now=now))
+        return Sent(load, part, at, self._uplink.begin(self, num_bytes, now=now))
 
-    async def _next_part(self, stripe: _Stripe) -> tuple[Load, int] | None:
+    async def _next_part(self, stripe: Stripe) -> tuple[Load, int] | None:
         """The next part of the first body that has one; None when none could go for a while.
 
         Of the stripes that are ready one whose window has room takes it, if there is one: else it waits.
@@ -324,7 +294,7 @@ class Conveyor:
         finally:
             stripe.is_ready = False
 
-    def _take(self, stripe: _Stripe) -> tuple[Load, int] | None:
+    def _take(self, stripe: Stripe) -> tuple[Load, int] | None:
         ready = (each.num_in_window for each in self._stripes.values() if each.is_ready)
         if stripe.num_in_window > min(ready):
             return None
@@ -334,7 +304,7 @@ class Conveyor:
                     return load, index
         return None
 
-    async def _hear(self, stream: TransferStream, stripe: _Stripe) -> None:
+    async def _hear(self, stream: TransferStream, stripe: Stripe) -> None:
         clock = asyncio.get_running_loop().time
         answered_at = -math.inf  # the part before, which this one waited for
         while True:
@@ -385,15 +355,6 @@ async def _unless_failed(verdict: Coroutine[Any, Any, None], sending: asyncio.Fu
         for task in (hearing, sending):
             task.cancel()
         await asyncio.gather(hearing, sending, return_exceptions=True)
-
-
-async def _send_part(stream: TransferStream, sent: _Sent) -> None:
-    payload, part = sent.load.payload, sent.load.part(sent.part)
-    stream.carries(payload.header.kind)
-    header = wire.Part(index=sent.part, digest=payload.digest, num_bytes=len(part))
-    await stream.send(header)
-    await stream.send_body(part, is_answered=True)
-    sent.under_way.is_out(asyncio.get_running_loop().time())
 
 
 def _first_of(errors: BaseExceptionGroup[Exception]) -> Exception:
