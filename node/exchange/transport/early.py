@@ -12,8 +12,8 @@ from protocol.rounds import Digest, NodeId
 EARLY_SECONDS = 5.0
 """How long parts are kept for an offer; it should come within a few round trips."""
 
-MOST_EARLY_BYTES = 2 << 20
-"""Of one sender: what its stripes' first windows hold."""
+MOST_EARLY_BYTES = 4 << 20
+"""Of one sender: a third of a second at 100 Mbit/s."""
 
 MOST_EARLY_BYTES_OF_ALL = 32 << 20
 
