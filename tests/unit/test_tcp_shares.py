@@ -7,6 +7,8 @@ import pytest
 
 from node.exchange.transport.tcp_shares import (
     LEAST_GAIN,
+    MANY,
+    MANY_LOST,
     PAUSE_SECONDS,
     TcpCount,
     TcpShares,
@@ -24,9 +26,10 @@ BODY_BYTES = 62_500
 
 
 def count(
-    *, waiting: int = 0, under_way: int = 0, window: int = 15_000, resent: int = 0
+    *, waiting: int = 0, under_way: int = 0, window: int = 15_000, sent: int = 0, resent: int = 0
 ) -> TcpCount:
     return TcpCount(
+        num_sent=sent,
         num_resent=resent,
         under_way_bytes=under_way,
         waiting_bytes=waiting,
@@ -42,7 +45,7 @@ HELD_BACK = count(waiting=100_000, window=100_000)
 def shares_after_losses() -> TcpShares:
     shares = TcpShares()
     shares.deal({"a": HELD_BACK}, seen=RATE, now=0.0)
-    shares.deal({"a": HELD_BACK._replace(num_resent=1)}, seen=RATE, now=0.01)
+    shares.deal({"a": HELD_BACK._replace(num_resent=MANY)}, seen=RATE, now=0.01)
     return shares
 
 
@@ -59,7 +62,19 @@ def test_nothing_is_limited_before_the_uplink_is_known() -> None:
 
 def test_a_connection_that_was_repaired_before_we_saw_it_has_lost_nothing_now() -> None:
     shares = TcpShares()
-    assert shares.deal({"a": HELD_BACK._replace(num_resent=7)}, seen=RATE, now=0) == {"a": math.inf}
+    assert shares.deal({"a": HELD_BACK._replace(num_resent=70)}, seen=RATE, now=0) == {
+        "a": math.inf
+    }
+
+
+def test_a_few_packets_of_many_limit_nothing_however_often_they_are_lost() -> None:
+    shares, now = TcpShares(), 0.0
+    num_sent = num_resent = 0
+    for _ in range(20):
+        now += 0.1
+        num_sent, num_resent = num_sent + 1000, num_resent + int(0.5 * MANY_LOST * 1000)
+        counts = {"a": HELD_BACK._replace(num_sent=num_sent, num_resent=num_resent)}
+        assert shares.deal(counts, seen=RATE, now=now) == {"a": math.inf}
 
 
 def test_connections_that_are_held_back_share_equally_and_idle_ones_may_begin_at_once() -> None:
@@ -83,7 +98,7 @@ def test_where_no_window_can_use_the_uplink_nothing_of_it_is_kept_back() -> None
 
 
 def test_each_busy_time_without_losses_allows_a_little_more_and_losses_end_that() -> None:
-    shares, now, counts = shares_after_losses(), 0.0, {"a": HELD_BACK._replace(num_resent=1)}
+    shares, now, counts = shares_after_losses(), 0.0, {"a": HELD_BACK._replace(num_resent=MANY)}
     before = LEAST_GAIN * RATE
     for _ in range(8):
         now += 2 * PAUSE_SECONDS
@@ -91,15 +106,15 @@ def test_each_busy_time_without_losses_allows_a_little_more_and_losses_end_that(
         assert 1.0 <= allowed / before < 1.1
         before = allowed
     assert before > 1.3 * LEAST_GAIN * RATE
-    counts = {"a": HELD_BACK._replace(num_resent=2)}
+    counts = {"a": HELD_BACK._replace(num_resent=2 * MANY)}
     assert shares.deal(counts, seen=RATE, now=now + 0.1) == {"a": LEAST_GAIN * RATE}
 
 
 def test_busy_times_that_nothing_was_held_back_in_say_nothing() -> None:
     shares = shares_after_losses()
-    shares.deal({"a": HELD_BACK._replace(num_resent=1)}, seen=RATE, now=1.0)
-    before = shares.deal({"a": count()}, seen=RATE, now=1.1)["a"]
-    small = count(waiting=1, under_way=FIRST_WINDOW, window=FIRST_WINDOW, resent=1)
+    shares.deal({"a": HELD_BACK._replace(num_resent=MANY)}, seen=RATE, now=1.0)
+    before = shares.deal({"a": count(resent=MANY)}, seen=RATE, now=1.1)["a"]
+    small = count(waiting=1, under_way=FIRST_WINDOW, window=FIRST_WINDOW, resent=MANY)
     for now in range(2, 9):
         (allowed,) = shares.deal({"a": small}, seen=RATE, now=now).values()
     assert allowed <= 1.06 * before
@@ -112,6 +127,7 @@ class Connection:
     left: float = 0.0
     window: float = FIRST_WINDOW
     threshold: float = math.inf
+    sent: float = 0.0
     resent: int = 0
     on_way: list[tuple[float, float]] = field(default_factory=list)  # arrives at, bytes
 
@@ -124,6 +140,7 @@ class Connection:
             waiting=int(self.left),
             under_way=int(self.under_way),
             window=int(self.window),
+            sent=int(self.sent / PACKET),
             resent=self.resent,
         )
 
@@ -174,10 +191,11 @@ class Swarm:
             sent = max(0.0, min(peer.left, peer.window - peer.under_way, paced))
             if self._queue + sent > QUEUE_BYTES:
                 self.num_lost += 1
-                peer.resent += 1
+                peer.resent += math.ceil(sent / PACKET)
                 peer.window = peer.threshold = max(PACKET, 0.7 * peer.window)
                 continue  # it is sent again later
             peer.left -= sent
+            peer.sent += sent
             self._queue += sent
             if sent:
                 peer.on_way.append((self._now + ROUND_TRIP + self._queue / self.rate, sent))

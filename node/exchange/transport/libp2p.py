@@ -117,6 +117,7 @@ class Libp2pTransport:
             self._daemon.tcp_pacing.share(lambda: self._tally.most_sent_bytes_per_second),
             name="uplink sharing",
         )
+        self._sharing.add_done_callback(_tell_fault)
 
     async def stop(self) -> None:
         """Ends all transfers and p2pd; safe to call more than once."""
@@ -346,6 +347,11 @@ class Libp2pTransport:
     def _count_connection(self) -> None:
         self._pacer.connection()
         self._tally.count_connection()
+
+
+def _tell_fault(sharing: asyncio.Task[None]) -> None:
+    if not sharing.cancelled() and (error := sharing.exception()) is not None:
+        _log.error("the uplink is not dealt out any more", exc_info=error)
 
 
 async def _verify(header: PayloadHeader, body: bytes) -> Payload:

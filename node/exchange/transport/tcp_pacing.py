@@ -43,6 +43,12 @@ QUIET_SECONDS = 0.5
 NEW_SECONDS = 1.0
 """So often it is looked for new connections meanwhile."""
 
+_PASSING = (
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+)  # a process that is short of something for a while
+
 _CLOSE_ENOUGH = 0.02  # of a pacing rate: it is not set anew for less
 
 # In the kernel's struct tcp_info:
@@ -53,7 +59,8 @@ _ROUND_TRIP_MICROSECONDS = 68
 _NUM_IN_WINDOW = 80
 _NUM_RESENT = 100
 _WAITING_BYTES = 144
-_INFO_BYTES = 148
+_NUM_SENT = 156
+_INFO_BYTES = 160
 
 _log = structlog.get_logger(__name__)
 
@@ -87,6 +94,8 @@ class TcpPacing:
         except _GoneError:
             pass  # the process: whoever waits for its end is told elsewhere
         except OSError as error:
+            if error.errno in _PASSING:
+                return  # what is new stays so
             self.why_not = str(error)
             _log.info("TCP connections to peers are not paced", reason=self.why_not)
 
@@ -108,7 +117,12 @@ class TcpPacing:
                 counts = self.counts()
                 if any(count.is_busy for count in counts.values()):
                     busy_at = now
+                was_free = self._shares.bytes_per_second is None
                 self.pace(self._shares.deal(counts, seen=seen(), now=now))
+                if was_free and (limit := self._shares.bytes_per_second) is not None:
+                    _log.info(
+                        "many packets were lost: peers share the uplink", bytes_per_second=limit
+                    )
                 await asyncio.sleep(LOOK_SECONDS)
 
     def counts(self) -> dict[str, TcpCount]:
@@ -157,7 +171,9 @@ def count_of(connection: socket.socket) -> TcpCount | None:
     (num_in_window,) = struct.unpack_from("=I", info, _NUM_IN_WINDOW)
     (num_resent,) = struct.unpack_from("=I", info, _NUM_RESENT)
     (waiting_bytes,) = struct.unpack_from("=I", info, _WAITING_BYTES)
+    (num_sent,) = struct.unpack_from("=I", info, _NUM_SENT)
     return TcpCount(
+        num_sent=num_sent,
         num_resent=num_resent,
         under_way_bytes=num_under_way * packet_bytes,
         waiting_bytes=waiting_bytes,

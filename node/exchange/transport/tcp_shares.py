@@ -2,9 +2,9 @@
 
 TCP finds the rate of each connection for itself. A swarm's connections all begin at once: fifteen with
 windows of ten packets that double have overflowed the queue before a slow uplink before one of them
-could notice, and the round waits for what was lost. So once packets were lost, all of them together
-are kept to what the uplink was seen to carry, and a little more; with each busy time in which none
-is lost, a little more still.
+could notice, and the round waits for what was lost. So once many packets were lost, all of them together
+are kept to what the uplink was seen to carry, and a little more; with each busy time in which few
+are lost, a little more still.
 
 It is dealt out by max-min fairness (Bertsekas and Gallager, "Data Networks", 1992, section 6.5.2): a
 connection that cannot use an equal share leaves the rest of it to the others.
@@ -21,7 +21,11 @@ LEAST_GAIN = 1.25
 seen is a tenth to a fifth less than it carries, since parts count until they are answered."""
 
 CREEP = 1.05
-"""By so much this grows with each busy time without losses in which it held something back: links change."""
+"""By so much this grows with each busy time with few losses in which it held something back: links change."""
+
+MANY_LOST, MANY = 0.01, 10
+"""Of the packets of a busy time, and packets: radio and other people's bursts lose a few. What overruns a
+queue loses some in a hundred."""
 
 PAUSE_SECONDS = 0.25
 """When nothing was sent for so long a busy time is over."""
@@ -35,7 +39,8 @@ _FEW_BYTES = 4096  # on their way, and none waits: nothing is being sent
 class TcpCount(NamedTuple):
     """What the kernel says of one connection now."""
 
-    num_resent: int  # packets, since it began
+    num_sent: int  # packets, since it began
+    num_resent: int
     under_way_bytes: int
     waiting_bytes: int  # for the window, or for their pace
     window_bytes: int  # TCP's congestion window
@@ -63,10 +68,13 @@ class TcpShares:
     """Of the uplink of one node."""
 
     def __init__(self) -> None:
-        self._gain: float | None = None  # None: nothing was ever lost
-        self._num_resent: dict[str, int] = {}
+        self.bytes_per_second: float | None = None
+        """What all may send together; None: as much as TCP lets them."""
+        self._gain: float | None = None  # None: never were many lost
+        self._before: Mapping[str, TcpCount] = {}
         self._busy_at = -math.inf  # last
-        self._has_lost = self._has_held_back = False  # in this busy time
+        self._num_sent = self._num_lost = 0  # in this busy time
+        self._has_held_back = False
 
     def deal(
         self, counts: Mapping[str, TcpCount], *, seen: float | None, now: float
@@ -84,22 +92,30 @@ class TcpShares:
         if self._gain is None or seen is None:
             return dict.fromkeys(counts, math.inf)
         self._has_held_back |= any(count.is_held_back for count in busy.values())
-        allowed = self._gain * seen
+        self.bytes_per_second = allowed = self._gain * seen
         # Who has nothing to send may begin at any time, and is given its share at the next look.
         return dict.fromkeys(counts, allowed) | _dealt(
             allowed, {name: count.usable_bytes_per_second for name, count in busy.items()}
         )
 
+    @property
+    def _has_lost(self) -> bool:
+        return self._num_lost >= max(MANY, MANY_LOST * self._num_sent)
+
     def _end_busy_time(self) -> None:
         if self._gain is not None and self._has_held_back and not self._has_lost:
             self._gain *= CREEP
-        self._has_lost = self._has_held_back = False
+        self._num_sent = self._num_lost = 0
+        self._has_held_back = False
 
     def _note_losses(self, counts: Mapping[str, TcpCount]) -> None:
         for name, count in counts.items():
-            if count.num_resent > self._num_resent.get(name, count.num_resent):
-                self._has_lost, self._gain = True, LEAST_GAIN
-        self._num_resent = {name: count.num_resent for name, count in counts.items()}
+            before = self._before.get(name, count)
+            self._num_sent += count.num_sent - before.num_sent
+            self._num_lost += count.num_resent - before.num_resent
+        self._before = counts
+        if self._has_lost:
+            self._gain = LEAST_GAIN
 
 
 def _dealt(rate: float, usable: Mapping[str, float]) -> dict[str, float]:
