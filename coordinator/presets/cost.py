@@ -40,9 +40,10 @@ from coordinator.presets.link_shares import CUBIC, CongestionControl, Link
 
 FP32_BYTES = 4
 
-PEER_ROUND_TRIPS = 2
-"""For the offer of the first contribution and the verdict of the last result: others travel beside bodies. If
-there were three, some exchanges would have got more than their link (benchmarks/exchange_shares.py)."""
+PEER_ROUND_TRIPS = 1
+"""Half of it until the first contribution is there, half until the last result is: what else is said travels
+beside bodies. If there were two, some exchanges would have got more than their link
+(benchmarks/exchange_shares.py)."""
 
 COORDINATOR_ROUND_TRIPS = 2
 """One from the last report to the commit, one from the report that it is applied to the next plan."""

@@ -58,7 +58,7 @@ def test_the_share_of_a_full_link_is_what_exchanges_got() -> None:
         kind: [each.share() for each in found if each.is_as_hosts_come and is_over(each, kind)]
         for kind in get_args(CongestionControl)
     }
-    assert min(map(len, shares.values())) >= 4
+    assert min(map(len, shares.values())) >= 3
     # Hence one share for both.
     medians = [median(each) for each in shares.values()]
     assert max(medians) - min(medians) < max(max(each) - min(each) for each in shares.values())
