@@ -3,7 +3,9 @@
 The status carries the sentence; trailing metadata carries the class and the next step.
 """
 
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NoReturn, cast
+from urllib.parse import quote
 
 import grpc
 import grpc.aio
@@ -23,8 +25,8 @@ if TYPE_CHECKING:
 CLASS_KEY = "atoll-error"
 NEXT_STEP_KEY = "atoll-next-step-bin"  # gRPC lets only "-bin" values hold more than ASCII
 
-MAX_TEXT_CHARACTERS = 1000
-"""Of a sentence: gRPC drops a status whose metadata, percent-encoded, exceeds 8 KiB."""
+MAX_TEXT_BYTES = 3000
+"""Of a sentence, percent-encoded: beyond 8 KiB of metadata gRPC drops a status, now and then."""
 
 _CLASSES: dict[str, type[AtollError]] = {
     name: value
@@ -120,4 +122,6 @@ def _as_text(value: str | bytes) -> str:
 
 
 def _shortened(text: str) -> str:
-    return text if len(text) <= MAX_TEXT_CHARACTERS else text[: MAX_TEXT_CHARACTERS - 1] + "…"
+    sizes = accumulate(len(quote(character)) for character in text[:MAX_TEXT_BYTES])
+    num_fitting = sum(size <= MAX_TEXT_BYTES for size in sizes)
+    return text if num_fitting == len(text) else text[: num_fitting - 1] + "…"
