@@ -77,6 +77,19 @@ def connection() -> Iterator[tuple[socket.socket, socket.socket]]:
             yield near, far
 
 
+def skip_where_forbidden(why_not: str) -> None:
+    if why_not:
+        pytest.skip(f"a container that forbids copies of another process's sockets: {why_not}")
+
+
+def allowed_pacing() -> TcpPacing:
+    """Of this process's own sockets."""
+    pacing = TcpPacing(os.getpid())
+    pacing.look()
+    skip_where_forbidden(pacing.why_not)
+    return pacing
+
+
 def name_of(connection: socket.socket) -> str:
     return f"socket:[{os.fstat(connection.fileno()).st_ino}]"
 
@@ -85,10 +98,7 @@ def test_what_waits_in_a_connection_is_counted_and_a_listener_is_none(
     connection: tuple[socket.socket, socket.socket],
 ) -> None:
     near, far = connection
-    pacing = TcpPacing(os.getpid())
-    pacing.look()
-    if pacing.why_not:
-        pytest.skip(f"a container that forbids it: {pacing.why_not}")
+    pacing = allowed_pacing()
     assert not pacing.counts()[name_of(near)].is_busy
     near.setblocking(False)
     num_bytes = 0
@@ -112,10 +122,7 @@ def test_a_connection_that_is_closed_is_forgotten_and_its_peer_hears_of_it(
     connection: tuple[socket.socket, socket.socket],
 ) -> None:
     near, far = connection
-    pacing = TcpPacing(os.getpid())
-    pacing.look()
-    if pacing.why_not:
-        pytest.skip(f"a container that forbids it: {pacing.why_not}")
+    pacing = allowed_pacing()
     name = name_of(near)
     assert name in pacing.counts()
     near.close()
@@ -130,10 +137,7 @@ async def test_once_many_packets_were_lost_connections_are_kept_to_what_the_upli
     connection: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     near, _ = connection
-    pacing = TcpPacing(os.getpid())
-    pacing.look()
-    if pacing.why_not:
-        pytest.skip(f"a container that forbids it: {pacing.why_not}")
+    pacing = allowed_pacing()
     sharing = asyncio.create_task(pacing.share(lambda: 1e6))
     counts = pacing.counts
     num_lost = 0
@@ -154,6 +158,7 @@ async def test_once_many_packets_were_lost_connections_are_kept_to_what_the_upli
         assert pacing_rate_of(near) == LEAST_GAIN * 1e6
     finally:
         sharing.cancel()
+        await asyncio.wait([sharing])
 
 
 def test_a_socket_that_was_not_asked_for_is_not_paced() -> None:
@@ -182,8 +187,7 @@ def test_a_lack_of_descriptors_is_no_reason_to_give_up(
         pacing.look()
     assert pacing.why_not == ""
     pacing.look()
-    if pacing.why_not:
-        pytest.skip(f"a container that forbids it: {pacing.why_not}")
+    skip_where_forbidden(pacing.why_not)
     assert pacing_rate_of(near) == NEVER_REACHED
 
 

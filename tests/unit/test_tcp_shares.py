@@ -9,6 +9,7 @@ from node.exchange.transport.tcp_shares import (
     LEAST_GAIN,
     MANY,
     MANY_LOST,
+    MOST_GAIN,
     PAUSE_SECONDS,
     TcpCount,
     TcpShares,
@@ -108,6 +109,13 @@ def test_each_busy_time_without_losses_allows_a_little_more_and_losses_end_that(
     assert before > 1.3 * LEAST_GAIN * RATE
     counts = {"a": HELD_BACK._replace(num_resent=2 * MANY)}
     assert shares.deal(counts, seen=RATE, now=now + 0.1) == {"a": LEAST_GAIN * RATE}
+
+
+def test_what_is_allowed_stays_finite_however_long_nothing_is_lost() -> None:
+    shares, counts = shares_after_losses(), {"a": HELD_BACK._replace(num_resent=MANY)}
+    for now in range(1, 20_000):
+        dealt = shares.deal(counts, seen=RATE, now=now)
+    assert dealt == {"a": MOST_GAIN * RATE}
 
 
 def test_busy_times_that_nothing_was_held_back_in_say_nothing() -> None:

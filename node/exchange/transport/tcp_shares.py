@@ -23,6 +23,9 @@ seen is a tenth to a fifth less than it carries, since parts count until they ar
 CREEP = 1.05
 """By so much this grows with each busy time with few losses in which it held something back: links change."""
 
+MOST_GAIN = 16.0
+"""It grows no further: then nothing is held back that TCP lets go."""
+
 MANY_LOST, MANY = 0.01, 10
 """Of the packets of a busy time, and packets: radio and other people's bursts lose a few. What overruns a
 queue loses some in a hundred."""
@@ -104,7 +107,7 @@ class TcpShares:
 
     def _end_busy_time(self) -> None:
         if self._gain is not None and self._has_held_back and not self._has_lost:
-            self._gain *= CREEP
+            self._gain = min(MOST_GAIN, CREEP * self._gain)
         self._num_sent = self._num_lost = 0
         self._has_held_back = False
 
