@@ -9,7 +9,9 @@ Format 1 had no `reducer_error` and is still read.
 import json
 import os
 import re
+import weakref
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import numpy as np
 import structlog
 from safetensors import SafetensorError, safe_open
 
+from node.exchange.spare_files import kept_for_reading, set_aside
 from node.outer_state import Vector, outer_digest
 from protocol.errors import BadDataError, ConfigError, SystemRefusedError
 from protocol.files import make_folder, remove_durably, write_atomically
@@ -101,14 +104,14 @@ class SnapshotFolder:
         return max(0, needed - held)
 
     def save(self, snapshot: Snapshot, owed: Owed | None) -> Path:
-        """Writes a snapshot, with what the node owes, and removes all but the two newest.
+        """Writes a snapshot, with what the node owes, over the oldest; two others stay.
 
         Returns once it is durable: nothing may change the vectors until then, for they are not
         copied. Raises SystemRefusedError when the disk is full and CannotCreateError when the folder
         cannot be written to; older files are then still there.
         """
         make_folder(self.path)
-        self._remove_unfinished()
+        spare = self._spare()
         tensors = {"parameters": snapshot.parameters, "momentum": snapshot.momentum}
         metadata = {
             "format": FILE_FORMAT,
@@ -122,11 +125,14 @@ class SnapshotFolder:
         metadata["seal"] = _seal(metadata, owed)
         path = self._file_of(snapshot.round)
         values = map(_little_endian, tensors.values())
-        write_atomically(path, _file_header(tensors, metadata), *values)
+        write_atomically(path, _file_header(tensors, metadata), *values, over=spare)
         # Later rounds are of a history that was left, by a return to an earlier one.
         files = self._files()
         own = files.index(path)
-        for other in (*files[:own], *files[own + KEPT_FILES :]):
+        oldest = [*files[:own], *files[own + KEPT_FILES :]]
+        for other in oldest[:1]:
+            set_aside(other, other.with_name(f".{other.name}.spare"))
+        for other in oldest[1:]:
             remove_durably(other)
         return path
 
@@ -181,10 +187,15 @@ class SnapshotFolder:
         paths = [path for path in self.path.iterdir() if _FILE_NAME.fullmatch(path.name)]
         return sorted(paths, key=_round_of, reverse=True)
 
-    def _remove_unfinished(self) -> None:
-        """Removes what a killed process left of a write; such files are as large as whole ones."""
-        for path in self._unfinished():
+    def _spare(self) -> Path | None:
+        """A file to write over: one that was set aside, or what a killed process left of a write.
+
+        All are as large as whole ones, so others are removed.
+        """
+        unfinished = self._unfinished()
+        for path in unfinished[1:]:
             remove_durably(path)
+        return unfinished[0] if unfinished else None
 
     def _unfinished(self) -> list[Path]:
         return list(self.path.glob(".round-*.safetensors.*"))
@@ -197,7 +208,10 @@ class OpenSnapshot:
     """
 
     def __init__(self, path: Path) -> None:
+        kept = ExitStack()
+        weakref.finalize(self, kept.close)
         try:
+            kept.enter_context(kept_for_reading(path))
             file: Any = safe_open(path, framework="numpy")
             metadata: dict[str, str] = file.metadata() or {}
             self.round = int(metadata["round"])
@@ -262,7 +276,7 @@ def _load(path: Path, run_digest: Digest, layout_digest: Digest) -> tuple[Snapsh
 def _read(path: Path) -> tuple[Snapshot, Owed | None]:
     """A whole, undamaged file; raises SnapshotError otherwise."""
     try:
-        with safe_open(path, framework="numpy") as file:
+        with kept_for_reading(path), safe_open(path, framework="numpy") as file:
             metadata: dict[str, str] = file.metadata() or {}
             tensors: dict[str, Vector] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
     except (SafetensorError, OSError) as error:

@@ -1,3 +1,6 @@
+import errno
+import fcntl
+import os
 from pathlib import Path
 
 import numpy as np
@@ -5,7 +8,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from node.exchange import snapshot as snapshot_module
-from node.exchange.snapshot import Owed, Snapshot, SnapshotError, SnapshotFolder
+from node.exchange.snapshot import OpenSnapshot, Owed, Snapshot, SnapshotError, SnapshotFolder
+from protocol import files as files_module
 from protocol.errors import BadDataError, CannotCreateError, ConfigError, SystemRefusedError
 from protocol.rounds import Digest
 
@@ -40,7 +44,11 @@ def assert_same(found: Snapshot, expected: Snapshot) -> None:
 
 
 def names(path: Path) -> list[str]:
-    return sorted(file.name for file in path.iterdir())
+    """Without hidden files, of which there is one at most: what the next file is written over."""
+    every = sorted(file.name for file in path.iterdir())
+    shown = [name for name in every if not name.startswith(".")]
+    assert len(every) - len(shown) <= 1, every
+    return shown
 
 
 def flip(path: Path, place: int) -> None:
@@ -208,6 +216,85 @@ def test_an_open_file_stays_readable_when_the_folder_has_gone_on(tmp_path: Path)
     assert served.read(0, 400) == vector(1).tobytes()
     with pytest.raises(SnapshotError):
         folder.open(1)
+
+
+def test_files_are_written_over_the_oldest_and_nothing_of_that_is_left(tmp_path: Path) -> None:
+    folder = SnapshotFolder(tmp_path)
+    inodes = []
+    for round in range(1, 9):
+        owed = BOTH if round < 7 else None  # the last are half as long
+        inodes.append(folder.save(snapshot_at(round), owed).stat().st_ino)
+        loaded = folder.load(round, snapshot_at(round).outer_digest())
+        assert loaded is not None and (loaded[1] is None) == (owed is None)
+        assert_same(loaded[0], snapshot_at(round))
+    assert inodes[3:] == inodes[:-3] and len(set(inodes)) == 3
+    assert folder.rounds() == [8, 7]
+
+
+def test_what_is_served_is_not_written_over(tmp_path: Path) -> None:
+    folder = SnapshotFolder(tmp_path)
+    folder.save(snapshot_at(1), None)
+    served = folder.open(1)
+    for round in range(2, 9):
+        folder.save(snapshot_at(round), None)
+        assert served.read(0, 800) == vector(1).tobytes() + vector(2).tobytes()
+    assert len(names(tmp_path)) == 2
+
+
+def test_a_file_is_written_over_again_once_nobody_serves_it(tmp_path: Path) -> None:
+    folder = SnapshotFolder(tmp_path)
+    served = folder.save(snapshot_at(1), None).stat().st_ino
+    state: OpenSnapshot | None = folder.open(1)
+    folder.save(snapshot_at(2), None)
+    assert state is not None
+    del state
+    folder.save(snapshot_at(3), None)
+    assert folder.save(snapshot_at(4), None).stat().st_ino == served
+
+
+def test_a_copy_by_another_name_is_not_written_over(tmp_path: Path) -> None:
+    """As `cp --link` makes one for a backup."""
+    folder = SnapshotFolder(tmp_path / "snapshots")
+    copy = tmp_path / "copy"
+    copy.hardlink_to(folder.save(snapshot_at(1), None))
+    whole = copy.read_bytes()
+    for round in range(2, 9):
+        folder.save(snapshot_at(round), None)
+    assert copy.read_bytes() == whole
+
+
+def test_a_crash_in_the_midst_of_writing_leaves_both_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = SnapshotFolder(tmp_path)
+    for round in (1, 2, 3):
+        folder.save(snapshot_at(round), BOTH)
+    with monkeypatch.context() as crash:
+        crash.setattr(files_module.os, "fsync", lambda descriptor: os._exit(9))
+        if (child := os.fork()) == 0:
+            folder.save(snapshot_at(4), BOTH)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    for round in (3, 2):
+        assert folder.load(round, snapshot_at(round).outer_digest()) is not None
+    folder.save(snapshot_at(4), BOTH)
+    assert names(tmp_path) == ["round-00000003.safetensors", "round-00000004.safetensors"]
+
+
+def test_where_nothing_can_be_locked_old_files_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on some network file systems, where nobody could say that he reads."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks here")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    folder = SnapshotFolder(tmp_path)
+    for round in range(1, 5):
+        folder.save(snapshot_at(round), None)
+    assert folder.load(4, snapshot_at(4).outer_digest()) is not None
+    assert sorted(path.name for path in tmp_path.iterdir()) == names(tmp_path)
+    assert folder.rounds() == [4, 3]
 
 
 def test_a_file_without_the_outer_state_does_not_open(tmp_path: Path) -> None:
