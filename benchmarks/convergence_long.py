@@ -102,9 +102,9 @@ def long_part() -> list[Setting]:
             each.changed(f"{each.name}, at 0.006", inner={"learning_rate": 6e-3})
             for each in few_bytes
         ),
+        _all_that_arrived(21, of=LONG_STEPS, momentum=0.5),
         _exchanged(32, "topk256", of=LONG_STEPS, **SPARSE),
-        _exchanged(32, "int4", of=LONG_STEPS, **momentum),
-        _exchanged(80, "int4", of=LONG_STEPS, **momentum),
+        *(_exchanged(steps, "int4", of=LONG_STEPS, **momentum) for steps in (32, 65, 80)),
         _exchanged(80, "ec1", of=LONG_STEPS, **momentum),
     ]
 
@@ -116,14 +116,14 @@ def _exchanged(steps: int, codec: str, *, of: int, **tables: dict[str, Any]) -> 
     return FRONTIER.changed(name, **every, **codecs(codec, codec)).changed(name, **tables)
 
 
-def _all_that_arrived(steps: int, *, of: int) -> Setting:
+def _all_that_arrived(steps: int, *, of: int, momentum: float = 0.3) -> Setting:
     """Top-k whose results have room for what four nodes sent: reducers owe nearly nothing.
 
-    It wants a little momentum, as `tuning_part` shows.
+    It wants a little momentum, as `tuning_part` shows, and more of it in a longer run.
     """
     return _exchanged(steps, "topk64", of=of, **SPARSE).changed(
         f"topk64 up, topk256 down, H = {steps}",
-        outer={"optimizer": "nesterov", "momentum": 0.3},
+        outer={"optimizer": "nesterov", "momentum": momentum},
         exchange={"downlink": "topk256"},
     )
 

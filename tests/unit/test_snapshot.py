@@ -252,6 +252,17 @@ def test_a_file_is_written_over_again_once_nobody_serves_it(tmp_path: Path) -> N
     assert folder.save(snapshot_at(4), None).stat().st_ino == served
 
 
+def test_a_file_that_is_just_set_aside_does_not_open(tmp_path: Path) -> None:
+    folder = SnapshotFolder(tmp_path)
+    folder.save(snapshot_at(1), None)
+    with folder.save(snapshot_at(2), None).open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(SnapshotError, match="just being set aside"):
+            folder.open(2)
+        loaded = folder.load_newest(RUN, LAYOUT)
+        assert loaded is not None and loaded[0].round == 1
+
+
 def test_a_copy_by_another_name_is_not_written_over(tmp_path: Path) -> None:
     """As `cp --link` makes one for a backup."""
     folder = SnapshotFolder(tmp_path / "snapshots")
