@@ -17,9 +17,9 @@ import numpy as np
 import structlog
 
 from node.exchange import fetching
-from node.exchange.donor import Donor
-from node.exchange.download import Download
-from node.exchange.snapshot import Snapshot
+from node.exchange.state.donor import Donor
+from node.exchange.state.download import Download
+from node.exchange.state.snapshot import Snapshot
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.exchange.transport.transport import (
     Admission,

@@ -24,7 +24,7 @@ from coordinator.swarm.state import HeldOut, SwarmState
 from node.coordinator_link import CoordinatorLink
 from node.daemon import Daemon, NodeFacts
 from node.exchange.outer import Outer
-from node.exchange.snapshot import SnapshotFolder
+from node.exchange.state.snapshot import SnapshotFolder
 from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
 from node.heavy import in_place
 from node.history import History

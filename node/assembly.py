@@ -18,7 +18,7 @@ from node.doctor.kernel import congestion_control
 from node.exchange.codecs.compiled import remove_unused_kernels
 from node.exchange.codecs.tiles import Tiles, threads_beside
 from node.exchange.outer import Outer
-from node.exchange.snapshot import SnapshotFolder
+from node.exchange.state.snapshot import SnapshotFolder
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.exchange_time import ExchangeTime
 from node.hardware import Hardware, likely_devices

@@ -27,7 +27,7 @@ from node.duties import Duties
 from node.exchange.exchange import Exchange
 from node.exchange.outer import Outer
 from node.exchange.reports import Report
-from node.exchange.snapshot import SnapshotFolder
+from node.exchange.state.snapshot import SnapshotFolder
 from node.exchange.transport.transport import Transport
 from node.exchange_time import ExchangeTime
 from node.heavy import Heavy

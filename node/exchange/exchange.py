@@ -10,14 +10,14 @@ from functools import partial
 
 import structlog
 
-from node.exchange.catch_up import CatchUp
-from node.exchange.donor import Donor, State
 from node.exchange.held_results import HeldResults
 from node.exchange.outer import Outer
 from node.exchange.pushes import Pushes
 from node.exchange.reports import Report
 from node.exchange.round import ExchangeRound
-from node.exchange.snapshot import SnapshotError, SnapshotFolder
+from node.exchange.state.catch_up import CatchUp
+from node.exchange.state.donor import Donor, State
+from node.exchange.state.snapshot import SnapshotError, SnapshotFolder
 from node.exchange.transport.transport import (
     Admission,
     TransferRefusedError,

@@ -20,7 +20,7 @@ from node.exchange.rate_scaling import RateScale, rate_scale_of
 from node.exchange.reducer_error import ReducerError
 from node.exchange.reduction import Reduction, SliceResult
 from node.exchange.residual import Residual
-from node.exchange.snapshot import Owed, Snapshot
+from node.exchange.state.snapshot import Owed, Snapshot
 from node.outer_state import Layout, OuterDigest, Vector
 from protocol.payload import Payload
 from protocol.rounds import BLOCK, Commit, Digest, NodeId, SliceOutcome

@@ -14,7 +14,7 @@ from node.exchange.codecs.codec import Codec
 from node.exchange.reducer_error import ReducerError
 from node.exchange.reduction import SliceResult
 from node.exchange.residual import Residual
-from node.exchange.snapshot import Owed
+from node.exchange.state.snapshot import Owed
 from node.outer_state import Layout, Vector
 from protocol.payload import CONTRIBUTION, Payload
 from protocol.rounds import Commit, Digest, NodeId, Slice, SliceOutcome

@@ -7,9 +7,9 @@ import pytest
 
 from benchmarks.simulation import Life, Script, SimulatedNode, SimulatedRun, simulate
 from node.exchange import held_results
-from node.exchange import manifest as manifest_file
 from node.exchange.fetching import MOST_AT_ONCE
-from node.exchange.manifest import Manifest
+from node.exchange.state import manifest as manifest_file
+from node.exchange.state.manifest import Manifest
 from node.exchange.transport.memory import MemoryNetwork
 from node.exchange.transport.transport import Want, WantChunk
 from node.island.corpus import Corpus, read_corpus

@@ -10,7 +10,7 @@ from node.coordinator_link import Attachment, Vitals
 from node.daemon import Daemon, NodeFacts
 from node.exchange.outer import Outer
 from node.exchange.reports import Reduced, Report
-from node.exchange.snapshot import SnapshotFolder
+from node.exchange.state.snapshot import SnapshotFolder
 from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
 from node.heavy import Heavy, in_place
 from node.history import History

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from node.exchange import manifest as manifest_file
-from node.exchange.donor import Donor
-from node.exchange.download import Download
-from node.exchange.manifest import Manifest
-from node.exchange.snapshot import Snapshot
+from node.exchange.state import manifest as manifest_file
+from node.exchange.state.donor import Donor
+from node.exchange.state.download import Download
+from node.exchange.state.manifest import Manifest
+from node.exchange.state.snapshot import Snapshot
 from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
 from node.exchange.transport.transport import Admission, Want, WantChunk, WantManifest
 from node.heavy import in_place

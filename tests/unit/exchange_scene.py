@@ -16,7 +16,7 @@ from node.exchange.rate_scaling import RateScale
 from node.exchange.reducer_error import ReducerError
 from node.exchange.reports import Held, Reduced, Report
 from node.exchange.residual import Residual
-from node.exchange.snapshot import Owed, Snapshot
+from node.exchange.state.snapshot import Owed, Snapshot
 from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
 from node.heavy import in_place
 from node.history import History

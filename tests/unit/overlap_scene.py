@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from node.exchange.outer import Outer
-from node.exchange.snapshot import SnapshotFolder
+from node.exchange.state.snapshot import SnapshotFolder
 from node.heavy import Heavy, in_place
 from node.island.faults import RankDiedError
 from node.island.island import Evaluation, InnerReport, InnerWork, Progress

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from node.exchange import held_results
-from node.exchange import manifest as manifest_file
-from node.exchange.catch_up import ROUNDS_AHEAD
 from node.exchange.fetching import FIRST_FROM_ONE, MOST_AT_ONCE
-from node.exchange.manifest import Manifest
 from node.exchange.reports import Held
-from node.exchange.snapshot import Owed
+from node.exchange.state import manifest as manifest_file
+from node.exchange.state.catch_up import ROUNDS_AHEAD
+from node.exchange.state.manifest import Manifest
+from node.exchange.state.snapshot import Owed
 from node.exchange.transport.transport import Want, WantChunk, WantManifest, WantResult
 from protocol.payload import Payload
 from protocol.rounds import Digest, NodeId

@@ -22,7 +22,7 @@ from node.coordinator_events import (
 )
 from node.duties import FINISH_SECONDS
 from node.exchange.reports import Applied, Evaluated, Held, Reduced, Trained
-from node.exchange.snapshot import Snapshot, SnapshotFolder
+from node.exchange.state.snapshot import Snapshot, SnapshotFolder
 from node.heavy import in_thread
 from node.outer_state import Vector
 from protocol.errors import SystemRefusedError, UnavailableError

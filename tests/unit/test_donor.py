@@ -6,9 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from node.exchange.donor import KEPT_SECONDS, LATEST_ROUNDS_BEHIND, LONGEST_SECONDS, MOST_COPIES
-from node.exchange.manifest import Manifest
-from node.exchange.snapshot import Snapshot
+from node.exchange.state.donor import (
+    KEPT_SECONDS,
+    LATEST_ROUNDS_BEHIND,
+    LONGEST_SECONDS,
+    MOST_COPIES,
+)
+from node.exchange.state.manifest import Manifest
+from node.exchange.state.snapshot import Snapshot
 from node.exchange.transport.memory import MemoryNetwork
 from node.exchange.transport.transport import WantChunk, WantManifest
 from protocol.payload import CHUNK, MANIFEST, Payload

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from node.exchange import fetching
-from node.exchange.donor import KEPT_SECONDS
-from node.exchange.download import ANSWER_SECONDS, DISTRUST_SECONDS, RECRUIT_SECONDS
 from node.exchange.fetching import OVERDUE_SECONDS, SOON_SECONDS
+from node.exchange.state.donor import KEPT_SECONDS
+from node.exchange.state.download import ANSWER_SECONDS, DISTRUST_SECONDS, RECRUIT_SECONDS
 from node.exchange.transport.transport import (
     TransferRefusedError,
     Want,

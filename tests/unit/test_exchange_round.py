@@ -10,9 +10,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from node.exchange.held_results import KEPT_ROUNDS, HeldResults
-from node.exchange.manifest import Manifest
 from node.exchange.reports import Held, Reduced
-from node.exchange.snapshot import SnapshotFolder
+from node.exchange.state.manifest import Manifest
+from node.exchange.state.snapshot import SnapshotFolder
 from node.exchange.transport.transport import (
     Admission,
     TransferRefusedError,

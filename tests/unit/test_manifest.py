@@ -6,8 +6,8 @@ import blake3
 import pytest
 from golden.golden_file import matches_golden
 
-from node.exchange import manifest as manifest_file
-from node.exchange.manifest import CHUNK_BYTES, HEADER, Manifest, ManifestError
+from node.exchange.state import manifest as manifest_file
+from node.exchange.state.manifest import CHUNK_BYTES, HEADER, Manifest, ManifestError
 from tests.unit.download_scene import (
     NUM_ELEMENTS,
     manifest_of,

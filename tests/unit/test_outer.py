@@ -8,7 +8,7 @@ from node.exchange.outer import Outer, UnequalBaseError
 from node.exchange.owing import Pending
 from node.exchange.rate_scaling import RateScale
 from node.exchange.reduction import Reduction
-from node.exchange.snapshot import Owed
+from node.exchange.state.snapshot import Owed
 from node.outer_state import Vector
 from protocol.payload import Payload
 from protocol.rounds import BLOCK, Commit, Contributor, SliceOutcome

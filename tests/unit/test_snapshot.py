@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from node.exchange import snapshot as snapshot_module
-from node.exchange.snapshot import OpenSnapshot, Owed, Snapshot, SnapshotError, SnapshotFolder
+from node.exchange.state import snapshot as snapshot_module
+from node.exchange.state.snapshot import OpenSnapshot, Owed, Snapshot, SnapshotError, SnapshotFolder
 from protocol import files as files_module
 from protocol.errors import BadDataError, CannotCreateError, ConfigError, SystemRefusedError
 from protocol.rounds import Digest

@@ -21,7 +21,7 @@ import numpy as np
 import structlog
 from safetensors import SafetensorError, safe_open
 
-from node.exchange.spare_files import kept_for_reading, set_aside
+from node.exchange.state.spare_files import kept_for_reading, set_aside
 from node.outer_state import Vector, outer_digest
 from protocol.errors import BadDataError, ConfigError, SystemRefusedError
 from protocol.files import make_folder, remove_durably, write_atomically

@@ -16,12 +16,12 @@ from pathlib import Path
 import structlog
 
 from node.exchange.codecs.codec import CodecError
-from node.exchange.download import Download
 from node.exchange.fetching import Outcome, Schedule, fetch_pieces, fetch_seconds
 from node.exchange.fitting import check_fits
 from node.exchange.held_results import HeldResults
 from node.exchange.outer import Outer, UnequalBaseError
-from node.exchange.snapshot import Snapshot, SnapshotFolder
+from node.exchange.state.download import Download
+from node.exchange.state.snapshot import Snapshot, SnapshotFolder
 from node.exchange.transport.transport import (
     FalseAnswerError,
     NotHeldError,

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import structlog
 
-from node.exchange.arriving import Arrivals, Arriving
 from node.exchange.fetching import Outcome, Schedule, fetch_pieces, fetch_seconds
-from node.exchange.manifest import Manifest, ManifestError
-from node.exchange.snapshot import Snapshot
+from node.exchange.state.arriving import Arrivals, Arriving
+from node.exchange.state.manifest import Manifest, ManifestError
+from node.exchange.state.snapshot import Snapshot
 from node.exchange.transport.transport import (
     FalseAnswerError,
     NotHeldError,

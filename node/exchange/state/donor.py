@@ -15,7 +15,7 @@ from typing import Protocol
 import structlog
 
 from node.exchange.held_results import KEPT_ROUNDS
-from node.exchange.manifest import ELEMENT_BYTES, Manifest
+from node.exchange.state.manifest import ELEMENT_BYTES, Manifest
 from node.exchange.transport.transport import WantChunk, WantManifest
 from node.heavy import Heavy
 from protocol.payload import CHUNK, MANIFEST, Payload
@@ -38,7 +38,7 @@ LATEST_ROUNDS_BEHIND = KEPT_ROUNDS // 2
 
 
 class State(Protocol):
-    """The outer state of one round, which does not change: node.exchange.snapshot has two."""
+    """The outer state of one round, which does not change: node.exchange.state.snapshot has two."""
 
     @property
     def round(self) -> int:
