@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from node.coordinator_events import Event, Members, event_from_wire
 from node.exchange.reports import Applied, Evaluated, Held, Leaving, Reduced, Report, Trained
-from node.exchange.transport.link_rates import UNMEASURED, LinkRates
+from node.exchange.transport.rates.link_rates import UNMEASURED, LinkRates
 from node.round_times import Utilisation
 from protocol import convert
 from protocol.errors import ProtocolMismatchError

@@ -11,12 +11,12 @@ from transport_peers import Desk
 from node.exchange.transport.conveyor import Conveyor
 from node.exchange.transport.frames import BROKEN, FrameError, Limits, TransferStream
 from node.exchange.transport.inbound import Inbounds
-from node.exchange.transport.pacing import Pacer
 from node.exchange.transport.parts import LEAST_PART_BYTES, part_bytes_for
+from node.exchange.transport.rates.pacing import Pacer
+from node.exchange.transport.rates.uplink import Uplink
 from node.exchange.transport.serving import serve, verify_inline
 from node.exchange.transport.tally import Tally
 from node.exchange.transport.transport import TransferRefusedError
-from node.exchange.transport.uplink import Uplink
 from protocol.payload import Payload
 from protocol.rounds import NodeId
 from protocol.v1 import transfer_pb2 as wire

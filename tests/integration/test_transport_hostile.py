@@ -13,7 +13,7 @@ from node.exchange.transport.doorkeeper import Doorkeeper
 from node.exchange.transport.frames import Limits, TransferStream
 from node.exchange.transport.libp2p import PROTOCOL, Libp2pTransport
 from node.exchange.transport.p2pd import DaemonError, P2pd
-from node.exchange.transport.pacing import Pacer
+from node.exchange.transport.rates.pacing import Pacer
 from node.exchange.transport.tally import Tally
 from node.exchange.transport.transport import (
     FalseAnswerError,

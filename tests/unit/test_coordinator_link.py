@@ -14,7 +14,7 @@ from coordinator.swarm import actions
 from node import coordinator_events as events
 from node.coordinator_link import Announcement, CoordinatorLink, Vitals
 from node.exchange.reports import Applied, Evaluated, Held, Reduced, Report, Trained
-from node.exchange.transport.link_rates import LinkRates
+from node.exchange.transport.rates.link_rates import LinkRates
 from node.round_times import Utilisation
 from protocol import convert
 from protocol.errors import ConfigError, ProtocolMismatchError

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from node.exchange.transport.link_rates import LEAST_BYTES, LEAST_MEASUREMENTS, LinkMeter
+from node.exchange.transport.rates.link_rates import LEAST_BYTES, LEAST_MEASUREMENTS, LinkMeter
 from node.exchange.transport.tally import Tally
 from protocol.wire_count import WireCounts
 

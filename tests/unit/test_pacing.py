@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.virtual_time import run_in_virtual_time
-from node.exchange.transport.link_rates import LEAST_BYTES, LEAST_MEASUREMENTS, LinkMeter
-from node.exchange.transport.pacing import (
+from node.exchange.transport.rates.link_rates import LEAST_BYTES, LEAST_MEASUREMENTS, LinkMeter
+from node.exchange.transport.rates.pacing import (
     BURST_SECONDS,
     CHUNK_BYTES,
     HEADROOM,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from node.exchange.transport.tcp_shares import (
+from node.exchange.transport.rates.tcp_shares import (
     LEAST_GAIN,
     MANY,
     MANY_LOST,

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from benchmarks.virtual_time import run_in_virtual_time
-from node.exchange.transport.pacing import Pacer
-from node.exchange.transport.uplink import (
+from node.exchange.transport.rates.pacing import Pacer
+from node.exchange.transport.rates.uplink import (
     EPOCH_SECONDS,
     LASTING_SECONDS,
     LEAST_ANSWERS,

@@ -31,9 +31,9 @@ from node.exchange.transport.parts import (
     Widening,
     part_bytes_for,
 )
+from node.exchange.transport.rates.uplink import UnderWay, Uplink
 from node.exchange.transport.stripe import Sent, Stripe, send_part
 from node.exchange.transport.transport import TransferRefusedError
-from node.exchange.transport.uplink import UnderWay, Uplink
 from protocol.payload import Payload
 from protocol.v1 import transfer_pb2 as wire
 

@@ -14,8 +14,8 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from node.exchange.transport.pacing import CHUNK_BYTES, Pacer
 from node.exchange.transport.parts import MOST_STREAMS
+from node.exchange.transport.rates.pacing import CHUNK_BYTES, Pacer
 from node.exchange.transport.tally import Tally
 from protocol.payload import CHUNK, CONTRIBUTION, MANIFEST, RESULT
 from protocol.wire_count import WireKind

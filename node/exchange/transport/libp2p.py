@@ -14,11 +14,12 @@ from node.exchange.transport.conveyor import Conveyor
 from node.exchange.transport.doorkeeper import Doorkeeper
 from node.exchange.transport.frames import BROKEN, FrameError, Limits, TransferStream, drop
 from node.exchange.transport.inbound import Inbounds
-from node.exchange.transport.link_rates import LinkRates
 from node.exchange.transport.neighbours import Neighbours
 from node.exchange.transport.p2pd import DaemonError, P2pd
-from node.exchange.transport.pacing import Pacer
 from node.exchange.transport.parts import FIRST_ROUND_TRIP_SECONDS, first_streams
+from node.exchange.transport.rates.link_rates import LinkRates
+from node.exchange.transport.rates.pacing import Pacer
+from node.exchange.transport.rates.uplink import Uplink
 from node.exchange.transport.serving import (
     fetch_over,
     serve,
@@ -31,7 +32,6 @@ from node.exchange.transport.transport import (
     TransferRefusedError,
     Want,
 )
-from node.exchange.transport.uplink import Uplink
 from protocol.identity import Identity, peer_id_of
 from protocol.payload import Payload, PayloadHeader
 from protocol.rounds import NodeId, RosterEntry

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from node.exchange.transport.frames import WIRE_KINDS_BY_PAYLOAD
-from node.exchange.transport.link_rates import LinkMeter, LinkRates
+from node.exchange.transport.rates.link_rates import LinkMeter, LinkRates
 from node.exchange.transport.serving import check_answer, refusing_on_fault
 from node.exchange.transport.transport import (
     FalseAnswerError,

@@ -25,7 +25,7 @@ from typing import Any
 import structlog
 
 from node.exchange.transport.frames import drop
-from node.exchange.transport.tcp_pacing import TcpPacing
+from node.exchange.transport.rates.tcp_pacing import TcpPacing
 from protocol.errors import SystemRefusedError
 from protocol.files import temporary_folder
 from protocol.identity import Identity

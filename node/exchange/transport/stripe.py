@@ -8,7 +8,7 @@ from typing import NamedTuple
 from node.exchange.transport.frames import TransferStream
 from node.exchange.transport.load import Load
 from node.exchange.transport.parts import PARTS_IN_WINDOW
-from node.exchange.transport.uplink import UnderWay
+from node.exchange.transport.rates.uplink import UnderWay
 from protocol.v1 import transfer_pb2 as wire
 
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from node.exchange.transport.link_rates import LinkMeter, LinkRates
+from node.exchange.transport.rates.link_rates import LinkMeter, LinkRates
 from node.exchange.transport.wire_cost import CONNECTION_BYTES, wire_bytes
 from protocol.wire_count import WireCounts, WireKind
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from node.exchange.transport.link_rates import LinkRates
+from node.exchange.transport.rates.link_rates import LinkRates
 from protocol.payload import Payload, PayloadHeader
 from protocol.rounds import Digest, NodeId, RosterEntry
 

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import structlog
 
-from node.exchange.transport.tcp_shares import TcpCount, TcpShares
+from node.exchange.transport.rates.tcp_shares import TcpCount, TcpShares
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _SYS_PIDFD_GETFD = 438

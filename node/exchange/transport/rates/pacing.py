@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from node.exchange.transport.uplink import BURST_SECONDS, Uplink
+from node.exchange.transport.rates.uplink import BURST_SECONDS, Uplink
 from node.exchange.transport.wire_cost import (
     ACKNOWLEDGEMENT_SHARE,
     CONNECTION_BYTES,
