@@ -92,6 +92,7 @@ def long_part() -> list[Setting]:
     momentum = outer(momentum=0.8)
     few_bytes = [
         _exchanged(40, "ec2", of=LONG_STEPS, **momentum),
+        _exchanged(65, "int4", of=LONG_STEPS, **momentum),
         _exchanged(160, "ec2", of=LONG_STEPS, **momentum),
         _all_that_arrived(25, of=LONG_STEPS),
     ]
@@ -104,7 +105,7 @@ def long_part() -> list[Setting]:
         ),
         _all_that_arrived(21, of=LONG_STEPS, momentum=0.5),
         _exchanged(32, "topk256", of=LONG_STEPS, **SPARSE),
-        *(_exchanged(steps, "int4", of=LONG_STEPS, **momentum) for steps in (32, 65, 80)),
+        *(_exchanged(steps, "int4", of=LONG_STEPS, **momentum) for steps in (32, 80)),
         _exchanged(80, "ec1", of=LONG_STEPS, **momentum),
     ]
 

@@ -135,7 +135,7 @@ def show(line: str) -> None:
         print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
 
 
-def print_table(case: Case, rows: list[Measured], target: float | None) -> None:
+def print_table(case: Case, rows: list[Measured], target: float | None, *, of: str) -> None:
     """One case, for people and for docs."""
     up = "" if case.up_share == 1 else f", uplinks {case.mbit * case.up_share:g} Mbit/s"
     print(
@@ -149,7 +149,7 @@ def print_table(case: Case, rows: list[Measured], target: float | None) -> None:
     for row in rows:
         if row.trouble:
             print(f"{row.name}: {row.trouble}")
-    print(as_markdown(rows, target))
+    print(as_markdown(rows, target, of=of))
     print(verdict(rows, target))
 
 
@@ -187,7 +187,7 @@ def report(chosen: argparse.Namespace) -> None:
                 f"{chosen.output} has no line of this case: {meant.words()}",
                 next_step="measure it first: the same command without --report",
             )
-        print_table(case, rows, chosen.target or target_of(rows))
+        print_table(case, rows, chosen.target or target_of(rows), of=meant.title())
         if chosen.figure is not None:
             chosen.figure.write_text(drawn(rows, meant, chosen.target))
 
@@ -269,7 +269,8 @@ def main() -> None:
                 }
                 with chosen.output.open("a") as file:
                     file.write(json.dumps(line) + "\n")
-            print_table(case, rows, chosen.target or target_of(rows))
+            target = chosen.target or target_of(rows)
+            print_table(case, rows, target, of=chosen_case(chosen, case).title())
     except LabUnavailableError as error:
         sys.exit(str(error))
     except AtollError as error:

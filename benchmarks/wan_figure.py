@@ -45,6 +45,12 @@ class Chosen:
             **known,
         )
 
+    def title(self) -> str:
+        """For a table: what tells the links of docs apart."""
+        up = "" if self.up_share == 1 else f", uplinks {self.mbit * self.up_share:g}"
+        seed = f", seed {self.seed}" if self.seed else ""
+        return f"{self.mbit:g} Mbit/s{up}, {self.round_trip_ms:g} ms{seed}"
+
     def words(self, or_variants: str = "") -> str:
         """For a title."""
         rate = f"{self.mbit:g} Mbit/s" if self.mbit else "links without a limit"

@@ -124,16 +124,11 @@ def verdict(rows: Sequence[Measured], target: float | None) -> str:
 
 def best_variants(rows: Sequence[Measured], target: float) -> list[Measured]:
     """One row of each contender that has trained: first to the target, or the lowest at its end."""
-
-    def standing(row: Measured) -> tuple[float, float]:
-        at = reached(row.points, target)
-        return (math.inf if at is None else at.seconds, row.last.loss)
-
     best: dict[str, Measured] = {}
     for row in rows:
         if row.has_trained:
             known = best.setdefault(row.contender, row)
-            best[row.contender] = min(known, row, key=standing)
+            best[row.contender] = min(known, row, key=lambda each: _standing(each, target))
     return list(best.values())
 
 
@@ -149,6 +144,9 @@ COLUMNS = (
     "late steps",
     "replicas apart",
 )
+
+
+DOCS_COLUMNS = tuple(column for column in COLUMNS if column != "tokens/s")
 
 
 def cells_of(rows: Sequence[Measured], target: float | None) -> list[tuple[str, ...]]:
@@ -168,7 +166,7 @@ def _cells(row: Measured, target: float | None, peer_seconds: float | None) -> t
     else:
         to_loss, sent = f"{found.seconds:.1f} s", console.bytes_in_words(round(found.sent_bytes))
         ratio = "" if peer_seconds is None else f"× {peer_seconds / found.seconds:.2f}"
-    apart = "not compared" if row.replicas_apart is None else f"{row.replicas_apart:.1e}"
+    apart = "not compared" if row.replicas_apart is None else f"{row.replicas_apart:.1g}"
     return (
         name,
         to_loss,
@@ -177,14 +175,38 @@ def _cells(row: Measured, target: float | None, peer_seconds: float | None) -> t
         f"{row.last.loss:.3f}",
         f"{row.last.inner_steps}",
         f"{row.tokens_per_second:,.0f}",
-        "" if row.utilisation is None else f"{row.utilisation:.0%}",
-        f"{row.late_share:.0%}",
+        "" if row.utilisation is None else _percent(row.utilisation),
+        _percent(row.late_share),
         apart,
     )
 
 
-def as_markdown(rows: Sequence[Measured], target: float | None) -> str:
-    """The same table for docs."""
-    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
-    lines += [f"| {' | '.join(cells)} |" for cells in cells_of(rows, target)]
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def as_markdown(rows: Sequence[Measured], target: float | None, *, of: str) -> str:
+    """The table of docs/performance.md: who is there first comes first. `of` names the case."""
+    to_loss = "to the loss" if target is None else f"to the loss, {target:.3f}"
+    ours = None if target is None else quickest(rows, target, is_atoll=True)
+    lines = [
+        f"| {' | '.join((of, to_loss, *DOCS_COLUMNS[2:]))} |",
+        "|---" * len(DOCS_COLUMNS) + "|",
+    ]
+    by_column = [dict(zip(COLUMNS, cells, strict=True)) for cells in cells_of(rows, target)]
+    for row, cells in sorted(
+        zip(rows, by_column, strict=True), key=lambda each: _standing(each[0], target)
+    ):
+        if ours is not None and row is ours[0] and cells["of the best peer"]:
+            cells["of the best peer"] = f"**{cells['of the best peer']}**"
+        cells["contender"] = f"`{row.name}`"
+        lines.append(f"| {' | '.join(cells[column] for column in DOCS_COLUMNS)} |")
     return "\n".join(lines)
+
+
+def _standing(row: Measured, target: float | None) -> tuple[float, float]:
+    """Smaller for who is first to the target, or lower at the end."""
+    if not row.has_trained:
+        return (math.inf, math.inf)
+    at = None if target is None else reached(row.points, target)
+    return (math.inf if at is None else at.seconds, row.last.loss)

@@ -125,8 +125,30 @@ def test_a_contender_without_figures_has_a_row_that_says_so() -> None:
     assert target_of([missing]) is None
 
 
-def test_the_table_for_docs_has_as_many_cells_in_each_row() -> None:
-    lines = as_markdown([row("one", (0, 5.0), (10, 3.0))], 2.0).splitlines()
-    assert len(lines) == 3
-    assert {line.count("|") for line in lines} == {len(COLUMNS) + 1}
-    assert "not reached" in lines[2]
+def test_in_the_table_for_docs_who_is_first_to_the_loss_comes_first() -> None:
+    missing = Measured(name="gone", words="a peer", is_atoll=False, trouble="not installed: …")
+    rows = [
+        missing,
+        row("high", (0, 5.0), (10, 3.0)),
+        row("peer", (0, 5.0), (10, 2.0)),
+        row("low", (0, 5.0), (10, 2.5)),
+        row("ours@3", (0, 5.0), (5, 2.0), is_atoll=True),
+        row("ours@2", (0, 5.0), (4, 2.0), is_atoll=True),
+    ]
+    head, line, *body = as_markdown(rows, 2.0, of="10 Mbit/s").splitlines()
+    assert head.startswith("| 10 Mbit/s | to the loss, 2.000 | of the best peer |")
+    assert {text.count("|") for text in (head, line, *body)} == {
+        len(COLUMNS)
+    }  # tokens/s is left out
+    assert [text.split("`")[1] for text in body] == [
+        "ours@2",
+        "ours@3",
+        "peer",
+        "low",
+        "high",
+        "gone",
+    ]
+    assert "| **× 2.50** |" in body[0]
+    assert "| × 2.00 |" in body[1]
+    assert "not reached" in body[3]
+    assert "no figures" in body[5]
