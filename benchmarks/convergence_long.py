@@ -30,6 +30,10 @@ SPARSE: dict[str, dict[str, Any]] = {
 """What top-k wants: a value comes late and all at once, which momentum would carry too far."""
 
 
+LITTLE_MOMENTUM = 0.3
+"""Of top-k whose results hold all that nodes send, unless a setting's name says more."""
+
+
 def tuning_part() -> list[Setting]:
     """What the frontier's rates rest on: ec2 every 32 steps, and top-k, with other rates."""
     base = FRONTIER.changed(
@@ -103,6 +107,7 @@ def long_part() -> list[Setting]:
             each.changed(f"{each.name}, at 0.006", inner={"learning_rate": 6e-3})
             for each in few_bytes
         ),
+        _all_that_arrived(21, of=LONG_STEPS),
         _all_that_arrived(21, of=LONG_STEPS, momentum=0.5),
         _exchanged(32, "topk256", of=LONG_STEPS, **SPARSE),
         *(_exchanged(steps, "int4", of=LONG_STEPS, **momentum) for steps in (32, 80)),
@@ -117,13 +122,14 @@ def _exchanged(steps: int, codec: str, *, of: int, **tables: dict[str, Any]) -> 
     return FRONTIER.changed(name, **every, **codecs(codec, codec)).changed(name, **tables)
 
 
-def _all_that_arrived(steps: int, *, of: int, momentum: float = 0.3) -> Setting:
+def _all_that_arrived(steps: int, *, of: int, momentum: float = LITTLE_MOMENTUM) -> Setting:
     """Top-k whose results have room for what four nodes sent: reducers owe nearly nothing.
 
     It wants a little momentum, as `tuning_part` shows, and more of it in a longer run.
     """
+    name = f"topk64 up, topk256 down, H = {steps}"
     return _exchanged(steps, "topk64", of=of, **SPARSE).changed(
-        f"topk64 up, topk256 down, H = {steps}",
+        name if momentum == LITTLE_MOMENTUM else f"{name}, momentum {momentum}",
         outer={"optimizer": "nesterov", "momentum": momentum},
         exchange={"downlink": "topk256"},
     )

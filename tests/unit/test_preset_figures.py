@@ -19,6 +19,7 @@ from benchmarks.exchange_shares import (
     slow_start_table,
 )
 from benchmarks.presets import situation_of
+from coordinator.presets.choosing import MANY_SPARSE_EXCHANGES
 from coordinator.presets.cost import (
     CODEC_COSTS,
     MEASURED_HOST,
@@ -37,7 +38,7 @@ from coordinator.presets.link_shares import (
     Link,
     round_trips_lost,
 )
-from coordinator.presets.reasons import of_downlink, of_steps
+from coordinator.presets.reasons import MORE_MOMENTUM_FOR_SPARSE, of_downlink, of_steps
 from protocol.run_spec import CodecName
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -282,14 +283,22 @@ def test_what_reasons_say_of_sparse_codecs_was_measured() -> None:
     situation = situation_of("7b", 10)
     setting = Setting(uplink="topk64", downlink="topk256", fragments=1, has_overlap=True, steps=120)
     of_both = [above("frontier", both), above("long", both)]
+    more_momentum = above("long", f"{pair.format(21)}, momentum 0.5")
     assert (
         f"{above('frontier', pair.format(20)):.1f} % in {1600 // 20} exchanges, "
-        f"{above('long', pair.format(25)):.1f} % in {6400 // 25}, and topk256 both ways "
+        f"{more_momentum:.1f} % in {6400 // 21}, and topk256 both ways "
         f"{of_both[0]:.1f} % and {of_both[1]:.1f} %"
     ) in of_downlink(setting, situation)
     assert (
         f"cost {of_both[0]:.1f} % in {1600 // 32} exchanges, {of_both[1]:.1f} % in {6400 // 32}"
     ) in of_downlink(setting, replace(situation, num_nodes=5))
+
+
+def test_what_reasons_say_of_momentum_for_sparse_codecs_was_measured() -> None:
+    little = "topk64 up, topk256 down, H = 21"
+    lower = -above("long", f"{little}, momentum 0.5", little)
+    assert f"in {6400 // 21} exchanges top-k ended {lower:.1f} %" in MORE_MOMENTUM_FOR_SPARSE
+    assert MANY_SPARSE_EXCHANGES <= 6400 // 21
 
 
 def test_what_reasons_say_of_long_intervals_was_measured() -> None:

@@ -75,6 +75,9 @@ def test_sparse_codecs_whose_results_hold_all_bring_what_was_measured_best_with_
     assert value(plan, "outer.optimizer") == "nesterov"
     assert value(plan, "outer.learning_rate") == 1.0
     assert value(plan, "outer.momentum") == 0.3
+    longer = chosen(replace(plan.situation, total_steps=4 * plan.situation.total_steps))
+    assert codecs_and_interval(longer) == codecs_and_interval(plan)
+    assert value(longer, "outer.momentum") == 0.5
     assert value(plan, "exchange.residual_decay") == 0.95
     assert value(plan, "exchange.reducer_error") == "keep"
     assert "256 of 4096 values have room for 64 of each of 4 nodes" in why(plan, "downlink")
