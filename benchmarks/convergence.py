@@ -5,9 +5,9 @@
         [--bits-figure docs/figures/codec-bits.svg] [--quick]
 
 Every setting trains a byte language model of 0.1 million parameters with the same initial weights,
-samples and number of inner steps for each seed, through the real trainer, codecs, means and outer
-optimizer (benchmarks.local_swarm). So settings are compared seed by seed. What is in the file of
-results already is not run again; --report only prints its tables.
+samples and number of inner steps (in whole rounds: never more) for each seed, through the real trainer,
+codecs, means and outer optimizer (benchmarks.local_swarm). So settings are compared seed by seed. What is
+in the file of results already is not run again; --report only prints its tables.
 """
 
 import argparse
