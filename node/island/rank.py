@@ -5,6 +5,7 @@ touch a GPU or start a thread at import: ranks are forked from that process.
 """
 
 import contextlib
+import faulthandler
 import os
 import signal
 import sys
@@ -56,6 +57,7 @@ _PEER_DEATH_SECONDS = 2.0
 
 def run_rank(connection: "Connection[Reply, Order | Halt]", setup: RankSetup) -> None:
     """The whole life of a rank."""
+    faulthandler.enable(file=2)  # a fault of native code then says where it was
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the daemon's, which then stops us
     threading.Thread(target=_end_with_daemon, name="end-with-daemon", daemon=True).start()
     try:

@@ -1,5 +1,6 @@
 """A small model trained on any mesh, in real processes, with what its ranks saw on the way."""
 
+import faulthandler
 import multiprocessing
 import tempfile
 from functools import partial
@@ -7,6 +8,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from rank_scene import with_texts
 
@@ -76,6 +78,7 @@ def run_rank(
     backend: str,
 ) -> None:
     """Trains as a rank of the mesh; `published` then has the first weights, `parameters` the last."""
+    faulthandler.enable(file=2)
     torch.set_num_threads(1)
     engine.compile_layers = partial(compile_layers, backend=backend)  # in this process only
     if local.deterministic:
@@ -165,9 +168,13 @@ def trained(
                 pipes.append(ours)
                 processes.append(process)
             figures = []
-            for pipe in pipes:
+            for pipe, process in zip(pipes, processes, strict=True):
                 assert wait([pipe], timeout=PATIENCE_SECONDS), f"{shape} hangs"
-                figures.append(pipe.recv())
+                try:
+                    figures.append(pipe.recv())
+                except EOFError:
+                    process.join(PATIENCE_SECONDS)
+                    pytest.fail(f"{process.name} of {shape} ended with {process.exitcode}")
             for process in processes:
                 process.join(PATIENCE_SECONDS)
             # Reports are of the island, so all ranks say the same; and every rank clips alike.

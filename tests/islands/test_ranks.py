@@ -237,6 +237,24 @@ async def test_a_killed_rank_fails_the_call_and_the_island_starts_again(
         assert (await island.train(work_of(2), ignore)).inner_steps == 2
 
 
+NATIVE_FAULT = """
+import os
+from node.island import rank
+rank._end_with_daemon = lambda: None
+rank._Rank = lambda connection, setup: os.abort()
+rank.run_rank(None, None)
+"""
+
+
+def test_a_rank_that_native_code_ends_says_where_it_was() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", NATIVE_FAULT], capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == -signal.SIGABRT
+    assert "Fatal Python error: Aborted" in ended.stderr
+    assert "in run_rank" in ended.stderr
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 async def test_halted_training_returns_what_was_trained_and_the_ranks_go_on(
     ranks: int, vectors: SharedVectors, folder: Path
