@@ -129,11 +129,11 @@ class SnapshotFolder:
         # Later rounds are of a history that was left, by a return to an earlier one.
         files = self._files()
         own = files.index(path)
-        oldest = [*files[:own], *files[own + KEPT_FILES :]]
-        for other in oldest[:1]:
-            set_aside(other, other.with_name(f".{other.name}.spare"))
-        for other in oldest[1:]:
-            remove_durably(other)
+        for i, other in enumerate((*files[:own], *files[own + KEPT_FILES :])):
+            if i == 0:
+                set_aside(other, other.with_name(f".{other.name}.spare"))
+            else:
+                remove_durably(other)
         return path
 
     def load_newest(

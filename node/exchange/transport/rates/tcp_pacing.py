@@ -43,11 +43,8 @@ QUIET_SECONDS = 0.5
 NEW_SECONDS = 1.0
 """So often it is looked for new connections meanwhile."""
 
-_PASSING = (
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.ENOMEM,
-)  # a process that is short of something for a while
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""A process is short of something for a while."""
 
 _CLOSE_ENOUGH = 0.02  # of a pacing rate: it is not set anew for less
 
