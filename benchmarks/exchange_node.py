@@ -80,7 +80,7 @@ class BenchmarkNode:
             context=self._tokens,  # one sample is assigned
             outer=self.outer,
             transport=self.transport,
-            snapshots=None,
+            disk=None,
             history=History(None),
             heavy=in_thread,
             report=self._report,

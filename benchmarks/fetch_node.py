@@ -67,7 +67,7 @@ class Giving:
             run_digest=RUN,
             layout_digest=LAYOUT,
             num_elements=len(state.parameters),
-            newest_round=lambda: ROUND,
+            oldest_round=lambda: ROUND,
             open_state=self._open,
             heavy=in_thread,
         )

@@ -116,8 +116,8 @@ class RoundsOfOneNode:
         }
         self._fragments = fragments
 
-    def run(self, stages: Stages) -> None:
-        """One round."""
+    def run(self, stages: Stages) -> tuple[Commit, dict[int, Payload]]:
+        """One round; returns its commit, and the results by slice."""
         outer, own = self.outer, self._slices[0]
         plan = self._plan(outer.round + 1)
         with stages.stage("accumulate"):
@@ -151,7 +151,7 @@ class RoundsOfOneNode:
         commit = self._commit(plan, results)
         with stages.stage("apply"):
             outer.apply(commit, results)
-        stages.seconds["apply"] -= stages.seconds["settle"] + stages.seconds["digest"]
+        return commit, results
 
     def _plan(self, round: int) -> Plan:
         return Plan(
@@ -223,6 +223,7 @@ def measured(rounds: RoundsOfOneNode, *, values: int, repeats: int, threads: int
         with stages.stage("memcpy"):
             np.copyto(target, source)
         rounds.run(stages)
+        stages.seconds["apply"] -= stages.seconds["settle"] + stages.seconds["digest"]
         found.append(Stages(clock))
         found[-1].seconds = stages.seconds
     return found[1:]

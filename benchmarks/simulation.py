@@ -23,8 +23,9 @@ from benchmarks.virtual_time import run_in_virtual_time
 from coordinator.swarm.state import HeldOut, SwarmState
 from node.coordinator_link import CoordinatorLink
 from node.daemon import Daemon, NodeFacts
+from node.exchange.held_results import HeldResults
 from node.exchange.outer import Outer
-from node.exchange.state.snapshot import SnapshotFolder
+from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
 from node.heavy import in_place
 from node.history import History
@@ -200,6 +201,20 @@ async def _simulate(
         await coordinator.end()
 
 
+class MortalDisk(StateOnDisk):
+    """One whose process can be killed: from then on it writes nothing more."""
+
+    is_cut = False
+
+    def save(self, outer: Outer, held: HeldResults, *, is_last: bool = False) -> None:
+        if not self.is_cut:
+            super().save(outer, held, is_last=is_last)
+
+    def save_whole(self, outer: Outer) -> None:
+        if not self.is_cut:
+            super().save_whole(outer)
+
+
 class SimulatedNode:
     """One simulated node with its own vectors, and its own disk if there is a folder for it."""
 
@@ -241,11 +256,15 @@ class SimulatedNode:
             published=published,
             node_id=self.node_id,
         )
-        snapshots = None if self._disk is None else SnapshotFolder(self._disk / "snapshots")
-        if snapshots is not None:
-            kept = snapshots.load_newest(spec.digest(), layout.summary().digest)
+        history = History(None if self._disk is None else self._disk / "history")
+        disk: MortalDisk | None = None
+        if self._disk is not None:
+            clock = asyncio.get_running_loop().time
+            disk = MortalDisk(self._disk / "snapshots", history=history, clock=clock)
+            kept = disk.newest(spec.digest(), layout.summary().digest)
             if kept is not None:
-                self.outer.restore(*kept)
+                disk.resume(self.outer, kept)
+        self._state_on_disk = disk
         self._stub = DeskStub(self._coordinator, self.node_id)
         self._transport = MemoryTransport(
             network=self._network, node_id=self.node_id, counts=self.counts
@@ -265,8 +284,8 @@ class SimulatedNode:
             transport=self._transport,
             island=self._island,
             outer=self.outer,
-            snapshots=snapshots,
-            history=History(None if self._disk is None else self._disk / "history"),
+            disk=disk,
+            history=history,
             heavy=in_place,
             counts=self.counts,
             rng=random.Random(f"{self._place}, process {self._num_processes}"),
@@ -328,6 +347,8 @@ class SimulatedNode:
 
     async def _die(self, running: asyncio.Future[str]) -> None:
         self._stub.is_cut = True
+        if self._state_on_disk is not None:
+            self._state_on_disk.is_cut = True
         self._network.detach(self._transport)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)

@@ -6,6 +6,7 @@ before.
 
 import os
 import random
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from node.doctor.kernel import congestion_control
 from node.exchange.codecs.compiled import remove_unused_kernels
 from node.exchange.codecs.tiles import Tiles, threads_beside
 from node.exchange.outer import Outer
-from node.exchange.state.snapshot import SnapshotFolder
+from node.exchange.state.on_disk import StateOnDisk, most_result_bytes
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.exchange_time import ExchangeTime
 from node.hardware import Hardware, likely_devices
@@ -66,12 +67,13 @@ async def run_daemon(
     devices, shape = usable.names, _mesh_of(settings, spec, usable)
     layout = layout_of(spec.model, spec.exchange.fragments)
     desk = await _desk_of(folder, settings, spec, kind_of(devices))
-    snapshots = SnapshotFolder(folder / SNAPSHOTS_FOLDER)
-    snapshot_bytes = snapshots.require_room(layout.num_elements)
+    history = History(folder / HISTORY_FILE)
+    disk = StateOnDisk(folder / SNAPSHOTS_FOLDER, history=history)
+    state_bytes = disk.require_room(layout.num_elements, most_result_bytes(spec, layout))
     checkpoints = _checkpoints_of(
-        folder, settings, spec, layout, num_ranks=len(devices), besides_bytes=snapshot_bytes
+        folder, settings, spec, layout, num_ranks=len(devices), besides_bytes=state_bytes
     )
-    kept = snapshots.load_newest(spec.digest(), layout.summary().digest)
+    kept = disk.newest(spec.digest(), layout.summary().digest)
     keep_run(folder, spec)  # only now: what is there may be snapshots of another run
     tiles = Tiles(
         threads_beside(
@@ -101,8 +103,13 @@ async def run_daemon(
         await in_thread(outer.compile_kernels)
         await in_thread(remove_unused_kernels)
         if kept is not None:
-            outer.restore(*kept)
-            log.info("resuming from disk", round=outer.round, digest=outer.digest.hex()[:12])
+            await in_thread(partial(disk.resume, outer, kept))
+            log.info(
+                "resuming from disk",
+                round=outer.round,
+                digest=outer.digest.hex()[:12],
+                snapshot=kept[0].round,
+            )
         exchange_time = ExchangeTime()
         facts = NodeFacts(
             node_id=identity.node_id,
@@ -128,8 +135,8 @@ async def run_daemon(
             ),
             island=_island_of(settings, spec, devices, shape, shared, desk, checkpoints),
             outer=outer,
-            snapshots=snapshots,
-            history=History(folder / HISTORY_FILE),
+            disk=disk,
+            history=history,
             heavy=in_thread,
             counts=counts,
             rng=random.Random(),

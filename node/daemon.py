@@ -27,7 +27,7 @@ from node.duties import Duties
 from node.exchange.exchange import Exchange
 from node.exchange.outer import Outer
 from node.exchange.reports import Report
-from node.exchange.state.snapshot import SnapshotFolder
+from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.transport.transport import Transport
 from node.exchange_time import ExchangeTime
 from node.heavy import Heavy
@@ -74,7 +74,7 @@ class Daemon:
         transport: Transport,
         island: Island,
         outer: Outer,
-        snapshots: SnapshotFolder | None,
+        disk: StateOnDisk | None,
         history: History,
         heavy: Heavy,
         counts: WireCounts,
@@ -99,7 +99,7 @@ class Daemon:
             context=spec.model.context,
             outer=outer,
             transport=transport,
-            snapshots=snapshots,
+            disk=disk,
             history=history,
             heavy=exchange_time.over(heavy),
             report=self._report,
@@ -173,7 +173,7 @@ class Daemon:
             for fault in await asyncio.gather(
                 self._transport.stop(),
                 self._island.stop(),
-                self._duties.saved(),
+                self._duties.save_at_end(),
                 return_exceptions=True,
             ):
                 if isinstance(fault, AtollError):

@@ -375,6 +375,11 @@ class Duties:
         if saving is not None:
             await saving
 
+    async def save_at_end(self) -> None:
+        """Makes durable all that is owed, once nothing moves the state any more."""
+        await self.saved()
+        await self._exchange.save(is_last=True)
+
     async def _evaluate(self, round: int) -> None:
         if round != self._outer.round:
             return  # the coordinator asks another node when its time limit passes

@@ -10,13 +10,14 @@ from functools import partial
 
 import structlog
 
-from node.exchange.held_results import HeldResults
+from node.exchange.held_results import KEPT_ROUNDS, HeldResults
 from node.exchange.outer import Outer
 from node.exchange.pushes import Pushes
 from node.exchange.reports import Report
 from node.exchange.round import ExchangeRound
 from node.exchange.state.catch_up import CatchUp
 from node.exchange.state.donor import Donor, State
+from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.state.snapshot import SnapshotError, SnapshotFolder
 from node.exchange.transport.transport import (
     Admission,
@@ -29,6 +30,7 @@ from node.exchange.transport.transport import (
 )
 from node.heavy import Heavy
 from node.history import History
+from protocol.errors import AtollError
 from protocol.payload import Payload, PayloadHeader
 from protocol.rounds import Commit, Digest, NodeId, Plan, RosterEntry
 
@@ -49,7 +51,7 @@ class Exchange:
         context: int,
         outer: Outer,
         transport: Transport,
-        snapshots: SnapshotFolder | None,
+        disk: StateOnDisk | None,
         history: History,
         heavy: Heavy,
         report: Callable[[int, Report], None],
@@ -60,7 +62,7 @@ class Exchange:
         self._run_digest = run_digest
         self._context = context
         self._transport = transport
-        self._snapshots = snapshots
+        self._disk = disk
         self._history = history
         self._heavy = heavy
         self._report = report
@@ -76,7 +78,7 @@ class Exchange:
             run_digest=run_digest,
             layout_digest=outer.layout_digest,
             num_elements=outer.layout.num_elements,
-            newest_round=lambda: outer.round,
+            oldest_round=self._oldest_useful_round,
             open_state=self._opened_state,
             heavy=heavy,
         )
@@ -85,12 +87,11 @@ class Exchange:
             held=self._held,
             transport=transport,
             heavy=heavy,
-            snapshots=snapshots,
+            disk=disk,
             history=history,
             list_commits=list_commits,
             peers=self._peers,
             run_digest=run_digest,
-            folder=None if snapshots is None else snapshots.path,
         )
 
     # What the daemon asks for
@@ -200,14 +201,14 @@ class Exchange:
             self._donor.drop()  # what was ours may have been wrong for some rounds
             return await self._catch_up.replace(round, digest)
 
-    async def save(self) -> None:
-        """Writes outer state, what is owed and history to disk, if the node has a folder for it."""
-        await self._heavy(self._history.save)
-        if self._snapshots is None:
+    async def save(self, *, is_last: bool = False) -> None:
+        """Makes the outer state durable, if the node has a folder: see StateOnDisk.save."""
+        if self._disk is None:
             return
-        folder = self._snapshots
         async with self._lock:  # and no copy is made: the next commit waits for the disk anyway
-            await self._heavy(lambda: folder.save(*self.outer.held()))
+            await self._heavy(partial(self._disk.save, self.outer, self._held, is_last=is_last))
+        # Who asks for earlier ones gets them from the disk.
+        self._held.forget_before(self.outer.round - 1)
 
     def waiting_for(self) -> str:
         """What the exchange waits for, in words; empty when for nothing."""
@@ -231,22 +232,44 @@ class Exchange:
         """A held result, or a part of an outer state."""
         match want:
             case WantResult():
-                return self._held.find(want.round, want.slice_index, want.digest)
+                return await self._result(want)
             case WantManifest():
                 return await self._donor.manifest(want)
             case WantChunk():
                 return await self._donor.chunk(want)
 
+    async def _result(self, want: WantResult) -> Payload | None:
+        held = self._held.find(want.round, want.slice_index, want.digest)
+        if held is not None or self._disk is None:
+            return held
+        find = self._disk.results.find
+        return await self._heavy(partial(find, want.round, want.slice_index, want.digest))
+
     async def _opened_state(self, want: WantManifest) -> State | None:
         """The newest state that is asked for: from disk, or copied where there is no folder."""
-        if self._snapshots is not None:
-            return await self._heavy(partial(_newest_of, self._snapshots, want))
+        if self._disk is not None:
+            snapshots = self._disk.snapshots
+            opened = await self._heavy(partial(_newest_of, snapshots, want))
+            if opened is not None:
+                return opened
         if self._lock.locked():
             return None  # it is changing; two nodes that catch up must not wait for each other
         async with self._lock:
             if not want.includes(self.outer.round):
                 return None
-            return await self._heavy(self.outer.snapshot)
+            if self._disk is None:
+                return await self._heavy(self.outer.snapshot)
+            try:
+                await self._heavy(partial(self._disk.save_whole, self.outer))
+            except AtollError as error:
+                log.warning("no snapshot for a joiner", round=self.outer.round, why=str(error))
+                return None
+            return await self._heavy(partial(_newest_of, snapshots, want))
+
+    def _oldest_useful_round(self) -> int:
+        """After earlier states there may soon be no results to replay."""
+        newest_files = [] if self._disk is None else self._disk.snapshots.rounds()[:1]
+        return min([self.outer.round - KEPT_ROUNDS // 2, *newest_files])
 
 
 def _newest_of(folder: SnapshotFolder, want: WantManifest) -> State | None:

@@ -31,6 +31,10 @@ class HeldResults:
         return payload if payload is not None and payload.digest == digest else None
 
     def forget_before(self, round: int) -> None:
-        """Drops rounds that are too old to be asked for."""
-        for key in [key for key in self._payloads if key[0] <= round - KEPT_ROUNDS]:
+        """Drops earlier rounds."""
+        for key in [key for key in self._payloads if key[0] < round]:
             del self._payloads[key]
+
+    def forget_old(self, newest_round: int) -> None:
+        """Drops rounds that are too old to be asked for."""
+        self.forget_before(newest_round - KEPT_ROUNDS + 1)

@@ -9,6 +9,7 @@ import pytest
 from benchmarks.simulated_coordinator import Outage
 from benchmarks.simulation import Life, SimulatedNode, SimulatedRun, simulate
 from coordinator.swarm.ledger import num_samples_of
+from node.exchange.state import on_disk
 from node.exchange.transport.memory import MemoryNetwork
 from node.island.corpus import Corpus, read_corpus
 from tests.tiny_runs import tiny
@@ -24,6 +25,13 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     spec = tiny()
     folder = tmp_path_factory.mktemp("text")
     return read_corpus(spec.data, context=spec.model.context, batch=spec.inner.batch, folder=folder)
+
+
+@pytest.fixture(params=["a snapshot a round", "results between snapshots"], autouse=True)
+def disk_pace(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disks are fast enough for everything, or nothing is written that need not be."""
+    if request.param == "results between snapshots":
+        monkeypatch.setattr(on_disk, "BYTES_PER_SECOND", 1.0)
 
 
 def assert_sound(run: SimulatedRun, *, rounds: int) -> None:

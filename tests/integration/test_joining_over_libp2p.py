@@ -42,7 +42,7 @@ class DonorDesk(Desk):
             run_digest=RUN,
             layout_digest=LAYOUT,
             num_elements=NUM_ELEMENTS,
-            newest_round=lambda: ROUND,
+            oldest_round=lambda: ROUND,
             open_state=open_state,
             heavy=in_thread,
         )

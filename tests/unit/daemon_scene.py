@@ -10,7 +10,7 @@ from node.coordinator_link import Attachment, Vitals
 from node.daemon import Daemon, NodeFacts
 from node.exchange.outer import Outer
 from node.exchange.reports import Reduced, Report
-from node.exchange.state.snapshot import SnapshotFolder
+from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
 from node.heavy import Heavy, in_place
 from node.history import History
@@ -164,7 +164,7 @@ class Life:
     def __init__(
         self,
         *,
-        snapshots: SnapshotFolder | None = None,
+        disk: StateOnDisk | None = None,
         spec: RunSpec | None = None,
         layout: Layout = LAYOUT,
         make_island: Callable[[Outer], Any] = FakeIsland,
@@ -191,7 +191,7 @@ class Life:
             transport=self.transport,
             island=self.island,
             outer=self.outer,
-            snapshots=snapshots,
+            disk=disk,
             history=History(None),
             heavy=heavy,
             counts=WireCounts(),

@@ -30,6 +30,9 @@ ADDRESS = PeerAddress(public_key=bytes(32), multiaddrs=())
 
 Supply = Callable[[Want], Awaitable[Payload | None]]
 
+ROUNDS_BEHIND = 8
+"""So far behind its newest state a donor's copy is offered."""
+
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +84,7 @@ class DonorNode:
             run_digest=RUN,
             layout_digest=LAYOUT,
             num_elements=NUM_ELEMENTS,
-            newest_round=lambda: max(state.round for state in self.states),
+            oldest_round=lambda: max(state.round for state in self.states) - ROUNDS_BEHIND,
             open_state=self._open,
             heavy=in_place,
         )

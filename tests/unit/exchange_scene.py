@@ -1,8 +1,10 @@
 """The exchanges of a few nodes in one process and in virtual time; the test is their coordinator."""
 
+import asyncio
 import functools
 from collections.abc import Callable, Collection, Coroutine
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from node.exchange.rate_scaling import RateScale
 from node.exchange.reducer_error import ReducerError
 from node.exchange.reports import Held, Reduced, Report
 from node.exchange.residual import Residual
+from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.state.snapshot import Owed, Snapshot
 from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
 from node.heavy import in_place
@@ -191,9 +194,17 @@ def commit_of(outer: Outer, result: Payload, *, fragment: int = 0) -> Commit:
 class Node:
     """One node's exchange, what it reports, and what its island would have trained."""
 
-    def __init__(self, scene: "Scene", node_id: NodeId, outer: Outer) -> None:
+    def __init__(
+        self,
+        scene: "Scene",
+        node_id: NodeId,
+        outer: Outer,
+        disk: StateOnDisk | None = None,
+        history: History | None = None,
+    ) -> None:
         self.node_id = node_id
         self.outer = outer
+        self.disk = disk
         self.reports: list[tuple[int, Report]] = []
         self.transport = MemoryTransport(
             network=scene.network, node_id=node_id, counts=WireCounts()
@@ -204,8 +215,8 @@ class Node:
             context=1,
             outer=outer,
             transport=self.transport,
-            snapshots=None,
-            history=History(None),
+            disk=disk,
+            history=history or History(None),
             heavy=in_place,
             report=lambda round, report: self.reports.append((round, report)),
             list_commits=scene.list_commits,
@@ -239,15 +250,19 @@ class Node:
 class Scene:
     """A swarm of exchanges."""
 
-    def __init__(self, codec: str = "fp32") -> None:
+    def __init__(self, codec: str = "fp32", folder: Path | None = None) -> None:
         self.network = MemoryNetwork()
         self.nodes: dict[NodeId, Node] = {}
         self.commits: list[Commit] = []
         self._codec = codec
+        self._folder = folder
 
     @classmethod
-    async def of(cls, *node_ids: NodeId, codec: str = "fp32") -> "Scene":
-        scene = cls(codec)
+    async def of(
+        cls, *node_ids: NodeId, codec: str = "fp32", folder: Path | None = None
+    ) -> "Scene":
+        """With a folder each node has a disk there, and goes on from it when it is added again."""
+        scene = cls(codec, folder)
         for node_id in node_ids:
             await scene.add(node_id)
         return scene
@@ -257,10 +272,17 @@ class Scene:
         if node_id in self.nodes:
             await self.nodes[node_id].exchange.stop()
             await self.nodes[node_id].transport.stop()
-        outer = outer_of(node_id, self._codec)
+        outer, disk, history = outer_of(node_id, self._codec), None, None
+        if self._folder is not None:
+            history = History(self._folder / f"{node_id}-history")
+            clock = asyncio.get_running_loop().time
+            disk = StateOnDisk(self._folder / node_id, history=history, clock=clock)
+            on_disk = disk.newest(RUN, outer.layout_digest)
+            if on_disk is not None:
+                disk.resume(outer, on_disk)
         if kept is not None:
             outer.restore(*kept)
-        node = self.nodes[node_id] = Node(self, node_id, outer)
+        node = self.nodes[node_id] = Node(self, node_id, outer, disk, history)
         await node.transport.start(node.exchange)
         address = PeerAddress(public_key=bytes(32), multiaddrs=())
         roster = tuple(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from node.exchange.outer import Outer
-from node.exchange.state.snapshot import SnapshotFolder
+from node.exchange.state.on_disk import StateOnDisk
 from node.heavy import Heavy, in_place
 from node.island.faults import RankDiedError
 from node.island.island import Evaluation, InnerReport, InnerWork, Progress
@@ -115,7 +115,7 @@ class OverlapLife(Life):
         *,
         layout: Layout = ONE,
         overlap: str = "keep",
-        snapshots: SnapshotFolder | None = None,
+        disk: StateOnDisk | None = None,
         heavy: Heavy = in_place,
     ) -> None:
         fragments = len(layout.fragments)
@@ -124,7 +124,7 @@ class OverlapLife(Life):
             spec=spec,
             layout=layout,
             make_island=CountingIsland,
-            snapshots=snapshots,
+            disk=disk,
             heavy=heavy,
         )
 

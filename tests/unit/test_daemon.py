@@ -22,8 +22,10 @@ from node.coordinator_events import (
 )
 from node.duties import FINISH_SECONDS
 from node.exchange.reports import Applied, Evaluated, Held, Reduced, Trained
+from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.state.snapshot import Snapshot, SnapshotFolder
 from node.heavy import in_thread
+from node.history import History
 from node.outer_state import Vector
 from protocol.errors import SystemRefusedError, UnavailableError
 from protocol.rounds import Assignment, Commit, Digest, PeerAddress, RosterEntry, SliceOutcome
@@ -413,7 +415,9 @@ class FullDisk(SnapshotFolder):
 async def test_a_node_that_cannot_save_says_so_at_once_and_ends_before_it_is_planned_again(
     tmp_path: Path,
 ) -> None:
-    async with Life(snapshots=FullDisk(tmp_path)) as life:
+    disk = StateOnDisk(tmp_path, history=History(None))
+    disk.snapshots = FullDisk(tmp_path)
+    async with Life(disk=disk) as life:
         assert life.running is not None
         for round_number in (1, 2):
             plan = life.plan(round_number)

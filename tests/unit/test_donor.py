@@ -8,7 +8,6 @@ import pytest
 
 from node.exchange.state.donor import (
     KEPT_SECONDS,
-    LATEST_ROUNDS_BEHIND,
     LONGEST_SECONDS,
     MOST_COPIES,
 )
@@ -21,6 +20,7 @@ from protocol.rounds import Digest, NodeId
 from tests.unit.download_scene import (
     CHUNK_BYTES,
     NUM_ELEMENTS,
+    ROUNDS_BEHIND,
     DonorNode,
     manifest_of,
     small_chunks,
@@ -113,11 +113,11 @@ async def test_a_copy_is_kept_while_it_is_asked_for_and_dropped_a_while_after() 
 async def test_a_copy_that_is_far_behind_is_given_to_none_but_who_fetches_it() -> None:
     node = Opened(state_at(7))
     await node.round_for(1)
-    node.states = [state_at(7 + LATEST_ROUNDS_BEHIND)]
+    node.states = [state_at(7 + ROUNDS_BEHIND)]
     assert await node.round_for(1) == 7
-    node.states = [state_at(8 + LATEST_ROUNDS_BEHIND)]
+    node.states = [state_at(8 + ROUNDS_BEHIND)]
     assert await node.round_for(7, 7) == 7
-    assert await node.round_for(1) == 8 + LATEST_ROUNDS_BEHIND
+    assert await node.round_for(1) == 8 + ROUNDS_BEHIND
     assert await node.round_for(8, 9) is None
 
 

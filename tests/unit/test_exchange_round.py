@@ -12,6 +12,7 @@ from structlog.testing import capture_logs
 from node.exchange.held_results import KEPT_ROUNDS, HeldResults
 from node.exchange.reports import Held, Reduced
 from node.exchange.state.manifest import Manifest
+from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.state.snapshot import SnapshotFolder
 from node.exchange.transport.transport import (
     Admission,
@@ -20,6 +21,7 @@ from node.exchange.transport.transport import (
     WantManifest,
     WantResult,
 )
+from node.history import History
 from protocol.payload import Payload, PayloadHeader
 from protocol.rounds import BLOCK, Digest, NodeId, cut_into_slices
 from tests.unit.exchange_scene import (
@@ -107,7 +109,7 @@ async def test_each_reducer_keeps_and_saves_what_its_own_results_rounded_away(
     tmp_path: Path,
 ) -> None:
     scene = await Scene.of(A, B, C, codec="int4")
-    scene.nodes[B].exchange._snapshots = SnapshotFolder(tmp_path)
+    scene.nodes[B].exchange._disk = StateOnDisk(tmp_path, history=History(None))
     plan = await scene.open_round(1, A, B, C)
     for place, node in enumerate(scene.nodes.values()):
         await node.contribute(np.sin(np.arange(3 * BLOCK, dtype=np.float32) + place))
@@ -304,10 +306,11 @@ async def test_nobody_waits_for_a_snapshot_of_a_state_that_is_changing() -> None
 async def test_a_node_with_a_folder_serves_its_files_and_locks_nothing(tmp_path: Path) -> None:
     scene = await Scene.of(A, B)
     desk = scene.nodes[A].exchange
-    desk._snapshots = SnapshotFolder(tmp_path)
-    assert await desk.supply(B, WantManifest(oldest_round=0)) is None  # nothing is saved yet
+    desk._disk = StateOnDisk(tmp_path, history=History(None))
+    async with desk._lock:  # a round is being applied, and nothing is saved yet
+        assert await desk.supply(B, WantManifest(oldest_round=0)) is None
     await desk.save()
-    async with desk._lock:  # a round is being applied
+    async with desk._lock:
         payload = await desk.supply(B, WantManifest(oldest_round=0, newest_round=0))
         assert payload is not None
         manifest = Manifest.from_body(payload.body)
@@ -324,7 +327,7 @@ async def test_a_node_with_a_folder_serves_its_files_and_locks_nothing(tmp_path:
 async def test_a_damaged_file_is_not_served(tmp_path: Path) -> None:
     scene = await Scene.of(A, B)
     desk = scene.nodes[A].exchange
-    desk._snapshots = SnapshotFolder(tmp_path)
+    desk._disk = StateOnDisk(tmp_path, history=History(None))
     await desk.save()
     _damage(tmp_path)
     assert await desk.supply(B, WantManifest(oldest_round=0)) is None
@@ -342,6 +345,6 @@ def test_results_of_old_rounds_are_forgotten() -> None:
     held = HeldResults()
     for number in range(1, KEPT_ROUNDS + 3):
         held.hold(result_of(VALUES, sender_id=A, round=number))
-    held.forget_before(KEPT_ROUNDS + 2)
+    held.forget_old(KEPT_ROUNDS + 2)
     assert held.get(2, 0) is None
     assert held.get(3, 0) is not None

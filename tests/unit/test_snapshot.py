@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 from node.exchange.state import snapshot as snapshot_module
 from node.exchange.state.snapshot import OpenSnapshot, Owed, Snapshot, SnapshotError, SnapshotFolder
 from protocol import files as files_module
-from protocol.errors import BadDataError, CannotCreateError, ConfigError, SystemRefusedError
+from protocol.errors import BadDataError, CannotCreateError, ConfigError
 from protocol.rounds import Digest
 
 RUN = Digest(bytes(range(32)))
@@ -55,14 +55,6 @@ def flip(path: Path, place: int) -> None:
     content = bytearray(path.read_bytes())
     content[place] ^= 1
     path.write_bytes(content)
-
-
-def test_a_disk_without_room_for_the_files_is_refused_with_the_numbers(tmp_path: Path) -> None:
-    folder = SnapshotFolder(tmp_path / "snapshots")
-    folder.require_room(NUM_ELEMENTS)
-    with pytest.raises(SystemRefusedError, match=r"need 48,000,000,000,012,288 bytes in .*: they"):
-        folder.require_room(10**15)
-    assert list(folder.path.iterdir()) == []
 
 
 def test_what_was_read_is_read_only(tmp_path: Path) -> None:

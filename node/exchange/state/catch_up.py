@@ -11,7 +11,6 @@ What to fetch and when is decided here; how it is fetched, in download.py and fe
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 import structlog
 
@@ -21,7 +20,9 @@ from node.exchange.fitting import check_fits
 from node.exchange.held_results import HeldResults
 from node.exchange.outer import Outer, UnequalBaseError
 from node.exchange.state.download import Download
-from node.exchange.state.snapshot import Snapshot, SnapshotFolder
+from node.exchange.state.on_disk import StateOnDisk
+from node.exchange.state.result_log import ResultLog
+from node.exchange.state.snapshot import Snapshot
 from node.exchange.transport.transport import (
     FalseAnswerError,
     NotHeldError,
@@ -61,18 +62,17 @@ class CatchUp:
         held: HeldResults,
         transport: Transport,
         heavy: Heavy,
-        snapshots: SnapshotFolder | None,
+        disk: StateOnDisk | None,
         history: History,
         list_commits: Callable[[int], Awaitable[tuple[Commit, ...]]],
         peers: Callable[[], tuple[NodeId, ...]],
-        folder: Path | None,
     ) -> None:
         self.waiting_for = ""
         self._outer = outer
         self._held = held
         self._transport = transport
         self._heavy = heavy
-        self._snapshots = snapshots
+        self._disk = disk
         self._history = history
         self._list_commits = list_commits
         self._peers = peers
@@ -83,7 +83,7 @@ class CatchUp:
             transport=transport,
             heavy=heavy,
             peers=peers,
-            folder=folder,
+            folder=None if disk is None else disk.path,
             say=self._say,
         )
 
@@ -179,7 +179,7 @@ class CatchUp:
             log.warning("commit not applied", round=commit.round, why=str(error))
             return False
         self._history.add(commit)
-        self._held.forget_before(self._outer.round)
+        self._held.forget_old(self._outer.round)
         return True
 
     def _held_result(self, round: int, outcome: SliceOutcome) -> Payload | None:
@@ -205,14 +205,24 @@ class CatchUp:
         await self._fetch_wanted({(round, outcome.index): outcome for outcome in outcomes})
 
     async def _fetch_missing(self, commits: Sequence[Commit]) -> None:
-        """Fetches the results that are missing of some rounds."""
-        await self._fetch_wanted(
-            {
-                (commit.round, outcome.index): outcome
-                for commit in commits
-                for outcome in self._missing(commit)
-            }
-        )
+        """Fetches the results that are missing of some rounds, from our own disk first."""
+        if self._disk is not None:
+            await self._heavy(partial(self._recall, self._disk.results, commits))
+        wanted = {
+            (commit.round, outcome.index): outcome
+            for commit in commits
+            for outcome in self._missing(commit)
+        }
+        if wanted:
+            await self._fetch_wanted(wanted)
+
+    def _recall(self, results: ResultLog, commits: Sequence[Commit]) -> None:
+        for commit in commits:
+            for outcome in self._missing(commit):
+                assert outcome.digest is not None
+                payload = results.find(commit.round, outcome.index, outcome.digest)
+                if payload is not None:
+                    self._held.hold(payload)
 
     async def _fetch_wanted(self, wanted: Mapping[tuple[int, int], SliceOutcome]) -> None:
         """Asks several peers at once for results, which are named by their round and slice."""
@@ -279,7 +289,7 @@ class CatchUp:
         await self._note_commit_of(snapshot.round)
         await self._download.taken_over()
         log.info("state fetched", round=snapshot.round, residual="kept" if is_kept else "dropped")
-        self._held.forget_before(self._outer.round)
+        self._held.forget_old(self._outer.round)
         return True
 
     async def _gone_back(self) -> bool:
@@ -287,9 +297,9 @@ class CatchUp:
 
         Ours now is not: it was taken back, or is of a node that went astray.
         """
-        if self._snapshots is None:
+        if self._disk is None:
             return False
-        for number in self._snapshots.rounds():
+        for number in self._disk.snapshots.rounds():
             if number <= self._outer.round:
                 digest = await self._settled_digest(number, None)
                 if digest is not None and await self._restored(number, digest):
@@ -298,9 +308,9 @@ class CatchUp:
 
     async def _restored(self, round: int, digest: Digest) -> bool:
         """Takes up the state of a round, and what was owed with it, from our own disk."""
-        if self._snapshots is None:
+        if self._disk is None:
             return False
-        kept = await self._heavy(partial(self._snapshots.load, round, digest))
+        kept = await self._heavy(partial(self._disk.snapshots.load, round, digest))
         if kept is None:
             return False
         await self._heavy(partial(self._outer.restore, *kept))

@@ -14,7 +14,6 @@ from typing import Protocol
 
 import structlog
 
-from node.exchange.held_results import KEPT_ROUNDS
 from node.exchange.state.manifest import ELEMENT_BYTES, Manifest
 from node.exchange.transport.transport import WantChunk, WantManifest
 from node.heavy import Heavy
@@ -32,9 +31,6 @@ joiners that break off come back."""
 
 LONGEST_SECONDS = 3600.0
 """From then on a newer one may take a copy's place although somebody fetches it still."""
-
-LATEST_ROUNDS_BEHIND = KEPT_ROUNDS // 2
-"""Who begins to fetch a copy that is further behind may find no results to replay after it."""
 
 
 class State(Protocol):
@@ -63,7 +59,7 @@ class Donor:
     """Answers requests for manifests and chunks.
 
     `open_state` gives the newest state of a range of rounds, or None when there is none now;
-    `newest_round` is where this node is.
+    who begins to fetch a copy of a round before `oldest_round` may find no results to replay after it.
     """
 
     def __init__(
@@ -73,14 +69,14 @@ class Donor:
         run_digest: Digest,
         layout_digest: Digest,
         num_elements: int,
-        newest_round: Callable[[], int],
+        oldest_round: Callable[[], int],
         open_state: Callable[[WantManifest], Awaitable[State | None]],
         heavy: Heavy,
     ) -> None:
         self._run_digest = run_digest
         self._layout_digest = layout_digest
         self._num_elements = num_elements
-        self._newest_round = newest_round
+        self._oldest_round = oldest_round
         self._open_state = open_state
         self._heavy = heavy
         self._seal = partial(
@@ -129,7 +125,7 @@ class Donor:
 
     def _suiting(self, want: WantManifest) -> _Copy | None:
         """The newest copy that is asked for. By its very round one may be had however old it is."""
-        oldest = self._newest_round() - LATEST_ROUNDS_BEHIND
+        oldest = self._oldest_round()
         rounds = [
             round
             for round in self._copies

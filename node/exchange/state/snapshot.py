@@ -7,7 +7,6 @@ Format 1 had no `reducer_error` and is still read.
 """
 
 import json
-import os
 import re
 import weakref
 from collections.abc import Mapping
@@ -23,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from node.exchange.state.spare_files import kept_for_reading, set_aside
 from node.outer_state import Vector, outer_digest
-from protocol.errors import BadDataError, ConfigError, SystemRefusedError
+from protocol.errors import BadDataError, ConfigError
 from protocol.files import make_folder, remove_durably, write_atomically
 from protocol.rounds import Digest
 
@@ -38,6 +37,11 @@ KEPT_FILES = 2
 
 _ELEMENT_BYTES = 16  # parameters, momentum, residual, reducer_error
 _FILE_HEADER_BYTES = 4096  # at most, with room to spare
+
+
+def snapshot_bytes(num_elements: int) -> int:
+    """The size of a file, or a little more."""
+    return _ELEMENT_BYTES * num_elements + _FILE_HEADER_BYTES
 
 
 class SnapshotError(ValueError):
@@ -84,24 +88,9 @@ class SnapshotFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def require_room(self, num_elements: int) -> int:
-        """Raises SystemRefusedError unless the disk has room for all that `save` will ever need.
-
-        That is the kept files, and the one that is written before the oldest is removed. Returns how
-        many bytes of it are still free.
-        """
-        make_folder(self.path)
-        needed = (KEPT_FILES + 1) * (_ELEMENT_BYTES * num_elements + _FILE_HEADER_BYTES)
-        held = sum(path.stat().st_size for path in (*self._files(), *self._unfinished()))
-        disk = os.statvfs(self.path)
-        free = disk.f_bavail * disk.f_frsize
-        if needed > held + free:
-            raise SystemRefusedError(
-                f"snapshots of this model need {needed:,} bytes in {self.path}: "
-                f"they take {held:,} and {free:,} are free",
-                next_step="free some space on that disk, or move the node's folder to another",
-            )
-        return max(0, needed - held)
+    def held_bytes(self) -> int:
+        """What its files take, with what is left of earlier ones."""
+        return sum(path.stat().st_size for path in (*self._files(), *self._unfinished()))
 
     def save(self, snapshot: Snapshot, owed: Owed | None) -> Path:
         """Writes a snapshot, with what the node owes, over the oldest; two others stay.

@@ -1,0 +1,248 @@
+"""What is on a node's disk leads to the newest state, to the bit, whenever the power goes."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from node.exchange.state import on_disk
+from node.exchange.state.on_disk import StateOnDisk, rounds_between
+from node.exchange.state.snapshot import snapshot_bytes
+from node.exchange.transport.transport import WantManifest, WantResult
+from node.history import History
+from protocol.errors import SystemRefusedError
+from protocol.rounds import Commit, NodeId
+from tests.unit.exchange_scene import NUM_ELEMENTS, A, B, Scene, in_virtual_time
+
+
+@pytest.fixture
+def slow_disks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A snapshot only where nothing else will do."""
+    monkeypatch.setattr(on_disk, "BYTES_PER_SECOND", 1.0)
+
+
+async def swarm_on(folder: Path) -> Scene:
+    """Two nodes with disks, each with a snapshot of round 0."""
+    scene = await Scene.of(A, B, codec="int4", folder=folder)
+    for node in scene.nodes.values():
+        await node.exchange.save()
+    return scene
+
+
+async def trained(scene: Scene, number: int, *, void: tuple[int, ...] = ()) -> Commit:
+    """A round of both nodes; what it leaves is on their disks."""
+    plan = await scene.open_round(number, A, B)
+    for place, node in enumerate(scene.nodes.values()):
+        work = np.sin(np.arange(NUM_ELEMENTS, dtype=np.float32) * number + place)
+        await node.contribute(work)
+    await asyncio.sleep(1)
+    commit = scene.close_round(plan, void=void)
+    for node in scene.nodes.values():
+        await node.exchange.apply(commit)
+        await node.exchange.save()
+    scene.settle(A)
+    return commit
+
+
+def files(folder: Path, node_id: NodeId = A) -> list[str]:
+    return sorted(path.name for path in (folder / node_id).iterdir() if path.name[0] != ".")
+
+
+@pytest.mark.usefixtures("slow_disks")
+@in_virtual_time
+async def test_a_killed_node_goes_on_from_a_snapshot_and_the_results_after_it(
+    tmp_path: Path,
+) -> None:
+    scene = await swarm_on(tmp_path)
+    for number in (1, 2, 3):
+        await trained(scene, number)
+    before = scene.nodes[A].outer.snapshot()
+    assert files(tmp_path) == [
+        "round-00000000.safetensors",
+        *(f"round-0000000{number}.results" for number in (1, 2, 3)),
+    ]
+    again = (await scene.add(A)).outer
+    assert again.position == (3, before.outer_digest())
+    np.testing.assert_array_equal(again.snapshot().parameters, before.parameters)
+    np.testing.assert_array_equal(again.snapshot().momentum, before.momentum)
+    assert not again.owed().residual.any()  # all of it was in contributions that were taken
+    await trained(scene, 4)
+    assert scene.nodes[A].outer.digest == scene.nodes[B].outer.digest
+    await scene.stop()
+
+
+@pytest.mark.usefixtures("slow_disks")
+@in_virtual_time
+async def test_what_no_round_has_taken_since_the_snapshot_is_still_owed(tmp_path: Path) -> None:
+    scene = await swarm_on(tmp_path)
+    await trained(scene, 1)
+    outer = scene.nodes[A].outer
+    assert scene.nodes[A].disk is not None
+    scene.nodes[A].disk.save_whole(outer)
+    owed = outer.owed().residual
+    assert owed.any()
+    commit = await trained(scene, 2, void=(0,))
+    taken = np.zeros(NUM_ELEMENTS, dtype=bool)
+    for outcome in commit.slices:
+        if outcome.digest is not None:
+            taken[outcome.start : outcome.start + outcome.num_elements] = True
+    assert 0 < taken.sum() < NUM_ELEMENTS
+    again = await scene.add(A)
+    assert again.outer.round == 2
+    np.testing.assert_array_equal(again.residual, np.where(taken, 0, owed))
+    await scene.stop()
+
+
+@pytest.mark.usefixtures("slow_disks")
+@in_virtual_time
+async def test_the_last_save_of_a_process_is_a_snapshot(tmp_path: Path) -> None:
+    scene = await swarm_on(tmp_path)
+    await trained(scene, 1)
+    owed = scene.nodes[A].residual
+    for _ in range(2):
+        await scene.nodes[A].exchange.save(is_last=True)
+    assert files(tmp_path)[-1] == "round-00000001.safetensors"
+    again = await scene.add(A)
+    assert again.outer.round == 1
+    np.testing.assert_array_equal(again.residual, owed)
+    await scene.stop()
+
+
+@in_virtual_time
+async def test_a_process_that_never_came_to_anything_writes_nothing(tmp_path: Path) -> None:
+    scene = await Scene.of(A, folder=tmp_path)
+    await scene.nodes[A].exchange.save(is_last=True)
+    assert not (tmp_path / A).exists()
+    await scene.stop()
+
+
+@pytest.mark.usefixtures("slow_disks")
+@pytest.mark.parametrize("damaged", ["round-00000002.results", "round-00000002.safetensors"])
+@in_virtual_time
+async def test_damage_costs_what_comes_after_it_and_no_more(tmp_path: Path, damaged: str) -> None:
+    scene = await swarm_on(tmp_path)
+    for number in (1, 2, 3):
+        await trained(scene, number)
+        if number == 2 and damaged.endswith("safetensors"):
+            for node in scene.nodes.values():
+                await node.exchange.save(is_last=True)
+    digest = scene.nodes[A].outer.digest
+    path = tmp_path / A / damaged
+    content = bytearray(path.read_bytes())
+    content[-10] ^= 1
+    path.write_bytes(content)
+    again = await scene.add(A)
+    assert again.outer.round == (1 if damaged.endswith("results") else 3)
+    await again.exchange.catch_up(3)  # peers have the rest
+    assert again.outer.digest == digest
+    await scene.stop()
+
+
+@pytest.mark.usefixtures("slow_disks")
+@in_virtual_time
+async def test_a_state_that_results_do_not_lead_to_is_saved_whole(tmp_path: Path) -> None:
+    scene = await swarm_on(tmp_path)
+    await trained(scene, 1)
+    node = scene.nodes[A]
+    assert node.disk is not None
+    kept = node.disk.newest(node.outer.snapshot().run_digest, node.outer.layout_digest)
+    assert kept is not None and kept[0].round == 0
+    changed = node.outer.snapshot()
+    changed.parameters[:] += 1
+    node.outer.restore(replace(changed, round=2), None)
+    await node.exchange.save()
+    assert "round-00000002.safetensors" in files(tmp_path)
+    node.outer.restore(*kept)  # history was taken back
+    await node.exchange.save()
+    assert "round-00000002.safetensors" not in files(tmp_path)
+    assert (await scene.add(A)).outer.round == 1  # by the results, which are still of history
+    await scene.stop()
+
+
+@pytest.mark.usefixtures("slow_disks")
+@in_virtual_time
+async def test_peers_get_old_results_from_the_disk_and_new_states_by_a_snapshot(
+    tmp_path: Path,
+) -> None:
+    scene = await swarm_on(tmp_path)
+    commits = [await trained(scene, number) for number in (1, 2, 3, 4)]
+    desk = scene.nodes[A].exchange
+    outcome = commits[0].slices[0]
+    assert outcome.digest is not None
+    assert desk._held.find(1, 0, outcome.digest) is None
+    payload = await desk.supply(B, WantResult(round=1, slice_index=0, digest=outcome.digest))
+    assert payload is not None and payload.digest == outcome.digest
+    assert files(tmp_path)[0] == "round-00000000.safetensors"
+    assert await desk.supply(B, WantManifest(oldest_round=5)) is None
+    manifest = await desk.supply(B, WantManifest(oldest_round=4))
+    assert manifest is not None and manifest.header.round == 4
+    assert "round-00000004.safetensors" in files(tmp_path)
+    await scene.stop()
+
+
+@pytest.mark.usefixtures("slow_disks")
+@in_virtual_time
+async def test_a_node_behind_replays_what_its_own_disk_still_has(tmp_path: Path) -> None:
+    scene = await swarm_on(tmp_path)
+    for number in (1, 2, 3):
+        await trained(scene, number)
+    node = scene.nodes[A]
+    digest = node.outer.digest
+    assert node.disk is not None
+    kept = node.disk.newest(node.outer.snapshot().run_digest, node.outer.layout_digest)
+    assert kept is not None
+    node.outer.restore(*kept)
+    await scene.nodes[B].transport.stop()  # nobody else has them
+    await node.exchange.catch_up(3)
+    assert node.outer.digest == digest
+    await scene.stop()
+
+
+@in_virtual_time
+async def test_where_rounds_take_long_each_has_a_snapshot(tmp_path: Path) -> None:
+    scene = await swarm_on(tmp_path)
+    for number in (1, 2, 3):
+        await trained(scene, number)
+    assert [name for name in files(tmp_path) if name.endswith("safetensors")] == [
+        "round-00000002.safetensors",
+        "round-00000003.safetensors",
+    ]
+    await scene.stop()
+
+
+@given(
+    num_elements=st.integers(1, 10**12),
+    rounds=st.integers(1, 10**5),
+    seconds=st.floats(0, 1e8),
+    result_bytes=st.integers(0, 10**15),
+)
+def test_snapshots_are_as_rare_as_they_must_be_and_no_rarer(
+    num_elements: int, rounds: int, seconds: float, result_bytes: int
+) -> None:
+    every = rounds_between(
+        num_elements=num_elements, rounds=rounds, seconds=seconds, result_bytes=result_bytes
+    )
+    assert every & (every - 1) == 0
+    if every > 1:  # results stay below half a snapshot, and what is owed is on disk within an hour
+        assert every * result_bytes / rounds <= snapshot_bytes(num_elements) / 2
+        assert every * seconds / rounds <= on_disk.LONGEST_SECONDS * 1.001
+    is_most = every == on_disk._LONGEST_ROUNDS
+    rate = snapshot_bytes(num_elements) * rounds / (2 * every * max(seconds, 1e-9))
+    is_slow = rate < on_disk.BYTES_PER_SECOND
+    is_full = 2 * every * max(result_bytes, 1) / rounds > snapshot_bytes(num_elements) / 2
+    is_old = 2 * every * seconds / rounds > on_disk.LONGEST_SECONDS
+    assert is_most or is_slow or is_full or is_old  # twice as rare would be too rare, or needless
+
+
+def test_the_disk_needs_room_for_three_snapshots_and_the_results_between(tmp_path: Path) -> None:
+    disk = StateOnDisk(tmp_path / "snapshots", history=History(None))
+    disk.require_room(NUM_ELEMENTS, 100)
+    with pytest.raises(SystemRefusedError, match=r"need 64,000,000,000,016,392 bytes in .*: they"):
+        disk.require_room(10**15, 4)
+    with pytest.raises(SystemRefusedError, match=r"need 80,000,000,000,012,288 bytes in .*: they"):
+        disk.require_room(10**15, 2 * 10**15)
+    assert list(disk.path.iterdir()) == []
