@@ -49,6 +49,8 @@ class Owing:
         self.residual = residual
         self.reducer_error = reducer_error
         self.pending: Pending | None = None
+        self.holds_work = False
+        """Whether inner steps that no commit took came into the residual since `note_saved`."""
         self._layout = layout
         self._parameters = parameters
         self._published = published
@@ -108,6 +110,7 @@ class Owing:
         `before` is what it had published before. What a contribution in flight holds is settled by
         its commit, so of that fragment only the rest is added.
         """
+        self.holds_work = True
         span, pending = self._layout.fragments[fragment].span, self.pending
         if pending is None or pending.fragment != fragment:
             values = self.residual.values[span]
@@ -167,6 +170,7 @@ class Owing:
             self._settle_taken(span, pending.accumulated[part], pending.bodies[outcome.index])
         else:
             self.residual.settle_missed(span, pending.accumulated[part])
+            self.holds_work = True
         if pending.later is not None:
             self.residual.values[span] += pending.later[part]
 
@@ -192,6 +196,10 @@ class Owing:
         if owed is None:
             self.pending = None
         self._arrive_at(round)
+
+    def note_saved(self) -> None:
+        """All that is owed is on the disk."""
+        self.holds_work = False
 
     def held(self) -> Owed:
         """All that is owed, no copy of it: the next commit changes it."""

@@ -33,12 +33,14 @@ async def swarm_on(folder: Path) -> Scene:
     return scene
 
 
-async def trained(scene: Scene, number: int, *, void: tuple[int, ...] = ()) -> Commit:
-    """A round of both nodes; what it leaves is on their disks."""
-    plan = await scene.open_round(number, A, B)
-    for place, node in enumerate(scene.nodes.values()):
+async def trained(
+    scene: Scene, number: int, *, by: tuple[NodeId, ...] = (A, B), void: tuple[int, ...] = ()
+) -> Commit:
+    """A round; what it leaves is on the disks of both nodes."""
+    plan = await scene.open_round(number, *by)
+    for place, node_id in enumerate(by):
         work = np.sin(np.arange(NUM_ELEMENTS, dtype=np.float32) * number + place)
-        await node.contribute(work)
+        await scene.nodes[node_id].contribute(work)
     await asyncio.sleep(1)
     commit = scene.close_round(plan, void=void)
     for node in scene.nodes.values():
@@ -80,20 +82,34 @@ async def test_a_killed_node_goes_on_from_a_snapshot_and_the_results_after_it(
 async def test_what_no_round_has_taken_since_the_snapshot_is_still_owed(tmp_path: Path) -> None:
     scene = await swarm_on(tmp_path)
     await trained(scene, 1)
-    outer = scene.nodes[A].outer
-    assert scene.nodes[A].disk is not None
-    scene.nodes[A].disk.save_whole(outer)
-    owed = outer.owed().residual
+    await scene.nodes[A].exchange.save(is_last=True)
+    owed = scene.nodes[A].residual
     assert owed.any()
-    commit = await trained(scene, 2, void=(0,))
-    taken = np.zeros(NUM_ELEMENTS, dtype=bool)
-    for outcome in commit.slices:
-        if outcome.digest is not None:
-            taken[outcome.start : outcome.start + outcome.num_elements] = True
-    assert 0 < taken.sum() < NUM_ELEMENTS
+    await trained(scene, 2, by=(B,))
     again = await scene.add(A)
     assert again.outer.round == 2
-    np.testing.assert_array_equal(again.residual, np.where(taken, 0, owed))
+    assert files(tmp_path)[-2:] == ["round-00000001.safetensors", "round-00000002.results"]
+    np.testing.assert_array_equal(again.residual, owed)
+    await scene.stop()
+
+
+@pytest.mark.usefixtures("slow_disks")
+@in_virtual_time
+async def test_inner_steps_that_a_round_did_not_take_are_on_the_disk_at_once(
+    tmp_path: Path,
+) -> None:
+    scene = await swarm_on(tmp_path)
+    await trained(scene, 1)
+    assert files(tmp_path)[-1] == "round-00000001.results"
+    commit = await trained(scene, 2, void=(0,))
+    is_void = [outcome.digest is None for outcome in commit.slices]
+    assert any(is_void) and not all(is_void)
+    owed = scene.nodes[A].residual
+    again = await scene.add(A)
+    assert files(tmp_path)[-1] == "round-00000002.safetensors"
+    np.testing.assert_array_equal(again.residual, owed)
+    await trained(scene, 3)  # that takes them: results will do again
+    assert files(tmp_path)[-1] == "round-00000003.results"
     await scene.stop()
 
 

@@ -1,8 +1,9 @@
 """What a node keeps of its outer state on disk: a snapshot now and then, each round's results between.
 
-A snapshot has 16 bytes a parameter, a round's results a half or less: to write a snapshot after every
-round would wear out an SSD in weeks. The results of the rounds since lead from one to the newest
-state, to the same bits; what the node owed at a snapshot is then still owed where no round has taken it.
+A snapshot has 16 bytes a parameter, a round's results a sixteenth of that or less: to write a snapshot
+after every round would wear out an SSD in weeks. The results of the rounds since lead from one to the
+newest state, to the same bits. What the node owed at a snapshot is then still owed where no round has
+taken it. Inner steps that a round did not take are on the disk at once, for they bring a snapshot.
 """
 
 import os
@@ -39,7 +40,7 @@ BYTES_PER_SECOND = 20e6
 """So fast snapshots are written at most, on average: 600 TB a year, what a consumer's SSD endures."""
 
 LONGEST_SECONDS = 3600.0
-"""A snapshot is written after so long at the latest: at a crash a node loses what it owed since."""
+"""A snapshot is written after so long at the latest: at a crash a node loses what encoding left out since."""
 
 _LONGEST_ROUNDS = 1 << 20
 
@@ -150,7 +151,7 @@ class StateOnDisk:
             return  # nothing ever moved
         if outer.position != self._durable:
             leads_here = self._results_saved(outer.position, held)
-            if not leads_here or self._is_due(outer):
+            if not leads_here or outer.owing.holds_work or self._is_due(outer):
                 self.save_whole(outer)
             self._durable = outer.position
         if is_last and self._snapshot_round != outer.round:
@@ -159,6 +160,7 @@ class StateOnDisk:
     def save_whole(self, outer: Outer) -> None:
         """Writes a snapshot, and drops results that are no longer needed. See `save`."""
         self.snapshots.save(*outer.held())
+        outer.owing.note_saved()
         self._durable = outer.position
         self._snapshot_round, self._snapshot_at = outer.round, self._clock()
         self._result_bytes = 0
