@@ -26,9 +26,9 @@ from node.exchange.reports import Held, Reduced, Report
 from node.exchange.residual import Residual
 from node.exchange.transport.frames import Limits
 from node.exchange.transport.libp2p import Libp2pTransport
-from node.freed_memory import keep_freed_memory
 from node.heavy import in_thread
 from node.history import History
+from node.machine.freed_memory import keep_freed_memory
 from node.outer_state import Layout
 from protocol import convert
 from protocol.identity import Identity

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import blake3
 import grpc.aio
 
-from node.session import MOST_REPORTS
+from node.link.session import MOST_REPORTS
 from protocol.channel import open_channel
 from protocol.credentials import Credentials
 from protocol.errors import AtollError, TemporaryError, UnavailableError
@@ -180,7 +180,7 @@ class SimulatedNode:
                 )
 
     async def _report(self, number: int, *reports: session_pb2.Report) -> None:
-        """In batches, as node.session sends what has gathered."""
+        """In batches, as node.link.session sends what has gathered."""
         for report in reports:
             report.round = number
         for start in range(0, len(reports), MOST_REPORTS):

@@ -21,7 +21,6 @@ from benchmarks.meshed_island import MeshedIsland
 from benchmarks.simulated_coordinator import DeskStub, Outage, SimulatedCoordinator, new_folder
 from benchmarks.virtual_time import run_in_virtual_time
 from coordinator.swarm.state import HeldOut, SwarmState
-from node.coordinator_link import CoordinatorLink
 from node.daemon import Daemon, NodeFacts
 from node.exchange.held_results import HeldResults
 from node.exchange.outer import Outer
@@ -36,6 +35,7 @@ from node.island.island import InnerReport, InnerWork, Progress
 from node.island.layout import layout_of
 from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh_shape import MeshShape
+from node.link.calls import CoordinatorLink
 from node.outer_state import Vector
 from protocol.identity import Identity
 from protocol.rounds import Commit, Digest, NodeId
@@ -261,7 +261,7 @@ class SimulatedNode:
         if self._disk is not None:
             clock = asyncio.get_running_loop().time
             disk = MortalDisk(self._disk / "snapshots", history=history, clock=clock)
-            kept = disk.newest(spec.digest(), layout.summary().digest)
+            kept = disk.snapshots.load_newest(spec.digest(), layout.summary().digest)
             if kept is not None:
                 disk.resume(self.outer, kept)
         self._state_on_disk = disk

@@ -11,12 +11,12 @@ from pathlib import Path
 import structlog
 
 from node.config import IDENTITY_FILE, NodeSettings
-from node.coordinator_link import CoordinatorLink
-from node.first_contact import run_of_coordinator
-from node.freed_memory import keep_freed_memory
-from node.hardware import Hardware, likely_devices, look_around
 from node.island.forkserver import end_forkserver, prepare_forkserver
-from node.placement import num_ranks_of, refuse_what_cannot_work
+from node.link.calls import CoordinatorLink
+from node.link.first_contact import run_of_coordinator
+from node.machine.freed_memory import keep_freed_memory
+from node.machine.hardware import Hardware, likely_devices, look_around
+from node.machine.placement import num_ranks_of, refuse_what_cannot_work
 from node.stopping import StopSignals
 from protocol.channel import open_channel
 from protocol.credentials import Credentials

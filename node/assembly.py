@@ -13,16 +13,14 @@ from pathlib import Path
 import structlog
 
 from node.config import HISTORY_FILE, SNAPSHOTS_FOLDER, NodeSettings
-from node.coordinator_link import CoordinatorLink
 from node.daemon import Daemon, NodeFacts
 from node.doctor.kernel import congestion_control
+from node.duties.exchange_time import ExchangeTime
 from node.exchange.codecs.compiled import remove_unused_kernels
 from node.exchange.codecs.tiles import Tiles, threads_beside
 from node.exchange.outer import Outer
 from node.exchange.state.on_disk import StateOnDisk, most_result_bytes
 from node.exchange.transport.libp2p import Libp2pTransport
-from node.exchange_time import ExchangeTime
-from node.hardware import Hardware, likely_devices
 from node.heavy import in_thread
 from node.history import History
 from node.hosts.desk import HostDesk
@@ -38,10 +36,12 @@ from node.island.launcher import ProcessIsland
 from node.island.layout import layout_of
 from node.island.mesh_shape import MeshShape
 from node.island.usable_devices import UsableDevices, usable_devices
+from node.link.calls import CoordinatorLink
+from node.machine.hardware import Hardware, likely_devices
+from node.machine.placement import mesh_for, num_ranks_of
 from node.newest import keep_run
 from node.outer_state import Layout, SharedVectors
 from node.own_metrics import own_metrics
-from node.placement import mesh_for, num_ranks_of
 from node.stopping import StopSignals
 from protocol.credentials import Credentials
 from protocol.identity import Identity
@@ -73,7 +73,7 @@ async def run_daemon(
     checkpoints = _checkpoints_of(
         folder, settings, spec, layout, num_ranks=len(devices), besides_bytes=state_bytes
     )
-    kept = disk.newest(spec.digest(), layout.summary().digest)
+    kept = disk.snapshots.load_newest(spec.digest(), layout.summary().digest)
     keep_run(folder, spec)  # only now: what is there may be snapshots of another run
     tiles = Tiles(
         threads_beside(

@@ -31,8 +31,8 @@ def join(invite: str | None, folder: Path | None, name: str | None) -> None:
 
     Example: atoll join atoll1-… --name basement-4090
     """
-    from node.join import join as enrol
-    from node.join import read_invite
+    from node.link.join import join as enrol
+    from node.link.join import read_invite
 
     home = find_home(folder)
     credentials = asyncio.run(

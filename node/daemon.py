@@ -1,6 +1,6 @@
 """The one place that knows session, island and exchange: a node from its first attach to its end.
 
-Events arrive on the session. What they ask for is done one after the other (node.duties); what must
+Events arrive on the session. What they ask for is done one after the other (node.duties.duties); what must
 not wait for that (a changed roster, participants that are gone) is done on arrival.
 """
 
@@ -11,7 +11,20 @@ from typing import Any
 
 import structlog
 
-from node.coordinator_events import (
+from node.duties.duties import Duties
+from node.duties.exchange_time import ExchangeTime
+from node.duties.lasting_island import LastingIsland
+from node.duties.work import CatchUpNeeded, PlanReceived
+from node.exchange.exchange import Exchange
+from node.exchange.outer import Outer
+from node.exchange.reports import Report
+from node.exchange.state.on_disk import StateOnDisk
+from node.exchange.transport.transport import Transport
+from node.heavy import Heavy
+from node.history import History
+from node.island.island import Island
+from node.link.calls import Announcement, Attachment, CoordinatorLink, Vitals
+from node.link.events import (
     CommitsWanted,
     Event,
     ParticipantsDeparted,
@@ -22,20 +35,7 @@ from node.coordinator_events import (
     RoundOpened,
     SliceTakenOver,
 )
-from node.coordinator_link import Announcement, Attachment, CoordinatorLink, Vitals
-from node.duties import Duties
-from node.exchange.exchange import Exchange
-from node.exchange.outer import Outer
-from node.exchange.reports import Report
-from node.exchange.state.on_disk import StateOnDisk
-from node.exchange.transport.transport import Transport
-from node.exchange_time import ExchangeTime
-from node.heavy import Heavy
-from node.history import History
-from node.island.island import Island
-from node.lasting_island import LastingIsland
-from node.session import Session
-from node.work import CatchUpNeeded, PlanReceived
+from node.link.session import Session
 from protocol.channel import retried
 from protocol.errors import AtollError, SystemRefusedError
 from protocol.rounds import Commit, CorpusSummary, NodeId, PeerAddress

@@ -5,8 +5,8 @@ from contextlib import asynccontextmanager
 
 import structlog
 
-from node.coordinator_link import Vitals, heartbeat_of
 from node.daemon import NodeFacts
+from node.link.calls import Vitals, heartbeat_of
 from protocol.invite import endpoint_of
 from protocol.web.address import web_address_of
 

@@ -1,4 +1,4 @@
-"""What a node tells the coordinator about its part in a round. node.session puts it on the wire."""
+"""What a node tells the coordinator about its part in a round. node.link.session puts it on the wire."""
 
 from dataclasses import dataclass, field
 

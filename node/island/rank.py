@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 import torch
 import torch._dynamo  # else every rank spends a second on it, at its first optimizer
 
-from node.freed_memory import keep_freed_memory
 from node.island.accelerator import select
 from node.island.checkpoint_writer import CheckpointWriter
 from node.island.commands import (
@@ -45,6 +44,7 @@ from node.island.faults import RankFailedError
 from node.island.island import Progress
 from node.island.mesh import Mesh
 from node.island.trainer import Trainer
+from node.machine.freed_memory import keep_freed_memory
 from node.outer_state import SharedVectors
 from protocol.errors import AtollError
 

@@ -9,9 +9,9 @@ import structlog
 from coordinator_scene import PATIENCE_SECONDS, invite_from, new_home, serving
 
 from coordinator.app import Coordinator
-from node.coordinator_link import CoordinatorLink
 from node.doctor.checks import coordinator_findings
-from node.first_contact import run_of_coordinator
+from node.link.calls import CoordinatorLink
+from node.link.first_contact import run_of_coordinator
 from protocol.channel import open_channel
 from protocol.enrolment import enrol
 from protocol.errors import ExitCode

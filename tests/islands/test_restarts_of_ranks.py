@@ -15,6 +15,7 @@ from rank_scene import initial_vectors, with_texts
 from structlog.testing import capture_logs
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
+from node.duties.lasting_island import LastingIsland
 from node.island.checkpoints import CheckpointFolder
 from node.island.faults import RankDiedError, RankHungError
 from node.island.first_weights import initial_parameters
@@ -23,7 +24,6 @@ from node.island.island import InnerWork, Progress
 from node.island.launcher import ProcessIsland
 from node.island.layout import layout_of
 from node.island.mesh_shape import MeshShape
-from node.lasting_island import LastingIsland
 from node.outer_state import SharedVectors
 from protocol.run_spec import (
     DataSection,

@@ -5,8 +5,6 @@ import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from node.coordinator_events import Event
-from node.coordinator_link import Attachment, Vitals
 from node.daemon import Daemon, NodeFacts
 from node.exchange.outer import Outer
 from node.exchange.reports import Reduced, Report
@@ -16,6 +14,8 @@ from node.heavy import Heavy, in_place
 from node.history import History
 from node.island.faults import RankDiedError
 from node.island.island import Evaluation, InnerReport, InnerWork, Progress
+from node.link.calls import Attachment, Vitals
+from node.link.events import Event
 from node.outer_state import Layout
 from protocol.errors import UnavailableError
 from protocol.rounds import Commit, CorpusSummary, Digest, Plan, SliceOutcome

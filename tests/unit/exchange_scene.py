@@ -277,7 +277,7 @@ class Scene:
             history = History(self._folder / f"{node_id}-history")
             clock = asyncio.get_running_loop().time
             disk = StateOnDisk(self._folder / node_id, history=history, clock=clock)
-            on_disk = disk.newest(RUN, outer.layout_digest)
+            on_disk = disk.snapshots.load_newest(RUN, outer.layout_digest)
             if on_disk is not None:
                 disk.resume(outer, on_disk)
         if kept is not None:

@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from node.coordinator_events import (
+from node.duties.duties import FINISH_SECONDS
+from node.exchange.reports import Applied, Evaluated, Held, Reduced, Trained
+from node.exchange.state.on_disk import StateOnDisk
+from node.exchange.state.snapshot import Snapshot, SnapshotFolder
+from node.heavy import in_thread
+from node.history import History
+from node.link.events import (
     EvaluationAsked,
     ParticipantsDeparted,
     RefetchAsked,
@@ -20,12 +26,6 @@ from node.coordinator_events import (
     RoundOpened,
     RunFinished,
 )
-from node.duties import FINISH_SECONDS
-from node.exchange.reports import Applied, Evaluated, Held, Reduced, Trained
-from node.exchange.state.on_disk import StateOnDisk
-from node.exchange.state.snapshot import Snapshot, SnapshotFolder
-from node.heavy import in_thread
-from node.history import History
 from node.outer_state import Vector
 from protocol.errors import SystemRefusedError, UnavailableError
 from protocol.rounds import Assignment, Commit, Digest, PeerAddress, RosterEntry, SliceOutcome

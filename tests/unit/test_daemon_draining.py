@@ -5,8 +5,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from node.coordinator_events import EvaluationAsked, RoundCommitted, RoundOpened, RunFinished
 from node.exchange.reports import Applied, Evaluated, Leaving, Reduced
+from node.link.events import EvaluationAsked, RoundCommitted, RoundOpened, RunFinished
 from tests.unit.daemon_scene import TRAIN_SECONDS, Life
 from tests.unit.exchange_scene import TOKENS, A, B, in_virtual_time, plan_for
 

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from node.coordinator_events import EvaluationAsked, RoundCommitted, RoundOpened
+from node.duties.lasting_island import DEATHS_SECONDS, MOST_DEATHS
 from node.exchange.reports import Applied, Evaluated, Reduced, Trained
 from node.island.faults import (
     RankDiedError,
@@ -14,7 +14,7 @@ from node.island.faults import (
     TrainingDivergedError,
 )
 from node.island.island import InnerReport
-from node.lasting_island import DEATHS_SECONDS, MOST_DEATHS
+from node.link.events import EvaluationAsked, RoundCommitted, RoundOpened
 from protocol.errors import AtollError
 from tests.unit.daemon_scene import DEATH_SECONDS, START_SECONDS, Life
 from tests.unit.exchange_scene import TOKENS, A, in_virtual_time

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from node.coordinator_events import (
+from node.exchange.reports import Applied, Evaluated, Trained
+from node.island.faults import TrainingDivergedError
+from node.link.events import (
     EvaluationAsked,
     RefetchAsked,
     RoundCommitted,
     RoundOpened,
     RunFinished,
 )
-from node.exchange.reports import Applied, Evaluated, Trained
-from node.island.faults import TrainingDivergedError
 from node.outer_state import outer_digest
 from protocol.rounds import Commit, Plan, SliceOutcome
 from tests.unit.exchange_scene import in_virtual_time

@@ -131,7 +131,7 @@ def test_the_tables_of_the_peers_in_the_docs_are_the_newest_runs_in_the_results(
         titles.add(meant.title())
         rows = newest_run(lines, meant, chosen.contenders)
         assert as_markdown(rows, target_of(rows), of=meant.title()) in page, command
-    assert len(titles) == 5
+    assert len(titles) == 6
 
 
 @pytest.mark.parametrize("parts", [(1.0,), (1.0, 2.0, 3.0), (1.0, -0.1)])

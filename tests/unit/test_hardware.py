@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from node import hardware
-from node.gpus import DriverError, Gpu, gpus_of
-from node.hardware import (
+from node.island.free_memory import free_bytes
+from node.machine import hardware
+from node.machine.gpus import DriverError, Gpu, gpus_of
+from node.machine.hardware import (
     Hardware,
     _asked,
     _has_others,
@@ -18,7 +19,6 @@ from node.hardware import (
     likely_devices,
     look_around,
 )
-from node.island.free_memory import free_bytes
 from protocol.errors import ConfigError
 
 GIB = 1 << 30

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from node.join import join
+from node.link.join import join
 from protocol.errors import AnswerLostError, AtollError, NotPermittedError, SystemRefusedError
 from protocol.folder_lock import FolderLock
 from protocol.identity import Identity

@@ -165,7 +165,9 @@ async def test_a_state_that_results_do_not_lead_to_is_saved_whole(tmp_path: Path
     await trained(scene, 1)
     node = scene.nodes[A]
     assert node.disk is not None
-    kept = node.disk.newest(node.outer.snapshot().run_digest, node.outer.layout_digest)
+    kept = node.disk.snapshots.load_newest(
+        node.outer.snapshot().run_digest, node.outer.layout_digest
+    )
     assert kept is not None and kept[0].round == 0
     changed = node.outer.snapshot()
     changed.parameters[:] += 1
@@ -209,7 +211,9 @@ async def test_a_node_behind_replays_what_its_own_disk_still_has(tmp_path: Path)
     node = scene.nodes[A]
     digest = node.outer.digest
     assert node.disk is not None
-    kept = node.disk.newest(node.outer.snapshot().run_digest, node.outer.layout_digest)
+    kept = node.disk.snapshots.load_newest(
+        node.outer.snapshot().run_digest, node.outer.layout_digest
+    )
     assert kept is not None
     node.outer.restore(*kept)
     await scene.nodes[B].transport.stop()  # nobody else has them

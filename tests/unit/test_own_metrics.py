@@ -8,12 +8,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from node.daemon import NodeFacts
+from node.duties.round_times import Utilisation
 from node.own_metrics import own_metrics
-from node.round_times import Utilisation
 from protocol.errors import SystemRefusedError
 from protocol.web.node_metrics import NODE_METRICS, PARTS
 from tests.unit.exchange_scene import A
-from tests.unit.test_coordinator_link import VITALS
+from tests.unit.test_link_calls import VITALS
 
 FACTS = NodeFacts(
     node_id=A, node_name="attic", public_key=bytes(32), device="cpu", num_ranks=2, version="9"

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from node.config import NodeSettings
-from node.gpus import Gpu
-from node.hardware import Hardware
 from node.island.auto_mesh import need_of, node_bytes
 from node.island.mesh_shape import MeshShape
-from node.placement import mesh_for, refuse_what_cannot_work
+from node.machine.gpus import Gpu
+from node.machine.hardware import Hardware
+from node.machine.placement import mesh_for, refuse_what_cannot_work
 from protocol.errors import ConfigError
 from protocol.run_spec import InnerSection, ModelSection, RunSpec
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from node.duties.round_times import RoundTimes
 from node.island.island import InnerReport
-from node.round_times import RoundTimes
 
 
 def report_of(

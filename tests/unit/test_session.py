@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from node.coordinator_events import EvaluationAsked, Event
-from node.coordinator_link import Attachment
 from node.exchange.reports import Held, Report
-from node.session import LEAVE_SECONDS, MOST_REPORTS, Session
+from node.link.calls import Attachment
+from node.link.events import EvaluationAsked, Event
+from node.link.session import LEAVE_SECONDS, MOST_REPORTS, Session
 from protocol.channel import RETRY_CAP_SECONDS
 from protocol.errors import (
     AtollError,

@@ -31,7 +31,7 @@ from node.outer_state import Layout
 from protocol.errors import SystemRefusedError
 from protocol.files import make_folder
 from protocol.payload import Payload
-from protocol.rounds import Commit, Digest
+from protocol.rounds import Commit
 from protocol.run_spec import RunSpec
 
 log = structlog.get_logger()
@@ -100,12 +100,6 @@ class StateOnDisk:
                 next_step="free some space on that disk, or move the node's folder to another",
             )
         return max(0, needed - held)
-
-    def newest(
-        self, run_digest: Digest, layout_digest: Digest
-    ) -> tuple[Snapshot, Owed | None] | None:
-        """See SnapshotFolder.load_newest."""
-        return self.snapshots.load_newest(run_digest, layout_digest)
 
     def resume(self, outer: Outer, kept: tuple[Snapshot, Owed | None]) -> None:
         """Takes up a snapshot, and what followed on it as far as results are there. Heavy."""

@@ -1,17 +1,17 @@
 """Which mesh a node's ranks form, or why they cannot: said before torch is loaded, with the numbers.
 
-Pure. Asked twice: with what the system says of its devices (node.hardware), and with what torch says
+Pure. Asked twice: with what the system says of its devices (node.machine.hardware), and with what torch says
 once it is there (node.assembly), which may be less.
 """
 
 from dataclasses import replace
 
 from node.config import NodeSettings
-from node.hardware import Hardware, least_free_bytes, likely_devices
 from node.island.auto_mesh import Choice, check_memory, check_node_memory, choose, node_bytes
 from node.island.combinations import check_combination
 from node.island.devices import check_offload, kind_of
 from node.island.mesh_shape import check_batch, check_shape
+from node.machine.hardware import Hardware, least_free_bytes, likely_devices
 from protocol.run_spec import RunSpec
 
 

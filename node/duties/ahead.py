@@ -7,8 +7,8 @@ a time, so whoever needs them for something else pauses this first.
 import asyncio
 from collections.abc import Callable
 
+from node.duties.lasting_island import LastingIsland
 from node.island.island import InnerWork, Progress
-from node.lasting_island import LastingIsland
 
 
 class Ahead:

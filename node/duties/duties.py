@@ -1,26 +1,26 @@
 """What a node does one thing after the other: takes part in rounds, applies commits, catches up.
 
 The island and the outer state are never in two rounds at once: events that ask for something wait
-here for their turn. What they are is in node.work; how they come is the daemon's business.
+here for their turn. What they are is in node.duties.work; how they come is the daemon's business.
 """
 
 import asyncio
 
 import structlog
 
-from node.ahead import Ahead
-from node.coordinator_events import EvaluationAsked, RefetchAsked, RoundCommitted, RunFinished
+from node.duties.ahead import Ahead
+from node.duties.exchange_time import ExchangeTime
+from node.duties.lasting_island import LastingIsland
+from node.duties.planned_work import counted, counted_anew, trained_of, work_ahead_of, work_of
+from node.duties.round_times import RoundTimes, Utilisation
+from node.duties.work import AheadFailed, CatchUpNeeded, PlanReceived, Work
 from node.exchange.exchange import Exchange
 from node.exchange.outer import Outer
 from node.exchange.reports import Applied, Evaluated, Leaving, Trained
-from node.exchange_time import ExchangeTime
 from node.history import History
 from node.island.island import Progress
-from node.lasting_island import LastingIsland
-from node.planned_work import counted, counted_anew, trained_of, work_ahead_of, work_of
-from node.round_times import RoundTimes, Utilisation
-from node.session import Session
-from node.work import AheadFailed, CatchUpNeeded, PlanReceived, Work
+from node.link.events import EvaluationAsked, RefetchAsked, RoundCommitted, RunFinished
+from node.link.session import Session
 from protocol.rounds import Assignment, Commit, NodeId
 from protocol.wire_count import WireCounts, WireTotals, grown
 

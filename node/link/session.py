@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import structlog
 
-from node.coordinator_events import Event
-from node.coordinator_link import Announcement, Attachment, CoordinatorLink, Vitals
 from node.exchange.reports import Report
+from node.link.calls import Announcement, Attachment, CoordinatorLink, Vitals
+from node.link.events import Event
 from protocol.channel import RETRY_CAP_SECONDS
 from protocol.errors import AtollError, TemporaryError, UnavailableError
 from protocol.rounds import Commit

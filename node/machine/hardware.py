@@ -9,9 +9,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from node.gpus import Gpu, has_driver
 from node.island.devices import check_choice
 from node.island.free_memory import free_bytes
+from node.machine.gpus import Gpu, has_driver
 from protocol.errors import ConfigError
 
 _ASKING_SECONDS = 60.0  # a driver that has just been loaded takes some
@@ -37,7 +37,7 @@ def look_around(choice: str, root: Path = Path("/")) -> Hardware:
         return Hardware(memory_bytes=memory, gpus=())
     if not has_driver():
         return Hardware(memory_bytes=memory, gpus=None if _has_others(root) else ())
-    return _of_answer(_asked([sys.executable, "-m", "node.gpus"]), memory)
+    return _of_answer(_asked([sys.executable, "-m", "node.machine.gpus"]), memory)
 
 
 def _asked(program: list[str], seconds: float = _ASKING_SECONDS) -> str:

@@ -1,6 +1,6 @@
 """Which GPUs CUDA shows, asked of the driver's own library: seconds before torch could say so.
 
-A program of its own (python -m node.gpus prints JSON), so that the context which free memory can only
+A program of its own (python -m node.machine.gpus prints JSON), so that the context which free memory can only
 be asked through is gone with it, and the daemon never holds one. Tested with a driver that is made
 up, never with a GPU.
 """

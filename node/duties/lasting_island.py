@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import structlog
 
-from node.exchange_time import ExchangeTime
+from node.duties.exchange_time import ExchangeTime
 from node.island.faults import RankDiedError, RankHungError
 from node.island.island import Evaluation, InnerReport, InnerWork, Island, Progress
 from protocol.rounds import CorpusSummary

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from node.coordinator_events import EvaluationAsked, RefetchAsked, RoundCommitted, RunFinished
+from node.link.events import EvaluationAsked, RefetchAsked, RoundCommitted, RunFinished
 from protocol.rounds import Plan
 
 

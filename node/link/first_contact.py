@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
-from node.coordinator_link import CoordinatorLink
+from node.link.calls import CoordinatorLink
 from protocol.channel import retried
 from protocol.errors import AtollError
 from protocol.run_spec import RunSpec
