@@ -5,6 +5,7 @@ here for their turn. What they are is in node.duties.work; how they come is the 
 """
 
 import asyncio
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -12,7 +13,7 @@ from node.duties.ahead import Ahead
 from node.duties.exchange_time import ExchangeTime
 from node.duties.lasting_island import LastingIsland
 from node.duties.planned_work import counted, counted_anew, trained_of, work_ahead_of, work_of
-from node.duties.round_times import RoundTimes, Utilisation
+from node.duties.round_times import RoundTimes
 from node.duties.work import AheadFailed, CatchUpNeeded, PlanReceived, Work
 from node.exchange.exchange import Exchange
 from node.exchange.outer import Outer
@@ -23,6 +24,9 @@ from node.link.events import EvaluationAsked, RefetchAsked, RoundCommitted, RunF
 from node.link.session import Session
 from protocol.rounds import Assignment, Commit, NodeId
 from protocol.wire_count import WireCounts, WireTotals, grown
+
+if TYPE_CHECKING:
+    from node.link.utilisation import Utilisation
 
 log = structlog.get_logger()
 

@@ -4,10 +4,10 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from node.duties.round_times import Utilisation
 from node.exchange.reports import Applied, Evaluated, Held, Leaving, Reduced, Report, Trained
 from node.exchange.transport.rates.link_rates import UNMEASURED, LinkRates
 from node.link.events import Event, Members, event_from_wire
+from node.link.utilisation import Utilisation
 from protocol import convert
 from protocol.errors import ProtocolMismatchError
 from protocol.rounds import (

@@ -11,11 +11,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from coordinator.services.deliveries import delivery_to_wire
 from coordinator.streams import Delivery, RosterDiffers, RosterNow
 from coordinator.swarm import actions
-from node.duties.round_times import Utilisation
 from node.exchange.reports import Applied, Evaluated, Held, Reduced, Report, Trained
 from node.exchange.transport.rates.link_rates import LinkRates
 from node.link import events
 from node.link.calls import Announcement, CoordinatorLink, Vitals
+from node.link.utilisation import Utilisation
 from protocol import convert
 from protocol.errors import ConfigError, ProtocolMismatchError
 from protocol.rounds import Commit, Contributor, Digest, PeerAddress, RosterEntry

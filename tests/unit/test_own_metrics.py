@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from node.daemon import NodeFacts
-from node.duties.round_times import Utilisation
+from node.link.utilisation import Utilisation
 from node.own_metrics import own_metrics
 from protocol.errors import SystemRefusedError
 from protocol.web.node_metrics import NODE_METRICS, PARTS
