@@ -28,7 +28,7 @@ from node.hosts.leading import HostsIsland
 from node.hosts.rendezvous import interface_of
 from node.hosts.token import LeaderKey
 from node.island.auto_mesh import DeviceKind
-from node.island.checkpoints import CHECKPOINTS_FOLDER, CheckpointFolder
+from node.island.checkpoints import CHECKPOINTS_FOLDER, CheckpointFolder, moments_bytes
 from node.island.devices import kind_of
 from node.island.first_weights import initial_parameters
 from node.island.island import Island
@@ -37,6 +37,7 @@ from node.island.layout import layout_of
 from node.island.mesh_shape import MeshShape
 from node.island.usable_devices import UsableDevices, usable_devices
 from node.link.calls import CoordinatorLink
+from node.machine.disk import seconds_between
 from node.machine.hardware import Hardware, likely_devices
 from node.machine.placement import mesh_for, num_ranks_of
 from node.newest import keep_run
@@ -170,6 +171,7 @@ def _checkpoints_of(
         run_digest=spec.digest(),
         layout_digest=layout.summary().digest,
         every_rounds=settings.checkpoint_every_rounds,
+        least_seconds=seconds_between(moments_bytes(layout.num_elements) // settings.hosts),
         num_hosts=settings.hosts,
     )
     checkpoints.require_room(

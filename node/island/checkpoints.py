@@ -86,6 +86,11 @@ class Loaded:
     passed_bytes: int = 0  # that ranks of all hosts got from other hosts' disks
 
 
+def moments_bytes(num_elements: int) -> int:
+    """What the inner optimizer's state takes, without headers."""
+    return _ELEMENT_BYTES * num_elements
+
+
 class NoCheckpointError(ValueError):
     """A folder that is none, or a damaged one, or one of another run; or parts that are no whole."""
 
@@ -98,7 +103,10 @@ class CheckpointFolder:
     run_digest: Digest
     layout_digest: Digest
     every_rounds: int
-    """After how many rounds that the node trained in another one is written."""
+    """After how many rounds that the node trained in another one is written …"""
+
+    least_seconds: float = 0.0
+    """… and no sooner than so long after the one before."""
 
     num_hosts: int = 1
     """Of the island: one alone cannot read parts, as the others are not there."""
@@ -110,7 +118,7 @@ class CheckpointFolder:
         the same disk.
         """
         make_folder(self.path)
-        one = _ELEMENT_BYTES * num_elements + _PART_BYTES * num_parts
+        one = moments_bytes(num_elements) + _PART_BYTES * num_parts
         held = sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
         disk = os.statvfs(self.path)
         free = max(0, disk.f_bavail * disk.f_frsize - besides_bytes)

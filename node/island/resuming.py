@@ -4,6 +4,8 @@ Reading and cutting it is node.island.checkpoint_writer's, in the ranks.
 """
 
 import asyncio
+import math
+import time
 from collections.abc import Awaitable, Callable, Iterable
 
 import structlog
@@ -22,11 +24,18 @@ Load = Callable[[Checkpoint], Awaitable[Loaded]]
 class Resuming:
     """The checkpoints of an island over its ranks' lives. Without a folder there are none."""
 
-    def __init__(self, folder: CheckpointFolder | None, spec: RunSpec) -> None:
+    def __init__(
+        self,
+        folder: CheckpointFolder | None,
+        spec: RunSpec,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.folder = folder
         self._spec = spec
+        self._clock = clock
         self._is_at_zero = True
         self._rounds_since_kept = 0
+        self._kept_until = -math.inf  # by the clock: none is due before
 
     async def resume(self, load: Load, among: Iterable[Checkpoint] | None = None) -> None:
         """Takes the newest checkpoint that loads. A rank that dies of it must not meet it again.
@@ -37,7 +46,7 @@ class Resuming:
         if self.folder is None:
             return
         # The first round from here on is kept: what is there may be old, or nothing.
-        self._rounds_since_kept = self.folder.every_rounds - 1
+        self._rounds_since_kept, self._kept_until = self.folder.every_rounds - 1, -math.inf
         await asyncio.to_thread(self.folder.remove_unfinished)
         checkpoints = self.folder.whole() if among is None else iter(among)
         while checkpoint := await asyncio.to_thread(next, checkpoints, None):
@@ -72,9 +81,11 @@ class Resuming:
         if self.folder is None:
             return None
         self._rounds_since_kept += 1
-        if self._rounds_since_kept < self.folder.every_rounds:
+        is_soon = self._rounds_since_kept < self.folder.every_rounds
+        if is_soon or self._clock() < self._kept_until:
             return self.folder if is_last else None
         self._rounds_since_kept = 0
+        self._kept_until = self._clock() + self.folder.least_seconds
         return self.folder
 
     def tell_of_keeping(self, round: int, kept: Kept) -> None:

@@ -9,9 +9,9 @@ import pytest
 from benchmarks.simulated_coordinator import Outage
 from benchmarks.simulation import Life, SimulatedNode, SimulatedRun, simulate
 from coordinator.swarm.ledger import num_samples_of
-from node.exchange.state import on_disk
 from node.exchange.transport.memory import MemoryNetwork
 from node.island.corpus import Corpus, read_corpus
+from node.machine import disk
 from tests.tiny_runs import tiny
 
 DEADLINES = {"train": 20, "contribute": 30, "commit": 40, "apply": 10, "lease": 15}
@@ -31,7 +31,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 def disk_pace(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Disks are fast enough for everything, or nothing is written that need not be."""
     if request.param == "results between snapshots":
-        monkeypatch.setattr(on_disk, "BYTES_PER_SECOND", 1.0)
+        monkeypatch.setattr(disk, "BYTES_PER_SECOND", 1.0)
 
 
 def assert_sound(run: SimulatedRun, *, rounds: int) -> None:

@@ -1,6 +1,7 @@
 """Which checkpoints there are, which are read, and how ranks come to one when they start."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -154,6 +155,24 @@ async def test_a_start_goes_on_from_the_newest_that_loads_and_says_so(
         "inner optimizer goes on from its checkpoint",
     ]
     assert (lines[0]["why"], lines[1]["round"]) == ("it does not fit", 1)
+
+
+async def test_a_checkpoint_comes_after_so_many_rounds_but_no_sooner_than_the_disk_is_spared(
+    folder: CheckpointFolder,
+) -> None:
+    now = 0.0
+    spared = replace(folder, every_rounds=3, least_seconds=100.0)
+    resuming = Resuming(spared, RunSpec(), clock=lambda: now)
+    await resuming.resume(Ranks().load)
+    kept = []
+    for second in range(0, 400, 20):
+        now = float(second)
+        if resuming.folder_if_due(is_last=False):
+            kept.append(second)
+    assert kept == [0, 100, 200, 300]  # every third round would be 60 seconds apart
+    assert resuming.folder_if_due(is_last=True) is spared
+    await resuming.resume(Ranks().load)  # ranks that died: what is there may be of long ago
+    assert resuming.folder_if_due(is_last=False) is spared
 
 
 async def test_a_start_without_any_says_so_and_that_learning_rates_rise(

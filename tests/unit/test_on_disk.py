@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.exchange.state import on_disk
-from node.exchange.state.on_disk import StateOnDisk, rounds_between
+from node.exchange.state.on_disk import LONGEST_ROUNDS, StateOnDisk, rounds_between
 from node.exchange.state.snapshot import snapshot_bytes
 from node.exchange.transport.transport import WantManifest, WantResult
 from node.history import History
+from node.machine import disk
 from protocol.errors import SystemRefusedError
 from protocol.rounds import Commit, NodeId
 from tests.unit.exchange_scene import NUM_ELEMENTS, A, B, Scene, in_virtual_time
@@ -22,7 +22,7 @@ from tests.unit.exchange_scene import NUM_ELEMENTS, A, B, Scene, in_virtual_time
 @pytest.fixture
 def slow_disks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A snapshot only where nothing else will do."""
-    monkeypatch.setattr(on_disk, "BYTES_PER_SECOND", 1.0)
+    monkeypatch.setattr(disk, "BYTES_PER_SECOND", 1.0)
 
 
 async def swarm_on(folder: Path) -> Scene:
@@ -249,20 +249,20 @@ def test_snapshots_are_as_rare_as_they_must_be_and_no_rarer(
     assert every & (every - 1) == 0
     if every > 1:  # results stay below half a snapshot, and what is owed is on disk within an hour
         assert every * result_bytes / rounds <= snapshot_bytes(num_elements) / 2
-        assert every * seconds / rounds <= on_disk.LONGEST_SECONDS * 1.001
-    is_most = every == on_disk._LONGEST_ROUNDS
+        assert every * seconds / rounds <= disk.LONGEST_SECONDS * 1.001
+    is_most = every == LONGEST_ROUNDS
     rate = snapshot_bytes(num_elements) * rounds / (2 * every * max(seconds, 1e-9))
-    is_slow = rate < on_disk.BYTES_PER_SECOND
+    is_slow = rate < disk.BYTES_PER_SECOND
     is_full = 2 * every * max(result_bytes, 1) / rounds > snapshot_bytes(num_elements) / 2
-    is_old = 2 * every * seconds / rounds > on_disk.LONGEST_SECONDS
+    is_old = 2 * every * seconds / rounds > disk.LONGEST_SECONDS
     assert is_most or is_slow or is_full or is_old  # twice as rare would be too rare, or needless
 
 
 def test_the_disk_needs_room_for_three_snapshots_and_the_results_between(tmp_path: Path) -> None:
-    disk = StateOnDisk(tmp_path / "snapshots", history=History(None))
-    disk.require_room(NUM_ELEMENTS, 100)
+    state = StateOnDisk(tmp_path / "snapshots", history=History(None))
+    state.require_room(NUM_ELEMENTS, 100)
     with pytest.raises(SystemRefusedError, match=r"need 64,000,000,000,016,392 bytes in .*: they"):
-        disk.require_room(10**15, 4)
+        state.require_room(10**15, 4)
     with pytest.raises(SystemRefusedError, match=r"need 80,000,000,000,012,288 bytes in .*: they"):
-        disk.require_room(10**15, 2 * 10**15)
-    assert list(disk.path.iterdir()) == []
+        state.require_room(10**15, 2 * 10**15)
+    assert list(state.path.iterdir()) == []

@@ -27,6 +27,7 @@ from node.exchange.state.snapshot import (
     snapshot_bytes,
 )
 from node.history import KEPT_BYTES, History
+from node.machine.disk import seconds_between
 from node.outer_state import Layout
 from protocol.errors import SystemRefusedError
 from protocol.files import make_folder
@@ -36,13 +37,8 @@ from protocol.run_spec import RunSpec
 
 log = structlog.get_logger()
 
-BYTES_PER_SECOND = 20e6
-"""So fast snapshots are written at most, on average: 600 TB a year, what a consumer's SSD endures."""
-
-LONGEST_SECONDS = 3600.0
-"""A snapshot is written after so long at the latest: at a crash a node loses what encoding left out since."""
-
-_LONGEST_ROUNDS = 1 << 20
+LONGEST_ROUNDS = 1 << 20
+"""More lie between snapshots only where rounds take no time at all."""
 
 
 def rounds_between(*, num_elements: int, rounds: int, seconds: float, result_bytes: int) -> int:
@@ -52,9 +48,9 @@ def rounds_between(*, num_elements: int, rounds: int, seconds: float, result_byt
     power of two, for a joiner can fetch a round's state from all nodes that have a snapshot of it.
     """
     whole = snapshot_bytes(num_elements)
-    by_time = min(whole / BYTES_PER_SECOND, LONGEST_SECONDS) * rounds / max(seconds, 1e-9)
+    by_time = seconds_between(whole) * rounds / max(seconds, 1e-9)
     by_bytes = whole / 2 * rounds / max(result_bytes, 1)
-    most = int(min(by_time, by_bytes, _LONGEST_ROUNDS))
+    most = int(min(by_time, by_bytes, LONGEST_ROUNDS))
     return 1 << max(0, most.bit_length() - 1)
 
 
