@@ -14,7 +14,6 @@ import structlog
 
 from node.config import HISTORY_FILE, SNAPSHOTS_FOLDER, NodeSettings
 from node.daemon import Daemon, NodeFacts
-from node.doctor.kernel import congestion_control
 from node.duties.exchange_time import ExchangeTime
 from node.exchange.codecs.compiled import remove_unused_kernels
 from node.exchange.codecs.tiles import Tiles, threads_beside
@@ -39,6 +38,7 @@ from node.island.usable_devices import UsableDevices, usable_devices
 from node.link.calls import CoordinatorLink
 from node.machine.disk import seconds_between
 from node.machine.hardware import Hardware, likely_devices
+from node.machine.kernel import congestion_control
 from node.machine.placement import mesh_for, num_ranks_of
 from node.newest import keep_run
 from node.outer_state import Layout, SharedVectors

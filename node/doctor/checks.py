@@ -15,8 +15,8 @@ from pathlib import Path
 from node.app import OPEN_FILES_PER_RANK, OWN_OPEN_FILES
 from node.config import NodeSettings
 from node.doctor.findings import Finding, wrong
-from node.doctor.kernel import congestion_control
 from node.machine.hardware import Hardware, likely_devices, look_around
+from node.machine.kernel import congestion_control
 from node.machine.placement import num_ranks_of
 from protocol import console
 from protocol.credentials import LINK_FILE, Credentials

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from node.doctor.findings import Finding
-
-SETTINGS = Path("/proc/sys")
+from node.machine.kernel import SETTINGS, congestion_control, setting
 
 ABOUT = "kernel"
 
@@ -49,7 +48,7 @@ def kernel_findings(root: Path = SETTINGS) -> list[Finding]:
 
 def _slow_start(root: Path) -> Iterator[Finding]:
     name = "net.ipv4.tcp_slow_start_after_idle"
-    if _read(root, name) == "1":
+    if setting(name, root) == "1":
         yield Finding(
             about=ABOUT,
             verdict="advice",
@@ -62,7 +61,7 @@ def _slow_start(root: Path) -> Iterator[Finding]:
 def _buffers(root: Path) -> Iterator[Finding]:
     needed_bytes = FAST_BITS_PER_SECOND * LONG_ROUND_TRIP_SECONDS / 8
     for name, (moved, smaller) in _BUFFERS.items():
-        *_, most = (_read(root, name) or "").split() or [""]
+        *_, most = (setting(name, root) or "").split() or [""]
         if most.isdigit() and int(most) < needed_bytes:
             mbit = 8 * int(most) / LONG_ROUND_TRIP_SECONDS / 1e6
             yield Finding(
@@ -76,14 +75,9 @@ def _buffers(root: Path) -> Iterator[Finding]:
             )
 
 
-def congestion_control(root: Path = SETTINGS) -> str | None:
-    """TCP's, for connections that name none, as all of a node's."""
-    return _read(root, "net.ipv4.tcp_congestion_control")
-
-
 def _congestion_control(root: Path) -> Iterator[Finding]:
     used = congestion_control(root)
-    there = (_read(root, "net.ipv4.tcp_available_congestion_control") or "").split()
+    there = (setting("net.ipv4.tcp_available_congestion_control", root) or "").split()
     if used is None:
         return
     if used == "bbr":
@@ -93,11 +87,3 @@ def _congestion_control(root: Path) -> Iterator[Finding]:
         load = "" if "bbr" in there else "sudo modprobe tcp_bbr && "
         next_step = f"{load}sudo sysctl -w net.ipv4.tcp_congestion_control=bbr; {_KEPT}"
     yield Finding(about=ABOUT, verdict="note", what=what, next_step=next_step)
-
-
-def _read(root: Path, name: str) -> str | None:
-    """A setting; None where this kernel has none of the name, or does not show it."""
-    try:
-        return (root / name.replace(".", "/")).read_text().strip()
-    except OSError:
-        return None

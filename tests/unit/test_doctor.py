@@ -10,9 +10,10 @@ from node.config import NodeSettings
 from node.doctor import checks
 from node.doctor.command import as_json, line_of, run_doctor, summary_of
 from node.doctor.findings import Finding, exit_code_of, wrong
-from node.doctor.kernel import LARGE_BUFFER_BYTES, congestion_control, kernel_findings
+from node.doctor.kernel import LARGE_BUFFER_BYTES, kernel_findings
 from node.machine.gpus import Gpu
 from node.machine.hardware import Hardware
+from node.machine.kernel import congestion_control
 from protocol.errors import ConfigError, ExitCode, SystemRefusedError
 from protocol.folder_lock import FolderLock
 
