@@ -63,7 +63,6 @@ class Exchange:
         self._context = context
         self._transport = transport
         self._disk = disk
-        self._history = history
         self._heavy = heavy
         self._report = report
         self._held = HeldResults()

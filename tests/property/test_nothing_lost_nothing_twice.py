@@ -5,6 +5,8 @@ Each node works on elements of its own, so that what a commit took of it shows i
 
 import asyncio
 from itertools import combinations
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.exchange import held_results
+from node.exchange.state import on_disk
 from node.outer_state import Vector
 from protocol.rounds import NodeId, Plan
 from tests.unit.exchange_scene import (
@@ -36,6 +39,7 @@ ROUND = st.fixed_dictionaries(
         "acts": st.fixed_dictionaries({A: STEADY, B: FICKLE, C: FICKLE}),
         "tokens": st.fixed_dictionaries({n: st.integers(1, TOKENS) for n in OWN}),
         "void": st.sets(st.integers(0, 2), max_size=2),
+        "dies": st.sets(st.sampled_from([A, B, C]), max_size=2),
     }
 )
 
@@ -69,7 +73,24 @@ async def test_what_was_taken_and_what_is_owed_are_all_that_was_done(
     monkeypatch: pytest.MonkeyPatch, kept_rounds: int, rounds: list[dict]
 ) -> None:
     monkeypatch.setattr(held_results, "KEPT_ROUNDS", kept_rounds)
-    scene = await Scene.of(A, B, C)
+    await live(await Scene.of(A, B, C), rounds)
+
+
+@pytest.mark.parametrize("kept_rounds", [0, 16])
+@examples(150)
+@given(rounds=st.lists(ROUND, min_size=1, max_size=6))
+@in_virtual_time
+async def test_so_they_are_where_nodes_are_killed_that_write_snapshots_only_where_they_must(
+    monkeypatch: pytest.MonkeyPatch, kept_rounds: int, rounds: list[dict]
+) -> None:
+    monkeypatch.setattr(held_results, "KEPT_ROUNDS", kept_rounds)
+    monkeypatch.setattr(on_disk, "rounds_between", lambda **_: 1 << 20)
+    with TemporaryDirectory(dir="/dev/shm") as folder:
+        await live(await Scene.of(A, B, C, folder=Path(folder)), rounds)
+
+
+async def live(scene: Scene, rounds: list[dict]) -> None:
+    """Goes through the rounds, and adds up. Where there are disks, nodes die once a round is saved."""
     nodes = scene.nodes
     done = {n: np.zeros(NUM_ELEMENTS) for n in nodes}
     taken = {n: np.zeros(NUM_ELEMENTS) for n in nodes}
@@ -100,6 +121,11 @@ async def test_what_was_taken_and_what_is_owed_are_all_that_was_done(
                 await nodes[n].exchange.apply(commit)
         for n in nodes:
             taken[n] += taken_by_last(scene, plan, nodes[A].parameters - before, n)
+        for n, node in sorted(nodes.items()):
+            if node.disk is not None and node.outer.round == number:
+                await node.exchange.save()
+                if n in drawn["dies"]:
+                    assert (await scene.add(n)).outer.digest == node.outer.digest
     for n in nodes:
         await nodes[n].exchange.catch_up(len(rounds))
     assert len({node.outer.digest for node in nodes.values()}) == 1

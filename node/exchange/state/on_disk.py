@@ -1,9 +1,9 @@
 """What a node keeps of its outer state on disk: a snapshot now and then, each round's results between.
 
-A snapshot has 16 bytes a parameter, a round's results a sixteenth of that or less: to write a snapshot
-after every round would wear out an SSD in weeks. The results of the rounds since lead from one to the
-newest state, to the same bits. What the node owed at a snapshot is then still owed where no round has
-taken it. Inner steps that a round did not take are on the disk at once, for they bring a snapshot.
+A snapshot has 16 bytes a parameter, a round's results half a byte with int4: to write a snapshot after
+every round would wear out an SSD in weeks. The results of the rounds since lead from one to the newest
+state, to the same bits. What the node owed at a snapshot is then still owed where no round has taken it.
+Inner steps that a round did not take are on the disk at once, for they bring a snapshot.
 """
 
 import os
