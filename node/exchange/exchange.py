@@ -18,7 +18,6 @@ from node.exchange.round import ExchangeRound
 from node.exchange.state.catch_up import CatchUp
 from node.exchange.state.donor import Donor, State
 from node.exchange.state.on_disk import StateOnDisk
-from node.exchange.state.snapshot import SnapshotError, SnapshotFolder
 from node.exchange.transport.transport import (
     Admission,
     TransferRefusedError,
@@ -30,7 +29,6 @@ from node.exchange.transport.transport import (
 )
 from node.heavy import Heavy
 from node.history import History
-from protocol.errors import AtollError
 from protocol.payload import Payload, PayloadHeader
 from protocol.rounds import Commit, Digest, NodeId, Plan, RosterEntry
 
@@ -246,9 +244,9 @@ class Exchange:
 
     async def _opened_state(self, want: WantManifest) -> State | None:
         """The newest state that is asked for: from disk, or copied where there is no folder."""
-        if self._disk is not None:
-            snapshots = self._disk.snapshots
-            opened = await self._heavy(partial(_newest_of, snapshots, want))
+        disk = self._disk
+        if disk is not None:
+            opened = await self._heavy(partial(disk.opened, want.includes))
             if opened is not None:
                 return opened
         if self._lock.locked():
@@ -256,25 +254,11 @@ class Exchange:
         async with self._lock:
             if not want.includes(self.outer.round):
                 return None
-            if self._disk is None:
+            if disk is None:
                 return await self._heavy(self.outer.snapshot)
-            try:
-                await self._heavy(partial(self._disk.save_whole, self.outer))
-            except AtollError as error:
-                log.warning("no snapshot for a joiner", round=self.outer.round, why=str(error))
-                return None
-            return await self._heavy(partial(_newest_of, snapshots, want))
+            return await self._heavy(partial(disk.written_and_opened, self.outer))
 
     def _oldest_useful_round(self) -> int:
         """After earlier states there may soon be no results to replay."""
         newest_files = [] if self._disk is None else self._disk.snapshots.rounds()[:1]
         return min([self.outer.round - KEPT_ROUNDS // 2, *newest_files])
-
-
-def _newest_of(folder: SnapshotFolder, want: WantManifest) -> State | None:
-    for round in filter(want.includes, folder.rounds()):
-        try:
-            return folder.open(round)
-        except SnapshotError as error:
-            log.warning("a snapshot to be served does not open", round=round, why=str(error))
-    return None

@@ -21,15 +21,17 @@ from node.exchange.outer import Outer, Position
 from node.exchange.state.result_log import ResultLog
 from node.exchange.state.snapshot import (
     KEPT_FILES,
+    OpenSnapshot,
     Owed,
     Snapshot,
+    SnapshotError,
     SnapshotFolder,
     snapshot_bytes,
 )
 from node.history import KEPT_BYTES, History
 from node.machine.disk import seconds_between
 from node.outer_state import Layout
-from protocol.errors import SystemRefusedError
+from protocol.errors import AtollError, SystemRefusedError
 from protocol.files import make_folder
 from protocol.payload import Payload
 from protocol.rounds import Commit
@@ -156,6 +158,24 @@ class StateOnDisk:
         self._result_bytes = 0
         oldest_file = self.snapshots.rounds()[-1]
         self.results.forget_before(min(oldest_file, outer.round - held_results.KEPT_ROUNDS) + 1)
+
+    def opened(self, includes: Callable[[int], bool]) -> OpenSnapshot | None:
+        """The newest snapshot of such a round that opens, to be served."""
+        for round in filter(includes, self.snapshots.rounds()):
+            try:
+                return self.snapshots.open(round)
+            except SnapshotError as error:
+                log.warning("a snapshot to be served does not open", round=round, why=str(error))
+        return None
+
+    def written_and_opened(self, outer: Outer) -> OpenSnapshot | None:
+        """A snapshot of the state as it is, to be served; None where it cannot be written. Heavy."""
+        try:
+            self.save_whole(outer)
+        except AtollError as error:
+            log.warning("no snapshot to be served", round=outer.round, why=str(error))
+            return None
+        return self.opened(lambda round: round == outer.round)
 
     def _results_saved(self, position: Position, held: HeldResults) -> bool:
         """Writes what came since; whether it leads from what was durable to this position."""
