@@ -1,12 +1,25 @@
 """Every mesh trains as one process does, and publishes the same bytes for the same weights."""
 
 import math
+import multiprocessing
+import signal
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from mesh_scene import MODEL, STEPS, Figures, Outcome, spec_of, trained, with_muon
+from mesh_scene import (
+    MODEL,
+    STEPS,
+    Figures,
+    NativeCrashError,
+    Outcome,
+    spec_of,
+    tell_ends,
+    trained,
+    with_muon,
+)
 
 from node.island.first_weights import initial_parameters
 from node.island.forkserver import prepare_forkserver
@@ -296,3 +309,16 @@ def check_alike(
         parts = [len(part) for part in torch.empty(share).split(most or share)]
         times = MODEL.num_layers * (1 if local.activation_checkpointing == "none" else 2)
         assert passes == sorted(STEPS * times * parts)
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT])
+def test_only_what_native_code_ends_may_be_tried_again(number: int) -> None:
+    context = multiprocessing.get_context("forkserver")
+    crashed = context.Process(target=signal.raise_signal, args=(number,))
+    failed = context.Process(target=sys.exit, args=(1,))
+    for process in (crashed, failed):
+        process.start()
+    with pytest.raises(NativeCrashError, match=rf"ended with \[1, -{number}\]"):
+        tell_ends([failed, crashed], MeshShape())
+    with pytest.raises(pytest.fail.Exception, match=r"ended with \[1\]"):
+        tell_ends([failed], MeshShape())
