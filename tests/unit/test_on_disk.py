@@ -125,6 +125,13 @@ async def test_the_last_save_of_a_process_is_a_snapshot(tmp_path: Path) -> None:
     again = await scene.add(A)
     assert again.outer.round == 1
     np.testing.assert_array_equal(again.residual, owed)
+    await again.exchange.save()  # what comes to be owed without a round, as before a catch-up
+    before = again.outer.owing.published_of(0)
+    again.outer.owing._published[:] -= 1
+    again.outer.owing.add_published(0, before)
+    await again.exchange.save(is_last=True)
+    owed = again.residual
+    np.testing.assert_array_equal((await scene.add(A)).residual, owed)
     await scene.stop()
 
 

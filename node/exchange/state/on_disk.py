@@ -146,7 +146,7 @@ class StateOnDisk:
             if not leads_here or outer.owing.holds_work or self._is_due(outer):
                 self.save_whole(outer)
             self._durable = outer.position
-        if is_last and self._snapshot_round != outer.round:
+        if is_last and (self._snapshot_round != outer.round or outer.owing.holds_work):
             self.save_whole(outer)
 
     def save_whole(self, outer: Outer) -> None:
