@@ -4,54 +4,63 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.made-from-pyproject-and-constraints
+# What a run needs, and what development needs beside it.
+RUN := $(VENV)/.made-from-pyproject-and-constraints
+DEV := $(VENV)/.with-development-tools
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test nightly lint style types kernels generate clean
+.PHONY: help demo test nightly lint style types kernels generate tree clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(STAMP)  ## Train a small model with three nodes on this machine
+demo: $(RUN)  ## Train a small model with three nodes on this machine
 	$(BIN)/atoll demo $(ARGS)
 
-test: $(STAMP)  ## Check everything, then run all tests
+test: $(DEV)  ## Check everything, then run all tests
 	@$(MAKE) --no-print-directory --jobs 2 types style kernels
 	$(BIN)/pytest -n 2 $(ARGS)
 
-nightly: $(STAMP)  ## Run the property tests with 30 times as many examples, others each time
+nightly: $(DEV)  ## Run the property tests with 30 times as many examples, others each time
 	$(BIN)/pytest tests/property --hypothesis-profile=nightly $(ARGS)
 
 lint: style types  ## Check style, types, walls and generated code
 
-style: $(STAMP)
+style: $(DEV)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports
 	$(BIN)/python tools/generate_protocol.py --check
 
-types: $(STAMP)
+types: $(DEV)
 	$(BIN)/mypy
 
 # Else the first nodes of the tests would each compile them at the same time.
-kernels: $(STAMP)
+kernels: $(DEV)
 	$(BIN)/python tools/compile_kernels.py
 
-generate: $(STAMP)  ## Write protocol/v1 anew from proto/
+generate: $(DEV)  ## Write protocol/v1 anew from proto/
 	$(BIN)/python tools/generate_protocol.py
+
+tree:  ## Print what each file is for
+	@$(PYTHON) tools/tree.py
 
 clean:  ## Remove .venv and caches; demo folders stay
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
-$(STAMP): pyproject.toml constraints.txt
+$(RUN): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; \
 	  sys.exit(None if (3, 11) <= v < (3, 14) else \
 	    f"Atoll needs Python 3.11 to 3.13, and $(PYTHON) is {v[0]}.{v[1]}; name one: make PYTHON=python3.12")'
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --no-compile -c constraints.txt torch
-	$(BIN)/pip install --quiet --no-compile -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --no-compile -c constraints.txt -e .
 	@# What pip would do on one core. Some packages carry files that are not for this Python.
 	-@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib
+	@touch $@
+
+$(DEV): $(RUN)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@

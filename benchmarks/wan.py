@@ -24,7 +24,7 @@ middle of a round. `--set outer.learning_rate=0.7` changes the run file, for all
 Needs root. Prints tables and adds JSON lines to `--output`.
 
 A command that has measured a case prints the newest run of it again with `--report`, and draws it with
-`--report --figure docs/figures/wan.svg`.
+`--report --figure FILE`.
 """
 
 import argparse

@@ -15,11 +15,6 @@ from benchmarks.exchange_report import drawn as drawn_exchange
 from benchmarks.figures import Point, Stack, nice_ceiling, scattered, stacked_bars
 from benchmarks.island_memory import drawn as drawn_memory
 from benchmarks.island_memory import rows_of
-from benchmarks.wan import cases_of, chosen_case
-from benchmarks.wan import parser as wan_parser
-from benchmarks.wan_figure import drawn as drawn_wan
-from benchmarks.wan_figure import newest_run
-from benchmarks.wan_report import as_markdown, target_of
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -101,37 +96,6 @@ def test_exchanges_in_the_docs_are_drawn_from_the_results_beside_them(
     """Run 'python -m benchmarks.exchange --report RESULTS … --figure FIGURE' after either has changed."""
     rows = read_rows([DOCS / "results" / f"{name}.jsonl" for name in results])
     assert (DOCS / "figures" / f"{figure}.svg").read_text() == drawn_exchange(rows)
-
-
-def test_the_peers_in_the_docs_are_drawn_from_the_results_beside_them() -> None:
-    """Run the command that docs/performance.md names below the figure after either has changed."""
-    (command,) = re.findall(
-        r"python -m benchmarks\.wan (.*--report --figure docs/figures/wan\.svg)",
-        (DOCS / "performance.md").read_text(),
-    )
-    chosen = wan_parser().parse_args(command.split())
-    (case,) = cases_of(chosen)
-    meant = chosen_case(chosen, case)
-    lines = read_results(DOCS / "results" / "wan.jsonl")
-    rows = newest_run(lines, meant, chosen.contenders)
-    assert (DOCS / "figures" / "wan.svg").read_text() == drawn_wan(rows, meant, chosen.target)
-
-
-def test_the_tables_of_the_peers_in_the_docs_are_the_newest_runs_in_the_results() -> None:
-    """Run the same commands with --report after either has changed: they print these tables."""
-    page = (DOCS / "performance.md").read_text()
-    section = page[page.index("## Over slow links") : page.index("What follows is of earlier code")]
-    lines = read_results(DOCS / "results" / "wan.jsonl")
-    commands = re.findall(r"^    python -m benchmarks\.wan(.*)$", section, re.MULTILINE)
-    titles = set()
-    for command in commands:
-        chosen = wan_parser().parse_args(command.split())
-        (case,) = cases_of(chosen)
-        meant = chosen_case(chosen, case)
-        titles.add(meant.title())
-        rows = newest_run(lines, meant, chosen.contenders)
-        assert as_markdown(rows, target_of(rows), of=meant.title()) in page, command
-    assert len(titles) == 6
 
 
 @pytest.mark.parametrize("parts", [(1.0,), (1.0, 2.0, 3.0), (1.0, -0.1)])
