@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 
 from coordinator.database import DATABASE_NAME
 from coordinator.presets.cost import CODEC_COSTS
@@ -170,6 +170,31 @@ class CoordinatorConfig(Section):
             return cls.model_validate({k: v for k, v in values.items() if v is not None})
         except ValidationError as error:
             raise UsageError(_first_problem(error), next_step="choose another value") from error
+
+    @field_validator("advertise")
+    @classmethod
+    def _is_a_host_alone(cls, advertise: str) -> str:
+        host = advertise.partition("://")[2] or advertise
+        host = host.partition("/")[0]
+        name, _, port = host.rpartition(":")
+        if port.isdecimal() and (":" not in name or name.endswith("]")):
+            host = name
+        host = host.removeprefix("[").removesuffix("]")
+        if host != advertise:
+            raise ValueError(
+                f"not a host alone; leave out scheme, port and path: {host!r} (the ports are "
+                "control_port and enrolment_port)"
+            )
+        return advertise
+
+    @model_validator(mode="after")
+    def _ports_differ(self) -> Self:
+        if self.control_port == self.enrolment_port != 0:
+            raise ValueError(
+                f"control_port and enrolment_port are both {self.control_port}: joining and nodes need "
+                "a port each"
+            )
+        return self
 
     def with_changes(self, **values: str | int | None) -> Self:
         """The same, but for the values that are not None."""
@@ -380,6 +405,8 @@ def _first_problem(error: ValidationError) -> str:
     if problem["type"] == "extra_forbidden":
         return f"{key}: unknown key"
     message = problem["msg"].removeprefix("Value error, ")  # what pydantic says before ours
+    if not key:  # of several keys together
+        return message
     return f"{key} = {problem['input']!r}: {message[0].lower()}{message[1:]}"
 
 

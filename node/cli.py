@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from node.config import load_settings
+from node.config import load_settings, require_node_folder
 from protocol.credentials import Credentials, find_home
 from protocol.time_span import as_seconds
 
@@ -97,6 +97,7 @@ def start(folder: Path | None, waits: bool, log_json: bool, **settings: str | fl
     """
     home = find_home(folder)
     Credentials.load(home)  # a missing or damaged folder is told before the slow imports
+    require_node_folder(home)
     chosen = load_settings(home, **settings)
     from protocol.logging import start_logging
 
@@ -211,7 +212,9 @@ def export(out: Path, folder: Path | None) -> None:
     Example: atoll export ./model
     """
     from node.newest import newest_model
+    from protocol.logging import start_logging
 
+    start_logging(as_json=False)  # to standard error: a damaged snapshot is told there
     model = newest_model(find_home(folder))
     from node.export import export_model
 
@@ -244,7 +247,9 @@ def sample(folder: Path | None, prompt: str, num_bytes: int, temperature: float,
     Example: atoll sample --prompt "class " --bytes 500
     """
     from node.newest import newest_model
+    from protocol.logging import start_logging
 
+    start_logging(as_json=False)  # to standard error: a damaged snapshot is told there
     model = newest_model(find_home(folder))
     from node.island.generate import decoder_of, sample_text
 

@@ -9,10 +9,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
-from node.island.local_training import LocalTraining, Precision, Recomputing
+from node.island.local_training import Accumulating, LocalTraining, Precision, Recomputing
 from node.island.mesh_shape import MeshShape, ScheduleName
+from protocol.credentials import COORDINATOR_FILE
 from protocol.data_rate import bits_per_second_of
-from protocol.errors import ConfigError, UsageError
+from protocol.errors import ConfigError, NoInputError, UsageError
 from protocol.files import read_toml, write_atomically
 from protocol.run_spec import Section
 from protocol.web.address import web_address_of
@@ -69,9 +70,14 @@ offload = false
 # over several such parts. Fewer need less memory. 0 means all at once.
 micro_batch = 0
 
-# What matrix products are computed in: "fp32", "bf16", "fp16" (with loss scaling, for GPUs without
-# bf16), or "auto": bf16 on a GPU that has it, else fp32. Weights, sums of gradients and the loss stay
-# fp32.
+# What a rank with a shard of the model keeps between such parts: "sharded", its share of the gradients,
+# which ranks scatter after each part; or "whole", all of them, scattered once: faster, and 4 bytes for
+# each parameter of the model instead of a share of them.
+accumulate = "sharded"
+
+# What matrix products are computed in: "fp32"; "tf32" (fp32 with 10 bits behind the point, on NVIDIA's
+# GPUs since Ampere); "bf16"; "fp16" (with loss scaling, for GPUs without bf16); or "auto": bf16 on a GPU
+# that has it, else fp32. Weights, sums of gradients and the loss stay fp32.
 precision = "auto"
 
 # What the backward pass computes again instead of keeping it in memory: "none"; "selective" (all but
@@ -182,6 +188,7 @@ class NodeSettings(Section):
     microbatches: Annotated[int, Field(ge=0, le=1024)] = 0
     offload: bool = False
     micro_batch: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    accumulate: Accumulating = "sharded"
     precision: Precision = "auto"
     activation_checkpointing: Recomputing = "none"
     compile: bool = False
@@ -266,6 +273,7 @@ class NodeSettings(Section):
         """What the ranks are told of it."""
         return LocalTraining(
             micro_batch=self.micro_batch,
+            accumulate=self.accumulate,
             precision=self.precision,
             activation_checkpointing=self.activation_checkpointing,
             compile=self.compile,
@@ -288,6 +296,18 @@ def write_settings(folder: Path, *, name: str) -> None:
     if not path.exists():
         escaped = name.replace("\\", "\\\\").replace('"', '\\"')
         write_atomically(path, TEMPLATE.format(name=f'"{escaped}"').encode())
+
+
+def require_node_folder(folder: Path) -> None:
+    """Raises NoInputError for a folder without a node's identity."""
+    if (folder / IDENTITY_FILE).is_file():
+        return
+    is_coordinators = (folder / COORDINATOR_FILE).is_file()
+    what = "a coordinator's folder, not a node's" if is_coordinators else "not a node's folder"
+    raise NoInputError(
+        f"{folder} is {what}",
+        next_step="choose a node's with --dir DIR, or make one with 'atoll join INVITE --dir DIR'",
+    )
 
 
 def load_settings(folder: Path, **overrides: Any) -> NodeSettings:

@@ -9,8 +9,8 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from node.config import IDENTITY_FILE
-from protocol.errors import NoInputError, SystemRefusedError
+from node.config import SETTINGS_FILE, load_settings, require_node_folder
+from protocol.errors import SystemRefusedError
 from protocol.folder_lock import FolderLock
 
 GOODBYE_SECONDS = 20.0
@@ -22,8 +22,7 @@ def drain_node(folder: Path, *, within_seconds: float, say: Callable[[str], None
 
     When it has not ended within the limit it is signalled again, and leaves at once.
     """
-    if not (folder / IDENTITY_FILE).is_file():
-        raise NoInputError(f"{folder} is not a node's folder", next_step="choose it with --dir DIR")
+    require_node_folder(folder)
     process_id = FolderLock.holder_of(folder)
     try:
         process = -1 if process_id is None else os.pidfd_open(process_id)
@@ -32,10 +31,17 @@ def drain_node(folder: Path, *, within_seconds: float, say: Callable[[str], None
     # Looked at again: from here on the handle is that of the very process that holds the folder.
     if process_id is None or process < 0 or FolderLock.holder_of(folder) != process_id:
         raise SystemRefusedError(
-            f"no node runs in {folder}", next_step="choose its folder with --dir DIR"
+            f"no node runs in {folder}, so there is nothing to drain",
+            next_step="'ps' shows what runs; choose another folder with --dir DIR",
         )
     try:
         say(f"draining the node in {folder} (process {process_id}), {within_seconds:g} s at most")
+        own_seconds = load_settings(folder).drain_within
+        if own_seconds < within_seconds:
+            say(
+                f"its own limit is {own_seconds:g} s (drain_within in {folder / SETTINGS_FILE}, unless "
+                "it was started with --drain-within): it may leave sooner than asked"
+            )
         if _ends(process, signal.SIGTERM, within_seconds):
             return
         say("out of time: it leaves at once")

@@ -189,5 +189,6 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 def _cannot_write(out: Path, error: Exception) -> CannotCreateError:
     return CannotCreateError(
-        f"{out} cannot be written: {error}", next_step="name a folder that you can write"
+        f"{out} cannot be written: {getattr(error, 'strerror', None) or error}",
+        next_step="name a folder that you can write",
     )

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from node.config import SNAPSHOTS_FOLDER
+from node.config import SNAPSHOTS_FOLDER, require_node_folder
 from protocol.credentials import Credentials
 from protocol.errors import NoInputError
 from protocol.files import write_atomically
@@ -38,6 +38,7 @@ def newest_model(folder: Path) -> NewestModel:
     path = folder / RUN_FILE
     if not path.is_file():
         Credentials.load(folder)  # a folder that never joined is told so
+        require_node_folder(folder)
         raise _nothing_yet(folder)
     spec = run_from_json(path.read_text(encoding="utf-8"))
     # Only now, for torch comes with it.

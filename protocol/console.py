@@ -50,9 +50,7 @@ def run(command: click.Command, arguments: Sequence[str] | None = None) -> int:
         _complain(error.format_message())
         return ExitCode.NO_INPUT
     except click.ClickException as error:
-        context = getattr(error, "ctx", None)
-        path = context.command_path if context is not None else "atoll"
-        _complain(_as_sentence(error.format_message()), f"'{path} --help' lists what it takes")
+        _complain(_as_sentence(error.format_message()), _next_step_for_usage(error))
         return ExitCode.USAGE
     except (click.Abort, KeyboardInterrupt):
         return ExitCode.INTERRUPTED
@@ -69,6 +67,23 @@ def run(command: click.Command, arguments: Sequence[str] | None = None) -> int:
         return ExitCode.SYSTEM
     except Exception as error:
         return _blame_a_bug(error)
+
+
+def _next_step_for_usage(error: click.ClickException) -> str:
+    """What to type instead: some commands take their folder as --dir DIR, some as DIR."""
+    context: click.Context | None = getattr(error, "ctx", None)
+    if context is None:
+        return "'atoll --help' lists what it takes"
+    names = {option for each in context.command.params for option in each.opts}
+    if (
+        isinstance(error, click.NoSuchOption)
+        and error.option_name == "--dir"
+        and "directory" in names
+    ):
+        return f"name the folder alone: '{context.command_path} DIR'"
+    if "unexpected extra argument" in error.message and "--dir" in names:
+        return f"name the folder with --dir: '{context.command_path} --dir DIR'"
+    return f"'{context.command_path} --help' lists what it takes"
 
 
 def _blame_a_bug(error: Exception) -> int:
@@ -186,6 +201,32 @@ def table(
     for row in rows:
         drawn.add_row(*(Text(cell) for cell in row))
     return drawn
+
+
+def fitting(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    spare: Sequence[str],
+    width: int | None,
+) -> tuple[list[str], list[list[str]], list[str]]:
+    """What of a table fits a width: columns, rows, and the columns left out.
+
+    `spare` names columns that can go, the first to go first. None for the width keeps all.
+    """
+    gap = 2
+    widest = {
+        column: max(len(column), *(len(row[i]) for row in rows)) if rows else len(column)
+        for i, column in enumerate(columns)
+    }
+    left_out: list[str] = []
+    for column in spare:
+        kept = [name for name in columns if name not in left_out]
+        if width is None or sum(widest[name] + gap for name in kept) - gap <= width:
+            break
+        left_out.append(column)
+    places = [i for i, column in enumerate(columns) if column not in left_out]
+    return [columns[i] for i in places], [[row[i] for i in places] for row in rows], left_out
 
 
 def print_json(value: Mapping[str, object] | Sequence[object]) -> None:

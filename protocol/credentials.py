@@ -22,6 +22,9 @@ AUTHORITY_FILE = "ca.pem"
 CERTIFICATE_FILE = "client.pem"
 KEY_FILE = "client.key"
 
+COORDINATOR_FILE = "coordinator.toml"
+"""What only a coordinator's folder has."""
+
 HOME_VARIABLE = "ATOLL_DIR"
 
 
@@ -95,6 +98,12 @@ class Credentials:
         """Reads the folder; raises NoInputError when it has none, BadDataError when damaged."""
         link_path = directory / LINK_FILE
         if not link_path.is_file():
+            if (directory / COORDINATOR_FILE).is_file():
+                raise NoInputError(
+                    f"{directory} is a coordinator's folder, and its coordinator was never started",
+                    next_step=f"'atoll coordinator start {directory}'; a node has a folder of its own, "
+                    "which 'atoll join INVITE' makes",
+                )
             raise NoInputError(
                 f"no swarm joined in {directory}", next_step="join one with 'atoll join INVITE'"
             )

@@ -4,6 +4,7 @@ grpc and rich are imported where they are used: --help and usage errors do not w
 """
 
 import math
+import os
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from protocol import console
 from protocol.errors import AtollError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     import grpc
     from google.protobuf.message import Message
@@ -228,9 +229,30 @@ def nodes(is_json: bool, directory: Path | None) -> None:
         *("node", "id", "state", "device", "heard", "tokens", "link", "tcp", "time of a round"),
         *("mfu", "peak memory", "text", "version", "addresses"),
     )
-    console.terminal().print(console.table(columns, rows, right=("tokens",)))
+    spare = (
+        *("addresses", "peak memory", "tcp", "time of a round", "mfu", "version", "text", "link"),
+        *("device", "id"),
+    )
+    _print_fitting(columns, rows, spare=spare, right=("tokens",))
     if cut := cut_off(answer.nodes):
         console.terminal().print(cut)
+
+
+def _print_fitting(
+    columns: "Sequence[str]",
+    rows: "Sequence[Sequence[str]]",
+    *,
+    spare: "Sequence[str]",
+    right: "Sequence[str]",
+) -> None:
+    """Prints a table with the columns that a terminal has room for, and says which it has not."""
+    screen = console.terminal()
+    width = screen.width if screen.is_terminal or "COLUMNS" in os.environ else None
+    shown, cells, left_out = console.fitting(columns, rows, spare=spare, width=width)
+    screen.print(console.table(shown, cells, right=right))
+    if left_out:
+        names = ", ".join(name for name in columns if name in left_out)
+        screen.print(f"left out for the width: {names}; --json shows all")
 
 
 @click.command()
@@ -275,7 +297,7 @@ def rounds(limit: int, is_json: bool, directory: Path | None) -> None:
     ]
     columns = ("round", "nodes", "slices", "tokens", "sent", "took", "loss", "digest", "reason")
     right = ("round", "tokens", "sent", "took", "loss")
-    console.terminal().print(console.table(columns, rows, right=right))
+    _print_fitting(columns, rows, spare=("reason", "digest", "sent", "slices"), right=right)
 
 
 @click.command()

@@ -57,7 +57,8 @@ class RoundTimes:
             round=round_,
             tokens_per_second=report.tokens / report.seconds if report.seconds > 0 else 0.0,
             flops_per_second=flops_per_second,
-            mfu=flops_per_second / peak if peak else None,
+            # Above 1 the peak was measured while something else had the device: it says nothing.
+            mfu=flops_per_second / peak if peak and flops_per_second <= peak else None,
             peak_flops_per_second=peak,
             is_peak_measured=report.is_peak_measured,
             compute_share=inner_steps - (communication or 0.0),

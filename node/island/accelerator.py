@@ -4,8 +4,11 @@
 here has run on the last two.
 """
 
+import os
 import resource
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -33,6 +36,44 @@ def has_fast_bf16(device: torch.device) -> bool:
         return bool(torch.backends.mps.is_macos_or_newer(14, 0))
     with _module_of(device).device(device):
         return bool(_module_of(device).is_bf16_supported(including_emulation=False))
+
+
+def has_tf32(device: torch.device) -> bool:
+    """Whether the GPU's tensor cores take fp32: NVIDIA's since Ampere."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def bind_to_near_cores(device: torch.device, root: Path = Path("/")) -> None:
+    """Keeps the rank on the cores that are next to its GPU, where Linux says which those are.
+
+    Copies to a GPU of another socket cross the link between both. Cores that the process may not use
+    stay out of it; nothing changes where none are left.
+    """
+    if device.type != "cuda":
+        return
+    properties: Any = torch.cuda.get_device_properties(device)  # typed without its PCI place
+    place = (
+        f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:"
+        f"{properties.pci_device_id:02x}.0"
+    )
+    try:
+        listed = (root / "sys/bus/pci/devices" / place / "local_cpulist").read_text()
+    except OSError:
+        return  # not shown in a container, say
+    near = cores_of(listed) & os.sched_getaffinity(0)
+    if near:
+        os.sched_setaffinity(0, near)
+
+
+def cores_of(listed: str) -> set[int]:
+    """The kernel's lists of cores, such as "0-3,8"."""
+    cores: set[int] = set()
+    for part in filter(None, listed.strip().split(",")):
+        first, _, last = part.partition("-")
+        cores |= set(range(int(first), int(last or first) + 1))
+    return cores
 
 
 def name_of(device: torch.device) -> str:

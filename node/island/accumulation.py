@@ -1,9 +1,11 @@
 """Gradients of a batch, a few samples at a time: memory for fewer, the same sum but for rounding."""
 
 import contextlib
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,6 +18,7 @@ def accumulate_gradients(
     targets: Tensor,
     *,
     micro_batch: int,
+    keeps_whole_gradients: bool = False,
     dtype: torch.dtype = torch.float32,
     loss_scale: float = 1.0,
 ) -> Tensor:
@@ -25,14 +28,15 @@ def accumulate_gradients(
 
     `micro_batch` samples go through the model together, all for 0. A part counts by its tokens, so a
     last one that is smaller counts less. Ranks with copies of the model exchange gradients once,
-    with the last part; ranks that share one do so with each, as none could hold all gradients.
+    with the last part. Ranks that share one scatter them with each part, as none might hold all of
+    them, unless told that they can (`keeps_whole_gradients`).
     """
     rows = micro_batch or len(tokens)
     parts = list(zip(torch.split(tokens, rows), torch.split(targets, rows), strict=True))
     total = torch.zeros((), device=tokens.device)
     for i, part in enumerate(parts):
         is_last = i == len(parts) - 1
-        with contextlib.nullcontext() if is_last else _unsynchronised(objective):
+        with _synchronised(objective, is_last=is_last, keeps_whole=keeps_whole_gradients):
             with autocast(dtype, tokens.device):  # not around backward, which has its own dtypes
                 mean: Tensor = objective(*part)
             loss = mean * (part[1].numel() / targets.numel())
@@ -41,10 +45,17 @@ def accumulate_gradients(
     return total
 
 
-def _unsynchronised(objective: nn.Module) -> contextlib.AbstractContextManager[None]:
-    if isinstance(objective, DistributedDataParallel):
-        return objective.no_sync()
-    return contextlib.nullcontext()
+@contextlib.contextmanager
+def _synchronised(objective: nn.Module, *, is_last: bool, keeps_whole: bool) -> Iterator[None]:
+    """A part's forward and backward; what ranks need to tell each other once waits for the last."""
+    with contextlib.ExitStack() as within:
+        if isinstance(objective, DistributedDataParallel) and not is_last:
+            within.enter_context(objective.no_sync())
+        for module in objective.modules():
+            if isinstance(module, FSDPModule):
+                module.set_requires_all_reduce(is_last, recurse=False)  # over copies of all shards
+                module.set_requires_gradient_sync(is_last or not keeps_whole, recurse=False)
+        yield
 
 
 def plain(loss: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from node.island.combinations import check_combination, precision_on
+from node.island.combinations import check_combination
 from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh_shape import (
     VOCABULARY,
@@ -26,6 +26,7 @@ DeviceKind = Literal["cpu", "cuda", "xpu", "mps"]
 _VALUE_BYTES = 4
 _MOMENTS = {"adamw": 2, "muon": 1}  # Muon leaves some tensors to AdamW, which take more
 _PROCESS_BYTES = 100 << 20  # what a forked rank has of its own; a GPU's context was not measured
+_GPU_MARGIN, _GPU_BYTES = 1.15, 3_000_000_000  # beside a rank's tensors, of a GPU's memory
 _NODE_PROCESS_BYTES = 400 << 20
 """The daemon, p2pd, and the process that ranks are forked from, by docs/results/node-start.jsonl: all of
 a node's processes at their fullest start, 524 MB, less a rank's own."""
@@ -84,7 +85,7 @@ def need_of(shape: MeshShape, spec: RunSpec, local: LocalTraining = PLAIN) -> Ne
     gathered = 0 if of_parameters == 1 else 2 * per_layer // shape.tensor + table // shape.tensor
     return Need(
         parameters=_VALUE_BYTES * (values // of_parameters + gathered),
-        gradients=_VALUE_BYTES * (values // of_gradients),
+        gradients=_VALUE_BYTES * (values // (1 if local.accumulate == "whole" else of_gradients)),
         moments=_VALUE_BYTES * _MOMENTS[spec.inner.optimizer] * (values // of_moments),
         activations=_activation_bytes(shape, spec, layers, local),
     )
@@ -110,7 +111,7 @@ def _activation_bytes(shape: MeshShape, spec: RunSpec, layers: int, local: Local
     elif local.activation_checkpointing == "selective" or local.compile:
         # Matrix products and attention, and what goes in; torch chooses about so when it compiles.
         kept = layers * (model.hidden_size * (5 + 2 * kv_share) + 2 * model.ffn_size)
-    if precision_on(shape, local.precision) != "fp32":
+    if local.precision not in ("fp32", "tf32"):
         kept /= 2  # at most: the residual stream stays fp32
     of_logits = 3 * VOCABULARY  # logits, their exponentials, their gradient
     return int(_VALUE_BYTES * positions * (kept + of_logits) / shape.tensor)
@@ -169,19 +170,18 @@ def choose(
             misfit = misfit or error
             continue
         try:
-            check_combination(shape, local, spec.inner)
+            check_combination(shape, local)
         except ConfigError as error:
             left_out = left_out or error
             continue
-        need = need_of(shape, spec, local)
-        if need.num_bytes <= bytes_per_rank:
+        need = wanted_bytes(need_of(shape, spec, local), kind)
+        if need <= bytes_per_rank:
             smaller = f"; {too_large[0][1]} needs {_words(too_large[0][0])}" if too_large else ""
             return Choice(
                 shape=shape,
-                reason=f"{why}: a rank needs about {_words(need.num_bytes)} of "
-                f"{_words(bytes_per_rank)}{smaller}",
+                reason=f"{why}: a rank needs about {_words(need)} of {_words(bytes_per_rank)}{smaller}",
             )
-        too_large.append((need.num_bytes, shape))
+        too_large.append((need, shape))
     if not too_large and left_out is not None:
         raise left_out
     if not too_large:
@@ -198,6 +198,17 @@ def choose(
         f"{_words(least)} ({need_of(shape, spec, local)}){others}",
         next_step="add ranks, free memory, or take part with a machine that has more",
     )
+
+
+def wanted_bytes(need: Need, kind: DeviceKind) -> int:
+    """What must be free for `auto` to take a mesh.
+
+    A GPU has more to hold than tensors: its context, the collectives' buffers, and what allocators
+    cannot use of what they have. How much was not measured on one.
+    """
+    if kind == "cpu":
+        return need.num_bytes
+    return int(_GPU_MARGIN * need.num_bytes) + _GPU_BYTES
 
 
 def _by_preference(num_ranks: int, kind: DeviceKind) -> Iterator[tuple[MeshShape, str]]:

@@ -136,7 +136,12 @@ def adopt_boxes(
 
 
 def blend_boxes(
-    held: Iterable[Held], parameters: Vector, span: slice, *, local_share: float
+    held: Iterable[Held],
+    parameters: Vector,
+    span: slice,
+    *,
+    local_share: float,
+    copies: Copies = copy_in_turn,
 ) -> None:
     """Mixes global parameters into the rank's own (Streaming DiLoCo, section 2.3).
 
@@ -144,18 +149,35 @@ def blend_boxes(
     """
     whole = torch.from_numpy(parameters)
     for part in _within(held, span):
-        part.local.lerp_(part.box.of(whole).to(part.local), 1 - local_share)
+        part.local.lerp_(_beside(part, whole, copies), 1 - local_share)
 
 
-def rebase_boxes(held: Iterable[Held], parameters: Vector, published: Vector, span: slice) -> None:
+def rebase_boxes(
+    held: Iterable[Held],
+    parameters: Vector,
+    published: Vector,
+    span: slice,
+    *,
+    copies: Copies = copy_in_turn,
+) -> None:
     """Puts what was trained since publishing on top of the global parameters.
 
     local = global + (local - published)
     """
     whole, before = torch.from_numpy(parameters), torch.from_numpy(published)
     for part in _within(held, span):
-        part.local.sub_(part.box.of(before).to(part.local))
-        part.local.add_(part.box.of(whole).to(part.local))
+        part.local.sub_(_beside(part, before, copies))
+        part.local.add_(_beside(part, whole, copies))
+
+
+def _beside(part: Held, whole: Tensor, copies: Copies) -> Tensor:
+    """The box of a canonical vector on the device of the rank's own values, one tensor at a time."""
+    values = part.box.of(whole)
+    if part.local.device == values.device:
+        return values
+    moved = torch.empty_like(part.local)
+    copies([(moved, values)])
+    return moved
 
 
 def publish_boxes(

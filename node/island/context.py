@@ -11,6 +11,8 @@ import torch.nn.functional as F  # noqa: N812 — its usual name
 from torch import Tensor
 from torch.distributed._functional_collectives import all_gather_single_autograd
 
+from node.island.model import for_each_head
+
 
 def positions_of(part: int, num_parts: int, length: int) -> Tensor:
     """The positions [length / num_parts] of one rank: a piece near the start, and its mirror image.
@@ -49,6 +51,7 @@ class ContextAttention:
 
 def _attend_to_earlier(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of queries to keys that end at the same position."""
+    k, v = for_each_head(k, v, q)
     own, earlier = q.shape[2], k.shape[2] - q.shape[2]
     mask = torch.ones(own, k.shape[2], dtype=torch.bool, device=q.device).tril(earlier)
     return F.scaled_dot_product_attention(

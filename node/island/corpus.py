@@ -170,7 +170,35 @@ def _fixed_part(pattern: Path) -> Path:
     return Path(*parts[:num_fixed])
 
 
+_NO_TEXT = {
+    ".jsonl": "a record a line",
+    ".json": "records",
+    ".parquet": "a table",
+    ".gz": "compressed",
+    ".zst": "compressed",
+    ".zip": "an archive",
+    ".bin": "binary",
+}
+"""Files that hold something else than the text to be learned, by the ends of their names."""
+
+_LOOKED_AT_BYTES = 1 << 16
+
+
 def _read(path: Path) -> bytes:
+    """The text of a file. Raises NoInputError where it cannot be read, or is none."""
+    text = _bytes_of(path)
+    what = _NO_TEXT.get(path.suffix.lower())
+    if what is None and b"\0" in text[:_LOOKED_AT_BYTES]:
+        what = "binary: it has zero bytes"
+    if what is not None:
+        raise NoInputError(
+            f"{path} is no text but {what}, and would be learned byte by byte as it stands",
+            next_step="write its text into files that end in .txt, and name those in [data] paths",
+        )
+    return text
+
+
+def _bytes_of(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:

@@ -17,8 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from node.island.accumulation import accumulate_gradients, plain
-from node.island.clipping import clip_gradients
-from node.island.combinations import precision_on
+from node.island.clipping import GradientClipping
 from node.island.compiling import compile_layers
 from node.island.context import positions_of
 from node.island.local_training import PLAIN, LocalTraining
@@ -54,10 +53,12 @@ class Whole:
         device: torch.device,
         *,
         micro_batch: int,
+        keeps_whole_gradients: bool,
         dtype: torch.dtype,
         loss_scale: LossScale,
     ) -> None:
         self._micro_batch = micro_batch
+        self._keeps_whole_gradients = keeps_whole_gradients
         self._dtype = dtype
         self._loss_scale = loss_scale
         self._measured = Objective(decoder)
@@ -81,6 +82,7 @@ class Whole:
             tokens,
             targets,
             micro_batch=self._micro_batch,
+            keeps_whole_gradients=self._keeps_whole_gradients,
             dtype=self._dtype,
             loss_scale=self._loss_scale.value,
         )
@@ -104,7 +106,7 @@ class Engine:
     ) -> None:
         self._mesh = mesh
         self._device = device
-        self.dtype = dtype_of(precision_on(mesh.shape, local.precision), device)
+        self.dtype = dtype_of(local.precision, device)
         """What matrix products are computed in."""
         self.loss_scale = LossScale(self.dtype)
         self.parts = parts_of(spec.model, mesh, device, self.dtype)
@@ -128,6 +130,7 @@ class Engine:
                 mesh,
                 device,
                 micro_batch=local.micro_batch,
+                keeps_whole_gradients=local.accumulate == "whole",
                 dtype=self.dtype,
                 loss_scale=self.loss_scale,
             )
@@ -142,7 +145,11 @@ class Engine:
             if shape.pipeline > 1 and part.is_tied and (part.is_first or part.is_last)
         ]
         self._tied = [_embedding(part) for part in ends]
-        self._copies = frozenset(_embedding(part) for part in ends if part.is_last)
+        self._clip = GradientClipping(
+            self._parameters,
+            mesh=mesh,
+            copies=frozenset(_embedding(part) for part in ends if part.is_last),
+        )
 
     @property
     def named_parameters(self) -> nn.ModuleList:
@@ -205,10 +212,7 @@ class Engine:
         Returns the whole model's norm between the two.
         """
         self.loss_scale.remove_from([p.grad for p in self._parameters if p.grad is not None])
-        norm = clip_gradients(
-            self._parameters, max_norm=max_norm, mesh=self._mesh, copies=self._copies
-        )
-        return norm.to(self._device)
+        return self._clip(max_norm).to(self._device)
 
     def forget_gradients(self) -> None:
         """Before the next batch, as gradients add up."""

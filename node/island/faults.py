@@ -19,6 +19,12 @@ class RankHungError(RankDiedError):
     """Ranks that neither worked nor ended were killed."""
 
 
+class OutOfMemoryError(AtollError):
+    """A rank's device, or the machine, has too little memory for what was asked of it."""
+
+    exit_code = ExitCode.SYSTEM
+
+
 class RankFailedError(AtollError):
     """A rank met an error that is not the user's: a bug. The traceback is in the log."""
 

@@ -30,6 +30,11 @@ def prepare_forkserver() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Tracing an inner step (node.island.local_communication) would write to standard error each time.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    # CUPTI stays attached after a trace otherwise, and every kernel pays for it. Not measured.
+    os.environ.setdefault("TEARDOWN_CUPTI", "1")
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        # Sizes of what is gathered and recomputed differ: fixed segments fall to pieces. Not measured.
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     _context.set_forkserver_preload(["node.island.rank"])
     resource_tracker.ensure_running()  # the forkserver would, and unblock the signal in between
     # A Ctrl-C at the terminal is the daemon's alone. The forkserver says so itself, but only once

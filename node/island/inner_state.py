@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import AdamW, Optimizer
 
+from node.island.accelerator import carries_pinned_memory
 from node.island.model import Decoder
 from node.island.optimizers import Muon
 
@@ -61,32 +62,49 @@ def is_stepped(named: list[Named]) -> bool:
     return all(each.optimizer.state.get(each.parameter) for each in named)
 
 
-def staged(named: list[Named], *, is_part: bool = False) -> Tensors:
-    """A copy of the state in the CPU's memory, which further steps leave alone.
+class Staging:
+    """Copies the state into the CPU's memory, which further steps leave alone.
 
-    In a part of several hosts' checkpoint a tied embedding's copy stays, as its first may be elsewhere.
+    A GPU's goes into pinned memory that is kept for the next copy, since pinning takes longer than
+    copying, and training waits for it. So one copy is written at a time: `staged` writes over it.
     """
-    own = {
-        f"{key}/{each.name}": value
-        for each in named
-        if is_part or not each.is_copy
-        for key, value in each.optimizer.state[each.parameter].items()
-    }
-    # torch's own copy of DTensors: simpler ones alias tensors that are on the CPU already.
-    stager = DefaultStager(
-        StagingOptions(
-            use_pinned_memory=False,
-            use_shared_memory=False,
-            use_async_staging=False,
-            use_non_blocking_copy=False,
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_pinned = carries_pinned_memory(device)
+        self._kept: DefaultStager | None = None
+
+    def staged(self, named: list[Named], *, is_part: bool = False) -> Tensors:
+        """The copy of what the rank holds.
+
+        In a part of several hosts' checkpoint a tied embedding's copy stays: its first may be elsewhere.
+        """
+        own = {
+            f"{key}/{each.name}": value
+            for each in named
+            if is_part or not each.is_copy
+            for key, value in each.optimizer.state[each.parameter].items()
+        }
+        stager = self._kept or self._new_stager()
+        if self._is_pinned:
+            self._kept = stager
+        try:
+            copy = stager.stage(own)
+        finally:
+            if not self._is_pinned:
+                stager.close()
+        assert isinstance(copy, dict)
+        return copy
+
+    def _new_stager(self) -> DefaultStager:
+        # torch's own copy of DTensors: simpler ones alias tensors that are on the CPU already.
+        return DefaultStager(
+            StagingOptions(
+                use_pinned_memory=self._is_pinned,
+                use_shared_memory=False,
+                use_async_staging=False,
+                use_non_blocking_copy=self._is_pinned,
+            )
         )
-    )
-    try:
-        copy = stager.stage(own)
-    finally:
-        stager.close()
-    assert isinstance(copy, dict)
-    return copy
 
 
 class PartPlanner(DefaultSavePlanner):

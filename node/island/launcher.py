@@ -142,7 +142,7 @@ class ProcessIsland:
             raise RuntimeError("the island is started already")
         check_shape(self._shape, self._spec)
         check_batch(self._shape, self._spec)
-        check_combination(self._shape, self._local, self._spec.inner)
+        check_combination(self._shape, self._local)
         self._broken = None
         self._number = 0
         self._meeting = temporary_folder("atoll-ranks-")

@@ -31,11 +31,17 @@ class LocalCommunication:
     """Traces inner steps of a rank. All ranks make the same calls in the same order."""
 
     def __init__(
-        self, device: torch.device, mesh: Mesh, clock: Callable[[], float] = time.perf_counter
+        self,
+        device: torch.device,
+        mesh: Mesh,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        may_trace: bool = True,
     ) -> None:
         self._device = device
         self._mesh = mesh
         self._clock = clock
+        self._may_trace = may_trace
         self._share = None if mesh.num_ranks > 1 else 0.0
         self._has_stepped = False
         self._cost_seconds = 0.0
@@ -99,7 +105,7 @@ class LocalCommunication:
 
     @property
     def _can_measure(self) -> bool:
-        return self._mesh.num_ranks > 1 and self._device.type in _DEVICES
+        return self._may_trace and self._mesh.num_ranks > 1 and self._device.type in _DEVICES
 
     def _trace(self) -> profiler.profile:
         on_device = None if self._device.type == "cpu" else self._device.type

@@ -8,7 +8,8 @@ from typing import Literal
 
 from protocol.errors import ConfigError
 
-Precision = Literal["auto", "fp32", "bf16", "fp16"]
+Precision = Literal["auto", "fp32", "tf32", "bf16", "fp16"]
+Accumulating = Literal["sharded", "whole"]
 Recomputing = Literal["none", "selective", "full"]
 
 
@@ -17,6 +18,7 @@ class LocalTraining:
     """What node.toml says about the inner steps of this machine's ranks."""
 
     micro_batch: int = 0  # samples that a rank puts through the model together; 0: all of its share
+    accumulate: Accumulating = "sharded"  # what a rank keeps between the parts of a batch
     precision: Precision = "fp32"
     activation_checkpointing: Recomputing = "none"
     compile: bool = False
@@ -29,6 +31,11 @@ class LocalTraining:
                 'activation_checkpointing = "selective" has no effect on compiled layers, for which '
                 "torch chooses by itself what to keep",
                 next_step='set it to "none" or "full" in node.toml, or compile = false',
+            )
+        if self.accumulate == "whole" and not self.micro_batch:
+            raise ConfigError(
+                'accumulate = "whole" has no effect where a batch goes through the model at once',
+                next_step="set micro_batch to the samples of a part, or remove accumulate",
             )
 
 

@@ -1,7 +1,8 @@
 """The most FLOP/s of a device that no table names, measured by matrix products.
 
-Best of some, in a tenth of a second. It is too low, and the MFU too high, where something else runs on
-the device meanwhile; so whoever shows it says that it was measured.
+Best of some, in a tenth of a second. A CPU's is by the time that the thread itself had a core: others that
+want the same core meanwhile do not lower it. On other devices they do; so whoever shows it says that it was
+measured.
 """
 
 import time
@@ -20,9 +21,11 @@ _peaks: dict[Key, float] = {}  # of this process
 
 
 def measure_peak(
-    device: torch.device, dtype: torch.dtype, clock: Callable[[], float] = time.perf_counter
+    device: torch.device, dtype: torch.dtype, clock: Callable[[], float] | None = None
 ) -> float:
     """Measures and keeps the peak of a device, in FLOP/s; a rank has one device."""
+    if clock is None:
+        clock = time.thread_time if device.type == "cpu" else time.perf_counter
     size = _SIZES.get(device.type, _SIZE_ELSEWHERE)
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     product = left @ right  # libraries load and choose at the first one

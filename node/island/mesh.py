@@ -50,8 +50,8 @@ class Mesh:
             return cls(shape=shape)
         interface = meeting.interface if isinstance(meeting, MeetingPoint) else "lo"
         os.environ["GLOO_SOCKET_IFNAME"] = interface
-        if isinstance(meeting, MeetingPoint):
-            os.environ["NCCL_SOCKET_IFNAME"] = interface
+        # Its ranks find each other over TCP also where all are on one machine: there on loopback.
+        os.environ["NCCL_SOCKET_IFNAME"] = interface
         dist.init_process_group(
             backend=collectives_of(device),
             store=_store_at(meeting, shape.num_ranks),
@@ -133,12 +133,16 @@ class Mesh:
         return slice(part * count // num_parts, (part + 1) * count // num_parts)
 
     def decided_by_first(self, decision: bool) -> bool:
-        """What rank 0 decided, so that all ranks leave a loop at the same inner step."""
+        """What rank 0 decided, so that all ranks do the same."""
+        return bool(self.said_by_first(int(decision)))
+
+    def said_by_first(self, number: int) -> int:
+        """The number that rank 0 has; what the others have is ignored."""
         if self.num_ranks == 1:
-            return decision
-        flag = torch.tensor(decision)
-        dist.broadcast(flag, src=0)
-        return bool(flag)
+            return number
+        said = torch.tensor(number)
+        dist.broadcast(said, src=0)
+        return int(said)
 
     def added(self, values: Tensor) -> Tensor:
         """Sum over all ranks of CPU values."""
@@ -202,7 +206,13 @@ def _own_of(
     for members in groups:
         if len(members) == 1:
             continue
-        group = dist.new_group(list(members), backend=backend)
+        group = dist.new_group(
+            list(members),
+            backend=backend,
+            # Beside a default group that is bound to a GPU, torch has who is no member of a group of
+            # gloo take part in splitting NCCL's, which members do not: all would hang.
+            use_local_synchronization=backend == "gloo",
+        )
         if rank in members:
             own = group
     return own

@@ -44,9 +44,23 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def attend_causally(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Each position attends to itself and to those before it."""
+    k, v = for_each_head(k, v, q)
     return F.scaled_dot_product_attention(
         q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
     )
+
+
+def for_each_head(k: Tensor, v: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values, repeated for the query heads that share them where kernels want it.
+
+    On a GPU only those for half precision take grouped heads: fp32 would fall to the kernel that
+    writes all T × T scores, which is far more than a copy of keys and values.
+    """
+    num_shared = q.shape[1] // k.shape[1]
+    kind = q.device.type
+    if num_shared == 1 or kind == "cpu" or torch.is_autocast_enabled(kind):
+        return k, v
+    return k.repeat_interleave(num_shared, dim=1), v.repeat_interleave(num_shared, dim=1)
 
 
 class Attention(nn.Module):
@@ -193,8 +207,7 @@ class Objective(nn.Module):
 def copy_parameters(decoder: Decoder, layout: Layout, parameters: Vector) -> None:
     """Gives the decoder the weights of a canonical vector."""
     named = dict(decoder.named_parameters())
-    whole = torch.from_numpy(parameters)
-    with torch.no_grad():
-        for place in layout.places:
-            part = whole[place.offset : place.offset + place.num_elements]
-            named[place.name].copy_(part.view(place.shape))
+    for place in layout.places:
+        part = parameters[place.offset : place.offset + place.num_elements]
+        # By numpy: torch warns of vectors that cannot be written, such as those of snapshots.
+        named[place.name].detach().numpy()[...] = part.reshape(place.shape)

@@ -11,14 +11,19 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from node.island.accelerator import has_fast_bf16, name_of
+from node.island.accelerator import has_fast_bf16, has_tf32, name_of
 from node.island.faults import TrainingDivergedError
 from node.island.local_training import Precision
 from protocol.errors import ConfigError
 
 _HIGHEST_LOSS_SCALE = 2.0**16
 _STEPS_BEFORE_RISING = 2000
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 
 def dtype_of(asked: Precision, device: torch.device) -> torch.dtype:
@@ -35,6 +40,12 @@ def dtype_of(asked: Precision, device: torch.device) -> torch.dtype:
                 raise ConfigError(
                     f'precision = "bf16" asked for, but {name_of(device)} ({device}) has no bf16',
                     next_step='set precision = "fp16" or "fp32" in node.toml',
+                )
+        case "tf32":
+            if not has_tf32(device):
+                raise ConfigError(
+                    f'precision = "tf32" asked for, but {name_of(device)} ({device}) has no TF32',
+                    next_step='set precision = "bf16" or "fp32" in node.toml',
                 )
         case "fp16" | "fp32":
             pass

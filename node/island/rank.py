@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch._dynamo  # else every rank spends a second on it, at its first optimizer
 
-from node.island.accelerator import select
+from node.island.accelerator import bind_to_near_cores, select
 from node.island.checkpoint_writer import CheckpointWriter
 from node.island.commands import (
     Adopt,
@@ -40,7 +40,7 @@ from node.island.commands import (
 )
 from node.island.compiling import be_deterministic
 from node.island.corpus import Corpus, read_corpus
-from node.island.faults import RankFailedError
+from node.island.faults import OutOfMemoryError, RankFailedError
 from node.island.island import Progress
 from node.island.mesh import Mesh
 from node.island.trainer import Trainer
@@ -73,15 +73,26 @@ def run_rank(connection: "Connection[Reply, Order | Halt]", setup: RankSetup) ->
             time.sleep(_PEER_DEATH_SECONDS)
         with contextlib.suppress(OSError):  # a full log must not keep the daemon from knowing
             traceback.print_exc(file=sys.stderr)
-        _send_last(
-            connection,
-            Failed(
-                RankFailedError(
-                    f"rank {setup.rank} failed: {type(error).__name__}: {error}",
-                    next_step="see the traceback in the log, and report it",
-                )
-            ),
+        _send_last(connection, Failed(_as_people_see_it(error, setup)))
+
+
+_NO_MEMORY_ON_CPU = "can't allocate memory"  # torch has no error of its own for it
+
+
+def _as_people_see_it(error: Exception, setup: RankSetup) -> AtollError:
+    """Too little memory is no bug: it is said by itself, with what takes less."""
+    is_full = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    if not is_full and _NO_MEMORY_ON_CPU not in str(error):
+        return RankFailedError(
+            f"rank {setup.rank} failed: {type(error).__name__}: {error}",
+            next_step="see the traceback in the log, and report it",
         )
+    said = " ".join(str(error).split()).partition(" If reserved but unallocated")[0]
+    return OutOfMemoryError(
+        f"rank {setup.rank} has no memory left on {setup.device}: {said or type(error).__name__}",
+        next_step='set micro_batch = 1 or activation_checkpointing = "full" in node.toml, take more '
+        "ranks with shard or --mesh auto, or end what else uses the device",
+    )
 
 
 class _Rank:
@@ -96,6 +107,9 @@ class _Rank:
             be_deterministic()
         device = torch.device(setup.device)
         select(device)
+        bind_to_near_cores(device)
+        if setup.local.precision == "tf32":
+            torch.set_float32_matmul_precision("high")
         self._corpus: Corpus = read_corpus(
             setup.spec.data,
             context=setup.spec.model.context,

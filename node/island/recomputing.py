@@ -37,7 +37,8 @@ def recompute_layers(decoder: Decoder, recomputing: Recomputing) -> None:
     """Makes backward compute "full" layers again, or ("selective") all but their dear products."""
     if recomputing == "none":
         return
-    options: dict[str, Any] = {"use_reentrant": False}
+    # Nothing in a layer is random, so there is no state of generators to keep and to set again.
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if recomputing == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     for layer in decoder.model.layers.values():

@@ -49,6 +49,7 @@ class Resuming:
         self._rounds_since_kept, self._kept_until = self.folder.every_rounds - 1, -math.inf
         await asyncio.to_thread(self.folder.remove_unfinished)
         checkpoints = self.folder.whole() if among is None else iter(among)
+        checkpoints_left_out = 0
         while checkpoint := await asyncio.to_thread(next, checkpoints, None):
             try:
                 loaded = await load(checkpoint)
@@ -59,7 +60,11 @@ class Resuming:
                 self.goes_on_from(checkpoint.about, loaded)
                 return
             log.warning("checkpoint left out", path=str(checkpoint.path), why=loaded.failure)
-        log.info("inner optimizer begins at zero", why="no checkpoint of this run can be loaded")
+            checkpoints_left_out += 1
+        if checkpoints_left_out:
+            log.warning(
+                "inner optimizer begins at zero", why="no checkpoint of this run can be loaded"
+            )
 
     def goes_on_from(self, about: About, loaded: Loaded) -> None:
         """The ranks have taken this one over."""

@@ -26,18 +26,18 @@ from node.island.boxes import (
     rebase_boxes,
 )
 from node.island.checkpoints import About
-from node.island.combinations import check_combination
+from node.island.combinations import check_combination, may_be_traced
 from node.island.corpus import Corpus
 from node.island.engine import Engine
 from node.island.faults import TrainingDivergedError
 from node.island.ferry import copies_of
-from node.island.inner_state import Blank, Named, Tensors, is_stepped, named_by, staged
+from node.island.inner_state import Blank, Named, Staging, Tensors, is_stepped, named_by
 from node.island.island import Evaluation, InnerReport, InnerWork, Progress, rebases
 from node.island.layout import layout_of
 from node.island.local_communication import LocalCommunication
 from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh import Mesh
-from node.island.mesh_shape import check_batch, check_shape
+from node.island.mesh_shape import MeshShape, check_batch, check_shape
 from node.island.samples import Indices, SampleOrder
 from node.island.schedule import (
     Rewarming,
@@ -89,6 +89,21 @@ class _Tally:
         return mean
 
 
+LOOK_SECONDS = 0.1
+"""How long ranks train at most before the first tells the others again whether to go on."""
+
+
+def steps_until_next_look(seconds_left: float, *, per_step: float, mesh: MeshShape) -> int:
+    """Inner steps until the ranks agree again, at least one; a lone rank looks after each.
+
+    All wait for what the first one says: after each of many short steps that would cost more than
+    they do.
+    """
+    if mesh.num_ranks == 1 or per_step <= 0:
+        return 1
+    return max(1, int(min(LOOK_SECONDS, seconds_left) / per_step))
+
+
 class Trainer:
     """A rank's model and inner optimizer. All ranks make the same calls in the same order."""
 
@@ -104,7 +119,7 @@ class Trainer:
     ) -> None:
         check_shape(mesh.shape, spec)
         check_batch(mesh.shape, spec)
-        check_combination(mesh.shape, local, spec.inner)
+        check_combination(mesh.shape, local)
         self._spec = spec
         self._corpus = corpus
         self._device = device
@@ -112,12 +127,15 @@ class Trainer:
         self._clock = clock
         self._layout = layout_of(spec.model, spec.exchange.fragments)
         self._copies = copies_of(torch.device("cpu") if mesh.shape.has_offload else device)
+        self._staging = Staging(torch.device("cpu") if mesh.shape.has_offload else device)
         self._engine = Engine(spec=spec, mesh=mesh, device=device, local=local)
         self._optimizers = self._engine.optimizers(spec.inner)
         self._order = SampleOrder(seed=spec.run.seed, num_samples=corpus.num_samples)
         self._total_tokens = default_total_tokens(spec)
         self._rewarming = Rewarming(rewarming_steps(spec.inner))
-        self._communication = LocalCommunication(device, mesh)
+        self._communication = LocalCommunication(
+            device, mesh, may_trace=may_be_traced(mesh.shape, local)
+        )
         if local.compile:
             self._compile_now()
 
@@ -139,9 +157,10 @@ class Trainer:
         if exchange.overlap == "none":
             adopt_boxes(self._held(), parameters, span, copies=self._copies)
         elif rebases(exchange, is_taken=is_taken):
-            rebase_boxes(self._held(), parameters, published, span)
+            rebase_boxes(self._held(), parameters, published, span, copies=self._copies)
         else:
-            blend_boxes(self._held(), parameters, span, local_share=exchange.local_share)
+            share = exchange.local_share
+            blend_boxes(self._held(), parameters, span, local_share=share, copies=self._copies)
 
     def publish(self, into: Vector, fragment: int) -> None:
         """Copies this rank's parts of the fragment to their places in the canonical vector."""
@@ -178,6 +197,7 @@ class Trainer:
         scale = scale_of_rates(self._spec, work.num_participants)
         self._rewarming.begin(work.token_clock)
         to_trace = self._communication.step_to_trace(max_steps)
+        look_at = 1  # inner steps after which the ranks agree next on whether to go on
         for step in range(max_steps):
             self._set_learning_rates(work.token_clock + step * work.tokens_per_inner_step, scale)
             with self._communication.traced() if step == to_trace else contextlib.nullcontext():
@@ -197,8 +217,18 @@ class Trainer:
                     )
                 )
                 told_at, told_steps = now, tally.steps
-            if self._mesh.decided_by_first(now - started >= work.max_seconds or is_halted()):
+            if tally.steps < look_at:
+                continue
+            seconds_left = work.max_seconds - (now - started)
+            more_steps = 0
+            if seconds_left > 0 and not is_halted():
+                more_steps = steps_until_next_look(
+                    seconds_left, per_step=(now - started) / tally.steps, mesh=self._mesh.shape
+                )
+            more_steps = self._mesh.said_by_first(more_steps)
+            if more_steps == 0:
                 break
+            look_at = tally.steps + more_steps
         if tally.steps > told_steps:
             tally.read(work.round)
         loss_sum = self._mesh.summed(torch.tensor(tally.loss_sum, dtype=torch.float64)).item()
@@ -226,11 +256,12 @@ class Trainer:
         self, parameters: Vector, on_batch: Callable[[], None] = lambda: None
     ) -> Evaluation:
         """Held-out loss of the global parameters; the rank's own weights are put back after it."""
-        own = [held.local.clone() for held in self._held()]
+        # In the CPU's memory: a GPU that a model fills has no room for it twice.
+        own = [torch.empty(held.local.shape) for held in self._held()]
+        self._copies((kept, held.local) for kept, held in zip(own, self._held(), strict=True))
         self.adopt(parameters)
         evaluation = self.evaluate(on_batch)
-        for held, values in zip(self._held(), own, strict=True):
-            held.local.copy_(values)
+        self._copies((held.local, kept) for kept, held in zip(own, self._held(), strict=True))
         return evaluation
 
     def evaluate(self, on_batch: Callable[[], None] = lambda: None) -> Evaluation:
@@ -268,7 +299,7 @@ class Trainer:
             loss_scale_steps=0 if scale is None else scale[1],
             rewarming_steps=self._rewarming.steps_left,
         )
-        return staged(named, is_part=self._mesh.num_hosts > 1), about
+        return self._staging.staged(named, is_part=self._mesh.num_hosts > 1), about
 
     def blank_inner_state(self) -> Blank:
         """What a checkpoint is read into."""

@@ -21,27 +21,36 @@ from protocol.run_spec import ModelSection
 class Peak:
     """Most that a GPU does, in FLOP/s, by its vendor: dense, summed in fp32."""
 
-    half: float  # bf16 or fp16, on tensor cores
+    half: float  # bf16 or fp16, on tensor cores; TF32 has half of it there
     single: float  # fp32, outside them
 
 
 _PEAKS = {
+    "NVIDIA GB200": Peak(half=2500e12, single=80e12),
+    "NVIDIA B200": Peak(half=2250e12, single=75e12),
     "NVIDIA H200": Peak(half=989.4e12, single=66.9e12),
+    "NVIDIA H20": Peak(half=148e12, single=44e12),
+    "NVIDIA H800": Peak(half=989.4e12, single=66.9e12),
     "NVIDIA H100 80GB HBM3": Peak(half=989.4e12, single=66.9e12),
     "NVIDIA H100 PCIe": Peak(half=756e12, single=51.2e12),
     "NVIDIA A100-SXM4-40GB": Peak(half=312e12, single=19.5e12),
     "NVIDIA A100-SXM4-80GB": Peak(half=312e12, single=19.5e12),
     "NVIDIA A100-PCIE-40GB": Peak(half=312e12, single=19.5e12),
     "NVIDIA A100 80GB PCIe": Peak(half=312e12, single=19.5e12),
+    "NVIDIA A800-SXM4-80GB": Peak(half=312e12, single=19.5e12),
     "NVIDIA L40S": Peak(half=362e12, single=91.6e12),
     "NVIDIA L4": Peak(half=121e12, single=30.3e12),
     "NVIDIA A10": Peak(half=125e12, single=31.2e12),
     "NVIDIA RTX A6000": Peak(half=154.8e12, single=38.7e12),
+    "NVIDIA GeForce RTX 5090": Peak(half=209.5e12, single=104.8e12),
     "NVIDIA GeForce RTX 4090": Peak(half=165.2e12, single=82.6e12),
     "NVIDIA GeForce RTX 3090": Peak(half=71e12, single=35.6e12),
     "Tesla V100-SXM2-16GB": Peak(half=125e12, single=15.7e12),
     "Tesla V100-SXM2-32GB": Peak(half=125e12, single=15.7e12),
     "Tesla T4": Peak(half=65e12, single=8.1e12),
+    "AMD Instinct MI300X": Peak(half=1307.4e12, single=163.4e12),
+    "AMD Instinct MI325X": Peak(half=1307.4e12, single=163.4e12),
+    "AMD Instinct MI250X": Peak(half=191.5e12, single=23.9e12),  # of one of its two dies
 }
 
 
@@ -64,7 +73,9 @@ def peak_of(device_name: str, dtype: torch.dtype) -> float | None:
     peak = _PEAKS.get(device_name)
     if peak is None:
         return None
-    return peak.single if dtype == torch.float32 else peak.half
+    if dtype != torch.float32:
+        return peak.half
+    return peak.half / 2 if torch.get_float32_matmul_precision() != "highest" else peak.single
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from node.config import IDENTITY_FILE, write_settings
-from protocol.credentials import LINK_FILE, Credentials
+from protocol.credentials import COORDINATOR_FILE, LINK_FILE, Credentials
 from protocol.errors import (
     AnswerLostError,
     AtollError,
@@ -23,8 +23,8 @@ from protocol.invite import Invite
 
 INVITE_VARIABLE = "ATOLL_INVITE"
 
-_COORDINATOR_FILE = "coordinator.toml"
 _MAX_FILE_CHARACTERS = 1 << 16
+_LONGEST_ENDING = 8  # ".invite"
 
 
 def read_invite(given: str | None) -> Invite:
@@ -47,8 +47,10 @@ def read_invite(given: str | None) -> Invite:
 
 
 def _is_file_name(text: str) -> bool:
+    """Also of a file that is not there: no invite has a slash, nor a short name's ending."""
     try:
-        return os.sep in text or Path(text).exists()
+        ending = Path(text).suffix
+        return os.sep in text or 1 < len(ending) <= _LONGEST_ENDING or Path(text).exists()
     except OSError:
         return False  # too long for one, for example
 
@@ -94,7 +96,7 @@ async def join(invite: Invite, folder: Path, *, name: str) -> Credentials:
 
 
 def _check_is_free(folder: Path) -> None:
-    if (folder / _COORDINATOR_FILE).exists():
+    if (folder / COORDINATOR_FILE).exists():
         raise CannotCreateError(
             f"{folder} is a coordinator's folder",
             next_step="give the node a folder of its own with --dir OTHER",

@@ -44,7 +44,7 @@ def refuse_what_cannot_work(settings: NodeSettings, spec: RunSpec, hardware: Har
     if settings.mesh == "sizes":
         check_shape(shape, spec)
         check_batch(shape, spec)
-        check_combination(shape, settings.local_training, spec.inner)
+        check_combination(shape, settings.local_training)
     check_node_memory(spec, hardware.memory_bytes)
     devices = likely_devices(settings.device, num_ranks_of(settings), hardware)
     if devices is None:

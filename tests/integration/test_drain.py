@@ -58,7 +58,15 @@ def test_the_node_that_holds_the_folder_is_asked_once_and_waited_for(folder: Pat
     with running(folder) as node:
         drain_node(folder, within_seconds=60, say=said.append)
         assert node.wait(1) == 0
-    assert said == [f"draining the node in {folder} (process {node.pid}), 60 s at most"]
+    assert said[0] == f"draining the node in {folder} (process {node.pid}), 60 s at most"
+    assert len(said) == 2 and said[1].startswith("its own limit is 30 s (drain_within in ")
+
+
+def test_who_asks_for_no_more_than_the_nodes_own_limit_hears_of_none(folder: Path) -> None:
+    said: list[str] = []
+    with running(folder):
+        drain_node(folder, within_seconds=30, say=said.append)
+    assert len(said) == 1
 
 
 def test_a_node_that_takes_too_long_is_asked_again(folder: Path) -> None:

@@ -101,6 +101,7 @@ def test_pipeline_tensor_and_shards_go_together_on_eight_ranks(
 
 # 3 of a rank's 4 samples and then 1; layers recomputed; and with torch's deterministic kernels.
 IN_PARTS = LocalTraining(micro_batch=3)
+IN_WHOLE_PARTS = LocalTraining(micro_batch=1, accumulate="whole")
 RECOMPUTED = LocalTraining(activation_checkpointing="full")
 DETERMINISTIC = LocalTraining(deterministic=True)
 WHOLE_COPIES = [MeshShape(replicate=2), MeshShape(shard=2, zero=1)]
@@ -113,7 +114,11 @@ SPREAD = [
 
 
 def words_of(local: LocalTraining) -> str:
-    words = [f"recomputed {local.activation_checkpointing}", f"parts of {local.micro_batch}"]
+    words = [
+        f"recomputed {local.activation_checkpointing}",
+        f"parts of {local.micro_batch}",
+        local.accumulate,
+    ]
     return ", ".join(["deterministic"] if local.deterministic else words)
 
 
@@ -131,6 +136,12 @@ def words_of(local: LocalTraining) -> str:
             for shape in FOUR
             if shape.pipeline == 1
         ),
+        *(
+            (shape, IN_WHOLE_PARTS)
+            for shape in (MeshShape(shard=2), MeshShape(replicate=2, shard=2))
+        ),
+        *((MeshShape(shard=2, has_offload=True), local) for local in (IN_PARTS, RECOMPUTED)),
+        (MeshShape(has_offload=True), DETERMINISTIC),
     ],
     ids=lambda value: str(value) if isinstance(value, MeshShape) else words_of(value),
 )
@@ -185,6 +196,7 @@ def alone_with_muon(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
         MeshShape(tensor=2),
         MeshShape(pipeline=2, schedule="zbv"),
         MeshShape(shard=2, tensor=2),
+        MeshShape(shard=2, has_offload=True),
     ],
     ids=lambda s: f"{s}, zero {s.zero}",
 )
@@ -220,6 +232,10 @@ def alone_in_lower(tmp_path_factory: pytest.TempPathFactory) -> dict[Precision, 
         (
             MeshShape(shard=2),
             LocalTraining(precision="bf16", micro_batch=3, activation_checkpointing="full"),
+        ),
+        (
+            MeshShape(shard=2, has_offload=True),
+            LocalTraining(precision="bf16", activation_checkpointing="full"),
         ),
         (MeshShape(tensor=2), BF16),
         (MeshShape(context=2), FP16),

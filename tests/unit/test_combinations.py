@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from node.island.auto_mesh import check_memory, choose, need_of
-from node.island.combinations import REFUSED, check_combination, precision_on
+from node.island.combinations import REFUSED, check_combination, may_be_traced
 from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh_shape import MeshShape
 from protocol.errors import ConfigError
@@ -30,7 +30,6 @@ CHOICES: dict[str, Any] = {
     'activation_checkpointing = "full"': LocalTraining(activation_checkpointing="full"),
     "compile = true": LocalTraining(compile=True),
     "deterministic = true": LocalTraining(deterministic=True),
-    '[inner] optimizer = "muon"': InnerSection(optimizer="muon"),
     'precision = "auto"': LocalTraining(precision="auto"),
 }
 SPEC = RunSpec(
@@ -43,24 +42,16 @@ ALONE = (MeshShape(), MeshShape(replicate=3))
 
 # fmt: off
 REFUSALS = {
-    "micro_batch = 2":                        ["pp", "zbv", "offload"],
-    'precision = "bf16"':                     ["offload"],
-    'precision = "fp16"':                     ["offload"],
+    "micro_batch = 2":                        ["pp", "zbv"],
+    'precision = "bf16"':                     [],
+    'precision = "fp16"':                     [],
     'activation_checkpointing = "selective"': ["zero 2", "zero 3", "tp", "pp", "zbv", "cp", "offload"],
-    'activation_checkpointing = "full"':      ["pp", "zbv", "offload"],
+    'activation_checkpointing = "full"':      ["pp", "zbv"],
     "compile = true":                         ["tp", "zbv", "offload"],
-    "deterministic = true":                   ["offload"],
-    '[inner] optimizer = "muon"':             ["offload"],
+    "deterministic = true":                   [],
     'precision = "auto"':                     [],
 }
 # fmt: on
-
-
-def check(shape: MeshShape, choice: LocalTraining | InnerSection) -> None:
-    if isinstance(choice, InnerSection):
-        check_combination(shape, PLAIN, choice)
-    else:
-        check_combination(shape, choice, SPEC.inner)
 
 
 @pytest.mark.parametrize("words", CHOICES)
@@ -68,14 +59,14 @@ def test_a_choice_is_refused_on_these_meshes_and_on_no_others(words: str) -> Non
     refused = []
     for name, shape in MESHES.items():
         try:
-            check(shape, CHOICES[words])
+            check_combination(shape, CHOICES[words])
         except ConfigError as error:
             assert error.exit_code == 78
             assert words in error.what
             refused.append(name)
     assert refused == REFUSALS[words]
     for shape in ALONE:
-        check(shape, CHOICES[words])
+        check_combination(shape, CHOICES[words])
 
 
 @pytest.mark.parametrize(
@@ -96,9 +87,9 @@ def test_a_choice_is_refused_on_these_meshes_and_on_no_others(words: str) -> Non
         ),
         (
             MeshShape(has_offload=True),
-            LocalTraining(precision="bf16"),
-            'precision = "bf16" does not go with offload = true: they are not known to train right '
-            'together; set precision = "fp32", or set offload = false, in node.toml',
+            LocalTraining(compile=True),
+            "compile = true does not go with offload = true: they are not known to train right "
+            "together; set compile = false, or set offload = false, in node.toml",
         ),
         (
             MeshShape(pipeline=4, tensor=2),
@@ -106,31 +97,26 @@ def test_a_choice_is_refused_on_these_meshes_and_on_no_others(words: str) -> Non
             "micro_batch = 2 does not go with pp = 4: they are not known to train right together; "
             "set micro_batch = 0, or set pp = 1, in node.toml",
         ),
-        (
-            MeshShape(has_offload=True),
-            InnerSection(optimizer="muon"),
-            'the run\'s [inner] optimizer = "muon" does not go with offload = true: they are not '
-            "known to train right together; set offload = false, in node.toml",
-        ),
     ],
 )
 def test_a_refusal_names_both_settings_and_what_to_change(
-    shape: MeshShape, choice: LocalTraining | InnerSection, sentence: str
+    shape: MeshShape, choice: LocalTraining, sentence: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
-        check(shape, choice)
+        check_combination(shape, choice)
     assert str(refused.value) == sentence
 
 
-def test_auto_precision_is_fp32_where_lower_ones_are_refused_and_what_is_asked_stays() -> None:
-    for name, shape in MESHES.items():
-        is_refused = name in REFUSALS['precision = "bf16"']
-        assert precision_on(shape, "auto") == ("fp32" if is_refused else "auto")
-        assert precision_on(shape, "bf16") == "bf16"
+def test_nothing_is_traced_where_native_code_was_seen_to_end_ranks() -> None:
+    full = LocalTraining(activation_checkpointing="full")
+    assert not may_be_traced(MeshShape(shard=2, tensor=2), full)
+    assert may_be_traced(MeshShape(shard=2, tensor=2), PLAIN)
+    assert may_be_traced(MeshShape(shard=4), full)
 
 
 def test_every_setting_in_the_table_is_tried_here() -> None:
-    assert len(REFUSED) == len(REFUSALS) - 2  # two precisions, and "auto"
+    of_no_mesh = {name for name, refused in REFUSALS.items() if not refused}
+    assert len(REFUSED) == len(REFUSALS) - len(of_no_mesh)
 
 
 def test_auto_leaves_out_meshes_that_do_not_go_with_other_settings() -> None:

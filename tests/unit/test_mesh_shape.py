@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from node.config import SETTINGS_FILE, load_settings
-from node.island.auto_mesh import check_memory, choose, need_of
+from node.island.auto_mesh import check_memory, choose, need_of, wanted_bytes
 from node.island.devices import check_offload
 from node.island.layout import layout_of
 from node.island.mesh_shape import AXES, MeshShape, check_batch, check_shape, num_parameters
@@ -117,15 +117,26 @@ LARGE = RunSpec(
     ("memory", "shape"),
     [
         (80 * GIB, MeshShape(replicate=4)),
-        (16 * GIB, MeshShape(shard=4, zero=1)),
-        (13 * GIB, MeshShape(shard=4, zero=2)),
-        (9 * GIB, MeshShape(shard=4, zero=3)),
+        (21 * GIB, MeshShape(shard=4, zero=1)),
+        (18 * GIB, MeshShape(shard=4, zero=2)),
+        (13 * GIB, MeshShape(shard=4, zero=3)),
     ],
 )
 def test_the_less_memory_the_more_is_spread(memory: int, shape: MeshShape) -> None:
     choice = choose(LARGE, num_ranks=4, bytes_per_rank=memory, kind="cuda")
     assert choice.shape == shape, need_of(shape, LARGE)
     assert "GiB" in choice.reason
+
+
+def test_auto_leaves_room_on_a_gpu_for_what_is_no_tensor() -> None:
+    need = need_of(MeshShape(), SPEC)
+    assert wanted_bytes(need, "cpu") == need.num_bytes
+    margin = int(1.15 * need.num_bytes) + 3_000_000_000
+    assert wanted_bytes(need, "cuda") == margin
+    choose(SPEC, num_ranks=1, bytes_per_rank=margin, kind="cuda")
+    with pytest.raises(ConfigError, match="do not fit 1 ×"):
+        choose(SPEC, num_ranks=1, bytes_per_rank=margin - 1, kind="cuda")
+    check_memory(MeshShape(), SPEC, bytes_per_rank=need.num_bytes)  # who asks for it gets it
 
 
 def test_a_model_that_fits_no_mesh_is_refused_with_what_the_closest_needs() -> None:

@@ -57,6 +57,15 @@ def test_without_a_known_peak_the_mfu_is_unknown() -> None:
     assert made.as_fields()["mfu"] == made.as_fields()["peak"] == "unknown"
 
 
+def test_more_than_the_peak_is_no_utilisation_and_is_not_shown() -> None:
+    at_peak, above = (
+        times_after(report_of(peak=peak)).end(1, 110.0, compute_seconds=4.0, exchange_seconds=52.0)
+        for peak in (2e9, 1.99e9)
+    )
+    assert at_peak is not None and at_peak.mfu == 1.0
+    assert above is not None and above.mfu is None
+
+
 def test_a_peak_that_was_measured_is_never_shown_as_the_vendors() -> None:
     made = times_after(report_of(is_measured=True)).end(
         1, 110.0, compute_seconds=4.0, exchange_seconds=52.0

@@ -1,0 +1,119 @@
+"""What a person types wrong is told in a sentence, with what to type instead."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from coordinator.config import CONFIG_FILE
+from node.config import require_node_folder
+from node.island.corpus import _read as read_text
+from node.island.corpus import text_files
+from node.link.join import read_invite
+from protocol import cli, console
+from protocol.errors import ExitCode, NoInputError
+
+
+def typed(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """A command's exit code, and what it says on standard error."""
+    code = console.run(cli.root, words)
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err
+    return code, said.err
+
+
+@pytest.mark.parametrize(
+    ("advertised", "host"),
+    [
+        ("train.example.org:7700", "train.example.org"),
+        ("https://train.example.org/run", "train.example.org"),
+        ("grpc://10.0.0.1:7700", "10.0.0.1"),
+        ("[2001:db8::5]:7700", "2001:db8::5"),
+        ("[2001:db8::5]", "2001:db8::5"),
+    ],
+)
+def test_a_host_to_advertise_is_a_host_alone_and_the_right_one_is_named(
+    advertised: str, host: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(tmp_path / "run")
+    code, said = typed(["coordinator", "init", run, "--advertise", advertised], capsys)
+    assert code == ExitCode.USAGE
+    assert f"advertise = '{advertised}': not a host alone" in said and f"path: '{host}'" in said
+    assert not (tmp_path / "run").exists()
+    code, _ = typed(["coordinator", "init", run, "--advertise", host], capsys)
+    assert code == ExitCode.OK
+
+
+def test_two_services_cannot_have_one_port(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["coordinator", "init", str(tmp_path / "run"), "--port", "7701"]
+    code, said = typed(words, capsys)  # the other is 7701 by default
+    assert code == ExitCode.USAGE
+    assert "control_port and enrolment_port are both 7701" in said
+    made = ["coordinator", "init", str(tmp_path / "any"), "--port", "0", "--enrolment-port", "0"]
+    assert typed(made, capsys)[0] == ExitCode.OK
+
+
+@pytest.mark.parametrize("name", ["invite.txt", "my.invite", "./invite", "folder/invite"])
+def test_a_file_with_an_invite_that_is_not_there_is_missed_as_a_file(name: str) -> None:
+    with pytest.raises(NoInputError, match="there is no file"):
+        read_invite(name)
+
+
+def test_a_folder_that_is_given_the_other_way_is_named_the_right_way(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, said = typed(["node", "start", "my-node"], capsys)
+    assert code == ExitCode.USAGE and "'atoll node start --dir DIR'" in said
+    code, said = typed(["coordinator", "start", "--dir", "my-run"], capsys)
+    assert code == ExitCode.USAGE and "'atoll coordinator start DIR'" in said
+    code, said = typed(["node", "start", "--fast"], capsys)
+    assert code == ExitCode.USAGE and "'atoll node start --help' lists what it takes" in said
+
+
+@pytest.mark.parametrize("command", [["node", "start"], ["export", "out"], ["node", "drain"]])
+def test_a_coordinators_folder_is_not_taken_for_a_nodes(command: list[str], tmp_path: Path) -> None:
+    (tmp_path / CONFIG_FILE).write_text("")
+    words = [sys.executable, "-m", "protocol.cli", *command, "--dir", str(tmp_path)]
+    ended = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert ended.returncode == ExitCode.NO_INPUT
+    assert f"{tmp_path} is a coordinator's folder" in ended.stderr
+    assert "atoll join INVITE" in ended.stderr
+    with pytest.raises(NoInputError, match="is a coordinator's folder, not a node's"):
+        require_node_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what"),
+    [
+        ("talk.jsonl", b'{"text": "hello"}\n', "a record a line"),
+        ("table.parquet", b"PAR1", "a table"),
+        ("text.txt.gz", b"\x1f\x8b", "compressed"),
+        ("weights.txt", b"\x7fELF\0\0\0", "binary: it has zero bytes"),
+    ],
+)
+def test_what_is_no_text_is_not_learned_byte_by_byte(
+    name: str, content: bytes, what: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    (file,) = text_files([name], tmp_path)
+    with pytest.raises(NoInputError, match=f"is no text but {what}"):
+        read_text(file.path)
+
+
+def test_a_table_loses_columns_in_their_order_until_it_fits() -> None:
+    columns, rows = ("node", "id", "state"), [("a-node", "5d41402abc4b", "ready")]
+    assert console.fitting(columns, rows, spare=("id",), width=80) == (
+        ["node", "id", "state"],
+        [["a-node", "5d41402abc4b", "ready"]],
+        [],
+    )
+    assert console.fitting(columns, rows, spare=("id", "state"), width=20) == (
+        ["node", "state"],
+        [["a-node", "ready"]],
+        ["id"],
+    )
+    assert console.fitting(columns, rows, spare=("id", "state"), width=10)[2] == ["id", "state"]
+    assert console.fitting(columns, [], spare=("id",), width=None)[2] == []
