@@ -31,7 +31,7 @@ from node.island.local_training import LocalTraining
 from node.island.mesh import Mesh
 from node.island.mesh_shape import MeshShape, num_parameters
 from node.island.trainer import Trainer
-from protocol.files import temporary_folder
+from protocol.leftovers import TemporaryFolder
 from protocol.run_spec import RunSpec
 
 PATIENCE_SECONDS = 600.0  # for a hang only
@@ -75,7 +75,8 @@ def held_by_ranks(
 ) -> list[Held]:
     """Trains some steps in processes, one for each rank, and asks each what it holds."""
     context = multiprocessing.get_context("forkserver")
-    meeting = temporary_folder("atoll-benchmark-")
+    temporary = TemporaryFolder("benchmark")
+    meeting = temporary.path
     members = []
     try:
         for rank, device in enumerate(devices):

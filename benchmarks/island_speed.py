@@ -23,7 +23,7 @@ from node.island.layout import layout_of
 from node.island.local_training import LocalTraining
 from node.island.mesh_shape import MeshShape
 from node.outer_state import SharedVectors
-from protocol.files import temporary_folder
+from protocol.leftovers import TemporaryFolder
 from protocol.run_spec import RunSpec
 
 LOSSES_AGREE = 2e-3
@@ -135,7 +135,8 @@ async def compare(
     chunks: int,
 ) -> dict[str, Any]:
     """Lets an island and a loop train in turns; a row of results."""
-    meeting = temporary_folder("atoll-benchmark-")
+    temporary = TemporaryFolder("benchmark")
+    meeting = temporary.path
     atoll = AtollIsland(spec, shape, devices, local)
     await atoll.island.start()
     loop = await asyncio.to_thread(Loop, kind, spec, devices, local, Path.cwd(), meeting / "store")

@@ -17,6 +17,7 @@ from node.link.first_contact import run_of_coordinator
 from node.machine.freed_memory import keep_freed_memory
 from node.machine.hardware import Hardware, likely_devices, look_around
 from node.machine.placement import num_ranks_of, refuse_what_cannot_work
+from node.outer_state import tell_leftovers
 from node.stopping import StopSignals
 from protocol.channel import open_channel
 from protocol.credentials import Credentials
@@ -57,6 +58,7 @@ async def run_node(folder: Path, settings: NodeSettings, *, waits: bool) -> str:
         holder="node",
         next_step="stop that one first; another node on this machine needs a folder of its own",
     )
+    tell_leftovers()
     with StopSignals() as signals:
         try:
             return await _run(

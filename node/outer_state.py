@@ -8,7 +8,10 @@ momentum never leaves the daemon, so it is ordinary memory.
 
 import errno
 import os
+import secrets
+import tempfile
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import shared_memory
 from pathlib import Path
@@ -16,16 +19,20 @@ from pathlib import Path
 import blake3
 import numpy as np
 import numpy.typing as npt
+import structlog
 
 from protocol.errors import SystemRefusedError
+from protocol.leftovers import PREFIX, Held, remove_leftovers
 from protocol.rounds import Digest, LayoutSummary
+
+log = structlog.get_logger()
 
 Vector = npt.NDArray[np.float32]
 
 NamedShape = tuple[str, tuple[int, ...]]
 """A tensor's name and shape."""
 
-_SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")
 
 PIECE_ELEMENTS = 1 << 19
 """2 MiB: what of the outer state is digested by itself. Fixed in the protocol."""
@@ -121,11 +128,15 @@ class SharedVectors:
     """The two vectors of the outer state in shared memory. Create in the daemon, attach in ranks."""
 
     def __init__(
-        self, *, names: SharedNames, blocks: tuple[shared_memory.SharedMemory, ...], owner: bool
+        self,
+        *,
+        names: SharedNames,
+        blocks: tuple[shared_memory.SharedMemory, ...],
+        held: tuple[Held, ...] = (),
     ) -> None:
         self.names = names
         self._blocks = blocks
-        self._owner = owner
+        self._held = held  # by whom the blocks were made
         views: list[Vector] = [
             np.ndarray(names.num_elements, dtype=np.float32, buffer=block.buf) for block in blocks
         ]
@@ -136,11 +147,11 @@ class SharedVectors:
     def create(cls, num_elements: int) -> "SharedVectors":
         """Allocates both vectors, zeroed; refuses when the machine has too little shared memory."""
         num_bytes = 4 * num_elements
-        blocks = _allocated(num_bytes, num_blocks=2)
+        blocks, held = _allocated(num_bytes, num_blocks=2)
         names = SharedNames(
             parameters=blocks[0].name, published=blocks[1].name, num_elements=num_elements
         )
-        return cls(names=names, blocks=blocks, owner=True)
+        return cls(names=names, blocks=blocks, held=held)
 
     @classmethod
     def attach(cls, names: SharedNames) -> "SharedVectors":
@@ -148,49 +159,63 @@ class SharedVectors:
         blocks = tuple(
             shared_memory.SharedMemory(name=name) for name in (names.parameters, names.published)
         )
-        return cls(names=names, blocks=blocks, owner=False)
+        return cls(names=names, blocks=blocks)
 
     def close(self) -> None:
         """Gives the memory back; the daemon's close also removes it from the system."""
         del self.parameters, self.published
         for block in self._blocks:
             block.close()
-            if self._owner:
+            if self._held:
                 block.unlink()
+        for held in self._held:
+            held.release()
 
 
-def _allocated(num_bytes: int, *, num_blocks: int) -> tuple[shared_memory.SharedMemory, ...]:
-    """New blocks of shared memory whose every page is there.
+def _allocated(
+    num_bytes: int, *, num_blocks: int
+) -> tuple[tuple[shared_memory.SharedMemory, ...], tuple[Held, ...]]:
+    """New blocks of shared memory whose every page is there, marked as those of a living process.
 
     Python only sets a length, and a page that cannot be had when it is first touched ends the
     process by SIGBUS, whoever took the memory meanwhile.
     """
-    free = os.statvfs(_SHARED_MEMORY)
+    free = os.statvfs(SHARED_MEMORY)
     free_bytes = free.f_bavail * free.f_frsize
     blocks: list[shared_memory.SharedMemory] = []
+    held: list[Held] = []
     try:
         if num_blocks * num_bytes > free_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         for _ in range(num_blocks):
-            block = shared_memory.SharedMemory(create=True, size=num_bytes)
+            name = f"{PREFIX}{secrets.token_hex(8)}"
+            block = shared_memory.SharedMemory(name=name, create=True, size=num_bytes)
             blocks.append(block)
-            with (_SHARED_MEMORY / block.name).open("r+b") as file:
+            held.append(Held(SHARED_MEMORY / block.name))
+            with (SHARED_MEMORY / block.name).open("r+b") as file:
                 os.posix_fallocate(file.fileno(), 0, num_bytes)
     except OSError as error:
         for block in blocks:
             block.close()
-            block.unlink()
+            with suppress(FileNotFoundError):
+                block.unlink()
         if error.errno != errno.ENOSPC:
             raise SystemRefusedError(
                 f"shared memory for the outer state cannot be had: {error.strerror}",
-                next_step=f"make {_SHARED_MEMORY} a tmpfs that you may write to",
+                next_step=f"make {SHARED_MEMORY} a tmpfs that you may write to",
             ) from error
         raise SystemRefusedError(
-            f"the outer state needs {num_blocks * num_bytes:,} bytes of {_SHARED_MEMORY} and "
+            f"the outer state needs {num_blocks * num_bytes:,} bytes of {SHARED_MEMORY} and "
             f"{free_bytes:,} are free",
             next_step="enlarge it (docker run --shm-size …) or choose a smaller model",
         ) from error
-    return tuple(blocks)
+    return tuple(blocks), tuple(held)
+
+
+def tell_leftovers() -> None:
+    """Removes the shared memory and temporary folders of processes that were killed, and logs it."""
+    for path in remove_leftovers(Path(tempfile.gettempdir()), SHARED_MEMORY):
+        log.info("removed what a killed process has left", path=str(path))
 
 
 class OuterDigest:

@@ -121,20 +121,6 @@ def _refusal_to_make(path: Path, error: OSError) -> AtollError:
     )
 
 
-def temporary_folder(prefix: str) -> Path:
-    """A new folder that only we can read, for as long as a process runs; remove it in the end.
-
-    Raises SystemRefusedError when there is no room for it.
-    """
-    try:
-        return Path(tempfile.mkdtemp(prefix=prefix))
-    except OSError as error:
-        raise SystemRefusedError(
-            f"no folder for temporary files can be made: {error}",
-            next_step="free some space there, or set TMPDIR to a folder on another disk",
-        ) from error
-
-
 def write_atomically(
     path: Path, *data: bytes | memoryview, mode: int = 0o644, over: Path | None = None
 ) -> None:

@@ -11,6 +11,7 @@ from node.hosts.following import follow
 from node.hosts.parts import Shelf
 from node.hosts.token import HostToken
 from node.island.forkserver import end_forkserver, prepare_forkserver
+from node.outer_state import tell_leftovers
 from node.stopping import StopSignals
 
 
@@ -20,6 +21,7 @@ async def run_follower(token: HostToken, *, name: str, device: str, checkpoints:
     The last thing that its process does: signals are ignored from then on.
     """
     shelf = Shelf(checkpoints)
+    tell_leftovers()
     prepare_forkserver()
     with StopSignals():
         try:

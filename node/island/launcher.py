@@ -6,7 +6,6 @@ ranks may have parted ways: `stop` and `start` it again.
 
 import asyncio
 import contextlib
-import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -44,7 +43,7 @@ from node.island.mesh_shape import MeshShape, check_batch, check_shape
 from node.island.resuming import Resuming
 from node.outer_state import SharedNames
 from protocol.errors import AtollError, SystemRefusedError
-from protocol.files import temporary_folder
+from protocol.leftovers import TemporaryFolder
 from protocol.rounds import CorpusSummary
 from protocol.run_spec import RunSpec
 
@@ -115,7 +114,7 @@ class ProcessIsland:
         self._number = 0
         self._broken: AtollError | None = None
         self._breaking: asyncio.TimerHandle | None = None
-        self._meeting: Path | None = None
+        self._meeting: TemporaryFolder | None = None
         self._spawning: asyncio.Future[None] | None = None
         self._stopping = asyncio.Lock()
         self.resuming = Resuming(checkpoints, spec)
@@ -145,9 +144,9 @@ class ProcessIsland:
         check_combination(self._shape, self._local)
         self._broken = None
         self._number = 0
-        self._meeting = temporary_folder("atoll-ranks-")
+        self._meeting = TemporaryFolder("ranks")
         # In a thread: it waits for the forkserver, which may still be importing torch.
-        self._spawning = asyncio.ensure_future(asyncio.to_thread(self._spawn, self._meeting))
+        self._spawning = asyncio.ensure_future(asyncio.to_thread(self._spawn, self._meeting.path))
         try:
             await asyncio.shield(self._spawning)
         except EOFError as error:
@@ -181,7 +180,7 @@ class ProcessIsland:
                 self._forget(member)
             self._members = []
             if self._meeting is not None:
-                shutil.rmtree(self._meeting, ignore_errors=True)
+                self._meeting.remove()
                 self._meeting = None
 
     async def adopt(self, fragment: int | None = None, *, is_taken: bool = True) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import CannotCreateError, SystemRefusedError
-from protocol.files import is_taken, temporary_folder, whole_folder
+from protocol.files import is_taken, whole_folder
+from protocol.leftovers import TemporaryFolder
 
 
 def test_a_folder_takes_its_name_when_it_is_whole(tmp_path: Path) -> None:
@@ -56,4 +57,4 @@ def test_a_place_for_temporary_files_that_is_not_there_is_told(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
     with pytest.raises(SystemRefusedError, match=r"nowhere.*TMPDIR"):
-        temporary_folder("atoll-")
+        TemporaryFolder("test")

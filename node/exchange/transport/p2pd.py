@@ -12,7 +12,6 @@ persistent control connection, and, before there is one, its idle timeout.
 import asyncio
 import logging
 import os
-import shutil
 import sys
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -27,8 +26,8 @@ import structlog
 from node.exchange.transport.frames import drop
 from node.exchange.transport.rates.tcp_pacing import TcpPacing
 from protocol.errors import SystemRefusedError
-from protocol.files import temporary_folder
 from protocol.identity import Identity
+from protocol.leftovers import TemporaryFolder
 
 _START_SECONDS = 60.0
 _STOP_SECONDS = 5.0
@@ -47,11 +46,12 @@ class DaemonError(Exception):
 class P2pd:
     """A running p2pd. Make one with `start`; `died` is set when it ends without being stopped."""
 
-    def __init__(self, process: asyncio.subprocess.Process, folder: Path) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, folder: TemporaryFolder) -> None:
         self.died = asyncio.Event()
         self.tcp_pacing = TcpPacing(process.pid)
         self._process = process
-        self._folder = folder
+        self._temporary = folder
+        self._folder = folder.path
         self._last_lines: deque[str] = deque(maxlen=3)
         self._is_stopping = False
         self._stack = AsyncExitStack()
@@ -70,11 +70,11 @@ class P2pd:
         """Starts p2pd and listens; raises SystemRefusedError when it does not come up."""
         _load_hivemind()
         # A short path: a Unix socket's name has at most 107 bytes.
-        folder = temporary_folder("atoll-")  # mode 0700
+        folder = TemporaryFolder("p2pd")
         try:
-            daemon = cls(await _launch(identity, folder, listen_multiaddrs), folder)
+            daemon = cls(await _launch(identity, folder.path, listen_multiaddrs), folder)
         except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
+            folder.remove()
             raise
         try:
             async with asyncio.timeout(_START_SECONDS):
@@ -178,7 +178,7 @@ class P2pd:
                 self._process.kill()
             await self._process.wait()
         await self._stack.aclose()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._temporary.remove()
 
     async def _come_up(self, identity: Identity, protocol: str, on_stream: StreamCallback) -> None:
         from hivemind.p2p.p2p_daemon_bindings.p2pclient import Client
@@ -191,7 +191,6 @@ class P2pd:
                 raise DaemonError("it ended at once")
             self._note(line)
         self._watch = asyncio.create_task(self._read_output(), name="p2pd output")
-        (self._folder / "key").unlink()  # p2pd has read it
 
         async def accept(
             info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -240,12 +239,14 @@ class P2pd:
 async def _launch(
     identity: Identity, folder: Path, listen_multiaddrs: tuple[str, ...]
 ) -> asyncio.subprocess.Process:
-    key_path = folder / "key"
-    identity.save(key_path)  # mode 0600
-    with as_file(files("hivemind.hivemind_cli") / "p2pd") as program:
+    # In memory that only p2pd inherits: a key in a folder would stay there when we are killed.
+    key = os.memfd_create("identity")
+    with os.fdopen(key, "wb") as file, as_file(files("hivemind.hivemind_cli") / "p2pd") as program:
+        file.write(identity.libp2p_key())
+        file.flush()
         return await asyncio.create_subprocess_exec(
             program,
-            f"-id={key_path}",
+            f"-id=/proc/self/fd/{key}",
             f"-listen=/unix{folder}/control",
             f"-hostAddrs={','.join(listen_multiaddrs)}",
             f"-idleTimeout={_NO_CLIENT_SECONDS}s",
@@ -254,6 +255,7 @@ async def _launch(
             "-autonat=0",
             "-natPortMap=0",
             "-connManager=0",  # it would close connections beyond a count; the roster is the limit
+            pass_fds=(key,),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,

@@ -1,0 +1,92 @@
+"""What a process has outside its own folder, held so that what a killed one leaves can be told and removed.
+
+A lock on the file or folder itself says that its owner lives: the kernel drops it when the process
+ends, however it ends. So what nobody locks is left over, whatever process id its owner had. Names
+begin with `PREFIX`; nothing else is ever looked at.
+"""
+
+import fcntl
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from protocol.errors import SystemRefusedError
+
+PREFIX = "atoll-held-"
+
+
+class Held:
+    """The mark of a living owner on a file or folder, until `release` or the end of the process."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError when the path is not there any more: another start took it for left over."""
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_SH)  # waits for who is just removing it
+            if not os.path.samestat(os.fstat(self._descriptor), path.stat()):
+                raise FileNotFoundError(path)
+        except OSError:
+            os.close(self._descriptor)
+            raise
+
+    def release(self) -> None:
+        """Lets go, before or after the path is removed; safe to call more than once."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+class TemporaryFolder:
+    """A new folder in the temporary directory that only we can read; `remove` it in the end.
+
+    Raises SystemRefusedError when there is no room for it.
+    """
+
+    def __init__(self, purpose: str) -> None:
+        try:
+            while True:
+                self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{purpose}-"))  # mode 0700
+                with suppress(FileNotFoundError):
+                    self._held = Held(self.path)
+                    break
+        except OSError as error:
+            raise SystemRefusedError(
+                f"no folder for temporary files can be made: {error}",
+                next_step="free some space there, or set TMPDIR to a folder on another disk",
+            ) from error
+
+    def remove(self) -> None:
+        """Removes it with all that is in it; safe to call more than once."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._held.release()
+
+
+def remove_leftovers(*places: Path) -> list[Path]:
+    """Removes what killed processes of this user have left in these folders; returns what it was.
+
+    What a living process holds stays, and so does what is another user's.
+    """
+    removed = []
+    for place in places:
+        for path in sorted(place.glob(f"{PREFIX}*")):
+            with suppress(OSError):  # removed beside us, or not ours to open
+                if path.lstat().st_uid == os.getuid() and _is_removed(path):
+                    removed.append(path)
+    return removed
+
+
+def _is_removed(path: Path) -> bool:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    except BlockingIOError:
+        return False  # its owner lives
+    finally:
+        os.close(descriptor)
+    return True

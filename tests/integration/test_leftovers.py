@@ -1,0 +1,119 @@
+"""What a killed process leaves is removed by the next start, and what a living one holds is not."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from node.outer_state import SHARED_MEMORY, SharedVectors
+from protocol.leftovers import PREFIX, Held, TemporaryFolder, remove_leftovers
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Its resource tracker is killed with it, else that would remove the shared memory.
+_NODE = """
+import asyncio, os, signal, sys, time
+from multiprocessing import resource_tracker
+from node.exchange.transport.p2pd import P2pd
+from node.outer_state import SharedVectors
+from protocol.identity import Identity
+
+async def live():
+    async def refuse(peer, reader, writer): ...
+    vectors = SharedVectors.create(1000)
+    daemon = await P2pd.start(Identity.generate(), listen_multiaddrs=("/ip4/127.0.0.1/tcp/0",),
+                              protocol="/test", on_stream=refuse)
+    print(vectors.names.parameters, vectors.names.published, daemon._folder,
+          resource_tracker._resource_tracker._pid, daemon.pid, flush=True)
+    await asyncio.sleep(1000)
+
+asyncio.run(live())
+"""
+
+
+@contextmanager
+def node(temporary: Path) -> Iterator[tuple["subprocess.Popen[str]", list[str]]]:
+    """A process with p2pd and shared memory, and the words that it says."""
+    with subprocess.Popen(
+        [sys.executable, "-c", _NODE],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(temporary)},
+    ) as process:
+        try:
+            assert process.stdout is not None
+            yield process, next(line for line in process.stdout if line.startswith(PREFIX)).split()
+        finally:
+            process.kill()
+
+
+def test_a_killed_nodes_shared_memory_and_folders_go_and_a_living_ones_stay(
+    tmp_path: Path,
+) -> None:
+    with node(tmp_path) as (killed, left), node(tmp_path) as (_, kept):
+        *blocks, folder, tracker, _ = left
+        os.kill(int(tracker), signal.SIGKILL)
+        killed.kill()
+        killed.wait()
+        removed = remove_leftovers(tmp_path, SHARED_MEMORY)
+        assert {*blocks, Path(folder).name} <= {path.name for path in removed}
+        assert not any((SHARED_MEMORY / block).exists() for block in blocks)
+        assert not Path(folder).exists()
+        assert all((SHARED_MEMORY / block).exists() for block in kept[:2])
+        assert Path(kept[2]).exists()
+        os.kill(int(kept[3]), signal.SIGKILL)
+    for block in kept[:2]:  # of the one that was killed just now
+        (SHARED_MEMORY / block).unlink(missing_ok=True)
+
+
+def test_p2pd_gets_its_key_without_a_file(tmp_path: Path) -> None:
+    with node(tmp_path) as (_, words):
+        files = [path.name for path in Path(words[2]).iterdir()]
+        assert sorted(files) == ["control", "streams"]
+
+
+def test_a_folder_of_another_kind_or_version_is_left_alone(tmp_path: Path) -> None:
+    for name in ("atoll-p2pd-1", "someone", f"x{PREFIX}1"):
+        (tmp_path / name).mkdir()
+    assert remove_leftovers(tmp_path) == []
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_what_is_held_stays_until_it_is_released(tmp_path: Path) -> None:
+    path = tmp_path / f"{PREFIX}folder"
+    path.mkdir()
+    held = Held(path)
+    assert remove_leftovers(tmp_path) == []
+    held.release()
+    held.release()
+    assert remove_leftovers(tmp_path) == [path]
+    with pytest.raises(FileNotFoundError):
+        Held(path)
+
+
+def test_a_link_that_bears_such_a_name_leads_nowhere(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (tmp_path / f"{PREFIX}link").symlink_to(precious)
+    assert remove_leftovers(tmp_path) == []
+    assert precious.is_dir()
+
+
+def test_an_orderly_end_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = TemporaryFolder("test")
+    (folder.path / "file").write_text("…")
+    folder.remove()
+    folder.remove()
+    assert list(tmp_path.iterdir()) == []
+    vectors = SharedVectors.create(10)
+    names = (vectors.names.parameters, vectors.names.published)
+    assert all((SHARED_MEMORY / name).exists() for name in names)
+    vectors.close()
+    assert not any((SHARED_MEMORY / name).exists() for name in names)
