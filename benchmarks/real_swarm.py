@@ -107,7 +107,7 @@ class Member:
 
     def _note_shared_memory(self, process_id: int) -> None:
         self.shared_memory |= {
-            Path(name) for name in re.findall(r"/dev/shm/psm_\w+", maps_of(process_id))
+            Path(name) for name in re.findall(r"/dev/shm/atoll-held-\w+", maps_of(process_id))
         }
 
     def kill_rank(self) -> bool:

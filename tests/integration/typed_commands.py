@@ -145,7 +145,7 @@ class Running:
     def shared_memory(self) -> set[Path]:
         """The outer state's blocks that it has mapped."""
         mapped = maps_of(self.process.pid)
-        return {Path(name) for name in re.findall(r"/dev/shm/psm_\w+", mapped)}
+        return {Path(name) for name in re.findall(r"/dev/shm/atoll-held-\w+", mapped)}
 
     def has_torch(self) -> bool:
         """Whether the daemon itself has loaded it, which is for the processes of its island."""
