@@ -206,6 +206,7 @@ def render(status: pb.GetStatusResponse, *, notice: str = "") -> RenderableType:
     """
     lines: list[RenderableType] = [Text(notice, style="bold yellow")] if notice else []
     lines += [_run_line(status.run), _loss_line(status), _digest_line(status.run)]
+    lines.append(Text.assemble(("clock  ", "dim"), clock_in_words(status.run)))
     if status.run.reason:
         reason = Text(status.run.reason, style="italic")
         lines.append(Padding(reason, (0, 0, 0, len("digest ")), expand=False))
@@ -235,6 +236,8 @@ def summary_line(status: pb.GetStatusResponse) -> str:
     parts.append(agreement_in_words(run))
     if run.reason:
         parts.append(run.reason)
+    if run.HasField("estimated_seconds_left") and run.phase != pb.RUN_PHASE_FINISHED:
+        parts.append(f"the run has about {seconds_in_words(run.estimated_seconds_left)} left")
     if cut := cut_off(status.nodes):
         parts.append(cut)
     return "; ".join(parts)
@@ -252,6 +255,16 @@ def what_people_wait_for(status: pb.GetStatusResponse) -> tuple[object, ...]:
         tuple((node.node_id, node.state) for node in status.nodes),
         cut_off(status.nodes),
     )
+
+
+def clock_in_words(run: pb.RunStatus) -> str:
+    """How long the run has taken, and how long it will at the pace of recent rounds."""
+    taken = f"{seconds_in_words(run.elapsed_seconds)} so far"
+    if run.phase == pb.RUN_PHASE_FINISHED:
+        return taken
+    if not run.HasField("estimated_seconds_left"):
+        return f"{taken}; what is left is not known before some rounds"
+    return f"{taken}, about {seconds_in_words(run.estimated_seconds_left)} left"
 
 
 def _round_shown(run: pb.RunStatus) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from coordinator.driver import Driver
 from coordinator.services import checks
 from coordinator.services.answering import Context, Gate, answered
+from coordinator.swarm.estimates import run_seconds_left
 from coordinator.swarm.explain import explain
 from coordinator.swarm.ledger import free_again, num_samples_of
 from coordinator.swarm.shares import UNKNOWN, Rates
@@ -110,6 +111,8 @@ class StatusDesk:
             min_nodes=state.rules.min_nodes,
             data=data_status(state),
             wire=wire_ledger(state.wire, state.all_reduce_bytes),
+            elapsed_seconds=now,
+            estimated_seconds_left=run_seconds_left(state, now),
         )
 
     def _node_status(self, state: SwarmState, member: Member, now: float) -> pb.NodeStatus:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from coordinator.swarm.ending import finished_reason, is_at_end, is_evaluated, members_behind
+from coordinator.swarm.estimates import left_in_words
 from coordinator.swarm.retraction import held_by_most
 from coordinator.swarm.rounds import awaited_appliers, holders_needed, holders_of, is_undecided
 from coordinator.swarm.state import Member, MemberState, Round, RoundPhase, SwarmState
@@ -70,7 +71,7 @@ def _round_in_flight(state: SwarmState, current: Round, now: float) -> str:
     if gone := [a.node_id for a in current.assignments if not is_present(state, a.node_id)]:
         trained += f", {_names(state, gone)} left"
     if current.phase is RoundPhase.TRAINING:
-        return f"training: {trained}, {_left(current.train_deadline, now)}"
+        return f"training: {trained}, {left_in_words(state, current.train_deadline, now)}"
     waits = []
     for progress in current.slices:
         if not is_undecided(state, current, progress):
@@ -87,13 +88,13 @@ def _round_in_flight(state: SwarmState, current: Round, now: float) -> str:
     busy = f" ({_names(state, training)} still training)" if training else ""
     return (
         f"exchanging: waiting for {len(waits)} of {_count(len(current.slices), 'slice')}{busy}: "
-        f"{', '.join(waits)}, {_left(current.commit_deadline, now)}"
+        f"{', '.join(waits)}, {left_in_words(state, current.commit_deadline, now)}"
     )
 
 
 def _applying(state: SwarmState, current: Round, now: float) -> str:
     waiting = [n for n in awaited_appliers(state, current) if n not in current.applied]
-    left = _left(current.apply_deadline, now)
+    left = left_in_words(state, current.apply_deadline, now)
     is_extended = current.apply_deadline > current.committed_at + state.rules.apply_seconds
     is_heard = any(is_present(state, node_id) for node_id in current.applied)
     if not waiting or (is_extended and not is_heard):

@@ -1,0 +1,70 @@
+"""How long things still take, by what they took, beside the deadlines that bound them."""
+
+from deadline_scene import A, B, a_round, swarm_of, train
+from swarm_scene import Scene
+
+from coordinator.swarm.deadlines import ROUNDS_NEEDED
+from coordinator.swarm.estimates import phase_seconds_left, round_seconds, run_seconds_left
+from coordinator.swarm.explain import explain
+
+
+def after_rounds(number: int) -> Scene:
+    scene = swarm_of(A, B)
+    for _ in range(number):
+        a_round(scene)
+    return scene
+
+
+def test_before_some_rounds_were_measured_nobody_knows_and_the_deadline_alone_is_told() -> None:
+    scene = after_rounds(ROUNDS_NEEDED - 1)
+    assert phase_seconds_left(scene.state, scene.now) is None
+    assert run_seconds_left(scene.state, scene.now) is None
+    assert scene.reason == "training: 0 of 2 nodes are done, 60 s left"
+
+
+def test_a_round_takes_what_its_phases_took_in_the_median() -> None:
+    scene = after_rounds(ROUNDS_NEEDED)
+    a_round(scene, train_seconds=29)  # one slow round is passed over
+    assert round_seconds(scene.state) == 20 + 4 + 1 + apply_seconds(scene)
+
+
+def apply_seconds(scene: Scene) -> float:
+    taken = sorted(m.seconds or m.given_seconds for m in scene.state.phase_times.apply)
+    return taken[len(taken) // 2]
+
+
+def test_the_reason_tells_the_usual_end_first_and_the_deadline_beside_it() -> None:
+    scene = after_rounds(4)
+    scene.wait(5)
+    deadline = scene.round.train_deadline - scene.now
+    assert phase_seconds_left(scene.state, scene.now) == 15
+    assert explain(scene.state, scene.now) == (
+        f"training: 0 of 2 nodes are done, about 15 s left, {deadline:.0f} s at most"
+    )
+    scene.wait(14.5)
+    assert explain(scene.state, scene.now).endswith(
+        f"later than usual, {deadline - 14.5:.0f} s left at most"
+    )
+
+
+def test_an_exchange_is_estimated_from_the_end_of_training() -> None:
+    scene = after_rounds(4)
+    scene.wait(10)
+    train(scene, A, B)
+    assert phase_seconds_left(scene.state, scene.now) == 4 + 1
+    scene.wait(2)
+    assert phase_seconds_left(scene.state, scene.now) == 3
+    scene.wait(4)
+    assert phase_seconds_left(scene.state, scene.now) == 0
+
+
+def test_the_runs_end_comes_closer_as_time_goes_by_and_is_no_sooner_than_its_rounds() -> None:
+    scene = after_rounds(4)
+    a_round_takes = round_seconds(scene.state)
+    assert a_round_takes is not None
+    rounds_left = scene.state.rules.total_rounds - scene.state.committed_round
+    assert run_seconds_left(scene.state, scene.now) == rounds_left * a_round_takes
+    scene.wait(5)
+    assert run_seconds_left(scene.state, scene.now) == rounds_left * a_round_takes - 5
+    scene.wait(24)  # longer than rounds take: the others still take what they took
+    assert run_seconds_left(scene.state, scene.now) == (rounds_left - 1) * a_round_takes
