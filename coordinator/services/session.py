@@ -42,6 +42,7 @@ from protocol.signing import CommitSigner
 from protocol.v1 import session_pb2 as pb
 from protocol.v1.session_pb2_grpc import SessionServiceServicer
 
+MAX_COMMITS = 64
 MAX_COMMITS_BYTES = 1 << 20
 """An answer with commits ends with the one that passes this: a message holds 4 MiB at most, and a
 commit of a hundred nodes has half of one."""
@@ -179,15 +180,23 @@ class SessionDesk:
             await self._driver.apply(HistoryTold(node_id=node_id), session=session)
         return pb.SubmitCommitsResponse(committed_round=self._driver.state.committed_round)
 
-    def list_commits(self, request: pb.ListCommitsRequest) -> pb.ListCommitsResponse:
-        """The commits after a round, oldest first."""
+    async def list_commits(self, request: pb.ListCommitsRequest) -> pb.ListCommitsResponse:
+        """The commits after a round, oldest first; the node asks again after the last one.
+
+        The first is of a later round than the next one when older ones are not kept any more.
+        """
         after = checks.count(request.after_round, of="the round")
-        response = pb.ListCommitsResponse()
-        for commit in self._driver.store.commits_after(after):
-            response.commits.append(convert.commit_to_wire(self._signer.signed(commit)))
-            if response.ByteSize() > MAX_COMMITS_BYTES:
-                break  # the node asks again after the last one
-        return response
+        return await self._driver.aside(lambda: self._commits_after(after))
+
+    def _commits_after(self, after: int) -> pb.ListCommitsResponse:
+        page = self._driver.store.page_of_commits(
+            after, limit=MAX_COMMITS, max_bytes=MAX_COMMITS_BYTES
+        )
+        for commit in page:
+            if not commit.signature:  # a version of Atoll wrote it that signed when it was asked
+                signed = self._signer.signed(convert.commit_from_wire(commit))
+                commit.signature = signed.signature
+        return pb.ListCommitsResponse(commits=page)
 
     async def detach(self, node_id: NodeId, request: pb.DetachRequest) -> pb.DetachResponse:
         """Ends the session; raises SessionEndedError when it has ended already."""
@@ -325,7 +334,9 @@ class SessionServicer(SessionServiceServicer):
         self, request: pb.ListCommitsRequest, context: Context
     ) -> pb.ListCommitsResponse:
         """See SessionDesk.list_commits."""
-        return await answered(context, self._gate.node, lambda _: self._desk.list_commits(request))
+        return await answered_when_durable(
+            context, self._gate.node, lambda _: self._desk.list_commits(request)
+        )
 
     async def SubmitCommits(
         self, request: pb.SubmitCommitsRequest, context: Context

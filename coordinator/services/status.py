@@ -5,6 +5,7 @@
 import time
 from collections.abc import Callable
 
+from coordinator.closed_rows import wire_ledger
 from coordinator.driver import Driver
 from coordinator.services import checks
 from coordinator.services.answering import Context, Gate, answered
@@ -13,13 +14,11 @@ from coordinator.swarm.ledger import free_again, num_samples_of
 from coordinator.swarm.shares import UNKNOWN, Rates
 from coordinator.swarm.state import (
     PRESENT,
-    ClosedRound,
     Member,
     MemberState,
     RoundPhase,
     SwarmState,
 )
-from coordinator.swarm.wire_ledger import all_reduce_bytes
 from coordinator.telemetry import Telemetry
 from protocol import convert
 from protocol.rounds import Digest, NodeId
@@ -27,7 +26,6 @@ from protocol.run_spec import RunSpec
 from protocol.v1 import session_pb2
 from protocol.v1 import status_pb2 as pb
 from protocol.v1.status_pb2_grpc import StatusServiceServicer
-from protocol.wire_count import WireTotals
 
 DEFAULT_ROUNDS = 20
 MAX_ROUNDS = 1000
@@ -77,9 +75,8 @@ class StatusDesk:
     def list_rounds(self, request: pb.ListRoundsRequest) -> pb.ListRoundsResponse:
         """The latest closed rounds, newest first."""
         limit = checks.count(request.limit, of="the number of rounds", most=MAX_ROUNDS)
-        closed = self._driver.store.latest_rounds(limit or DEFAULT_ROUNDS)
-        state = self._driver.state
-        return pb.ListRoundsResponse(rounds=[round_summary(state, c) for c in closed])
+        rounds = self._driver.store.latest_figures(limit or DEFAULT_ROUNDS)
+        return pb.ListRoundsResponse(rounds=rounds)
 
     def _run_status(self, state: SwarmState, now: float) -> pb.RunStatus:
         agreed_round, agreed = agreed_state(state)
@@ -134,14 +131,6 @@ class StatusDesk:
         )
 
 
-def wire_ledger(totals: WireTotals, averaging_bytes: int) -> pb.WireLedger:
-    """What rounds have cost on the wire, and what averaging gradients would have."""
-    return pb.WireLedger(
-        counts=convert.wire_counts_to_wire(totals),
-        all_reduce_bytes=averaging_bytes,
-    )
-
-
 def _rates_to_wire(rates: Rates) -> session_pb2.LinkRates | None:
     if rates == UNKNOWN:
         return None
@@ -185,30 +174,6 @@ def _phase_of(state: SwarmState) -> pb.RunPhase.ValueType:
     if state.open_round is None:
         return pb.RUN_PHASE_WAITING
     return _PHASES[state.open_round.phase]
-
-
-def round_summary(state: SwarmState, closed: ClosedRound) -> pb.RoundSummary:
-    """One closed round in a line."""
-    commit = closed.commit
-    committed = [outcome for outcome in commit.slices if outcome.digest is not None]
-    in_each = [{c.node_id for c in outcome.contributors} for outcome in committed]
-    weight = sum(trained.tokens for trained in closed.trained.values())
-    weighted = sum(trained.tokens * trained.loss for trained in closed.trained.values())
-    return pb.RoundSummary(
-        round=commit.round,
-        fragment=commit.fragment,
-        num_participants=len(closed.plan.assignments),
-        num_slices=len(commit.slices),
-        num_committed_slices=len(committed),
-        num_contributors=len(set.intersection(*in_each)) if in_each else 0,
-        tokens=closed.tokens,
-        seconds=closed.seconds,
-        loss=weighted / weight if weight else 0.0,
-        outer_digest=convert.optional_digest_to_wire(commit.outer_digest),
-        reason=closed.reason,
-        incarnation=commit.incarnation,
-        wire=wire_ledger(closed.wire, all_reduce_bytes(state, commit)),
-    )
 
 
 class StatusServicer(StatusServiceServicer):

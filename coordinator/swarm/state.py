@@ -297,6 +297,9 @@ class SwarmState:
         return self.recent[-1] if self.recent else None
 
 
+KEPT_ROUNDS = 1000
+"""Closed rounds whose commits are kept whole, and for which a member that is gone is remembered."""
+
 KEPT_RECENT = 8
 """Closed rounds that the state holds at most."""
 

@@ -1,6 +1,8 @@
 """The desks refuse what cannot be, before the core or the database sees it."""
 
 import math
+from collections.abc import Callable
+from typing import TypeVar
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -27,6 +29,7 @@ from protocol.run_spec import RunSpec
 from protocol.signing import CommitSigner
 from protocol.v1 import enrolment_pb2, session_pb2, status_pb2
 
+T = TypeVar("T")
 NODE = Identity.generate()
 DIGEST = b"d" * 32
 SECRET = b"s" * 32
@@ -227,8 +230,13 @@ def enrolment_desk() -> tuple[EnrolmentDesk, Store]:
         control_port=7700,
         clock=lambda: 0.0,
         wall_clock=lambda: WALL,
+        write=written,
     )
     return desk, store
+
+
+async def written(change: Callable[[], T]) -> T:
+    return change()
 
 
 def enrol_request(signer: Identity = NODE) -> enrolment_pb2.EnrolRequest:
@@ -243,20 +251,20 @@ def enrol_request(signer: Identity = NODE) -> enrolment_pb2.EnrolRequest:
     )
 
 
-def test_a_certificate_names_the_node_whose_key_signed_for_it() -> None:
+async def test_a_certificate_names_the_node_whose_key_signed_for_it() -> None:
     desk, store = enrolment_desk()
-    response = desk.enrol("host", enrol_request())
+    response = await desk.enrol("host", enrol_request())
     assert principal_of(response.certificate_pem).node_id == NODE.node_id
     assert store.is_enrolled(NODE.node_id)
 
 
-def test_who_claims_the_identity_of_another_is_refused_and_the_invite_keeps_its_use() -> None:
+async def test_who_claims_the_identity_of_another_is_refused_and_the_invite_keeps_its_use() -> None:
     desk, store = enrolment_desk()
     stolen = enrol_request()
     stolen.certificate_request = make_request().request_der  # the thief's key under NODE's proof
     for request in (enrol_request(signer=Identity.generate()), stolen):
         with pytest.raises(BadDataError, match="not signed"):
-            desk.enrol("host", request)
+            await desk.enrol("host", request)
     assert not store.is_enrolled(NODE.node_id)
 
 
