@@ -38,6 +38,15 @@ def log_transition(before: SwarmState, transition: Transition) -> None:
             was = None
         if (was is None or was.state is not member.state) and member.state in _NEWS:
             _log.info(_NEWS[member.state], node=member.node_name, round=member.outer_round)
+    for node_id in before.members.keys() - after.members.keys():
+        gone = before.members[node_id]
+        _log.info(
+            "node forgotten",
+            node=gone.node_name,
+            id=node_id,
+            gone_at_round=gone.gone_at_round,
+            committed_tokens=gone.committed_tokens,
+        )
     if any(was is None or _reach_of(was) != _reach_of(member) for _, member, was in changed):
         _log_reach(before, after)
     has_decided = any(isinstance(action, SendCommit) for action in transition.actions)
