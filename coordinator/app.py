@@ -87,7 +87,7 @@ class Coordinator:
         Raises SystemRefusedError for a folder or port in use, ConfigError for a changed run file.
         """
         signer = CommitSigner.of_authority(home.authority.key_pem)
-        store = Store.open(home.directory, sign=signer.signed)
+        store = Store.open(home.directory, sign=signer.signature_of)
         dashboard: WebServer | None = None
         control = grpc.aio.server(options=SERVER_OPTIONS)
         enrolment = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_ENROLMENTS)

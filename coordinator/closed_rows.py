@@ -17,8 +17,8 @@ from coordinator.rows import packed, put, row_of, rows_of, unpacked
 from coordinator.swarm.state import KEPT_ROUNDS, ClosedRound, SwarmState, Trained
 from coordinator.swarm.wire_ledger import all_reduce_bytes
 from protocol import convert
-from protocol.rounds import Commit, Digest, NodeId
-from protocol.signing import commit_statement
+from protocol.rounds import Digest, NodeId
+from protocol.signing import statement_of
 from protocol.v1 import round_pb2
 from protocol.v1 import status_pb2 as pb
 from protocol.wire_count import WireTotals
@@ -29,7 +29,8 @@ THINNED_BY = 10
 MOST_REASON = 400
 """Characters of a round's reason in its figures: a round of many void slices gives one for each."""
 
-Sign = Callable[[Commit], Commit]
+Sign = Callable[[bytes], bytes]
+"""Gives the coordinator's signature under what protocol.signing.statement_of says of a commit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +56,11 @@ def save_closed(
     connection: sqlite3.Connection, state: SwarmState, closed: ClosedRound, sign: Sign | None
 ) -> None:
     """Writes one closed round as it is in `state`; what is too old to stay whole goes."""
-    commit = closed.commit if sign is None else sign(closed.commit)
+    commit = closed.commit
     message = convert.commit_to_wire(commit)
+    statement = statement_of(message)
+    if sign is not None:
+        message.signature = sign(statement)
     plan = convert.plan_to_wire(closed.plan)
     if closed.plan.assignments == commit.assignments:
         plan.ClearField("assignments")  # the commit has them, and they are most of it
@@ -70,7 +74,7 @@ def save_closed(
     kept = (
         *(commit.round, commit.incarnation, commit.base_digest),
         *(convert.optional_digest_to_wire(commit.outer_digest),),
-        *(blake3(commit_statement(commit)).digest(), commit.signature),
+        *(blake3(statement).digest(), message.signature),
     )
     put(connection, "commits", [kept])
     figures = figures_of(state, closed).SerializeToString(deterministic=True)

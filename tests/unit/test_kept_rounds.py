@@ -61,7 +61,7 @@ def test_rounds_that_are_long_over_leave_their_digests_their_signature_and_thinn
     keeps: Keeps,
 ) -> None:
     keeps(KEPT)
-    store = Store(Store.in_memory()._database, sign=SIGNER.signed)
+    store = Store(Store.in_memory()._database, sign=SIGNER.signature_of)
     scene = two_nodes(store, 3)
     first = store.latest_rounds(9)[-1]
     assert first.commit.round == 1
@@ -90,7 +90,7 @@ def test_rounds_that_are_long_over_leave_their_digests_their_signature_and_thinn
 
 def test_a_run_that_goes_on_from_what_is_kept_is_the_same_run(keeps: Keeps, tmp_path: Path) -> None:
     keeps(KEPT)
-    store = Store.open(tmp_path, sign=SIGNER.signed)
+    store = Store.open(tmp_path, sign=SIGNER.signature_of)
     scene = two_nodes(store, 3 * KEPT)
     store.close()
     again = Store.open(tmp_path)
@@ -213,7 +213,7 @@ def test_a_round_of_eight_nodes_takes_few_bytes_and_after_a_while_few_hundred(
 
     def database_bytes(num_rounds: int, kept: int) -> int:
         keeps(kept)
-        store = Store(Store.in_memory()._database, sign=SIGNER.signed)
+        store = Store(Store.in_memory()._database, sign=SIGNER.signature_of)
         before = replace(state, open_round=None, recent=())
         for number in range(1, num_rounds + 1):
             commit = replace(first.commit, round=number)
@@ -231,7 +231,7 @@ def test_a_round_of_eight_nodes_takes_few_bytes_and_after_a_while_few_hundred(
 
 def test_a_commit_of_hundreds_of_nodes_takes_no_more_than_on_the_wire() -> None:
     state, (closed,) = typical(200, 1)
-    store = Store(Store.in_memory()._database, sign=SIGNER.signed)
+    store = Store(Store.in_memory()._database, sign=SIGNER.signature_of)
     store.save(replace(state, recent=()), state, now=1.0)
     connection = store._database._connection
     (num_bytes,) = connection.execute(
