@@ -220,7 +220,10 @@ class Database:
         """Turns SQLite's errors into ours: SystemRefusedError, or BadDataError when damaged."""
         try:
             yield
-        except (sqlite3.DatabaseError, zlib.error, DecodeError, ValidationError) as error:
+        except (
+            *(sqlite3.DatabaseError, UnicodeDecodeError),  # the second is of its own messages
+            *(zlib.error, DecodeError, ValidationError),
+        ) as error:
             code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
             if code & 0xFF in _REFUSALS and code != sqlite3.SQLITE_IOERR_SHORT_READ:
                 raise SystemRefusedError(
@@ -242,7 +245,8 @@ class Database:
         if version > len(MIGRATIONS):
             raise ConfigError(
                 f"{self.path} is of version {version}, this Atoll knows {len(MIGRATIONS)} at most",
-                next_step="install the newer Atoll that wrote it",
+                next_step="install the newer Atoll that wrote it; if there is none, the file is "
+                f"damaged: {AFTER_DAMAGE}",
             )
         for number, step in enumerate(MIGRATIONS[version:], start=version + 1):
             if isinstance(step, str):
