@@ -3,7 +3,7 @@
 # ruff: noqa: N802 (gRPC calls methods by the names that stand in the .proto files)
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from coordinator.closed_rows import wire_ledger
 from coordinator.driver import Driver
@@ -14,6 +14,7 @@ from coordinator.swarm.ledger import free_again, num_samples_of
 from coordinator.swarm.shares import UNKNOWN, Rates
 from coordinator.swarm.state import (
     PRESENT,
+    HeldOut,
     Member,
     MemberState,
     RoundPhase,
@@ -28,7 +29,14 @@ from protocol.v1 import status_pb2 as pb
 from protocol.v1.status_pb2_grpc import StatusServiceServicer
 
 DEFAULT_ROUNDS = 20
-MAX_ROUNDS = 1000
+MAX_ROUNDS = 4000
+"""More than a database has figures of, for runs of up to 100 million rounds."""
+
+MOST_LOSSES = 2000
+"""Held-out losses in an answer: the newest half of them, and of those before as many, evenly spread."""
+
+MOST_OUT_OF_REACH = 16
+"""Of a node, in an answer: a thousand that do not reach five hundred others fill four messages."""
 
 _PHASES = {
     RoundPhase.TRAINING: pb.RUN_PHASE_TRAINING,
@@ -101,7 +109,8 @@ class StatusDesk:
             num_parameters=0 if layout is None else sum(layout.fragment_elements),
             inner_steps=state.rules.inner_steps,
             held_out_losses=[
-                pb.HeldOutLoss(round=h.round, loss=h.loss, tokens=h.tokens) for h in state.held_out
+                pb.HeldOutLoss(round=h.round, loss=h.loss, tokens=h.tokens)
+                for h in _spread(state.held_out)
             ],
             uptime_seconds=now - self._started_at,
             min_nodes=state.rules.min_nodes,
@@ -121,7 +130,7 @@ class StatusDesk:
             silent_seconds=now - (self._started_at if heard is None else heard.at),
             committed_tokens=member.committed_tokens,
             address=convert.address_to_wire(member.address),
-            heartbeat=None if heard is None else heard.heartbeat,
+            heartbeat=None if heard is None else _shown(heard.heartbeat),
             same_corpus=state.corpus is None or member.corpus.digest == state.corpus.digest,
             version=member.version,
             inner_steps=_steps_asked_of(state, member.node_id),
@@ -129,6 +138,25 @@ class StatusDesk:
             is_draining=member.is_draining,
             link_rates=_rates_to_wire(member.rates),
         )
+
+
+def _spread(losses: Sequence[HeldOut]) -> Sequence[HeldOut]:
+    """All of them, or so many that an answer has room for them; the first is among them."""
+    half = MOST_LOSSES // 2
+    if len(losses) <= MOST_LOSSES:
+        return losses
+    old, new = losses[:-half], losses[-half:]
+    return [*(old[len(old) * place // half] for place in range(half)), *new]
+
+
+def _shown(heartbeat: session_pb2.HeartbeatRequest | None) -> session_pb2.HeartbeatRequest | None:
+    """The heartbeat with no more members out of reach than an answer has room for."""
+    if heartbeat is None or len(heartbeat.unreachable_ids) <= MOST_OUT_OF_REACH:
+        return heartbeat
+    shown = session_pb2.HeartbeatRequest()
+    shown.CopyFrom(heartbeat)
+    del shown.unreachable_ids[MOST_OUT_OF_REACH:]
+    return shown
 
 
 def _rates_to_wire(rates: Rates) -> session_pb2.LinkRates | None:
