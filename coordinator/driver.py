@@ -233,7 +233,6 @@ class Driver:
             try:
                 yield
             except SystemRefusedError as error:
-                self._refused = error
                 self._changed.set()
                 raise
 

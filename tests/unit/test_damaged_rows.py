@@ -99,6 +99,23 @@ def test_a_value_that_was_changed_behind_its_digest_is_said_with_what_to_do(
         all_of(tmp_path)
 
 
+def test_a_page_that_has_lost_a_row_is_said(database: bytes, tmp_path: Path) -> None:
+    (tmp_path / DATABASE_NAME).write_bytes(database)
+    connection = sqlite3.connect(tmp_path / DATABASE_NAME)
+    (page_bytes,) = connection.execute("PRAGMA page_size").fetchone()
+    (root,) = connection.execute(
+        "SELECT rootpage FROM sqlite_master WHERE name = 'members'"
+    ).fetchone()
+    connection.close()
+    flipped = bytearray(database)
+    num_cells_at = (root - 1) * page_bytes + 3  # two bytes of a page's header, big-endian
+    assert flipped[num_cells_at : num_cells_at + 2] == b"\0\2"  # A and B
+    flipped[num_cells_at + 1] = 1
+    (tmp_path / DATABASE_NAME).write_bytes(flipped)
+    with pytest.raises(BadDataError, match="is damaged"):
+        all_of(tmp_path)
+
+
 def test_a_database_without_the_swarms_own_row_is_no_new_run(
     database: bytes, tmp_path: Path
 ) -> None:
