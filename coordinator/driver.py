@@ -233,6 +233,7 @@ class Driver:
             try:
                 yield
             except SystemRefusedError as error:
+                self._refused = error
                 self._changed.set()
                 raise
 
