@@ -202,8 +202,9 @@ class Driver:
         self._changed.set()
 
     async def _save(self, *after: SwarmState, now: float) -> None:
-        async with self._on_disk():
-            if self.store.stage(self._state, *after, now=now):
+        if changes := self.store.news(self._state, *after, now=now):
+            async with self._on_disk():
+                self.store.stage(changes, now=now)
                 await _in_thread(self._writer, self.store.commit)
 
     async def write(self, change: Callable[[], T]) -> T:

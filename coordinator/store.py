@@ -5,6 +5,7 @@ except whether an invite can be redeemed, because that must be one transaction.
 """
 
 import sqlite3
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count, pairwise
 from pathlib import Path
@@ -158,15 +159,19 @@ class Store:
 
         `after` are the states that they led to, in their order.
         """
-        if self.stage(before, *after, now=now):
+        if changes := self.news(before, *after, now=now):
+            self.stage(changes, now=now)
             self.commit()
 
-    def stage(self, before: SwarmState, *after: SwarmState, now: float) -> bool:
-        """All of `save` but the wait for the disk, which is for `commit` if this is true."""
+    def news(self, before: SwarmState, *after: SwarmState, now: float) -> list[Change]:
+        """What of the steps has to be written; nothing when only time has passed, and little of it."""
         changes = [Change.between(one, other) for one, other in pairwise(to_save(before, after))]
         is_clock_old = now - self._saved_now >= CLOCK_SAVE_SECONDS
-        if not after or not (is_clock_old or any(change.is_any for change in changes)):
-            return False
+        is_any = is_clock_old or any(change.is_any for change in changes)
+        return changes if after and is_any else []
+
+    def stage(self, changes: Sequence[Change], *, now: float) -> None:
+        """Writes what is news; the wait for the disk is for `commit`."""
         round_held = self._round_held
         with self._database.staging() as connection:
             for change in changes:
@@ -174,10 +179,9 @@ class Store:
                 round_held = change.after.open_round
             put(connection, "clock", [(1, float(now))])
             if not self._saved_now or any(change.are_scalars_new for change in changes):
-                scalars = _text(_STATE, without_rows(after[-1]))
+                scalars = _text(_STATE, without_rows(changes[-1].after))
                 put(connection, "swarm", [(1, scalars)])
         self._staged = now, round_held
-        return True
 
     def commit(self) -> None:
         """Waits until the disk has what was staged; when it raises, nothing has happened.

@@ -171,6 +171,21 @@ def test_a_member_is_forgotten_when_it_was_gone_for_as_many_rounds_as_are_kept(
     }
 
 
+def test_a_member_that_was_behind_for_long_is_remembered_from_when_it_went(keeps: Keeps) -> None:
+    keeps(KEPT)
+    scene = SavedScene(Store.in_memory(), min_nodes=2, rounds=1000)
+    scene.attach("node-a", "node-b")
+    scene.run(2, "node-a", "node-b")
+    scene.attach("node-c")  # it holds the initial state, and fetches for long
+    scene.run(2 * KEPT, "node-a", "node-b")
+    assert NodeId("node-c") in scene.state.members
+    scene.leave("node-c")
+    scene.run(KEPT, "node-a", "node-b")
+    assert NodeId("node-c") in scene.state.members
+    scene.run(1, "node-a", "node-b")
+    assert NodeId("node-c") not in scene.state.members
+
+
 def test_a_member_that_is_gone_and_named_by_the_round_in_flight_is_remembered(keeps: Keeps) -> None:
     keeps(0)
     scene = SavedScene(Store.in_memory(), min_nodes=2, rounds=1000)
