@@ -70,7 +70,7 @@ class DeskStub:
         return await self._asked(partial(self._desk.report, self._node_id), request)
 
     async def ListCommits(self, request: Message) -> Any:
-        return self._told(self._desk.list_commits, request)
+        return await self._asked(self._desk.list_commits, request)
 
     async def SubmitCommits(self, request: Message) -> Any:
         return await self._asked(partial(self._desk.submit_commits, self._node_id), request)

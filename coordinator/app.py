@@ -4,6 +4,7 @@ import asyncio
 import secrets
 import signal
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Self
 
@@ -62,7 +63,7 @@ class Coordinator:
         *,
         store: Store,
         driver: Driver,
-        writer: ThreadPoolExecutor,
+        threads: Sequence[ThreadPoolExecutor],
         control: grpc.aio.Server,
         enrolment: grpc.aio.Server,
         control_port: int,
@@ -75,7 +76,7 @@ class Coordinator:
         self.control_port = control_port
         self.enrolment_port = enrolment_port
         self._store = store
-        self._writer = writer
+        self._threads = threads
         self._servers = (control, enrolment)
         self._clock_task = asyncio.create_task(driver.run_clock())
 
@@ -85,11 +86,15 @@ class Coordinator:
 
         Raises SystemRefusedError for a folder or port in use, ConfigError for a changed run file.
         """
-        store = Store.open(home.directory)
+        signer = CommitSigner.of_authority(home.authority.key_pem)
+        store = Store.open(home.directory, sign=signer.signature_of)
         dashboard: WebServer | None = None
         control = grpc.aio.server(options=SERVER_OPTIONS)
         enrolment = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_ENROLMENTS)
-        writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="commits")
+        threads = writer, reader = [
+            ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+            for name in ("commits", "reads")
+        ]
         try:
             driver = Driver(
                 state=store.load(rules_of(home.run), home.run.digest()),
@@ -98,6 +103,7 @@ class Coordinator:
                 watch=lambda before, transition: _watch(tally, before, transition),
                 on_slept=log_slept,
                 writer=writer,
+                reader=reader,
             )
             tally = RoundTally(driver.state, now=driver.clock.now())
             control_port = bind_control(
@@ -116,7 +122,13 @@ class Coordinator:
                 key_pem=home.server_key_pem,
             )
             status = _add_member_services(
-                control, home, config, store=store, driver=driver, enrolment_port=enrolment_port
+                control,
+                home,
+                config,
+                signer,
+                store=store,
+                driver=driver,
+                enrolment_port=enrolment_port,
             )
             _add_enrolment(enrolment, home, store=store, driver=driver, control_port=control_port)
             if config.dashboard:
@@ -128,13 +140,14 @@ class Coordinator:
             await asyncio.gather(control.stop(None), enrolment.stop(None))
             if dashboard is not None:
                 await dashboard.close()
-            writer.shutdown()
+            for thread in threads:
+                thread.shutdown()
             store.close()
             raise
         return cls(
             store=store,
             driver=driver,
-            writer=writer,
+            threads=threads,
             control=control,
             enrolment=enrolment,
             control_port=control_port,
@@ -167,7 +180,8 @@ class Coordinator:
         if self._dashboard is not None:
             await self._dashboard.close()
         await self.driver.settled()
-        self._writer.shutdown()
+        for thread in self._threads:
+            thread.shutdown()
         self._store.close()
 
 
@@ -175,6 +189,7 @@ def _add_member_services(
     server: grpc.aio.Server,
     home: Home,
     config: CoordinatorConfig,
+    signer: CommitSigner,
     *,
     store: Store,
     driver: Driver,
@@ -184,7 +199,6 @@ def _add_member_services(
     telemetry = Telemetry()
     swarm_id = home.authority.swarm_id
     gate = Gate(swarm_id=swarm_id, store=store)
-    signer = CommitSigner.of_authority(home.authority.key_pem)
     session = SessionDesk(driver, telemetry, home.run, signer)
     status = StatusDesk(driver, telemetry, home.run, swarm_id=swarm_id)
     operator = OperatorDesk(
@@ -194,6 +208,7 @@ def _add_member_services(
         pin=pin_of(home.server_pem),
         wall_clock=time.time,
         random_bytes=secrets.token_bytes,
+        write=driver.write,
     )
     add_SessionServiceServicer_to_server(SessionServicer(session, gate), server)
     add_StatusServiceServicer_to_server(StatusServicer(status, gate), server)
@@ -228,6 +243,7 @@ def _add_enrolment(
         control_port=control_port,
         clock=driver.clock.now,
         wall_clock=time.time,
+        write=driver.write,
     )
     add_EnrolmentServiceServicer_to_server(EnrolmentServicer(desk, on_refused=log_refusal), server)
 

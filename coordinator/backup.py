@@ -4,9 +4,12 @@ The database is read by a connection of our own, in one transaction: what was an
 begins is in the copy, and the coordinator does not wait for it.
 """
 
+import os
 import shutil
 import sqlite3
-from contextlib import closing
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +18,16 @@ from coordinator.database import DATABASE_NAME
 from coordinator.store import Store
 from protocol.credentials import LINK_FILE
 from protocol.errors import AtollError, CannotCreateError, NoInputError, SystemRefusedError
-from protocol.files import is_taken, whole_folder, write_atomically
+from protocol.files import (
+    clear_unfinished,
+    is_taken,
+    unfinished_in,
+    whole_folder,
+    write_atomically,
+)
 from protocol.folder_lock import LOCK_NAME
+
+_NOTE_PREFIX = ".backup-"
 
 _WAIT_SECONDS = 30.0
 """For a coordinator that just starts or ends, which has the database for itself meanwhile."""
@@ -49,13 +60,15 @@ def back_up(directory: Path, target: Path) -> Backup:
         raise CannotCreateError(
             f"{target} exists and is not empty", next_step="choose another folder for the backup"
         )
-    with whole_folder(target) as building:
-        for name in HOME_FILES:
-            _copy(directory / name, building / name)
-        if (directory / LINK_FILE).is_file():
-            _copy(directory / LINK_FILE, building / LINK_FILE)
+    clear_unfinished_backups(directory)
+    with _noted(directory, target), whole_folder(target) as building:
         _copy_database(directory / DATABASE_NAME, building / DATABASE_NAME)
-        committed_round = _round_in(building)
+        committed_round = _round_in(building, home)
+        # The keys come last, when all that takes long is done.
+        for name in (LINK_FILE, *HOME_FILES):
+            if name in HOME_FILES or (directory / name).is_file():
+                _copy(directory / name, building / name)
+        Home.load(building)
         num_bytes = sum(path.stat().st_size for path in building.iterdir())
     return Backup(
         run_name=home.run.run.name,
@@ -65,19 +78,51 @@ def back_up(directory: Path, target: Path) -> Backup:
     )
 
 
+@contextmanager
+def _noted(directory: Path, target: Path) -> Iterator[None]:
+    """Notes in the coordinator's folder where a copy is being made, for as long as it is.
+
+    A full disk there is no reason against a copy elsewhere: then it goes without a note.
+    """
+    try:
+        descriptor, name = tempfile.mkstemp(dir=directory, prefix=_NOTE_PREFIX)
+    except OSError:
+        yield
+        return
+    try:
+        with os.fdopen(descriptor, "w") as note, suppress(OSError):
+            note.write(str(target.parent))
+            note.flush()
+        yield
+    finally:
+        with suppress(OSError):
+            Path(name).unlink()
+
+
+def clear_unfinished_backups(directory: Path) -> None:
+    """Removes what backups of this folder that were killed have left: copies of the keys among it."""
+    for note in sorted(directory.glob(f"{_NOTE_PREFIX}*")):
+        with suppress(OSError):
+            parent = Path(note.read_text())
+            clear_unfinished(parent)
+            if not unfinished_in(parent):
+                note.unlink()
+
+
 def _copy(source: Path, copy: Path) -> None:
     write_atomically(copy, source.read_bytes(), mode=source.stat().st_mode & 0o777)
 
 
 def _copy_database(path: Path, copy: Path) -> None:
     try:
+        os.close(os.open(copy, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         # Not read-only: after a coordinator was killed SQLite has to recover the log first.
         with (
             closing(sqlite3.connect(path, timeout=_WAIT_SECONDS)) as source,
             closing(sqlite3.connect(copy)) as target,
         ):
             source.backup(target)  # all pages in one step, so in one transaction
-    except sqlite3.Error as error:
+    except (sqlite3.Error, OSError) as error:
         raise SystemRefusedError(
             f"{path} cannot be copied: {error}",
             next_step=f"make room on the disk of {copy.parent.parent}, or check the permissions",
@@ -85,12 +130,12 @@ def _copy_database(path: Path, copy: Path) -> None:
     shutil.copymode(path, copy)
 
 
-def _round_in(building: Path) -> int:
-    """The committed round of a copy, read as a coordinator that starts from it would."""
-    home = Home.load(building)
+def _round_in(building: Path, home: Home) -> int:
+    """The committed round of a copy, all of whose rows are what was written."""
     try:
         store = Store.open(building)
         try:
+            store.check()
             return store.load(rules_of(home.run), home.run.digest()).committed_round
         finally:
             store.close()

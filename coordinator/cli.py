@@ -119,9 +119,11 @@ def start(
     Example: atoll coordinator start my-run
     """
     from coordinator.app import run_coordinator
+    from coordinator.backup import clear_unfinished_backups
     from coordinator.config import Home, settle_preset
 
     folder = _folder(directory)
+    clear_unfinished_backups(folder)
     settled = settle_preset(folder)
     home = Home.load(folder)
     config = home.config.with_changes(

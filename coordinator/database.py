@@ -5,19 +5,22 @@ What the tables mean is coordinator.store's; here they are made and kept whole.
 
 import sqlite3
 import threading
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Self
 
+from google.protobuf.message import DecodeError
 from pydantic import ValidationError
 
+from coordinator.upgrade import to_version_5
 from protocol.errors import BadDataError, ConfigError, SystemRefusedError
 from protocol.folder_lock import FolderLock
 
 DATABASE_NAME = "atoll.db"
 
-MIGRATIONS: Sequence[str] = (
+MIGRATIONS: Sequence[str | Callable[[sqlite3.Connection], None]] = (
     """
     CREATE TABLE swarm (
         only_row INTEGER PRIMARY KEY CHECK (only_row = 1),
@@ -77,8 +80,22 @@ MIGRATIONS: Sequence[str] = (
     UPDATE swarm SET state = json_set(state, '$[0].evaluating', NULL)
     WHERE json_type(state, '$[0].evaluating.node_id') = 'null';
     """,
+    to_version_5,
 )
 """Each entry brings a database from version i to i + 1. Entries are never changed, only added."""
+
+
+_REFUSALS = {
+    *(sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN),
+    *(sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PERM, sqlite3.SQLITE_NOMEM),
+    *(sqlite3.SQLITE_INTERRUPT, sqlite3.SQLITE_PROTOCOL, sqlite3.SQLITE_NOLFS),
+}
+"""What SQLite says when the machine refuses. All else that it says is of a file that is not ours."""
+
+AFTER_DAMAGE = (
+    "go on from a backup: 'atoll coordinator start BACKUP'; nodes bring back what it lacks. "
+    "Without one, start a new run with 'atoll coordinator init NEWDIR'"
+)
 
 
 class Database:
@@ -86,7 +103,7 @@ class Database:
 
     A transaction may be committed by another thread than the one that wrote it, because a commit
     waits for the disk. Reading goes over a connection of its own: it neither waits for that nor
-    sees what is not committed yet.
+    sees what is not committed yet. There is another one for one thread that reads much.
     """
 
     def __init__(
@@ -95,18 +112,20 @@ class Database:
         *,
         path: Path,
         reader: sqlite3.Connection | None = None,
+        aside: sqlite3.Connection | None = None,
         lock: FolderLock | None = None,
     ) -> None:
         self.path = path
         self._connection = connection
         self._reader = reader or connection
+        self._aside = aside or self._reader
         self._lock = lock
         self._transaction = threading.Lock()  # held from BEGIN to COMMIT or ROLLBACK
         with self._in_our_words():
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = FULL")
-            connection.execute("PRAGMA foreign_keys = ON")
             self._migrate()
+            self._check_pages()
 
     @classmethod
     def open(cls, directory: Path) -> Self:
@@ -119,10 +138,10 @@ class Database:
         path = directory / DATABASE_NAME
         try:
             with ExitStack() as opened:
-                connection, reader = (
-                    opened.enter_context(closing(_connected(path))) for _ in range(2)
+                connection, reader, aside = (
+                    opened.enter_context(closing(_connected(path))) for _ in range(3)
                 )
-                database = cls(connection, path=path, reader=reader, lock=lock)
+                database = cls(connection, path=path, reader=reader, aside=aside, lock=lock)
                 opened.pop_all()
                 return database
         except sqlite3.Error as error:
@@ -142,6 +161,7 @@ class Database:
 
     def close(self) -> None:
         """Closes the file and lets another process have the folder."""
+        self._aside.close()
         self._reader.close()
         self._connection.close()
         if self._lock is not None:
@@ -152,6 +172,12 @@ class Database:
         """What is committed. Raises as all here does: see `_in_our_words`."""
         with self._in_our_words():
             yield self._reader
+
+    @contextmanager
+    def reading_aside(self) -> Iterator[sqlite3.Connection]:
+        """The same for what takes long, in one thread that is not the event loop's."""
+        with self._in_our_words():
+            yield self._aside
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
@@ -194,30 +220,43 @@ class Database:
         """Turns SQLite's errors into ours: SystemRefusedError, or BadDataError when damaged."""
         try:
             yield
-        except sqlite3.OperationalError as error:
-            raise SystemRefusedError(
-                f"{self.path} cannot be used: {error}",
-                next_step="make room on the disk or check the permissions, then start again",
-            ) from error
-        except (sqlite3.DatabaseError, ValidationError) as error:
+        except (
+            *(sqlite3.DatabaseError, UnicodeDecodeError),  # the second is of its own messages
+            *(zlib.error, DecodeError, ValidationError),
+        ) as error:
+            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
+            if code & 0xFF in _REFUSALS and code != sqlite3.SQLITE_IOERR_SHORT_READ:
+                raise SystemRefusedError(
+                    f"{self.path} cannot be used: {error}",
+                    next_step="make room on the disk or check the permissions, then start again",
+                ) from error
             raise BadDataError(
-                f"{self.path} is damaged: {error}",
-                next_step="restore it from a backup, or start a new run with "
-                "'atoll coordinator init NEWDIR'",
+                f"{self.path} is damaged: {error}", next_step=AFTER_DAMAGE
             ) from error
+
+    def _check_pages(self) -> None:
+        """Whether all pages hang together, or rows could be missing without a word."""
+        (found,) = self._connection.execute("PRAGMA quick_check(1)").fetchone()
+        if found != "ok":
+            raise sqlite3.DatabaseError(" ".join(found.split()))
 
     def _migrate(self) -> None:
         (version,) = self._connection.execute("PRAGMA user_version").fetchone()
         if version > len(MIGRATIONS):
             raise ConfigError(
                 f"{self.path} is of version {version}, this Atoll knows {len(MIGRATIONS)} at most",
-                next_step="install the newer Atoll that wrote it",
+                next_step="install the newer Atoll that wrote it; if there is none, the file is "
+                f"damaged: {AFTER_DAMAGE}",
             )
-        for number, script in enumerate(MIGRATIONS[version:], start=version + 1):
-            # One script, because executescript would commit a transaction begun before it.
-            self._connection.executescript(
-                f"BEGIN; {script}; PRAGMA user_version = {number}; COMMIT;"
-            )
+        for number, step in enumerate(MIGRATIONS[version:], start=version + 1):
+            if isinstance(step, str):
+                # It begins in the script, because executescript ends what was begun before it.
+                self._connection.executescript(f"BEGIN; {step};")
+            else:
+                self._connection.execute("BEGIN")
+                step(self._connection)
+            self._connection.execute(f"PRAGMA user_version = {number}")
+            self._connection.execute("COMMIT")
 
 
 def _connected(path: Path) -> sqlite3.Connection:

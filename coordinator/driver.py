@@ -8,9 +8,11 @@ caused it is on the disk: not even a refusal, which may rest on a step that nobo
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from coordinator.clock import Clock
 from coordinator.store import Store
@@ -36,7 +38,7 @@ from coordinator.swarm.membership import require_session, roster_of
 from coordinator.swarm.state import Member, SwarmState
 from coordinator.swarm.transition import Transition, next_deadline, step
 from protocol.channel import DEADLINE_SECONDS, RETRY_CAP_SECONDS
-from protocol.errors import AtollError, SessionEndedError
+from protocol.errors import AtollError, SessionEndedError, SystemRefusedError
 from protocol.rounds import NodeId
 
 MAX_UNREAD = 1000
@@ -52,6 +54,8 @@ FEW_SESSIONS = 64
 ROSTER_SECONDS = 0.25
 """With more sessions than few, the roster's changes are told this often unless something follows that
 builds on them: a thousand nodes that attach one after the other are a million messages otherwise."""
+
+T = TypeVar("T")
 
 Session = tuple[NodeId, int]
 """A node and the number of its session."""
@@ -80,7 +84,7 @@ class Driver:
 
     `watch` is told of every transition after it is durable, with the state before, and `on_slept`
     of seconds for which this process was stopped; for the log. `writer` is a thread that waits for
-    the disk; without one the event loop does.
+    the disk, and `reader` one that reads much of it; without them the event loop does.
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class Driver:
         watch: Callable[[SwarmState, Transition], None] | None = None,
         on_slept: Callable[[float], None] | None = None,
         writer: Executor | None = None,
+        reader: Executor | None = None,
     ) -> None:
         self.store = store
         self.clock = clock
@@ -99,6 +104,9 @@ class Driver:
         self._watch = watch
         self._on_slept = on_slept
         self._writer = writer
+        self._reader = reader
+        self._writing = asyncio.Lock()  # held from the first row of a transaction to its commit
+        self._refused: SystemRefusedError | None = None  # by the disk; then time is over
         self._waiting: deque[_Asked] = deque()
         self._batches: asyncio.Task[None] | None = None  # takes what waits, as long as any does
         self._slept = 0.0  # seconds that the core has yet to be told of
@@ -138,6 +146,8 @@ class Driver:
         """Waits until nothing is on its way to the disk."""
         if self._batches is not None:
             await self._batches
+        async with self._writing:
+            pass
 
     async def _take_batches(self) -> None:
         try:
@@ -192,11 +202,41 @@ class Driver:
         self._changed.set()
 
     async def _save(self, *after: SwarmState, now: float) -> None:
-        if self._writer is None:
-            self.store.save(self._state, *after, now=now)
-        elif self.store.stage(self._state, *after, now=now):
-            loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._writer, self.store.commit)
+        if changes := self.store.news(self._state, *after, now=now):
+            async with self._on_disk():
+                self.store.stage(changes, now=now)
+                await _in_thread(self._writer, self.store.commit)
+
+    async def write(self, change: Callable[[], T]) -> T:
+        """Makes another change to the database, between two batches, and returns when it is durable.
+
+        A caller that goes away does not end it: the next change must not begin before.
+        """
+        task = asyncio.ensure_future(self._written(change))
+        task.add_done_callback(_look_away)
+        return await asyncio.shield(task)
+
+    async def _written(self, change: Callable[[], T]) -> T:
+        async with self._on_disk():
+            return await _in_thread(self._writer, change)
+
+    async def aside(self, read: Callable[[], T]) -> T:
+        """Reads much, while heartbeats go on."""
+        return await _in_thread(self._reader, read)
+
+    @asynccontextmanager
+    async def _on_disk(self) -> AsyncIterator[None]:
+        """One change at a time. The first that the disk refuses ends the time of this coordinator.
+
+        It could tell nobody of anything any more, and whoever watches it can make room.
+        """
+        async with self._writing:
+            try:
+                yield
+            except SystemRefusedError as error:
+                self._refused = error
+                self._changed.set()
+                raise
 
     def _note_sleep(self) -> float:
         """Seconds for which this process was stopped and that the core has yet to be told of."""
@@ -207,7 +247,10 @@ class Driver:
         return self._slept
 
     async def run_clock(self) -> None:
-        """Applies Ticked whenever time alone can change something; ends only by an error."""
+        """Applies Ticked whenever time alone can change something.
+
+        Ends only by an error: its own, or the disk's, which refused a change.
+        """
         self.is_keeping_time = True
         try:
             await self._keep_time()
@@ -217,6 +260,8 @@ class Driver:
     async def _keep_time(self) -> None:
         while True:
             self._changed.clear()
+            if self._refused is not None:
+                raise self._refused
             await self.clock.wait_until(next_deadline(self._state), self._changed)
             deadline = next_deadline(self._state)
             is_due = deadline is not None and deadline <= self.clock.now()
@@ -364,7 +409,13 @@ def _refuse(asked: _Asked, error: Exception) -> None:
         asked.answer.set_exception(error)
 
 
-def _look_away(answer: asyncio.Future[Transition]) -> None:
+async def _in_thread(executor: Executor | None, work: Callable[[], T]) -> T:
+    if executor is None:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(executor, work)
+
+
+def _look_away(answer: asyncio.Future[Any]) -> None:
     """Nobody waits for the answer; asyncio would log an error that nobody has looked at."""
     if not answer.cancelled():
         answer.exception()

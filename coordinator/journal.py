@@ -12,8 +12,8 @@ from coordinator.swarm.actions import (
     SendResultOffered,
     SendTakeover,
 )
-from coordinator.swarm.reach import cut_pairs
-from coordinator.swarm.state import PRESENT, Member, MemberState, SwarmState
+from coordinator.swarm.reach import newly_cut_pairs
+from coordinator.swarm.state import Member, MemberState, SwarmState
 from coordinator.swarm.transition import Transition
 from protocol.errors import AtollError
 from protocol.rounds import NodeId
@@ -38,8 +38,17 @@ def log_transition(before: SwarmState, transition: Transition) -> None:
             was = None
         if (was is None or was.state is not member.state) and member.state in _NEWS:
             _log.info(_NEWS[member.state], node=member.node_name, round=member.outer_round)
-    if any(was is None or _reach_of(was) != _reach_of(member) for _, member, was in changed):
-        _log_reach(before, after)
+    for node_id in before.members.keys() - after.members.keys():
+        gone = before.members[node_id]
+        _log.info(
+            "node forgotten",
+            node=gone.node_name,
+            id=node_id,
+            gone_at_round=gone.gone_at_round,
+            committed_tokens=gone.committed_tokens,
+        )
+    for one, other in newly_cut_pairs(before, after, (node_id for node_id, _, _ in changed)):
+        _log.warning("two nodes do not reach each other", nodes=[one.node_name, other.node_name])
     has_decided = any(isinstance(action, SendCommit) for action in transition.actions)
     if after.committed_round > before.committed_round and not has_decided:
         _log.info("round learned", round=after.committed_round, reason=_reason(after))
@@ -125,21 +134,6 @@ def _log_commit(state: SwarmState, number: int) -> None:
         seconds=round(closed.seconds, 1),
         reason=closed.reason,
     )
-
-
-def _reach_of(member: Member) -> tuple[bool, tuple[NodeId, ...]]:
-    """What of a member decides which pairs are cut off."""
-    return member.state in PRESENT, member.unreachable
-
-
-def _log_reach(before: SwarmState, after: SwarmState) -> None:
-    if not any(member.unreachable for member in after.members.values()):
-        return
-    was = {(one.node_id, other.node_id) for one, other in cut_pairs(before)}
-    now = {(one.node_id, other.node_id): (one, other) for one, other in cut_pairs(after)}
-    for pair in sorted(now.keys() - was):
-        one, other = now[pair]
-        _log.warning("two nodes do not reach each other", nodes=[one.node_name, other.node_name])
 
 
 def _reason(state: SwarmState) -> str:

@@ -5,16 +5,17 @@ much as there are nodes and slices, for every one of as many reports.
 """
 
 import sqlite3
-import zlib
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
 from pydantic import ConfigDict, TypeAdapter
 
+from coordinator.rows import packed, put, row_of, rows_of, unpacked
 from coordinator.swarm.state import Round, SliceProgress, Trained
-from protocol.errors import BadDataError
+from protocol import convert
 from protocol.rounds import Digest, NodeId
+from protocol.v1 import round_pb2
 
 JSON = ConfigDict(ser_json_bytes="hex", val_json_bytes="hex", ser_json_inf_nan="constants")
 
@@ -28,23 +29,18 @@ Key = tuple[str, int, str]
 
 V = TypeVar("V", bound=Hashable)
 
-PACKED_FROM = 16384
-"""Characters; shorter texts stay readable with any SQLite tool, and would hardly be smaller."""
-
 
 def load_round(connection: sqlite3.Connection) -> Round | None:
     """The round in flight as last saved; None when none was open."""
-    row = connection.execute("SELECT round FROM open_round").fetchone()
+    row = row_of(connection, "open_round")
     if row is None:
         return None
-    head = _ROUND.validate_json(unpacked(row[0]))[0]
+    head = _ROUND.validate_json(unpacked(row[1]))[0]
     parts = {
         (kind, slice_index, node_id): unpacked(part)
-        for kind, slice_index, node_id, part in connection.execute(
-            "SELECT kind, slice_index, node_id, part FROM round_parts"
-        )
+        for kind, slice_index, node_id, part in rows_of(connection, "round_parts")
     }
-    return _joined(head, parts) if parts else head
+    return joined(head, parts) if parts else head
 
 
 def save_round(connection: sqlite3.Connection, held: Round | None, current: Round | None) -> None:
@@ -59,18 +55,13 @@ def save_round(connection: sqlite3.Connection, held: Round | None, current: Roun
     if current is None:
         return
     if held is None or _head_of(held) != _head_of(current):
-        connection.execute(
-            "INSERT OR REPLACE INTO open_round VALUES (1, ?)",
-            (packed(_ROUND.dump_json((_head_of(current),)).decode()),),
-        )
+        put(connection, "open_round", [(1, packed(_ROUND.dump_json((_head_of(current),))))])
     gone = [] if held is None else list(_gone(held, current))
     connection.executemany(
         "DELETE FROM round_parts WHERE kind = ? AND slice_index = ? AND node_id = ?", gone
     )
-    connection.executemany(
-        "INSERT OR REPLACE INTO round_parts VALUES (?, ?, ?, ?)",
-        [(*key, packed(part)) for key, part in _changed(held, current)],
-    )
+    changed = ((*key, packed(part)) for key, part in _changed(held, current))
+    put(connection, "round_parts", changed)
 
 
 def _is_same(before: Round, current: Round) -> bool:
@@ -83,29 +74,32 @@ def _is_same(before: Round, current: Round) -> bool:
 
 
 def _head_of(current: Round) -> Round:
-    return replace(current, slices=(), trained={}, trained_at={}, held={}, applied={})
+    return replace(current, slices=(), commit=None, trained={}, trained_at={}, held={}, applied={})
 
 
-def _changed(before: Round | None, current: Round) -> Iterator[tuple[Key, str]]:
+def _changed(before: Round | None, current: Round) -> Iterator[tuple[Key, bytes]]:
     """The parts that the database does not hold as they are now."""
     for progress in current.slices:
         index = progress.slice.index
         if before is None or before.slices[index] != progress:
-            yield ("slice", index, ""), _SLICE.dump_json((progress,)).decode()
+            yield ("slice", index, ""), _SLICE.dump_json((progress,))
+    if current.commit is not None and (before is None or before.commit != current.commit):
+        message = convert.commit_to_wire(current.commit)
+        yield ("commit", 0, ""), message.SerializeToString(deterministic=True)
     if before is None or before.held is not current.held:
         was = {} if before is None else before.held
         for node_id, results in current.held.items():
             if was.get(node_id) is not results:
-                yield ("held", 0, node_id), _held_in_words(results)
+                yield ("held", 0, node_id), _held_in_words(results).encode()
     if before is None or before.trained is not current.trained:
         for node_id, trained in _news({} if before is None else before.trained, current.trained):
-            yield ("trained", 0, node_id), _TRAINED.dump_json((trained,)).decode()
+            yield ("trained", 0, node_id), _TRAINED.dump_json((trained,))
     if before is None or before.trained_at is not current.trained_at:
         for node_id, at in _news({} if before is None else before.trained_at, current.trained_at):
-            yield ("trained_at", 0, node_id), repr(at)
+            yield ("trained_at", 0, node_id), repr(at).encode()
     if before is None or before.applied is not current.applied:
         for node_id, digest in _news({} if before is None else before.applied, current.applied):
-            yield ("applied", 0, node_id), digest.hex()
+            yield ("applied", 0, node_id), digest.hex().encode()
 
 
 def _gone(before: Round, current: Round) -> Iterator[Key]:
@@ -125,7 +119,8 @@ def _news(before: Mapping[NodeId, V], after: Mapping[NodeId, V]) -> Iterable[tup
     return after.items() - before.items()
 
 
-def _joined(head: Round, parts: Mapping[Key, str]) -> Round:
+def joined(head: Round, parts: Mapping[Key, bytes]) -> Round:
+    """The round whose head and parts these are."""
     slices: dict[int, SliceProgress] = {}
     held: dict[NodeId, Mapping[int, Digest]] = {}
     trained: dict[NodeId, Trained] = {}
@@ -137,15 +132,20 @@ def _joined(head: Round, parts: Mapping[Key, str]) -> Round:
             case "slice":
                 slices[index] = _SLICE.validate_json(part)[0]
             case "held":
-                held[node_id] = _held_of(part)
+                held[node_id] = _held_of(part.decode())
             case "holder":  # one row for each slice, as it was written before "held" was
-                held[node_id] = {**held.get(node_id, {}), index: Digest(bytes.fromhex(part))}
+                digest = Digest(bytes.fromhex(part.decode()))
+                held[node_id] = {**held.get(node_id, {}), index: digest}
+            case "commit":
+                head = replace(
+                    head, commit=convert.commit_from_wire(round_pb2.Commit.FromString(part))
+                )
             case "trained":
                 trained[node_id] = _TRAINED.validate_json(part)[0]
             case "trained_at":
                 trained_at[node_id] = float(part)
             case "applied":
-                applied[node_id] = Digest(bytes.fromhex(part))
+                applied[node_id] = Digest(bytes.fromhex(part.decode()))
     return replace(
         head,
         slices=tuple(slices[index] for index in sorted(slices)),
@@ -163,22 +163,3 @@ def _held_in_words(results: Mapping[int, Digest]) -> str:
 def _held_of(words: str) -> Mapping[int, Digest]:
     told = (word.split(":") for word in words.split())
     return {int(index): Digest(bytes.fromhex(digest)) for index, digest in told}
-
-
-def packed(text: str) -> str | bytes:
-    """What to write for a text: long ones name the same nodes for every slice, and are deflated."""
-    return text if len(text) < PACKED_FROM else zlib.compress(text.encode(), level=1)
-
-
-def unpacked(written: str | bytes) -> str:
-    """The text; raises BadDataError when it is damaged."""
-    if isinstance(written, str):
-        return written
-    try:
-        return zlib.decompress(written).decode()
-    except (zlib.error, UnicodeDecodeError) as error:
-        raise BadDataError(
-            f"a row of the database is damaged: {error}",
-            next_step="restore it from a backup, or start a new run with "
-            "'atoll coordinator init NEWDIR'",
-        ) from error

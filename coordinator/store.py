@@ -4,23 +4,27 @@ What was answered is on the disk. What to remember is the core's decision; nothi
 except whether an invite can be redeemed, because that must be one transaction.
 """
 
-import hmac
 import sqlite3
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
-from itertools import pairwise
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Self, TypeVar
 
 from pydantic import TypeAdapter
 
+from coordinator import closed_rows, invite_rows
+from coordinator.closed_rows import KeptCommit, Sign
 from coordinator.database import Database
-from coordinator.round_rows import JSON, load_round, packed, save_round, unpacked
+from coordinator.invite_rows import InviteRecord
+from coordinator.round_rows import JSON, load_round, save_round
+from coordinator.rows import DamagedError, put, row_of, rows_of
 from coordinator.swarm.ledger import Ledger, ledger_of
 from coordinator.swarm.state import (
     KEPT_RECENT,
     PRESENT,
     ClosedRound,
+    HeldOut,
     Member,
     Round,
     Rules,
@@ -29,51 +33,51 @@ from coordinator.swarm.state import (
 )
 from coordinator.swarm.transition import initial_state
 from coordinator.unsaved import Change, to_save, without_rows
+from protocol import convert
 from protocol.channel import RETRY_CAP_SECONDS
-from protocol.errors import ConfigError, NotPermittedError
+from protocol.errors import ConfigError
 from protocol.rounds import Assignment, Commit, Digest, NodeId
+from protocol.v1 import round_pb2
+from protocol.v1.status_pb2 import RoundSummary
 
 CLOCK_SAVE_SECONDS = 5.0
 """The clock is written this often when nothing else is: what a crash can add to a deadline."""
 
 _STATE = TypeAdapter(tuple[SwarmState], config=JSON)
 _MEMBER = TypeAdapter(tuple[Member], config=JSON)
-_CLOSED = TypeAdapter(tuple[ClosedRound], config=JSON)
 _LEDGER = TypeAdapter(tuple[Ledger], config=JSON)
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InviteRecord:
-    """An invite without its secret. Expiry is wall clock time, UTC seconds."""
-
-    invite_id: str
-    max_uses: int
-    expires_utc_seconds: float
-    is_revoked: bool
-    host: str
-    node_ids: tuple[NodeId, ...]  # who joined with it
-
-
 class Store:
-    """The one writer. Its methods raise SystemRefusedError when the disk refuses."""
+    """The one writer. Its methods raise SystemRefusedError when the disk refuses.
 
-    def __init__(self, database: Database) -> None:
+    `sign` puts the coordinator's signature under commits that are written; a copy that is only read
+    needs none.
+    """
+
+    def __init__(self, database: Database, *, sign: Sign | None = None) -> None:
         self._database = database
+        self._sign = sign
         self._saved_now = 0.0
         self._round_held: Round | None = None  # by the database, in rows of its own
         self._staged: tuple[float, Round | None] = 0.0, None  # these two after the next commit
-        self._enrolled: set[NodeId] = set()  # as far as anybody asked; nobody is ever struck off
         with database.reading() as connection:
-            row = connection.execute("SELECT saved_now FROM swarm").fetchone()
-        if row is not None:
-            self._saved_now = row[0]
+            if (row := row_of(connection, "clock")) is not None:
+                self._saved_now = row[1]
+            invite_rows.records(connection)
+            self._enrolled = {one.node_id for one in invite_rows.enrolled(connection)}
 
     @classmethod
-    def open(cls, directory: Path) -> Self:
+    def open(cls, directory: Path, *, sign: Sign | None = None) -> Self:
         """Opens or makes the store of a coordinator's folder, for this process alone."""
-        return cls(Database.open(directory))
+        database = Database.open(directory)
+        try:
+            return cls(database, sign=sign)
+        except BaseException:
+            database.close()
+            raise
 
     @classmethod
     def in_memory(cls) -> Self:
@@ -97,17 +101,20 @@ class Store:
         Raises ConfigError when the database belongs to another run file.
         """
         with self._database.reading() as connection:
-            row = connection.execute("SELECT state FROM swarm").fetchone()
+            row = row_of(connection, "swarm")
             if row is None:
+                if row_of(connection, "clock") or row_of(connection, "commits"):
+                    raise DamagedError("the swarm's own row is missing")
                 return initial_state(rules, run_digest)
-            (state,) = _STATE.validate_json(row[0])
-            members = [
-                _MEMBER.validate_json(text)[0]
-                for (text,) in connection.execute("SELECT member FROM members ORDER BY node_id")
-            ]
+            (state,) = _STATE.validate_json(row[1])
+            members = [_MEMBER.validate_json(text)[0] for _, text in rows_of(connection, "members")]
+            held_out = tuple(
+                HeldOut(round=number, loss=loss, tokens=tokens)
+                for _, number, loss, tokens in rows_of(connection, "held_out", "ORDER BY place")
+            )
             open_round = load_round(connection)
-            row = connection.execute("SELECT ledger FROM ledger").fetchone()
-            ledger = None if row is None else _LEDGER.validate_json(row[0])[0]
+            row = row_of(connection, "ledger")
+            ledger = None if row is None else _LEDGER.validate_json(row[1])[0]
         if state.run_digest != run_digest:
             raise ConfigError(
                 f"the database {self._database.path} is of run file {state.run_digest.hex()[:8]}…, "
@@ -123,6 +130,7 @@ class Store:
             open_round=open_round,
             recent=trimmed(closed),
             ledger=self._ledger_of(open_round, rules) if ledger is None else ledger,
+            held_out=held_out,
         )
 
     def _ledger_of(self, open_round: Round | None, rules: Rules) -> Ledger:
@@ -130,15 +138,13 @@ class Store:
         leased: tuple[Assignment, ...] = ()
         if open_round is not None and open_round.commit is None:
             leased = open_round.assignments
-        with self._database.reading() as connection:
-            rows = connection.execute("SELECT closed FROM closed_rounds ORDER BY round")
-            closed = (_CLOSED.validate_json(unpacked(text))[0] for (text,) in rows)
-            return ledger_of(
-                ((done.plan.assignments, done.commit) for done in closed),
-                leased,
-                batch=rules.batch,
-                context=rules.context,
-            )
+        closed = self.latest_rounds(1 << 60)[::-1]
+        return ledger_of(
+            ((done.plan.assignments, done.commit) for done in closed),
+            leased,
+            batch=rules.batch,
+            context=rules.context,
+        )
 
     def _with_fresh_lease(self, member: Member, rules: Rules) -> Member:
         """Leases are not saved, and nobody could renew one while the coordinator was down."""
@@ -153,27 +159,29 @@ class Store:
 
         `after` are the states that they led to, in their order.
         """
-        if self.stage(before, *after, now=now):
+        if changes := self.news(before, *after, now=now):
+            self.stage(changes, now=now)
             self.commit()
 
-    def stage(self, before: SwarmState, *after: SwarmState, now: float) -> bool:
-        """All of `save` but the wait for the disk, which is for `commit` if this is true."""
+    def news(self, before: SwarmState, *after: SwarmState, now: float) -> list[Change]:
+        """What of the steps has to be written; nothing when only time has passed, and little of it."""
         changes = [Change.between(one, other) for one, other in pairwise(to_save(before, after))]
         is_clock_old = now - self._saved_now >= CLOCK_SAVE_SECONDS
-        if not after or not (is_clock_old or any(change.is_any for change in changes)):
-            return False
+        is_any = is_clock_old or any(change.is_any for change in changes)
+        return changes if after and is_any else []
+
+    def stage(self, changes: Sequence[Change], *, now: float) -> None:
+        """Writes what is news; the wait for the disk is for `commit`."""
         round_held = self._round_held
         with self._database.staging() as connection:
             for change in changes:
                 self._write(connection, change, round_held)
                 round_held = change.after.open_round
-            if self._saved_now and not any(change.are_scalars_new for change in changes):
-                connection.execute("UPDATE swarm SET saved_now = ?", (now,))
-            else:
-                scalars = _text(_STATE, without_rows(after[-1]))
-                connection.execute("INSERT OR REPLACE INTO swarm VALUES (1, ?, ?)", (now, scalars))
+            put(connection, "clock", [(1, float(now))])
+            if not self._saved_now or any(change.are_scalars_new for change in changes):
+                scalars = _text(_STATE, without_rows(changes[-1].after))
+                put(connection, "swarm", [(1, scalars)])
         self._staged = now, round_held
-        return True
 
     def commit(self) -> None:
         """Waits until the disk has what was staged; when it raises, nothing has happened.
@@ -183,46 +191,76 @@ class Store:
         self._database.commit()
         self._saved_now, self._round_held = self._staged
 
-    @staticmethod
-    def _write(connection: sqlite3.Connection, change: Change, held: Round | None) -> None:
+    def _write(self, connection: sqlite3.Connection, change: Change, held: Round | None) -> None:
         """Writes all that has tables of its own; `held` is the round that they hold."""
-        connection.executemany(
-            "INSERT OR REPLACE INTO members VALUES (?, ?)",
-            [(member.node_id, _text(_MEMBER, member)) for member in change.members],
-        )
+        after = change.after
+        put(connection, "members", ((m.node_id, _text(_MEMBER, m)) for m in change.members))
         connection.executemany(
             "DELETE FROM members WHERE node_id = ?", [(node_id,) for node_id in change.gone]
         )
         if change.is_round_new:
-            save_round(connection, held, change.after.open_round)
+            save_round(connection, held, after.open_round)
         if change.is_ledger_new:
-            ledger = _text(_LEDGER, change.after.ledger)
-            connection.execute("INSERT OR REPLACE INTO ledger VALUES (1, ?)", (ledger,))
-        if change.is_taken_back:
-            connection.execute(
-                "DELETE FROM closed_rounds WHERE round > ?", (change.after.committed_round,)
+            put(connection, "ledger", [(1, _text(_LEDGER, after.ledger))])
+        if change.num_losses_kept is not None:
+            first = change.num_losses_kept
+            connection.execute("DELETE FROM held_out WHERE place >= ?", (first,))
+            losses = zip(count(first), after.held_out[first:], strict=False)
+            put(
+                connection,
+                "held_out",
+                ((place, h.round, float(h.loss), h.tokens) for place, h in losses),
             )
-        connection.executemany(
-            "INSERT OR REPLACE INTO closed_rounds VALUES (?, ?)",
-            [(closed.commit.round, packed(_text(_CLOSED, closed))) for closed in change.closed],
-        )
+        if change.is_taken_back or change.closed:
+            closed_rows.forget_after(connection, after.committed_round)
+        for closed in change.closed:
+            closed_rows.save_closed(connection, after, closed, self._sign)
+        if change.closed:
+            closed_rows.thin_out(connection, after.committed_round)
+
+    # Closed rounds
 
     def commits_after(self, round_number: int, limit: int = 64) -> tuple[Commit, ...]:
-        """The commits of later rounds than this one, oldest first."""
+        """The commits of later rounds than this one that are kept whole, oldest first."""
         with self._database.reading() as connection:
-            rows = connection.execute(
-                "SELECT closed FROM closed_rounds WHERE round > ? ORDER BY round LIMIT ?",
-                (round_number, limit),
-            )
-            return tuple(_CLOSED.validate_json(unpacked(text))[0].commit for (text,) in rows)
+            listed = closed_rows.commits_after(connection, round_number, limit)
+            return tuple(map(convert.commit_from_wire, listed))
+
+    def page_of_commits(
+        self, round_number: int, *, limit: int, max_bytes: int
+    ) -> tuple[round_pb2.Commit, ...]:
+        """The first of them as messages, until one passes so many bytes. For a thread aside."""
+        page: list[round_pb2.Commit] = []
+        with self._database.reading_aside() as connection:
+            for message in closed_rows.commits_after(connection, round_number, limit):
+                page.append(message)
+                max_bytes -= message.ByteSize()
+                if max_bytes < 0:
+                    break
+        return tuple(page)
 
     def latest_rounds(self, limit: int) -> tuple[ClosedRound, ...]:
-        """The latest closed rounds, newest first."""
+        """The latest closed rounds that are kept whole, newest first."""
         with self._database.reading() as connection:
-            rows = connection.execute(
-                "SELECT closed FROM closed_rounds ORDER BY round DESC LIMIT ?", (limit,)
-            )
-            return tuple(_CLOSED.validate_json(unpacked(text))[0] for (text,) in rows)
+            return tuple(closed_rows.latest_closed(connection, limit))
+
+    def latest_figures(self, limit: int) -> tuple[RoundSummary, ...]:
+        """The latest rounds' figures, newest first; of rounds that are long over only some are kept."""
+        with self._database.reading() as connection:
+            return tuple(closed_rows.latest_figures(connection, limit))
+
+    def kept_commit(self, round_number: int) -> KeptCommit | None:
+        """What stays of a round's commit for the whole run; None when the round is not closed."""
+        with self._database.reading() as connection:
+            return closed_rows.kept_commit(connection, round_number)
+
+    def check(self) -> None:
+        """Reads all rows; raises BadDataError at the first that is not what was written."""
+        with self._database.reading() as connection:
+            names = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+            for (table,) in names.fetchall():
+                for _ in rows_of(connection, table):
+                    pass
 
     # Invites and enrolment
 
@@ -237,38 +275,24 @@ class Store:
     ) -> None:
         """Remembers a new invite; of its secret only the hash."""
         with self._database.writing() as connection:
-            connection.execute(
-                "INSERT INTO invites (invite_id, secret_hash, max_uses, expires_utc_seconds, host)"
-                " VALUES (?, ?, ?, ?, ?)",
-                (invite_id, secret_hash, max_uses, expires_utc_seconds, host),
+            invite_rows.add(
+                connection,
+                invite_id=invite_id,
+                secret_hash=secret_hash,
+                max_uses=max_uses,
+                expires_utc_seconds=expires_utc_seconds,
+                host=host,
             )
 
     def invites(self) -> tuple[InviteRecord, ...]:
         """All invites, newest first."""
         with self._database.reading() as connection:
-            rows = connection.execute(
-                "SELECT invite_id, max_uses, expires_utc_seconds, is_revoked, host"
-                " FROM invites ORDER BY rowid DESC"
-            ).fetchall()
-            return tuple(
-                InviteRecord(
-                    invite_id=invite_id,
-                    max_uses=max_uses,
-                    expires_utc_seconds=expires,
-                    is_revoked=bool(is_revoked),
-                    host=host,
-                    node_ids=_nodes_of(connection, invite_id),
-                )
-                for invite_id, max_uses, expires, is_revoked, host in rows
-            )
+            return invite_rows.records(connection)
 
     def revoke_invite(self, invite_id: str) -> bool:
         """Makes an invite useless; False when there is none of that name."""
         with self._database.writing() as connection:
-            cursor = connection.execute(
-                "UPDATE invites SET is_revoked = 1 WHERE invite_id = ?", (invite_id,)
-            )
-            return cursor.rowcount == 1
+            return invite_rows.revoke(connection, invite_id)
 
     def redeem(
         self,
@@ -280,73 +304,28 @@ class Store:
         public_key: bytes,
         now: float,
     ) -> None:
-        """Enrols a node at wall clock time `now` (UTC seconds), or raises NotPermittedError.
-
-        A node that has redeemed the invite before may do so again: its first answer may have been
-        lost. An unknown invite and a wrong secret read the same, so that names cannot be probed.
-        """
+        """Enrols a node, or raises NotPermittedError: see coordinator.invite_rows."""
         with self._database.writing() as connection:
-            row = connection.execute(
-                "SELECT secret_hash, max_uses, expires_utc_seconds, is_revoked"
-                " FROM invites WHERE invite_id = ?",
-                (invite_id,),
-            ).fetchone()
-            known_hash, max_uses, expires, is_revoked = (
-                row if row is not None else (bytes(32), 0, 0.0, False)
+            invite_rows.redeem(
+                connection,
+                invite_id,
+                secret_hash,
+                node_id=node_id,
+                node_name=node_name,
+                public_key=public_key,
+                now=now,
             )
-            if not hmac.compare_digest(known_hash, secret_hash) or row is None:
-                raise _refused(f"{invite_id!r} is not an invite of this swarm")
-            if is_revoked:
-                raise _refused(f"invite {invite_id} was revoked")
-            if now >= expires:
-                expired_at = datetime.fromtimestamp(expires, UTC)
-                raise _refused(f"invite {invite_id} expired at {expired_at:%Y-%m-%d %H:%M} UTC")
-            node_ids = _nodes_of(connection, invite_id)
-            if node_id not in node_ids and len(node_ids) >= max_uses:
-                raise _refused(
-                    f"invite {invite_id} is used up: "
-                    f"{len(node_ids)} of {max_uses} nodes joined with it"
-                )
-            connection.execute(
-                "INSERT INTO enrolled (invite_id, node_id, node_name, public_key)"
-                " VALUES (?, ?, ?, ?)"
-                " ON CONFLICT DO UPDATE SET node_name = excluded.node_name",
-                (invite_id, node_id, node_name, public_key),
-            )
+        self._enrolled.add(node_id)
 
     def record_certificate(self, invite_id: str, node_id: NodeId, serial: int) -> None:
         """Remembers which certificate an enrolled node got last."""
         with self._database.writing() as connection:
-            connection.execute(
-                "UPDATE enrolled SET certificate_serial = ? WHERE invite_id = ? AND node_id = ?",
-                (f"{serial:x}", invite_id, node_id),
-            )
+            invite_rows.record_certificate(connection, invite_id, node_id, serial)
 
     def is_enrolled(self, node_id: NodeId) -> bool:
         """Whether the node has ever redeemed an invite. Asked at every call."""
-        if node_id in self._enrolled:
-            return True
-        with self._database.reading() as connection:
-            row = connection.execute(
-                "SELECT 1 FROM enrolled WHERE node_id = ? LIMIT 1", (node_id,)
-            ).fetchone()
-        if row is not None:
-            self._enrolled.add(node_id)
-        return row is not None
-
-
-def _nodes_of(connection: sqlite3.Connection, invite_id: str) -> tuple[NodeId, ...]:
-    rows = connection.execute(
-        "SELECT node_id FROM enrolled WHERE invite_id = ? ORDER BY node_id", (invite_id,)
-    )
-    return tuple(NodeId(node_id) for (node_id,) in rows)
+        return node_id in self._enrolled
 
 
 def _text(adapter: TypeAdapter[tuple[T]], value: T) -> str:
     return adapter.dump_json((value,)).decode()
-
-
-def _refused(what: str) -> NotPermittedError:
-    return NotPermittedError(
-        what, next_step="ask the run owner for a new one: 'atoll invite create'"
-    )

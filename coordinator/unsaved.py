@@ -5,10 +5,11 @@ Most steps change a member or a round, and rows are written for these alone.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Self
 
 from coordinator.swarm.ledger import Ledger
-from coordinator.swarm.state import ClosedRound, Member, SwarmState
+from coordinator.swarm.state import ClosedRound, HeldOut, Member, SwarmState
 from protocol.rounds import NodeId
 
 
@@ -36,6 +37,7 @@ class Change:
     gone: frozenset[NodeId]
     is_round_new: bool
     is_ledger_new: bool
+    num_losses_kept: int | None  # of the held-out losses, from the first on; None: no other ones
     is_taken_back: bool
     closed: tuple[ClosedRound, ...]
 
@@ -43,7 +45,7 @@ class Change:
     def is_any(self) -> bool:
         """Whether there is anything to write."""
         are_rows_new = bool(self.members or self.gone or self.closed)
-        is_one_new = self.is_round_new or self.is_ledger_new
+        is_one_new = self.is_round_new or self.is_ledger_new or self.num_losses_kept is not None
         return self.are_scalars_new or are_rows_new or is_one_new
 
     @classmethod
@@ -66,9 +68,18 @@ class Change:
             gone=gone,
             is_round_new=_is_new(before.open_round, after.open_round),
             is_ledger_new=_is_new(before.ledger, after.ledger),
+            num_losses_kept=_num_kept(before.held_out, after.held_out),
             is_taken_back=after.committed_round < before.committed_round,
             closed=tuple(closed for closed in after.recent if closed not in before.recent),
         )
+
+
+def _num_kept(before: Sequence[HeldOut], after: Sequence[HeldOut]) -> int | None:
+    """How many losses are the same ones, in the same places; None when all are."""
+    if after is before or after == before:
+        return None
+    pairs = zip(before, after, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _is_new(before: object, after: object) -> bool:
@@ -77,7 +88,7 @@ def _is_new(before: object, after: object) -> bool:
 
 def without_rows(state: SwarmState) -> SwarmState:
     """The state without what has tables of its own."""
-    return replace(state, members={}, open_round=None, recent=(), ledger=Ledger())
+    return replace(state, members={}, open_round=None, recent=(), ledger=Ledger(), held_out=())
 
 
 def _is_saved_as(before: Member | None, after: Member) -> bool:

@@ -139,8 +139,10 @@ def commit_to_wire(commit: Commit) -> round_pb2.Commit:
     # By identity first: a commit that came over the wire has as many sets as that named, and its
     # sender must not make us look at each of them once for every slice.
     told = {id(outcome.contributors): outcome.contributors for outcome in commit.slices}
-    sets = {contributors: place for place, contributors in enumerate(dict.fromkeys(told.values()))}
-    places_of_sets = {key: sets[contributors] for key, contributors in told.items()}
+    sets: dict[tuple[Contributor, ...], int] = {}
+    places_of_sets = {
+        key: sets.setdefault(contributors, len(sets)) for key, contributors in told.items()
+    }
     contributor_ids = {c.node_id for contributors in sets for c in contributors}
     holder_ids = {node_id for outcome in commit.slices for node_id in outcome.holder_ids}
     node_ids = sorted(contributor_ids | holder_ids)

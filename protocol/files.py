@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import os
 import shutil
 import tempfile
@@ -93,12 +94,13 @@ def whole_folder(path: Path) -> Iterator[Path]:
     """A new folder that is whole or not there: fill the one given; then it takes its name.
 
     Only we can read it. It may replace an empty folder. Raises SystemRefusedError when the disk is
-    full and CannotCreateError when it cannot be made; nothing is left then.
+    full and CannotCreateError when it cannot be made; nothing is left then. What is left when this
+    process is killed is cleared by the next one that makes a folder there.
     """
     make_folder(path.parent)
+    clear_unfinished(path.parent)
     try:
-        # A sibling, so that the rename at the end stays on one file system.
-        building = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+        building, lock = _building_for(path)
     except OSError as error:
         raise _refusal_to_make(path, error) from error
     try:
@@ -111,6 +113,52 @@ def whole_folder(path: Path) -> Iterator[Path]:
         if isinstance(error, OSError):
             raise _refusal_to_make(path, error) from error
         raise
+    finally:
+        os.close(lock)
+
+
+_UNFINISHED = "unfinished-"
+
+
+def _building_for(path: Path) -> tuple[Path, int]:
+    """A folder to be filled, and what holds it for as long as this process lives.
+
+    It is a sibling, so that the rename at the end stays on one file system.
+    """
+    while True:
+        prefix = f".{path.name}.{_UNFINISHED}"
+        building = Path(tempfile.mkdtemp(dir=path.parent, prefix=prefix))
+        with contextlib.suppress(
+            FileNotFoundError
+        ):  # it was taken for a dead one's before it was held
+            lock = os.open(building, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            with contextlib.suppress(
+                OSError
+            ):  # some file systems have no such locks: it stays then
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if building.exists():
+                return building, lock
+            os.close(lock)
+
+
+def unfinished_in(folder: Path) -> list[Path]:
+    """What processes fill that live, or have left behind."""
+    return sorted(folder.glob(f".*.{_UNFINISHED}*"))
+
+
+def clear_unfinished(folder: Path) -> None:
+    """Removes the folders that `whole_folder` was filling here when its process was killed.
+
+    A process that lives holds a lock on its own.
+    """
+    for building in unfinished_in(folder):
+        with contextlib.suppress(OSError):
+            lock = os.open(building, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(building, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 def _refusal_to_make(path: Path, error: OSError) -> AtollError:

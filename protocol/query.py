@@ -257,7 +257,7 @@ def _print_fitting(
 
 @click.command()
 @click.option(
-    "--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="How many."
+    "--limit", type=click.IntRange(1, 4000), default=20, show_default=True, help="How many."
 )
 @_json_option
 @_dir_option

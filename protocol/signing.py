@@ -8,6 +8,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from protocol.convert import commit_to_wire
 from protocol.rounds import Commit
+from protocol.v1 import round_pb2
 
 _TAG = b"atoll commit 3\n"
 """What is signed begins with this, so that no signature can be taken for one of another kind."""
@@ -15,8 +16,16 @@ _TAG = b"atoll commit 3\n"
 
 def commit_statement(commit: Commit) -> bytes:
     """What is signed of a commit: all but the outer digest, which nodes agree on afterwards."""
-    unsigned = replace(commit, outer_digest=None, signature=b"")
-    return _TAG + commit_to_wire(unsigned).SerializeToString(deterministic=True)
+    return statement_of(commit_to_wire(commit))
+
+
+def statement_of(message: round_pb2.Commit) -> bytes:
+    """The same of a commit that is a message already."""
+    unsigned = round_pb2.Commit()
+    unsigned.CopyFrom(message)
+    unsigned.ClearField("outer_digest")
+    unsigned.ClearField("signature")
+    return _TAG + unsigned.SerializeToString(deterministic=True)
 
 
 class CommitSigner:
@@ -34,7 +43,11 @@ class CommitSigner:
 
     def signed(self, commit: Commit) -> Commit:
         """The commit with its signature. Signing again gives the same bytes."""
-        return replace(commit, signature=self._key.sign(commit_statement(commit)))
+        return replace(commit, signature=self.signature_of(commit_statement(commit)))
+
+    def signature_of(self, statement: bytes) -> bytes:
+        """The signature under what `commit_statement` or `statement_of` gives."""
+        return self._key.sign(statement)
 
     def has_signed(self, commit: Commit) -> bool:
         """Whether the commit is one of ours, unchanged."""

@@ -82,6 +82,10 @@ def wire_in_words(node: pb.NodeStatus) -> tuple[str, str]:
     return bytes_in_words(sent_bytes(node)), bytes_in_words(received)
 
 
+MOST_PAIRS = 20
+"""Of nodes that do not reach each other, in one sentence."""
+
+
 def cut_off(nodes: Iterable[pb.NodeStatus]) -> str:
     """Which nodes do not reach each other, in words; empty when all do."""
     present = {node.node_id: node for node in nodes if node.state not in _GONE}
@@ -91,7 +95,10 @@ def cut_off(nodes: Iterable[pb.NodeStatus]) -> str:
         for other in node.heartbeat.unreachable_ids
         if other in present
     }
-    return "; ".join(f"{one} and {other} do not reach each other" for one, other in sorted(pairs))
+    told = [f"{one} and {other} do not reach each other" for one, other in sorted(pairs)]
+    if len(told) > MOST_PAIRS:
+        told[MOST_PAIRS:] = [f"and {len(told) - MOST_PAIRS} more pairs"]
+    return "; ".join(told)
 
 
 def rates_in_words(nodes: Iterable[pb.NodeStatus]) -> str:

@@ -1,7 +1,7 @@
 """Who may call which service, and how answers and errors leave it."""
 
 from collections.abc import Awaitable, Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import grpc.aio
 import structlog
@@ -21,6 +21,17 @@ from protocol.status_codes import abort
 _log = structlog.get_logger()
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+T = TypeVar("T")
+
+
+class Write(Protocol):
+    """Makes a change to the database when it is its turn, and returns when it is durable."""
+
+    def __call__(self, change: Callable[[], T]) -> Awaitable[T]:
+        """See coordinator.driver.Driver.write."""
+        ...
+
 
 Caller = TypeVar("Caller")
 Answer = TypeVar("Answer")
@@ -90,7 +101,7 @@ async def answered_when_durable(
     admit: Callable[[Context], Caller],
     answer: Callable[[Caller], Awaitable[Answer]],
 ) -> Answer:
-    """The same for answers that wait for a commit: see coordinator.driver."""
+    """The same for answers that wait for the disk: see coordinator.driver."""
     try:
         return await answer(admit(context))
     except AtollError as error:

@@ -9,7 +9,7 @@ from urllib.parse import unquote
 from cryptography import x509
 
 from coordinator.services import checks
-from coordinator.services.answering import Context, answered
+from coordinator.services.answering import Context, Write, answered_when_durable
 from coordinator.store import Store
 from protocol.errors import AtollError, BadDataError, NotPermittedError, TemporaryError
 from protocol.identity import PUBLIC_KEY_BYTES, is_signed_by, node_id_of
@@ -57,7 +57,10 @@ class Failures:
 
 
 class EnrolmentDesk:
-    """Answers machines that hold an invite. `clock` gives seconds, `wall_clock` UTC seconds."""
+    """Answers machines that hold an invite. `clock` gives seconds, `wall_clock` UTC seconds.
+
+    `write` makes a change to the database when it is its turn, while heartbeats go on.
+    """
 
     def __init__(
         self,
@@ -68,15 +71,17 @@ class EnrolmentDesk:
         control_port: int,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
+        write: Write,
     ) -> None:
         self._store = store
         self._authority = authority
         self._run_name = run_name
         self._control_port = control_port
         self._wall_clock = wall_clock
+        self._write = write
         self._failures = Failures(clock)
 
-    def enrol(self, host: str, request: pb.EnrolRequest) -> pb.EnrolResponse:
+    async def enrol(self, host: str, request: pb.EnrolRequest) -> pb.EnrolResponse:
         """Enrols a node that calls from `host`.
 
         Raises NotPermittedError for an invite that does not hold, BadDataError for a request that
@@ -84,16 +89,16 @@ class EnrolmentDesk:
         """
         self._failures.check(host)
         try:
-            return self._enrol(request)
+            statement = _checked(request)
+            if not is_signed_by(request.public_key, statement, request.proof):
+                raise BadDataError("the request is not signed by the node's own key")
+            return await self._write(lambda: self._enrol(host, request))
         except (NotPermittedError, BadDataError):
             self._failures.add(host)
             raise
 
-    def _enrol(self, request: pb.EnrolRequest) -> pb.EnrolResponse:
-        _check_sizes(request)
-        statement = enrolment_statement(request.invite_id, request.certificate_request)
-        if not is_signed_by(request.public_key, statement, request.proof):
-            raise BadDataError("the request is not signed by the node's own key")
+    def _enrol(self, host: str, request: pb.EnrolRequest) -> pb.EnrolResponse:
+        self._failures.check(host)  # once more: others of this host had their turn meanwhile
         node_id = node_id_of(request.public_key)
         self._store.redeem(
             request.invite_id,
@@ -117,7 +122,8 @@ class EnrolmentDesk:
         )
 
 
-def _check_sizes(request: pb.EnrolRequest) -> None:
+def _checked(request: pb.EnrolRequest) -> bytes:
+    """What the node signed; raises BadDataError for a request whose parts cannot be right."""
     checks.name(request.invite_id, of="the invite's name")
     checks.name(request.node_name, of="the node's name")
     for value, num_bytes, what in (
@@ -132,6 +138,7 @@ def _check_sizes(request: pb.EnrolRequest) -> None:
             f"the certificate request has {len(request.certificate_request)} bytes, "
             f"more than {MAX_REQUEST_BYTES}"
         )
+    return enrolment_statement(request.invite_id, request.certificate_request)
 
 
 def host_of(peer: str) -> str:
@@ -151,11 +158,11 @@ class EnrolmentServicer(EnrolmentServiceServicer):
     async def Enrol(self, request: pb.EnrolRequest, context: Context) -> pb.EnrolResponse:
         """See EnrolmentDesk.enrol."""
 
-        def answer(host: str) -> pb.EnrolResponse:
+        async def answer(host: str) -> pb.EnrolResponse:
             try:
-                return self._desk.enrol(host, request)
+                return await self._desk.enrol(host, request)
             except AtollError as error:
                 self._on_refused(host, error)
                 raise
 
-        return await answered(context, lambda called: host_of(called.peer()), answer)
+        return await answered_when_durable(context, lambda called: host_of(called.peer()), answer)

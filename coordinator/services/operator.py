@@ -5,7 +5,7 @@
 from collections.abc import Callable
 
 from coordinator.services import checks
-from coordinator.services.answering import Context, Gate, answered
+from coordinator.services.answering import Context, Gate, Write, answered, answered_when_durable
 from coordinator.store import Store
 from protocol.errors import BadDataError, NoInputError
 from protocol.invite import SECRET_BYTES, Invite, hash_of_secret
@@ -22,7 +22,8 @@ class OperatorDesk:
     """Answers the run owner.
 
     `wall_clock` gives UTC seconds, `random_bytes` secrets; `host`, `port` and `pin` say where
-    invites send nodes and whose certificate they are to expect there.
+    invites send nodes and whose certificate they are to expect there. `write` makes a change to the
+    database when it is its turn.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class OperatorDesk:
         pin: bytes,
         wall_clock: Callable[[], float],
         random_bytes: Callable[[int], bytes],
+        write: Write,
     ) -> None:
         self._store = store
         self._host = host
@@ -41,8 +43,9 @@ class OperatorDesk:
         self._pin = pin
         self._wall_clock = wall_clock
         self._random_bytes = random_bytes
+        self._write = write
 
-    def create_invite(self, request: pb.CreateInviteRequest) -> pb.CreateInviteResponse:
+    async def create_invite(self, request: pb.CreateInviteRequest) -> pb.CreateInviteResponse:
         """Makes an invite; its secret is in the answer and nowhere else."""
         if request.max_uses < 1:
             raise BadDataError("an invite that nobody may use", next_step="give --uses 1 or more")
@@ -60,12 +63,15 @@ class OperatorDesk:
             invite_id=self._random_bytes(INVITE_ID_BYTES).hex(),
             secret=self._random_bytes(SECRET_BYTES),
         )
-        self._store.add_invite(
-            invite_id=invite.invite_id,
-            secret_hash=hash_of_secret(invite.secret),
-            max_uses=max_uses,
-            expires_utc_seconds=self._wall_clock() + valid_seconds,
-            host=invite.host,
+        expires_utc_seconds = self._wall_clock() + valid_seconds
+        await self._write(
+            lambda: self._store.add_invite(
+                invite_id=invite.invite_id,
+                secret_hash=hash_of_secret(invite.secret),
+                max_uses=max_uses,
+                expires_utc_seconds=expires_utc_seconds,
+                host=invite.host,
+            )
         )
         return pb.CreateInviteResponse(invite=invite.encode(), invite_id=invite.invite_id)
 
@@ -85,10 +91,10 @@ class OperatorDesk:
             ]
         )
 
-    def revoke_invite(self, request: pb.RevokeInviteRequest) -> pb.RevokeInviteResponse:
+    async def revoke_invite(self, request: pb.RevokeInviteRequest) -> pb.RevokeInviteResponse:
         """Makes an invite useless; raises NoInputError when there is none of that name."""
         invite_id = checks.name(request.invite_id, of="the invite's name")
-        if not self._store.revoke_invite(invite_id):
+        if not await self._write(lambda: self._store.revoke_invite(invite_id)):
             raise NoInputError(
                 f"there is no invite {invite_id!r}", next_step="'atoll invite list' shows them"
             )
@@ -106,7 +112,7 @@ class OperatorServicer(OperatorServiceServicer):
         self, request: pb.CreateInviteRequest, context: Context
     ) -> pb.CreateInviteResponse:
         """See OperatorDesk.create_invite."""
-        return await answered(
+        return await answered_when_durable(
             context, self._gate.operator, lambda _: self._desk.create_invite(request)
         )
 
@@ -122,6 +128,6 @@ class OperatorServicer(OperatorServiceServicer):
         self, request: pb.RevokeInviteRequest, context: Context
     ) -> pb.RevokeInviteResponse:
         """See OperatorDesk.revoke_invite."""
-        return await answered(
+        return await answered_when_durable(
             context, self._gate.operator, lambda _: self._desk.revoke_invite(request)
         )

@@ -7,7 +7,7 @@
 # ruff: noqa: N802 (gRPC calls methods by the names that stand in the .proto files)
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from contextlib import aclosing
 
 from coordinator.driver import Driver
@@ -42,13 +42,16 @@ from protocol.signing import CommitSigner
 from protocol.v1 import session_pb2 as pb
 from protocol.v1.session_pb2_grpc import SessionServiceServicer
 
+MAX_COMMITS = 64
 MAX_COMMITS_BYTES = 1 << 20
 """An answer with commits ends with the one that passes this: a message holds 4 MiB at most, and a
 commit of a hundred nodes has half of one."""
 
-MAX_CONTRIBUTORS = 1024
 MAX_REPORTS = 1024
-MAX_UNREACHABLE = 1024
+
+MAX_STRANGERS = 1024
+"""Out of reach: as many ids as there are members, and so many of nodes that are none any more, or not
+yet to a coordinator that was started from an older copy. Those are left out."""
 
 
 class SessionDesk:
@@ -107,7 +110,8 @@ class SessionDesk:
         self, node_id: NodeId, request: pb.HeartbeatRequest
     ) -> pb.HeartbeatResponse:
         """Renews the lease; raises SessionEndedError when the session is not the node's."""
-        checks.at_most(request.unreachable_ids, MAX_UNREACHABLE, of="members out of reach")
+        most = len(self._driver.state.members) + MAX_STRANGERS
+        checks.at_most(request.unreachable_ids, most, of="members out of reach")
         event = HeartbeatSeen(
             node_id=node_id,
             session_id=request.session_id,
@@ -142,7 +146,9 @@ class SessionDesk:
         session = (node_id, request.session_id)
         self._driver.session_of(*session)  # a report of an ended one is not worth reading
         checks.at_most(request.reports, MAX_REPORTS, of="reports")
-        events = tuple(_event_of(node_id, report) for report in request.reports)
+        current = self._driver.state.open_round
+        participants = {} if current is None else {current.number: len(current.assignments)}
+        events = tuple(_event_of(node_id, report, participants) for report in request.reports)
         await self._driver.apply(Reported(events=events), session=session)
         self._telemetry.heard(node_id, now=self._driver.clock.now())
         return pb.ReportResponse()
@@ -179,15 +185,23 @@ class SessionDesk:
             await self._driver.apply(HistoryTold(node_id=node_id), session=session)
         return pb.SubmitCommitsResponse(committed_round=self._driver.state.committed_round)
 
-    def list_commits(self, request: pb.ListCommitsRequest) -> pb.ListCommitsResponse:
-        """The commits after a round, oldest first."""
+    async def list_commits(self, request: pb.ListCommitsRequest) -> pb.ListCommitsResponse:
+        """The commits after a round, oldest first; the node asks again after the last one.
+
+        The first is of a later round than the next one when older ones are not kept any more.
+        """
         after = checks.count(request.after_round, of="the round")
-        response = pb.ListCommitsResponse()
-        for commit in self._driver.store.commits_after(after):
-            response.commits.append(convert.commit_to_wire(self._signer.signed(commit)))
-            if response.ByteSize() > MAX_COMMITS_BYTES:
-                break  # the node asks again after the last one
-        return response
+        return await self._driver.aside(lambda: self._commits_after(after))
+
+    def _commits_after(self, after: int) -> pb.ListCommitsResponse:
+        page = self._driver.store.page_of_commits(
+            after, limit=MAX_COMMITS, max_bytes=MAX_COMMITS_BYTES
+        )
+        for commit in page:
+            if not commit.signature:  # a version of Atoll wrote it that signed when it was asked
+                signed = self._signer.signed(convert.commit_from_wire(commit))
+                commit.signature = signed.signature
+        return pb.ListCommitsResponse(commits=page)
 
     async def detach(self, node_id: NodeId, request: pb.DetachRequest) -> pb.DetachResponse:
         """Ends the session; raises SessionEndedError when it has ended already."""
@@ -211,8 +225,11 @@ class SessionDesk:
             self._driver.unsubscribe(stream)
 
 
-def _event_of(node_id: NodeId, wire: pb.Report) -> Report:
-    """What a report tells the core."""
+def _event_of(node_id: NodeId, wire: pb.Report, participants: Mapping[int, int]) -> Report:
+    """What a report tells the core.
+
+    `participants` says of rounds whose reports can still matter how many they have.
+    """
     number = checks.count(wire.round, of="the round")
     match wire.WhichOneof("report"):
         case "trained":
@@ -229,15 +246,17 @@ def _event_of(node_id: NodeId, wire: pb.Report) -> Report:
             )
         case "reduced":
             reduced = wire.reduced
-            checks.at_most(reduced.contributors, MAX_CONTRIBUTORS, of="contributors")
-            for contributor in reduced.contributors:
+            # Of a round that is over, or not known here, nothing but its number is looked at.
+            told = reduced.contributors if number in participants else ()
+            checks.at_most(told, participants.get(number, 0), of="contributors")
+            for contributor in told:
                 checks.count(contributor.tokens, of="the number of tokens")
             return SliceReduced(
                 node_id=node_id,
                 round=number,
                 slice_index=reduced.slice_index,
                 digest=convert.optional_digest_from_wire(reduced.digest, of="a result"),
-                contributors=tuple(map(convert.contributor_from_wire, reduced.contributors)),
+                contributors=tuple(map(convert.contributor_from_wire, told)),
             )
         case "held":
             return ResultHeld(
@@ -325,7 +344,9 @@ class SessionServicer(SessionServiceServicer):
         self, request: pb.ListCommitsRequest, context: Context
     ) -> pb.ListCommitsResponse:
         """See SessionDesk.list_commits."""
-        return await answered(context, self._gate.node, lambda _: self._desk.list_commits(request))
+        return await answered_when_durable(
+            context, self._gate.node, lambda _: self._desk.list_commits(request)
+        )
 
     async def SubmitCommits(
         self, request: pb.SubmitCommitsRequest, context: Context

@@ -3,8 +3,9 @@
 # ruff: noqa: N802 (gRPC calls methods by the names that stand in the .proto files)
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from coordinator.closed_rows import wire_ledger
 from coordinator.driver import Driver
 from coordinator.services import checks
 from coordinator.services.answering import Context, Gate, answered
@@ -14,13 +15,12 @@ from coordinator.swarm.ledger import free_again, num_samples_of
 from coordinator.swarm.shares import UNKNOWN, Rates
 from coordinator.swarm.state import (
     PRESENT,
-    ClosedRound,
+    HeldOut,
     Member,
     MemberState,
     RoundPhase,
     SwarmState,
 )
-from coordinator.swarm.wire_ledger import all_reduce_bytes
 from coordinator.telemetry import Telemetry
 from protocol import convert
 from protocol.rounds import Digest, NodeId
@@ -28,10 +28,16 @@ from protocol.run_spec import RunSpec
 from protocol.v1 import session_pb2
 from protocol.v1 import status_pb2 as pb
 from protocol.v1.status_pb2_grpc import StatusServiceServicer
-from protocol.wire_count import WireTotals
 
 DEFAULT_ROUNDS = 20
-MAX_ROUNDS = 1000
+MAX_ROUNDS = 4000
+"""More than a database has figures of, for runs of up to 100 million rounds."""
+
+MOST_LOSSES = 2000
+"""Held-out losses in an answer: the newest half of them, and of those before as many, evenly spread."""
+
+MOST_OUT_OF_REACH = 16
+"""Of a node, in an answer: a thousand that do not reach five hundred others fill four messages."""
 
 _PHASES = {
     RoundPhase.TRAINING: pb.RUN_PHASE_TRAINING,
@@ -78,9 +84,8 @@ class StatusDesk:
     def list_rounds(self, request: pb.ListRoundsRequest) -> pb.ListRoundsResponse:
         """The latest closed rounds, newest first."""
         limit = checks.count(request.limit, of="the number of rounds", most=MAX_ROUNDS)
-        closed = self._driver.store.latest_rounds(limit or DEFAULT_ROUNDS)
-        state = self._driver.state
-        return pb.ListRoundsResponse(rounds=[round_summary(state, c) for c in closed])
+        rounds = self._driver.store.latest_figures(limit or DEFAULT_ROUNDS)
+        return pb.ListRoundsResponse(rounds=rounds)
 
     def _run_status(self, state: SwarmState, now: float) -> pb.RunStatus:
         agreed_round, agreed = agreed_state(state)
@@ -105,7 +110,8 @@ class StatusDesk:
             num_parameters=0 if layout is None else sum(layout.fragment_elements),
             inner_steps=state.rules.inner_steps,
             held_out_losses=[
-                pb.HeldOutLoss(round=h.round, loss=h.loss, tokens=h.tokens) for h in state.held_out
+                pb.HeldOutLoss(round=h.round, loss=h.loss, tokens=h.tokens)
+                for h in _spread(state.held_out)
             ],
             uptime_seconds=now - self._started_at,
             min_nodes=state.rules.min_nodes,
@@ -127,7 +133,7 @@ class StatusDesk:
             silent_seconds=now - (self._started_at if heard is None else heard.at),
             committed_tokens=member.committed_tokens,
             address=convert.address_to_wire(member.address),
-            heartbeat=None if heard is None else heard.heartbeat,
+            heartbeat=None if heard is None else _shown(heard.heartbeat),
             same_corpus=state.corpus is None or member.corpus.digest == state.corpus.digest,
             version=member.version,
             inner_steps=_steps_asked_of(state, member.node_id),
@@ -137,12 +143,23 @@ class StatusDesk:
         )
 
 
-def wire_ledger(totals: WireTotals, averaging_bytes: int) -> pb.WireLedger:
-    """What rounds have cost on the wire, and what averaging gradients would have."""
-    return pb.WireLedger(
-        counts=convert.wire_counts_to_wire(totals),
-        all_reduce_bytes=averaging_bytes,
-    )
+def _spread(losses: Sequence[HeldOut]) -> Sequence[HeldOut]:
+    """All of them, or so many that an answer has room for them; the first is among them."""
+    half = MOST_LOSSES // 2
+    if len(losses) <= MOST_LOSSES:
+        return losses
+    old, new = losses[:-half], losses[-half:]
+    return [*(old[len(old) * place // half] for place in range(half)), *new]
+
+
+def _shown(heartbeat: session_pb2.HeartbeatRequest | None) -> session_pb2.HeartbeatRequest | None:
+    """The heartbeat with no more members out of reach than an answer has room for."""
+    if heartbeat is None or len(heartbeat.unreachable_ids) <= MOST_OUT_OF_REACH:
+        return heartbeat
+    shown = session_pb2.HeartbeatRequest()
+    shown.CopyFrom(heartbeat)
+    del shown.unreachable_ids[MOST_OUT_OF_REACH:]
+    return shown
 
 
 def _rates_to_wire(rates: Rates) -> session_pb2.LinkRates | None:
@@ -188,30 +205,6 @@ def _phase_of(state: SwarmState) -> pb.RunPhase.ValueType:
     if state.open_round is None:
         return pb.RUN_PHASE_WAITING
     return _PHASES[state.open_round.phase]
-
-
-def round_summary(state: SwarmState, closed: ClosedRound) -> pb.RoundSummary:
-    """One closed round in a line."""
-    commit = closed.commit
-    committed = [outcome for outcome in commit.slices if outcome.digest is not None]
-    in_each = [{c.node_id for c in outcome.contributors} for outcome in committed]
-    weight = sum(trained.tokens for trained in closed.trained.values())
-    weighted = sum(trained.tokens * trained.loss for trained in closed.trained.values())
-    return pb.RoundSummary(
-        round=commit.round,
-        fragment=commit.fragment,
-        num_participants=len(closed.plan.assignments),
-        num_slices=len(commit.slices),
-        num_committed_slices=len(committed),
-        num_contributors=len(set.intersection(*in_each)) if in_each else 0,
-        tokens=closed.tokens,
-        seconds=closed.seconds,
-        loss=weighted / weight if weight else 0.0,
-        outer_digest=convert.optional_digest_to_wire(commit.outer_digest),
-        reason=closed.reason,
-        incarnation=commit.incarnation,
-        wire=wire_ledger(closed.wire, all_reduce_bytes(state, commit)),
-    )
 
 
 class StatusServicer(StatusServiceServicer):

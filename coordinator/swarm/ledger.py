@@ -9,7 +9,7 @@ A sample counts by the commit that took it. The work of a contribution that no c
 its node's residual and is not undone when its samples are trained again elsewhere.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from protocol.rounds import Assignment, Commit, NodeId
@@ -53,23 +53,60 @@ def free_again(ledger: Ledger) -> tuple[Places, ...]:
     return tuple(free)
 
 
-def lease(ledger: Ledger, num_samples: int) -> tuple[Ledger, Places]:
-    """Leases the first free place from which `num_samples` places in a row are free.
+def lease(ledger: Ledger, wanted: Sequence[int]) -> tuple[Ledger, list[Places]]:
+    """Leases, for one after the other, the first free place from which so many in a row are free.
 
     An assignment is one contiguous range, and steps are kept full: so a shorter piece waits until
     it is joined by its neighbours or wanted by a slower node, which asks for less. The last piece
     goes on into the places that were never leased.
     """
-    first = next(
-        (
-            piece.first
-            for piece in free_again(ledger)
-            if piece.num_samples >= num_samples or piece.end == ledger.frontier
-        ),
-        ledger.frontier,
-    )
-    places = Places(first=first, end=first + num_samples)
-    return _with_lease(ledger, places), places
+    free = list(free_again(ledger))
+    at = ledger.frontier
+    if free and free[-1].end == ledger.frontier:
+        last = free.pop()
+        at = last.first
+    pieces = _FirstFit([piece.num_samples for piece in free])
+    leased = []
+    for num_samples in wanted:
+        place = pieces.take(num_samples)
+        if place is None:
+            first, at = at, at + num_samples
+        else:
+            first = free[place].first
+            free[place] = replace(free[place], first=first + num_samples)
+        leased.append(Places(first=first, end=first + num_samples))
+    frontier = max(ledger.frontier, at)
+    leases = _in_order((*ledger.leased, *leased))
+    return replace(ledger, leased=leases, frontier=frontier), leased
+
+
+class _FirstFit:
+    """Sizes of free pieces, under a tree of which each node has the larger of the two below it.
+
+    So the first that is large enough is found in as many steps as the tree is high (Johnson 1974,
+    "Fast algorithms for bin packing"): a thousand nodes ask, and there may be as many pieces.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._width = 1 << max(0, len(sizes) - 1).bit_length()
+        self._largest = [0] * self._width + list(sizes) + [0] * (self._width - len(sizes))
+        for place in range(self._width - 1, 0, -1):
+            self._largest[place] = max(self._largest[2 * place : 2 * place + 2])
+
+    def take(self, size: int) -> int | None:
+        """Makes the first piece that is no smaller so much smaller; None when there is none."""
+        largest = self._largest
+        if largest[1] < size:
+            return None
+        place = 1
+        while place < self._width:
+            place = 2 * place + (largest[2 * place] < size)
+        index = place - self._width
+        largest[place] -= size
+        while place > 1:
+            place //= 2
+            largest[place] = max(largest[2 * place], largest[2 * place + 1])
+        return index
 
 
 def settle(
@@ -96,19 +133,23 @@ def reopen(
     ledger: Ledger, assignments: Sequence[Assignment], taken: Mapping[NodeId, int]
 ) -> Ledger:
     """Undoes `settle`: what it counted is leased again, as part of the same leases."""
-    committed = ledger.committed
-    for assignment in assignments:
-        places = _places_of(assignment)
-        counted = Places(first=places.first, end=places.first + taken.get(assignment.node_id, 0))
-        committed = tuple(_without(committed, counted))
+    counted = [
+        Places(first=a.first_sample, end=a.first_sample + taken[a.node_id])
+        for a in assignments
+        if taken.get(a.node_id, 0) > 0
+    ]
+    committed = tuple(_without(ledger.committed, _in_order(counted)))
     return lease_again(replace(ledger, committed=committed), assignments)
 
 
 def lease_again(ledger: Ledger, assignments: Iterable[Assignment]) -> Ledger:
     """Leases what assignments name, which was leased before in the same way."""
-    for assignment in assignments:
-        ledger = _with_lease(ledger, _places_of(assignment))
-    return ledger
+    again = [_places_of(assignment) for assignment in assignments]
+    return replace(
+        ledger,
+        leased=_in_order((*ledger.leased, *again)),
+        frontier=max((ledger.frontier, *(places.end for places in again))),
+    )
 
 
 def end_ahead(ledger: Ledger, gone: Collection[NodeId]) -> Ledger:
@@ -170,29 +211,25 @@ def _places_of(assignment: Assignment) -> Places:
     return Places(first=first, end=first + assignment.num_samples)
 
 
-def _with_lease(ledger: Ledger, places: Places) -> Ledger:
-    return replace(
-        ledger,
-        leased=_in_order((*ledger.leased, places)),
-        frontier=max(ledger.frontier, places.end),
-    )
-
-
 def _in_order(pieces: Iterable[Places]) -> tuple[Places, ...]:
     return tuple(sorted(pieces, key=lambda piece: piece.first))
 
 
-def _without(pieces: Iterable[Places], cut: Places) -> Iterable[Places]:
-    """The pieces minus the places of `cut`."""
+def _without(pieces: Iterable[Places], cuts: Sequence[Places]) -> Iterator[Places]:
+    """The pieces minus all cuts; both are in order."""
+    number = 0
     for piece in pieces:
-        before = (piece.first, min(piece.end, cut.first))
-        after = (max(piece.first, cut.end), piece.end)
-        if cut.first >= cut.end or piece.end <= cut.first or cut.end <= piece.first:
-            yield piece
-            continue
-        for first, end in (before, after):
-            if first < end:
-                yield Places(first=first, end=end)
+        first = piece.first
+        while number < len(cuts) and cuts[number].first < piece.end:
+            cut = cuts[number]
+            if first < cut.first:
+                yield Places(first=first, end=cut.first)
+            first = max(first, cut.end)
+            if cut.end > piece.end:
+                break  # it cuts the next piece too
+            number += 1
+        if first < piece.end:
+            yield Places(first=first, end=piece.end)
 
 
 def _merged(pieces: Iterable[Places]) -> tuple[Places, ...]:

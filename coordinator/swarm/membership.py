@@ -15,7 +15,14 @@ from coordinator.swarm.events import (
     Woke,
 )
 from coordinator.swarm.shares import UNKNOWN, steadied
-from coordinator.swarm.state import PRESENT, Member, MemberState, RoundPhase, SwarmState
+from coordinator.swarm.state import (
+    KEPT_ROUNDS,
+    PRESENT,
+    Member,
+    MemberState,
+    RoundPhase,
+    SwarmState,
+)
 from coordinator.swarm.turn import Turn, members_of, present_members, without
 from coordinator.swarm.wire_ledger import note_wire
 from protocol.errors import BadDataError, ProtocolMismatchError, SessionEndedError
@@ -143,7 +150,7 @@ def drain(turn: Turn, event: Draining) -> None:
 def detach(turn: Turn, event: Detached) -> None:
     """Ends the member's session at its own wish. Raises SessionEndedError."""
     member = require_session(turn.state, event.node_id, event.session_id)
-    turn.put_member(replace(member, state=MemberState.LEFT))
+    turn.put_member(_gone(turn, member, MemberState.LEFT))
     turn.act(EndSession(node_id=event.node_id, reason=event.reason or "left"))
     _announce_departed(turn, (event.node_id,))
 
@@ -154,10 +161,39 @@ def expire_leases(turn: Turn) -> None:
         return
     silent = [m for m in present_members(turn.state) if m.lease_until <= turn.now]
     for member in silent:
-        turn.put_member(replace(member, state=MemberState.LOST))
+        turn.put_member(_gone(turn, member, MemberState.LOST))
         reason = f"silent for {turn.state.rules.lease_seconds:g} s"
         turn.act(EndSession(node_id=member.node_id, reason=reason))
     _announce_departed(turn, tuple(m.node_id for m in silent))
+
+
+def _gone(turn: Turn, member: Member, how: MemberState) -> Member:
+    return replace(member, state=how, gone_at_round=turn.state.committed_round)
+
+
+def forget_long_gone(turn: Turn) -> None:
+    """Forgets members that were gone for as many rounds as commits are kept whole.
+
+    What they owed no commit can settle any more, and no commit that is kept names them. Their keys
+    stay signed and enrolled: one that comes back attaches as one that was never here. For each that is
+    in the round in flight, or has samples leased ahead, this waits.
+    """
+    state = turn.state
+    members = members_of(state)
+    oldest = state.committed_round - KEPT_ROUNDS
+    if oldest <= 0 or len(members.ids) == len(members.present_ids):
+        return
+    assignments = () if state.open_round is None else state.open_round.assignments
+    named = {assignment.node_id for assignment in (*assignments, *state.ledger.ahead)}
+    kept = {
+        node_id: member
+        for node_id, member in members.items()
+        if member.state in PRESENT
+        or max(member.gone_at_round, member.outer_round) >= oldest
+        or node_id in named
+    }
+    if len(kept) < len(members):
+        turn.state = replace(state, members=kept)
 
 
 def renew_leases(turn: Turn, event: Woke) -> None:

@@ -127,19 +127,16 @@ def _leased(
 ) -> tuple[Assignment, ...]:
     """Inner steps by speed, and leases of the samples for them, for all participants but some."""
     rules = turn.state.rules
-    ledger = turn.state.ledger
-    assignments = []
-    for node_id, inner_steps in step_budgets(participants, rules.inner_steps).items():
-        if node_id in but:
-            continue
-        ledger, places = lease(ledger, inner_steps * rules.batch)
-        assignments.append(
-            Assignment(
-                node_id=node_id,
-                inner_steps=inner_steps,
-                first_sample=places.first,
-                num_samples=places.num_samples,
-            )
-        )
+    budgets = step_budgets(participants, rules.inner_steps)
+    asked = [(node_id, steps) for node_id, steps in budgets.items() if node_id not in but]
+    ledger, leased = lease(turn.state.ledger, [steps * rules.batch for _, steps in asked])
     turn.state = replace(turn.state, ledger=ledger)
-    return tuple(assignments)
+    return tuple(
+        Assignment(
+            node_id=node_id,
+            inner_steps=inner_steps,
+            first_sample=places.first,
+            num_samples=places.num_samples,
+        )
+        for (node_id, inner_steps), places in zip(asked, leased, strict=True)
+    )

@@ -5,6 +5,7 @@ waits for is not stored: coordinator.swarm.explain says it for any instant.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -64,6 +65,7 @@ class Member:
     unreachable: tuple[NodeId, ...] = ()  # members that it has no connection to
     rates: Rates = UNKNOWN  # what its link carries, as plans count on it
     wire_told: WireTotals = field(default_factory=dict)  # by its process, at the latest round
+    gone_at_round: int = 0  # the committed round when it was lost or left, or 0 while it is present
 
 
 class RoundPhase(StrEnum):
@@ -232,14 +234,19 @@ class Members(dict[NodeId, Member]):
 
     def with_member(self, member: Member) -> "Members":
         """The same with one more, or with another value of one."""
-        before = self.get(member.node_id)
+        node_id = member.node_id
+        before = self.get(node_id)
         is_present = member.state in PRESENT
-        if before is None or (before.state in PRESENT) is not is_present:
-            return Members({**self, member.node_id: member})
         after = Members.__new__(Members, ())
         after.update(self)
-        after[member.node_id] = member
-        after.ids, after.present_ids = self.ids, self.present_ids
+        after[node_id] = member
+        after.ids = self.ids if before is not None else _with(self.ids, node_id)
+        after.present_ids = self.present_ids
+        if is_present and (before is None or before.state not in PRESENT):
+            after.present_ids = _with(self.present_ids, node_id)
+        elif not is_present and before is not None and before.state in PRESENT:
+            place = bisect_left(self.present_ids, node_id)
+            after.present_ids = self.present_ids[:place] + self.present_ids[place + 1 :]
         after._no_lease_ends_before = self._no_lease_ends_before
         if is_present:
             after._no_lease_ends_before = min(after._no_lease_ends_before, member.lease_until)
@@ -256,6 +263,12 @@ class Members(dict[NodeId, Member]):
         """When the first lease of a present member ends; infinity when nobody is present."""
         present = map(self.__getitem__, self.present_ids)
         return min(map(_LEASE_UNTIL, present), default=math.inf)
+
+
+def _with(node_ids: tuple[NodeId, ...], node_id: NodeId) -> tuple[NodeId, ...]:
+    """One more, in its place."""
+    place = bisect_left(node_ids, node_id)
+    return (*node_ids[:place], node_id, *node_ids[place:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,6 +309,9 @@ class SwarmState:
         """The newest closed round."""
         return self.recent[-1] if self.recent else None
 
+
+KEPT_ROUNDS = 1000
+"""Closed rounds whose commits are kept whole, and for which a member that is gone is remembered."""
 
 KEPT_RECENT = 8
 """Closed rounds that the state holds at most."""

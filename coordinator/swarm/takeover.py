@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import islice
 
 from coordinator.swarm.actions import SendResultOffered, SendTakeover
-from coordinator.swarm.reach import num_cut_off
+from coordinator.swarm.reach import cut_off_from
 from coordinator.swarm.rounds import holders_of
 from coordinator.swarm.state import (
     Member,
@@ -153,13 +153,14 @@ def _backup(state: SwarmState, current: Round, progress: SliceProgress) -> NodeI
     its slice would wait for its own contribution.
     """
     members = [state.members[node_id] for node_id in present_participants(state, current)]
+    cut = cut_off_from(members)
     load = [p.slice.reducer_id for p in current.slices if p.slice.index != progress.slice.index]
 
     def preference(member: Member) -> tuple[bool, bool, int, bool, int, NodeId]:
         return (
             member.state is not MemberState.READY,
             member.session_id >= current.later_session_id,
-            num_cut_off(member, members),
+            len(cut.get(member.node_id, ())),
             member.node_id == progress.slice.reducer_id,
             load.count(member.node_id),
             member.node_id,

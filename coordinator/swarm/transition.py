@@ -37,6 +37,7 @@ from coordinator.swarm.membership import (
     detach,
     drain,
     expire_leases,
+    forget_long_gone,
     heartbeat,
     renew_leases,
     stream_broken,
@@ -95,6 +96,8 @@ def step(state: SwarmState, event: Event, now: float) -> Transition:
     close_round(turn)
     settle_round(turn)
     supply_anew(turn)
+    if turn.state.committed_round != state.committed_round:
+        forget_long_gone(turn)
     give_up_evaluation(turn)
     open_round(turn)
     ask_if_due(turn)  # after the plan: its node trains and contributes first

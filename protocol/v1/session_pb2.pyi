@@ -1254,7 +1254,9 @@ class ListCommitsResponse(_message.Message):
     COMMITS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def commits(self) -> _containers.RepeatedCompositeFieldContainer[_round_pb2.Commit]:
-        """Oldest first, at most 64; ask again after the last one for more."""
+        """Oldest first, at most 64; ask again after the last one for more. The latest 1000 rounds' are kept:
+        the first is of a later round than the next one for who is further behind.
+        """
 
     def __init__(
         self,

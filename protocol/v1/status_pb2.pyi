@@ -174,7 +174,7 @@ class RunStatus(_message.Message):
     """Seconds until the last round has ended, at the pace of recent rounds; absent before some were measured."""
     @_builtins.property
     def held_out_losses(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldOutLoss]:
-        """Held-out losses so far, oldest first."""
+        """Held-out losses so far, oldest first; of very many the latest 1000, and 1000 of those before."""
 
     @_builtins.property
     def data(self) -> Global___DataStatus:
@@ -375,7 +375,7 @@ class NodeStatus(_message.Message):
 
     @_builtins.property
     def heartbeat(self) -> _session_pb2.HeartbeatRequest:
-        """Its latest heartbeat; absent before the first."""
+        """Its latest heartbeat, with at most 16 of the members out of reach; absent before the first."""
 
     @_builtins.property
     def link_rates(self) -> _session_pb2.LinkRates:
@@ -452,7 +452,9 @@ class ListRoundsRequest(_message.Message):
 
     LIMIT_FIELD_NUMBER: _builtins.int
     limit: _builtins.int
-    """How many of the latest rounds, at most 1000; 0 means 20."""
+    """How many of the latest rounds, at most 4000; 0 means 20. Of rounds that are more than 1000 rounds
+    back every tenth is kept, of those more than 10,000 back every hundredth, and so on.
+    """
     def __init__(
         self,
         *,

@@ -2,14 +2,18 @@
 
 import re
 import signal
+import sqlite3
+import subprocess
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from small_machine import small_disk
 from typed_commands import Swarm, atoll, done, refused, until
 
-from coordinator.config import Home, rules_of
+from coordinator.config import CoordinatorConfig, Home, create_home, rules_of
 from coordinator.store import Store
 from protocol.query import StatusLink
 from tests.tiny_runs import tiny_text
@@ -148,3 +152,69 @@ def test_a_backup_is_refused_where_it_cannot_be_whole(swarm: Swarm, tmp_path: Pa
         assert list(disk.path.iterdir()) == []
     assert not new.exists()
     assert [path.name for path in taken.iterdir()] == ["file"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from coordinator import backup
+
+class Home(backup.Home):
+    @classmethod
+    def load(cls, directory):
+        if (directory / "ca.key").exists() and ".unfinished-" in directory.name:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().load(directory)
+
+backup.Home = Home
+backup.back_up(Path(sys.argv[1]), Path(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("next_command", ["backup", "start"])
+def test_a_backup_that_was_killed_leaves_no_key_after_the_next_command(
+    tmp_path: Path, next_command: str
+) -> None:
+    home, at, elsewhere = (tmp_path / name for name in ("home", "at", "elsewhere"))
+    config = CoordinatorConfig(
+        host="127.0.0.1", control_port=0, enrolment_port=0, advertise="127.0.0.1"
+    )
+    loaded = create_home(home, config=config, text=RUN)
+    store = Store.open(home)
+    state = store.load(rules_of(loaded.run), loaded.run.digest())
+    store.save(state, replace(state, next_session_id=2), now=1.0)
+    store.close()
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, home, at / "copy"], capture_output=True, text=True
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    (left,) = at.iterdir()
+    assert (left / "ca.key").stat().st_mode & 0o777 == 0o600
+    assert left.stat().st_mode & 0o777 == 0o700
+    assert [path.name for path in home.glob(".backup-*")]
+    if next_command == "backup":
+        done(atoll("coordinator", "backup", home, elsewhere / "copy"))
+        assert (elsewhere / "copy" / "ca.key").exists()
+    else:
+        held = Store.open(home)  # so that this start ends by itself, after it has cleared up
+        try:
+            refused(atoll("coordinator", "start", home), 71, "another coordinator")
+        finally:
+            held.close()
+    assert list(at.iterdir()) == []
+    assert not list(home.glob(".backup-*"))
+
+
+def test_a_backup_of_a_damaged_database_is_refused_and_so_is_a_start(swarm: Swarm) -> None:
+    swarm.invite()
+    swarm.coordinator.stop(signal.SIGTERM)
+    connection = sqlite3.connect(swarm.home / "atoll.db")
+    connection.execute("UPDATE invites SET max_uses = 1000")
+    connection.commit()
+    connection.close()
+    said = "atoll.db is damaged: row 1 of table invites is not what was written"
+    advice = "atoll coordinator start BACKUP"
+    refused(atoll("coordinator", "start", swarm.home), 65, said, advice)
+    copy = swarm.folder / "copy"
+    refused(atoll("coordinator", "backup", swarm.home, copy), 65, "of no use", said, advice)
+    assert not copy.exists()

@@ -67,3 +67,25 @@ async def test_a_certificate_for_somebody_else_is_not_accepted(
     )
     with pytest.raises(ProtocolMismatchError, match=somebody):
         await enrol(coordinator.invite(), Identity.generate(), "node")
+
+
+async def test_certificates_of_another_authority_that_calls_itself_the_same_swarm_are_not_accepted(
+    coordinator: Coordinator,
+) -> None:
+    # All that the answer holds fits together; only the pinned server is of somebody else's swarm.
+    ours = coordinator.authority
+    coordinator.authority = pki.Authority.create(ours.swarm_id)
+    with pytest.raises(ProtocolMismatchError, match=r"not for .* of its own swarm"):
+        await enrol(coordinator.invite(), Identity.generate(), "node")
+
+
+async def test_a_certificate_that_the_answers_own_authority_did_not_sign_is_not_accepted(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    another = pki.Authority.create(coordinator.authority.swarm_id)
+    signed = another.issue_node
+    monkeypatch.setattr(
+        pki.Authority, "issue_node", lambda self, request, node_id: signed(request, node_id)
+    )
+    with pytest.raises(ProtocolMismatchError, match="not signed by the swarm's authority"):
+        await enrol(coordinator.invite(), Identity.generate(), "node")

@@ -7,6 +7,8 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
+from typing import Any
 
 import pytest
 from transport_peers import introduce, make_payload, start_transport
@@ -16,10 +18,12 @@ from node.exchange.transport.libp2p import Libp2pTransport
 from node.exchange.transport.rates import tcp_pacing
 from node.exchange.transport.rates.tcp_pacing import (
     LOOK_SECONDS,
+    MOST_OF_A_CORE,
     NEVER_REACHED,
     TcpPacing,
     copy_of,
     pacing_rate_of,
+    pause_after,
     sockets_of,
 )
 from node.exchange.transport.rates.tcp_shares import LEAST_GAIN, MANY, TcpCount
@@ -118,6 +122,38 @@ def test_what_waits_in_a_connection_is_counted_and_a_listener_is_none(
         assert pacing_rate_of(sock) == NEVER_REACHED
 
 
+def test_a_look_copies_each_connection_once_and_keeps_only_what_holds_the_process(
+    connection: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pacing = allowed_pacing()
+    opened: list[int] = []
+    open_process, copy = os.pidfd_open, tcp_pacing._Child.copy_of
+
+    def counted(child: tcp_pacing._Child, descriptor: int, **known: Any) -> socket.socket:
+        opened.append(descriptor)
+        return copy(child, descriptor, **known)
+
+    monkeypatch.setattr(tcp_pacing._Child, "copy_of", counted)
+    monkeypatch.setattr(os, "pidfd_open", lambda pid: pytest.fail("it is held already"))
+    num_open = len(list(Path("/proc/self/fd").iterdir()))
+    counts = pacing.counts()
+    assert {name_of(one) for one in connection} <= counts.keys()
+    assert len(opened) == len(set(opened)) == len(pacing._tcp)
+    pacing.counts()
+    assert len(list(Path("/proc/self/fd").iterdir())) == num_open
+    pacing.close()
+    assert len(list(Path("/proc/self/fd").iterdir())) == num_open - 1
+    monkeypatch.setattr(os, "pidfd_open", open_process)
+    assert pacing.counts().keys() == counts.keys()
+    pacing.close()
+
+
+def test_looking_takes_a_tenth_of_a_core_at_most() -> None:
+    assert pause_after(0.0) == pause_after(LOOK_SECONDS / 9) == LOOK_SECONDS
+    for spent in (0.002, 0.01, 1.0):
+        assert spent / (spent + pause_after(spent)) == pytest.approx(MOST_OF_A_CORE)
+
+
 def test_a_connection_that_is_closed_is_forgotten_and_its_peer_hears_of_it(
     connection: tuple[socket.socket, socket.socket],
 ) -> None:
@@ -177,13 +213,13 @@ def test_a_process_that_has_ended_is_no_fault() -> None:
 def test_a_lack_of_descriptors_is_no_reason_to_give_up(
     connection: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lacking(pid: int, descriptor: int) -> socket.socket:
+    def lacking(child: object, descriptor: int) -> socket.socket:
         raise OSError(errno.EMFILE, "too many open files")
 
     near, _ = connection
     pacing = TcpPacing(os.getpid())
     with monkeypatch.context() as short:
-        short.setattr(tcp_pacing, "copy_of", lacking)
+        short.setattr(tcp_pacing._Child, "copy_of", lacking)
         pacing.look()
     assert pacing.why_not == ""
     pacing.look()

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from node.exchange import held_results
 from node.exchange.fetching import FIRST_FROM_ONE, MOST_AT_ONCE
@@ -244,6 +245,32 @@ async def test_a_round_that_the_coordinator_does_not_list_is_not_waited_for() ->
     scene = await Scene.of(A, B)
     await scene.nodes[A].exchange.catch_up(7)  # it went back to a copy of its database
     assert scene.nodes[A].outer.round == 0
+    await scene.stop()
+
+
+@in_virtual_time
+async def test_a_node_further_behind_than_commits_are_kept_is_told_before_what_it_owes_goes() -> (
+    None
+):
+    scene = await Scene.of(A, B, C)
+    for number in (1, 2, 3, 4):
+        await committed_round(scene, number, *((A, B, C) if number == 1 else (A, B)))
+    late = scene.nodes[C]
+    restored = late.outer.restore
+    were_told: list[bool] = []
+    del scene.commits[1]  # as a coordinator does that keeps the latest two
+    with capture_logs() as logs:
+
+        def restore(*given: Any) -> None:
+            were_told.append(any(entry["event"].startswith("further behind") for entry in logs))
+            restored(*given)
+
+        late.outer.restore = restore  # type: ignore[method-assign]
+        await late.exchange.catch_up(4)
+    assert late.outer.digest == scene.nodes[A].outer.digest
+    assert were_told == [True]
+    (told, *_) = (entry for entry in logs if entry["event"].startswith("further behind"))
+    assert (told["log_level"], told["round"], told["oldest_kept"]) == ("warning", 1, 3)
     await scene.stop()
 
 

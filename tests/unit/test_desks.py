@@ -1,6 +1,9 @@
 """The desks refuse what cannot be, before the core or the database sees it."""
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -8,6 +11,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from coordinator.clock import LoopClock
 from coordinator.config import rules_of
 from coordinator.driver import Driver
+from coordinator.services import session
 from coordinator.services.enrolment import (
     FAILURE_SECONDS,
     MAX_FAILURES,
@@ -19,14 +23,17 @@ from coordinator.services.session import SessionDesk
 from coordinator.services.status import StatusDesk
 from coordinator.store import Store
 from coordinator.telemetry import Telemetry
+from protocol import convert
 from protocol.errors import AtollError, BadDataError, SessionEndedError, TemporaryError
 from protocol.identity import Identity
 from protocol.invite import hash_of_secret
 from protocol.pki import Authority, enrolment_statement, make_request, new_swarm_id, principal_of
+from protocol.rounds import Commit, Digest, SliceOutcome
 from protocol.run_spec import RunSpec
 from protocol.signing import CommitSigner
 from protocol.v1 import enrolment_pb2, session_pb2, status_pb2
 
+T = TypeVar("T")
 NODE = Identity.generate()
 DIGEST = b"d" * 32
 SECRET = b"s" * 32
@@ -205,6 +212,67 @@ async def test_bytes_of_a_kind_that_there_is_not_are_refused() -> None:
     assert driver.state is before
 
 
+def commit_of(number: int, base: bytes) -> Commit:
+    outcome = SliceOutcome(
+        index=0, start=0, num_elements=256, digest=Digest(DIGEST), holder_ids=(NODE.node_id,)
+    )
+    return Commit(round=number, fragment=0, base_digest=Digest(base), slices=(outcome,))
+
+
+async def test_commits_that_this_coordinator_never_signed_are_not_learned() -> None:
+    desk, driver = new_desk()
+    session_id = (await desk.attach(NODE.node_id, attach_request())).session_id
+    base = driver.state.outer_digest
+    assert base is not None
+
+    async def bring(*commits: Commit) -> int:
+        wire = [convert.commit_to_wire(commit) for commit in commits]
+        request = session_pb2.SubmitCommitsRequest(session_id=session_id, commits=wire)
+        return (await desk.submit_commits(NODE.node_id, request)).committed_round
+
+    before = driver.state
+    commit = commit_of(1, base)
+    good = SIGNER.signed(commit)
+    forged = CommitSigner(Ed25519PrivateKey.generate()).signed(commit)
+    changed = replace(good, slices=(replace(good.slices[0], digest=Digest(b"x" * 32)),))
+    for bad in (commit, forged, changed, replace(good, signature=good.signature[:-1])):
+        with pytest.raises(
+            BadDataError, match="round 1 does not bear this coordinator's signature"
+        ):
+            await bring(bad)
+        assert driver.state is before
+    assert await bring(good) == 1
+    assert driver.state.committed_round == 1
+
+
+async def test_a_page_of_commits_ends_with_the_one_that_fills_the_answer_and_all_are_signed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    desk, driver = new_desk()
+    session_id = (await desk.attach(NODE.node_id, attach_request())).session_id
+    base = driver.state.outer_digest
+    assert base is not None
+    void = SliceOutcome(index=0, start=0, num_elements=256, digest=None, void_reason="so")
+    for number in range(1, 4):
+        commit = SIGNER.signed(replace(commit_of(number, base), slices=(void,)))
+        wire = session_pb2.SubmitCommitsRequest(
+            session_id=session_id, commits=[convert.commit_to_wire(commit)]
+        )
+        await desk.submit_commits(NODE.node_id, wire)
+
+    async def listed(after: int) -> list[Commit]:
+        answer = await desk.list_commits(session_pb2.ListCommitsRequest(after_round=after))
+        return [convert.commit_from_wire(wire) for wire in answer.commits]
+
+    assert [commit.round for commit in await listed(0)] == [1, 2, 3]
+    assert all(SIGNER.has_signed(commit) for commit in await listed(1))
+    monkeypatch.setattr(session, "MAX_COMMITS_BYTES", 10)
+    assert [commit.round for commit in await listed(1)] == [2]
+    monkeypatch.setattr(session, "MAX_COMMITS", 2)
+    monkeypatch.setattr(session, "MAX_COMMITS_BYTES", 1 << 20)
+    assert [commit.round for commit in await listed(0)] == [1, 2]
+
+
 # Enrolment
 
 WALL = 1_700_000_000.0
@@ -227,8 +295,13 @@ def enrolment_desk() -> tuple[EnrolmentDesk, Store]:
         control_port=7700,
         clock=lambda: 0.0,
         wall_clock=lambda: WALL,
+        write=written,
     )
     return desk, store
+
+
+async def written(change: Callable[[], T]) -> T:
+    return change()
 
 
 def enrol_request(signer: Identity = NODE) -> enrolment_pb2.EnrolRequest:
@@ -243,20 +316,20 @@ def enrol_request(signer: Identity = NODE) -> enrolment_pb2.EnrolRequest:
     )
 
 
-def test_a_certificate_names_the_node_whose_key_signed_for_it() -> None:
+async def test_a_certificate_names_the_node_whose_key_signed_for_it() -> None:
     desk, store = enrolment_desk()
-    response = desk.enrol("host", enrol_request())
+    response = await desk.enrol("host", enrol_request())
     assert principal_of(response.certificate_pem).node_id == NODE.node_id
     assert store.is_enrolled(NODE.node_id)
 
 
-def test_who_claims_the_identity_of_another_is_refused_and_the_invite_keeps_its_use() -> None:
+async def test_who_claims_the_identity_of_another_is_refused_and_the_invite_keeps_its_use() -> None:
     desk, store = enrolment_desk()
     stolen = enrol_request()
     stolen.certificate_request = make_request().request_der  # the thief's key under NODE's proof
     for request in (enrol_request(signer=Identity.generate()), stolen):
         with pytest.raises(BadDataError, match="not signed"):
-            desk.enrol("host", request)
+            await desk.enrol("host", request)
     assert not store.is_enrolled(NODE.node_id)
 
 

@@ -294,6 +294,40 @@ async def test_a_clock_that_cannot_save_fails_loudly() -> None:
         await driver.run_clock()
 
 
+async def test_the_first_change_that_the_disk_refuses_ends_the_clock_without_a_deadline() -> None:
+    for is_event in (True, False):
+        store = FullStore(Store.in_memory()._database)
+        driver = new_driver(store)
+        clock = asyncio.create_task(driver.run_clock())
+        await asyncio.sleep(0)  # it waits for something to happen, and no deadline is set
+        store.is_full = True
+        with pytest.raises(SystemRefusedError):
+            if is_event:
+                await attach(driver, A)
+            else:
+                await driver.write(refused)
+        with pytest.raises(SystemRefusedError, match="the disk is full"):
+            await clock
+        assert not driver.is_keeping_time
+
+
+def refused() -> None:
+    raise SystemRefusedError("the disk is full")
+
+
+async def test_a_change_that_the_disk_takes_waits_for_the_batch_before_it_and_outlives_its_caller() -> (
+    None
+):
+    driver = new_driver()
+    done: list[str] = []
+    task = asyncio.create_task(driver.write(lambda: done.append("change")))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await driver.settled()
+    assert done == ["change"]
+
+
 async def test_the_loops_clock_goes_on_from_where_it_was_saved() -> None:
     clock = LoopClock(starts_at=1000.0)
     changed = asyncio.Event()

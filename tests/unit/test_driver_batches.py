@@ -99,6 +99,54 @@ async def test_heartbeats_that_change_nothing_wait_for_no_disk() -> None:
     assert store.num_commits == before
 
 
+async def test_heartbeats_are_answered_while_an_enrolment_waits_for_the_disk_or_a_page_is_read(
+    writer: ThreadPoolExecutor,
+) -> None:
+    store = Store.in_memory()
+    with ThreadPoolExecutor(max_workers=1) as reader:
+        driver = Driver(
+            state=store.load(RULES, RUN),
+            store=store,
+            clock=HandClock(),
+            writer=writer,
+            reader=reader,
+        )
+        session_id = await attach(driver, A)
+        beat = HeartbeatSeen(node_id=A, session_id=session_id, outer_round=0, outer_digest=START)
+        for begin in (driver.write, driver.aside):
+            is_free = threading.Event()
+            busy = asyncio.create_task(begin(lambda free=is_free: free.wait(timeout=60)))
+            await turns_of_the_loop()
+            beats = asyncio.create_task(driver.apply(beat))
+            await turns_of_the_loop()
+            assert beats.done() and not busy.done()
+            is_free.set()
+            assert await busy, "it was let go by the test and not by its own patience"
+
+
+async def test_a_change_waits_for_the_one_before_it_even_when_its_caller_has_gone(
+    writer: ThreadPoolExecutor,
+) -> None:
+    store = Store.in_memory()
+    driver = driver_of(store, writer)
+    is_free, ended = threading.Event(), list[str]()
+
+    def slow() -> None:
+        is_free.wait(timeout=60)
+        ended.append("first")
+
+    first = asyncio.create_task(driver.write(slow))
+    await turns_of_the_loop()
+    first.cancel()
+    await turns_of_the_loop()
+    second = asyncio.create_task(attach(driver, A))
+    await turns_of_the_loop()
+    assert first.cancelled() and not second.done()
+    is_free.set()
+    await second
+    assert ended == ["first"] and A in driver.state.members
+
+
 async def test_who_comes_while_the_disk_is_busy_shares_the_next_commit(
     writer: ThreadPoolExecutor,
 ) -> None:

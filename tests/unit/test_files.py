@@ -1,12 +1,14 @@
 """Folders that are whole or not there, and what is said of a full disk."""
 
 import errno
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from protocol.errors import CannotCreateError, SystemRefusedError
-from protocol.files import is_taken, whole_folder
+from protocol.files import clear_unfinished, is_taken, whole_folder
 from protocol.leftovers import TemporaryFolder
 
 
@@ -30,6 +32,32 @@ def test_a_folder_that_did_not_become_whole_was_never_there(tmp_path: Path) -> N
             (building / "file").write_text("text")
             raise error
         assert list(tmp_path.iterdir()) == []
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from protocol.files import whole_folder
+with whole_folder(Path(sys.argv[1])) as building:
+    (building / "secret.key").write_text("secret")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_process_was_filling_is_cleared_by_the_next_and_what_a_living_one_is_not(
+    tmp_path: Path,
+) -> None:
+    subprocess.run([sys.executable, "-c", KILLED, tmp_path / "first"], check=False)
+    (left,) = tmp_path.iterdir()
+    assert (left / "secret.key").stat().st_mode and left.stat().st_mode & 0o777 == 0o700
+    with whole_folder(tmp_path / "second") as building:
+        assert not left.exists()
+        (building / "file").touch()
+        with whole_folder(tmp_path / "third"):
+            pass
+        clear_unfinished(tmp_path)
+        assert (building / "file").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["second", "third"]
 
 
 def test_what_is_in_the_way_is_not_replaced(tmp_path: Path) -> None:

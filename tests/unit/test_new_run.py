@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from benchmarks.presets import situation_of
 from coordinator.config import run_text
@@ -297,3 +298,15 @@ def test_it_loads_neither_torch_nor_the_exchange(tmp_path: Path) -> None:
     code, modules = loaded_by(["init", "--link", "1mbit", "--out", str(tmp_path / "run.toml")])
     assert code == 0
     assert not {"torch", "hivemind", "grpc", "node"} & modules
+
+
+@pytest.mark.parametrize(
+    ("train", "contribute", "commit"), [(10, 10, 20), (10, 20, 20), (20, 10, 30), (10, 30, 20)]
+)
+def test_deadlines_that_are_equal_or_fall_are_refused(
+    train: float, contribute: float, commit: float
+) -> None:
+    deadlines = {"train": train, "contribute": contribute, "commit": commit}
+    with pytest.raises(ValidationError, match="deadlines must rise"):
+        RunSpec.model_validate({"deadlines": deadlines})
+    RunSpec.model_validate({"deadlines": {"train": 10, "contribute": 10.1, "commit": 10.2}})

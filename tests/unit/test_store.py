@@ -5,10 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from pydantic import TypeAdapter
 
 from coordinator.database import DATABASE_NAME
-from coordinator.round_rows import JSON
 from coordinator.store import CLOCK_SAVE_SECONDS, Store
 from coordinator.swarm.events import (
     Attached,
@@ -23,7 +21,7 @@ from coordinator.swarm.events import (
     TrainingDone,
 )
 from coordinator.swarm.shares import Rates
-from coordinator.swarm.state import Round, Rules, SwarmState, Trained
+from coordinator.swarm.state import Rules, SwarmState, Trained
 from coordinator.swarm.transition import initial_state, step
 from protocol.channel import RETRY_CAP_SECONDS
 from protocol.errors import BadDataError, ConfigError, NotPermittedError, SystemRefusedError
@@ -168,36 +166,56 @@ def test_the_ledger_is_read_and_not_added_up_again(tmp_path: Path) -> None:
     assert Store.open(tmp_path).load(RULES, RUN).ledger == state.ledger
 
 
-@pytest.mark.parametrize("num_events", [3, 8, len(TWO_ROUNDS)])
-def test_a_database_without_a_ledger_gets_one_from_its_rounds(
-    tmp_path: Path, num_events: int
-) -> None:
-    store = Store.open(tmp_path)
-    state = play(store, initial_state(RULES, RUN), TWO_ROUNDS[:num_events])
-    store.close()
-    connection = sqlite3.connect(tmp_path / DATABASE_NAME)
-    connection.executescript(  # as version 1 wrote it
-        """
-        DROP TABLE ledger;
-        DROP TABLE round_parts;
-        UPDATE swarm SET state = json_set(json_remove(state, '$[0].ledger'), '$[0].next_sample', 9);
-        UPDATE members SET member = json_remove(member, '$[0].inner_steps_per_second');
-        PRAGMA user_version = 1;
-        """
-    )
-    if state.open_round is not None:  # it was one piece
-        whole = TypeAdapter(tuple[Round], config=JSON).dump_json((state.open_round,)).decode()
-        connection.execute("UPDATE open_round SET round = ?", (whole,))
-        connection.commit()
-    connection.close()
-    store = Store.open(tmp_path)
-    loaded = store.load(RULES, RUN)
-    assert loaded.ledger == state.ledger
-    assert {m.inner_steps_per_second for m in loaded.members.values()} == {None}
-    play(store, loaded, TWO_ROUNDS[num_events:])  # it goes on with the new tables
-
-
 AT_THE_END: list[Event] = [attached(A), attached(B), *reports_up_to_commit(1), *applied(1)]
+GOLDEN = Path(__file__).with_name("golden")
+
+
+def old_database(folder: Path, name: str, change: str = "") -> Store:
+    """Opens a database that version 4 wrote, or with a `change` an earlier one."""
+    connection = sqlite3.connect(folder / DATABASE_NAME)
+    connection.executescript((GOLDEN / f"database-4-{name}.sql").read_text() + change)
+    connection.close()
+    return Store.open(folder)
+
+
+AS_VERSION_1 = """
+    DROP TABLE ledger;
+    DROP TABLE round_parts;
+    UPDATE swarm SET state = json_set(json_remove(state, '$[0].ledger'), '$[0].next_sample', 9);
+    UPDATE members SET member = json_remove(member, '$[0].inner_steps_per_second');
+    PRAGMA user_version = 1;
+"""
+OLD = {"training": (RULES, TWO_ROUNDS[:8]), "applying": (RULES, TWO_ROUNDS)}
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_a_database_of_version_4_goes_on_with_all_that_it_holds(tmp_path: Path, name: str) -> None:
+    rules, events = OLD[name]
+    state = play(Store.in_memory(), initial_state(rules, RUN), events)
+    store = old_database(tmp_path, name)
+    store.check()
+    loaded = store.load(rules, RUN)
+    fresh = with_leases_until(state, 1.0 + rules.lease_seconds + RETRY_CAP_SECONDS)
+    assert loaded == fresh
+    assert [(i.invite_id, i.max_uses, i.node_ids) for i in store.invites()] == [("inv", 2, (A,))]
+    assert store.is_enrolled(A) and not store.is_enrolled(B)
+    redeem(store, B)
+    with pytest.raises(NotPermittedError, match="used up: 2 of 2"):
+        redeem(store, NodeId("c" * 32))
+    play(store, loaded, TWO_ROUNDS[len(events) :])
+    numbers = [closed.commit.round for closed in store.latest_rounds(9)]
+    assert numbers == [2, 1] == [figures.round for figures in store.latest_figures(9)]
+    assert [commit.round for commit in store.commits_after(0)] == [1, 2]
+
+
+def test_a_database_without_a_ledger_gets_one_from_its_rounds(tmp_path: Path) -> None:
+    # The round in flight was one piece then; this one waits for its first report.
+    change = f"DELETE FROM open_round; {AS_VERSION_1}"
+    state = play(Store.in_memory(), initial_state(RULES, RUN), TWO_ROUNDS)
+    store = old_database(tmp_path, "applying", change)
+    loaded = store.load(RULES, RUN)
+    assert loaded.ledger.committed == state.ledger.committed != ()
+    assert {m.inner_steps_per_second for m in loaded.members.values()} == {None}
 
 
 @pytest.mark.parametrize("asked", [B, None])
@@ -205,21 +223,20 @@ def test_a_database_that_waited_at_the_end_by_an_evaluation_goes_on_waiting(
     tmp_path: Path, asked: NodeId | None
 ) -> None:
     rules = replace(RULES, total_rounds=1)
-    store = Store.open(tmp_path)
-    state = play(store, initial_state(rules, RUN), AT_THE_END)
+    state = play(Store.in_memory(), initial_state(rules, RUN), AT_THE_END)
     evaluating = state.evaluating
     assert evaluating is not None and state.end_waits_until == evaluating.until == 11.0
-    store.close()
-    connection = sqlite3.connect(tmp_path / DATABASE_NAME)
-    connection.execute(  # as version 3 wrote it, with nobody there to be asked, or with B
-        "UPDATE swarm SET state = json_set(json_remove(state, '$[0].end_waits_until'), "
-        "'$[0].evaluating.node_id', ?)",
-        (asked,),
+    name = "null" if asked is None else f"'{asked}'"
+    store = old_database(
+        tmp_path,
+        "ending",
+        f"""
+        UPDATE swarm SET state = json_set(
+            json_remove(state, '$[0].end_waits_until'), '$[0].evaluating.node_id', {name}
+        );
+        PRAGMA user_version = 3;
+        """,
     )
-    connection.commit()
-    connection.execute("PRAGMA user_version = 3")
-    connection.close()
-    store = Store.open(tmp_path)
     loaded = store.load(rules, RUN)
     assert loaded.end_waits_until == 11.0
     assert loaded.evaluating == (None if asked is None else evaluating)
@@ -231,17 +248,13 @@ def test_a_database_that_waited_at_the_end_by_an_evaluation_goes_on_waiting(
 
 
 def test_an_evaluation_of_another_round_is_none_that_the_end_waited_by(tmp_path: Path) -> None:
-    store = Store.open(tmp_path)
-    state = play(store, initial_state(RULES, RUN), AT_THE_END)
-    assert state.evaluating is not None and state.end_waits_until is None
-    store.close()
-    connection = sqlite3.connect(tmp_path / DATABASE_NAME)
-    connection.execute("UPDATE swarm SET state = json_remove(state, '$[0].end_waits_until')")
-    connection.commit()
-    connection.execute("PRAGMA user_version = 3")
-    connection.close()
-    loaded = Store.open(tmp_path).load(RULES, RUN)
-    assert (loaded.evaluating, loaded.end_waits_until) == (state.evaluating, None)
+    change = """
+        UPDATE swarm SET state = json_remove(state, '$[0].end_waits_until');
+        UPDATE swarm SET state = json_set(state, '$[0].rules.total_rounds', 100);
+        PRAGMA user_version = 3;
+    """
+    loaded = old_database(tmp_path, "ending", change).load(RULES, RUN)
+    assert loaded.evaluating is not None and loaded.end_waits_until is None
 
 
 def test_a_lease_alone_is_not_written_but_the_clock_is_now_and_then(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """What was committed and nobody can supply any more is taken back."""
 
+from dataclasses import replace
+
 from swarm_scene import INITIAL, STEP_TOKENS, Scene, digest_of
 
 from coordinator.swarm.actions import AskEvaluation, AskRefetch, SendCommit
@@ -225,3 +227,34 @@ def test_two_nodes_that_told_a_wrong_state_alike_go_on_from_the_one_they_hold() 
     for name in ("node-a", "node-b"):
         scene.beat(name, at=2, digest=AFTER, incarnation=1)
     assert (scene.round.number, scene.round.base_digest) == (3, AFTER)
+
+
+def test_two_of_four_do_not_agree_anew_and_three_do() -> None:
+    for num_here, agreed in ((2, digest_of("a lie")), (3, AFTER)):
+        scene = Scene(min_nodes=4)
+        names = ["node-a", "node-b", "node-c", "node-d"]
+        scene.attach(*names)
+        scene.commit("node-a", "node-b")
+        scene.apply(digest_of("a lie"), "node-d")
+        scene.wait(scene.state.rules.apply_seconds)
+        assert scene.state.outer_digest == digest_of("a lie")
+        for name in names[num_here:]:
+            scene.leave(name)
+        for name in names[:num_here]:
+            scene.beat(name, at=1, digest=AFTER)
+        scene.wait(5 * scene.state.rules.apply_seconds)
+        assert scene.state.outer_digest == agreed
+
+
+def test_a_plan_with_little_time_to_apply_takes_nothing_back_before_the_run_files_time() -> None:
+    scene = committed_by_two_of_three()
+    apply_seconds = scene.state.rules.apply_seconds
+    scene.state = replace(
+        scene.state, open_round=replace(scene.round, apply_deadline=scene.now + apply_seconds / 4)
+    )
+    scene.leave("node-a")
+    scene.leave("node-b")
+    scene.wait(apply_seconds / 2)  # over by the plan; who comes back now may hold it all
+    assert scene.state.incarnation == 0
+    scene.wait(apply_seconds)
+    assert scene.state.incarnation == 1

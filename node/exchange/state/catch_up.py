@@ -103,12 +103,25 @@ class CatchUp:
             if not commits:
                 log.warning("the coordinator lists no such round", round=round)
                 return
+            if commits[0].round > self._outer.round + 1 and self._outer.round:
+                self._say_too_far_behind(commits[0].round)
             if not self._outer.is_base_of(commits[0]) and await self._gone_back():
                 continue
             for place, commit in enumerate(commits):
                 if place > 0:  # the first has shown that results are still held
                     await self._fetch_ahead(commits[place : place + ROUNDS_AHEAD])
                 await self._pass(commit)
+
+    def _say_too_far_behind(self, oldest_kept: int) -> None:
+        """Says what becomes of what this node owes, before anything of it goes."""
+        log.warning(
+            "further behind than the coordinator keeps commits",
+            round=self._outer.round,
+            oldest_kept=oldest_kept,
+            owed="let go with the state that is fetched: no commit can say what of it was taken",
+            next_step="nothing, it goes on from there; what it owes is kept while it is fewer rounds "
+            "behind than that",
+        )
 
     async def is_right(self, round: int, digest: Digest) -> bool:
         """Whether ours is the swarm's state of this round, which has that digest, or a later one.

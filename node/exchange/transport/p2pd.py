@@ -226,6 +226,7 @@ class P2pd:
         while line := await self._process.stdout.readline():
             self._note(line)
         status = await self._process.wait()
+        self.tcp_pacing.close()
         if not self._is_stopping:
             _log.error("the libp2p daemon died", status=status, last_words=self.last_words)
             self.died.set()

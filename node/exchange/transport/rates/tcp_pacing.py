@@ -19,9 +19,11 @@ import socket
 import stat
 import struct
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import structlog
 
@@ -35,7 +37,10 @@ NEVER_REACHED = 1 << 40
 """A pacing rate, in bytes per second."""
 
 LOOK_SECONDS = 0.0125
-"""So often connections are looked at while something is sent."""
+"""So often connections are looked at while something is sent, …"""
+
+MOST_OF_A_CORE = 0.1
+"""… but looking takes no more of a core than this: with hundreds of connections it is more seldom."""
 
 QUIET_SECONDS = 0.5
 """After so long without anything to send nobody looks any more."""
@@ -67,9 +72,9 @@ class TcpPacing:
 
     def __init__(self, pid: int) -> None:
         self.why_not = "" if sys.platform == "linux" else "only Linux can"
-        self._pid = pid
+        self._child = _Child(pid)
         self._seen: set[str] = set()  # sockets, as /proc names them
-        self._tcp: dict[str, int] = {}  # those of TCP, and their descriptors
+        self._tcp: dict[str, _Place] = {}  # those of TCP
         self._rates: dict[str, float] = {}  # that connections have
         self._shares = TcpShares()
         self._is_busy = asyncio.Event()
@@ -79,12 +84,12 @@ class TcpPacing:
         if self.why_not:
             return
         try:
-            there = dict(sockets_of(self._pid))
+            there = dict(sockets_of(self._child.pid))
             for name in there.keys() - self._seen:
-                with suppress(_GoneError), copy_of(self._pid, there[name]) as copy:
+                with suppress(_GoneError), self._child.copy_of(there[name]) as copy:
                     if copy.family in (socket.AF_INET, socket.AF_INET6):
                         pace(copy)
-                        self._tcp[name] = there[name]
+                        self._tcp[name] = _Place(there[name], copy.family)
             self._seen = set(there)
             self._tcp = {name: place for name, place in self._tcp.items() if name in there}
             self._rates = {name: rate for name, rate in self._rates.items() if name in there}
@@ -95,6 +100,10 @@ class TcpPacing:
                 return  # what is new stays so
             self.why_not = str(error)
             _log.info("TCP connections to peers are not paced", reason=self.why_not)
+
+    def close(self) -> None:
+        """Lets go of the process, which has ended."""
+        self._child.close()
 
     def wake(self) -> None:
         """Something may be sent soon."""
@@ -108,6 +117,7 @@ class TcpPacing:
             self._is_busy.clear()
             looked_at, busy_at = -math.inf, clock()
             while not self.why_not and (now := clock()) < busy_at + QUIET_SECONDS:
+                began = time.thread_time()
                 if now >= looked_at + NEW_SECONDS:
                     self.look()
                     looked_at = now
@@ -120,7 +130,7 @@ class TcpPacing:
                     _log.info(
                         "many packets were lost: peers share the uplink", bytes_per_second=limit
                     )
-                await asyncio.sleep(LOOK_SECONDS)
+                await asyncio.sleep(pause_after(time.thread_time() - began))
 
     def counts(self) -> dict[str, TcpCount]:
         """Of connections, by the names of their sockets."""
@@ -144,11 +154,13 @@ class TcpPacing:
 
     def _copy(self, name: str) -> socket.socket:
         """For a moment only: as long as there is a copy, a socket that p2pd closes stays open."""
-        copy = copy_of(self._pid, self._tcp[name])
-        if f"socket:[{os.fstat(copy.fileno()).st_ino}]" != name:
-            copy.close()
-            raise _GoneError
-        return copy
+        place = self._tcp[name]
+        return self._child.copy_of(place.descriptor, name=name, family=place.family)
+
+
+def pause_after(spent_seconds: float) -> float:
+    """Seconds until the next look, after one that took the processor for so long."""
+    return max(LOOK_SECONDS, spent_seconds * (1 / MOST_OF_A_CORE - 1))
 
 
 def pace(connection: socket.socket, bytes_per_second: float = NEVER_REACHED) -> None:
@@ -206,20 +218,55 @@ def sockets_of(pid: int) -> Iterator[tuple[str, int]]:
 
 def copy_of(pid: int, descriptor: int) -> socket.socket:
     """Another process's socket as one of ours. Raises OSError where that is not allowed, and _GoneError."""
-    try:
-        process = os.pidfd_open(pid)
-    except ProcessLookupError as error:
-        raise _GoneError from error
-    try:
-        copy = _libc.syscall(_SYS_PIDFD_GETFD, process, descriptor, 0)
-        code = ctypes.get_errno()
-    finally:
-        os.close(process)
-    if copy >= 0 and stat.S_ISSOCK(os.fstat(copy).st_mode):
-        return socket.socket(fileno=copy)
-    if copy >= 0:
-        os.close(copy)
-        raise _GoneError
-    if code in (errno.EBADF, errno.ESRCH):
-        raise _GoneError
-    raise OSError(code, f"pidfd_getfd: {os.strerror(code)}")
+    with closing(_Child(pid)) as child:
+        return child.copy_of(descriptor)
+
+
+class _Place(NamedTuple):
+    """Where a socket of TCP is."""
+
+    descriptor: int
+    family: int
+
+
+class _Child:
+    """A process whose sockets are copied again and again.
+
+    What holds the process is kept: it says for ever which one is meant, and holds nothing of its sockets.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._process: int | None = None
+
+    def close(self) -> None:
+        """Lets go of the process; it may be asked again."""
+        if self._process is not None:
+            os.close(self._process)
+            self._process = None
+
+    def copy_of(
+        self, descriptor: int, *, name: str = "", family: int | None = None
+    ) -> socket.socket:
+        """A socket as one of ours; with a name, that one or none, and of a family that is known.
+
+        Raises OSError where that is not allowed, and _GoneError.
+        """
+        if self._process is None:
+            try:
+                self._process = os.pidfd_open(self.pid)
+            except ProcessLookupError as error:
+                raise _GoneError from error
+        copy = _libc.syscall(_SYS_PIDFD_GETFD, self._process, descriptor, 0)
+        if copy < 0:
+            code = ctypes.get_errno()
+            if code in (errno.EBADF, errno.ESRCH):
+                raise _GoneError
+            raise OSError(code, f"pidfd_getfd: {os.strerror(code)}")
+        found = os.fstat(copy)
+        if not stat.S_ISSOCK(found.st_mode) or (name and name != f"socket:[{found.st_ino}]"):
+            os.close(copy)
+            raise _GoneError
+        if family is None:
+            return socket.socket(fileno=copy)  # it asks the kernel for what it is not told
+        return socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=copy)

@@ -1,0 +1,194 @@
+"""Invites and who joined with them, on disk."""
+
+import hmac
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, replace
+from datetime import UTC, datetime
+
+from coordinator.rows import put, rows_of
+from protocol.errors import NotPermittedError
+from protocol.rounds import NodeId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InviteRecord:
+    """An invite without its secret. Expiry is wall clock time, UTC seconds."""
+
+    invite_id: str
+    max_uses: int
+    expires_utc_seconds: float
+    is_revoked: bool
+    host: str
+    node_ids: tuple[NodeId, ...]  # who joined with it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Invite:
+    """One row: of the secret only the hash."""
+
+    place: int  # in the order in which they were made
+    invite_id: str
+    secret_hash: bytes
+    max_uses: int
+    expires_utc_seconds: float
+    is_revoked: bool
+    host: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Enrolled:
+    """One node that joined with one invite. It stays for ever: an invite's uses are counted by it."""
+
+    invite_id: str
+    node_id: NodeId
+    node_name: str
+    public_key: bytes
+    certificate_serial: str = ""  # of its latest certificate, in hexadecimal digits
+
+
+def add(
+    connection: sqlite3.Connection,
+    *,
+    invite_id: str,
+    secret_hash: bytes,
+    max_uses: int,
+    expires_utc_seconds: float,
+    host: str,
+) -> None:
+    """Remembers a new invite."""
+    place = 1 + max((invite.place for invite in _invites(connection)), default=0)
+    invite = Invite(
+        place=place,
+        invite_id=invite_id,
+        secret_hash=secret_hash,
+        max_uses=max_uses,
+        expires_utc_seconds=float(expires_utc_seconds),
+        is_revoked=False,
+        host=host,
+    )
+    _put(connection, "invites", invite)
+
+
+def records(connection: sqlite3.Connection) -> tuple[InviteRecord, ...]:
+    """All invites, newest first."""
+    joined: dict[str, list[NodeId]] = {}
+    for one in enrolled(connection):
+        joined.setdefault(one.invite_id, []).append(one.node_id)
+    return tuple(
+        InviteRecord(
+            invite_id=invite.invite_id,
+            max_uses=invite.max_uses,
+            expires_utc_seconds=invite.expires_utc_seconds,
+            is_revoked=invite.is_revoked,
+            host=invite.host,
+            node_ids=tuple(sorted(joined.get(invite.invite_id, ()))),
+        )
+        for invite in reversed(list(_invites(connection)))
+    )
+
+
+def revoke(connection: sqlite3.Connection, invite_id: str) -> bool:
+    """Makes an invite useless; False when there is none of that name."""
+    invite = _invite(connection, invite_id)
+    if invite is not None:
+        _put(connection, "invites", replace(invite, is_revoked=True))
+    return invite is not None
+
+
+def redeem(
+    connection: sqlite3.Connection,
+    invite_id: str,
+    secret_hash: bytes,
+    *,
+    node_id: NodeId,
+    node_name: str,
+    public_key: bytes,
+    now: float,
+) -> None:
+    """Enrols a node at wall clock time `now` (UTC seconds), or raises NotPermittedError.
+
+    A node that has redeemed the invite before may do so again: its first answer may have been lost. An
+    unknown invite and a wrong secret read the same, so that names cannot be probed.
+    """
+    invite = _invite(connection, invite_id)
+    known_hash = bytes(32) if invite is None else invite.secret_hash
+    if not hmac.compare_digest(known_hash, secret_hash) or invite is None:
+        raise _refused(f"{invite_id!r} is not an invite of this swarm")
+    if invite.is_revoked:
+        raise _refused(f"invite {invite_id} was revoked")
+    if now >= invite.expires_utc_seconds:
+        expired_at = datetime.fromtimestamp(invite.expires_utc_seconds, UTC)
+        raise _refused(f"invite {invite_id} expired at {expired_at:%Y-%m-%d %H:%M} UTC")
+    known = {one.node_id: one for one in enrolled(connection, invite_id)}
+    if node_id not in known and len(known) >= invite.max_uses:
+        raise _refused(
+            f"invite {invite_id} is used up: {len(known)} of {invite.max_uses} nodes joined with it"
+        )
+    before = known.get(node_id)
+    _put(
+        connection,
+        "enrolled",
+        Enrolled(
+            invite_id=invite_id,
+            node_id=node_id,
+            node_name=node_name,
+            public_key=public_key if before is None else before.public_key,
+            certificate_serial="" if before is None else before.certificate_serial,
+        ),
+    )
+
+
+def record_certificate(
+    connection: sqlite3.Connection, invite_id: str, node_id: NodeId, serial: int
+) -> None:
+    """Remembers which certificate an enrolled node got last."""
+    for one in enrolled(connection, invite_id):
+        if one.node_id == node_id:
+            _put(connection, "enrolled", replace(one, certificate_serial=f"{serial:x}"))
+
+
+def enrolled(connection: sqlite3.Connection, invite_id: str | None = None) -> Iterator[Enrolled]:
+    """Who joined, with one invite or with any, in the order of node ids."""
+    rest = "" if invite_id is None else "WHERE invite_id = ?"
+    parameters = () if invite_id is None else (invite_id,)
+    for invite, node_id, node_name, public_key, serial in list(
+        rows_of(connection, "enrolled", rest, parameters)
+    ):
+        yield Enrolled(
+            invite_id=invite,
+            node_id=NodeId(node_id),
+            node_name=node_name,
+            public_key=public_key,
+            certificate_serial=serial,
+        )
+
+
+def _invites(connection: sqlite3.Connection) -> Iterator[Invite]:
+    """All of them, in the order in which they were made."""
+    for place, invite_id, secret_hash, max_uses, expires, is_revoked, host in rows_of(
+        connection, "invites", "ORDER BY place"
+    ):
+        yield Invite(
+            place=place,
+            invite_id=invite_id,
+            secret_hash=secret_hash,
+            max_uses=max_uses,
+            expires_utc_seconds=expires,
+            is_revoked=bool(is_revoked),
+            host=host,
+        )
+
+
+def _invite(connection: sqlite3.Connection, invite_id: str) -> Invite | None:
+    return next((one for one in _invites(connection) if one.invite_id == invite_id), None)
+
+
+def _put(connection: sqlite3.Connection, table: str, record: Invite | Enrolled) -> None:
+    put(connection, table, [astuple(record)])
+
+
+def _refused(what: str) -> NotPermittedError:
+    return NotPermittedError(
+        what, next_step="ask the run owner for a new one: 'atoll invite create'"
+    )

@@ -1,0 +1,248 @@
+"""More than a thousand members: nothing is refused for their number, and work grows as they do.
+
+Work is counted in lines of Python that the core runs, so that no machine's speed decides.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from swarm_scene import LAYOUT, TOKENS, Scene, digest_of
+
+import coordinator.swarm
+from coordinator.clock import LoopClock
+from coordinator.driver import Driver
+from coordinator.journal import log_transition
+from coordinator.services import session
+from coordinator.services.session import SessionDesk
+from coordinator.services.status import (
+    MOST_LOSSES,
+    MOST_OUT_OF_REACH,
+    StatusDesk,
+)
+from coordinator.store import Store
+from coordinator.swarm.events import HeartbeatSeen
+from coordinator.swarm.ledger import Ledger, Places, lease, reopen, settle
+from coordinator.swarm.opening import MOST_REDUCERS
+from coordinator.swarm.reach import best_reducers
+from coordinator.swarm.state import HeldOut, Member
+from coordinator.swarm.transition import step
+from coordinator.telemetry import Telemetry
+from protocol.errors import BadDataError
+from protocol.rounds import Assignment, NodeId
+from protocol.run_spec import RunSpec
+from protocol.signing import CommitSigner
+from protocol.v1 import session_pb2, status_pb2
+
+SWARM = str(Path(coordinator.swarm.__file__).parent)
+SIGNER = CommitSigner(Ed25519PrivateKey.generate())
+LARGE = replace(LAYOUT, fragment_elements=(1 << 26,))
+MANY = 1100
+
+
+def lines_run(work: Callable[[], object]) -> int:
+    """Lines of coordinator.swarm and of the journal that ran, each as often as it did."""
+    count = 0
+
+    def in_line(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return in_line
+
+    def in_call(frame: FrameType, event: str, argument: Any) -> Any:
+        name = frame.f_code.co_filename
+        return in_line if name.startswith(SWARM) or name.endswith("journal.py") else None
+
+    before = sys.gettrace()
+    sys.settrace(in_call)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def assert_linear(work_of: Callable[[int], Callable[[], object]], num: int) -> None:
+    """Twice as many members are hardly more than twice the work."""
+    once, twice = lines_run(work_of(num)), lines_run(work_of(2 * num))
+    assert once > num / 4, "it must look at them"
+    assert twice < 2.5 * once
+
+
+def names_of(num_nodes: int) -> list[str]:
+    return [f"node-{number:05}" for number in range(num_nodes)]
+
+
+def scene_of(num_nodes: int) -> Scene:
+    scene = Scene(min_nodes=num_nodes, layout=LARGE, slice_elements=1 << 20)
+    scene.attach(*names_of(num_nodes))
+    return scene
+
+
+def half_cut_off(num_nodes: int) -> list[Member]:
+    """Of all, every second one does not reach sixteen others."""
+    names = [NodeId(name) for name in names_of(num_nodes)]
+    members = scene_of(num_nodes).state.members
+    return [
+        replace(members[name], unreachable=tuple(names[place + 1 : place + 17]))
+        if place % 2
+        else members[name]
+        for place, name in enumerate(names)
+    ]
+
+
+def test_finding_the_best_reducers_grows_with_what_is_told_and_not_with_all_pairs() -> None:
+    def work_of(num_nodes: int) -> Callable[[], object]:
+        members = half_cut_off(num_nodes)
+        return lambda: best_reducers(members)
+
+    assert_linear(work_of, 100)
+
+
+def pieces(num_nodes: int) -> tuple[Ledger, list[Assignment], dict[NodeId, int]]:
+    """A ledger in which every second of so many leases was committed."""
+    ledger, leased = lease(Ledger(), [4] * num_nodes)
+    assignments = [
+        Assignment(
+            node_id=NodeId(f"n{place}"),
+            inner_steps=1,
+            first_sample=places.first,
+            num_samples=places.num_samples,
+        )
+        for place, places in enumerate(leased)
+    ]
+    taken = {a.node_id: 4 for a in assignments[::2]}
+    return settle(ledger, assignments, taken), assignments, taken
+
+
+def test_leasing_and_taking_back_grow_with_the_members() -> None:
+    def leasing(num_nodes: int) -> Callable[[], object]:
+        ledger, _, _ = pieces(num_nodes)
+        return lambda: lease(ledger, [4 + place % 2 for place in range(num_nodes)])
+
+    def taking_back(num_nodes: int) -> Callable[[], object]:
+        ledger, assignments, taken = pieces(num_nodes)
+        return lambda: reopen(ledger, assignments, taken)
+
+    assert_linear(leasing, 200)
+    assert_linear(taking_back, 200)
+    assert lease(pieces(3)[0], [4, 4])[1] == [Places(first=4, end=8), Places(first=12, end=16)]
+
+
+def test_a_step_that_opens_a_round_grows_with_the_members() -> None:
+    def work_of(num_nodes: int) -> Callable[[], object]:
+        scene = scene_of(num_nodes)
+        scene.commit(*names_of(2))
+        *most, last = names_of(num_nodes)
+        scene.apply(digest_of("after 1"), *most)
+        assert scene.state.committed_round == 1 and scene.round.commit is not None
+
+        def work() -> None:
+            scene.apply(digest_of("after 1"), last)
+            assert scene.round.number == 2
+
+        return work
+
+    assert_linear(work_of, 100)
+
+
+def test_the_loss_of_all_members_at_once_grows_with_them() -> None:
+    def work_of(num_nodes: int) -> Callable[[], object]:
+        scene = scene_of(num_nodes)
+        scene.now += 20_000
+
+        def work() -> None:
+            scene.beat(names_of(1)[0], at=0, digest=digest_of("other"))
+            assert len(scene.state.members) == num_nodes
+
+        return work
+
+    assert_linear(work_of, 100)
+
+
+def test_a_heartbeat_that_tells_whom_it_does_not_reach_is_logged_without_all_pairs() -> None:
+    def work_of(num_nodes: int) -> Callable[[], object]:
+        scene = scene_of(num_nodes)
+        members = {one.node_id: one for one in half_cut_off(num_nodes)}
+        before = replace(scene.state, members=members)
+        member = members[NodeId("node-00001")]
+        event = HeartbeatSeen(
+            node_id=member.node_id,
+            session_id=member.session_id,
+            outer_round=0,
+            outer_digest=member.outer_digest,
+            unreachable=(*member.unreachable, NodeId("node-00090")),
+        )
+        transition = step(before, event, scene.now)
+        return lambda: log_transition(before, transition)
+
+    assert_linear(work_of, 100)
+
+
+def driver_of(scene: Scene) -> Driver:
+    return Driver(state=scene.state, store=Store.in_memory(), clock=LoopClock(starts_at=scene.now))
+
+
+async def test_a_result_of_more_than_a_thousand_contributors_is_reported_and_committed() -> None:
+    scene = scene_of(MANY)
+    driver = driver_of(scene)
+    desk = SessionDesk(driver, Telemetry(), RunSpec(), SIGNER)
+    reducer_id = scene.round.slices[0].slice.reducer_id
+    session_id = scene.member(reducer_id).session_id
+
+    def report(num_contributors: int, number: int = 1) -> session_pb2.ReportRequest:
+        request = session_pb2.ReportRequest(session_id=session_id)
+        reduced = request.reports.add(round=number).reduced
+        reduced.digest = digest_of("result")
+        for name in names_of(num_contributors):
+            reduced.contributors.add(node_id=name, tokens=TOKENS)
+        return request
+
+    with pytest.raises(BadDataError, match=f"{MANY + 1} contributors; {MANY} is the most"):
+        await desk.report(reducer_id, report(MANY + 1))
+    await desk.report(reducer_id, report(MANY, number=7))  # of no round that there is
+    assert driver.state.open_round is not None
+    assert driver.state.open_round.slices[0].digest is None
+    await desk.report(reducer_id, report(MANY))
+    assert driver.state.open_round.slices[0].digest == digest_of("result")
+    assert len(driver.state.open_round.slices[0].contributors) == MANY
+    assert len({part.slice.reducer_id for part in scene.round.slices}) == MOST_REDUCERS
+
+
+async def test_a_member_that_reaches_nobody_of_more_than_a_thousand_is_heard_and_shown() -> None:
+    scene = scene_of(MANY)
+    driver = driver_of(scene)
+    telemetry = Telemetry()
+    desk = SessionDesk(driver, telemetry, RunSpec(), SIGNER)
+    status = StatusDesk(driver, telemetry, RunSpec(), swarm_id="swarm")
+    first, *others = names_of(MANY)
+    beat = session_pb2.HeartbeatRequest(
+        session_id=scene.member(first).session_id,
+        outer_digest=scene.member(first).outer_digest,
+        unreachable_ids=others,
+    )
+    await desk.heartbeat(NodeId(first), beat)
+    assert driver.state.members[NodeId(first)].unreachable == tuple(others)
+    shown = status.get_status(status_pb2.GetStatusRequest()).nodes[0].heartbeat
+    assert list(shown.unreachable_ids) == others[:MOST_OUT_OF_REACH]
+    beat.unreachable_ids.extend(["nobody"] * (session.MAX_STRANGERS + 2))
+    with pytest.raises(BadDataError, match="members out of reach"):
+        await desk.heartbeat(NodeId(first), beat)
+
+
+async def test_of_very_many_held_out_losses_the_newest_and_some_of_all_before_are_told() -> None:
+    scene = Scene(min_nodes=2)
+    losses = tuple(HeldOut(round=n, loss=2.0, tokens=1) for n in range(10 * MOST_LOSSES))
+    scene.state = replace(scene.state, held_out=losses)
+    status = StatusDesk(driver_of(scene), Telemetry(), RunSpec(), swarm_id="swarm")
+    told = status.get_status(status_pb2.GetStatusRequest()).run.held_out_losses
+    rounds = [loss.round for loss in told]
+    assert len(rounds) == MOST_LOSSES and rounds == sorted(set(rounds))
+    assert rounds[0] == 0 and rounds[MOST_LOSSES // 2 :] == [
+        loss.round for loss in losses[-MOST_LOSSES // 2 :]
+    ]
