@@ -22,7 +22,7 @@ from node.island.layout import layout_of
 from node.island.mesh import Mesh
 from node.island.trainer import Trainer
 from protocol.payload import Payload
-from protocol.rounds import Assignment, Commit, NodeId, Plan, Slice, SliceOutcome, cut_into_slices
+from protocol.rounds import Assignment, Commit, NodeId, Plan, SliceOutcome, cut_into_slices
 from protocol.run_spec import RunSpec, validated
 
 
@@ -189,12 +189,22 @@ def exchange(plan: Plan, nodes: Sequence[LocalNode], *, tokens: int, late: set[N
         outer.owing.note_result(result)
         by_id[part.reducer_id].reduced_bytes += len(result.payload.body)
         results[part.index] = result.payload
-        outcomes.append(_outcome(part, result.payload, result.contributors))
+        outcomes.append(
+            SliceOutcome(
+                index=part.index,
+                start=part.start,
+                num_elements=part.num_elements,
+                digest=result.payload.digest,
+                contributors=result.contributors,
+                contributions=result.contributions,
+            )
+        )
     commit = Commit(
         round=plan.round,
         fragment=plan.fragment,
         base_digest=plan.base_digest,
         slices=tuple(outcomes),
+        assignments=plan.assignments,
     )
     for node in nodes:
         node.apply(commit, results, is_taken=node.node_id not in late)
@@ -245,14 +255,4 @@ def _plan(spec: RunSpec, round: int, nodes: Sequence[LocalNode]) -> Plan:
         contribute_seconds=2.0,
         commit_seconds=3.0,
         reason="",
-    )
-
-
-def _outcome(part: Slice, result: Payload, contributors: tuple[Any, ...]) -> SliceOutcome:
-    return SliceOutcome(
-        index=part.index,
-        start=part.start,
-        num_elements=part.num_elements,
-        digest=result.digest,
-        contributors=contributors,
     )

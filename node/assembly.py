@@ -95,6 +95,7 @@ async def run_daemon(
             published=shared.published,
             tiles=tiles,
             node_id=identity.node_id,
+            sent=disk.sent,
         )
         log.info(
             "preparing codecs, some seconds the first time",

@@ -232,12 +232,14 @@ def _event_of(node_id: NodeId, wire: pb.Report) -> Report:
             checks.at_most(reduced.contributors, MAX_CONTRIBUTORS, of="contributors")
             for contributor in reduced.contributors:
                 checks.count(contributor.tokens, of="the number of tokens")
+            contributors, contributions = convert.contributors_from_wire(reduced.contributors)
             return SliceReduced(
                 node_id=node_id,
                 round=number,
                 slice_index=reduced.slice_index,
                 digest=convert.optional_digest_from_wire(reduced.digest, of="a result"),
-                contributors=tuple(map(convert.contributor_from_wire, reduced.contributors)),
+                contributors=contributors,
+                contributions=contributions,
             )
         case "held":
             return ResultHeld(

@@ -347,11 +347,7 @@ class Duties:
         if commit is None:
             await self._island.adopt()
         else:
-            is_taken = all(
-                any(contributor.node_id == self._node_id for contributor in outcome.contributors)
-                for outcome in commit.slices
-            )
-            await self._island.adopt(commit.fragment, is_taken=is_taken)
+            await self._island.adopt(commit.fragment, is_taken=self._outer.owing.is_taken)
         if self._ahead.round is not None and self._ahead.round <= self._outer.round:
             self._ahead.lease(None)  # decided without us
         self._times.adopted(clock() - began_at)

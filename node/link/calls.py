@@ -248,7 +248,9 @@ def _report_to_wire(round: int, report: Report) -> session_pb2.Report:
         case Reduced():
             wire.reduced.slice_index = report.slice_index
             wire.reduced.digest = report.digest or b""
-            wire.reduced.contributors.extend(map(convert.contributor_to_wire, report.contributors))
+            wire.reduced.contributors.extend(
+                convert.contributors_to_wire(report.contributors, report.contributions)
+            )
         case Held():
             wire.held.slice_index = report.slice_index
             wire.held.digest = report.digest
