@@ -4,7 +4,7 @@ What comes in are committed results. What goes out, and what is still owed, is o
 here is arithmetic on vectors: no I/O and no waiting.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -223,7 +223,7 @@ class Outer:
         reducers = {index: payload.header.sender_id for index, payload in results.items()}
         self.owing.settle(commit, reducers)
         own = {index for index, reducer in reducers.items() if reducer == self._node_id}
-        self._missed = missed_in_a_row(self._missed, commit, own)
+        self.count_missed(commit, own)
         self._digest.renew(
             (
                 self.layout.span_of(commit.fragment, each.start, each.num_elements)
@@ -232,6 +232,10 @@ class Outer:
             has_momentum_changed=self._optimizer.moves_momentum,
         )
         self.position = Position(round=commit.round, digest=self._digest.value)
+
+    def count_missed(self, commit: Commit, own_slices: Collection[int] = ()) -> None:
+        """Takes in whose work a commit took: the tokens of who is missing again and again do not count."""
+        self._missed = missed_in_a_row(self._missed, commit, own_slices)
 
     def _check_fits(self, commit: Commit) -> None:
         """Raises NotApplicableError unless the slices lie in the commit's fragment, one behind the other."""
@@ -299,7 +303,7 @@ class Outer:
             self._check_fits(commit)
         for commit in passed:
             self.owing.settle(commit, {})
-            self._missed = missed_in_a_row(self._missed, commit)
+            self.count_missed(commit)
         self.restore(snapshot, self.owing.held())
 
     def restore(self, snapshot: Snapshot, owed: Owed | None) -> None:

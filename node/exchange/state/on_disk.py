@@ -18,6 +18,7 @@ from node.exchange.codecs.codec import CodecError
 from node.exchange.codecs.registry import codec_named
 from node.exchange.held_results import HeldResults
 from node.exchange.outer import NotApplicableError, Outer, Position
+from node.exchange.reduction import COUNTED_ROUNDS
 from node.exchange.state.result_log import ResultLog
 from node.exchange.state.sent_log import SentLog
 from node.exchange.state.snapshot import (
@@ -105,6 +106,9 @@ class StateOnDisk:
         """Takes up a snapshot, and what followed on it as far as results are there. Heavy."""
         outer.restore(*kept)
         self._snapshot_round = outer.round
+        for commit in self._history.after(outer.round - COUNTED_ROUNDS, max_bytes=KEPT_BYTES):
+            if commit.round <= outer.round:
+                outer.count_missed(commit)
         while commits := self._history.after(outer.round, max_bytes=KEPT_BYTES):
             if not all(self._replayed(outer, commit) for commit in commits):
                 break
