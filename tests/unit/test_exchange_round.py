@@ -375,3 +375,37 @@ async def test_after_three_rounds_the_tokens_of_who_never_gets_through_damp_no_m
     assert len({node.outer.digest for node in scene.nodes.values()}) == 1
     assert scene.nodes[C].outer.owing.let_go_rounds > 0
     await scene.stop()
+
+
+@in_virtual_time
+async def test_what_ranks_hand_in_is_read_and_added_beside_the_control_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene = await Scene.of(A)
+    node = scene.nodes[A]
+    owing, beside = node.outer.owing, [False]
+
+    async def heavy(work: Any) -> Any:
+        beside[0] = True
+        try:
+            return work()
+        finally:
+            beside[0] = False
+
+    def noting(method: Any) -> Any:
+        def called(*arguments: Any) -> Any:
+            assert beside[0], f"{method.__name__} on the control loop"
+            return method(*arguments)
+
+        return called
+
+    async def publish(fragment: int) -> bool:
+        owing._published[:] = 5
+        return True
+
+    monkeypatch.setattr(node.exchange, "_heavy", heavy)
+    for name in ("published_of", "add_published"):
+        monkeypatch.setattr(owing, name, noting(getattr(owing, name)))
+    await node.exchange.take_in(publish)
+    assert (node.residual == -5).all()
+    await scene.stop()
