@@ -7,7 +7,7 @@ and the mean. What moves messages is not there: no coordinator, no transport, no
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -129,8 +129,19 @@ def train_swarm(setting: Setting, spec: RunSpec, corpus: Corpus) -> Trained:
     )
 
 
-def swarm_at_end(setting: Setting, spec: RunSpec, corpus: Corpus) -> list[LocalNode]:
-    """All rounds of the run; the nodes' outer states are equal to the bit."""
+def swarm_at_end(
+    setting: Setting,
+    spec: RunSpec,
+    corpus: Corpus,
+    *,
+    is_late: Callable[[int, int], bool] = lambda place, round: False,
+    watch: Callable[[int, list[LocalNode]], None] = lambda round, nodes: None,
+) -> list[LocalNode]:
+    """All rounds of the run; the nodes' outer states are equal to the bit.
+
+    `is_late(place, round)` tells whose contributions come too late besides, and `watch(round, nodes)`
+    sees the swarm after each round, and once before the first.
+    """
     num_nodes, steps, batch = spec.run.min_nodes, spec.inner.steps, spec.inner.batch
     if setting.late_steps > (steps if spec.exchange.overlap != "none" else 0):
         raise ValueError(f"{setting.name}: results cannot be {setting.late_steps} inner steps late")
@@ -138,6 +149,7 @@ def swarm_at_end(setting: Setting, spec: RunSpec, corpus: Corpus) -> list[LocalN
     nodes = [LocalNode(spec, place, text) for place, text in enumerate(texts)]
     rng = random.Random(f"drops of seed {spec.run.seed}")
     tokens = steps * spec.tokens_per_inner_step
+    watch(0, nodes)
     for round in range(1, spec.run.rounds + 1):
         plan = _plan(spec, round, nodes)
         for node, assignment in zip(nodes, plan.assignments, strict=True):
@@ -161,7 +173,9 @@ def swarm_at_end(setting: Setting, spec: RunSpec, corpus: Corpus) -> list[LocalN
         late = {node_id for node_id, draw in draws.items() if draw < setting.drop_rate}
         if len(late) == num_nodes:  # a round in which nobody contributes would only shorten the run
             late.remove(max(late, key=draws.__getitem__))
+        late |= {node.node_id for place, node in enumerate(nodes) if is_late(place, round)}
         exchange(plan, nodes, tokens=tokens, late=late)
+        watch(round, nodes)
     if len({node.outer.digest for node in nodes}) != 1:
         raise AssertionError(f"{setting.name}: the nodes' outer states differ")
     return nodes

@@ -12,13 +12,14 @@ from pathlib import Path
 
 import structlog
 
-from node.config import HISTORY_FILE, SNAPSHOTS_FOLDER, NodeSettings
+from node.config import HISTORY_FILE, SENT_FILE, SNAPSHOTS_FOLDER, NodeSettings
 from node.daemon import Daemon, NodeFacts
 from node.duties.exchange_time import ExchangeTime
 from node.exchange.codecs.compiled import remove_unused_kernels
 from node.exchange.codecs.tiles import Tiles, threads_beside
 from node.exchange.outer import Outer
 from node.exchange.state.on_disk import StateOnDisk, most_result_bytes
+from node.exchange.state.sent_log import SentLog
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.heavy import in_thread
 from node.history import History
@@ -70,7 +71,7 @@ async def run_daemon(
     layout = layout_of(spec.model, spec.exchange.fragments)
     desk = await _desk_of(folder, settings, spec, kind_of(devices))
     history = await in_thread(lambda: History(folder / HISTORY_FILE))
-    disk = StateOnDisk(folder / SNAPSHOTS_FOLDER, history=history)
+    disk = StateOnDisk(folder / SNAPSHOTS_FOLDER, history=history, sent=SentLog(folder / SENT_FILE))
     state_bytes = disk.require_room(layout.num_elements, most_result_bytes(spec, layout))
     checkpoints = _checkpoints_of(
         folder, settings, spec, layout, num_ranks=len(devices), besides_bytes=state_bytes

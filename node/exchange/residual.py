@@ -83,7 +83,7 @@ class Residual:
         self._decay = np.float32(decay)
         self._error_feedback = error_feedback
         self._needs_feedback = needs_feedback
-        self._most_owed = most_owed
+        self.most_owed = most_owed  # rounds
 
     @property
     def values(self) -> Vector:
@@ -128,7 +128,7 @@ class Residual:
         trained, owed = _squared_norms(
             read_only(global_parameters), read_only(published), read_only(values)
         )
-        return self._let_go(values, math.sqrt(owed), self._most_owed, math.sqrt(trained) / share)
+        return self._let_go(values, math.sqrt(owed), self.most_owed, math.sqrt(trained) / share)
 
     def _let_go(self, values: Vector, norm: float, most: float, whole: float) -> float:
         """Makes values [n] with this norm no longer than so many times `whole`."""
@@ -163,7 +163,7 @@ class Residual:
         values[:] = accumulated
         _, norm = _squared_norms(read_only(values), read_only(values), read_only(values))
         whole = math.sqrt(trained) / share
-        most = self._most_owed if whole == 0 else max(self._most_owed, math.sqrt(before) / whole)
+        most = self.most_owed if whole == 0 else max(self.most_owed, math.sqrt(before) / whole)
         return self._let_go(values, math.sqrt(norm), most, whole)
 
     def add(self, span: slice, error: Vector) -> None:

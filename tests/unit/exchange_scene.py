@@ -292,7 +292,8 @@ class Scene:
         if self._folder is not None:
             history = History(self._folder / f"{node_id}-history")
             clock = asyncio.get_running_loop().time
-            disk = StateOnDisk(self._folder / node_id, history=history, clock=clock)
+            sent = SentLog(self._folder / f"{node_id}-sent")
+            disk = StateOnDisk(self._folder / node_id, history=history, sent=sent, clock=clock)
         outer = outer_of(
             node_id,
             self._codec,

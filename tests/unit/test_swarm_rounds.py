@@ -343,6 +343,18 @@ def test_reports_of_other_rounds_and_of_strangers_change_nothing() -> None:
     assert scene.state == before
 
 
+def test_what_a_member_without_a_part_in_the_round_holds_does_not_count() -> None:
+    """It joined during the round. Only participants are told what becomes of a result."""
+    scene = two_nodes()
+    scene.attach("node-c")
+    before = scene.state
+    scene.hold("node-c", 0, RESULT)
+    assert scene.state.open_round == before.open_round
+    scene.reduce("node-a", 0, RESULT)
+    scene.hold("node-c", 0, RESULT)
+    assert NodeId("node-c") not in scene.round.held
+
+
 def test_the_reason_tells_who_still_trains_and_which_slices_are_missing() -> None:
     scene = two_nodes()
     assert scene.reason == "training: 0 of 2 nodes are done, 60 s left"

@@ -68,12 +68,17 @@ class StateOnDisk:
     """One node's folder of snapshots and results. One process at a time may save to it."""
 
     def __init__(
-        self, path: Path, *, history: History, clock: Callable[[], float] = time.monotonic
+        self,
+        path: Path,
+        *,
+        history: History,
+        sent: SentLog | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.path = path
         self.snapshots = SnapshotFolder(path)
         self.results = ResultLog(path)
-        self.sent = SentLog(path / "sent")
+        self.sent = sent or SentLog(None)
         self._history = history
         self._clock = clock
         self._durable: Position | None = None  # where what is on the disk leads
