@@ -127,6 +127,7 @@ class SessionDesk:
         )
         checks.finite(request.loss, of="the loss")
         checks.finite(request.tokens_per_second, of="the training speed")
+        checks.finite(request.let_go_rounds, of="the late work let go")
         if request.HasField("utilisation"):
             checks.utilisation(request.utilisation)
         checks.wire(request.wire)

@@ -13,7 +13,7 @@ import numpy as np
 from node.exchange.codecs.codec import Codec
 from node.exchange.codecs.registry import codec_named, compile_kernels
 from node.exchange.codecs.tiles import ONE_THREAD, Tiles
-from node.exchange.mean import merged
+from node.exchange.mean import Squares, merged
 from node.exchange.outer_optimizer import OuterOptimizer, outer_optimizer_of
 from node.exchange.owing import Owing
 from node.exchange.rate_scaling import RateScale, rate_scale_of
@@ -31,11 +31,10 @@ from protocol.run_spec import WANTS_FEEDBACK, Merge, RunSpec
 def compile_arithmetic(merge: Merge, optimizer: OuterOptimizer) -> None:
     """Does once what a round does besides encoding, so that no round waits for its kernels."""
     zeros = np.zeros(BLOCK, dtype=np.float32)
-    residual = Residual(BLOCK)
-    residual.limit(slice(0, BLOCK), zeros, zeros)
-    residual.owed(slice(0, BLOCK), zeros, zeros)
+    Residual(BLOCK).owed(slice(0, BLOCK), zeros, zeros)
     merged([(1, zeros), (1, zeros)], merge)
     optimizer.apply(zeros.copy(), zeros.copy(), zeros)
+    Squares(BLOCK).take(0, zeros)
 
 
 class NotApplicableError(Exception):

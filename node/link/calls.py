@@ -70,6 +70,7 @@ class Vitals:
     utilisation: Utilisation | None = None  # of the round that ended last, if it trained in it
     mesh: str = ""  # how its ranks are laid out, in words
     congestion_control: str = ""  # of its host's TCP; empty: not known
+    let_go_rounds: float = 0.0  # of late work, by this process
 
 
 class SessionStub(Protocol):
@@ -205,6 +206,7 @@ def heartbeat_of(session_id: int, vitals: Vitals) -> session_pb2.HeartbeatReques
         utilisation=_utilisation_to_wire(vitals.utilisation),
         mesh=vitals.mesh,
         congestion_control=vitals.congestion_control,
+        let_go_rounds=vitals.let_go_rounds,
     )
 
 

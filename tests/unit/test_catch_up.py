@@ -340,6 +340,10 @@ async def test_a_state_that_the_swarm_never_agreed_on_is_not_taken_however_long_
     for number in (1, 2):
         await committed_round(scene, number, A, B)
     scene.commits[-1] = replace(scene.commits[-1], outer_digest=None)
+    held = scene.nodes[A].outer.digest
+    began_at = asyncio.get_running_loop().time()
+    assert not await scene.nodes[C].exchange._catch_up._is_the_swarms(None, 2, held)
+    assert asyncio.get_running_loop().time() >= began_at + SETTLE_SECONDS
     catching_up = asyncio.create_task(scene.nodes[C].exchange.catch_up(1))
     await asyncio.sleep(10 * SETTLE_SECONDS)  # all donors are at round 2
     assert scene.nodes[C].outer.round == 0

@@ -150,6 +150,9 @@ async def test_heartbeats_say_how_ranks_are_laid_out_and_how_the_host_shares_its
         await asyncio.sleep(5)
         beat = life.link.heartbeats[-1]
         assert (beat.mesh, beat.congestion_control) == ("shard 2", "bbr")
+        life.outer.owing.let_go_rounds = 1.5
+        await asyncio.sleep(5)
+        assert life.link.heartbeats[-1].let_go_rounds == 1.5
 
 
 @in_virtual_time

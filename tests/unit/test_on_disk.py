@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from node.exchange import held_results
 from node.exchange.state.on_disk import LONGEST_ROUNDS, StateOnDisk, rounds_between
+from node.exchange.state.sent_log import SentLog
 from node.exchange.state.snapshot import Owed, snapshot_bytes
 from node.exchange.transport.transport import WantManifest, WantResult
 from node.history import History
@@ -304,12 +305,18 @@ async def test_results_that_lead_from_another_state_than_the_disk_has_are_not_en
 async def test_results_since_the_older_snapshot_stay_for_when_the_newer_one_is_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(held_results, "KEPT_ROUNDS", 0)  # no peer asks for any
+    monkeypatch.setattr(held_results, "KEPT_ROUNDS", 1)  # peers ask for no more
     scene = await swarm_on(tmp_path)
     for number in range(1, 6):
         await trained(scene, number)
         if number in (2, 4):
             await scene.nodes[A].exchange.save(is_last=True)
+    assert [name for name in files(tmp_path) if name.endswith("safetensors")] == [
+        "round-00000002.safetensors",
+        "round-00000004.safetensors",
+    ]
+    sent = SentLog(tmp_path / f"{A}-sent")
+    assert [number for number in range(1, 6) if sent.knows(number)] == [3, 4, 5]
     digest = scene.nodes[A].outer.digest
     path = tmp_path / A / "round-00000004.safetensors"
     content = bytearray(path.read_bytes())

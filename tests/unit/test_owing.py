@@ -315,6 +315,24 @@ def test_what_encoding_leaves_out_is_never_let_go_while_all_is_taken(codec: str)
     assert outer.owing.let_go_rounds == 0
 
 
+def test_what_encoding_left_out_stays_when_the_next_rounds_learn_little() -> None:
+    """At the end of a schedule a pseudo-gradient is far smaller than the one before it."""
+    outer = outer_of(A, "int2")
+    for size in (1, 1e-4):
+        left = outer.owed().residual
+        named = contributed(outer, np.float32(size) * normal(0))
+        pending = outer.owing.pending
+        assert pending is not None
+        np.testing.assert_array_equal(pending.accumulated, np.float32(size) * normal(0) + left)
+        results = {
+            index: Payload(header=result.header, body=outer.downlink.encode(np.zeros(BLOCK, "f4")))
+            for index, result in results_of(outer).items()
+        }
+        outer.apply(commit_naming(outer, results, named), results)
+    assert norm(left) > 1000 * norm(np.float32(size) * normal(0))
+    assert outer.owing.let_go_rounds == 0
+
+
 @pytest.mark.parametrize("codec", ["sign", "topk64"])
 def test_error_feedback_of_many_rounds_outlives_a_missed_one_and_late_work_does_not_grow_on_it(
     codec: str,
