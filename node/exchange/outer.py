@@ -249,6 +249,13 @@ class Outer:
             raise NotApplicableError(
                 f"round {commit.round} has other slices than fragment {commit.fragment} of the model"
             )
+        pending = self.owing.pending
+        is_ours = pending is not None and pending.round == commit.round
+        if pending is not None and is_ours and pending.fragment != commit.fragment:
+            raise NotApplicableError(
+                f"round {commit.round} is of fragment {commit.fragment}, and this node has "
+                f"contributed to fragment {pending.fragment}"
+            )
 
     def _move(self, fragment: int, outcome: SliceOutcome, body: bytes) -> None:
         """Applies the outer optimizer to a slice."""

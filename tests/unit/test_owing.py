@@ -208,6 +208,16 @@ def test_a_commit_that_does_not_fit_what_is_here_changes_nothing(damage: object,
     assert outer.owing.pending is not None
 
 
+def test_a_commit_of_another_fragment_than_the_round_was_planned_for_changes_nothing() -> None:
+    outer = outer_of(A, layout=Layout.of([("v", (BLOCK,))], [("w", (NUM_ELEMENTS,))]))
+    outer.owing.accumulate(round=1, fragment=0)
+    results = results_of(outer)
+    before = state_of(outer)
+    with pytest.raises(NotApplicableError, match=r"is of fragment 1, .* to fragment 0"):
+        outer.apply(replace(commit_naming(outer, results, None), fragment=1), results)
+    assert state_of(outer) == before
+
+
 def test_a_leap_past_a_commit_that_does_not_fit_changes_nothing() -> None:
     outer, work = outer_of(A), normal(0)
     named = contributed(outer, work)
