@@ -31,6 +31,8 @@ from coordinator.swarm.events import (
 from coordinator.swarm.state import Rules, SwarmState, Trained
 from coordinator.swarm.transition import step
 from protocol.rounds import (
+    CONTRIBUTION_DIGEST_BYTES,
+    ContributionDigest,
     Contributor,
     CorpusSummary,
     Digest,
@@ -81,8 +83,8 @@ def fill(folder: Path, *, num_rounds: int, num_nodes: int) -> int:
     store = Store.open(folder, sign=signer.signature_of)
     state = store.load(rules, _DIGEST)
     states = [state]
-    for event in map(attached, node_ids):
-        states.append(step(states[-1], event, 1.0).state)
+    for node_id in node_ids:
+        states.append(step(states[-1], attached(node_id), 1.0).state)
     milestone = 10
     for number in range(1, num_rounds + 1):
         now = float(number)
@@ -114,6 +116,9 @@ def events_of(state: SwarmState, node_ids: Sequence[NodeId]) -> list[Event]:
             slice_index=progress.slice.index,
             digest=results[progress.slice.index],
             contributors=contributors,
+            contributions=tuple(
+                contribution_of(number, progress.slice.index, each.node_id) for each in contributors
+            ),
         )
         for progress in current.slices
     ]
@@ -149,6 +154,13 @@ def events_of(state: SwarmState, node_ids: Sequence[NodeId]) -> list[Event]:
 def digest_of(number: int, index: int) -> Digest:
     """Bytes that no compression makes smaller, as digests are."""
     return Digest(hashlib.blake2b(f"{number}/{index}".encode(), digest_size=32).digest())
+
+
+def contribution_of(number: int, index: int, node_id: NodeId) -> ContributionDigest:
+    """Likewise, of what a node contributed to a slice."""
+    name = f"{number}/{index}/{node_id}".encode()
+    digest = hashlib.blake2b(name, digest_size=CONTRIBUTION_DIGEST_BYTES).digest()
+    return ContributionDigest(digest)
 
 
 def attached(node_id: NodeId) -> Attached:

@@ -134,14 +134,19 @@ class BenchmarkNode:
     def _report(self, round: int, report: Report) -> None:
         now = time.monotonic()
         match report:
-            case Reduced(slice_index=index, digest=digest, contributors=contributors):
+            case Reduced(slice_index=index, digest=digest):
                 say(
                     said="reduced",
                     round=round,
                     slice=index,
                     at=now,
                     digest=None if digest is None else digest.hex(),
-                    contributors=[(c.node_id, c.tokens) for c in contributors],
+                    contributors=[
+                        (c.node_id, c.tokens, contribution.hex())
+                        for c, contribution in zip(
+                            report.contributors, report.contributions, strict=True
+                        )
+                    ],
                 )
             case Held(slice_index=index, digest=digest):
                 say(said="held", round=round, slice=index, at=now, digest=digest.hex())

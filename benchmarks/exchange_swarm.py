@@ -35,6 +35,7 @@ from protocol.errors import SystemRefusedError
 from protocol.identity import node_id_of
 from protocol.rounds import (
     Commit,
+    ContributionDigest,
     Contributor,
     CorpusSummary,
     Digest,
@@ -224,7 +225,7 @@ class Swarm:
                 case "reduced":
                     digest = told["digest"]
                     contributors = tuple(
-                        Contributor(node_id=NodeId(n), tokens=t) for n, t in told["contributors"]
+                        Contributor(node_id=NodeId(n), tokens=t) for n, t, _ in told["contributors"]
                     )
                     self._step(
                         SliceReduced(
@@ -233,6 +234,10 @@ class Swarm:
                             slice_index=told["slice"],
                             digest=None if digest is None else Digest(bytes.fromhex(digest)),
                             contributors=contributors,
+                            contributions=tuple(
+                                ContributionDigest(bytes.fromhex(each))
+                                for *_, each in told["contributors"]
+                            ),
                         )
                     )
                 case "held":

@@ -7,7 +7,7 @@ and the mean. What moves messages is not there: no coordinator, no transport, no
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from node.island.layout import layout_of
 from node.island.mesh import Mesh
 from node.island.trainer import Trainer
 from protocol.payload import Payload
-from protocol.rounds import Assignment, Commit, NodeId, Plan, Slice, SliceOutcome, cut_into_slices
+from protocol.rounds import Assignment, Commit, NodeId, Plan, SliceOutcome, cut_into_slices
 from protocol.run_spec import RunSpec, validated
 
 
@@ -129,8 +129,19 @@ def train_swarm(setting: Setting, spec: RunSpec, corpus: Corpus) -> Trained:
     )
 
 
-def swarm_at_end(setting: Setting, spec: RunSpec, corpus: Corpus) -> list[LocalNode]:
-    """All rounds of the run; the nodes' outer states are equal to the bit."""
+def swarm_at_end(
+    setting: Setting,
+    spec: RunSpec,
+    corpus: Corpus,
+    *,
+    is_late: Callable[[int, int], bool] = lambda place, round: False,
+    watch: Callable[[int, list[LocalNode]], None] = lambda round, nodes: None,
+) -> list[LocalNode]:
+    """All rounds of the run; the nodes' outer states are equal to the bit.
+
+    `is_late(place, round)` tells whose contributions come too late besides, and `watch(round, nodes)`
+    sees the swarm after each round, and once before the first.
+    """
     num_nodes, steps, batch = spec.run.min_nodes, spec.inner.steps, spec.inner.batch
     if setting.late_steps > (steps if spec.exchange.overlap != "none" else 0):
         raise ValueError(f"{setting.name}: results cannot be {setting.late_steps} inner steps late")
@@ -138,6 +149,7 @@ def swarm_at_end(setting: Setting, spec: RunSpec, corpus: Corpus) -> list[LocalN
     nodes = [LocalNode(spec, place, text) for place, text in enumerate(texts)]
     rng = random.Random(f"drops of seed {spec.run.seed}")
     tokens = steps * spec.tokens_per_inner_step
+    watch(0, nodes)
     for round in range(1, spec.run.rounds + 1):
         plan = _plan(spec, round, nodes)
         for node, assignment in zip(nodes, plan.assignments, strict=True):
@@ -161,7 +173,9 @@ def swarm_at_end(setting: Setting, spec: RunSpec, corpus: Corpus) -> list[LocalN
         late = {node_id for node_id, draw in draws.items() if draw < setting.drop_rate}
         if len(late) == num_nodes:  # a round in which nobody contributes would only shorten the run
             late.remove(max(late, key=draws.__getitem__))
+        late |= {node.node_id for place, node in enumerate(nodes) if is_late(place, round)}
         exchange(plan, nodes, tokens=tokens, late=late)
+        watch(round, nodes)
     if len({node.outer.digest for node in nodes}) != 1:
         raise AssertionError(f"{setting.name}: the nodes' outer states differ")
     return nodes
@@ -189,12 +203,22 @@ def exchange(plan: Plan, nodes: Sequence[LocalNode], *, tokens: int, late: set[N
         outer.owing.note_result(result)
         by_id[part.reducer_id].reduced_bytes += len(result.payload.body)
         results[part.index] = result.payload
-        outcomes.append(_outcome(part, result.payload, result.contributors))
+        outcomes.append(
+            SliceOutcome(
+                index=part.index,
+                start=part.start,
+                num_elements=part.num_elements,
+                digest=result.payload.digest,
+                contributors=result.contributors,
+                contributions=result.contributions,
+            )
+        )
     commit = Commit(
         round=plan.round,
         fragment=plan.fragment,
         base_digest=plan.base_digest,
         slices=tuple(outcomes),
+        assignments=plan.assignments,
     )
     for node in nodes:
         node.apply(commit, results, is_taken=node.node_id not in late)
@@ -245,14 +269,4 @@ def _plan(spec: RunSpec, round: int, nodes: Sequence[LocalNode]) -> Plan:
         contribute_seconds=2.0,
         commit_seconds=3.0,
         reason="",
-    )
-
-
-def _outcome(part: Slice, result: Payload, contributors: tuple[Any, ...]) -> SliceOutcome:
-    return SliceOutcome(
-        index=part.index,
-        start=part.start,
-        num_elements=part.num_elements,
-        digest=result.digest,
-        contributors=contributors,
     )

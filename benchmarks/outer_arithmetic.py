@@ -34,6 +34,7 @@ from protocol.payload import CONTRIBUTION, RESULT, Payload
 from protocol.rounds import (
     Assignment,
     Commit,
+    ContributionDigest,
     Contributor,
     Digest,
     NodeId,
@@ -124,9 +125,7 @@ class RoundsOfOneNode:
             pending = outer.owing.accumulate(round=plan.round, fragment=plan.fragment)
         for part in self._slices:
             with stages.stage("encode"):
-                end = part.start + part.num_elements
-                body = outer.uplink.encode(pending.accumulated[part.start : end])
-            pending.bodies[part.index] = body
+                outer.owing.contribution_to(part, TOKENS)
         reduction = Reduction(
             plan=plan,
             slice_=own,
@@ -172,6 +171,9 @@ class RoundsOfOneNode:
         )
 
     def _commit(self, plan: Plan, results: dict[int, Payload]) -> Commit:
+        pending = self.outer.owing.pending
+        assert pending is not None
+        sent = pending.sent
         contributors = tuple(Contributor(node_id=each, tokens=TOKENS) for each in self._ids)
         return Commit(
             round=plan.round,
@@ -184,6 +186,10 @@ class RoundsOfOneNode:
                     num_elements=part.num_elements,
                     digest=results[part.index].digest,
                     contributors=contributors,
+                    contributions=(
+                        sent[part.index].contribution,
+                        *(ContributionDigest(bytes(16)) for _ in self._ids[1:]),
+                    ),
                 )
                 for part in self._slices
             ),

@@ -161,12 +161,17 @@ class SimulatedNode:
                 inner_steps=own.inner_steps, tokens=1, loss=2.5, seconds=1.0
             )
         )
-        contributors = [
-            round_pb2.Contributor(node_id=a.node_id, tokens=1) for a in plan.assignments
-        ]
         for part in plan.slices:
             digest = _digest(f"result {plan.round}/{part.index}")
             if part.reducer_id == self.node_id:
+                contributors = [
+                    round_pb2.Contributor(
+                        node_id=a.node_id,
+                        tokens=1,
+                        contribution=_digest(f"{a.node_id} {plan.round}/{part.index}")[:16],
+                    )
+                    for a in plan.assignments
+                ]
                 yield session_pb2.Report(
                     reduced=session_pb2.ReducedReport(
                         slice_index=part.index, digest=digest, contributors=contributors

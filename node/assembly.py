@@ -12,13 +12,14 @@ from pathlib import Path
 
 import structlog
 
-from node.config import HISTORY_FILE, SNAPSHOTS_FOLDER, NodeSettings
+from node.config import HISTORY_FILE, SENT_FILE, SNAPSHOTS_FOLDER, NodeSettings
 from node.daemon import Daemon, NodeFacts
 from node.duties.exchange_time import ExchangeTime
 from node.exchange.codecs.compiled import remove_unused_kernels
 from node.exchange.codecs.tiles import Tiles, threads_beside
 from node.exchange.outer import Outer
 from node.exchange.state.on_disk import StateOnDisk, most_result_bytes
+from node.exchange.state.sent_log import SentLog
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.heavy import in_thread
 from node.history import History
@@ -46,6 +47,7 @@ from node.own_metrics import own_metrics
 from node.stopping import StopSignals
 from protocol.credentials import Credentials
 from protocol.identity import Identity
+from protocol.rounds import NodeId
 from protocol.run_spec import RunSpec
 from protocol.wire_count import WireCounts
 
@@ -68,14 +70,12 @@ async def run_daemon(
     devices, shape = usable.names, _mesh_of(settings, spec, usable)
     layout = layout_of(spec.model, spec.exchange.fragments)
     desk = await _desk_of(folder, settings, spec, kind_of(devices))
-    history = History(folder / HISTORY_FILE)
-    disk = StateOnDisk(folder / SNAPSHOTS_FOLDER, history=history)
+    history = await in_thread(lambda: History(folder / HISTORY_FILE))
+    disk = StateOnDisk(folder / SNAPSHOTS_FOLDER, history=history, sent=SentLog(folder / SENT_FILE))
     state_bytes = disk.require_room(layout.num_elements, most_result_bytes(spec, layout))
     checkpoints = _checkpoints_of(
         folder, settings, spec, layout, num_ranks=len(devices), besides_bytes=state_bytes
     )
-    kept = disk.snapshots.load_newest(spec.digest(), layout.summary().digest)
-    keep_run(folder, spec)  # only now: what is there may be snapshots of another run
     tiles = Tiles(
         threads_beside(
             num_ranks=len(devices),
@@ -85,32 +85,9 @@ async def run_daemon(
     )
     shared = SharedVectors.create(layout.num_elements)
     try:
-        shared.parameters[:] = initial_parameters(
-            spec.model, spec.run.seed, spec.exchange.fragments
+        outer = await in_thread(
+            partial(_outer_at_start, folder, spec, layout, shared, disk, tiles, identity.node_id)
         )
-        outer = Outer.of_run(
-            spec,
-            layout=layout,
-            parameters=shared.parameters,
-            published=shared.published,
-            tiles=tiles,
-            node_id=identity.node_id,
-        )
-        log.info(
-            "preparing codecs, some seconds the first time",
-            uplink=outer.uplink.name,
-            downlink=outer.downlink.name,
-        )
-        await in_thread(outer.compile_kernels)
-        await in_thread(remove_unused_kernels)
-        if kept is not None:
-            await in_thread(partial(disk.resume, outer, kept))
-            log.info(
-                "resuming from disk",
-                round=outer.round,
-                digest=outer.digest.hex()[:12],
-                snapshot=kept[0].round,
-            )
         exchange_time = ExchangeTime()
         facts = NodeFacts(
             node_id=identity.node_id,
@@ -152,6 +129,58 @@ async def run_daemon(
         # Views of the shared memory must be gone before it can be given back.
         daemon = outer = None  # type: ignore[assignment]
         shared.close()
+
+
+def _outer_at_start(
+    folder: Path,
+    spec: RunSpec,
+    layout: Layout,
+    shared: SharedVectors,
+    disk: StateOnDisk,
+    tiles: Tiles,
+    node_id: NodeId,
+) -> Outer:
+    """The outer state that a node begins with: what its disk holds, or the run's initial one. Heavy.
+
+    What was read from the disk is as large as the state, and gone when this returns. The initial
+    weights are drawn only where nothing takes their place.
+    """
+    kept = disk.snapshots.load_newest(spec.digest(), layout.summary().digest)
+    keep_run(folder, spec)  # only now: what is there may be snapshots of another run
+    if kept is None:
+        log.info("drawing the initial weights", elements=layout.num_elements)
+        initial_parameters(
+            spec.model,
+            spec.run.seed,
+            spec.exchange.fragments,
+            num_threads=tiles.num_threads,
+            out=shared.parameters,
+        )
+    outer = Outer.of_run(
+        spec,
+        layout=layout,
+        parameters=shared.parameters,
+        published=shared.published,
+        tiles=tiles,
+        node_id=node_id,
+        sent=disk.sent,
+    )
+    log.info(
+        "preparing codecs, some seconds the first time",
+        uplink=outer.uplink.name,
+        downlink=outer.downlink.name,
+    )
+    outer.compile_kernels()
+    remove_unused_kernels()
+    if kept is not None:
+        disk.resume(outer, kept)
+        log.info(
+            "resuming from disk",
+            round=outer.round,
+            digest=outer.digest.hex()[:12],
+            snapshot=kept[0].round,
+        )
+    return outer
 
 
 def _checkpoints_of(

@@ -22,6 +22,7 @@ IDENTITY_FILE = "identity.key"
 SETTINGS_FILE = "node.toml"
 SNAPSHOTS_FOLDER = "snapshots"
 HISTORY_FILE = "history"
+SENT_FILE = "sent"
 
 TEMPLATE = """\
 # This machine's part in the swarm. Changes count from the next 'atoll node start'.

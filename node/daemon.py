@@ -248,6 +248,7 @@ class Daemon:
             utilisation=self._duties.utilisation,
             mesh=self._facts.mesh,
             congestion_control=self._facts.congestion_control,
+            let_go_rounds=self._outer.owing.let_go_rounds,
         )
 
     def _waiting_for(self) -> str:

@@ -8,6 +8,7 @@ and makes all after it void: history was taken back.
 
 import os
 import struct
+from bisect import bisect_right
 from pathlib import Path
 
 import structlog
@@ -33,7 +34,8 @@ class History:
     def __init__(self, path: Path | None) -> None:
         """Reads the file, if there is one; None keeps everything in memory."""
         self._path = path
-        self._commits: dict[int, bytes] = {}  # round -> atoll.v1.Commit; rounds in order
+        self._rounds: list[int] = []  # in order
+        self._commits: dict[int, bytes] = {}  # round -> atoll.v1.Commit
         self._incarnations: dict[int, int] = {}
         self._unsaved: list[bytes] = []
         self._file_bytes = 0
@@ -52,9 +54,8 @@ class History:
     def after(self, round_number: int, *, max_bytes: int) -> tuple[Commit, ...]:
         """The commits of later rounds, oldest first: as many as fit, but one in any case."""
         commits: list[Commit] = []
-        for number, encoded in self._commits.items():
-            if number <= round_number:
-                continue
+        for place in range(bisect_right(self._rounds, round_number), len(self._rounds)):
+            encoded = self._commits[self._rounds[place]]
             max_bytes -= len(encoded)
             if commits and max_bytes < 0:
                 break
@@ -66,32 +67,42 @@ class History:
         return self._incarnations.get(round_number, 0)
 
     def save(self) -> None:
-        """Makes what was added durable. Raises what protocol.files.refusing does."""
+        """Makes what was added durable. Raises what protocol.files.refusing does.
+
+        What a disk refused is written the next time, with what was added since.
+        """
         if self._path is None or not self._unsaved:
             return
-        unsaved, self._unsaved = self._unsaved, []
-        frames = b"".join(map(_framed, unsaved))
+        num_unsaved = len(self._unsaved)
+        frames = b"".join(map(_framed, self._unsaved[:num_unsaved]))
         if self._file_bytes + len(frames) > KEPT_BYTES:
-            for number in list(self._commits)[: len(self._commits) // 2]:
-                del self._commits[number]
-                self._incarnations.pop(number, None)
-            frames = b"".join(map(_framed, self._commits.values()))
+            older = self._rounds[: len(self._rounds) // 2]
+            rounds = self._rounds[len(older) :]
+            frames = b"".join(_framed(self._commits[number]) for number in rounds)
             write_atomically(self._path, frames)
+            for number in older:
+                self._drop(number)
+            self._rounds = self._rounds[len(older) :]
             self._file_bytes = len(frames)
-            return
-        with refusing(self._path), self._path.open("ab") as file:
-            file.truncate(self._file_bytes)  # what an earlier write left half done
-            file.write(frames)
-            file.flush()
-            os.fsync(file.fileno())
-        self._file_bytes += len(frames)
+        else:
+            with refusing(self._path), self._path.open("ab") as file:
+                file.truncate(self._file_bytes)  # what an earlier write left half done
+                file.write(frames)
+                file.flush()
+                os.fsync(file.fileno())
+            self._file_bytes += len(frames)
+        del self._unsaved[:num_unsaved]
 
     def _put(self, number: int, incarnation: int, encoded: bytes) -> None:
-        for later in [known for known in self._commits if known >= number]:
-            del self._commits[later]
-            self._incarnations.pop(later, None)
+        while self._rounds and self._rounds[-1] >= number:
+            self._drop(self._rounds.pop())
+        self._rounds.append(number)
         self._commits[number] = encoded
         self._incarnations[number] = incarnation
+
+    def _drop(self, number: int) -> None:
+        del self._commits[number]
+        del self._incarnations[number]
 
     def _read(self, path: Path) -> None:
         """Takes in whole frames; what follows the first damaged one is left out, and overwritten."""
@@ -110,7 +121,7 @@ class History:
             at = end
         self._file_bytes = at
         if at < len(data):
-            log.warning("history damaged", path=str(path), kept_rounds=len(self._commits))
+            log.warning("history damaged", path=str(path), kept_rounds=len(self._rounds))
 
 
 def _framed(encoded: bytes) -> bytes:

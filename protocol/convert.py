@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 from protocol.errors import ProtocolMismatchError
 from protocol.identity import PUBLIC_KEY_BYTES
 from protocol.rounds import (
+    CONTRIBUTION_DIGEST_BYTES,
     Assignment,
     Commit,
+    ContributionDigest,
     Contributor,
     CorpusSummary,
     Digest,
@@ -124,14 +126,29 @@ def plan_from_wire(wire: round_pb2.Plan) -> Plan:
     )
 
 
-def contributor_to_wire(contributor: Contributor) -> round_pb2.Contributor:
-    """One contributor to a result."""
-    return round_pb2.Contributor(node_id=contributor.node_id, tokens=contributor.tokens)
+def contributors_to_wire(
+    contributors: Sequence[Contributor], contributions: Sequence[ContributionDigest]
+) -> list[round_pb2.Contributor]:
+    """Who contributed what to a result."""
+    return [
+        round_pb2.Contributor(
+            node_id=contributor.node_id, tokens=contributor.tokens, contribution=contribution
+        )
+        for contributor, contribution in zip(contributors, contributions, strict=True)
+    ]
 
 
-def contributor_from_wire(wire: round_pb2.Contributor) -> Contributor:
-    """One contributor to a result."""
-    return Contributor(node_id=NodeId(wire.node_id), tokens=wire.tokens)
+def contributors_from_wire(
+    wire: Sequence[round_pb2.Contributor],
+) -> tuple[tuple[Contributor, ...], tuple[ContributionDigest, ...]]:
+    """Who contributed what to a result."""
+    for contributor in wire:
+        if len(contributor.contribution) != CONTRIBUTION_DIGEST_BYTES:
+            raise _unnamed_contributions(f"the contribution of {contributor.node_id}")
+    return (
+        tuple(Contributor(node_id=NodeId(each.node_id), tokens=each.tokens) for each in wire),
+        tuple(ContributionDigest(each.contribution) for each in wire),
+    )
 
 
 def commit_to_wire(commit: Commit) -> round_pb2.Commit:
@@ -199,6 +216,22 @@ def _slice_outcome_to_wire(
         contributor_set=contributor_set,
         holders=[places[node_id] for node_id in outcome.holder_ids],
         void_reason=outcome.void_reason,
+        contributions=b"".join(outcome.contributions),
+    )
+
+
+def _contributions_from_wire(wire: round_pb2.SliceOutcome) -> tuple[ContributionDigest, ...]:
+    size = CONTRIBUTION_DIGEST_BYTES
+    return tuple(
+        ContributionDigest(wire.contributions[start : start + size])
+        for start in range(0, len(wire.contributions), size)
+    )
+
+
+def _unnamed_contributions(what: str) -> ProtocolMismatchError:
+    return ProtocolMismatchError(
+        f"{what} is not named by {CONTRIBUTION_DIGEST_BYTES} bytes of its digest",
+        next_step="use the same version of Atoll on both sides",
     )
 
 
@@ -228,12 +261,17 @@ def _slice_outcome_from_wire(
     is_named = all(place < len(node_ids) for place in wire.holders)
     if not is_named or wire.contributor_set >= len(contributor_sets):
         raise _names_nobody(f"slice {wire.index}")
+    contributors = contributor_sets[wire.contributor_set]
+    # None at all in commits from before there were any, which nodes and databases still keep.
+    if len(wire.contributions) not in (0, CONTRIBUTION_DIGEST_BYTES * len(contributors)):
+        raise _unnamed_contributions(f"one of the contributions to slice {wire.index}")
     return SliceOutcome(
         index=wire.index,
         start=wire.start,
         num_elements=wire.num_elements,
         digest=optional_digest_from_wire(wire.digest, of="a slice's result"),
-        contributors=contributor_sets[wire.contributor_set],
+        contributors=contributors,
+        contributions=_contributions_from_wire(wire),
         holder_ids=tuple(node_ids[place] for place in wire.holders),
         void_reason=wire.void_reason,
     )

@@ -17,6 +17,7 @@ class ExitCode(IntEnum):
     INTERNAL = 70  # a bug in Atoll
     SYSTEM = 71  # the machine refuses: a port in use, too little shared memory
     CANNOT_CREATE = 73  # an output exists or cannot be written
+    INCOMPLETE = 74  # a node ended without the final state of its run
     TEMPORARY = 75  # try again later
     PROTOCOL = 76  # the other side is not who or what it should be
     NO_PERMISSION = 77  # not invited, expired, revoked
@@ -79,6 +80,12 @@ class CannotCreateError(AtollError):
     """An output exists already or cannot be written."""
 
     exit_code = ExitCode.CANNOT_CREATE
+
+
+class IncompleteError(AtollError):
+    """The run is over, and this node does not hold its final state."""
+
+    exit_code = ExitCode.INCOMPLETE
 
 
 class TemporaryError(AtollError):

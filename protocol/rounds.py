@@ -11,9 +11,19 @@ from typing import NewType
 
 NodeId = NewType("NodeId", str)
 Digest = NewType("Digest", bytes)
+ContributionDigest = NewType("ContributionDigest", bytes)
 
 BLOCK = 256
 """Slices begin at multiples of this, so that no codec's block is cut by a slice."""
+
+CONTRIBUTION_DIGEST_BYTES = 16
+"""Of a contribution's digest in reports and commits: nobody can guess it, and a commit of a thousand nodes
+in 64 slices stays at a megabyte."""
+
+
+def contribution_digest(body_digest: Digest) -> ContributionDigest:
+    """What names a contribution in reports and commits: the first bytes of its body's digest."""
+    return ContributionDigest(body_digest[:CONTRIBUTION_DIGEST_BYTES])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,15 +95,26 @@ class Contributor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SliceOutcome:
-    """What became of a slice: the digest of its result, or None and the reason when it is void."""
+    """What became of a slice: the digest of its result, or None and the reason when it is void.
+
+    `contributions` says of each contributor, in their order, which bytes the reducer took.
+    """
 
     index: int
     start: int
     num_elements: int
     digest: Digest | None
     contributors: tuple[Contributor, ...] = ()
+    contributions: tuple[ContributionDigest, ...] = ()
     holder_ids: tuple[NodeId, ...] = ()
     void_reason: str = ""
+
+    def contribution_of(self, node_id: NodeId) -> ContributionDigest | None:
+        """Which bytes of a node are in the result; None when none are, or none are named."""
+        for place, contributor in enumerate(self.contributors):
+            if contributor.node_id == node_id:
+                return self.contributions[place] if place < len(self.contributions) else None
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -131,6 +131,7 @@ class SessionDesk:
         )
         checks.finite(request.loss, of="the loss")
         checks.finite(request.tokens_per_second, of="the training speed")
+        checks.finite(request.let_go_rounds, of="the late work let go")
         if request.HasField("utilisation"):
             checks.utilisation(request.utilisation)
         checks.wire(request.wire)
@@ -251,12 +252,14 @@ def _event_of(node_id: NodeId, wire: pb.Report, participants: Mapping[int, int])
             checks.at_most(told, participants.get(number, 0), of="contributors")
             for contributor in told:
                 checks.count(contributor.tokens, of="the number of tokens")
+            contributors, contributions = convert.contributors_from_wire(told)
             return SliceReduced(
                 node_id=node_id,
                 round=number,
                 slice_index=reduced.slice_index,
                 digest=convert.optional_digest_from_wire(reduced.digest, of="a result"),
-                contributors=tuple(map(convert.contributor_from_wire, told)),
+                contributors=contributors,
+                contributions=contributions,
             )
         case "held":
             return ResultHeld(

@@ -6,6 +6,7 @@ from coordinator.swarm.shares import UNKNOWN, Rates
 from coordinator.swarm.state import Trained
 from protocol.rounds import (
     Commit,
+    ContributionDigest,
     Contributor,
     CorpusSummary,
     Digest,
@@ -77,13 +78,17 @@ class TrainingDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SliceReduced:
-    """A reducer has encoded a result, or had nothing to reduce (digest None)."""
+    """A reducer has encoded a result, or had nothing to reduce (digest None).
+
+    `contributions` says of each contributor, in their order, which bytes are in the mean.
+    """
 
     node_id: NodeId
     round: int
     slice_index: int
     digest: Digest | None
     contributors: tuple[Contributor, ...]
+    contributions: tuple[ContributionDigest, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,6 +83,7 @@ def learn_commit(turn: Turn, event: CommitLearned) -> None:
                 ),
                 digest=outcome.digest,
                 contributors=outcome.contributors,
+                contributions=outcome.contributions,
             )
             for outcome in commit.slices
         ),

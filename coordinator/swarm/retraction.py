@@ -213,6 +213,7 @@ def _voided(state: SwarmState, outcome: SliceOutcome) -> SliceOutcome:
         outcome,
         digest=None,
         contributors=(),
+        contributions=(),
         holder_ids=(),
         void_reason=f"taken back: all that held it are gone ({holders})",
     )

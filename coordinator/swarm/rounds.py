@@ -89,8 +89,8 @@ def slice_reduced(turn: Turn, event: SliceReduced) -> None:
     """Fixes a slice's digest or that it is empty: the first valid report of its reducer counts.
 
     Who encoded a result holds it, so the report counts as the reducer's ResultHeld too. A report
-    with contributors who did not take part, or with more tokens than they were leased, leaves the
-    slice open.
+    with contributors who did not take part, with more tokens than they were leased, or without
+    saying which bytes each of them contributed, leaves the slice open.
     """
     current = _in_exchange(turn.state, event.round, event.node_id)
     if current is None or not 0 <= event.slice_index < len(current.slices):
@@ -104,13 +104,20 @@ def slice_reduced(turn: Turn, event: SliceReduced) -> None:
             _put_slice(turn, current, replace(progress, is_empty=True))
             return
         limits = _token_limits(turn.state, current)
-        contributors = tuple(sorted(event.contributors, key=lambda c: c.node_id))
-        num_different = len({c.node_id for c in contributors})
-        if not contributors or num_different < len(contributors):
+        if not event.contributors or len(event.contributions) != len(event.contributors):
+            return
+        told = zip(event.contributors, event.contributions, strict=True)
+        contributors, contributions = zip(*sorted(told, key=lambda c: c[0].node_id), strict=True)
+        if len({c.node_id for c in contributors}) < len(contributors):
             return
         if any(not 0 <= c.tokens <= limits.get(c.node_id, -1) for c in contributors):
             return
-        progress = replace(progress, digest=event.digest, contributors=contributors)
+        progress = replace(
+            progress,
+            digest=event.digest,
+            contributors=contributors,
+            contributions=contributions,
+        )
         current = replace(current, reduced_at=turn.now)
     if event.digest is not None and event.digest == progress.digest:
         held = _with_held(current.held, event.node_id, {event.slice_index: event.digest})
@@ -310,6 +317,7 @@ def _outcome(state: SwarmState, current: Round, progress: SliceProgress) -> Slic
         num_elements=part.num_elements,
         digest=None if reason else progress.digest,
         contributors=() if reason else progress.contributors,
+        contributions=() if reason else progress.contributions,
         holder_ids=() if reason else holders_of(state, current, progress),
         void_reason=reason,
     )

@@ -16,6 +16,7 @@ from coordinator.swarm.shares import UNKNOWN, Rates
 from protocol.rounds import (
     Assignment,
     Commit,
+    ContributionDigest,
     Contributor,
     CorpusSummary,
     Digest,
@@ -94,6 +95,7 @@ class SliceProgress:
     digest: Digest | None = None  # what its reducer reported
     is_empty: bool = False  # its reducer had nothing to reduce
     contributors: tuple[Contributor, ...] = ()
+    contributions: tuple[ContributionDigest, ...] = ()  # what of each contributor is in the result
     attempt: int = 0  # takeovers so far
     contribute_deadline: float | None = None  # of its latest takeover; the round's own before
     is_orphaned: bool = False  # its reducer's process began anew, and with it its memory

@@ -120,6 +120,7 @@ def _hand_over(turn: Turn, current: Round, progress: SliceProgress) -> None:
         slice=replace(progress.slice, reducer_id=backup),
         digest=None,
         contributors=(),
+        contributions=(),
         attempt=progress.attempt + 1,
         contribute_deadline=deadline,
         is_orphaned=False,

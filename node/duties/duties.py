@@ -22,6 +22,7 @@ from node.history import History
 from node.island.island import Progress
 from node.link.events import EvaluationAsked, RefetchAsked, RoundCommitted, RunFinished
 from node.link.session import Session
+from protocol.errors import IncompleteError
 from protocol.rounds import Assignment, Commit, NodeId
 from protocol.wire_count import WireCounts, WireTotals, grown
 
@@ -134,7 +135,10 @@ class Duties:
         )
 
     async def run(self) -> str:
-        """Does its duties until the run is finished, or a drain is over; returns why it ended."""
+        """Does its duties until the run is finished, or a drain is over; returns why it ended.
+
+        Raises IncompleteError when the run is finished and nobody supplies its final state.
+        """
         try:
             async with asyncio.timeout(None) as self._limit:
                 self._limit_by_end()
@@ -142,9 +146,8 @@ class Duties:
         except TimeoutError:
             if self._finished is None or self._limit is None or not self._limit.expired():
                 raise
-            log.warning("nobody supplies the final state", round=self._finished.round)
             await self.saved()
-            return f"{self._finished.reason}; this node holds round {self._outer.round} of it"
+            raise self._incomplete(self._finished) from None
         finally:
             self._limit = None
             self._ahead.cancel()
@@ -176,11 +179,31 @@ class Duties:
                     await self._ahead.pause()
 
     async def _finish(self, finished: RunFinished) -> str:
-        """Takes over the final state."""
+        """Takes over the final state, however often it must be asked for; the limit ends that."""
         await self._catch_up(finished.round)
+        while not self._holds(finished):
+            self._doing = "refetching"
+            if await self._exchange.refetch(finished.round, finished.outer_digest):
+                await self._adopted()
+            if not self._holds(finished):
+                await asyncio.sleep(REFETCH_PAUSE_SECONDS)
         await self.saved()
         log.info("run finished", round=finished.round, why=finished.reason)
         return finished.reason
+
+    def _holds(self, finished: RunFinished) -> bool:
+        return self._outer.position == (finished.round, finished.outer_digest)
+
+    def _incomplete(self, finished: RunFinished) -> IncompleteError:
+        held = f"round {self._outer.round} of {finished.round}"
+        if self._outer.round == finished.round:
+            held = f"another state of round {finished.round} than the swarm"
+        return IncompleteError(
+            f"the run is over ({finished.reason}), and nobody supplies its final state: "
+            f"this node holds {held}",
+            next_step="start it again with 'atoll node start' while a node that has the state runs, "
+            "or export the model there",
+        )
 
     async def _take_part(self, received: PlanReceived) -> None:
         plan = received.plan
@@ -347,11 +370,7 @@ class Duties:
         if commit is None:
             await self._island.adopt()
         else:
-            is_taken = all(
-                any(contributor.node_id == self._node_id for contributor in outcome.contributors)
-                for outcome in commit.slices
-            )
-            await self._island.adopt(commit.fragment, is_taken=is_taken)
+            await self._island.adopt(commit.fragment, is_taken=self._outer.owing.is_taken)
         if self._ahead.round is not None and self._ahead.round <= self._outer.round:
             self._ahead.lease(None)  # decided without us
         self._times.adopted(clock() - began_at)

@@ -28,6 +28,7 @@ class Contributing:
         transport: Transport,
         heavy: Heavy,
         deadline: float,  # of the reducers that the plan names, by the loop's clock
+        assigned_tokens: int,
         keep_own: Callable[[Payload], None],
     ) -> None:
         self._plan = plan
@@ -37,6 +38,7 @@ class Contributing:
         self._owing = owing
         self._heavy = heavy
         self._deadline = deadline
+        self._assigned_tokens = assigned_tokens
         self._keep_own = keep_own  # for the slices that we reduce ourselves
         self._encoded: dict[int, Payload] = {}
         self._pushes = Pushes(transport)
@@ -50,7 +52,10 @@ class Contributing:
         finite.
         """
         round, fragment = self._plan.round, self._plan.fragment
-        await self._heavy(lambda: self._owing.accumulate(round=round, fragment=fragment))
+        share = tokens / max(tokens, self._assigned_tokens)
+        await self._heavy(
+            lambda: self._owing.accumulate(round=round, fragment=fragment, share=share)
+        )
         for part in in_order_of_sending(self._plan.slices, self._node_id):
             encode = partial(self._owing.contribution_to, part, tokens)
             try:

@@ -139,7 +139,7 @@ class Exchange:
         """
         async with self._lock:
             for fragment in range(len(self.outer.layout.fragments)):
-                before = self.outer.owing.published_of(fragment)
+                before = await self._heavy(partial(self.outer.owing.published_of, fragment))
                 if not await publish(fragment):
                     return
                 await self._heavy(partial(self.outer.owing.add_published, fragment, before))

@@ -194,7 +194,7 @@ def norm_preserving_mean(
     256 squares in float64, in a fixed order, and their sum rounded once. So the bits depend on the
     contributions alone.
     """
-    squares = [_Squares(values.size) for _, values in contributions]
+    squares = [Squares(values.size) for _, values in contributions]
     mean = weighted_mean(
         contributions,
         late_tokens=late_tokens,
@@ -202,7 +202,7 @@ def norm_preserving_mean(
         unit=unit,
         watch=lambda index, start, tile: squares[index].take(start, tile),
     )
-    of_mean = _Squares(mean.size)
+    of_mean = Squares(mean.size)
     of_mean.take(0, mean)
     mean_norm = of_mean.norm()
     if mean_norm == 0:
@@ -216,7 +216,7 @@ def norm_preserving_mean(
     return np.multiply(mean, np.float32(stretch), out=mean)
 
 
-class _Squares:
+class Squares:
     """Of a vector's blocks; its Euclidean norm, to the same bits on every machine."""
 
     def __init__(self, num_elements: int) -> None:

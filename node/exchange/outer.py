@@ -4,7 +4,7 @@ What comes in are committed results. What goes out, and what is still owed, is o
 here is arithmetic on vectors: no I/O and no waiting.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -13,18 +13,19 @@ import numpy as np
 from node.exchange.codecs.codec import Codec
 from node.exchange.codecs.registry import codec_named, compile_kernels
 from node.exchange.codecs.tiles import ONE_THREAD, Tiles
-from node.exchange.mean import merged
+from node.exchange.mean import Squares, merged
 from node.exchange.outer_optimizer import OuterOptimizer, outer_optimizer_of
 from node.exchange.owing import Owing
 from node.exchange.rate_scaling import RateScale, rate_scale_of
 from node.exchange.reducer_error import ReducerError
-from node.exchange.reduction import Reduction, SliceResult
+from node.exchange.reduction import COUNTED_ROUNDS, Reduction, SliceResult, missed_in_a_row
 from node.exchange.residual import Residual
+from node.exchange.state.sent_log import SentLog
 from node.exchange.state.snapshot import Owed, Snapshot
 from node.outer_state import Layout, OuterDigest, Vector
 from protocol.payload import Payload
 from protocol.rounds import BLOCK, Commit, Digest, NodeId, SliceOutcome
-from protocol.run_spec import Merge, RunSpec
+from protocol.run_spec import WANTS_FEEDBACK, Merge, RunSpec
 
 
 def compile_arithmetic(merge: Merge, optimizer: OuterOptimizer) -> None:
@@ -33,9 +34,14 @@ def compile_arithmetic(merge: Merge, optimizer: OuterOptimizer) -> None:
     Residual(BLOCK).owed(slice(0, BLOCK), zeros, zeros)
     merged([(1, zeros), (1, zeros)], merge)
     optimizer.apply(zeros.copy(), zeros.copy(), zeros)
+    Squares(BLOCK).take(0, zeros)
 
 
-class UnequalBaseError(Exception):
+class NotApplicableError(Exception):
+    """A commit that cannot be applied here, with what is here. Nothing has changed."""
+
+
+class UnequalBaseError(NotApplicableError):
     """The commit applies to another outer state than ours: ours must be fetched anew."""
 
 
@@ -64,6 +70,7 @@ class Outer:
         rate_scale: RateScale,
         run_digest: Digest,
         node_id: NodeId,
+        sent: SentLog | None = None,
     ) -> None:
         self.layout = layout
         self.layout_digest = layout.summary().digest
@@ -80,6 +87,7 @@ class Outer:
             reducer_error=reducer_error,
             run_digest=run_digest,
             node_id=node_id,
+            sent=sent,
         )
         self._optimizer = optimizer
         self._merge: Merge = merge
@@ -87,6 +95,9 @@ class Outer:
         self._run_digest = run_digest
         self._node_id = node_id
         self._checked: set[tuple[Digest, int]] = set()  # results since the last commit
+        self._missed: dict[
+            NodeId, int
+        ] = {}  # rounds in a row that did not take a participant's work
         self._digest = OuterDigest(
             parameters, self._momentum, num_threads=downlink.tiles.num_threads
         )
@@ -102,8 +113,9 @@ class Outer:
         published: Vector,
         node_id: NodeId,
         tiles: Tiles = ONE_THREAD,
+        sent: SentLog | None = None,
     ) -> "Outer":
-        """By the rules of a run file; `parameters` hold the initial weights."""
+        """By the rules of a run file; `parameters` hold the initial weights. Heavy."""
         exchange = spec.exchange
         return cls(
             layout=layout,
@@ -116,12 +128,14 @@ class Outer:
                 layout.num_elements,
                 error_feedback=exchange.error_feedback,
                 decay=exchange.residual_decay,
+                needs_feedback=exchange.uplink in WANTS_FEEDBACK,
             ),
             reducer_error=ReducerError(layout.num_elements, rule=exchange.reducer_error),
             merge=spec.outer.merge,
             rate_scale=rate_scale_of(spec),
             run_digest=spec.digest(),
             node_id=node_id,
+            sent=sent,
         )
 
     @property
@@ -155,6 +169,9 @@ class Outer:
                 self.layout.span_of(fragment, part.start, part.num_elements)
             ),
             wants_error=self.owing.reducer_error.rule != "drop",
+            long_missed=frozenset(
+                node_id for node_id, rounds in self._missed.items() if rounds >= COUNTED_ROUNDS
+            ),
         )
 
     def check_result(self, payload: Payload) -> None:
@@ -174,23 +191,38 @@ class Outer:
     def apply(self, commit: Commit, results: Mapping[int, Payload]) -> None:
         """Moves to the state at the commit's round, and settles what is pending of that.
 
-        `results` holds the payload of every slice that is not void. Raises UnequalBaseError before
-        anything changes.
+        `results` holds the payload of every slice that is not void. Raises NotApplicableError or
+        CodecError before anything changes: once the first element moves, nothing may fail any more.
         """
         if not self.is_base_of(commit):
             raise UnequalBaseError(
                 f"round {commit.round} applies to state {commit.base_digest.hex()[:8]} at round "
                 f"{commit.round - 1}, we hold {self.digest.hex()[:8]} at round {self.round}"
             )
+        self._check_fits(commit)
         committed = [outcome for outcome in commit.slices if outcome.digest is not None]
-        # All are checked first: once the first element changes, nothing may fail any more.
         for outcome in committed:
-            self.check_result(results[outcome.index])
+            result = results.get(outcome.index)
+            if result is None or result.digest != outcome.digest:
+                what = "is not here" if result is None else "is another one"
+                raise NotApplicableError(
+                    f"the result of slice {outcome.index} of round {commit.round} {what}"
+                )
+            header = result.header
+            if (header.start, header.num_elements) != (outcome.start, outcome.num_elements):
+                raise NotApplicableError(
+                    f"the result of slice {outcome.index} of round {commit.round} is of "
+                    f"{header.num_elements} elements from {header.start} on, not of "
+                    f"{outcome.num_elements} from {outcome.start} on"
+                )
+            self.check_result(result)
         self._checked.clear()
         for outcome in committed:
             self._move(commit.fragment, outcome, results[outcome.index].body)
         reducers = {index: payload.header.sender_id for index, payload in results.items()}
         self.owing.settle(commit, reducers)
+        own = {index for index, reducer in reducers.items() if reducer == self._node_id}
+        self.count_missed(commit, own)
         self._digest.renew(
             (
                 self.layout.span_of(commit.fragment, each.start, each.num_elements)
@@ -199,6 +231,31 @@ class Outer:
             has_momentum_changed=self._optimizer.moves_momentum,
         )
         self.position = Position(round=commit.round, digest=self._digest.value)
+
+    def count_missed(self, commit: Commit, own_slices: Collection[int] = ()) -> None:
+        """Takes in whose work a commit took: the tokens of who is missing again and again do not count."""
+        self._missed = missed_in_a_row(self._missed, commit, own_slices)
+
+    def _check_fits(self, commit: Commit) -> None:
+        """Raises NotApplicableError unless the slices lie in the commit's fragment, one behind the other."""
+        fragments = self.layout.fragments
+        size = fragments[commit.fragment].num_elements if commit.fragment < len(fragments) else 0
+        end = 0
+        for outcome in sorted(commit.slices, key=lambda outcome: outcome.start):
+            if outcome.start < end or outcome.num_elements < 1:
+                raise NotApplicableError(f"slices of round {commit.round} overlap")
+            end = outcome.start + outcome.num_elements
+        if end > size or len({outcome.index for outcome in commit.slices}) < len(commit.slices):
+            raise NotApplicableError(
+                f"round {commit.round} has other slices than fragment {commit.fragment} of the model"
+            )
+        pending = self.owing.pending
+        is_ours = pending is not None and pending.round == commit.round
+        if pending is not None and is_ours and pending.fragment != commit.fragment:
+            raise NotApplicableError(
+                f"round {commit.round} is of fragment {commit.fragment}, and this node has "
+                f"contributed to fragment {pending.fragment}"
+            )
 
     def _move(self, fragment: int, outcome: SliceOutcome, body: bytes) -> None:
         """Applies the outer optimizer to a slice."""
@@ -244,16 +301,34 @@ class Outer:
     def leap(self, snapshot: Snapshot, passed: Sequence[Commit]) -> None:
         """Takes over a later state of the history that ours is of.
 
-        `passed` are all commits from ours to that one: what they did not take is still owed.
+        `passed` are all commits from ours to that one: what they did not take is still owed. Raises
+        NotApplicableError before anything changes. Heavy.
         """
+        self._check_state(snapshot, None)
+        for commit in passed:
+            self._check_fits(commit)
         for commit in passed:
             self.owing.settle(commit, {})
-        self.restore(snapshot, self.owed())
+            self.count_missed(commit)
+        self.restore(snapshot, self.owing.held())
 
     def restore(self, snapshot: Snapshot, owed: Owed | None) -> None:
-        """Takes over another state; with None, nothing is owed any more."""
+        """Takes over another state; with None, nothing is owed any more. Heavy.
+
+        Raises NotApplicableError before anything changes.
+        """
+        self._check_state(snapshot, owed)
         self._parameters[:] = snapshot.parameters
         self._momentum[:] = snapshot.momentum
         self.owing.restore(owed, round=snapshot.round)
         self._digest.renew([slice(0, self.layout.num_elements)])
         self.position = Position(round=snapshot.round, digest=self._digest.value)
+
+    def _check_state(self, snapshot: Snapshot, owed: Owed | None) -> None:
+        vectors = {"parameters": snapshot.parameters, "momentum": snapshot.momentum}
+        for name, vector in (vectors | ({} if owed is None else owed.tensors())).items():
+            if vector.shape != (self.layout.num_elements,):
+                raise NotApplicableError(
+                    f"the {name} of round {snapshot.round} have shape {vector.shape}, and the model "
+                    f"has {self.layout.num_elements:,} elements"
+                )

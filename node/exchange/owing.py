@@ -3,21 +3,29 @@
 A round accumulates what is owed (its pseudo-gradient and the residual) and sends it, encoded, slice by
 slice. That is pending until the round's commit: where it took a contribution, what the encoding left
 out is kept; everywhere else, all of it. A round that ends otherwise leaves the residual as it was.
+
+A commit took a contribution when it names the very bytes that this node has sent: a reducer that names
+a contributor of which it has nothing, or has something else, makes nobody drop anything.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 import numpy as np
+import structlog
 
 from node.exchange.codecs.codec import Codec
 from node.exchange.reducer_error import ReducerError
 from node.exchange.reduction import SliceResult
 from node.exchange.residual import Residual
+from node.exchange.state.sent_log import SentLog, SentSlice
 from node.exchange.state.snapshot import Owed
 from node.outer_state import Layout, Vector
 from protocol.payload import CONTRIBUTION, Payload
-from protocol.rounds import Commit, Digest, NodeId, Slice, SliceOutcome
+from protocol.rounds import Commit, Digest, NodeId, Slice, SliceOutcome, contribution_digest
+
+log = structlog.get_logger()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,8 +35,18 @@ class Pending:
     round: int
     fragment: int
     accumulated: Vector  # [fragment]: pseudo-gradient plus residual
-    bodies: dict[int, bytes] = field(default_factory=dict)  # slice index -> as encoded for the wire
+    share: float = 1.0  # of the round's inner steps that were trained
+    sent: dict[int, SentSlice] = field(default_factory=dict)  # by the slice's index
+    bodies: dict[int, bytes] = field(default_factory=dict)  # of these, as encoded for the wire
     later: Vector | None = None  # [fragment]: what was trained since, and is owed on top
+
+
+class _Fate(Enum):
+    """What a commit did with this node's contribution to a slice."""
+
+    TAKEN = auto()  # what is pending of it
+    TAKEN_BEFORE = auto()  # what was sent before that: by a killed process, or by an earlier plan
+    MISSED = auto()
 
 
 class Owing:
@@ -45,24 +63,42 @@ class Owing:
         reducer_error: ReducerError,
         run_digest: Digest,
         node_id: NodeId,
+        sent: SentLog | None = None,
     ) -> None:
+        """`sent` is what earlier processes of the node have sent; None: nothing is known of any."""
         self.residual = residual
         self.reducer_error = reducer_error
         self.pending: Pending | None = None
         self.holds_work = False
         """Whether inner steps that no commit took came into the residual since `note_saved`."""
+        self.let_go_rounds = 0.0
+        """How many rounds' pseudo-gradients of late work this process has let go."""
+        self.is_taken = True
+        """Whether the latest commit took of every slice what this node sent for its round."""
         self._layout = layout
         self._parameters = parameters
         self._published = published
         self._uplink = uplink
         self._run_digest = run_digest
         self._node_id = node_id
+        self._sent = sent or SentLog(None)
+        # Of these fragments work of earlier rounds may be owed, and not only what encoding left out.
+        self._late_fragments = set(range(len(layout.fragments)))
         self._settled_round = 0
         self._room: Vector | None = None
 
-    def accumulate(self, *, round: int, fragment: int) -> Pending:
-        """Forms (global − published) + residual of a fragment, which is pending from now on."""
+    def accumulate(self, *, round: int, fragment: int, share: float = 1.0) -> Pending:
+        """Forms (global − published) + residual of a fragment, which is pending from now on.
+
+        `share` is the part of the round's inner steps that was trained. Of late work no more is owed
+        than the residual's rule allows. Heavy.
+        """
         span = self._layout.fragments[fragment].span
+        if fragment in self._late_fragments:
+            rounds = self.residual.limit(
+                span, self._parameters[span], self._published[span], share=share
+            )
+            self._say_let_go(rounds, round=round, fragment=fragment)
         if self._room is None:
             # Kept from round to round: new memory takes longer to get than to write.
             largest = max(fragment.num_elements for fragment in self._layout.fragments)
@@ -73,7 +109,7 @@ class Owing:
             self._published[span],
             out=self._room[: span.stop - span.start],
         )
-        self.pending = Pending(round=round, fragment=fragment, accumulated=accumulated)
+        self.pending = Pending(round=round, fragment=fragment, accumulated=accumulated, share=share)
         return self.pending
 
     def contribution_to(self, part: Slice, tokens: int) -> Payload:
@@ -81,8 +117,7 @@ class Owing:
         assert self.pending is not None, "accumulate comes first"
         end = part.start + part.num_elements
         body = self._uplink.encode(self.pending.accumulated[part.start : end])
-        self.pending.bodies[part.index] = body
-        return Payload.seal(
+        payload = Payload.seal(
             kind=CONTRIBUTION,
             run_digest=self._run_digest,
             round=self.pending.round,
@@ -95,22 +130,32 @@ class Owing:
             sender_id=self._node_id,
             body=body,
         )
+        sent = SentSlice(
+            index=part.index,
+            start=part.start,
+            num_elements=part.num_elements,
+            contribution=contribution_digest(payload.header.body_digest),
+        )
+        self._sent.note(self.pending.round, sent)
+        self.pending.sent[part.index], self.pending.bodies[part.index] = sent, body
+        return payload
 
     def forget_pending(self) -> None:
         """The round ends without a commit for this node: what is owed is as it was before."""
         self.pending = None
 
     def published_of(self, fragment: int) -> Vector:
-        """A copy of what the island published last of a fragment."""
+        """A copy of what the island published last of a fragment. Heavy."""
         return self._published[self._layout.fragments[fragment].span].copy()
 
     def add_published(self, fragment: int, before: Vector) -> None:
         """Owes what the island has just published of a fragment outside of any round.
 
         `before` is what it had published before. What a contribution in flight holds is settled by
-        its commit, so of that fragment only the rest is added.
+        its commit, so of that fragment only the rest is added. Heavy.
         """
         self.holds_work = True
+        self._late_fragments.add(fragment)
         span, pending = self._layout.fragments[fragment].span, self.pending
         if pending is None or pending.fragment != fragment:
             values = self.residual.values[span]
@@ -137,14 +182,18 @@ class Owing:
     def settle(self, commit: Commit, reducers: Mapping[int, NodeId]) -> None:
         """Moves what is owed: by the residual's rules, then by those of the reducer's error.
 
-        `reducers` says who made the committed results, as far as that is known.
+        `reducers` says who made the committed results, as far as that is known. The commit fits the
+        layout (Outer checks it): nothing here may fail once the first element has moved.
         """
         pending = self.pending
         if pending is not None and pending.round != commit.round:
             pending = None
+        fates = {each.index: self._fate_of(each, commit.round, pending) for each in commit.slices}
+        let_go = 0.0
         for outcome in commit.slices:
             span = self._layout.span_of(commit.fragment, outcome.start, outcome.num_elements)
-            self._settle_residual(outcome, span, pending)
+            rounds = self._settle_residual(outcome, span, pending, fates[outcome.index])
+            let_go += rounds * outcome.num_elements
             own_tokens = _tokens_of(outcome, self._node_id)
             reducer = reducers.get(outcome.index)
             if reducer is not None:
@@ -154,25 +203,86 @@ class Owing:
             error = self.reducer_error.settle(commit.round, outcome, span, may_be_ours=may_be_ours)
             if error is not None:
                 self.residual.add(span, error)
+        self.is_taken = _Fate.MISSED not in fates.values()
+        if pending is not None:
+            if self.is_taken and pending.later is None:
+                self._late_fragments.discard(commit.fragment)
+            else:
+                self._late_fragments.add(commit.fragment)
+            self._say_let_go(
+                let_go / pending.accumulated.size, round=commit.round, fragment=commit.fragment
+            )
         self._arrive_at(commit.round)
 
-    def _settle_residual(self, outcome: SliceOutcome, span: slice, pending: Pending | None) -> None:
-        """A taken contribution leaves its encoding error, any other stays whole."""
-        is_taken = _tokens_of(outcome, self._node_id) > 0
+    def _fate_of(self, outcome: SliceOutcome, round: int, pending: Pending | None) -> _Fate:
+        """Whether the commit took what this node has sent of a slice, by the bytes that it names."""
+        if outcome.digest is None or _tokens_of(outcome, self._node_id) == 0:
+            return _Fate.MISSED
+        sent = self._named(outcome)
+        if sent is not None and pending is not None and pending.sent.get(outcome.index) == sent:
+            return _Fate.TAKEN
+        if sent is not None and self._sent.has(round, sent):
+            return _Fate.TAKEN_BEFORE
+        if pending is None and not self._sent.knows(round):
+            # What a process before this one sent is not known: to owe it again could count it twice.
+            return _Fate.TAKEN_BEFORE
+        log.warning(
+            "a commit names this node for what it did not send: all of it stays owed",
+            round=round,
+            slice=outcome.index,
+        )
+        return _Fate.MISSED
+
+    def _named(self, outcome: SliceOutcome) -> SentSlice | None:
+        """What the commit says that this node has sent of a slice."""
+        contribution = outcome.contribution_of(self._node_id)
+        if contribution is None:
+            return None
+        return SentSlice(
+            index=outcome.index,
+            start=outcome.start,
+            num_elements=outcome.num_elements,
+            contribution=contribution,
+        )
+
+    def _settle_residual(
+        self, outcome: SliceOutcome, span: slice, pending: Pending | None, fate: _Fate
+    ) -> float:
+        """A taken contribution leaves its encoding error, any other stays.
+
+        Returns how many rounds of late work are let go.
+        """
+        if fate is _Fate.TAKEN_BEFORE:
+            # What was owed then was in it, and so were the samples of what is pending now. The encoding
+            # error is not known any more; owing all of it again would count it twice.
+            self.residual.values[span] = 0
         if pending is None:
-            if is_taken:
-                # Sent by this node before it was restarted: what was owed then was in it. The
-                # encoding error is not known any more; owing all of it again would count twice.
-                self.residual.values[span] = 0
-            return
+            return 0.0
         part = slice(outcome.start, outcome.start + outcome.num_elements)
-        if is_taken:
-            self._settle_taken(span, pending.accumulated[part], pending.bodies[outcome.index])
-        else:
-            self.residual.settle_missed(span, pending.accumulated[part])
-            self.holds_work = True
+        let_go = 0.0
+        match fate:
+            case _Fate.TAKEN:
+                self._settle_taken(span, pending.accumulated[part], pending.bodies[outcome.index])
+            case _Fate.MISSED:
+                let_go = self.residual.settle_missed(
+                    span, pending.accumulated[part], share=pending.share
+                )
+                self.holds_work = True
         if pending.later is not None:
-            self.residual.values[span] += pending.later[part]
+            values = self.residual.values[span]
+            values += pending.later[part]
+        return let_go
+
+    def _say_let_go(self, rounds: float, *, round: int, fragment: int) -> None:
+        if rounds > 0:
+            self.let_go_rounds += rounds
+            log.warning(
+                "late work is let go: so much of it at once would harm the model",
+                round=round,
+                fragment=fragment,
+                rounds_of_work=float(f"{rounds:.2g}"),
+                by_this_process=float(f"{self.let_go_rounds:.3g}"),
+            )
 
     def _settle_taken(self, span: slice, accumulated: Vector, body: bytes) -> None:
         def settle(start: int, sent: Vector) -> None:
@@ -193,6 +303,7 @@ class Owing:
         """Takes up what was owed with another state; with None, nothing is owed any more."""
         self.residual.values[:] = 0 if owed is None else owed.residual
         self.reducer_error.restore(None if owed is None else owed.reducer_error, round=round)
+        self._late_fragments = set(range(len(self._layout.fragments)))
         if owed is None:
             self.pending = None
         self._arrive_at(round)

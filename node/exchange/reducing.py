@@ -121,12 +121,19 @@ class Reducing:
         if reduction.is_given_up:
             return
         if reduced is None:
-            self._report(Reduced(slice_index=index, digest=None, contributors=()))
+            self._report(Reduced(slice_index=index, digest=None, contributors=(), contributions=()))
             return
         digest = reduced.payload.digest
         self._outer.owing.note_result(reduced)
         self._held.hold(reduced.payload)
-        self._report(Reduced(slice_index=index, digest=digest, contributors=reduced.contributors))
+        self._report(
+            Reduced(
+                slice_index=index,
+                digest=digest,
+                contributors=reduced.contributors,
+                contributions=reduced.contributions,
+            )
+        )
         self._report(Held(slice_index=index, digest=digest))
         log.debug("phase", phase="handing out", round=round, slice=index)
         for peer in self._plan.participants:

@@ -1,7 +1,7 @@
 """One slice at its reducer: contributions come in, the mean goes out once, as the same bytes for everyone."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,7 +13,17 @@ from node.exchange.mean import Encoded, UndecodableError, merged
 from node.exchange.transport.transport import Admission, TransferRefusedError
 from node.outer_state import Vector
 from protocol.payload import RESULT, Payload, PayloadHeader
-from protocol.rounds import Assignment, Contributor, Digest, NodeId, Plan, Slice
+from protocol.rounds import (
+    Assignment,
+    Commit,
+    ContributionDigest,
+    Contributor,
+    Digest,
+    NodeId,
+    Plan,
+    Slice,
+    contribution_digest,
+)
 from protocol.run_spec import Merge
 
 log = structlog.get_logger()
@@ -25,6 +35,7 @@ class SliceResult:
 
     payload: Payload
     contributors: tuple[Contributor, ...]
+    contributions: tuple[ContributionDigest, ...]  # of each of them, the bytes that are in the mean
     weighed_tokens: int  # what a token's work was divided by: all tokens, those of late work too
     error: Vector | None = field(
         repr=False
@@ -147,19 +158,21 @@ class Reduction:
         merge: Merge = "mean",
         carried: Vector | None = None,
         wants_error: bool = False,
+        long_missed: Set[NodeId] = frozenset(),
     ) -> SliceResult | None:
         """The encoded mean with whose contributions it holds, or None when there are none.
 
         `carried` [slice] is added to the mean before it is encoded (node.exchange.reducer_error).
 
         Who is still waited for will contribute in a later round: their tokens count now, as many as
-        they were assigned. Who is gone or excused has nothing to bring.
+        they were assigned, unless they are `long_missed`: of what these owe no more is kept
+        (node.exchange.residual). Who is gone or excused has nothing to bring.
 
         Contributions are added in the order of node ids, so that equal contributions give equal
         bytes. One that does not decode is left out, and said. Heavy; call it once, when collected.
         """
         contributions = self._contributions  # in a thread: the reduction may be given up meanwhile
-        late_tokens = sum(self._max_tokens[sender] for sender in self.missing)
+        late_tokens = sum(self._max_tokens[n] for n in self.missing if n not in long_missed)
         contributors = [
             Contributor(node_id=sender, tokens=contributions[sender].header.tokens)
             for sender in sorted(contributions)
@@ -204,6 +217,10 @@ class Reduction:
         return SliceResult(
             payload=payload,
             contributors=tuple(contributors),
+            contributions=tuple(
+                contribution_digest(contributions[each.node_id].header.body_digest)
+                for each in contributors
+            ),
             weighed_tokens=late_tokens + sum(each.tokens for each in contributors),
             error=rounded_away,
         )
@@ -227,3 +244,24 @@ class Reduction:
 def most_tokens(assignments: Iterable[Assignment], *, context: int) -> dict[NodeId, int]:
     """What each participant can have trained at most, by its assignment."""
     return {a.node_id: a.num_samples * context for a in assignments}
+
+
+COUNTED_ROUNDS = 3
+"""So many rounds in a row the tokens of a participant count in means that its work does not get into."""
+
+
+def missed_in_a_row(
+    before: Mapping[NodeId, int], commit: Commit, own_slices: Collection[int] = ()
+) -> dict[NodeId, int]:
+    """In how many rounds up to this one the work of each participant got into no result.
+
+    Of a reducer's own slices, where it had any: somebody may get through to all others. Rounds that
+    a node has no part in change nothing, and neither do void slices.
+    """
+    results = [each for each in commit.slices if each.digest is not None]
+    results = [each for each in results if each.index in own_slices] or results
+    if not results:
+        return dict(before)
+    here = {c.node_id for outcome in results for c in outcome.contributors}
+    counted = {a.node_id: before.get(a.node_id, 0) + 1 for a in commit.assignments}
+    return {**before, **counted, **dict.fromkeys(here, 0)}

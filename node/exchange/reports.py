@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from protocol.rounds import Contributor, Digest
+from protocol.rounds import ContributionDigest, Contributor, Digest
 from protocol.wire_count import WireTotals
 
 
@@ -18,11 +18,15 @@ class Trained:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduced:
-    """A result is encoded; digest None: nothing arrived to reduce."""
+    """A result is encoded; digest None: nothing arrived to reduce.
+
+    `contributions` says of each contributor, in their order, which bytes are in the mean.
+    """
 
     slice_index: int
     digest: Digest | None
     contributors: tuple[Contributor, ...]
+    contributions: tuple[ContributionDigest, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,8 @@
 import numpy as np
 
 from node.exchange.codecs.compiled import kernel, read_only
+from node.exchange.codecs.tiles import TILE_ELEMENTS
+from node.exchange.mean import Squares
 from node.outer_state import Vector
 
 
@@ -12,6 +14,23 @@ def _sum_owed(
 ) -> None:
     for i in range(accumulated.size):
         accumulated[i] = (global_parameters[i] - published[i]) + residual[i]
+
+
+def _norm(values: Vector, less: Vector | None = None) -> float:
+    """Of a vector, or of its difference from another one; tile by tile, so that no third is made."""
+    squares = Squares(values.size)
+    for start in range(0, values.size, TILE_ELEMENTS):
+        tile = values[start : start + TILE_ELEMENTS]
+        squares.take(start, tile if less is None else tile - less[start : start + TILE_ELEMENTS])
+    return squares.norm()
+
+
+MOST_OWED = 2.0
+"""So many rounds' pseudo-gradients may be owed, by their norm, beside those of the round itself.
+
+One node of three came too late for 8 and for 30 rounds (benchmarks/late_node.py): with all of it owed the
+held-out loss jumped by 0.08 and 0.4 when it landed, with 3 by 0.03, with 2 not at all. Two keeps whole what
+two rounds in a row missed."""
 
 
 class Residual:
@@ -32,18 +51,35 @@ class Residual:
     What stays of a taken slice is error feedback (Seide et al. 2014, "1-Bit Stochastic Gradient
     Descent", section 3). Without it (`error_feedback=False`) encoding errors are dropped, but
     missed work is kept all the same. `decay` forgets old errors, which sparse codecs send long after
-    they were made; work that no commit took is never decayed. The subtraction is exact for values
+    they were made; work that no commit took is never decayed.
+
+    Work of many rounds that lands at once harms the model: each of them was meant for other weights.
+    So no more than MOST_OWED rounds of it are kept, measured by the norm of the latest pseudo-gradient
+    (`limit`, `settle_missed`); what exceeds that is let go, as one factor over what is owed. Coarse
+    codecs that need error feedback owe several pseudo-gradients at all times (topk64: 8 to 14), which
+    is no late work: there a round that is missed lets what is owed grow to the bound, and no more.
+
+    The subtraction is exact for values
     that decoded to zero or to within a factor of two of themselves (Sterbenz), else rounded once.
     So nothing is rounded for codecs that take the nearest of their values, of which the smallest
     above zero stands for no less than half of itself: fp32, int8, int4.
     """
 
     def __init__(
-        self, num_elements: int, *, error_feedback: bool = True, decay: float = 1.0
+        self,
+        num_elements: int,
+        *,
+        error_feedback: bool = True,
+        decay: float = 1.0,
+        needs_feedback: bool = False,
+        most_owed: float = MOST_OWED,
     ) -> None:
+        """`needs_feedback`: what the uplink's encoding leaves out is itself several pseudo-gradients."""
         self._values: Vector = np.zeros(num_elements, dtype=np.float32)
         self._decay = np.float32(decay)
         self._error_feedback = error_feedback
+        self._needs_feedback = needs_feedback
+        self.most_owed = most_owed  # rounds
 
     @property
     def values(self) -> Vector:
@@ -72,6 +108,29 @@ class Residual:
         )
         return accumulated
 
+    def limit(
+        self, span: slice, global_parameters: Vector, published: Vector, *, share: float = 1.0
+    ) -> float:
+        """Lets go what is owed of a span [n] beyond MOST_OWED rounds; returns how many rounds that is.
+
+        Call it before `owed`, where late work is owed. `share` is the part of the round's inner steps
+        that was trained: so a round that was cut short bounds no more than a whole one. Where nothing
+        was learned there is nothing to measure by, and all stays.
+        """
+        self._check(span, global_parameters, published)
+        if self._needs_feedback:
+            return 0.0
+        values = self._values[span]
+        whole = _norm(global_parameters, less=published) / share
+        return self._let_go(values, _norm(values), self.most_owed, whole)
+
+    def _let_go(self, values: Vector, norm: float, most: float, whole: float) -> float:
+        """Makes values [n] with this norm no longer than so many times `whole`."""
+        if whole == 0 or not norm > most * whole:
+            return 0.0
+        np.multiply(values, np.float32(most * whole / norm), out=values)
+        return norm / whole - most
+
     def settle_taken(self, span: slice, accumulated: Vector, decoded: Vector) -> None:
         """A commit took the span [n]: what its encoding left out is all that is owed."""
         self._check(span, accumulated, decoded)
@@ -82,10 +141,20 @@ class Residual:
         else:
             self._values[span] = 0
 
-    def settle_missed(self, span: slice, accumulated: Vector) -> None:
-        """No commit took the span [n]: all of it is still owed."""
+    def settle_missed(self, span: slice, accumulated: Vector, *, share: float = 1.0) -> float:
+        """No commit took the span [n]: all of it is still owed, within MOST_OWED.
+
+        Returns how many rounds of it are let go. `share` is as in `limit`.
+        """
         self._check(span, accumulated)
-        self._values[span] = accumulated
+        values = self._values[span]
+        if not self._needs_feedback:  # then `limit` has been at what was owed before
+            values[:] = accumulated
+            return 0.0
+        whole, before = _norm(accumulated, less=values) / share, _norm(values)
+        values[:] = accumulated
+        most = self.most_owed if whole == 0 else max(self.most_owed, before / whole)
+        return self._let_go(values, _norm(values), most, whole)
 
     def add(self, span: slice, error: Vector) -> None:
         """Owes this too for the span [n]: a reducer's error (node.exchange.reducer_error)."""

@@ -20,6 +20,7 @@ from node.exchange.holding import FetchResults, Holding
 from node.exchange.outer import Outer
 from node.exchange.pushes import Pushes
 from node.exchange.reducing import Reducing
+from node.exchange.reduction import most_tokens
 from node.exchange.reports import Report
 from node.exchange.transport.transport import Admission, TransferRefusedError, Transport
 from node.heavy import Heavy
@@ -91,6 +92,7 @@ class ExchangeRound:
             transport=transport,
             heavy=heavy,
             deadline=opened_at + plan.contribute_seconds,
+            assigned_tokens=most_tokens(plan.assignments, context=context).get(node_id, 0),
             keep_own=self._reducing.add_own,
         )
 

@@ -75,8 +75,8 @@ class Host:
     async def close(self) -> None:
         """Lets it go; safe to repeat."""
         self._listening.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._listening
+        # Not by catching CancelledError, which could be our own.
+        await asyncio.gather(self._listening, return_exceptions=True)
         self._wire.close()
 
     def _death(self) -> RankDiedError:

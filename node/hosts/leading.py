@@ -3,12 +3,13 @@
 import asyncio
 import json
 import secrets
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
+from node.heavy import in_thread
 from node.hosts.desk import STOP_SECONDS, Host, HostDesk
 from node.hosts.parts import Part, arranged, part_of
 from node.hosts.rendezvous import interface_of, open_store
@@ -21,7 +22,7 @@ from node.island.launcher import ProcessIsland
 from node.island.layout import layout_of
 from node.island.local_training import LocalTraining
 from node.island.mesh_shape import MeshShape
-from node.outer_state import SharedVectors
+from node.outer_state import SharedVectors, Vector
 from protocol.errors import AtollError, ConfigError
 from protocol.rounds import CorpusSummary
 from protocol.run_spec import RunSpec
@@ -214,7 +215,7 @@ class HostsIsland:
     async def publish(self, fragment: int) -> None:
         """See Island."""
         published = self._shared.published[self._layout.fragments[fragment].span]
-        published[:] = 0
+        await in_thread(lambda: published.fill(0))
         parts = [zeros(len(published)) for _ in self._others]
         await _together(
             self._own.publish(fragment),
@@ -223,8 +224,7 @@ class HostsIsland:
                 for host, part in zip(self._others, parts, strict=True)
             ),
         )
-        for part in parts:
-            published += part
+        await in_thread(lambda: _add_all(published, parts))
 
     async def keep(self, round: int, *, is_last: bool = False) -> None:
         """See Island. Each host writes its ranks' part to its own disk."""
@@ -255,6 +255,11 @@ class HostsIsland:
                 await host.call("stop")
         except (AtollError, TimeoutError):
             await host.close()
+
+
+def _add_all(published: Vector, parts: Sequence[Vector]) -> None:
+    for part in parts:
+        published += part
 
 
 async def _together(

@@ -70,6 +70,7 @@ class Vitals:
     utilisation: Utilisation | None = None  # of the round that ended last, if it trained in it
     mesh: str = ""  # how its ranks are laid out, in words
     congestion_control: str = ""  # of its host's TCP; empty: not known
+    let_go_rounds: float = 0.0  # of late work, by this process
 
 
 class SessionStub(Protocol):
@@ -205,6 +206,7 @@ def heartbeat_of(session_id: int, vitals: Vitals) -> session_pb2.HeartbeatReques
         utilisation=_utilisation_to_wire(vitals.utilisation),
         mesh=vitals.mesh,
         congestion_control=vitals.congestion_control,
+        let_go_rounds=vitals.let_go_rounds,
     )
 
 
@@ -248,7 +250,9 @@ def _report_to_wire(round: int, report: Report) -> session_pb2.Report:
         case Reduced():
             wire.reduced.slice_index = report.slice_index
             wire.reduced.digest = report.digest or b""
-            wire.reduced.contributors.extend(map(convert.contributor_to_wire, report.contributors))
+            wire.reduced.contributors.extend(
+                convert.contributors_to_wire(report.contributors, report.contributions)
+            )
         case Held():
             wire.held.slice_index = report.slice_index
             wire.held.digest = report.digest

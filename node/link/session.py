@@ -33,11 +33,17 @@ LEAVE_SECONDS = 3.0
 
 @dataclass(slots=True, kw_only=True)
 class _Queued:
-    """A report on its way."""
+    """A report on its way. It may be wanted again while a call that has it is not answered yet."""
 
     round: int
     report: Report
-    is_answered: bool = False
+    times_wanted: int = 1
+    times_answered: int = 0
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether nothing of it is left to be sent."""
+        return self.times_answered == self.times_wanted
 
 
 class Session:
@@ -76,7 +82,7 @@ class Session:
         """Sends the reports of a round once more: the coordinator's memory of it may be new."""
         for queued in self._reports:
             if queued.round == round:
-                queued.is_answered = False
+                queued.times_wanted += 1
                 self._all_answered.clear()
         self._reports_changed.set()
 
@@ -95,7 +101,7 @@ class Session:
                 attached_at = clock()
                 self._session_id = attachment.session_id
                 for queued in self._reports:
-                    queued.is_answered = False
+                    queued.times_wanted += 1
                     self._all_answered.clear()
                 self._on_attached(attachment)
                 await self._while_attached(attachment)
@@ -177,13 +183,13 @@ class Session:
     async def _send_reports(self, session_id: int) -> None:
         while True:
             self._reports_changed.clear()
+            # Looked for anew each time: some may have been withdrawn while a call was answered.
             waiting = [queued for queued in self._reports if not queued.is_answered]
-            for start in range(0, len(waiting), MOST_REPORTS):
-                batch = waiting[start : start + MOST_REPORTS]
-                await self._link.report(session_id, [(q.round, q.report) for q in batch])
-                for queued in batch:
-                    queued.is_answered = True
-            if all(queued.is_answered for queued in self._reports):
+            if batch := [(queued, queued.times_wanted) for queued in waiting[:MOST_REPORTS]]:
+                await self._link.report(session_id, [(q.round, q.report) for q, _ in batch])
+                for queued, times_wanted in batch:
+                    queued.times_answered = times_wanted
+            else:
                 self._all_answered.set()
                 await self._reports_changed.wait()
 

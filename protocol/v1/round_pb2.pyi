@@ -170,19 +170,23 @@ class Contributor(_message.Message):
 
     NODE_ID_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
+    CONTRIBUTION_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """The participant."""
     tokens: _builtins.int
     """Its weight: tokens trained."""
+    contribution: _builtins.bytes
+    """The first 16 bytes of the digest of its contribution's body, as the reducer took it into the mean."""
     def __init__(
         self,
         *,
         node_id: _builtins.str = ...,
         tokens: _builtins.int = ...,
+        contribution: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_id", b"node_id", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contribution", b"contribution", "node_id", b"node_id", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -231,6 +235,7 @@ class SliceOutcome(_message.Message):
     CONTRIBUTOR_SET_FIELD_NUMBER: _builtins.int
     HOLDERS_FIELD_NUMBER: _builtins.int
     VOID_REASON_FIELD_NUMBER: _builtins.int
+    CONTRIBUTIONS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Position in the plan."""
     start: _builtins.int
@@ -243,6 +248,10 @@ class SliceOutcome(_message.Message):
     """Whose pseudo-gradients the result holds, as the place in the commit's contributor_sets."""
     void_reason: _builtins.str
     """Why the slice is void; empty otherwise."""
+    contributions: _builtins.bytes
+    """What of each of the contributor set's nodes is in the result, in their order: 16 bytes each, as in
+    Contributor.contribution, one behind the other.
+    """
     @_builtins.property
     def holders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Nodes that held the result at the moment of commit, as places in the commit's node_ids: ask
@@ -259,10 +268,11 @@ class SliceOutcome(_message.Message):
         contributor_set: _builtins.int = ...,
         holders: _abc.Iterable[_builtins.int] | None = ...,
         void_reason: _builtins.str = ...,
+        contributions: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contributor_set", b"contributor_set", "digest", b"digest", "holders", b"holders", "index", b"index", "num_elements", b"num_elements", "start", b"start", "void_reason", b"void_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contributions", b"contributions", "contributor_set", b"contributor_set", "digest", b"digest", "holders", b"holders", "index", b"index", "num_elements", b"num_elements", "start", b"start", "void_reason", b"void_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

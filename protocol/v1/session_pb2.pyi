@@ -398,6 +398,7 @@ class HeartbeatRequest(_message.Message):
     LINK_RATES_FIELD_NUMBER: _builtins.int
     MESH_FIELD_NUMBER: _builtins.int
     CONGESTION_CONTROL_FIELD_NUMBER: _builtins.int
+    LET_GO_ROUNDS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.int
     """The session."""
     outer_round: _builtins.int
@@ -420,6 +421,8 @@ class HeartbeatRequest(_message.Message):
     """How its ranks are laid out, for example "shard 2 (ZeRO 3) × tensor 2"; "1 rank" for one."""
     congestion_control: _builtins.str
     """TCP's congestion control on its host, for example "cubic"; empty where the system does not tell."""
+    let_go_rounds: _builtins.float
+    """Late work that its process has let go so far, in rounds' pseudo-gradients by their norm."""
     @_builtins.property
     def wire(self) -> _containers.RepeatedCompositeFieldContainer[Global___WireCount]:
         """Bytes since the node started."""
@@ -454,10 +457,11 @@ class HeartbeatRequest(_message.Message):
         link_rates: Global___LinkRates | None = ...,
         mesh: _builtins.str = ...,
         congestion_control: _builtins.str = ...,
+        let_go_rounds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["link_rates", b"link_rates", "utilisation", b"utilisation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "congestion_control", b"congestion_control", "inner_step", b"inner_step", "link_rates", b"link_rates", "loss", b"loss", "mesh", b"mesh", "outer_digest", b"outer_digest", "outer_incarnation", b"outer_incarnation", "outer_round", b"outer_round", "session_id", b"session_id", "tokens_per_second", b"tokens_per_second", "unreachable_ids", b"unreachable_ids", "utilisation", b"utilisation", "waiting_for", b"waiting_for", "wire", b"wire"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "congestion_control", b"congestion_control", "inner_step", b"inner_step", "let_go_rounds", b"let_go_rounds", "link_rates", b"link_rates", "loss", b"loss", "mesh", b"mesh", "outer_digest", b"outer_digest", "outer_incarnation", b"outer_incarnation", "outer_round", b"outer_round", "session_id", b"session_id", "tokens_per_second", b"tokens_per_second", "unreachable_ids", b"unreachable_ids", "utilisation", b"utilisation", "waiting_for", b"waiting_for", "wire", b"wire"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -76,6 +76,12 @@ NODE_METRICS = (
         labels=(*_NODE, "direction", "kind"),
     ),
     Metric(
+        name="atoll_node_late_work_let_go_rounds_total",
+        kind="counter",
+        meaning="Late work that the node's process let go, in rounds' pseudo-gradients",
+        labels=_NODE,
+    ),
+    Metric(
         name="atoll_node_link_bytes_per_second",
         kind="gauge",
         meaning="What its link to its peers carries; left out before it was measured",
@@ -111,6 +117,7 @@ def put_node(
             board.put(
                 "atoll_node_bytes_total", num_bytes, **own, direction=direction, kind=counted.kind
             )
+    board.put("atoll_node_late_work_let_go_rounds_total", beat.let_go_rounds, **own)
     rates = beat.link_rates
     for direction, rate in (
         ("up", rates.up_bytes_per_second),

@@ -115,7 +115,8 @@ class FakeNode:
     async def reduced(self, plan: round_pb2.Plan) -> None:
         """Reduces its slices, with a contribution of every participant."""
         contributors = [
-            round_pb2.Contributor(node_id=a.node_id, tokens=1000) for a in plan.assignments
+            round_pb2.Contributor(node_id=a.node_id, tokens=1000, contribution=bytes(16))
+            for a in plan.assignments
         ]
         for part in plan.slices:
             if part.reducer_id == self.node_id:

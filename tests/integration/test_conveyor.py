@@ -250,7 +250,7 @@ async def test_a_payload_that_is_offered_again_takes_the_place_of_its_stalled_of
         await offered(link, stalled, payload)
         await link.push(payload)
         assert link.desk.received == [(SENDER, payload)]
-        with pytest.raises((EOFError, OSError)):
+        with pytest.raises((EOFError, ConnectionError)):
             await stalled.receive(wire.TransferResponse)
     assert link.desk.ended == [payload.header] * 2  # the stalled one, and the one that came
 

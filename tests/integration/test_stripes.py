@@ -1,6 +1,7 @@
 """What comes over stripes: parts before their offer, parts of nothing, and what a liar gets."""
 
 import asyncio
+import contextlib
 import os
 
 import pytest
@@ -12,11 +13,8 @@ from node.exchange.transport import early
 from node.exchange.transport import inbound as receiving
 from node.exchange.transport.conveyor import UNUSED_SECONDS
 from node.exchange.transport.early import EARLY_SECONDS, MOST_EARLY_BYTES, EarlyParts
-from node.exchange.transport.frames import TransferStream
-from node.exchange.transport.inbound import (
-    Inbounds,
-    take_stripe,
-)
+from node.exchange.transport.frames import FrameError, TransferStream
+from node.exchange.transport.inbound import Inbounds, complete, take_stripe
 from node.exchange.transport.rates.pacing import Pacer
 from node.exchange.transport.tally import Tally
 from protocol.rounds import Digest, NodeId
@@ -245,7 +243,7 @@ async def test_a_part_that_cannot_be_ends_its_stream_and_no_other(
         await offered(link, offer, payload)
         await liar.send(wire.TransferRequest(stripe=wire.Stripe()))
         await liar.send(part_of(payload, index, num_bytes))
-        with pytest.raises((EOFError, OSError)):
+        with pytest.raises((EOFError, ConnectionError)):
             await liar.receive(wire.TransferResponse)
         inbound = link.inbounds.find(SENDER, payload.digest)
         assert inbound is not None
@@ -266,5 +264,76 @@ async def test_who_sends_without_end_what_nobody_wants_is_cut_off(
             await liar.send_body(bytes(PART))
             await liar.receive(wire.TransferResponse)
         await liar.send(part_of(payload, 0))
-        with pytest.raises((EOFError, OSError)):
+        with pytest.raises((EOFError, ConnectionError)):
             await liar.receive(wire.TransferResponse)
+
+
+@pytest.mark.parametrize("way", ["has no room", "is too large to be kept"])
+def test_what_nobody_asked_for_adds_up_until_something_wanted_comes(
+    monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    monkeypatch.setattr(receiving, "MOST_DROPPED_BYTES", 3 * PART)
+    if way == "has no room":
+        monkeypatch.setattr(early, "MOST_EARLY_BYTES", 0)
+    else:
+        monkeypatch.setattr(receiving, "LEAST_PART_BYTES", PART - 1)
+
+    async def scene() -> None:
+        payload, inbounds = make_payload(body=BODY), Inbounds()
+        inbounds.begin(SENDER, payload.header, payload.digest, PART)
+        unwanted = make_payload(body=BODY, round=8)
+        stream, reader, answers = fed_stripe()
+        serving = asyncio.create_task(take_stripe(stream, SENDER, inbounds))
+        for part in (*[part_of(unwanted, 0)] * 3, part_of(payload, 0), *[part_of(unwanted, 0)] * 3):
+            reader.feed_data(framed(part) + BODY[:PART])
+            await asyncio.sleep(1)
+            assert not serving.done()
+        dropped, received = (
+            wire.TRANSFER_STATUS_PART_DROPPED,
+            wire.TRANSFER_STATUS_PART_RECEIVED,
+        )
+        assert answers.statuses == [dropped] * 3 + [received] + [dropped] * 3
+        reader.feed_data(framed(part_of(unwanted, 0, 1)))  # one byte more, and it is not read
+        with pytest.raises(FrameError, match=f"{3 * PART + 1} bytes of parts that nobody asked"):
+            await serving
+
+    run_in_virtual_time(scene())
+
+
+def test_a_wait_for_a_body_that_is_cancelled_while_it_ends_is_cancelled() -> None:
+    """Its stream may take a while to end: a second cancellation is not the stream's."""
+
+    async def scene() -> None:
+        payload, inbounds = make_payload(body=BODY), Inbounds()
+        inbound = inbounds.begin(SENDER, payload.header, payload.digest, PART)
+        is_ending = asyncio.Event()
+
+        class Stream:
+            async def ended(self) -> None:
+                try:
+                    await asyncio.Event().wait()
+                except asyncio.CancelledError:
+                    is_ending.set()
+                    await asyncio.sleep(5)
+                    raise
+
+        async def take() -> str:
+            waiting = complete(
+                Stream(),  # type: ignore[arg-type]
+                inbound,
+                is_wanted=lambda: True,
+                idle_seconds=20,
+            )
+            with contextlib.suppress(TimeoutError):
+                await waiting
+            return "went on as if nothing had been asked"
+
+        task = asyncio.create_task(take())
+        await asyncio.wait_for(is_ending.wait(), 60)  # nothing came within 20 s
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.sleep(10)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run_in_virtual_time(scene())

@@ -22,7 +22,7 @@ from coordinator.swarm.events import (
     Woke,
 )
 from coordinator.swarm.state import Trained
-from protocol.rounds import Commit, Contributor, Digest, NodeId, Plan
+from protocol.rounds import Commit, ContributionDigest, Contributor, Digest, NodeId, Plan
 
 INITIAL = Digest(b"initial")
 CONTEXT = 4
@@ -216,6 +216,10 @@ class SimulatedNode:
             slice_index=index,
             digest=self.reduced[place] if names else None,
             contributors=contributors,
+            contributions=tuple(
+                ContributionDigest(f"{place} {each.node_id}"[:16].ljust(16).encode())
+                for each in contributors
+            ),
         )
 
     # ---- how it catches up

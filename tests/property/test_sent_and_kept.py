@@ -135,6 +135,7 @@ class World:
                     num_elements=part.num_elements,
                     digest=result.payload.digest,
                     contributors=result.contributors,
+                    contributions=result.contributions,
                 )
                 self.note_mean(part.start, part.num_elements, reduction, reducers[-1], drawn)
             outcomes.append(outcome)

@@ -18,7 +18,7 @@ from coordinator.swarm.events import (
     Ticked,
     Woke,
 )
-from protocol.rounds import Contributor, Digest, NodeId
+from protocol.rounds import ContributionDigest, Contributor, Digest, NodeId
 
 NODE = st.integers(min_value=0, max_value=3)
 SOMETIMES_A_NODE = st.none() | st.none() | NODE
@@ -187,6 +187,7 @@ class SwarmMachine(RuleBasedStateMachine):
                 slice_index=index,
                 digest=lie,
                 contributors=(Contributor(node_id=NodeId("n0"), tokens=1),),
+                contributions=(ContributionDigest(bytes(16)),),
             ),
         )
 

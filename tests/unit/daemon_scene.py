@@ -221,6 +221,7 @@ class Life:
             num_elements=part.num_elements,
             digest=None if is_void else reduced.digest,
             contributors=() if is_void else reduced.contributors,
+            contributions=() if is_void else reduced.contributions,
             holder_ids=() if is_void else (A,),
         )
         commit = Commit(

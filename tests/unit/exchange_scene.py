@@ -17,8 +17,9 @@ from node.exchange.outer_optimizer import Sgd
 from node.exchange.rate_scaling import RateScale
 from node.exchange.reducer_error import ReducerError
 from node.exchange.reports import Held, Reduced, Report
-from node.exchange.residual import Residual
+from node.exchange.residual import MOST_OWED, Residual
 from node.exchange.state.on_disk import StateOnDisk
+from node.exchange.state.sent_log import SentLog
 from node.exchange.state.snapshot import Owed, Snapshot
 from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
 from node.heavy import in_place
@@ -38,7 +39,7 @@ from protocol.rounds import (
     SliceOutcome,
     cut_into_slices,
 )
-from protocol.run_spec import ReducerErrorRule
+from protocol.run_spec import WANTS_FEEDBACK, ReducerErrorRule
 from protocol.wire_count import WireCounts
 
 if TYPE_CHECKING:
@@ -72,6 +73,8 @@ def outer_of(
     decay: float = 1.0,
     reducer_error: ReducerErrorRule = "keep",
     layout: Layout = LAYOUT,
+    sent: SentLog | None = None,
+    most_owed: float = MOST_OWED,
 ) -> Outer:
     """A fresh replica. Its optimizer just subtracts the mean, so every change can be accounted for."""
     return Outer(
@@ -81,12 +84,18 @@ def outer_of(
         optimizer=Sgd(learning_rate=1.0),
         uplink=codec_named(codec),
         downlink=codec_named(codec),
-        residual=Residual(layout.num_elements, decay=decay),
+        residual=Residual(
+            layout.num_elements,
+            decay=decay,
+            needs_feedback=codec in WANTS_FEEDBACK,
+            most_owed=most_owed,
+        ),
         reducer_error=ReducerError(layout.num_elements, rule=reducer_error),
         merge="mean",
         rate_scale=RateScale(scaling="none", full_round_tokens=1),
         run_digest=RUN,
         node_id=node_id,
+        sent=sent,
     )
 
 
@@ -250,19 +259,26 @@ class Node:
 class Scene:
     """A swarm of exchanges."""
 
-    def __init__(self, codec: str = "fp32", folder: Path | None = None) -> None:
+    def __init__(
+        self, codec: str = "fp32", folder: Path | None = None, most_owed: float = MOST_OWED
+    ) -> None:
         self.network = MemoryNetwork()
         self.nodes: dict[NodeId, Node] = {}
         self.commits: list[Commit] = []
         self._codec = codec
+        self._most_owed = most_owed
         self._folder = folder
 
     @classmethod
     async def of(
-        cls, *node_ids: NodeId, codec: str = "fp32", folder: Path | None = None
+        cls,
+        *node_ids: NodeId,
+        codec: str = "fp32",
+        folder: Path | None = None,
+        most_owed: float = MOST_OWED,
     ) -> "Scene":
         """With a folder each node has a disk there, and goes on from it when it is added again."""
-        scene = cls(codec, folder)
+        scene = cls(codec, folder, most_owed)
         for node_id in node_ids:
             await scene.add(node_id)
         return scene
@@ -272,11 +288,19 @@ class Scene:
         if node_id in self.nodes:
             await self.nodes[node_id].exchange.stop()
             await self.nodes[node_id].transport.stop()
-        outer, disk, history = outer_of(node_id, self._codec), None, None
+        disk, history = None, None
         if self._folder is not None:
             history = History(self._folder / f"{node_id}-history")
             clock = asyncio.get_running_loop().time
-            disk = StateOnDisk(self._folder / node_id, history=history, clock=clock)
+            sent = SentLog(self._folder / f"{node_id}-sent")
+            disk = StateOnDisk(self._folder / node_id, history=history, sent=sent, clock=clock)
+        outer = outer_of(
+            node_id,
+            self._codec,
+            sent=None if disk is None else disk.sent,
+            most_owed=self._most_owed,
+        )
+        if disk is not None:
             on_disk = disk.snapshots.load_newest(RUN, outer.layout_digest)
             if on_disk is not None:
                 disk.resume(outer, on_disk)
@@ -329,6 +353,7 @@ class Scene:
                         outcome,
                         digest=reduced.digest,
                         contributors=reduced.contributors,
+                        contributions=reduced.contributions,
                         holder_ids=holders,
                     )
             outcomes.append(outcome)
@@ -337,6 +362,7 @@ class Scene:
             fragment=0,
             base_digest=plan.base_digest,
             slices=tuple(outcomes),
+            assignments=plan.assignments,
         )
         self.commits.append(commit)
         return commit

@@ -22,6 +22,7 @@ from coordinator.swarm.shares import UNKNOWN, Rates
 from coordinator.swarm.state import Member, Round, Rules, SwarmState, Trained
 from coordinator.swarm.transition import initial_state, next_deadline, step
 from protocol.rounds import (
+    ContributionDigest,
     Contributor,
     CorpusSummary,
     Digest,
@@ -42,6 +43,11 @@ TOKENS = 5 * STEP_TOKENS  # that a node trains in a full round
 
 def digest_of(text: str) -> Digest:
     return Digest(text.encode().ljust(32, b"."))
+
+
+def contribution_from(node: str, index: int) -> ContributionDigest:
+    """What a node sends of a slice, by its digest."""
+    return ContributionDigest(f"{node} to {index}".encode().ljust(16, b".")[:16])
 
 
 class Scene:
@@ -189,6 +195,7 @@ class Scene:
                     Contributor(node_id=NodeId(node), tokens=count)
                     for node, count in tokens.items()
                 ),
+                contributions=tuple(contribution_from(node, index) for node in tokens),
             )
         )
 

@@ -1,7 +1,9 @@
 """Getting from the state that a node holds to the committed one, among donors that lie, die and lag."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,14 +12,16 @@ from structlog.testing import capture_logs
 
 from node.exchange import held_results
 from node.exchange.fetching import FIRST_FROM_ONE, MOST_AT_ONCE
+from node.exchange.outer import Outer
 from node.exchange.reports import Held
 from node.exchange.state import manifest as manifest_file
-from node.exchange.state.catch_up import ROUNDS_AHEAD
+from node.exchange.state.catch_up import ROUNDS_AHEAD, SETTLE_SECONDS
 from node.exchange.state.manifest import Manifest
-from node.exchange.state.snapshot import Owed
+from node.exchange.state.result_log import ResultLog
+from node.exchange.state.snapshot import Owed, SnapshotFolder
 from node.exchange.transport.transport import Want, WantChunk, WantManifest, WantResult
 from protocol.payload import Payload
-from protocol.rounds import Digest, NodeId
+from protocol.rounds import Commit, Digest, NodeId
 from tests.unit.download_scene import changed
 from tests.unit.exchange_scene import (
     CONTRIBUTE_SECONDS,
@@ -351,4 +355,106 @@ async def test_a_node_that_restarts_after_contributing_counts_nothing_twice() ->
     assert scene.nodes[A].outer.digest == scene.nodes[B].outer.digest
     assert not scene.nodes[A].residual.any()  # the 3 and the 4 were taken together
     assert not scene.nodes[A].reported(Held, 3)
+    await scene.stop()
+
+
+@in_virtual_time
+async def test_a_state_that_the_swarm_never_agreed_on_is_not_taken_however_long_it_is_offered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(held_results, "KEPT_ROUNDS", 0)
+    scene = await Scene.of(A, B, C)
+    for number in (1, 2):
+        await committed_round(scene, number, A, B)
+    scene.commits[-1] = replace(scene.commits[-1], outer_digest=None)
+    held = scene.nodes[A].outer.digest
+    began_at = asyncio.get_running_loop().time()
+    assert not await scene.nodes[C].exchange._catch_up._is_the_swarms(None, 2, held)
+    assert asyncio.get_running_loop().time() >= began_at + SETTLE_SECONDS
+    catching_up = asyncio.create_task(scene.nodes[C].exchange.catch_up(1))
+    await asyncio.sleep(10 * SETTLE_SECONDS)  # all donors are at round 2
+    assert scene.nodes[C].outer.round == 0
+    assert not catching_up.done()
+    scene.settle(A)
+    await asyncio.wait_for(catching_up, SETTLE_SECONDS)
+    assert scene.nodes[C].outer.position == scene.nodes[A].outer.position
+    await scene.stop()
+
+
+@in_virtual_time
+async def test_while_a_commit_is_being_applied_nobody_saves_or_copies_half_of_it() -> None:
+    scene = await Scene.of(A, B)
+    node = scene.nodes[A]
+    plan = await scene.open_round(1, A, B)
+    for each in scene.nodes.values():
+        await each.contribute(1.0)
+    await asyncio.sleep(1)
+    commit = scene.close_round(plan)
+    may_apply = asyncio.Event()
+    saves: list[int] = []
+
+    async def slow(work: Callable[[], Any]) -> Any:
+        await may_apply.wait()
+        return work()
+
+    class Disk:
+        results = ResultLog(Path("nowhere"))
+        snapshots = SnapshotFolder(Path("nowhere"))
+
+        def opened(self, includes: object) -> None:
+            return None
+
+        def save(self, outer: Outer, held: object, *, is_last: bool) -> None:
+            saves.append(outer.round)
+
+    node.exchange._catch_up._heavy = slow
+    node.exchange._disk = Disk()  # type: ignore[assignment]
+    applying = asyncio.create_task(node.exchange.apply(commit))
+    await asyncio.sleep(1)
+    saving = asyncio.create_task(node.exchange.save())
+    await asyncio.sleep(1)
+    assert await node.exchange.supply(B, WantManifest(oldest_round=0)) is None
+    assert not saves
+    may_apply.set()
+    await asyncio.gather(applying, saving)
+    assert saves == [1]
+    await scene.stop()
+
+
+@in_virtual_time
+async def test_what_is_owed_goes_with_a_leap_whose_commits_are_not_all_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those that are missing may have taken it: owed again, it could count twice."""
+    monkeypatch.setattr(held_results, "KEPT_ROUNDS", 0)
+    scene = await Scene.of(A, B, C)
+    owed = Owed(residual=scene.nodes[C].outer.snapshot().parameters + 3)
+    scene.nodes[C].outer.restore(scene.nodes[C].outer.snapshot(), owed)
+    for number in (1, 2, 3):
+        await committed_round(scene, number, A, B)
+
+    async def list_commits(after_round: int) -> tuple[Commit, ...]:
+        listed = {0: scene.commits[:1], 1: [], 2: scene.commits[2:]}
+        return tuple(listed.get(after_round, ()))
+
+    scene.nodes[C].exchange._catch_up._list_commits = list_commits
+    await scene.nodes[C].exchange.catch_up(1)
+    assert scene.nodes[C].outer.position == scene.nodes[A].outer.position
+    assert not scene.nodes[C].residual.any()
+    await scene.stop()
+
+
+@in_virtual_time
+async def test_what_is_owed_stays_owed_through_a_leap_whose_commits_are_all_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(held_results, "KEPT_ROUNDS", 0)
+    scene = await Scene.of(A, B, C)
+    owed = Owed(residual=scene.nodes[C].outer.snapshot().parameters + 3)
+    scene.nodes[C].outer.restore(scene.nodes[C].outer.snapshot(), owed)
+    for number in (1, 2, 3):
+        await committed_round(scene, number, A, B)
+    await scene.nodes[C].exchange.catch_up(1)
+    assert scene.nodes[C].outer.position == scene.nodes[A].outer.position
+    assert (scene.nodes[C].residual == 3).all()
     await scene.stop()

@@ -24,18 +24,29 @@ PLAN_UINT32 = {
 
 def values(kind: Any) -> st.SearchStrategy[Any]:
     """Any value of one of the dataclasses of protocol.rounds, by its annotations."""
-    return st.builds(
+    drawn = st.builds(
         kind,
         **{
             field.name: of_type(get_type_hints(kind)[field.name], field.name)
             for field in fields(kind)
         },
     )
+    return drawn.map(with_a_contribution_of_each) if kind is rounds.SliceOutcome else drawn
+
+
+def with_a_contribution_of_each(outcome: rounds.SliceOutcome) -> rounds.SliceOutcome:
+    contributions = (rounds.ContributionDigest(bytes(range(n, n + 16))) for n in range(3))
+    return replace(
+        outcome,
+        contributions=tuple(c for c, _ in zip(contributions, outcome.contributors, strict=False)),
+    )
 
 
 def of_type(hint: Any, name: str) -> st.SearchStrategy[Any]:
     if hint in (Digest, bytes):
         return digests
+    if hint is rounds.ContributionDigest:
+        return st.binary(min_size=16, max_size=16)
     if hint == Digest | None:
         return st.none() | digests
     if hint is int:
@@ -128,3 +139,45 @@ def test_a_digest_or_key_of_the_wrong_size_is_refused() -> None:
     address = rounds.PeerAddress(public_key=bytes(33), multiaddrs=())
     with pytest.raises(ProtocolMismatchError, match="public key has 33 bytes"):
         convert.address_from_wire(convert.address_to_wire(address))
+
+
+def test_a_commit_says_of_each_contributor_which_bytes_are_in_the_result() -> None:
+    outcome = outcome_of_two()
+    assert outcome.contribution_of(rounds.NodeId("b")) == bytes([2]) * 16
+    assert outcome.contribution_of(rounds.NodeId("c")) is None
+    assert replace(outcome, contributions=()).contribution_of(rounds.NodeId("b")) is None
+
+
+@pytest.mark.parametrize("num_bytes", [1, 16, 31, 48])
+def test_contributions_that_are_not_one_for_each_contributor_are_refused(num_bytes: int) -> None:
+    commit = rounds.Commit(
+        round=1, fragment=0, base_digest=Digest(bytes(32)), slices=(outcome_of_two(),)
+    )
+    wire = convert.commit_to_wire(commit)
+    assert convert.commit_from_wire(wire) == commit
+    wire.slices[0].contributions = bytes(num_bytes)
+    with pytest.raises(ProtocolMismatchError, match="16 bytes of its digest"):
+        convert.commit_from_wire(wire)
+
+
+def test_a_commit_from_before_contributions_were_named_is_still_read() -> None:
+    commit = rounds.Commit(
+        round=1,
+        fragment=0,
+        base_digest=Digest(bytes(32)),
+        slices=(replace(outcome_of_two(), contributions=()),),
+    )
+    assert convert.commit_from_wire(convert.commit_to_wire(commit)) == commit
+
+
+def outcome_of_two() -> rounds.SliceOutcome:
+    return rounds.SliceOutcome(
+        index=0,
+        start=0,
+        num_elements=1,
+        digest=Digest(bytes(32)),
+        contributors=tuple(
+            rounds.Contributor(node_id=rounds.NodeId(name), tokens=5) for name in "ab"
+        ),
+        contributions=tuple(rounds.ContributionDigest(bytes([n]) * 16) for n in (1, 2)),
+    )

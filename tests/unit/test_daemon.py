@@ -27,7 +27,7 @@ from node.link.events import (
     RunFinished,
 )
 from node.outer_state import Vector
-from protocol.errors import SystemRefusedError, UnavailableError
+from protocol.errors import IncompleteError, SystemRefusedError, UnavailableError
 from protocol.rounds import Assignment, Commit, Digest, PeerAddress, RosterEntry, SliceOutcome
 from protocol.run_spec import RunSpec
 from tests.unit.daemon_scene import TRAIN_SECONDS, Life
@@ -150,6 +150,9 @@ async def test_heartbeats_say_how_ranks_are_laid_out_and_how_the_host_shares_its
         await asyncio.sleep(5)
         beat = life.link.heartbeats[-1]
         assert (beat.mesh, beat.congestion_control) == ("shard 2", "bbr")
+        life.outer.owing.let_go_rounds = 1.5
+        await asyncio.sleep(5)
+        assert life.link.heartbeats[-1].let_go_rounds == 1.5
 
 
 @in_virtual_time
@@ -288,8 +291,9 @@ async def test_a_node_that_is_behind_at_the_end_does_not_wait_for_ever() -> None
             RunFinished(round=1, outer_digest=Digest(bytes(32)), reason="done"),
         )
         assert life.running is not None
-        reason = await asyncio.wait_for(life.running, FINISH_SECONDS + 10)
-        assert reason == "done; this node holds round 0 of it"
+        with pytest.raises(IncompleteError, match=r"over \(done\).* holds round 0 of 1") as refusal:
+            await asyncio.wait_for(life.running, FINISH_SECONDS + 10)
+        assert refusal.value.exit_code == 74
 
 
 @in_virtual_time
@@ -306,8 +310,9 @@ async def test_a_commit_that_nobody_supplies_does_not_keep_a_node_from_the_end()
         assert life.daemon._duties.activity == "applying"
         life.link.say(RunFinished(round=1, outer_digest=Digest(bytes(32)), reason="done"))
         assert life.running is not None
-        reason = await asyncio.wait_for(life.running, FINISH_SECONDS + 10)
-        assert reason == "done; this node holds round 0 of it"
+        with pytest.raises(IncompleteError, match=r"over \(done\).* holds round 0 of 1") as refusal:
+            await asyncio.wait_for(life.running, FINISH_SECONDS + 10)
+        assert refusal.value.exit_code == 74
 
 
 @in_virtual_time
@@ -318,8 +323,8 @@ async def test_a_finished_run_is_left_once_and_with_everything_reported() -> Non
         life.link.say(RoundOpened(plan=plan))
         await asyncio.sleep(60)
         life.link.say(
-            RoundCommitted(commit=life.commit(plan)),
-            RunFinished(round=1, outer_digest=Digest(bytes(32)), reason="done"),
+            RoundCommitted(commit=life.commit(plan, is_void=True)),
+            RunFinished(round=1, outer_digest=life.outer.digest, reason="done"),
         )
         assert life.running is not None
         assert await life.running == "done"
@@ -327,6 +332,27 @@ async def test_a_finished_run_is_left_once_and_with_everything_reported() -> Non
     assert life.link.goodbyes == ["the run is finished"]
     await asyncio.sleep(60)
     assert life.link.num_attached == 1  # it does not come back as a ghost
+
+
+@in_virtual_time
+async def test_a_node_with_another_final_state_than_the_swarms_says_so_and_does_not_end_well() -> (
+    None
+):
+    async with Life() as life:
+        life.link.say(RunFinished(round=0, outer_digest=Digest(bytes(32)), reason="done"))
+        assert life.running is not None
+        with pytest.raises(IncompleteError, match="another state of round 0 than the swarm"):
+            await asyncio.wait_for(life.running, FINISH_SECONDS + 10)
+
+
+@in_virtual_time
+async def test_a_run_that_the_coordinator_does_not_list_is_not_taken_for_held() -> None:
+    """A coordinator that went back lists fewer rounds than it said the run had."""
+    async with Life() as life:
+        life.link.say(RunFinished(round=5, outer_digest=life.outer.digest, reason="done"))
+        assert life.running is not None
+        with pytest.raises(IncompleteError, match="holds round 0 of 5"):
+            await asyncio.wait_for(life.running, FINISH_SECONDS + 10)
 
 
 @pytest.mark.parametrize("seconds", [0.5, 3.0, 6.0, 7.5, 30.0])

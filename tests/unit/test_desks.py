@@ -119,6 +119,10 @@ async def test_reports_of_numbers_that_are_none_are_refused() -> None:
     heartbeat.loss = math.nan
     with pytest.raises(BadDataError, match="loss is nan"):
         await desk.heartbeat(NODE.node_id, heartbeat)
+    heartbeat = session_pb2.HeartbeatRequest(session_id=session_id, let_go_rounds=math.inf)
+    heartbeat.outer_digest = DIGEST
+    with pytest.raises(BadDataError, match="late work let go is inf"):
+        await desk.heartbeat(NODE.node_id, heartbeat)
     fields = ("flops_per_second", "mfu", "peak_flops_per_second", "waiting_share")
     for field in (*fields, "local_communication_share", "exchange_share"):
         heartbeat = session_pb2.HeartbeatRequest(session_id=session_id, outer_digest=DIGEST)

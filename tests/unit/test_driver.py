@@ -29,6 +29,7 @@ from coordinator.swarm.state import MemberState, Rules
 from coordinator.swarm.transition import initial_state
 from protocol.errors import SessionEndedError, SystemRefusedError
 from protocol.rounds import (
+    ContributionDigest,
     Contributor,
     CorpusSummary,
     Digest,
@@ -145,7 +146,9 @@ async def opened() -> tuple[Driver, int, int]:
 async def void(driver: Driver) -> None:
     """Brings round 1 to its commit: there was nothing to reduce, so it is void."""
     await driver.apply(
-        SliceReduced(node_id=A, round=1, slice_index=0, digest=None, contributors=())
+        SliceReduced(
+            node_id=A, round=1, slice_index=0, digest=None, contributors=(), contributions=()
+        )
     )
 
 
@@ -201,7 +204,14 @@ async def test_who_subscribes_while_a_round_is_applied_gets_its_commit() -> None
     driver, session_a, session_b = await opened()
     share = (Contributor(node_id=A, tokens=80),)
     await driver.apply(
-        SliceReduced(node_id=A, round=1, slice_index=0, digest=END, contributors=share)
+        SliceReduced(
+            node_id=A,
+            round=1,
+            slice_index=0,
+            digest=END,
+            contributors=share,
+            contributions=(ContributionDigest(bytes(16)),),
+        )
     )
     await driver.apply(Detached(node_id=B, session_id=session_b, reason=""))
     newcomer = NodeId("c" * 32)

@@ -25,6 +25,7 @@ from node.history import History
 from protocol.payload import Payload, PayloadHeader
 from protocol.rounds import BLOCK, Digest, NodeId, cut_into_slices
 from tests.unit.exchange_scene import (
+    COMMIT_SECONDS,
     CONTRIBUTE_SECONDS,
     NUM_ELEMENTS,
     A,
@@ -348,3 +349,63 @@ def test_results_of_old_rounds_are_forgotten() -> None:
     held.forget_old(KEPT_ROUNDS + 2)
     assert held.get(2, 0) is None
     assert held.get(3, 0) is not None
+
+
+@in_virtual_time
+async def test_after_three_rounds_the_tokens_of_who_never_gets_through_damp_no_mean() -> None:
+    """Of three nodes with equal tokens: two thirds of the mean for three rounds, and then all of it."""
+    scene = await Scene.of(A, B, C)
+    for other in (A, B):
+        scene.network.cut(C, other)
+    moved = []
+    for number in range(1, 6):
+        plan = await scene.open_round(number, A, B, C)
+        before = scene.nodes[A].parameters.copy()
+        for node_id in (A, B, C):
+            await scene.nodes[node_id].contribute(1.0)
+        await asyncio.sleep(COMMIT_SECONDS)
+        commit = scene.close_round(plan, void=[2])  # C's own slice: nobody else has its result
+        scene.network.mend(C, A)
+        for node_id in (A, B, C):
+            await scene.nodes[node_id].exchange.apply(commit)
+        scene.network.cut(C, A)
+        scene.settle(A)
+        moved.append(float((before - scene.nodes[A].parameters)[0]))
+    assert moved == pytest.approx([2 / 3, 2 / 3, 2 / 3, 1, 1])
+    assert len({node.outer.digest for node in scene.nodes.values()}) == 1
+    assert scene.nodes[C].outer.owing.let_go_rounds > 0
+    await scene.stop()
+
+
+@in_virtual_time
+async def test_what_ranks_hand_in_is_read_and_added_beside_the_control_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene = await Scene.of(A)
+    node = scene.nodes[A]
+    owing, beside = node.outer.owing, [False]
+
+    async def heavy(work: Any) -> Any:
+        beside[0] = True
+        try:
+            return work()
+        finally:
+            beside[0] = False
+
+    def noting(method: Any) -> Any:
+        def called(*arguments: Any) -> Any:
+            assert beside[0], f"{method.__name__} on the control loop"
+            return method(*arguments)
+
+        return called
+
+    async def publish(fragment: int) -> bool:
+        owing._published[:] = 5
+        return True
+
+    monkeypatch.setattr(node.exchange, "_heavy", heavy)
+    for name in ("published_of", "add_published"):
+        monkeypatch.setattr(owing, name, noting(getattr(owing, name)))
+    await node.exchange.take_in(publish)
+    assert (node.residual == -5).all()
+    await scene.stop()

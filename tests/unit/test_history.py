@@ -1,7 +1,10 @@
 """The commits that a node keeps, on disk and in memory."""
 
+import errno
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -9,6 +12,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from node import history
 from node.history import History
 from protocol.convert import commit_to_wire
+from protocol.errors import SystemRefusedError
 from protocol.rounds import Assignment, Commit, Contributor, Digest, NodeId, SliceOutcome
 from protocol.signing import CommitSigner, commit_statement
 
@@ -104,6 +108,70 @@ def test_a_file_that_grows_too_large_loses_its_older_half(
     path = tmp_path / "history"
     saved(path, *(commit_of(number) for number in range(1, 6)))
     assert kept(History(path)) == [(3, 0), (4, 0), (5, 0)]
+
+
+@pytest.mark.parametrize("is_trimmed", [False, True])
+def test_what_a_disk_refused_is_written_the_next_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_trimmed: bool
+) -> None:
+    path = tmp_path / "history"
+    written = saved(path, commit_of(1), commit_of(2), commit_of(3))
+    before = path.read_bytes()
+    if is_trimmed:
+        monkeypatch.setattr(history, "KEPT_BYTES", len(before))
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(history.os, "fsync", full)
+        written.add(commit_of(4))
+        with pytest.raises(SystemRefusedError):
+            written.save()
+        assert kept(written) == [(n, 0) for n in (1, 2, 3, 4)]
+    written.add(commit_of(5))
+    written.save()
+    there = [(n, 0) for n in ((3, 4, 5) if is_trimmed else (1, 2, 3, 4, 5))]
+    assert kept(History(path)) == kept(written) == there
+    written.save()
+    assert kept(History(path)) == there
+
+
+def test_rounds_are_looked_at_once_however_many_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In reading, adding and handing out; counted, for time says nothing on a busy machine."""
+
+    class Counted(list[int]):
+        num_looks = 0
+
+        def __getitem__(self, place: Any) -> Any:
+            Counted.num_looks += 1
+            return super().__getitem__(place)
+
+        def __iter__(self) -> Iterator[int]:
+            Counted.num_looks += len(self)
+            return super().__iter__()
+
+    class CountedDict(dict[int, bytes]):
+        def __iter__(self) -> Iterator[int]:
+            Counted.num_looks += len(self)
+            return super().__iter__()
+
+        def items(self) -> Any:
+            Counted.num_looks += len(self)
+            return super().items()
+
+    rounds = History(None)
+    rounds._rounds, rounds._commits = Counted(), CountedDict()
+    commit = commit_of(1)
+    for number in range(1, 2001):
+        rounds.add(replace(commit, round=number))
+    known = 0
+    while batch := rounds.after(known, max_bytes=1):
+        known = batch[-1].round
+    assert known == 2000
+    assert Counted.num_looks < 50 * 2000
 
 
 def test_a_signature_covers_all_but_the_digest_that_nodes_agree_on_later() -> None:

@@ -18,7 +18,14 @@ from node.link.calls import Announcement, CoordinatorLink, Vitals
 from node.link.utilisation import Utilisation
 from protocol import convert
 from protocol.errors import ConfigError, ProtocolMismatchError
-from protocol.rounds import Commit, Contributor, Digest, PeerAddress, RosterEntry
+from protocol.rounds import (
+    Commit,
+    ContributionDigest,
+    Contributor,
+    Digest,
+    PeerAddress,
+    RosterEntry,
+)
 from protocol.run_spec import RunSpec
 from protocol.signing import CommitSigner
 from protocol.v1 import session_pb2 as pb
@@ -161,12 +168,19 @@ async def test_an_event_of_a_newer_version_is_not_passed_over_in_silence() -> No
         ),
         (
             Reduced(
-                slice_index=1, digest=DIGEST, contributors=(Contributor(node_id=A, tokens=96),)
+                slice_index=1,
+                digest=DIGEST,
+                contributors=(Contributor(node_id=A, tokens=96),),
+                contributions=(ContributionDigest(bytes(range(16))),),
             ),
             "reduced",
             {"slice_index": 1, "digest": DIGEST},
         ),
-        (Reduced(slice_index=1, digest=None, contributors=()), "reduced", {"digest": b""}),
+        (
+            Reduced(slice_index=1, digest=None, contributors=(), contributions=()),
+            "reduced",
+            {"digest": b""},
+        ),
         (Held(slice_index=0, digest=DIGEST), "held", {"slice_index": 0, "digest": DIGEST}),
         (
             Applied(outer_digest=DIGEST, incarnation=3, wire={"result": (5, 6)}),
@@ -195,8 +209,8 @@ async def test_every_report_says_what_it_is_even_when_it_is_zero(
     body = getattr(sent, kind)
     assert {name: getattr(body, name) for name in fields} == fields
     if isinstance(report, Reduced):
-        contributors = tuple(map(convert.contributor_from_wire, body.contributors))
-        assert contributors == report.contributors
+        told = convert.contributors_from_wire(body.contributors)
+        assert told == (report.contributors, report.contributions)
 
 
 async def test_a_run_file_that_reads_differently_here_is_refused() -> None:

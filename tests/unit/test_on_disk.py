@@ -9,13 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from node.exchange import held_results
 from node.exchange.state.on_disk import LONGEST_ROUNDS, StateOnDisk, rounds_between
-from node.exchange.state.snapshot import snapshot_bytes
+from node.exchange.state.sent_log import SentLog
+from node.exchange.state.snapshot import Owed, snapshot_bytes
 from node.exchange.transport.transport import WantManifest, WantResult
 from node.history import History
 from node.machine import disk
 from protocol.errors import SystemRefusedError
-from protocol.rounds import Commit, NodeId
+from protocol.rounds import Commit, ContributionDigest, NodeId
 from tests.unit.exchange_scene import NUM_ELEMENTS, A, B, Scene, in_virtual_time
 
 
@@ -273,3 +275,82 @@ def test_the_disk_needs_room_for_three_snapshots_and_the_results_between(tmp_pat
     with pytest.raises(SystemRefusedError, match=r"need 80,000,000,000,012,288 bytes in .*: they"):
         state.require_room(10**15, 2 * 10**15)
     assert list(state.path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("slow_disks")
+@in_virtual_time
+async def test_results_that_lead_from_another_state_than_the_disk_has_are_not_enough(
+    tmp_path: Path,
+) -> None:
+    """The disk has a state of round 1 that was wrong, and the node has fetched the right one since."""
+    scene = await swarm_on(tmp_path)
+    await trained(scene, 1)
+    node = scene.nodes[A]
+    right, owed = node.outer.snapshot(), node.outer.owed()
+    wrong = node.outer.snapshot()
+    wrong.parameters[:] += 1
+    node.outer.restore(wrong, None)
+    await node.exchange.save()
+    node.outer.restore(right, owed)
+    await trained(scene, 2)
+    digest = node.outer.digest
+    assert digest == scene.nodes[B].outer.digest
+    again = await scene.add(A)
+    assert again.outer.position == (2, digest)
+    await scene.stop()
+
+
+@pytest.mark.usefixtures("slow_disks")
+@in_virtual_time
+async def test_results_since_the_older_snapshot_stay_for_when_the_newer_one_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(held_results, "KEPT_ROUNDS", 1)  # peers ask for no more
+    scene = await swarm_on(tmp_path)
+    for number in range(1, 6):
+        await trained(scene, number)
+        if number in (2, 4):
+            await scene.nodes[A].exchange.save(is_last=True)
+    assert [name for name in files(tmp_path) if name.endswith("safetensors")] == [
+        "round-00000002.safetensors",
+        "round-00000004.safetensors",
+    ]
+    sent = SentLog(tmp_path / f"{A}-sent")
+    assert [number for number in range(1, 6) if sent.knows(number)] == [3, 4, 5]
+    digest = scene.nodes[A].outer.digest
+    path = tmp_path / A / "round-00000004.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-10] ^= 1
+    path.write_bytes(content)
+    assert (await scene.add(A)).outer.position == (5, digest)
+    await scene.stop()
+
+
+@pytest.mark.usefixtures("slow_disks")
+@in_virtual_time
+async def test_a_killed_node_drops_nothing_for_a_round_that_it_was_only_said_to_be_in(
+    tmp_path: Path,
+) -> None:
+    scene = await swarm_on(tmp_path)
+    await trained(scene, 1)
+    owed = Owed(residual=np.full(NUM_ELEMENTS, 3, dtype=np.float32))
+    scene.nodes[A].outer.restore(scene.nodes[A].outer.snapshot(), owed)
+    scene.nodes[A].outer.owing.holds_work = True
+    await scene.nodes[A].exchange.save(is_last=True)
+    plan = await scene.open_round(2, A, B)
+    work = np.ones(NUM_ELEMENTS, dtype=np.float32)
+    await scene.nodes[A].contribute(work)
+    await scene.nodes[B].contribute(work)
+    await asyncio.sleep(1)
+    commit = scene.close_round(plan)
+    first, second = commit.slices
+    lie = replace(first, contributions=tuple(ContributionDigest(bytes(16)) for _ in "ab"))
+    scene.commits[-1] = replace(commit, slices=(lie, second))
+    await scene.nodes[B].exchange.apply(scene.commits[-1])
+    scene.settle(B)
+    again = await scene.add(A)
+    await again.exchange.catch_up(2)
+    assert again.outer.digest == scene.nodes[B].outer.digest
+    assert (again.residual[: first.num_elements] == 3).all()
+    assert not again.residual[first.num_elements :].any()
+    await scene.stop()

@@ -11,9 +11,19 @@ from node.exchange.reduction import Reduction
 from node.exchange.state.snapshot import Owed
 from node.outer_state import Vector
 from protocol.payload import Payload
-from protocol.rounds import BLOCK, Commit, Contributor, SliceOutcome
+from protocol.rounds import BLOCK, Commit, ContributionDigest, Contributor, SliceOutcome
 from tests.tiny_runs import tiny
-from tests.unit.exchange_scene import LAYOUT, NUM_ELEMENTS, A, B, C, outer_of, plan_for, result_of
+from tests.unit.exchange_scene import (
+    LAYOUT,
+    NUM_ELEMENTS,
+    TOKENS,
+    A,
+    B,
+    C,
+    outer_of,
+    plan_for,
+    result_of,
+)
 
 ONES = np.ones(BLOCK, dtype=np.float32)
 
@@ -22,10 +32,15 @@ def pending_of(outer: Outer, work: Vector) -> Pending:
     """What the node sent in the next round, encoded as it would be."""
     outer.owing._published[:] = outer._parameters - work
     pending = outer.owing.accumulate(round=outer.round + 1, fragment=0)
-    for index in range(3):
-        part = pending.accumulated[index * BLOCK : (index + 1) * BLOCK]
-        pending.bodies[index] = outer.uplink.encode(part)
+    for part in plan_for(A, B, C).slices:
+        outer.owing.contribution_to(part, TOKENS)
     return pending
+
+
+def contribution_in(outer: Outer, index: int) -> ContributionDigest:
+    """What a reducer says to have of the node that sent something in this round."""
+    pending = outer.owing.pending
+    return ContributionDigest(bytes(16)) if pending is None else pending.sent[index].contribution
 
 
 def commit_on(outer: Outer, results: dict[int, Payload], *, taken_from: str = A) -> Commit:
@@ -43,6 +58,7 @@ def commit_on(outer: Outer, results: dict[int, Payload], *, taken_from: str = A)
                 contributors=(Contributor(node_id=A if taken_from == A else B, tokens=1),)
                 if index in results
                 else (),
+                contributions=(contribution_in(outer, index),) if index in results else (),
             )
             for index in range(3)
         ),
@@ -287,10 +303,10 @@ def test_a_run_file_makes_its_replica() -> None:
     body = outer.downlink.encode(ONES)
     results = {0: Payload(header=result_of(ONES, sender_id=B).header, body=body)}
     full_round = spec.run.min_nodes * spec.inner.steps * spec.tokens_per_inner_step
+    pending = pending_of(outer, normal(0))
     commit = commit_on(outer, results)
     contributors = (Contributor(node_id=A, tokens=4 * full_round),)
     first = replace(commit.slices[0], contributors=contributors)
-    pending = pending_of(outer, normal(0))
     outer.apply(replace(commit, slices=(first, *commit.slices[1:])), results)
     np.testing.assert_array_equal(parameters[:BLOCK], -1)  # twice a half
     left = pending.accumulated[:BLOCK] - outer.uplink.decode(pending.bodies[0], BLOCK)

@@ -46,7 +46,9 @@ def fetched(port: int | None) -> str:
 
 
 async def test_a_node_tells_what_it_would_tell_the_coordinator() -> None:
-    vitals = replace(VITALS, utilisation=MADE, wire={"result": (5, 6)}, mesh="shard 2")
+    vitals = replace(
+        VITALS, utilisation=MADE, wire={"result": (5, 6)}, mesh="shard 2", let_go_rounds=2.5
+    )
     async with own_metrics("127.0.0.1:0", FACTS, lambda: vitals) as port:
         text = await asyncio.to_thread(fetched, port)
         vitals = replace(vitals, utilisation=replace(MADE, mfu=0.5))
@@ -54,6 +56,8 @@ async def test_a_node_tells_what_it_would_tell_the_coordinator() -> None:
     samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
     assert {s.name for s in samples} <= {metric.name for metric in NODE_METRICS}
     assert {(s.labels["node"], s.labels["node_id"]) for s in samples} == {("attic", A)}
+    values = {s.name: s.value for s in samples}
+    assert values["atoll_node_late_work_let_go_rounds_total"] == 2.5
     shares = {s.labels["part"]: s.value for s in samples if s.name == "atoll_node_time_share"}
     assert set(shares) == set(PARTS)
     assert sum(shares.values()) == 1.0

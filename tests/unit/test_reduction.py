@@ -4,15 +4,16 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
+import blake3
 import numpy as np
 import pytest
 
 from node.exchange.codecs.codec import Codec
 from node.exchange.codecs.registry import codec_named
-from node.exchange.reduction import Reduction, most_tokens
+from node.exchange.reduction import Reduction, missed_in_a_row, most_tokens
 from node.exchange.transport.transport import TransferRefusedError
 from protocol.payload import Payload
-from protocol.rounds import BLOCK, Contributor, NodeId
+from protocol.rounds import BLOCK, Commit, Contributor, NodeId, SliceOutcome
 from tests.unit.exchange_scene import (
     RUN,
     TOKENS,
@@ -184,6 +185,80 @@ def test_late_work_counts_in_a_later_mean_and_not_twice_by_its_absence() -> None
     payload, contributors = mean_of(reduction)
     assert FP32.decode(payload.body, BLOCK)[0] == 1
     assert contributors == (Contributor(node_id=B, tokens=4),)
+
+
+def test_a_reducer_divides_its_own_error_by_the_share_that_it_has_beside_late_work() -> None:
+    """With `"own"` its error must be as much in the next mean as its contribution is."""
+    reduction = reduction_at_a()
+    give(reduction, contribution(A, 1, tokens=4), contribution(B, 5, tokens=4))
+    reduced = reduction.result(downlink=FP32, run_digest=RUN, node_id=A)
+    assert reduced is not None
+    assert reduced.weighed_tokens == 4 + 4 + TOKENS  # C's is late
+    reduction.depart([C])
+    reduced = reduction.result(downlink=FP32, run_digest=RUN, node_id=A)
+    assert reduced is not None
+    assert reduced.weighed_tokens == 4 + 4
+
+
+def test_the_tokens_of_who_never_gets_through_do_not_count() -> None:
+    reduction = reduction_at_a()
+    give(reduction, contribution(B, 5, tokens=4))
+    long_missed = frozenset({A, B})  # B is in time now: it counts like any other
+    reduced = reduction.result(downlink=FP32, run_digest=RUN, node_id=A, long_missed=long_missed)
+    assert reduced is not None
+    assert FP32.decode(reduced.payload.body, BLOCK)[0] == pytest.approx(5 * 4 / (4 + TOKENS))
+    assert reduced.weighed_tokens == 4 + TOKENS
+
+
+def test_a_result_says_of_each_contributor_which_bytes_are_in_it() -> None:
+    reduction = reduction_at_a()
+    broken = contribution(A, float("nan"))
+    sent = [broken, contribution(C, 2), contribution(B, 1)]
+    give(reduction, *sent)
+    reduced = reduction.result(downlink=FP32, run_digest=RUN, node_id=A)
+    assert reduced is not None
+    assert [c.node_id for c in reduced.contributors] == [B, C]
+    digests = [blake3.blake3(payload.body).digest()[:16] for payload in (sent[2], sent[1])]
+    assert list(reduced.contributions) == digests
+
+
+def missed_after(*rounds: tuple[str, str], own_slices: tuple[int, ...] = ()) -> dict[NodeId, int]:
+    """After commits of two slices, each given by whose contributions are in it; "-" is void."""
+    missed: dict[NodeId, int] = {}
+    for number, slices in enumerate(rounds, start=1):
+        commit = Commit(
+            round=number,
+            fragment=0,
+            base_digest=RUN,
+            assignments=PLAN.assignments,
+            slices=tuple(
+                SliceOutcome(
+                    index=index,
+                    start=index * BLOCK,
+                    num_elements=BLOCK,
+                    digest=None if names == "-" else RUN,
+                    contributors=tuple(
+                        Contributor(node_id=NodeId(name), tokens=1) for name in names.strip("-")
+                    ),
+                )
+                for index, names in enumerate(slices)
+            ),
+        )
+        missed = missed_in_a_row(missed, commit, own_slices)
+    return missed
+
+
+def test_rounds_are_counted_in_a_row_and_only_those_that_had_a_result() -> None:
+    assert missed_after(("ab", "ab")) == {A: 0, B: 0, C: 1}
+    assert missed_after(("ab", "ab"), ("-", "-"), ("ab", "b")) == {A: 0, B: 0, C: 2}
+    assert missed_after(("ab", "ab"), ("ab", "abc"), ("ab", "ab")) == {A: 0, B: 0, C: 1}
+
+
+def test_a_reducer_goes_by_its_own_slices_where_it_had_any() -> None:
+    """Somebody may get through to all reducers but one, whose means it would damp for ever."""
+    rounds = [("ab", "abc")] * 4
+    assert missed_after(*rounds, own_slices=(0,))[C] == 4
+    assert missed_after(*rounds, own_slices=(1,))[C] == missed_after(*rounds)[C] == 0
 
 
 def test_the_work_of_who_is_gone_is_not_waited_for_in_later_means() -> None:

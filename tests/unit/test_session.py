@@ -153,6 +153,42 @@ async def test_what_gathers_while_a_call_is_answered_goes_out_in_the_next() -> N
     await ended(running)
 
 
+@pytest.mark.parametrize("change", ["repeat", "withdraw"])
+@in_virtual_time
+async def test_what_changes_while_a_call_is_answered_is_not_overwritten_by_its_answer(
+    change: str,
+) -> None:
+    link, answered = Link(), asyncio.Event()
+    call = link._call
+
+    async def answer_when_told() -> None:
+        await answered.wait()
+        await call()
+
+    session = session_on(link)
+    running = await started(session)
+    link._call = answer_when_told  # type: ignore[method-assign]
+    for number in range(MOST_REPORTS + 1):
+        session.report(1, report(number))
+    await asyncio.sleep(1)  # the first batch is on its way
+    flushing = asyncio.create_task(session.flush(timeout_seconds=100))
+    if change == "repeat":
+        session.repeat(1)
+    else:
+        session.withdraw(1)
+        session.report(1, report(1000))
+    answered.set()
+    await asyncio.sleep(1)
+    sent = [r.slice_index for _, _, r in link.reports]
+    first = list(range(MOST_REPORTS))
+    if change == "repeat":
+        assert sorted(sent) == sorted([*first, *first, MOST_REPORTS])
+    else:
+        assert sent == [*first, 1000]  # the rest of the other plan stays here
+    assert flushing.done()
+    await ended(running)
+
+
 @in_virtual_time
 async def test_reports_of_rounds_long_past_are_not_kept() -> None:
     session = session_on(Link())

@@ -315,3 +315,15 @@ def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file")
     with pytest.raises(CannotCreateError, match="taken"):
         SnapshotFolder(tmp_path / "taken").save(snapshot_at(1), None)
+
+
+def test_a_state_is_loaded_by_its_round_and_its_digest(tmp_path: Path) -> None:
+    """Of one round there may have been two, where history was taken back."""
+    folder = SnapshotFolder(tmp_path)
+    folder.save(snapshot_at(3), RESIDUAL)
+    digest = snapshot_at(3).outer_digest()
+    kept = folder.load(3, digest)
+    assert kept is not None
+    assert_same(kept[0], snapshot_at(3))
+    assert folder.load(3, snapshot_at(4).outer_digest()) is None
+    assert folder.load(4, digest) is None

@@ -26,6 +26,7 @@ from coordinator.swarm.transition import initial_state, step
 from protocol.channel import RETRY_CAP_SECONDS
 from protocol.errors import BadDataError, ConfigError, NotPermittedError, SystemRefusedError
 from protocol.rounds import (
+    ContributionDigest,
     Contributor,
     CorpusSummary,
     Digest,
@@ -85,6 +86,7 @@ def reports_up_to_commit(number: int) -> list[Event]:
             slice_index=index,
             digest=digest(20 + index),
             contributors=contributors,
+            contributions=(ContributionDigest(bytes(16)), ContributionDigest(bytes([7]) * 16)),
         )
         for index, node_id in enumerate((A, B))
     ]

@@ -1,13 +1,14 @@
 from dataclasses import replace
 
 import pytest
-from swarm_scene import INITIAL, LAYOUT, TOKENS, Scene, digest_of, of_kind
+from swarm_scene import INITIAL, LAYOUT, TOKENS, Scene, contribution_from, digest_of, of_kind
 
 from coordinator.swarm.actions import AskRefetch, SendCommit, SendPlan
+from coordinator.swarm.events import SliceReduced
 from coordinator.swarm.explain import explain
 from coordinator.swarm.rounds import plan_of
 from coordinator.swarm.state import MemberState, RoundPhase
-from protocol.rounds import NodeId
+from protocol.rounds import ContributionDigest, Contributor, NodeId
 
 RESULT = digest_of("result")
 OTHER = digest_of("other")
@@ -128,6 +129,44 @@ def test_an_impossible_result_leaves_its_slice_open(reducer: str, tokens: dict[s
     assert scene.state == before
     scene.reduce("node-a", 0, OTHER)
     assert scene.round.slices[0].digest == OTHER
+
+
+@pytest.mark.parametrize("num_named", [0, 1, 3])
+def test_a_result_that_does_not_name_what_each_has_contributed_leaves_its_slice_open(
+    num_named: int,
+) -> None:
+    scene = two_nodes()
+    before = scene.state
+    contributors = tuple(
+        Contributor(node_id=NodeId(name), tokens=1) for name in ("node-b", "node-a")
+    )
+    reduced = SliceReduced(
+        node_id=NodeId("node-a"),
+        round=1,
+        slice_index=0,
+        digest=RESULT,
+        contributors=contributors,
+        contributions=tuple(ContributionDigest(bytes([n]) * 16) for n in range(num_named)),
+    )
+    scene.do(reduced)
+    assert scene.state == before
+    named = (ContributionDigest(b"b" * 16), ContributionDigest(b"a" * 16))
+    scene.do(replace(reduced, contributions=named))
+    assert scene.round.slices[0].contributors == contributors[::-1]
+    assert scene.round.slices[0].contributions == named[::-1]
+
+
+def test_a_commit_says_what_of_each_contributor_it_took() -> None:
+    scene = two_nodes()
+    for name, index in (("node-a", 0), ("node-b", 1)):
+        scene.reduce(name, index, RESULT)
+        scene.hold("node-a", index, RESULT)
+        scene.hold("node-b", index, RESULT)
+    commit = scene.state.recent[-1].commit
+    for outcome in commit.slices:
+        for name in ("node-a", "node-b"):
+            named = outcome.contribution_of(NodeId(name))
+            assert named == contribution_from(name, outcome.index)
 
 
 def test_what_a_reducer_reports_later_does_not_replace_its_first_report() -> None:
@@ -302,6 +341,18 @@ def test_reports_of_other_rounds_and_of_strangers_change_nothing() -> None:
     scene.train("node-z")
     scene.train("node-a", tokens=TOKENS + 1)
     assert scene.state == before
+
+
+def test_what_a_member_without_a_part_in_the_round_holds_does_not_count() -> None:
+    """It joined during the round. Only participants are told what becomes of a result."""
+    scene = two_nodes()
+    scene.attach("node-c")
+    before = scene.state
+    scene.hold("node-c", 0, RESULT)
+    assert scene.state.open_round == before.open_round
+    scene.reduce("node-a", 0, RESULT)
+    scene.hold("node-c", 0, RESULT)
+    assert NodeId("node-c") not in scene.round.held
 
 
 def test_the_reason_tells_who_still_trains_and_which_slices_are_missing() -> None:

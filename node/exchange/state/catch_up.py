@@ -18,7 +18,7 @@ from node.exchange.codecs.codec import CodecError
 from node.exchange.fetching import Outcome, Schedule, fetch_pieces, fetch_seconds
 from node.exchange.fitting import check_fits
 from node.exchange.held_results import HeldResults
-from node.exchange.outer import Outer, UnequalBaseError
+from node.exchange.outer import NotApplicableError, Outer
 from node.exchange.state.download import Download
 from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.state.result_log import ResultLog
@@ -188,7 +188,7 @@ class CatchUp:
             return False
         try:
             await self._heavy(lambda: self._outer.apply(commit, results))
-        except (UnequalBaseError, CodecError) as error:
+        except (NotApplicableError, CodecError) as error:
             log.warning("commit not applied", round=commit.round, why=str(error))
             return False
         self._history.add(commit)

@@ -17,8 +17,10 @@ from node.exchange import held_results
 from node.exchange.codecs.codec import CodecError
 from node.exchange.codecs.registry import codec_named
 from node.exchange.held_results import HeldResults
-from node.exchange.outer import Outer, Position
+from node.exchange.outer import NotApplicableError, Outer, Position
+from node.exchange.reduction import COUNTED_ROUNDS
 from node.exchange.state.result_log import ResultLog
+from node.exchange.state.sent_log import SentLog
 from node.exchange.state.snapshot import (
     KEPT_FILES,
     OpenSnapshot,
@@ -66,11 +68,17 @@ class StateOnDisk:
     """One node's folder of snapshots and results. One process at a time may save to it."""
 
     def __init__(
-        self, path: Path, *, history: History, clock: Callable[[], float] = time.monotonic
+        self,
+        path: Path,
+        *,
+        history: History,
+        sent: SentLog | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.path = path
         self.snapshots = SnapshotFolder(path)
         self.results = ResultLog(path)
+        self.sent = sent or SentLog(None)
         self._history = history
         self._clock = clock
         self._durable: Position | None = None  # where what is on the disk leads
@@ -103,6 +111,9 @@ class StateOnDisk:
         """Takes up a snapshot, and what followed on it as far as results are there. Heavy."""
         outer.restore(*kept)
         self._snapshot_round = outer.round
+        for commit in self._history.after(outer.round - COUNTED_ROUNDS, max_bytes=KEPT_BYTES):
+            if commit.round <= outer.round:
+                outer.count_missed(commit)
         while commits := self._history.after(outer.round, max_bytes=KEPT_BYTES):
             if not all(self._replayed(outer, commit) for commit in commits):
                 break
@@ -114,7 +125,7 @@ class StateOnDisk:
             return False
         try:
             outer.apply(commit, results)
-        except CodecError as error:
+        except (NotApplicableError, CodecError) as error:
             log.warning("commit not replayed", round=commit.round, why=str(error))
             return False
         self._result_bytes += sum(len(payload.body) for payload in results.values())
@@ -157,6 +168,7 @@ class StateOnDisk:
         self._snapshot_round, self._snapshot_at = outer.round, self._clock()
         self._result_bytes = 0
         oldest_file = self.snapshots.rounds()[-1]
+        self.sent.forget_before(oldest_file + 1)
         self.results.forget_before(min(oldest_file, outer.round - held_results.KEPT_ROUNDS) + 1)
 
     def opened(self, includes: Callable[[int], bool]) -> OpenSnapshot | None:

@@ -226,6 +226,7 @@ async def complete(
     repeats it on another stream, TransferRefusedError when the body is not wanted any more.
     """
     ended = asyncio.ensure_future(stream.ended())
+    moved = asyncio.ensure_future(inbound.moved.wait())
     try:
         while not inbound.assembly.is_complete:
             if inbound.is_over:
@@ -233,11 +234,11 @@ async def complete(
             if not is_wanted():
                 raise TransferRefusedError("not wanted any more")
             inbound.moved.clear()
-            moved = asyncio.ensure_future(inbound.moved.wait())
+            if moved.done():
+                moved = asyncio.ensure_future(inbound.moved.wait())
             done, _ = await asyncio.wait(
                 (ended, moved), timeout=idle_seconds, return_when=asyncio.FIRST_COMPLETED
             )
-            moved.cancel()
             if not done:
                 raise TimeoutError(f"nothing came within {idle_seconds:g} s")
             if ended in done and not inbound.assembly.is_complete:
@@ -245,5 +246,6 @@ async def complete(
         return inbound.assembly.body()
     finally:
         ended.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await ended
+        moved.cancel()
+        # Not by catching CancelledError, which could be our own.
+        await asyncio.gather(ended, moved, return_exceptions=True)

@@ -1,0 +1,379 @@
+"""What a node owes goes by the bytes that a commit names, and never grows without bound."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from node.exchange.outer import NotApplicableError, Outer
+from node.exchange.state.sent_log import SentLog
+from node.exchange.state.snapshot import Owed
+from node.outer_state import Layout, Vector
+from protocol.payload import Payload
+from protocol.rounds import (
+    BLOCK,
+    Commit,
+    ContributionDigest,
+    Contributor,
+    Digest,
+    SliceOutcome,
+    contribution_digest,
+)
+from tests.unit.exchange_scene import (
+    NUM_ELEMENTS,
+    TOKENS,
+    A,
+    B,
+    C,
+    outer_of,
+    plan_for,
+    result_of,
+)
+
+SLICES = plan_for(A, B, C).slices
+OTHER_BYTES = ContributionDigest(bytes(16))
+
+
+def normal(seed: int) -> Vector:
+    return np.random.default_rng(seed).standard_normal(NUM_ELEMENTS, dtype=np.float32)
+
+
+def contributed(outer: Outer, work: Vector, *, slices: int = 3) -> list[ContributionDigest]:
+    """Sends so many slices of the work in the next round; returns what names them."""
+    outer.owing._published[:] = outer._parameters - work
+    outer.owing.accumulate(round=outer.round + 1, fragment=0)
+    sent = [outer.owing.contribution_to(part, TOKENS) for part in SLICES[:slices]]
+    return [contribution_digest(payload.header.body_digest) for payload in sent]
+
+
+def results_of(outer: Outer, value: float = 0.0) -> dict[int, Payload]:
+    values = np.full(BLOCK, value, dtype=np.float32)
+    return {
+        index: result_of(values, sender_id=B, round=outer.round + 1, index=index)
+        for index in range(3)
+    }
+
+
+def commit_naming(
+    outer: Outer, results: dict[int, Payload], named: list[ContributionDigest] | None
+) -> Commit:
+    """A commit that takes of this node what is named, slice by slice; without names, nobody's."""
+    return Commit(
+        round=outer.round + 1,
+        fragment=0,
+        base_digest=outer.digest,
+        slices=tuple(
+            SliceOutcome(
+                index=index,
+                start=index * BLOCK,
+                num_elements=BLOCK,
+                digest=result.digest,
+                contributors=(Contributor(node_id=A if named else B, tokens=TOKENS),),
+                contributions=(named[index] if named else OTHER_BYTES,),
+            )
+            for index, result in results.items()
+        ),
+    )
+
+
+def state_of(outer: Outer) -> tuple[object, ...]:
+    snapshot = outer.snapshot()
+    vectors = (snapshot.parameters, snapshot.momentum, outer.owed().residual)
+    return (*(vector.tobytes() for vector in vectors), outer.position)
+
+
+# What a commit names
+
+
+@pytest.mark.parametrize("is_pending", [True, False])
+def test_a_reducer_that_names_a_contributor_of_whom_it_has_nothing_makes_it_drop_nothing(
+    is_pending: bool,
+) -> None:
+    outer, work, results = outer_of(A), normal(0), results_of(outer_of(A))
+    first, *_ = contributed(outer, work)
+    commit = commit_naming(outer, results, [first, OTHER_BYTES, OTHER_BYTES])
+    if not is_pending:
+        outer.owing.residual.values[:] = work
+        outer.owing.forget_pending()
+    outer.apply(commit, results)
+    assert not outer.owed().residual[:BLOCK].any()
+    np.testing.assert_array_equal(outer.owed().residual[BLOCK:], work[BLOCK:])
+    assert not outer.owing.is_taken
+
+
+def test_a_contributor_named_before_it_has_sent_anything_owes_all_of_it_and_the_state_moves() -> (
+    None
+):
+    outer, work, results = outer_of(A), normal(0), results_of(outer_of(A), 1.0)
+    named = contributed(outer, work, slices=1)
+    outer.apply(commit_naming(outer, results, [*named, *named, *named]), results)
+    assert outer.round == 1
+    assert (outer.snapshot().parameters == -1).all()
+    np.testing.assert_array_equal(outer.owed().residual[BLOCK:], work[BLOCK:])
+    assert not outer.owed().residual[:BLOCK].any()
+
+
+def test_bytes_sent_for_other_elements_are_not_those_that_are_named() -> None:
+    outer, work = outer_of(A), np.ones(NUM_ELEMENTS, dtype=np.float32)
+    named = contributed(outer, work)  # the same bytes thrice
+    outer.owing.pending.sent.pop(2)  # type: ignore[union-attr]
+    outer.owing._sent = SentLog(None)
+    results = results_of(outer)
+    outer.apply(commit_naming(outer, results, named), results)
+    np.testing.assert_array_equal(outer.owed().residual[2 * BLOCK :], work[2 * BLOCK :])
+
+
+def test_what_was_sent_by_a_plan_that_has_changed_since_counts_once() -> None:
+    """The reducer had the first plan's contribution already; what is pending is the same work."""
+    outer, work = outer_of(A), normal(0)
+    named = contributed(outer, work)
+    outer.owing.forget_pending()
+    outer.owing.accumulate(round=1, fragment=0)  # and nothing of it is encoded yet
+    results = results_of(outer)
+    outer.apply(commit_naming(outer, results, named), results)
+    assert not outer.owed().residual.any()
+    assert outer.owing.is_taken
+
+
+@pytest.mark.parametrize("is_trained_again", [True, False])
+def test_a_restarted_node_knows_what_its_last_process_has_sent(
+    tmp_path: Path, is_trained_again: bool
+) -> None:
+    work, results = normal(0), results_of(outer_of(A))
+    named = contributed(outer_of(A, sent=SentLog(tmp_path / "sent")), work)
+    outer = outer_of(A, sent=SentLog(tmp_path / "sent"))
+    outer.restore(outer.snapshot(), Owed(residual=normal(1)))
+    if is_trained_again:  # other bytes; the reducers have the first ones, and refuse these
+        contributed(outer, normal(2))
+    outer.apply(commit_naming(outer, results, [named[0], OTHER_BYTES, named[2]]), results)
+    residual = outer.owed().residual
+    owed = normal(1) + (normal(2) if is_trained_again else 0)
+    assert not residual[:BLOCK].any()
+    assert not residual[2 * BLOCK :].any()
+    np.testing.assert_array_equal(residual[BLOCK : 2 * BLOCK], owed[BLOCK : 2 * BLOCK])
+
+
+def test_a_record_that_was_cut_off_costs_itself_and_the_next_one_is_written_whole(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "folder" / "sent"
+    named = contributed(outer_of(A, sent=SentLog(path)), normal(0))
+    path.write_bytes(path.read_bytes()[:-1])
+    again = outer_of(A, sent=SentLog(path))
+    assert contributed(again, normal(0)) == named
+    log = SentLog(path)
+    assert log.knows(1)
+    assert not log.knows(2)
+    log.forget_before(2)
+    assert not SentLog(path).knows(1)
+
+
+def test_a_disk_that_refuses_keeps_no_contribution_back(tmp_path: Path) -> None:
+    (tmp_path / "folder").write_text("not a folder")
+    log = SentLog(tmp_path / "folder" / "sent")
+    assert len(contributed(outer_of(A, sent=log), normal(0))) == 3
+    assert log.knows(1)
+
+
+# All is checked before anything moves
+
+
+def damaged(commit: Commit, **changes: object) -> Commit:
+    *others, last = commit.slices
+    return replace(commit, slices=(*others, replace(last, **changes)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (lambda commit: damaged(commit, start=BLOCK), "overlap"),
+        (lambda commit: damaged(commit, num_elements=0), "overlap"),
+        (lambda commit: damaged(commit, num_elements=BLOCK + 1), "other slices than fragment"),
+        (lambda commit: damaged(commit, index=0), "other slices than fragment"),
+        (lambda commit: replace(commit, fragment=1), "other slices than fragment"),
+        (lambda commit: damaged(commit, digest=Digest(bytes(32))), "is another one"),
+        (lambda commit: damaged(commit, num_elements=BLOCK - 1), "elements from"),
+        (lambda commit: damaged(commit, index=3), "is not here"),
+    ],
+)
+def test_a_commit_that_does_not_fit_what_is_here_changes_nothing(damage: object, why: str) -> None:
+    outer, results = outer_of(A), results_of(outer_of(A), 1.0)
+    named = contributed(outer, normal(0))
+    commit = damage(commit_naming(outer, results, named))  # type: ignore[operator]
+    before = state_of(outer)
+    with pytest.raises(NotApplicableError, match=why):
+        outer.apply(commit, results)
+    assert state_of(outer) == before
+    assert outer.owing.pending is not None
+
+
+def test_a_commit_of_another_fragment_than_the_round_was_planned_for_changes_nothing() -> None:
+    outer = outer_of(A, layout=Layout.of([("v", (BLOCK,))], [("w", (NUM_ELEMENTS,))]))
+    outer.owing.accumulate(round=1, fragment=0)
+    results = results_of(outer)
+    before = state_of(outer)
+    with pytest.raises(NotApplicableError, match=r"is of fragment 1, .* to fragment 0"):
+        outer.apply(replace(commit_naming(outer, results, None), fragment=1), results)
+    assert state_of(outer) == before
+
+
+def test_a_leap_past_a_commit_that_does_not_fit_changes_nothing() -> None:
+    outer, work = outer_of(A), normal(0)
+    named = contributed(outer, work)
+    commit = commit_naming(outer, results_of(outer), named)
+    later = replace(outer.snapshot(), round=1)
+    before = state_of(outer)
+    with pytest.raises(NotApplicableError, match="other slices"):
+        outer.leap(later, [commit, replace(commit, fragment=1)])
+    assert state_of(outer) == before
+
+
+def test_a_state_of_another_size_is_not_half_taken_over() -> None:
+    outer = outer_of(A)
+    outer.owing.residual.values[:] = normal(0)
+    other = outer_of(A, layout=Layout.of([("w", (2 * BLOCK,))])).snapshot()
+    whole = replace(outer.snapshot(), round=7, parameters=normal(1))
+    before = state_of(outer)
+    for snapshot, owed in (
+        (other, None),
+        (replace(whole, momentum=other.momentum), None),
+        (whole, Owed(residual=other.momentum)),
+    ):
+        with pytest.raises(NotApplicableError, match="have shape"):
+            outer.restore(snapshot, owed)
+        assert state_of(outer) == before
+
+
+# How much may be owed
+
+
+def norm(values: Vector) -> float:
+    return float(np.linalg.norm(values.astype(np.float64)))
+
+
+def late(outer: Outer, work: Vector, *, rounds: int) -> None:
+    """Rounds that do not take what this node sends."""
+    for _ in range(rounds):
+        contributed(outer, work)
+        results = results_of(outer)
+        outer.apply(commit_naming(outer, results, None), results)
+
+
+@pytest.mark.parametrize("rounds", [8, 30, 300])
+def test_a_node_that_was_late_for_many_rounds_moves_the_model_by_three_rounds_at_most(
+    rounds: int,
+) -> None:
+    outer, work = outer_of(A), normal(0)
+    late(outer, work, rounds=rounds)
+    contributed(outer, work)
+    assert outer.owing.pending is not None
+    np.testing.assert_allclose(outer.owing.pending.accumulated, 3 * work, rtol=1e-5)
+    assert norm(outer.owed().residual) <= 3.0001 * norm(work)
+    assert outer.owing.let_go_rounds == pytest.approx(rounds - 2, rel=1e-3)
+
+
+def test_the_work_of_two_rounds_in_a_row_stays_owed_to_the_last_bit() -> None:
+    outer, work = outer_of(A), normal(0)
+    late(outer, work, rounds=2)
+    contributed(outer, work)
+    assert outer.owing.pending is not None
+    assert outer.owing.pending.accumulated.tobytes() == (work + (work + work)).tobytes()
+    assert outer.owing.let_go_rounds == 0
+
+
+def test_a_round_that_was_cut_short_bounds_no_more_than_a_whole_one() -> None:
+    outer, work = outer_of(A), normal(0)
+    late(outer, work, rounds=1)
+    outer.owing._published[:] = outer._parameters - work / 50
+    pending = outer.owing.accumulate(round=2, fragment=0, share=1 / 50)
+    np.testing.assert_allclose(pending.accumulated, work + work / 50, rtol=1e-6)
+
+
+def test_work_of_a_time_when_steps_were_larger_is_measured_by_those_of_now() -> None:
+    outer, work = outer_of(A), normal(0)
+    late(outer, work, rounds=2)
+    outer.restore(outer.snapshot(), outer.owed())  # a week later, by another process
+    contributed(outer, work / 100)
+    assert outer.owing.pending is not None
+    assert norm(outer.owing.pending.accumulated) <= 3.01 * norm(work / 100)
+
+
+def test_where_nothing_was_learned_nothing_is_measured_and_nothing_let_go() -> None:
+    outer, work = outer_of(A), normal(0)
+    late(outer, work, rounds=1)
+    late(outer, np.zeros_like(work), rounds=1)
+    assert outer.owed().residual.tobytes() == work.tobytes()
+
+
+@pytest.mark.parametrize("codec", ["int4", "ec1", "sign", "topk256", "topk64"])
+def test_what_encoding_leaves_out_is_never_let_go_while_all_is_taken(codec: str) -> None:
+    outer = outer_of(A, codec)
+    for number in range(30):
+        named = contributed(outer, normal(0) + normal(number))
+        pending = outer.owing.pending
+        assert pending is not None
+        left = pending.accumulated - np.concatenate(
+            [outer.uplink.decode(pending.bodies[i], BLOCK) for i in range(3)]
+        )
+        results = {
+            index: Payload(header=result.header, body=outer.downlink.encode(np.zeros(BLOCK, "f4")))
+            for index, result in results_of(outer).items()
+        }
+        outer.apply(commit_naming(outer, results, named), results)
+        np.testing.assert_array_equal(outer.owed().residual, left)
+    assert outer.owing.let_go_rounds == 0
+
+
+def test_what_encoding_left_out_stays_when_the_next_rounds_learn_little() -> None:
+    """At the end of a schedule a pseudo-gradient is far smaller than the one before it."""
+    outer = outer_of(A, "int2")
+    for size in (1, 1e-4):
+        left = outer.owed().residual
+        named = contributed(outer, np.float32(size) * normal(0))
+        pending = outer.owing.pending
+        assert pending is not None
+        np.testing.assert_array_equal(pending.accumulated, np.float32(size) * normal(0) + left)
+        results = {
+            index: Payload(header=result.header, body=outer.downlink.encode(np.zeros(BLOCK, "f4")))
+            for index, result in results_of(outer).items()
+        }
+        outer.apply(commit_naming(outer, results, named), results)
+    assert norm(left) > 1000 * norm(np.float32(size) * normal(0))
+    assert outer.owing.let_go_rounds == 0
+
+
+@pytest.mark.parametrize("codec", ["sign", "topk64"])
+def test_error_feedback_of_many_rounds_outlives_a_missed_one_and_late_work_does_not_grow_on_it(
+    codec: str,
+) -> None:
+    outer, work = outer_of(A, codec), normal(0)
+    error = 8 * normal(1)
+    outer.owing.residual.values[:] = error
+    for _ in range(20):
+        contributed(outer, work)
+        results = {
+            index: Payload(header=result.header, body=outer.downlink.encode(np.zeros(BLOCK, "f4")))
+            for index, result in results_of(outer).items()
+        }
+        outer.apply(commit_naming(outer, results, None), results)
+        assert 0.99 * norm(error) <= norm(outer.owed().residual) <= 1.01 * norm(error)
+    assert outer.owing.let_go_rounds > 0
+
+
+def test_what_ranks_hand_in_without_a_round_is_bounded_when_it_is_sent() -> None:
+    outer, work = outer_of(A), normal(0)
+    contributed(outer, work)
+    results = results_of(outer)
+    named = [
+        contribution_digest(Digest(each.contribution))
+        for each in outer.owing.pending.sent.values()  # type: ignore[union-attr]
+    ]
+    outer.apply(commit_naming(outer, results, named), results)
+    for _ in range(20):
+        before = outer.owing.published_of(0)
+        outer.owing._published[:] = outer._parameters - work
+        outer.owing.add_published(0, before)
+    contributed(outer, work)
+    assert outer.owing.pending is not None
+    np.testing.assert_allclose(outer.owing.pending.accumulated, 3 * work, rtol=1e-5)

@@ -1,0 +1,77 @@
+"""Headers of payloads: one value has one form, since their digest is what commits name."""
+
+import pytest
+
+from protocol.payload import CONTRIBUTION, MAX_HEADER_BYTES, Payload, PayloadError, PayloadHeader
+from protocol.rounds import Digest, NodeId
+
+RUN = Digest(bytes(range(32)))
+
+
+def header_of(**changes: int) -> PayloadHeader:
+    values = {"round": 7, "fragment": 0, "slice_index": 1, "start": 256, "tokens": 5} | changes
+    return Payload.seal(
+        kind=CONTRIBUTION,
+        run_digest=RUN,
+        num_elements=4,
+        codec="fp32/1",
+        sender_id=NodeId("a"),
+        body=b"body",
+        **values,
+    ).header
+
+
+def field(number: int, value: bytes) -> bytes:
+    """A field of the wire type "length-delimited"."""
+    return bytes([number << 3 | 2, len(value)]) + value
+
+
+ENCODED = header_of().encode()
+ROUND = bytes([3 << 3, 7])
+
+
+def test_a_header_reads_as_it_was_written() -> None:
+    for header in (header_of(), header_of(round=0, tokens=0), header_of(start=2**64 - 1)):
+        assert PayloadHeader.decode(header.encode()) == header
+
+
+@pytest.mark.parametrize(
+    "encoded",
+    [
+        ENCODED + field(15, b"more"),
+        ENCODED + ROUND,
+        ENCODED.replace(ROUND, bytes([3 << 3, 0x87, 0])),
+        ENCODED.replace(ROUND, b"") + ROUND,
+        ROUND + ENCODED.replace(ROUND, b""),
+        ENCODED + bytes([4 << 3, 0]),
+        ENCODED.replace(ROUND, ROUND + ROUND),
+    ],
+    ids=[
+        "an unknown field",
+        "a field twice",
+        "a number with a byte too many",
+        "a field that comes late",
+        "a field that comes early",
+        "a zero that is told",
+        "a field twice in a row",
+    ],
+)
+def test_a_header_in_another_form_than_ours_is_refused(encoded: bytes) -> None:
+    """It reads as the same values, and has another digest: two reducers could disagree on it."""
+    assert encoded != ENCODED
+    with pytest.raises(PayloadError, match="canonically"):
+        PayloadHeader.decode(encoded)
+
+
+@pytest.mark.parametrize(
+    ("encoded", "why"),
+    [
+        (b"\xff", "not a payload header"),
+        (ENCODED.replace(field(2, RUN), field(2, RUN[:31])), "32 bytes"),
+        (bytes([1 << 3, 99]) + ENCODED[2:], "unknown payload kind"),
+        (bytes(MAX_HEADER_BYTES + 1), "longer than"),
+    ],
+)
+def test_what_is_no_header_is_refused(encoded: bytes, why: str) -> None:
+    with pytest.raises(PayloadError, match=why):
+        PayloadHeader.decode(encoded)
