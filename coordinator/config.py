@@ -255,7 +255,9 @@ def rules_of(run: RunSpec) -> Rules:
     return Rules(
         total_rounds=run.run.rounds,
         min_nodes=run.run.min_nodes,
-        inner_steps=run.inner.steps,
+        inner_steps=run.node_steps,
+        round_steps=run.round_steps,
+        schedule_tokens=run.inner.total_tokens,
         batch=run.inner.batch,
         context=run.model.context,
         train_seconds=run.deadlines.train,

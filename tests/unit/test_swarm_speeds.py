@@ -38,7 +38,7 @@ def test_slower_nodes_get_fewer_inner_steps_and_samples_and_the_plan_says_so() -
     a_round(scene, {"node-a": 1.0, "node-b": 2.5, "node-c": 100.0})
     assert budgets(scene) == {"node-a": 5, "node-b": 2, "node-c": 1}
     assert [a.num_samples for a in scene.round.assignments] == [10, 4, 2]
-    assert scene.round.tokens_per_inner_step == STEP_TOKENS * (5 + 2 + 1) // 5
+    assert scene.round.round_tokens == STEP_TOKENS * (5 + 2 + 1)
     assert scene.round.reason == ("3 nodes are ready; 2 slower nodes take 1 to 2 of 5 inner steps")
 
 
@@ -47,7 +47,7 @@ def test_small_differences_leave_the_plan_as_it_is() -> None:
     a_round(scene, {"node-a": 1.0, "node-b": 1.25, "node-c": 1.1})
     assert set(budgets(scene).values()) == {5}
     assert scene.round.reason == "3 nodes are ready"
-    assert scene.round.tokens_per_inner_step == 3 * STEP_TOKENS
+    assert scene.round.round_tokens == 3 * 5 * STEP_TOKENS
 
 
 def test_a_node_that_was_never_measured_gets_all_inner_steps() -> None:
