@@ -11,7 +11,7 @@ import click
 import grpc.aio
 
 from coordinator.clock import LoopClock, seconds_since_boot
-from coordinator.config import CoordinatorConfig, Home, rules_of
+from coordinator.config import RUN_FILE, CoordinatorConfig, Home, rules_of
 from coordinator.dashboard.round_tally import RoundTally
 from coordinator.driver import Driver
 from coordinator.journal import log_refusal, log_settled, log_slept, log_transition
@@ -91,6 +91,7 @@ class Coordinator:
         enrolment = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_ENROLMENTS)
         writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="commits")
         try:
+            store.keep_or_compare(home.run, home.directory / RUN_FILE)
             driver = Driver(
                 state=store.load(rules_of(home.run), home.run.digest()),
                 store=store,

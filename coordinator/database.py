@@ -77,6 +77,13 @@ MIGRATIONS: Sequence[str] = (
     UPDATE swarm SET state = json_set(state, '$[0].evaluating', NULL)
     WHERE json_type(state, '$[0].evaluating.node_id') = 'null';
     """,
+    # The run file that the state is of; without a row only its digest is known.
+    """
+    CREATE TABLE IF NOT EXISTS run_file (
+        only_row INTEGER PRIMARY KEY CHECK (only_row = 1),
+        tables TEXT NOT NULL
+    );
+    """,
 )
 """Each entry brings a database from version i to i + 1. Entries are never changed, only added."""
 

@@ -15,6 +15,7 @@ from typing import Self, TypeVar
 from pydantic import TypeAdapter
 
 from coordinator.database import Database
+from coordinator.kept_run import keep_or_compare
 from coordinator.round_rows import JSON, load_round, packed, save_round, unpacked
 from coordinator.swarm.ledger import Ledger, ledger_of
 from coordinator.swarm.state import (
@@ -32,6 +33,7 @@ from coordinator.unsaved import Change, to_save, without_rows
 from protocol.channel import RETRY_CAP_SECONDS
 from protocol.errors import ConfigError, NotPermittedError
 from protocol.rounds import Assignment, Commit, Digest, NodeId
+from protocol.run_spec import RunSpec
 
 CLOCK_SAVE_SECONDS = 5.0
 """The clock is written this often when nothing else is: what a crash can add to a deadline."""
@@ -90,6 +92,10 @@ class Store:
         return self._saved_now
 
     # The swarm's state
+
+    def keep_or_compare(self, run: RunSpec, path: Path) -> None:
+        """Keeps the run file `path`; raises ConfigError with the keys that changed since the run began."""
+        keep_or_compare(self._database, run, path)
 
     def load(self, rules: Rules, run_digest: Digest) -> SwarmState:
         """The state as last saved, or the initial one. Present members get a fresh lease.
