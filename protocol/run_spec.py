@@ -107,13 +107,13 @@ class DataSection(Section):
 
 
 class InnerSection(Section):
-    """[inner]: training within a round. Lengths of the schedule are in tokens of the whole swarm."""
+    """[inner]: training within a round. Schedules follow the run's progress, never a node's own steps."""
 
     optimizer: Literal["adamw", "muon"] = "adamw"
-    steps: Positive = 30
+    steps: Positive = 15
     round_tokens: Annotated[int, Field(gt=0, lt=2**63)] | None = None
-    batch: Positive = 16
-    learning_rate: Annotated[float, Field(gt=0)] = 6e-3
+    batch: Positive = 8
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-2
     beta1: Fraction = 0.9
     beta2: Fraction = 0.95
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
@@ -174,8 +174,8 @@ class OuterSection(Section):
     """[outer]: the optimizer that applies committed pseudo-gradients."""
 
     optimizer: Literal["nesterov", "sgd"] = "nesterov"
-    learning_rate: Annotated[float, Field(gt=0)] = 0.6
-    momentum: Fraction = 0.9
+    learning_rate: Annotated[float, Field(gt=0)] = 0.7
+    momentum: Fraction = 0.6
     merge: Merge = "mean"
     scaling: RateScaling = "none"
 

@@ -127,7 +127,9 @@ def _schedule_in_words(rules: Rules, clock: int) -> str:
     """What the plan's reason adds once the schedule has come to its end before the run."""
     if rules.schedule_tokens is None or clock < rules.schedule_tokens:
         return ""
-    return f"; the learning rate stays at its end: total_tokens = {rules.schedule_tokens} are trained"
+    return (
+        f"; the learning rate stays at its end: total_tokens = {rules.schedule_tokens} are trained"
+    )
 
 
 def _assign(turn: Turn, participants: Sequence[Member]) -> tuple[Assignment, ...]:

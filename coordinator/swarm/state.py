@@ -195,7 +195,9 @@ class Rules:
 
     total_rounds: int
     min_nodes: int
-    inner_steps: int  # of a node as fast as the fastest; with `round_steps`, where min_nodes share them
+    inner_steps: (
+        int  # of a node as fast as the fastest; with `round_steps`, where min_nodes share them
+    )
     batch: int  # samples that a node trains in one inner step
     context: int  # tokens of a sample
     train_seconds: float
@@ -207,7 +209,9 @@ class Rules:
     adapts_deadlines: bool = False  # whether those above are caps, and plans follow measurements
     floor_seconds: float = 0.0  # the least of each phase, when they do
     has_overlap: bool = False  # whether nodes train for the next round while this one is exchanged
-    schedule_tokens: int | None = None  # where the learning rate's schedule ends; None: with the run
+    schedule_tokens: int | None = (
+        None  # where the learning rate's schedule ends; None: with the run
+    )
     round_steps: int | None = None  # inner steps of all nodes in a round; None: each has its own
     slice_elements: int = 1 << 62  # a reducer's part of a fragment is cut into slices no smaller
 

@@ -64,10 +64,9 @@ def _fallen(inner: InnerSection, progress: float, warm_up: float) -> float:
     if inner.schedule == "constant":
         return 1.0
     begin = warm_up if inner.schedule != "wsd" else max(warm_up, 1 - inner.decay_share)
+    done = max(0.0, progress - begin) / (1 - begin) if begin < 1 else 0.0
     if progress >= 1:
         done = 1.0  # also when the warm-up takes all
-    else:
-        done = max(0.0, progress - begin) / (1 - begin) if begin < 1 else 0.0
     left = 0.5 * (1 + math.cos(math.pi * done)) if inner.schedule == "cosine" else 1 - done
     return inner.final_fraction + (1 - inner.final_fraction) * left
 

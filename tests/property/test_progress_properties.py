@@ -92,7 +92,9 @@ def test_progress_never_goes_back_and_ends_with_the_run(
     seen: dict[str, list[float]] = {name: [0.0] for name in NAMES}
     leased: dict[str, InnerWork] = {}
     scene.attach(*sorted(rounds[0][0]))
-    for taken, stay in zip([t for _, t in rounds], [*(h for h, _ in rounds[1:]), set()], strict=True):
+    for taken, stay in zip(
+        [t for _, t in rounds], [*(h for h, _ in rounds[1:]), set()], strict=True
+    ):
         plan = go(scene, taken, seconds, stay)
         for assignment in plan.assignments:
             name = str(assignment.node_id)

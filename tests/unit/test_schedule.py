@@ -134,11 +134,15 @@ def rates_of_a_run(spec: RunSpec, steps_of_rounds: list[int]) -> list[float]:
     ]
 
 
-def test_without_total_tokens_a_schedule_goes_by_closed_rounds_whatever_tokens_they_brought() -> None:
+def test_without_total_tokens_a_schedule_goes_by_closed_rounds_whatever_tokens_they_brought() -> (
+    None
+):
     rates = rates_of_a_run(TEN_ROUNDS, [4] * 10)
     assert rates == pytest.approx([1 - (step + 0.5) / 40 for step in range(40)])
     for num_participants in (1, 4, 1000):
-        work = work_of(5, 4, token_clock=10**12, round_tokens=10**9, num_participants=num_participants)
+        work = work_of(
+            5, 4, token_clock=10**12, round_tokens=10**9, num_participants=num_participants
+        )
         assert Position.of(TEN_ROUNDS, work, 2).progress == pytest.approx((4 + 2.5 / 4) / 10)
 
 
@@ -180,7 +184,9 @@ def test_without_warmup_tokens_a_tenth_of_the_run_warms_up() -> None:
     assert [at_progress(InnerSection(), p) for p in (0.0, 0.05, 0.1)] == [0.0, 0.5, 1.0]
 
 
-def test_a_warm_up_in_tokens_of_a_run_without_total_tokens_caps_a_fall_that_begins_at_once() -> None:
+def test_a_warm_up_in_tokens_of_a_run_without_total_tokens_caps_a_fall_that_begins_at_once() -> (
+    None
+):
     inner = InnerSection(schedule="linear", final_fraction=0.0, warmup_tokens=1000)
     assert at_progress(inner, 0.1, tokens=500) == pytest.approx(0.5)
     assert at_progress(inner, 0.4, tokens=500) == pytest.approx(0.5)
