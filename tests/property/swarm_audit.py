@@ -79,7 +79,7 @@ def _check_assignments(books: Books, plan: Plan, state: SwarmState) -> None:
     if rules.round_steps is None:
         assert max(steps.values()) <= rules.inner_steps
         assert honoured or max(steps.values()) == rules.inner_steps
-    elif not honoured:
+    elif not honoured:  # what is leased ahead may not suit who is here
         _check_shared(steps.values(), rules.round_steps, plan.reason)
     taken = set(books.committed_places)
     for a in honoured.values():
