@@ -190,7 +190,7 @@ class ProcessIsland:
 
     async def train(self, work: InnerWork, on_progress: Callable[[Progress], None]) -> InnerReport:
         """See Island. When it is cancelled, the ranks leave off after their current inner step."""
-        self.resuming.tell_of_training(work.round)
+        self.resuming.tell_of_training(work.token_clock)
         try:
             return await self._answer_of(Train(work), InnerReport, on_progress)
         except asyncio.CancelledError:

@@ -67,9 +67,9 @@ class Resuming:
         passed = {"passed_bytes": loaded.passed_bytes} if loaded.passed_bytes else {}
         log.info("inner optimizer goes on from its checkpoint", round=about.round, **passed)
 
-    def tell_of_training(self, round: int) -> None:
+    def tell_of_training(self, token_clock: int) -> None:
         """Says once that learning rates rise, where they do."""
-        if self._is_at_zero and round > 1:
+        if self._is_at_zero and token_clock > 0:
             log.info(
                 "re-warm-up: learning rates rise, as the inner optimizer began at zero in mid-run",
                 inner_steps=rewarming_steps(self._spec),

@@ -89,9 +89,9 @@ class Rewarming:
         self._is_decided = False
         self.steps_left = 0
 
-    def begin(self, round: int) -> None:
-        """Before inner steps of this round. In the first the run's own warm-up is what there is."""
-        if not self._is_decided and round > 1:
+    def begin(self, token_clock: int) -> None:
+        """Before inner steps of a round. Where the clock is at 0 the run's own warm-up is what there is."""
+        if not self._is_decided and token_clock > 0:
             self.steps_left = self._num_steps
         self._is_decided = True
 

@@ -175,7 +175,7 @@ class Trainer:
         started = self._clock()
         told_at, told_steps = started, 0
         scale = scale_of_rates(self._spec, work.num_participants)
-        self._rewarming.begin(work.round)
+        self._rewarming.begin(work.token_clock)
         to_trace = self._communication.step_to_trace(max_steps)
         for step in range(max_steps):
             self._set_learning_rates(Position.of(self._spec, work, step), scale)

@@ -148,7 +148,7 @@ async def test_a_start_goes_on_from_the_newest_that_loads_and_says_so(
     resuming = resuming_from(folder)
     with capture_logs() as lines:
         await resuming.resume(ranks.load)
-        resuming.tell_of_training(round=2)
+        resuming.tell_of_training(token_clock=64)
     assert ranks.tried == [2, 1]
     assert [line["event"] for line in lines] == [
         "checkpoint left out",
@@ -181,8 +181,8 @@ async def test_a_start_without_any_says_so_and_that_learning_rates_rise(
     resuming = resuming_from(folder)
     with capture_logs() as lines:
         await resuming.resume(Ranks().load)
-        resuming.tell_of_training(round=2)
-        resuming.tell_of_training(round=3)
+        resuming.tell_of_training(token_clock=64)
+        resuming.tell_of_training(token_clock=128)
     begins, rises = lines
     assert begins["event"] == "inner optimizer begins at zero"
     assert rises["event"].startswith("re-warm-up: learning rates rise")
@@ -193,8 +193,8 @@ async def test_a_run_that_begins_has_no_re_warm_up_to_tell_of(folder: Checkpoint
     resuming = resuming_from(folder)
     await resuming.resume(Ranks().load)
     with capture_logs() as lines:
-        resuming.tell_of_training(round=1)
-        resuming.tell_of_training(round=2)
+        resuming.tell_of_training(token_clock=0)
+        resuming.tell_of_training(token_clock=64)
     assert not lines
 
 

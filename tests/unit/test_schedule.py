@@ -229,24 +229,24 @@ def shares(rewarming: Rewarming, count: int) -> list[float]:
 
 def test_learning_rates_rise_from_zero_moments_in_mid_run() -> None:
     rewarming = Rewarming(3)
-    rewarming.begin(round=2)
+    rewarming.begin(token_clock=64)
     assert shares(rewarming, 2) == [0.25, 0.5]
-    rewarming.begin(round=3)  # the next round goes on with it
+    rewarming.begin(token_clock=128)  # the next round goes on with it
     assert shares(rewarming, 3) == [0.75, 1.0, 1.0]
-    rewarming.begin(round=4)
+    rewarming.begin(token_clock=256)
     assert rewarming.share() == 1.0
 
 
 def test_the_first_round_of_a_run_has_the_run_files_warm_up_only() -> None:
     rewarming = Rewarming(3)
-    rewarming.begin(round=1)
+    rewarming.begin(token_clock=0)
     assert shares(rewarming, 2) == [1.0, 1.0]
-    rewarming.begin(round=2)
+    rewarming.begin(token_clock=64)
     assert rewarming.share() == 1.0
 
 
 def test_moments_that_were_kept_finish_the_rise_that_they_were_in() -> None:
     rewarming = Rewarming(3)
     rewarming.go_on(steps_left=1)
-    rewarming.begin(round=2)
+    rewarming.begin(token_clock=64)
     assert shares(rewarming, 2) == [0.75, 1.0]
