@@ -81,7 +81,6 @@ class AtollIsland:
     async def train(self, chunk: Chunk) -> Measured:
         """A round: its outcome is where the next one begins, as if all of it were committed."""
         self._round += 1
-        tokens = self._spec.tokens_per_inner_step
         began_at = time.perf_counter()
         await self.island.adopt()
         cpu_before, adopted_at = cpu_seconds(self.island.process_ids), time.perf_counter()
@@ -92,7 +91,7 @@ class AtollIsland:
                 first_sample=chunk.first_sample,
                 num_samples=chunk.inner_steps * self._spec.inner.batch,
                 token_clock=chunk.first_sample * self._spec.model.context,
-                tokens_per_inner_step=tokens,
+                round_tokens=chunk.inner_steps * self._spec.tokens_per_inner_step,
                 max_seconds=math.inf,
                 num_participants=1,
             ),

@@ -85,7 +85,7 @@ class LocalNode:
             inner_steps=work.inner_steps - late_steps,
             first_sample=work.first_sample + ahead.num_samples,
             num_samples=work.num_samples - ahead.num_samples,
-            token_clock=work.token_clock + late_steps * work.tokens_per_inner_step,
+            steps_before=late_steps,
         )
         self._take_steps(ahead)
         if self._not_adopted is not None:
@@ -162,7 +162,7 @@ def swarm_at_end(
                     first_sample=places,
                     num_samples=assignment.num_samples,
                     token_clock=plan.token_clock,
-                    tokens_per_inner_step=plan.tokens_per_inner_step,
+                    round_tokens=plan.round_tokens,
                     max_seconds=float("inf"),
                     num_participants=num_nodes,
                 ),
@@ -246,7 +246,7 @@ def spec_of(tables: dict[str, dict[str, Any]], *, seed: int) -> RunSpec:
 
 def _plan(spec: RunSpec, round: int, nodes: Sequence[LocalNode]) -> Plan:
     samples = spec.inner.steps * spec.inner.batch
-    swarm_step = len(nodes) * spec.tokens_per_inner_step
+    round_tokens = len(nodes) * spec.inner.steps * spec.tokens_per_inner_step
     ids = tuple(node.node_id for node in nodes)
     fragment = fragment_of(round, spec)
     return Plan(
@@ -263,8 +263,8 @@ def _plan(spec: RunSpec, round: int, nodes: Sequence[LocalNode]) -> Plan:
             for place, node_id in enumerate(ids)
         ),
         slices=cut_into_slices(nodes[0].layout.fragments[fragment].num_elements, ids),
-        token_clock=(round - 1) * spec.inner.steps * swarm_step,
-        tokens_per_inner_step=swarm_step,
+        token_clock=(round - 1) * round_tokens,
+        round_tokens=round_tokens,
         train_seconds=1.0,
         contribute_seconds=2.0,
         commit_seconds=3.0,

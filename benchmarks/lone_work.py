@@ -15,7 +15,7 @@ def lone_work(spec: RunSpec, inner_steps: int, *, round: int = 1) -> InnerWork:
         first_sample=done * samples,
         num_samples=samples,
         token_clock=done * inner_steps * spec.tokens_per_inner_step,
-        tokens_per_inner_step=spec.tokens_per_inner_step,
+        round_tokens=inner_steps * spec.tokens_per_inner_step,
         max_seconds=math.inf,
         num_participants=1,
     )

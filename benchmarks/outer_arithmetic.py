@@ -163,7 +163,7 @@ class RoundsOfOneNode:
             ),
             slices=self._slices,
             token_clock=0,
-            tokens_per_inner_step=1,
+            round_tokens=1,
             train_seconds=1.0,
             contribute_seconds=2.0,
             commit_seconds=3.0,

@@ -12,7 +12,7 @@ import click
 import grpc.aio
 
 from coordinator.clock import LoopClock, seconds_since_boot
-from coordinator.config import CoordinatorConfig, Home, rules_of
+from coordinator.config import RUN_FILE, CoordinatorConfig, Home, rules_of
 from coordinator.dashboard.round_tally import RoundTally
 from coordinator.driver import Driver
 from coordinator.journal import log_refusal, log_settled, log_slept, log_transition
@@ -96,6 +96,7 @@ class Coordinator:
             for name in ("commits", "reads")
         ]
         try:
+            store.keep_or_compare(home.run, home.directory / RUN_FILE)
             driver = Driver(
                 state=store.load(rules_of(home.run), home.run.digest()),
                 store=store,

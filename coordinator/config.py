@@ -67,15 +67,15 @@ def _checked_web_address(text: str) -> str:
 WebAddress = Annotated[str, AfterValidator(_checked_web_address)]
 
 RUN_TEMPLATE = """\
-# The run: what is trained, on what, how, and by which rules. Every value here is the default.
-# Every node works by this file and every round carries its digest: change it before the first
-# 'atoll coordinator start', never after.
+# The run: what is trained, on what, how, and by which rules. Every value here but min_nodes
+# is the default. Every node works by this file and every round carries its digest: change it
+# before the first 'atoll coordinator start', never after.
 
 [run]
 name = "my-run"             # lower-case letters, digits and hyphens
 seed = 0                    # of the initial weights and of the sample order
 rounds = 100                # outer steps; then the run is finished
-min_nodes = 1               # a round opens when at least so many nodes are ready
+min_nodes = 2               # a round opens when at least so many nodes are ready; left out: 1
 
 [model]
 architecture = "llama"      # a Llama-style decoder over bytes
@@ -96,26 +96,27 @@ held_out = 0.05             # part of the files that is never trained on
 
 [inner]
 optimizer = "adamw"         # or "muon" on the layers' matrices, with adamw on all else
-steps = 30                  # inner steps of a round
-batch = 16                  # samples in an inner step of one node
-learning_rate = 6e-3        # its peak
+steps = 15                  # inner steps of a node in a round, of slower nodes fewer
+# round_tokens = 30720      # instead of steps: what all nodes together train in a round, whoever is here
+batch = 8                   # samples in an inner step of one node
+learning_rate = 1e-2        # its peak
 beta1 = 0.9                 # AdamW's decay of the mean gradient
 beta2 = 0.95                # AdamW's decay of the mean square
 weight_decay = 0.1          # AdamW's and Muon's, on matrices
-# muon_learning_rate = 6e-3 # Muon's peak; left out: learning_rate, as its steps are AdamW's size
+# muon_learning_rate = 1e-2 # Muon's peak; left out: learning_rate, as its steps are AdamW's size
 # muon_momentum = 0.95      # Muon's decay of the mean gradient
 clip = 1.0                  # largest norm of a gradient
-schedule = "cosine"         # "constant", "linear" or "wsd"; on the tokens of the whole swarm
+schedule = "cosine"         # "constant", "linear" or "wsd"; on the closed rounds of the run
 # warmup_tokens = 100000    # tokens of the whole swarm over which the rate rises; left out: a tenth
-# total_tokens = 10000000   # where the schedule ends; left out: what min_nodes train in all rounds
-# decay_fraction = 0.2      # of total_tokens: the end over which "wsd" falls, constant before it
+# total_tokens = 10000000   # of the whole swarm: the schedule goes by them; left out: by the rounds
+# decay_fraction = 0.2      # of the run: the end over which "wsd" falls, constant before it
 final_fraction = 0.1        # of learning_rate, at the end of any schedule but "constant"
 scaling = "none"            # of the rates, by participants / min_nodes: or "linear" or "sqrt"
 
 [outer]
 optimizer = "nesterov"      # or "sgd"; applies what a round commits
-learning_rate = 0.6         # about 0.4, 0.6, 0.6, 0.8 for 1, 2, 4, 8 nodes
-momentum = 0.9              # of nesterov; sgd has none: remove it there
+learning_rate = 0.7         # with momentum 0.9 about 0.4, 0.6, 0.6, 0.8 for 1, 2, 4, 8 nodes
+momentum = 0.6              # 0.3 below 32 exchanges, 0.9 from a thousand; sgd has none: remove it there
 merge = "mean"              # or "norm-preserving": as long as the contributions are on average
 scaling = "none"            # of the rate, by tokens / a full round of min_nodes: or "sqrt", "cbrt"
 
@@ -280,7 +281,9 @@ def rules_of(run: RunSpec) -> Rules:
     return Rules(
         total_rounds=run.run.rounds,
         min_nodes=run.run.min_nodes,
-        inner_steps=run.inner.steps,
+        inner_steps=run.node_steps,
+        round_steps=run.round_steps,
+        schedule_tokens=run.inner.total_tokens,
         batch=run.inner.batch,
         context=run.model.context,
         train_seconds=run.deadlines.train,

@@ -17,6 +17,7 @@ from coordinator import closed_rows, invite_rows
 from coordinator.closed_rows import KeptCommit, Sign
 from coordinator.database import Database
 from coordinator.invite_rows import InviteRecord
+from coordinator.kept_run import keep_or_compare
 from coordinator.round_rows import JSON, load_round, save_round
 from coordinator.rows import DamagedError, put, row_of, rows_of
 from coordinator.swarm.ledger import Ledger, ledger_of
@@ -37,6 +38,7 @@ from protocol import convert
 from protocol.channel import RETRY_CAP_SECONDS
 from protocol.errors import ConfigError
 from protocol.rounds import Assignment, Commit, Digest, NodeId
+from protocol.run_spec import RunSpec
 from protocol.v1 import round_pb2
 from protocol.v1.status_pb2 import RoundSummary
 
@@ -94,6 +96,10 @@ class Store:
         return self._saved_now
 
     # The swarm's state
+
+    def keep_or_compare(self, run: RunSpec, path: Path) -> None:
+        """Keeps the run file `path`; raises ConfigError with the keys that changed since the run began."""
+        keep_or_compare(self._database, run, path)
 
     def load(self, rules: Rules, run_digest: Digest) -> SwarmState:
         """The state as last saved, or the initial one. Present members get a fresh lease.

@@ -16,6 +16,7 @@ from coordinator.swarm.state import ClosedRound, Round, SwarmState
 
 TABLES = """
 CREATE TABLE swarm (only_row INTEGER PRIMARY KEY CHECK (only_row = 1), state, digest);
+CREATE TABLE run_file (only_row INTEGER PRIMARY KEY CHECK (only_row = 1), tables, digest);
 CREATE TABLE clock (only_row INTEGER PRIMARY KEY CHECK (only_row = 1), saved_now, digest);
 CREATE TABLE members (node_id PRIMARY KEY, member, digest) WITHOUT ROWID;
 CREATE TABLE open_round (only_row INTEGER PRIMARY KEY CHECK (only_row = 1), round, digest);

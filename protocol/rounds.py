@@ -50,9 +50,10 @@ class Assignment:
 class Plan:
     """Opens a round. The durations count from the moment a node receives the plan.
 
-    `tokens_per_inner_step` is how far the whole swarm's training gets while its fastest participant
-    takes one inner step: over all participants, the sum of a step's tokens times own steps / steps
-    of a full round, rounded down.
+    `token_clock` is where schedules in tokens stand when the round begins, and `round_tokens` how far
+    they get in it, evenly over each participant's own inner steps. Together they end where the clock
+    will stand if commits count all that the plan asks for. Where they counted less, the next plan begins
+    at that end all the same and gets less far, so no schedule goes back.
 
     `ahead` is what participants may train for the next round while this one is exchanged: the next
     plan asks it of those who take part in it. Empty without overlap.
@@ -64,12 +65,12 @@ class Plan:
     assignments: tuple[Assignment, ...]
     slices: tuple[Slice, ...]
     token_clock: int
-    tokens_per_inner_step: int
     train_seconds: float
     contribute_seconds: float
     commit_seconds: float
     reason: str
     ahead: tuple[Assignment, ...] = ()
+    round_tokens: int = 0  # as in databases that do not hold it
 
     @property
     def participants(self) -> tuple[NodeId, ...]:

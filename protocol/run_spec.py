@@ -107,12 +107,13 @@ class DataSection(Section):
 
 
 class InnerSection(Section):
-    """[inner]: training within a round. Lengths of the schedule are in tokens of the whole swarm."""
+    """[inner]: training within a round. Schedules follow the run's progress, never a node's own steps."""
 
     optimizer: Literal["adamw", "muon"] = "adamw"
-    steps: Positive = 30
-    batch: Positive = 16
-    learning_rate: Annotated[float, Field(gt=0)] = 6e-3
+    steps: Positive = 15
+    round_tokens: Annotated[int, Field(gt=0, lt=2**63)] | None = None
+    batch: Positive = 8
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-2
     beta1: Fraction = 0.9
     beta2: Fraction = 0.95
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
@@ -173,8 +174,8 @@ class OuterSection(Section):
     """[outer]: the optimizer that applies committed pseudo-gradients."""
 
     optimizer: Literal["nesterov", "sgd"] = "nesterov"
-    learning_rate: Annotated[float, Field(gt=0)] = 0.6
-    momentum: Fraction = 0.9
+    learning_rate: Annotated[float, Field(gt=0)] = 0.7
+    momentum: Fraction = 0.6
     merge: Merge = "mean"
     scaling: RateScaling = "none"
 
@@ -282,10 +283,41 @@ class RunSpec(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _round_tokens_are_whole_steps(self) -> Self:
+        round_tokens, step_tokens = self.inner.round_tokens, self.tokens_per_inner_step
+        if round_tokens is None:
+            return self
+        least = self.run.min_nodes * step_tokens
+        if round_tokens < least:
+            raise ValueError(
+                f"[inner] round_tokens = {round_tokens}: an inner step of each of [run] min_nodes = "
+                f"{self.run.min_nodes} is {least} tokens, [inner] batch times [model] context a node"
+            )
+        if rest := round_tokens % step_tokens:
+            raise ValueError(
+                f"[inner] round_tokens = {round_tokens} is not whole inner steps of {step_tokens} tokens, "
+                f"[inner] batch = {self.inner.batch} times [model] context = {self.model.context}: "
+                f"write {round_tokens - rest} or {round_tokens - rest + step_tokens}"
+            )
+        return self
+
     @property
     def tokens_per_inner_step(self) -> int:
         """Tokens that one node trains in one inner step."""
         return self.inner.batch * self.model.context
+
+    @property
+    def round_steps(self) -> int | None:
+        """Inner steps that all nodes of a round share; None where each has `steps` of its own."""
+        tokens = self.inner.round_tokens
+        return None if tokens is None else tokens // self.tokens_per_inner_step
+
+    @property
+    def node_steps(self) -> int:
+        """Inner steps of one node in a round of `min_nodes` that are equally fast."""
+        shared = self.round_steps
+        return self.inner.steps if shared is None else shared // self.run.min_nodes
 
     def canonical_json(self) -> str:
         """The run as JSON with sorted keys and no spaces: what the digest is taken of."""
@@ -343,6 +375,14 @@ def validated_file(tables: dict[str, Any], *, origin: str) -> RunSpec:
         raise ConfigError(
             f'{origin}: [outer] momentum = {momentum} belongs to optimizer = "nesterov", not to "sgd"',
             next_step='remove momentum, or write optimizer = "nesterov"',
+        )
+    inner = tables.get("inner", {})
+    if "steps" in inner and spec.inner.round_tokens is not None:
+        raise ConfigError(
+            f"{origin}: [inner] steps = {spec.inner.steps} and round_tokens = {spec.inner.round_tokens} "
+            "both say how long a round is",
+            next_step="remove steps, and nodes share the tokens of a round; or remove round_tokens, "
+            "and each node has its steps",
         )
     return spec
 

@@ -22,7 +22,7 @@ from node.island.layout import layout_of
 from node.island.model import Decoder, Objective, copy_parameters
 from node.island.optimizers import inner_optimizers
 from node.island.samples import SampleOrder
-from node.island.schedule import default_total_tokens, share_of_peak
+from node.island.schedule import Position, share_of_peak
 from node.outer_state import Vector
 from protocol.run_spec import InnerSection
 
@@ -74,11 +74,12 @@ class Training:
         self.pace.end()
 
     def _set_learning_rate(self, step: int) -> None:
-        share = share_of_peak(
-            self.spec.inner,
-            step * self.order.num_nodes * self.spec.tokens_per_inner_step,
-            default_total_tokens=default_total_tokens(self.spec),
+        done = step + 0.5
+        at = Position(
+            progress=min(1.0, done / (self.spec.run.rounds * self.spec.inner.steps)),
+            tokens=done * self.order.num_nodes * self.spec.tokens_per_inner_step,
         )
+        share = share_of_peak(self.spec.inner, at)
         for group in self.optimizer.param_groups:
             group["lr"] = share * group["peak_rate"]
 

@@ -91,6 +91,18 @@ class Plan:
         return next(choice.value for choice in self.choices if (choice.table, choice.key) == key)
 
     @property
+    def rounds(self) -> int:
+        """Of the whole run."""
+        rounds = next(c.value for c in self.choices if (c.table, c.key) == ("run", "rounds"))
+        assert isinstance(rounds, int)
+        return rounds
+
+    @property
+    def run_seconds(self) -> float:
+        """How long the whole run takes, when all goes as predicted."""
+        return self.rounds * self.prediction.round_seconds
+
+    @property
     def meets_goal(self) -> bool:
         """Whether nodes compute as much of the time as they should."""
         return self.prediction.utilisation >= GOAL

@@ -53,6 +53,17 @@ ROUND_TRIPS = PEER_ROUND_TRIPS + COORDINATOR_ROUND_TRIPS
 GOAL = 0.95
 """The part of the time in inner steps that presets aim at."""
 
+DAEMON_BYTES = 26
+"""Of memory for each parameter in a node's daemon: parameters and what ranks publish in shared memory, outer
+momentum, residual, reducer's error, and what is on its way (docs/operations.md, "The contributor")."""
+
+RANK_BYTES = 16
+"""Of memory for each parameter in a node's ranks together: the model, its gradients and AdamW's two moments
+in fp32. Activations come on top."""
+
+DISK_BYTES = 3 * (16 + 8)
+"""Of a node's disk for each parameter: three snapshots and three checkpoints of the inner optimizer."""
+
 PAYLOAD_HEADER_BYTES = 200
 """What goes before each body, whatever its size."""
 

@@ -1,7 +1,7 @@
 """Models by name, and how many parameters a [model] table makes: arithmetic, without torch.
 
-Learning rates of 125m and above are those of GPT-3 (Brown et al. 2020, table 2.1); that of 0.2m is
-the demo's optimizer at its best (docs/performance.md). Those between are in between, and not tried.
+Learning rates of 125m and above are those of GPT-3 (Brown et al. 2020, table 2.1); 0.2m is the model of
+the demo and of the template, with their batch and rate. Those between are in between, and not tried.
 """
 
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ def _named(
 
 
 NAMED_MODELS: Mapping[str, NamedModel] = {
-    "0.2m": _named(64, 3, 4, 2, 192, 128, 16, 3e-3),
+    "0.2m": _named(64, 3, 4, 2, 192, 128, 8, 1e-2),
     "3m": _named(192, 8, 6, 6, 480, 256, 32, 2e-3),
     "42m": _named(512, 14, 8, 8, 1360, 512, 64, 1e-3),
     "125m": _named(768, 18, 12, 12, 2048, 1024, 64, 6e-4),

@@ -179,6 +179,12 @@ def _situation(
             f'{origin}: [exchange] preset = "auto" is for two nodes or more, not for {num_nodes}',
             next_step="write nodes = 4, as many as you expect, beside it",
         )
+    if spec.inner.round_tokens is not None:
+        raise ConfigError(
+            f'{origin}: [exchange] preset = "auto" chooses [inner] steps, and [inner] round_tokens = '
+            f"{spec.inner.round_tokens} says how long a round is",
+            next_step="remove one of them; round_tokens may take the place of the steps that a preset chose",
+        )
     down, up = link_of(keys.link, origin=f"{origin}: [exchange] link")
     told = spec.run.rounds * spec.inner.steps
     if (

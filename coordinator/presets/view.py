@@ -5,6 +5,7 @@ from dataclasses import asdict
 import click
 
 from coordinator.presets.choosing import Plan
+from coordinator.presets.cost import DAEMON_BYTES, DISK_BYTES, RANK_BYTES
 from coordinator.presets.link_shares import share_in_words
 from coordinator.presets.reasons import counted, every
 from protocol import console
@@ -24,13 +25,14 @@ def show(plan: Plan) -> None:
 def prediction_lines(plan: Plan) -> list[str]:
     """The situation, the prediction and the verdict, a sentence each."""
     situation, prediction = plan.situation, plan.prediction
+    parameters = situation.num_parameters
     beside = "beside" if plan.setting.has_overlap else "after"
     link = f"{rate_in_words(situation.down_bits_per_second)} down"
     link += f", {rate_in_words(situation.up_bits_per_second)} up"
     share = share_in_words(situation.link, prediction.bytes_per_round)
     is_late = plan.setting.has_overlap
     lines = [
-        f"for {console.count_in_words(situation.num_parameters)} parameters, "
+        f"for {console.count_in_words(parameters)} parameters, "
         f"{situation.num_nodes} nodes, {link}, "
         f"a round trip of {1000 * situation.round_trip_seconds:.3g} ms, "
         f"inner steps of {situation.seconds_per_inner_step:.3g} s:",
@@ -44,12 +46,35 @@ def prediction_lines(plan: Plan) -> list[str]:
         + (
             f"; results come {counted(prediction.late_steps, 'inner step')} late" if is_late else ""
         ),
+        f"a node takes about {console.bytes_in_words(DAEMON_BYTES * parameters)} of memory beside "
+        f"{console.bytes_in_words(RANK_BYTES * parameters)} in its ranks, activations apart, and "
+        f"{console.bytes_in_words(DISK_BYTES * parameters)} of disk",
+        f"a round takes {console.seconds_in_words(prediction.round_seconds)}, the run of "
+        f"{counted(plan.rounds, 'round')} {console.seconds_in_words(plan.run_seconds)}",
         plan.verdict,
     ]
     if plan.meets_goal and prediction.enough_bits_per_second is not None:
         enough = rate_in_words(prediction.enough_bits_per_second)
         lines.append(f"a link of {enough} would do for 95 %")
-    return lines
+    return lines + warnings_of(plan)
+
+
+LONG_ROUND_SECONDS = 3600.0
+
+
+def warnings_of(plan: Plan) -> list[str]:
+    """What a run owner should know before the run begins."""
+    prediction = plan.prediction
+    if prediction.round_seconds < LONG_ROUND_SECONDS:
+        return []
+    if prediction.training_seconds >= prediction.exchange_seconds:
+        advice = f"fewer inner steps shorten it: --steps, now {plan.setting.steps}"
+    else:
+        advice = "the exchange takes most of it: faster links or a smaller model shorten it"
+    return [
+        f"warning: a round takes {console.seconds_in_words(prediction.round_seconds)}: so much work is lost "
+        f"with a node that dies, and nobody sees the model meanwhile; {advice}"
+    ]
 
 
 def as_json(plan: Plan) -> dict[str, object]:
@@ -68,6 +93,17 @@ def as_json(plan: Plan) -> dict[str, object]:
         "steps_between_exchanges": plan.setting.interval,
         "exchanges": plan.exchanges,
         "prediction": asdict(plan.prediction),
+        "rounds": plan.rounds,
+        "run_seconds": plan.run_seconds,
+        "node_bytes": {
+            name: each * plan.situation.num_parameters
+            for name, each in (
+                ("daemon", DAEMON_BYTES),
+                ("ranks", RANK_BYTES),
+                ("disk", DISK_BYTES),
+            )
+        },
+        "warnings": warnings_of(plan),
         "meets_goal": plan.meets_goal,
         "verdict": plan.verdict,
     }

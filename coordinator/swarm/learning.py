@@ -88,7 +88,6 @@ def learn_commit(turn: Turn, event: CommitLearned) -> None:
             for outcome in commit.slices
         ),
         token_clock=state.token_clock,
-        tokens_per_inner_step=0,
         reason=f"brought back by {source}",
         commit=commit,
         committed_at=turn.now,
@@ -101,7 +100,6 @@ def learn_commit(turn: Turn, event: CommitLearned) -> None:
         assignments=commit.assignments,
         slices=tuple(progress.slice for progress in current.slices),
         token_clock=state.token_clock,
-        tokens_per_inner_step=0,
         train_seconds=0,
         contribute_seconds=0,
         commit_seconds=0,

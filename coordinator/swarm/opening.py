@@ -1,6 +1,6 @@
 """How a round opens: who takes part with how many inner steps, on which samples, who reduces what."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from coordinator.swarm.actions import SendPlan
@@ -10,7 +10,14 @@ from coordinator.swarm.reach import best_reducers
 from coordinator.swarm.rounds import plan_of
 from coordinator.swarm.shares import reducer_shares, shares_in_words
 from coordinator.swarm.speeds import budgets_in_words, step_budgets
-from coordinator.swarm.state import Member, Round, RoundPhase, SliceProgress
+from coordinator.swarm.state import (
+    Member,
+    Round,
+    RoundPhase,
+    Rules,
+    SliceProgress,
+    SwarmState,
+)
 from coordinator.swarm.turn import Turn, available_members
 from protocol.rounds import Assignment, NodeId, cut_into_slices
 
@@ -59,6 +66,8 @@ def open_round(turn: Turn) -> None:
     assignments = _assign(turn, ready)
     ahead = _lease_ahead(turn, ready) if number < rules.total_rounds else ()
     steps = [assignment.inner_steps for assignment in assignments]
+    clock = _clock_told(state)
+    clock_after = state.token_clock + rules.batch * rules.context * sum(steps)
     deadlines = next_deadlines(state, assignments)
     num_ready = "1 node is ready" if len(ready) == 1 else f"{len(ready)} nodes are ready"
     if len(reducers) == MOST_REDUCERS < len(ready):
@@ -88,9 +97,12 @@ def open_round(turn: Turn) -> None:
                 ),
             )
         ),
-        token_clock=state.token_clock,
-        tokens_per_inner_step=rules.batch * rules.context * sum(steps) // rules.inner_steps,
-        reason=num_ready + budgets_in_words(steps, rules.inner_steps) + deadlines.reason,
+        token_clock=clock,
+        round_tokens=max(0, clock_after - clock),
+        reason=num_ready
+        + budgets_in_words(steps, rules)
+        + _schedule_in_words(rules, clock)
+        + deadlines.reason,
         ahead=ahead,
         apply_seconds=deadlines.apply_seconds,
         later_session_id=state.next_session_id,
@@ -98,6 +110,26 @@ def open_round(turn: Turn) -> None:
     turn.put_round(current)
     turn.has_new_state |= state.committed_round == 0  # the initial state, which no round led to
     turn.act(SendPlan(plan=plan_of(current, turn.now)))
+
+
+def _clock_told(state: SwarmState) -> int:
+    """Where schedules in tokens stand: what commits have counted, but never before where they were.
+
+    The last plan counted on all that it asked for, and nodes have trained to its end.
+    """
+    closed = state.last_closed
+    if closed is None:
+        return state.token_clock
+    return max(state.token_clock, closed.plan.token_clock + closed.plan.round_tokens)
+
+
+def _schedule_in_words(rules: Rules, clock: int) -> str:
+    """What the plan's reason adds once the schedule has come to its end before the run."""
+    if rules.schedule_tokens is None or clock < rules.schedule_tokens:
+        return ""
+    return (
+        f"; the learning rate stays at its end: total_tokens = {rules.schedule_tokens} are trained"
+    )
 
 
 def _assign(turn: Turn, participants: Sequence[Member]) -> tuple[Assignment, ...]:
@@ -109,27 +141,28 @@ def _assign(turn: Turn, participants: Sequence[Member]) -> tuple[Assignment, ...
     ahead = {a.node_id: a for a in turn.state.ledger.ahead}
     ledger = end_ahead(turn.state.ledger, ahead.keys() - here)
     turn.state = replace(turn.state, ledger=replace(ledger, ahead=()))
-    fresh = {a.node_id: a for a in _leased(turn, participants, but=ahead)}
-    return tuple((ahead | fresh)[member.node_id] for member in participants)
+    kept = {node_id: a for node_id, a in ahead.items() if node_id in here}
+    fresh = {a.node_id: a for a in _leased(turn, participants, but=kept)}
+    return tuple((kept | fresh)[member.node_id] for member in participants)
 
 
 def _lease_ahead(turn: Turn, participants: Sequence[Member]) -> tuple[Assignment, ...]:
     """What participants may train for the next round, by the speeds that are known now."""
     if not turn.state.rules.has_overlap:
         return ()
-    ahead = _leased(turn, participants, but=())
+    ahead = _leased(turn, participants, but={})
     turn.state = replace(turn.state, ledger=replace(turn.state.ledger, ahead=ahead))
     return ahead
 
 
 def _leased(
-    turn: Turn, participants: Sequence[Member], *, but: Collection[NodeId]
+    turn: Turn, participants: Sequence[Member], *, but: Mapping[NodeId, Assignment]
 ) -> tuple[Assignment, ...]:
     """Inner steps by speed, and leases of the samples for them, for all participants but some."""
     rules = turn.state.rules
-    budgets = step_budgets(participants, rules.inner_steps)
-    asked = [(node_id, steps) for node_id, steps in budgets.items() if node_id not in but]
-    ledger, leased = lease(turn.state.ledger, [steps * rules.batch for _, steps in asked])
+    settled = {node_id: assignment.inner_steps for node_id, assignment in but.items()}
+    asked = step_budgets(participants, rules, settled)
+    ledger, leased = lease(turn.state.ledger, [steps * rules.batch for steps in asked.values()])
     turn.state = replace(turn.state, ledger=ledger)
     return tuple(
         Assignment(
@@ -138,5 +171,5 @@ def _leased(
             first_sample=places.first,
             num_samples=places.num_samples,
         )
-        for (node_id, inner_steps), places in zip(asked, leased, strict=True)
+        for (node_id, inner_steps), places in zip(asked.items(), leased, strict=True)
     )

@@ -51,7 +51,7 @@ def plan_of(current: Round, now: float) -> Plan:
         assignments=current.assignments,
         slices=tuple(progress.slice for progress in current.slices),
         token_clock=current.token_clock,
-        tokens_per_inner_step=current.tokens_per_inner_step,
+        round_tokens=current.round_tokens,
         train_seconds=max(0.0, current.train_deadline - now),
         contribute_seconds=max(0.0, current.contribute_deadline - now),
         commit_seconds=max(0.0, current.commit_deadline - now),

@@ -117,9 +117,9 @@ class Round:
     assignments: tuple[Assignment, ...]
     slices: tuple[SliceProgress, ...]
     token_clock: int
-    tokens_per_inner_step: int
     reason: str
     ahead: tuple[Assignment, ...] = ()  # told with the plan, for the round after
+    round_tokens: int = 0  # how far the plan takes the token clock
     trained: Mapping[NodeId, Trained] = field(default_factory=dict)
     held: Mapping[NodeId, Mapping[int, Digest]] = field(  # which results of which slices, as told
         default_factory=dict
@@ -199,7 +199,9 @@ class Rules:
 
     total_rounds: int
     min_nodes: int
-    inner_steps: int
+    inner_steps: (
+        int  # of a node as fast as the fastest; with `round_steps`, where min_nodes share them
+    )
     batch: int  # samples that a node trains in one inner step
     context: int  # tokens of a sample
     train_seconds: float
@@ -211,6 +213,10 @@ class Rules:
     adapts_deadlines: bool = False  # whether those above are caps, and plans follow measurements
     floor_seconds: float = 0.0  # the least of each phase, when they do
     has_overlap: bool = False  # whether nodes train for the next round while this one is exchanged
+    schedule_tokens: int | None = (
+        None  # where the learning rate's schedule ends; None: with the run
+    )
+    round_steps: int | None = None  # inner steps of all nodes in a round; None: each has its own
     slice_elements: int = 1 << 62  # a reducer's part of a fragment is cut into slices no smaller
 
 

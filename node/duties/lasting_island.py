@@ -207,7 +207,7 @@ def rest_of(work: InnerWork, done: InnerReport) -> InnerWork:
         inner_steps=work.inner_steps - steps,
         first_sample=work.first_sample + num_samples,
         num_samples=work.num_samples - num_samples,
-        token_clock=work.token_clock + steps * work.tokens_per_inner_step,
+        steps_before=work.steps_before + steps,
     )
 
 

@@ -16,22 +16,25 @@ def work_of(plan: Plan, assignment: Assignment) -> InnerWork:
         first_sample=assignment.first_sample,
         num_samples=assignment.num_samples,
         token_clock=plan.token_clock,
-        tokens_per_inner_step=plan.tokens_per_inner_step,
+        round_tokens=plan.round_tokens,
         max_seconds=plan.train_seconds,
         num_participants=len(plan.assignments),
     )
 
 
 def work_ahead_of(plan: Plan, node_id: NodeId) -> InnerWork | None:
-    """What the plan leases the node for the round after it; until that is planned, it has no end."""
+    """What the plan leases the node for the round after it; until that is planned, it has no end.
+
+    It counts on a next plan that gets as far as this one: the run's rounds are closed one by one
+    whatever becomes of them, so a schedule on rounds is exact, and one on tokens a forecast.
+    """
     assignment = plan.ahead_of(node_id)
     if assignment is None:
         return None
-    most_steps = max(a.inner_steps for a in plan.assignments)
     return replace(
         work_of(plan, assignment),
         round=plan.round + 1,
-        token_clock=plan.token_clock + most_steps * plan.tokens_per_inner_step,
+        token_clock=plan.token_clock + plan.round_tokens,
         max_seconds=math.inf,
     )
 

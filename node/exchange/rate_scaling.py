@@ -12,10 +12,10 @@ _BITS = 48
 class RateScale:
     """The factor of the outer learning rate for one slice of a commit.
 
-    `learning_rate` is meant for `min_nodes` that train all their inner steps. More nodes, or more
-    steps, bring a mean with less noise in it, which bears a higher rate (Charles et al. 2025,
-    "Communication-Efficient Language Model Training Scales Reliably and Robustly"); fewer want a
-    lower one. With t the tokens of the slice's contributors over those of a full round, the factor
+    `learning_rate` is meant for `round_tokens`, or for `min_nodes` that train all their inner steps.
+    More nodes, or more steps, bring a mean with less noise in it, which bears a higher rate (Charles
+    et al. 2025, "Communication-Efficient Language Model Training Scales Reliably and Robustly"); fewer
+    want a lower one. With t the tokens of the slice's contributors over those of a full round, the factor
     is the square root of t ("sqrt") or its cube root ("cbrt": 0.4, 0.5, 0.63, 0.8 for 1, 2, 4, 8
     nodes if it is 0.4 for one).
 
@@ -45,7 +45,8 @@ def rate_scale_of(spec: RunSpec) -> RateScale:
     """What the run file asks for."""
     return RateScale(
         scaling=spec.outer.scaling,
-        full_round_tokens=spec.run.min_nodes * spec.inner.steps * spec.tokens_per_inner_step,
+        full_round_tokens=spec.inner.round_tokens
+        or spec.run.min_nodes * spec.inner.steps * spec.tokens_per_inner_step,
     )
 
 

@@ -20,10 +20,11 @@ class InnerWork:
     inner_steps: int
     first_sample: int  # place in the run's sample order
     num_samples: int
-    token_clock: int  # tokens the swarm had committed at the first inner step
-    tokens_per_inner_step: int  # of the whole swarm: how the token clock moves meanwhile
+    token_clock: int  # the swarm's, where the round begins
+    round_tokens: int  # how far the token clock gets in the round
     max_seconds: float  # stop after this long, with whatever is done
     num_participants: int  # of the round: what [inner] scaling goes by
+    steps_before: int = 0  # inner steps of the same round that the ranks have taken already
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,7 +77,7 @@ class Resuming:
         if self._is_at_zero and token_clock > 0:
             log.info(
                 "re-warm-up: learning rates rise, as the inner optimizer began at zero in mid-run",
-                inner_steps=rewarming_steps(self._spec.inner),
+                inner_steps=rewarming_steps(self._spec),
             )
         self._is_at_zero = False
 

@@ -1,50 +1,84 @@
-"""The inner learning rate, on the global token clock: the same on all nodes, also late ones."""
+"""The inner learning rate, by how far the run has come: the same on all nodes, also late ones."""
 
 import math
+from dataclasses import dataclass
+from typing import Self
 
+from node.island.island import InnerWork
 from protocol.run_spec import InnerSection, RunSpec
 
 
-def default_total_tokens(spec: RunSpec) -> int:
-    """Tokens of the whole run when the fewest nodes that it asks for take part in every round."""
-    return spec.run.rounds * spec.inner.steps * spec.tokens_per_inner_step * spec.run.min_nodes
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """How far a run has come at one inner step of one node."""
+
+    progress: float  # 0 at the run's first inner step, 1 where its schedule ends
+    tokens: float  # on the swarm's token clock
+
+    @classmethod
+    def of(cls, spec: RunSpec, work: InnerWork, step: int) -> Self:
+        """The middle of the inner step `step` of this work, counted from 0.
+
+        A round closes once for all nodes, whoever is here and whatever it commits: so progress is
+        closed rounds of `[run] rounds`, and in a round the part of the node's own inner steps. With
+        `[inner] total_tokens` it is the token clock's part of those. In their middle, neither the first
+        inner step nor the last has the rate of a schedule's end, which may be 0.
+        """
+        steps = work.steps_before + work.inner_steps
+        part = (work.steps_before + step + 0.5) / steps
+        tokens = work.token_clock + part * work.round_tokens
+        if spec.inner.total_tokens is None:
+            progress = (work.round - 1 + part) / spec.run.rounds
+        else:
+            progress = tokens / spec.inner.total_tokens
+        return cls(progress=min(1.0, progress), tokens=tokens)
 
 
-def share_of_peak(inner: InnerSection, token_clock: int, *, default_total_tokens: int) -> float:
-    """What part of its peak a learning rate has when the swarm has trained `token_clock` tokens.
+WARM_UP = 0.1
+"""The part of a run that warms up where the run file does not say."""
 
-    Rises linearly over `warmup_tokens` (a tenth of the total when left out). Then it stays
-    ("constant"), or falls to `final_fraction` at `total_tokens` and stays there: along a half
-    cosine ("cosine": SGDR, Loshchilov and Hutter, 2017), along a line ("linear"), or along a line
-    over the last `decay_fraction` of the total only ("wsd", warm-up, stable, decay: MiniCPM, Hu et
-    al., 2024, section 4; a line as in Hägele et al., 2024, "Scaling Laws and Compute-Optimal
-    Training Beyond Fixed Training Durations").
+
+def share_of_peak(inner: InnerSection, at: Position) -> float:
+    """What part of its peak a learning rate has there.
+
+    Rises linearly over `warmup_tokens`, or a tenth of the run. Then it stays ("constant"), or falls
+    to `final_fraction` at the end of the run and stays there: along a half cosine ("cosine": SGDR,
+    Loshchilov and Hutter, 2017), along a line ("linear"), or along a line over the last
+    `decay_fraction` only ("wsd", warm-up, stable, decay: MiniCPM, Hu et al., 2024, section 4; a line
+    as in Hägele et al., 2024, "Scaling Laws and Compute-Optimal Training Beyond Fixed Training
+    Durations").
+
+    `warmup_tokens` without `total_tokens` are no known part of a run: then the fall counts from its
+    begin, and the rate is the lower of the two.
     """
-    total_tokens = default_total_tokens if inner.total_tokens is None else inner.total_tokens
-    warmup_tokens = total_tokens // 10 if inner.warmup_tokens is None else inner.warmup_tokens
-    if token_clock < warmup_tokens:
-        return token_clock / warmup_tokens
+    warm_up = WARM_UP
+    risen = at.progress / WARM_UP
+    if inner.warmup_tokens is not None:
+        warm_up = inner.warmup_tokens / inner.total_tokens if inner.total_tokens else 0.0
+        risen = at.tokens / inner.warmup_tokens if inner.warmup_tokens else 1.0
+    return min(1.0, risen, _fallen(inner, at.progress, warm_up))
+
+
+def _fallen(inner: InnerSection, progress: float, warm_up: float) -> float:
+    """The part of its peak that is left where a warm-up ends at `warm_up`; 1 before that."""
     if inner.schedule == "constant":
         return 1.0
-    falls_from = warmup_tokens
-    if inner.schedule == "wsd":
-        falls_from = max(warmup_tokens, total_tokens - round(inner.decay_share * total_tokens))
-    falling_tokens = max(1, total_tokens - falls_from)
-    done = min(1.0, max(0.0, (token_clock - falls_from) / falling_tokens))
-    if token_clock >= total_tokens:
+    begin = warm_up if inner.schedule != "wsd" else max(warm_up, 1 - inner.decay_share)
+    done = max(0.0, progress - begin) / (1 - begin) if begin < 1 else 0.0
+    if progress >= 1:
         done = 1.0  # also when the warm-up takes all
-    remaining = 0.5 * (1 + math.cos(math.pi * done)) if inner.schedule == "cosine" else 1 - done
-    return inner.final_fraction + (1 - inner.final_fraction) * remaining
+    left = 0.5 * (1 + math.cos(math.pi * done)) if inner.schedule == "cosine" else 1 - done
+    return inner.final_fraction + (1 - inner.final_fraction) * left
 
 
-def rewarming_steps(inner: InnerSection) -> int:
+def rewarming_steps(spec: RunSpec) -> int:
     """Inner steps over which learning rates rise when moments begin at zero in the midst of a run.
 
     2 / (1 - beta2), the rule of Ma and Yarats, 2021, "On the adequacy of untuned warmup for adaptive
     optimization", section 5: so long the second moment is a mean of too few gradients, and steps are
     too large. A round's steps at most: a restart should not cost more than one.
     """
-    return min(inner.steps, round(2 / (1 - inner.beta2)))
+    return min(spec.node_steps, round(2 / (1 - spec.inner.beta2)))
 
 
 class Rewarming:
@@ -56,7 +90,7 @@ class Rewarming:
         self.steps_left = 0
 
     def begin(self, token_clock: int) -> None:
-        """Before inner steps at this clock. At 0 the run file's own warm-up is what there is."""
+        """Before inner steps of a round. Where the clock is at 0 the run's own warm-up is what there is."""
         if not self._is_decided and token_clock > 0:
             self.steps_left = self._num_steps
         self._is_decided = True

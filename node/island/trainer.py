@@ -40,8 +40,8 @@ from node.island.mesh import Mesh
 from node.island.mesh_shape import MeshShape, check_batch, check_shape
 from node.island.samples import Indices, SampleOrder
 from node.island.schedule import (
+    Position,
     Rewarming,
-    default_total_tokens,
     rewarming_steps,
     scale_of_rates,
     share_of_peak,
@@ -131,8 +131,7 @@ class Trainer:
         self._engine = Engine(spec=spec, mesh=mesh, device=device, local=local)
         self._optimizers = self._engine.optimizers(spec.inner)
         self._order = SampleOrder(seed=spec.run.seed, num_samples=corpus.num_samples)
-        self._total_tokens = default_total_tokens(spec)
-        self._rewarming = Rewarming(rewarming_steps(spec.inner))
+        self._rewarming = Rewarming(rewarming_steps(spec))
         self._communication = LocalCommunication(
             device, mesh, may_trace=may_be_traced(mesh.shape, local)
         )
@@ -199,7 +198,7 @@ class Trainer:
         to_trace = self._communication.step_to_trace(max_steps)
         look_at = 1  # inner steps after which the ranks agree next on whether to go on
         for step in range(max_steps):
-            self._set_learning_rates(work.token_clock + step * work.tokens_per_inner_step, scale)
+            self._set_learning_rates(Position.of(self._spec, work, step), scale)
             with self._communication.traced() if step == to_trace else contextlib.nullcontext():
                 tally.add(*self._inner_step(work.first_sample + step * batch))
             self._rewarming.stepped()
@@ -342,11 +341,8 @@ class Trainer:
         indices = self._order.indices(first_sample, batch)[self._mesh.share(batch)]
         return self._engine.train(self._on_device(self._corpus.training, indices))
 
-    def _set_learning_rates(self, token_clock: int, scale: float) -> None:
-        share = scale * share_of_peak(
-            self._spec.inner, token_clock, default_total_tokens=self._total_tokens
-        )
-        share *= self._rewarming.share()
+    def _set_learning_rates(self, at: Position, scale: float) -> None:
+        share = scale * share_of_peak(self._spec.inner, at) * self._rewarming.share()
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = share * group["peak_rate"]

@@ -98,7 +98,7 @@ class Plan(_message.Message):
     ASSIGNMENTS_FIELD_NUMBER: _builtins.int
     SLICES_FIELD_NUMBER: _builtins.int
     TOKEN_CLOCK_FIELD_NUMBER: _builtins.int
-    TOKENS_PER_INNER_STEP_FIELD_NUMBER: _builtins.int
+    ROUND_TOKENS_FIELD_NUMBER: _builtins.int
     TRAIN_SECONDS_FIELD_NUMBER: _builtins.int
     CONTRIBUTE_SECONDS_FIELD_NUMBER: _builtins.int
     COMMIT_SECONDS_FIELD_NUMBER: _builtins.int
@@ -111,9 +111,11 @@ class Plan(_message.Message):
     base_digest: _builtins.bytes
     """Digest of the outer state at the round before, 32 bytes. Who differs does not take part."""
     token_clock: _builtins.int
-    """Tokens that the swarm had committed when the round opened."""
-    tokens_per_inner_step: _builtins.int
-    """Tokens that all participants together train while the fastest takes one inner step."""
+    """Where the swarm's token clock stands when the round begins: the tokens that commits have counted,
+    or the end of the last plan where commits counted fewer than it asked for.
+    """
+    round_tokens: _builtins.int
+    """How far the token clock gets in this round, evenly over each participant's inner steps."""
     train_seconds: _builtins.float
     """Seconds, counted from the moment the plan is received, after which a participant stops
     training and contributes what it has.
@@ -147,7 +149,7 @@ class Plan(_message.Message):
         assignments: _abc.Iterable[Global___Assignment] | None = ...,
         slices: _abc.Iterable[Global___Slice] | None = ...,
         token_clock: _builtins.int = ...,
-        tokens_per_inner_step: _builtins.int = ...,
+        round_tokens: _builtins.int = ...,
         train_seconds: _builtins.float = ...,
         contribute_seconds: _builtins.float = ...,
         commit_seconds: _builtins.float = ...,
@@ -156,7 +158,7 @@ class Plan(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "assignments", b"assignments", "base_digest", b"base_digest", "commit_seconds", b"commit_seconds", "contribute_seconds", b"contribute_seconds", "fragment", b"fragment", "reason", b"reason", "round", b"round", "slices", b"slices", "token_clock", b"token_clock", "tokens_per_inner_step", b"tokens_per_inner_step", "train_seconds", b"train_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "assignments", b"assignments", "base_digest", b"base_digest", "commit_seconds", b"commit_seconds", "contribute_seconds", b"contribute_seconds", "fragment", b"fragment", "reason", b"reason", "round", b"round", "round_tokens", b"round_tokens", "slices", b"slices", "token_clock", b"token_clock", "train_seconds", b"train_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -291,7 +291,13 @@ def test_a_node_in_any_phase_stops_when_asked_and_leaves_nothing(swarm: Swarm) -
     run_file = swarm.home / "run.toml"
     run_text = run_file.read_text()
     run_file.write_text(run_text.replace("batch = 4", "batch = 8"))
-    refused(atoll("coordinator", "start", swarm.home), 78, "run.toml is ")
+    refused(
+        atoll("coordinator", "start", swarm.home),
+        78,
+        "run.toml has changed",
+        "[inner] batch was 4 and is 8",
+        "write batch = 4",
+    )
     run_file.write_text(run_text)
     swarm.start_coordinator()
     first.says("attached", times=2)

@@ -1,13 +1,16 @@
 """A whole swarm in one process, in virtual time: real core, real nodes, real training, no network."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from benchmarks.simulation import Life, SimulatedRun, simulate
 from node.island.corpus import Corpus, read_corpus
+from node.island.island import InnerReport, InnerWork
 from node.island.local_training import LocalTraining, Precision
+from node.island.trainer import Trainer
 from tests.tiny_runs import tiny
 
 
@@ -104,3 +107,34 @@ def test_settled_digests_form_a_chain(finished: SimulatedRun) -> None:
     for before, after in zip(finished.commits, finished.commits[1:], strict=False):
         assert after.base_digest == before.outer_digest
     assert replace(finished.commits[0]).base_digest not in {None, finished.final.outer_digest}
+
+
+@pytest.mark.parametrize("overlap", ["none", "keep"])
+@pytest.mark.parametrize("num_nodes", [1, 4])
+def test_the_learning_rate_in_the_middle_of_a_run_is_the_schedules_middle_however_many_nodes_train(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch, num_nodes: int, overlap: str
+) -> None:
+    rates: dict[int, set[float]] = {}
+    train = Trainer.train
+
+    def told(self: Trainer, work: InnerWork, *arguments: Any) -> InnerReport:
+        report = train(self, work, *arguments)
+        if work.steps_before + report.inner_steps == 5:  # the round's last inner step
+            rates.setdefault(work.round, set()).add(self._optimizers[0].param_groups[0]["lr"])
+        return report
+
+    monkeypatch.setattr(Trainer, "train", told)
+    # A re-warm-up is over after two inner steps with beta2 = 0: nodes join while the first trains.
+    inner = {"schedule": "linear", "final_fraction": 0.0, "warmup_tokens": 0, "beta2": 0.0}
+    spec = tiny(
+        run={"rounds": 6, "min_nodes": 1},
+        inner={**inner, "learning_rate": 1e-2},
+        exchange={"overlap": overlap},
+    )
+    lives = [Life(seconds_per_inner_step=0.1 + 0.01 * place) for place in range(num_nodes)]
+    run = simulate(spec, lives=lives, corpus=corpus)
+    assert len(run.commits[-1].assignments) == num_nodes
+    # Each inner step has the rate of its middle, here that of the fifth of five in each round.
+    expected = {number: 1e-2 * (1 - (number - 1 + 0.9) / 6) for number in range(1, 7)}
+    assert {number: min(found) for number, found in rates.items()} == pytest.approx(expected)
+    assert all(max(found) == min(found) for found in rates.values()), "nodes differ"

@@ -40,7 +40,7 @@ def work_of(inner_steps: int, max_seconds: float = 60.0) -> InnerWork:
         first_sample=0,
         num_samples=ENDLESS * 8,
         token_clock=0,
-        tokens_per_inner_step=64,
+        round_tokens=64,
         max_seconds=max_seconds,
         num_participants=1,
     )

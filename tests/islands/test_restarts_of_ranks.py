@@ -109,7 +109,7 @@ def work_of(round_: int, inner_steps: int = 3, max_seconds: float = 1e6) -> Inne
         first_sample=100 * round_,
         num_samples=8 * ENDLESS,
         token_clock=1000 * (round_ - 1),
-        tokens_per_inner_step=128,
+        round_tokens=1000,
         max_seconds=max_seconds,
         num_participants=1,
     )

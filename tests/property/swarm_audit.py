@@ -1,5 +1,6 @@
 """What must hold of plans, takeovers, commits and the ledger, by the world's own books."""
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from swarm_books import LAYOUT, Books, is_void, places_of, tokens_of
@@ -15,7 +16,7 @@ def check_plan(books: Books, plan: Plan, state: SwarmState) -> None:
     assert plan.base_digest == state.outer_digest
     assert len(plan.participants) >= state.rules.min_nodes
     assert list(plan.participants) == sorted(set(plan.participants))
-    assert plan.token_clock == state.token_clock
+    _check_clock(plan, state)
     for node_id in plan.participants:
         assert state.members[node_id].state is MemberState.READY
         assert not state.members[node_id].is_draining, "a plan counts on who leaves"
@@ -27,6 +28,16 @@ def check_plan(books: Books, plan: Plan, state: SwarmState) -> None:
         assert part.start == covered and part.reducer_id in plan.participants
         covered += part.num_elements
     assert covered == LAYOUT.fragment_elements[plan.fragment]
+
+
+def _check_clock(plan: Plan, state: SwarmState) -> None:
+    """It begins where the last plan left it, or what commits have counted since; never further."""
+    rules, asked = state.rules, sum(a.inner_steps for a in plan.assignments)
+    last = state.last_closed
+    left_at = 0 if last is None else last.plan.token_clock + last.plan.round_tokens
+    assert plan.token_clock == max(state.token_clock, left_at), "a schedule goes back"
+    counted = state.token_clock + rules.batch * rules.context * asked
+    assert plan.token_clock + plan.round_tokens == max(plan.token_clock, counted)
 
 
 def _check_reducers(plan: Plan, state: SwarmState) -> None:
@@ -64,10 +75,12 @@ def _check_assignments(books: Books, plan: Plan, state: SwarmState) -> None:
     steps = {a.node_id: a.inner_steps for a in plan.assignments}
     assert tuple(steps) == plan.participants
     honoured = {n: a for n, a in books.ahead.items() if n in steps}
-    assert min(steps.values()) >= 1 and max(steps.values()) <= rules.inner_steps
-    assert honoured or max(steps.values()) == rules.inner_steps
-    step_tokens = rules.batch * rules.context
-    assert plan.tokens_per_inner_step == step_tokens * sum(steps.values()) // rules.inner_steps
+    assert min(steps.values()) >= 1
+    if rules.round_steps is None:
+        assert max(steps.values()) <= rules.inner_steps
+        assert honoured or max(steps.values()) == rules.inner_steps
+    elif not honoured:  # what is leased ahead may not suit who is here
+        _check_shared(steps.values(), rules.round_steps, plan.reason)
     taken = set(books.committed_places)
     for a in honoured.values():
         taken.update(places_of(a))
@@ -82,8 +95,18 @@ def _check_assignments(books: Books, plan: Plan, state: SwarmState) -> None:
     assert [a.node_id for a in plan.ahead] == list(plan.participants if may_lead else ())
     assert plan.ahead == state.ledger.ahead
     for a in plan.ahead:
-        assert 1 <= a.inner_steps <= rules.inner_steps
+        assert 1 <= a.inner_steps <= (rules.round_steps or rules.inner_steps)
         leased_until = _check_lease(a, taken, leased_until, rules.batch)
+
+
+def _check_shared(steps: Collection[int], round_steps: int, reason: str) -> None:
+    """Together what the run file says, or one each, or fewer for want of time, and the plan says so."""
+    if sum(steps) > round_steps:
+        assert sum(steps) == len(steps) and "one at least" in reason
+    elif sum(steps) < round_steps:
+        assert "no more fit into" in reason
+    else:
+        assert "make round_tokens = " in reason
 
 
 def _check_lease(a: Assignment, taken: set[int], leased_until: int, batch: int) -> int:

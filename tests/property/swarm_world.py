@@ -66,6 +66,7 @@ class World:
         total_rounds: int,
         adapts_deadlines: bool,
         has_overlap: bool,
+        round_steps: int | None = None,
     ) -> None:
         rules = Rules(
             total_rounds=total_rounds,
@@ -82,6 +83,7 @@ class World:
             adapts_deadlines=adapts_deadlines,
             floor_seconds=3,
             has_overlap=has_overlap,
+            round_steps=round_steps,
         )
         self._sealer = Sealer()
         self._members = MembersStay()

@@ -36,6 +36,7 @@ class SwarmMachine(RuleBasedStateMachine):
         total_rounds=st.sampled_from([2, 4, 50]),
         adapts_deadlines=st.booleans(),
         has_overlap=st.booleans(),
+        round_steps=st.sampled_from([None, None, 2, 7]),
     )
     def begin(
         self,
@@ -44,6 +45,7 @@ class SwarmMachine(RuleBasedStateMachine):
         total_rounds: int,
         adapts_deadlines: bool,
         has_overlap: bool,
+        round_steps: int | None = None,
     ) -> None:
         self.world = World(
             num_nodes=num_nodes,
@@ -51,6 +53,7 @@ class SwarmMachine(RuleBasedStateMachine):
             total_rounds=total_rounds,
             adapts_deadlines=adapts_deadlines,
             has_overlap=has_overlap,
+            round_steps=round_steps,
         )
         self.all_without_a_session_attach()
 

@@ -112,7 +112,7 @@ def plan_for(
         ),
         slices=cut_into_slices(NUM_ELEMENTS, tuple(sorted(participants))),
         token_clock=0,
-        tokens_per_inner_step=1,
+        round_tokens=1,
         train_seconds=10.0,
         contribute_seconds=CONTRIBUTE_SECONDS,
         commit_seconds=COMMIT_SECONDS,

@@ -62,6 +62,8 @@ class Scene:
         adapts_deadlines: bool = False,
         has_overlap: bool = False,
         slice_elements: int = 1 << 62,
+        round_steps: int | None = None,
+        schedule_tokens: int | None = None,
     ) -> None:
         rules = Rules(
             total_rounds=rounds,
@@ -79,6 +81,8 @@ class Scene:
             floor_seconds=5,
             has_overlap=has_overlap,
             slice_elements=slice_elements,
+            round_steps=round_steps,
+            schedule_tokens=schedule_tokens,
         )
         self.layout = layout
         self._num_processes: Counter[str] = Counter()

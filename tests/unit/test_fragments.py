@@ -126,7 +126,7 @@ class Rank:
             first_sample=0,
             num_samples=8,
             token_clock=1000,
-            tokens_per_inner_step=1,
+            round_tokens=1,
             max_seconds=1e9,
             num_participants=1,
         )

@@ -81,15 +81,14 @@ class Rank:
         self.writer = CheckpointWriter(self.trainer, Mesh())
         self.trainer.adopt(self.parameters)
 
-    def train(self, round_: int, *, steps: int = 3, token_clock: int | None = None) -> None:
-        clock = (round_ - 1) * 192 if token_clock is None else token_clock
+    def train(self, round_: int, *, steps: int = 3) -> None:
         work = InnerWork(
             round=round_,
             inner_steps=steps,
             first_sample=12 * round_,
             num_samples=4 * steps,
-            token_clock=clock,
-            tokens_per_inner_step=64,
+            token_clock=(round_ - 1) * 192,
+            round_tokens=64 * steps,
             max_seconds=float("inf"),
             num_participants=1,
         )
@@ -240,10 +239,10 @@ def test_a_state_that_does_not_fit_is_refused_whole(
 
 
 def test_a_node_that_joins_in_mid_run_begins_with_small_steps(corpus: Corpus) -> None:
-    length = rewarming_steps(SPEC.inner)
+    length = rewarming_steps(SPEC)
     joiner, early = Rank(corpus, first()), Rank(corpus, first())
-    joiner.train(9, steps=1, token_clock=64)
-    early.train(1, steps=1, token_clock=0)
+    joiner.train(9, steps=1)
+    early.train(1, steps=1)
     assert joiner.learning_rate() == pytest.approx(1e-2 / (length + 1))
     assert early.learning_rate() == pytest.approx(1e-2)
     joiner.train(10, steps=length)
@@ -259,8 +258,8 @@ def test_a_restart_within_a_re_warm_up_goes_on_with_it(
     again = Rank(corpus, joiner.parameters)
     again.load(folder)
     again.train(10, steps=1)
-    assert again.learning_rate() == pytest.approx(1e-2 * 3 / (rewarming_steps(SPEC.inner) + 1))
-    assert next(folder.whole()).about.rewarming_steps == rewarming_steps(SPEC.inner) - 2
+    assert again.learning_rate() == pytest.approx(1e-2 * 3 / (rewarming_steps(SPEC) + 1))
+    assert next(folder.whole()).about.rewarming_steps == rewarming_steps(SPEC) - 2
 
 
 def test_a_part_of_several_hosts_holds_a_tied_embedding_wherever_it_is() -> None:

@@ -14,6 +14,7 @@ from coordinator.presets.choosing import chosen
 from coordinator.presets.link_shares import Link
 from coordinator.presets.measured_links import measured_links
 from protocol import cli, console
+from protocol.console import bytes_in_words, count_in_words, seconds_in_words
 from protocol.query import StatusLink
 from protocol.run_spec import RunSpec, load_run_file
 from protocol.v1 import status_pb2 as pb
@@ -113,9 +114,54 @@ def test_what_is_assumed_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "assumed: nodes of 50 TFLOP/s, so inner steps of 31.8 s" in capsys.readouterr().out
 
 
+def test_what_a_run_costs_a_node_and_how_long_it_takes_are_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--link", "100mbit", "--model", "125m", "--step", "1s", "--nodes", "4")
+    assert init(tmp_path, *arguments) == 0
+    told = capsys.readouterr().out
+    assert init(tmp_path, *arguments, "--json", "--force") == 0
+    values = json.loads(capsys.readouterr().out)
+    parameters = values["situation"]["num_parameters"]
+    assert f"for {count_in_words(parameters)} parameters, 4 nodes" in told
+    assert values["node_bytes"] == {
+        "daemon": 26 * parameters,
+        "ranks": 16 * parameters,
+        "disk": 72 * parameters,
+    }
+    memory, ranks, disk = map(bytes_in_words, values["node_bytes"].values())
+    assert f"a node takes about {memory} of memory beside {ranks} in its ranks" in told
+    assert f" and {disk} of disk" in told
+    a_round = values["prediction"]["round_seconds"]
+    assert values["rounds"] == load_run_file(tmp_path / "run.toml").run.rounds
+    assert values["run_seconds"] == pytest.approx(values["rounds"] * a_round)
+    assert f"a round takes {seconds_in_words(a_round)}, the run of " in told
+    assert f" {seconds_in_words(values['run_seconds'])}\n" in told
+    assert f"sends and receives {bytes_in_words(values['prediction']['bytes_per_round'])} a" in told
+    assert values["warnings"] == [] and "warning" not in told
+
+
+@pytest.mark.parametrize(
+    ("link", "step", "words"),
+    [
+        ("100mbit", "400s", "fewer inner steps shorten it: --steps, now 30"),
+        ("256kbit", "1s", "the exchange takes most of it: faster links or a smaller model"),
+    ],
+)
+def test_rounds_of_hours_are_warned_of_with_what_shortens_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], link: str, step: str, words: str
+) -> None:
+    arguments = ("--link", link, "--model", "7b", "--step", step, "--steps", "30")
+    assert init(tmp_path, *arguments) == 0
+    *_, warning = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
+    assert warning.startswith("warning: a round takes ") and words in warning
+    assert init(tmp_path, *arguments, "--json", "--force") == 0
+    assert json.loads(capsys.readouterr().out)["warnings"] == [warning]
+
+
 def test_a_speed_says_as_much_as_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = []
-    for arguments in (["--speed", "4096"], ["--step", "500ms"]):  # of 16 samples of 128 tokens
+    for arguments in (["--speed", "2048"], ["--step", "500ms"]):  # of 8 samples of 128 tokens
         assert init(tmp_path, "--link", "1mbit", "--force", "--json", *arguments) == 0
         found.append(json.loads(capsys.readouterr().out)["prediction"])
     assert found[0] == found[1]

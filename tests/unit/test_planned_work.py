@@ -23,7 +23,7 @@ PLAN = plan_for(
     B,
     round=7,
     token_clock=1000,
-    tokens_per_inner_step=30,
+    round_tokens=150,
     assignments=(leased(A, 5, 100), leased(B, 3, 120)),
     ahead=(leased(A, 2, 132),),
 )
@@ -36,13 +36,13 @@ def test_the_round_is_trained_as_assigned_within_the_plans_time() -> None:
     work = work_of(PLAN, assignment)
     assert (work.round, work.token_clock, work.max_seconds) == (7, 1000, PLAN.train_seconds)
     assert (work.inner_steps, work.first_sample, work.num_samples) == (3, 120, 12)
-    assert (work.tokens_per_inner_step, work.num_participants) == (30, 2)
+    assert (work.round_tokens, work.num_participants, work.steps_before) == (150, 2, 0)
 
 
 def test_what_is_leased_ahead_begins_where_the_round_leaves_the_token_clock() -> None:
     work = work_ahead_of(PLAN, A)
     assert work is not None
-    assert (work.round, work.token_clock, work.max_seconds) == (8, 1000 + 5 * 30, math.inf)
+    assert (work.round, work.token_clock, work.max_seconds) == (8, 1000 + 150, math.inf)
     assert (work.inner_steps, work.first_sample, work.num_samples) == (2, 132, 8)
 
 

@@ -1,12 +1,14 @@
-"""The learning rate depends on the swarm's tokens alone."""
+"""The learning rate depends on how far the run has come, and on nothing else."""
 
+from dataclasses import replace
 from typing import Literal
 
 import pytest
 
+from node.island.island import InnerWork
 from node.island.schedule import (
+    Position,
     Rewarming,
-    default_total_tokens,
     rewarming_steps,
     scale_of_rates,
     share_of_peak,
@@ -17,6 +19,32 @@ from protocol.run_spec import InnerSection, ModelSection, RunSection, RunSpec, v
 COSINE = InnerSection(warmup_tokens=100, total_tokens=1100, final_fraction=0.2, schedule="cosine")
 LINEAR = COSINE.model_copy(update={"schedule": "linear"})
 WSD = COSINE.model_copy(update={"schedule": "wsd", "decay_fraction": 0.25})
+
+
+def at_tokens(inner: InnerSection, tokens: float) -> float:
+    """The share where the token clock stands there, of a run with `total_tokens`."""
+    assert inner.total_tokens is not None
+    progress = min(1.0, tokens / inner.total_tokens)
+    return share_of_peak(inner, Position(progress=progress, tokens=tokens))
+
+
+def at_progress(inner: InnerSection, progress: float, tokens: float = 1e9) -> float:
+    """The share so far into a run that goes by its rounds."""
+    return share_of_peak(inner, Position(progress=progress, tokens=tokens))
+
+
+def work_of(round: int, inner_steps: int, **changes: int) -> InnerWork:
+    work = InnerWork(
+        round=round,
+        inner_steps=inner_steps,
+        first_sample=0,
+        num_samples=10**6,
+        token_clock=0,
+        round_tokens=0,
+        max_seconds=1.0,
+        num_participants=1,
+    )
+    return replace(work, **changes)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +62,7 @@ WSD = COSINE.model_copy(update={"schedule": "wsd", "decay_fraction": 0.25})
 def test_cosine_rises_in_the_warm_up_then_falls_to_its_final_fraction(
     token_clock: int, rate: float
 ) -> None:
-    assert share_of_peak(COSINE, token_clock, default_total_tokens=1) == pytest.approx(rate)
+    assert at_tokens(COSINE, token_clock) == pytest.approx(rate)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +70,7 @@ def test_cosine_rises_in_the_warm_up_then_falls_to_its_final_fraction(
     [(50, 0.5), (100, 1.0), (350, 0.8), (600, 0.6), (1100, 0.2), (9999, 0.2)],
 )
 def test_linear_falls_evenly_after_its_warm_up(token_clock: int, rate: float) -> None:
-    assert share_of_peak(LINEAR, token_clock, default_total_tokens=1) == pytest.approx(rate)
+    assert at_tokens(LINEAR, token_clock) == pytest.approx(rate)
 
 
 @pytest.mark.parametrize(
@@ -52,18 +80,18 @@ def test_linear_falls_evenly_after_its_warm_up(token_clock: int, rate: float) ->
 def test_wsd_stays_until_the_last_part_of_the_run_then_falls_evenly(
     token_clock: int, rate: float
 ) -> None:
-    assert share_of_peak(WSD, token_clock, default_total_tokens=1) == pytest.approx(rate)
+    assert at_tokens(WSD, token_clock) == pytest.approx(rate)
 
 
 def test_wsd_falls_over_a_fifth_of_the_run_unless_told_otherwise() -> None:
     wsd = InnerSection(schedule="wsd", final_fraction=0.0)
-    rates = [share_of_peak(wsd, clock, default_total_tokens=1000) for clock in (800, 900, 1000)]
+    rates = [at_progress(wsd, progress) for progress in (0.8, 0.9, 1.0)]
     assert rates == pytest.approx([1.0, 0.5, 0.0])
 
 
 def test_a_decay_that_reaches_into_the_warm_up_begins_after_it() -> None:
     wsd = WSD.model_copy(update={"decay_fraction": 1.0})
-    rates = [share_of_peak(wsd, clock, default_total_tokens=1) for clock in (50, 100, 600, 1100)]
+    rates = [at_tokens(wsd, clock) for clock in (50, 100, 600, 1100)]
     assert rates == pytest.approx([0.5, 1.0, 0.6, 0.2])
 
 
@@ -86,31 +114,88 @@ def test_a_schedule_that_cannot_be_is_refused(inner: dict[str, object], message:
 
 def test_a_constant_schedule_stays_after_its_warm_up() -> None:
     constant = COSINE.model_copy(update={"schedule": "constant"})
-    rates = [share_of_peak(constant, clock, default_total_tokens=1) for clock in (50, 100, 10**9)]
+    rates = [at_tokens(constant, clock) for clock in (50, 100, 10**9)]
     assert rates == [0.5, 1.0, 1.0]
 
 
-def test_without_total_tokens_the_whole_run_of_the_fewest_nodes_counts() -> None:
-    spec = RunSpec(
-        run=RunSection(rounds=7, min_nodes=3),
-        model=ModelSection(context=32),
-        inner=InnerSection(steps=5, batch=2, final_fraction=0.0, warmup_tokens=0),
-    )
-    total = default_total_tokens(spec)
-    assert total == 7 * 5 * 2 * 32 * 3
-    assert share_of_peak(spec.inner, 0, default_total_tokens=total) == 1.0
-    assert share_of_peak(spec.inner, total, default_total_tokens=total) == pytest.approx(0.0)
+TEN_ROUNDS = RunSpec(
+    run=RunSection(rounds=10, min_nodes=1),
+    model=ModelSection(context=32),
+    inner=InnerSection(steps=4, batch=2, final_fraction=0.0, schedule="linear", warmup_tokens=0),
+)
+
+
+def rates_of_a_run(spec: RunSpec, steps_of_rounds: list[int]) -> list[float]:
+    """Of a node that takes so many inner steps in each round."""
+    return [
+        share_of_peak(spec.inner, Position.of(spec, work_of(number, steps), step))
+        for number, steps in enumerate(steps_of_rounds, start=1)
+        for step in range(steps)
+    ]
+
+
+def test_without_total_tokens_a_schedule_goes_by_closed_rounds_whatever_tokens_they_brought() -> (
+    None
+):
+    rates = rates_of_a_run(TEN_ROUNDS, [4] * 10)
+    assert rates == pytest.approx([1 - (step + 0.5) / 40 for step in range(40)])
+    for num_participants in (1, 4, 1000):
+        work = work_of(
+            5, 4, token_clock=10**12, round_tokens=10**9, num_participants=num_participants
+        )
+        assert Position.of(TEN_ROUNDS, work, 2).progress == pytest.approx((4 + 2.5 / 4) / 10)
+
+
+def test_nodes_of_all_speeds_have_the_same_rate_at_the_same_part_of_a_round() -> None:
+    fast, slow = rates_of_a_run(TEN_ROUNDS, [12] * 10), rates_of_a_run(TEN_ROUNDS, [4] * 10)
+    assert fast[1::3] == pytest.approx(slow)  # the middle of three steps is the middle of one
+    assert [fast[-1], slow[-1]] == pytest.approx([1 / 240, 1 / 80])
+
+
+def test_what_is_left_of_a_round_goes_on_where_it_was() -> None:
+    rest = work_of(3, 3, steps_before=5)
+    assert [Position.of(TEN_ROUNDS, rest, step) for step in range(3)] == [
+        Position.of(TEN_ROUNDS, work_of(3, 8), 5 + step) for step in range(3)
+    ]
+
+
+def test_with_total_tokens_a_schedule_goes_by_the_token_clock() -> None:
+    inner = TEN_ROUNDS.inner.model_copy(update={"total_tokens": 1000})
+    spec = TEN_ROUNDS.model_copy(update={"inner": inner})
+    late = work_of(9, 4, token_clock=100, round_tokens=200)
+    positions = [Position.of(spec, late, step) for step in range(4)]
+    assert [at.tokens for at in positions] == [125, 175, 225, 275]
+    assert [at.progress for at in positions] == pytest.approx([0.125, 0.175, 0.225, 0.275])
+    beyond = Position.of(spec, work_of(2, 4, token_clock=5000, round_tokens=200), 0)
+    assert (beyond.progress, share_of_peak(inner, beyond)) == (1.0, 0.0)
+
+
+def test_neither_the_first_inner_step_of_a_run_nor_the_last_has_a_rate_of_zero() -> None:
+    warmed = TEN_ROUNDS.inner.model_copy(update={"warmup_tokens": None})
+    rates = rates_of_a_run(TEN_ROUNDS.model_copy(update={"inner": warmed}), [4] * 10)
+    assert rates[0] == pytest.approx(0.5 / 4)  # a tenth of the run is its four first steps
+    assert min(rates) > 0.0
+    counted = warmed.model_copy(update={"warmup_tokens": 400})
+    first = Position.of(TEN_ROUNDS, work_of(1, 4, round_tokens=80), 0)
+    assert share_of_peak(counted, first) == pytest.approx(10 / 400)
 
 
 def test_without_warmup_tokens_a_tenth_of_the_run_warms_up() -> None:
-    inner = InnerSection()
-    rates = [share_of_peak(inner, clock, default_total_tokens=1000) for clock in (0, 50, 100)]
-    assert rates == [0.0, 0.5, 1.0]
+    assert [at_progress(InnerSection(), p) for p in (0.0, 0.05, 0.1)] == [0.0, 0.5, 1.0]
+
+
+def test_a_warm_up_in_tokens_of_a_run_without_total_tokens_caps_a_fall_that_begins_at_once() -> (
+    None
+):
+    inner = InnerSection(schedule="linear", final_fraction=0.0, warmup_tokens=1000)
+    assert at_progress(inner, 0.1, tokens=500) == pytest.approx(0.5)
+    assert at_progress(inner, 0.4, tokens=500) == pytest.approx(0.5)
+    assert at_progress(inner, 0.6, tokens=5000) == pytest.approx(0.4)
 
 
 def test_a_run_shorter_than_its_warm_up_ends_at_the_final_fraction() -> None:
     short = COSINE.model_copy(update={"total_tokens": 50})
-    assert share_of_peak(short, 100, default_total_tokens=1) == pytest.approx(0.2)
+    assert at_tokens(short, 100) == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +216,7 @@ def test_rates_follow_the_participants_by_the_rule_of_the_run(
 def test_a_re_warm_up_takes_as_long_as_the_second_moment_remembers_but_a_round_at_most(
     beta2: float, steps: int, rewarming: int
 ) -> None:
-    assert rewarming_steps(InnerSection(beta2=beta2, steps=steps)) == rewarming
+    assert rewarming_steps(RunSpec(inner=InnerSection(beta2=beta2, steps=steps))) == rewarming
 
 
 def shares(rewarming: Rewarming, count: int) -> list[float]:

@@ -147,6 +147,11 @@ def test_a_preset_with_nothing_left_to_choose_is_refused() -> None:
     assert "nothing to choose" in refusal(text)
 
 
+def test_a_preset_beside_round_tokens_is_refused_with_both() -> None:
+    told = refusal(ASKED + "\n[inner]\nround_tokens = 30720\n")
+    assert 'preset = "auto" chooses [inner] steps, and [inner] round_tokens = 30720' in told
+
+
 DOTTED = """\
 exchange.preset = "auto"
 exchange.link = "5mbit/1mbit"   # the slowest
@@ -156,7 +161,7 @@ run.min_nodes = 3
 """
 
 
-@pytest.mark.parametrize("more", ["", "[inner]\nbatch = 16\n", "[run]\nmin_nodes = 3\n"])
+@pytest.mark.parametrize("more", ["", "[inner]\nbatch = 8\n", "[run]\nmin_nodes = 3\n"])
 def test_a_preset_whose_table_is_named_before_each_key_is_settled_in_the_same_words(
     more: str,
 ) -> None:

@@ -92,7 +92,7 @@ def test_what_is_leased_ahead_goes_by_the_speeds_known_then() -> None:
     assert {a.node_id: a.inner_steps for a in scene.round.ahead} == {"node-a": 5, "node-b": 1}
     next_round(scene, "node-a", "node-b")
     assert {a.node_id: a.inner_steps for a in scene.round.assignments} == {"node-a": 5, "node-b": 1}
-    assert scene.round.tokens_per_inner_step == STEP_TOKENS * 6 // 5
+    assert scene.round.round_tokens == STEP_TOKENS * 6
 
 
 def test_every_sample_is_committed_leased_or_free() -> None:

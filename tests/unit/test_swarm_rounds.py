@@ -46,7 +46,7 @@ def test_a_round_opens_when_enough_nodes_are_ready_and_says_what_it_waits_for_be
     assert plan.reason == "3 nodes are ready"
     assert plan.participants == ("node-a", "node-b", "node-c")
     assert (plan.round, plan.fragment, plan.base_digest) == (1, 0, INITIAL)
-    assert plan.tokens_per_inner_step == 3 * 2 * 8
+    assert (plan.token_clock, plan.round_tokens) == (0, 3 * TOKENS)
     assert [a.first_sample for a in plan.assignments] == [0, 10, 20]
     assert (plan.train_seconds, plan.contribute_seconds, plan.commit_seconds) == (60, 70, 80)
 

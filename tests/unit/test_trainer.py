@@ -24,7 +24,7 @@ from node.island.mesh import Mesh
 from node.island.mesh_shape import MeshShape
 from node.island.model import Decoder, Objective
 from node.island.samples import SampleOrder
-from node.island.schedule import rewarming_steps
+from node.island.schedule import Position, rewarming_steps, share_of_peak
 from node.island.trainer import Trainer
 from node.island.utilisation import flops_per_token
 from node.outer_state import Vector
@@ -33,6 +33,7 @@ from protocol.run_spec import (
     EvaluationSection,
     InnerSection,
     ModelSection,
+    RunSection,
     RunSpec,
 )
 
@@ -91,16 +92,20 @@ def work_of(
     token_clock: int = 0,
     max_seconds: float = 1e9,
     num_participants: int = 1,
+    round: int = 1,
+    round_tokens: int = 0,
+    steps_before: int = 0,
 ) -> InnerWork:
     return InnerWork(
-        round=1,
+        round=round,
         inner_steps=inner_steps,
         first_sample=first_sample,
         num_samples=num_samples,
         token_clock=token_clock,
-        tokens_per_inner_step=3 * STEP_TOKENS,
+        round_tokens=round_tokens,
         max_seconds=max_seconds,
         num_participants=num_participants,
+        steps_before=steps_before,
     )
 
 
@@ -262,23 +267,65 @@ def test_other_samples_train_other_weights(corpus: Corpus) -> None:
     assert not np.array_equal(published(first), published(second))
 
 
-def test_the_learning_rate_follows_the_clock_of_the_whole_swarm(corpus: Corpus) -> None:
-    # Warm-up over two inner steps of three nodes: the first has rate 0, the second half of it.
-    spec = with_inner(warmup_tokens=6 * STEP_TOKENS, weight_decay=0.0, learning_rate=1e-3)
+def last_rate(trainer: Trainer) -> float:
+    """Of the inner step that was taken last."""
+    (rate,) = {group["lr"] for o in trainer._optimizers for group in o.param_groups}
+    return float(rate)
+
+
+def test_the_first_inner_step_of_a_run_moves_the_weights(corpus: Corpus) -> None:
+    spec = with_inner(warmup_tokens=None, schedule="cosine")
     start = initial_parameters(spec.model, 0)
     trainer = trainer_of(corpus, spec)
     trainer.train(work_of(1), ignore)
-    assert np.array_equal(published(trainer), start)
-    halfway = trainer_of(corpus, spec)
-    halfway.train(work_of(1, token_clock=3 * STEP_TOKENS), ignore)
+    assert not np.array_equal(published(trainer), start)
+
+
+def test_the_learning_rate_follows_the_token_clock_of_the_whole_swarm(corpus: Corpus) -> None:
+    # Three nodes take two steps each: half of a warm-up of twelve steps, whose middle is a quarter.
+    spec = with_inner(warmup_tokens=12 * STEP_TOKENS, weight_decay=0.0, learning_rate=1e-3)
+    start = initial_parameters(spec.model, 0)
+    trainer = trainer_of(corpus, spec)
+    trainer.train(work_of(1, round_tokens=6 * STEP_TOKENS), ignore)
     # Adam's first step moves each weight by the rate, wherever the gradient is not tiny.
-    moved = np.abs(published(halfway) - start)
+    moved = np.abs(published(trainer) - start)
+    assert np.quantile(moved, 0.9) == pytest.approx(0.25e-3, rel=1e-2)
+    later = trainer_of(corpus, spec)
+    later.train(work_of(1, token_clock=6 * STEP_TOKENS, round_tokens=6 * STEP_TOKENS), ignore)
     # A trainer that begins here begins with small steps.
-    rate = 0.5e-3 / (rewarming_steps(spec.inner) + 1)
-    assert np.quantile(moved, 0.9) == pytest.approx(rate, rel=1e-2)
-    second_step = trainer_of(corpus, spec)
-    second_step.train(work_of(2), ignore)
-    assert not np.array_equal(published(second_step), start)
+    assert last_rate(later) == pytest.approx(0.75e-3 / (rewarming_steps(spec) + 1))
+
+
+def test_nodes_with_different_histories_have_the_same_rate_at_the_same_progress_of_the_run(
+    corpus: Corpus,
+) -> None:
+    spec = with_inner(schedule="cosine", warmup_tokens=None, beta2=0.0)
+    spec = spec.model_copy(update={"run": RunSection(rounds=10, min_nodes=1)})
+    always, late, halved, missing = (trainer_of(corpus, spec) for _ in range(4))
+    work_in = partial(work_of, token_clock=10**6)  # so a node that begins here warms up anew
+    for number in range(1, 7):
+        always.train(work_in(3, round=number), ignore)
+        if number in (1, 2, 5):  # it was away, and others went on
+            missing.train(work_in(3, round=number, num_participants=7), ignore)
+    late.train(work_in(9, round=5), ignore)  # comes in mid-run, is three times as fast
+    late.train(work_in(9, round=6), ignore)
+    halved.train(work_in(2, round=6, max_seconds=0.0), ignore)  # what it had in time
+    for trainer in (always, late, missing):
+        trainer.train(work_in(1, round=7), ignore)
+    expected = share_of_peak(spec.inner, Position(progress=6.5 / 10, tokens=0)) * 1e-2
+    assert last_rate(always) == last_rate(late) == last_rate(missing) == pytest.approx(expected)
+    halved.train(work_in(1, round=7), ignore)
+    assert last_rate(halved) == pytest.approx(expected * 2 / 3)  # its re-warm-up of 2 is not over
+
+
+def test_a_round_that_is_trained_in_two_parts_has_the_rates_of_one(corpus: Corpus) -> None:
+    spec = with_inner(schedule="linear", warmup_tokens=0)
+    spec = spec.model_copy(update={"run": RunSection(rounds=2, min_nodes=1)})
+    whole, halves = trainer_of(corpus, spec), trainer_of(corpus, spec)
+    whole.train(work_of(4), ignore)
+    halves.train(work_of(1), ignore)
+    halves.train(work_of(3, first_sample=4, steps_before=1), ignore)
+    assert last_rate(halves) == last_rate(whole)
 
 
 def test_the_learning_rate_follows_the_number_of_participants(corpus: Corpus) -> None:

@@ -1,0 +1,73 @@
+"""The run file that a database belongs to, kept in it: so that a changed one is refused by key and value."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coordinator.database import Database
+from coordinator.rows import put, row_of
+from protocol.errors import ConfigError
+from protocol.run_spec import RunSpec
+
+MOST_NAMED = 3
+"""Changed keys that a refusal names, and the number of the rest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One key of the run file with its value when the run began, and now; None: left out."""
+
+    table: str
+    key: str
+    before: object
+    after: object
+
+    def __str__(self) -> str:
+        return f"[{self.table}] {self.key} was {_value(self.before)} and is {_value(self.after)}"
+
+    @property
+    def undone(self) -> str:
+        """What to type to have it as it was."""
+        if self.before is None:
+            return f"remove {self.key} from [{self.table}]"
+        return f"write {self.key} = {_value(self.before)} into [{self.table}]"
+
+
+def changes_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Change]:
+    """Keys whose values differ, in the order of the tables."""
+    for table in dict.fromkeys((*after, *before)):
+        old, new = before.get(table, {}), after.get(table, {})
+        for key in dict.fromkeys((*new, *old)):
+            if old.get(key) != new.get(key):
+                yield Change(table=table, key=key, before=old.get(key), after=new.get(key))
+
+
+def keep_or_compare(database: Database, run: RunSpec, path: Path) -> None:
+    """Keeps the run file with the first state of the run; raises ConfigError when it changed since."""
+    with database.reading() as connection:
+        has_begun = row_of(connection, "swarm") is not None
+        row = row_of(connection, "run_file")
+    text = run.canonical_json()
+    if not has_begun and row != (1, text):
+        with database.writing() as connection:
+            put(connection, "run_file", [(1, text)])
+    if not has_begun or row is None:
+        return
+    changes = list(changes_between(json.loads(row[1]), json.loads(text)))
+    if not changes:
+        return
+    named = "; ".join(map(str, changes[:MOST_NAMED]))
+    more = f"; and {len(changes) - MOST_NAMED} more" if len(changes) > MOST_NAMED else ""
+    undone = ", ".join(change.undone for change in changes[:MOST_NAMED])
+    raise ConfigError(
+        f"{path} has changed since the run began: {named}{more}",
+        next_step=f"{undone} of {path}, then start again; or start a new run with "
+        f"'atoll coordinator init NEWDIR --run {path}'",
+    )
+
+
+def _value(value: object) -> str:
+    """As TOML has it."""
+    return "left out" if value is None else json.dumps(value)
