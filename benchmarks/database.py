@@ -81,8 +81,8 @@ def fill(folder: Path, *, num_rounds: int, num_nodes: int) -> int:
     store = Store.open(folder, sign=signer.signature_of)
     state = store.load(rules, _DIGEST)
     states = [state]
-    for event in map(attached, node_ids):
-        states.append(step(states[-1], event, 1.0).state)
+    for node_id in node_ids:
+        states.append(step(states[-1], attached(node_id), 1.0).state)
     milestone = 10
     for number in range(1, num_rounds + 1):
         now = float(number)
