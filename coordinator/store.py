@@ -251,8 +251,11 @@ class Store:
             return tuple(closed_rows.latest_closed(connection, limit))
 
     def latest_figures(self, limit: int) -> tuple[RoundSummary, ...]:
-        """The latest rounds' figures, newest first; of rounds that are long over only some are kept."""
-        with self._database.reading() as connection:
+        """The latest rounds' figures, newest first; of rounds that are long over only some are kept.
+
+        For a thread aside.
+        """
+        with self._database.reading_aside() as connection:
             return tuple(closed_rows.latest_figures(connection, limit))
 
     def kept_commit(self, round_number: int) -> KeptCommit | None:

@@ -45,14 +45,14 @@ class Pages:
     async def run(self) -> Answer:
         """For people."""
         status = self._desk.get_status(pb.GetStatusRequest())
-        rounds = self._desk.list_rounds(pb.ListRoundsRequest(limit=NUM_ROUNDS)).rounds
+        rounds = (await self._desk.list_rounds(pb.ListRoundsRequest(limit=NUM_ROUNDS))).rounds
         text = await self._written(lambda: page_of(status, rounds).encode())
         return Answer(body=text, content_type="text/html; charset=utf-8")
 
     async def metrics(self) -> Answer:
         """For Prometheus."""
         status = self._desk.get_status(pb.GetStatusRequest())
-        closed = self._desk.list_rounds(pb.ListRoundsRequest(limit=1)).rounds
+        closed = (await self._desk.list_rounds(pb.ListRoundsRequest(limit=1))).rounds
         newest = closed[0] if closed else None
         counts = self._tally.counts(self._now())
         text = await self._written(

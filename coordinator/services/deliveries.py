@@ -16,7 +16,7 @@ from coordinator.swarm.actions import (
     SendTakeover,
 )
 from protocol import convert
-from protocol.signing import CommitSigner
+from protocol.signing import CommitSigner, statement_of
 from protocol.v1 import session_pb2 as pb
 
 
@@ -53,7 +53,9 @@ def delivery_to_wire(delivery: Delivery, signer: CommitSigner) -> pb.SubscribeRe
         case SendPlan(plan=plan):
             return pb.SubscribeResponse(plan=convert.plan_to_wire(plan))
         case SendCommit(commit=commit):
-            return pb.SubscribeResponse(commit=convert.commit_to_wire(signer.signed(commit)))
+            message = convert.commit_to_wire(commit)
+            message.signature = signer.signature_of(statement_of(message))
+            return pb.SubscribeResponse(commit=message)
         case SendDeparted(round=number, node_ids=node_ids):
             return pb.SubscribeResponse(departed=pb.Departed(round=number, node_ids=node_ids))
         case SendIdle(round=number, node_ids=node_ids):

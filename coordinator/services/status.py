@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from coordinator.closed_rows import wire_ledger
 from coordinator.driver import Driver
 from coordinator.services import checks
-from coordinator.services.answering import Context, Gate, answered
+from coordinator.services.answering import Context, Gate, answered, answered_when_durable
 from coordinator.swarm.estimates import run_seconds_left
 from coordinator.swarm.explain import explain
 from coordinator.swarm.ledger import free_again, num_samples_of
@@ -81,10 +81,11 @@ class StatusDesk:
             unix_seconds=self._wall_clock(),
         )
 
-    def list_rounds(self, request: pb.ListRoundsRequest) -> pb.ListRoundsResponse:
+    async def list_rounds(self, request: pb.ListRoundsRequest) -> pb.ListRoundsResponse:
         """The latest closed rounds, newest first."""
         limit = checks.count(request.limit, of="the number of rounds", most=MAX_ROUNDS)
-        rounds = self._driver.store.latest_figures(limit or DEFAULT_ROUNDS)
+        store = self._driver.store
+        rounds = await self._driver.aside(lambda: store.latest_figures(limit or DEFAULT_ROUNDS))
         return pb.ListRoundsResponse(rounds=rounds)
 
     def _run_status(self, state: SwarmState, now: float) -> pb.RunStatus:
@@ -224,4 +225,6 @@ class StatusServicer(StatusServiceServicer):
         self, request: pb.ListRoundsRequest, context: Context
     ) -> pb.ListRoundsResponse:
         """See StatusDesk.list_rounds."""
-        return await answered(context, self._gate.anyone, lambda _: self._desk.list_rounds(request))
+        return await answered_when_durable(
+            context, self._gate.anyone, lambda _: self._desk.list_rounds(request)
+        )
