@@ -18,7 +18,6 @@ from coordinator.database import Database
 from coordinator.round_rows import JSON, load_round, packed, save_round, unpacked
 from coordinator.swarm.ledger import Ledger, ledger_of
 from coordinator.swarm.state import (
-    KEPT_RECENT,
     PRESENT,
     ClosedRound,
     Member,
@@ -115,13 +114,12 @@ class Store:
                 next_step="put the old run.toml back, or start a new run with "
                 "'atoll coordinator init NEWDIR'",
             )
-        closed = self.latest_rounds(KEPT_RECENT)[::-1]
         return replace(
             state,
             rules=rules,
             members={member.node_id: self._with_fresh_lease(member, rules) for member in members},
             open_round=open_round,
-            recent=trimmed(closed),
+            recent=self._recent_rounds(),
             ledger=self._ledger_of(open_round, rules) if ledger is None else ledger,
         )
 
@@ -215,6 +213,16 @@ class Store:
                 (round_number, limit),
             )
             return tuple(_CLOSED.validate_json(unpacked(text))[0].commit for (text,) in rows)
+
+    def _recent_rounds(self) -> tuple[ClosedRound, ...]:
+        """The newest closed round that is not void, and the void ones after it, oldest first."""
+        num_read = 8
+        while True:
+            closed = self.latest_rounds(num_read)[::-1]
+            recent = trimmed(closed)
+            if len(recent) < len(closed) or len(closed) < num_read or not recent[0].is_void:
+                return recent
+            num_read *= 4
 
     def latest_rounds(self, limit: int) -> tuple[ClosedRound, ...]:
         """The latest closed rounds, newest first."""

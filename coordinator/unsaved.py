@@ -67,8 +67,16 @@ class Change:
             is_round_new=_is_new(before.open_round, after.open_round),
             is_ledger_new=_is_new(before.ledger, after.ledger),
             is_taken_back=after.committed_round < before.committed_round,
-            closed=tuple(closed for closed in after.recent if closed not in before.recent),
+            closed=_new_rounds(before.recent, after.recent),
         )
+
+
+def _new_rounds(
+    before: tuple[ClosedRound, ...], after: tuple[ClosedRound, ...]
+) -> tuple[ClosedRound, ...]:
+    """Most are the very same ones, and there may be many void rounds in a row."""
+    same = {id(closed) for closed in before}
+    return tuple(closed for closed in after if id(closed) not in same and closed not in before)
 
 
 def _is_new(before: object, after: object) -> bool:

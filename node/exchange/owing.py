@@ -6,7 +6,7 @@ out is kept; everywhere else, all of it. A round that ends otherwise leaves the 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -99,6 +99,31 @@ class Owing:
     def forget_pending(self) -> None:
         """The round ends without a commit for this node: what is owed is as it was before."""
         self.pending = None
+
+    def what_matters_of(self, commit: Commit) -> Commit:
+        """The commit without what settles nothing here: all of it counts only for what is pending."""
+        is_pending = self.pending is not None and self.pending.round == commit.round
+        if is_pending or self.reducer_error.has_staged(commit.round):
+            return commit
+        ours = (o for o in commit.slices if _tokens_of(o, self._node_id) > 0)
+        slices = tuple(
+            replace(
+                outcome,
+                contributors=tuple(c for c in outcome.contributors if c.node_id == self._node_id),
+                holder_ids=(),
+            )
+            for outcome in ours
+        )
+        return replace(commit, slices=slices, assignments=())
+
+    def norm(self) -> float:
+        """How much is owed: the Euclidean norm of the residual. Heavy."""
+        return float(np.linalg.norm(self.residual.values))
+
+    def step_back(self, round: int) -> None:
+        """The state counts as that of an earlier round; what is owed stays, whatever was sent."""
+        self.forget_pending()
+        self._arrive_at(round)
 
     def published_of(self, fragment: int) -> Vector:
         """A copy of what the island published last of a fragment."""
