@@ -56,7 +56,9 @@ def agree_on(turn: Turn, digest: Digest) -> None:
     """Makes `digest` the committed state's, and sorts all present members by it."""
     turn.state = replace(turn.state, outer_digest=digest)
     for member in present_members(turn.state):
-        if member.outer_round >= turn.state.committed_round:
+        if member.outer_round > turn.state.committed_round:  # what it told may be of use only now
+            judge(turn, member.node_id, is_news=member.has_told_history)
+        elif member.outer_round == turn.state.committed_round:
             judge(turn, member.node_id, is_news=True)
         elif member.state is MemberState.READY:
             turn.put_member(replace(member, state=MemberState.JOINING))
@@ -124,11 +126,7 @@ def judge(turn: Turn, node_id: NodeId, *, is_news: bool) -> None:
     else:
         turn.put_member(replace(member, state=MemberState.DIVERGED))
         if is_found_out:
-            _ask_refetch(
-                turn,
-                member,
-                _differs(state, member),
-            )
+            _ask_refetch(turn, member, _differs(state, member))
 
 
 def history_told(turn: Turn, event: HistoryTold) -> None:
@@ -137,30 +135,17 @@ def history_told(turn: Turn, event: HistoryTold) -> None:
     member = state.members.get(event.node_id)
     if member is None or member.state not in PRESENT:
         return
-    turn.put_member(replace(member, has_told_history=True))
+    member = replace(member, has_told_history=True)
+    turn.put_member(member)
     if member.outer_round > state.committed_round:
-        return  # send_back
-    if (
+        _ask_refetch(turn, member, f"ahead of the swarm: it holds round {member.outer_round}")
+    elif (
         member.outer_round == state.committed_round
         and state.outer_digest is not None
         and state.outer_digest != member.outer_digest
     ):
-        member = replace(member, state=MemberState.DIVERGED, has_told_history=True)
-        turn.put_member(member)
+        turn.put_member(replace(member, state=MemberState.DIVERGED))
         _ask_refetch(turn, member, _differs(state, member))
-
-
-def send_back(turn: Turn) -> None:
-    """Sends those back who are ahead and have nothing more to bring, once somebody can supply them.
-
-    Before that they would ask each other for a state that none of them has.
-    """
-    if not ready_members(turn.state):
-        return
-    for member in present_members(turn.state):
-        if member.has_told_history and member.outer_round > turn.state.committed_round:
-            turn.put_member(replace(member, has_told_history=False))
-            _ask_refetch(turn, member, f"ahead of the swarm: it holds round {member.outer_round}")
 
 
 def may_bring_commits(state: SwarmState, member: Member) -> bool:
@@ -178,6 +163,7 @@ def may_bring_commits(state: SwarmState, member: Member) -> bool:
 
 
 def _ask_commits(turn: Turn, node_id: NodeId) -> None:
+    turn.put_member(replace(turn.state.members[node_id], has_told_history=False))
     turn.act(AskCommits(node_id=node_id, after_round=last_sure_round(turn.state)))
 
 

@@ -158,7 +158,7 @@ def _without_open_round(state: SwarmState) -> SwarmState:
 
 def tell_when_all_is_learned(turn: Turn) -> None:
     """See tell_learned; not while somebody is here who may have more commits to bring."""
-    if not bringing(turn.state):
+    if turn.state.has_untold and not bringing(turn.state):
         tell_learned(turn)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from coordinator.swarm.actions import Action
-from coordinator.swarm.agreement import agree_on_initial_state, history_told, send_back
+from coordinator.swarm.agreement import agree_on_initial_state, history_told
 from coordinator.swarm.ending import end_run
 from coordinator.swarm.evaluation import ask_if_due, evaluated, give_up_evaluation
 from coordinator.swarm.events import (
@@ -102,7 +102,6 @@ def step(state: SwarmState, event: Event, now: float) -> Transition:
         _decide(turn)
     else:
         give_up_evaluation(turn)
-    send_back(turn)
     tell_when_all_is_learned(turn)
     return Transition(state=turn.state, actions=tuple(turn.actions), at=now)
 
