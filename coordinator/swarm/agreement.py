@@ -107,7 +107,7 @@ def judge(turn: Turn, node_id: NodeId, *, is_news: bool) -> None:
     elif (
         current is not None
         and current.phase is RoundPhase.APPLYING
-        and _is_outdated(member, current)
+        and (_is_outdated(member, current) or _has_applied_what_is_left(state, member))
     ):
         turn.put_member(replace(member, state=MemberState.DIVERGED))
         if is_found_out:
@@ -181,6 +181,12 @@ def _is_outdated(member: Member, current: Round) -> bool:
     Its digest must not count among those that the nodes agree on.
     """
     return current.commit is not None and member.outer_incarnation < current.commit.incarnation
+
+
+def _has_applied_what_is_left(state: SwarmState, member: Member) -> bool:
+    """Whether its state is one from before, under the number of a void round that has given way."""
+    at = member.outer_round, member.outer_digest
+    return any(at[0] >= left.first_round and at[1] == left.digest for left in state.left)
 
 
 def _ask_refetch(turn: Turn, member: Member, what: str) -> None:

@@ -18,7 +18,9 @@ from coordinator.swarm.ledger import committed_tokens, end_ahead, settle
 from coordinator.swarm.rounds import end_round
 from coordinator.swarm.start import await_participants, bringing, time_of_round
 from coordinator.swarm.state import (
+    KEPT_LEFT,
     ClosedRound,
+    Left,
     MemberState,
     Round,
     RoundPhase,
@@ -184,8 +186,10 @@ def _before_what_gives_way(state: SwarmState, commit: Commit) -> SwarmState:
     for closed in reversed(gone):
         state = unbook(state, closed.commit)
         state = replace(state, ledger=settle(state.ledger, closed.commit.assignments, {}))
+    left = Left(first_round=first.round, digest=first.base_digest)
     return replace(
         without_evaluations_since(state, commit.round),
+        left=(*state.left, left)[-KEPT_LEFT:] if is_void(first) else state.left,
         committed_round=commit.round - 1,
         outer_digest=commit.base_digest,
         recent=state.recent[: -len(gone)],

@@ -205,6 +205,21 @@ class Awaited:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Left:
+    """Void rounds that gave way to commits which nodes brought back; some nodes have applied them.
+
+    They hold the state from before, under a later number, until they hear of it.
+    """
+
+    first_round: int
+    digest: Digest
+
+
+KEPT_LEFT = 8
+"""So many times in a row void rounds give way before nodes that were away meanwhile may be misjudged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
     """What of the run file the core goes by; never changes during a run."""
 
@@ -298,6 +313,7 @@ class SwarmState:
     incarnation: int = 0  # how often history was taken back
     unsupplied_since: float | None = None  # nobody here holds the committed state
     awaited: Awaited | None = None  # since a start, until the newest round's nodes are back
+    left: tuple[Left, ...] = ()  # void rounds that have given way, the latest last
     has_untold: bool = False  # whether nodes that are behind were not told of commits learned
     wire: WireTotals = field(default_factory=dict)  # what all rounds have cost, on all nodes
     round_wire: WireTotals = field(default_factory=dict)  # the part of it that the open round has

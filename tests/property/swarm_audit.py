@@ -255,11 +255,18 @@ def check_state(books: Books, before: SwarmState, state: SwarmState, now: float)
                 assert member.outer_round == state.committed_round
     is_same_round = state.committed_round == before.committed_round > 0
     has_changed = before.outer_digest not in (None, state.outer_digest)
-    if is_same_round and has_changed:
+    is_same_history = bool(before.recent and state.recent) and (
+        _bare(before.recent[0].commit) == _bare(state.recent[0].commit)
+    )
+    if is_same_round and has_changed and is_same_history:
         newest = books.commits[before.recent[0].commit.round - 1]
         if not is_void(newest):  # or else it was taken back
             _check_agreed_anew(books, newest, before, state, now)
     _check_slices(books, state, now)
+
+
+def _bare(commit: Commit) -> Commit:
+    return replace(commit, outer_digest=None, signature=b"")
 
 
 def _check_evaluations(books: Books, state: SwarmState) -> None:
