@@ -85,6 +85,7 @@ class BenchmarkNode:
             heavy=in_thread,
             report=self._report,
             list_commits=self._list_commits,
+            bring_back=self._bring_back,
         )
         self._public_key = identity.public_key
         self._commits: list[Commit] = []
@@ -153,6 +154,10 @@ class BenchmarkNode:
 
     async def _list_commits(self, after_round: int) -> tuple[Commit, ...]:
         return tuple(c for c in self._commits if c.round > after_round)
+
+    async def _bring_back(self, _: int) -> bool:
+        """Nobody lacks a commit here."""
+        return True
 
 
 async def run() -> None:

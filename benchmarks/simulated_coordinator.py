@@ -1,8 +1,9 @@
 """The coordinator of a simulated swarm: the real core, store and desk, without gRPC between."""
 
 import asyncio
+import shutil
 import sqlite3
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -129,23 +130,40 @@ class SimulatedCoordinator:
             await asyncio.gather(self._clock, return_exceptions=True)
         self.store.close()
 
-    async def suffer(self, outage: Outage) -> None:
-        """Dies and comes back."""
+    async def suffer(self, outages: Sequence[Outage]) -> None:
+        """Dies and comes back, once or several times. Copies are made of what it served first."""
         assert self._folder is not None, "an outage needs a folder"
-        copy = self._folder
-        if outage.copied_at is not None:
-            await asyncio.sleep(outage.copied_at)
-            copy = new_folder(self._folder.with_name("copy"))
-            with (
-                closing(sqlite3.connect(self._folder / DATABASE_NAME)) as source,
-                closing(sqlite3.connect(copy / DATABASE_NAME)) as target,
-            ):
-                source.backup(target)
         clock = asyncio.get_running_loop().time
-        await asyncio.sleep(outage.dies_at - clock())
-        await self.end()
-        await asyncio.sleep(outage.returns_at - clock())
-        self.begin(Store.open(copy))
+        first = self._folder
+        copies = {
+            o.copied_at: first.with_name(f"copy-{o.copied_at:g}") for o in outages if o.copied_at
+        }
+        events = sorted(
+            [(at, None) for at in copies] + [(o.dies_at, o) for o in outages], key=_when
+        )
+        for at, outage in events:
+            await asyncio.sleep(at - clock())
+            if outage is None:
+                with (
+                    closing(sqlite3.connect(first / DATABASE_NAME)) as source,
+                    closing(sqlite3.connect(new_folder(copies[at]) / DATABASE_NAME)) as target,
+                ):
+                    source.backup(target)
+                continue
+            await self.end()
+            await asyncio.sleep(outage.returns_at - clock())
+            serves = (
+                first
+                if outage.copied_at is None
+                else new_folder(first.with_name(f"serves-{outage.dies_at:g}"))
+            )
+            if outage.copied_at is not None:
+                shutil.copy(copies[outage.copied_at] / DATABASE_NAME, serves / DATABASE_NAME)
+            self.begin(Store.open(serves))
+
+
+def _when(event: tuple[float, Outage | None]) -> float:
+    return event[0]
 
 
 class DeskStream:

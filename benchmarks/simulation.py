@@ -136,7 +136,7 @@ def simulate(
     lives: Sequence[Life],
     corpus: Corpus | None = None,
     script: Script | None = None,
-    outage: Outage | None = None,
+    outage: Outage | Sequence[Outage] | None = None,
     disks: Path | None = None,
     network: MemoryNetwork | None = None,
 ) -> SimulatedRun:
@@ -154,7 +154,7 @@ async def _simulate(
     lives: Sequence[Life],
     corpus: Corpus | None,
     script: Script | None,
-    outage: Outage | None,
+    outage: Outage | Sequence[Outage] | None,
     disks: Path | None,
     network: MemoryNetwork,
 ) -> SimulatedRun:
@@ -169,7 +169,8 @@ async def _simulate(
     ]
     background: list[asyncio.Future[None]] = []
     if outage is not None:
-        background.append(asyncio.ensure_future(coordinator.suffer(outage)))
+        outages = (outage,) if isinstance(outage, Outage) else tuple(outage)
+        background.append(asyncio.ensure_future(coordinator.suffer(outages)))
     if script is not None:
         script_run = script(network, nodes)
         background.append(asyncio.ensure_future(script_run))
@@ -321,6 +322,10 @@ class SimulatedNode:
         """Lets it leave with its work; a round must be in flight."""
         assert self._daemon.drain(within_seconds), "nothing is in flight"
         self._has_left = True
+
+    def lose_coordinator(self, *, is_away: bool = True) -> None:
+        """Its calls reach no coordinator until it is found again: `is_away=False`."""
+        self._stub.is_cut = is_away
 
     def change_pace(self, seconds_per_inner_step: float) -> None:
         """Trains faster or slower from the next round on."""

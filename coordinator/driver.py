@@ -33,7 +33,7 @@ from coordinator.swarm.actions import (
     SendRoster,
     SendTakeover,
 )
-from coordinator.swarm.events import Event, StreamBroken, Ticked, Woke
+from coordinator.swarm.events import Event, Started, StreamBroken, Ticked, Woke
 from coordinator.swarm.membership import require_session, roster_of
 from coordinator.swarm.state import Member, SwarmState
 from coordinator.swarm.transition import Transition, next_deadline, step
@@ -118,6 +118,7 @@ class Driver:
         self.is_keeping_time = False
         """Whether deadlines are kept: while `run_clock` runs."""
         self._is_ending = False
+        self._has_begun = not state.members  # a run that goes on begins with Started
         self._patient_until = 0.0  # broken streams are no sign of a death before
 
     @property
@@ -165,6 +166,10 @@ class Driver:
         taken: list[_Taken] = []
         refused: list[tuple[_Asked, Exception]] = []
         state = self._state
+        if not self._has_begun:
+            started = step(state, Started(), now)
+            taken.append(_Taken(asked=None, before=state, transition=started))
+            state = started.state
         if is_patient:  # before all else, or who could not be heard would be given up
             woke = step(state, Woke(pause_seconds=RETRY_CAP_SECONDS), now)
             taken.append(_Taken(asked=None, before=state, transition=woke))
@@ -187,6 +192,7 @@ class Driver:
             for asked in batch:  # nothing has happened, to none of them
                 _refuse(asked, error)
             return
+        self._has_begun = True
         if is_patient:
             self._patient_until = now + DEADLINE_SECONDS + RETRY_CAP_SECONDS
         self._slept = 0.0
@@ -258,6 +264,8 @@ class Driver:
             self.is_keeping_time = False
 
     async def _keep_time(self) -> None:
+        if not self._has_begun:
+            await self.apply(Ticked())
         while True:
             self._changed.clear()
             if self._refused is not None:

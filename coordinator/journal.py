@@ -4,6 +4,7 @@ import structlog
 
 from coordinator.presets.choosing import Plan
 from coordinator.swarm.actions import (
+    Action,
     AskCommits,
     AskRefetch,
     SendCommit,
@@ -13,6 +14,7 @@ from coordinator.swarm.actions import (
     SendTakeover,
 )
 from coordinator.swarm.reach import newly_cut_pairs
+from coordinator.swarm.start import missing
 from coordinator.swarm.state import Member, MemberState, SwarmState
 from coordinator.swarm.transition import Transition
 from protocol.errors import AtollError
@@ -49,7 +51,7 @@ def log_transition(before: SwarmState, transition: Transition) -> None:
         )
     for one, other in newly_cut_pairs(before, after, (node_id for node_id, _, _ in changed)):
         _log.warning("two nodes do not reach each other", nodes=[one.node_name, other.node_name])
-    has_decided = any(isinstance(action, SendCommit) for action in transition.actions)
+    has_decided = any(_is_decided(action) for action in transition.actions)
     if after.committed_round > before.committed_round and not has_decided:
         _log.info("round learned", round=after.committed_round, reason=_reason(after))
     for action in transition.actions:
@@ -57,7 +59,7 @@ def log_transition(before: SwarmState, transition: Transition) -> None:
             case SendPlan(plan=plan):
                 nodes = len(plan.participants)
                 _log.info("round opened", round=plan.round, nodes=nodes, reason=plan.reason)
-            case SendCommit(commit=commit):
+            case SendCommit(commit=commit) if _is_decided(action):
                 _log_commit(after, commit.round)
             case SendTakeover():
                 _log.info(
@@ -81,7 +83,26 @@ def log_transition(before: SwarmState, transition: Transition) -> None:
                 _log.info("run finished", round=number, reason=reason)
     for held_out in after.held_out[len(before.held_out) :]:
         _log.info("evaluated", round=held_out.round, held_out_loss=round(held_out.loss, 4))
+    _log_start(before, after)
     _log_phases(before, after)
+
+
+def _is_decided(action: Action) -> bool:
+    """Whether it is a commit that this coordinator has just made."""
+    return isinstance(action, SendCommit) and not action.is_learned
+
+
+def _log_start(before: SwarmState, after: SwarmState) -> None:
+    """Whom the coordinator waits for when it starts, and who has not come."""
+    if before.awaited is None and after.awaited is not None:
+        awaited = [_name(after, node_id) for node_id in missing(after)]
+        _log.info("waiting for nodes to come back", nodes=awaited, round=after.committed_round)
+    elif before.awaited is not None and after.awaited is None:
+        lost = MemberState.LOST
+        absent = [n for n in before.awaited.node_ids if after.members[n].state is lost]
+        if absent:
+            names = [_name(after, node_id) for node_id in absent]
+            _log.warning("going on without nodes that have not come back", nodes=names)
 
 
 def _changed_members(

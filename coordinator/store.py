@@ -22,7 +22,6 @@ from coordinator.round_rows import JSON, load_round, save_round
 from coordinator.rows import DamagedError, put, row_of, rows_of
 from coordinator.swarm.ledger import Ledger, ledger_of
 from coordinator.swarm.state import (
-    KEPT_RECENT,
     PRESENT,
     ClosedRound,
     HeldOut,
@@ -128,13 +127,12 @@ class Store:
                 next_step="put the old run.toml back, or start a new run with "
                 "'atoll coordinator init NEWDIR'",
             )
-        closed = self.latest_rounds(KEPT_RECENT)[::-1]
         return replace(
             state,
             rules=rules,
             members={member.node_id: self._with_fresh_lease(member, rules) for member in members},
             open_round=open_round,
-            recent=trimmed(closed),
+            recent=self._recent_rounds(),
             ledger=self._ledger_of(open_round, rules) if ledger is None else ledger,
             held_out=held_out,
         )
@@ -244,6 +242,16 @@ class Store:
                 if max_bytes < 0:
                     break
         return tuple(page)
+
+    def _recent_rounds(self) -> tuple[ClosedRound, ...]:
+        """The newest closed round that is not void, and the void ones after it, oldest first."""
+        num_read = 8
+        while True:
+            closed = self.latest_rounds(num_read)[::-1]
+            recent = trimmed(closed)
+            if len(recent) < len(closed) or len(closed) < num_read or not recent[0].is_void:
+                return recent
+            num_read *= 4
 
     def latest_rounds(self, limit: int) -> tuple[ClosedRound, ...]:
         """The latest closed rounds that are kept whole, newest first."""

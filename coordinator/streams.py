@@ -18,8 +18,10 @@ from coordinator.swarm.actions import (
     SendResultOffered,
     SendTakeover,
 )
+from coordinator.swarm.agreement import may_bring_commits
 from coordinator.swarm.explain import explain
 from coordinator.swarm.rounds import holders_of, plan_of
+from coordinator.swarm.start import time_of_round
 from coordinator.swarm.state import (
     Member,
     MemberState,
@@ -112,11 +114,11 @@ def what_holds_for(state: SwarmState, member: Member, now: float) -> list[Delive
         if open_round.commit is not None:
             held.append(SendCommit(commit=open_round.commit))
         elif member.node_id in participants:
-            held.append(SendPlan(plan=plan_of(open_round, now)))
-            held.extend(_news_of(state, open_round, now))
+            held.append(SendPlan(plan=plan_of(open_round, time_of_round(state, now))))
+            held.extend(_news_of(state, open_round, time_of_round(state, now)))
     if state.evaluating is not None and state.evaluating.node_id == member.node_id:
         held.append(AskEvaluation(node_id=member.node_id, round=state.evaluating.round))
-    if member.outer_round > state.committed_round:
+    if may_bring_commits(state, member) and member.state is not MemberState.DIVERGED:
         held.append(AskCommits(node_id=member.node_id, after_round=last_sure_round(state)))
     if (refetch := _refetch_due(state, member)) is not None:
         held.append(refetch)

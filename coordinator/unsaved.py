@@ -70,7 +70,7 @@ class Change:
             is_ledger_new=_is_new(before.ledger, after.ledger),
             num_losses_kept=_num_kept(before.held_out, after.held_out),
             is_taken_back=after.committed_round < before.committed_round,
-            closed=tuple(closed for closed in after.recent if closed not in before.recent),
+            closed=_new_rounds(before.recent, after.recent),
         )
 
 
@@ -80,6 +80,14 @@ def _num_kept(before: Sequence[HeldOut], after: Sequence[HeldOut]) -> int | None
         return None
     pairs = zip(before, after, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _new_rounds(
+    before: tuple[ClosedRound, ...], after: tuple[ClosedRound, ...]
+) -> tuple[ClosedRound, ...]:
+    """Most are the very same ones, and there may be many void rounds in a row."""
+    same = {id(closed) for closed in before}
+    return tuple(closed for closed in after if id(closed) not in same and closed not in before)
 
 
 def _is_new(before: object, after: object) -> bool:

@@ -104,6 +104,7 @@ class Daemon:
             heavy=exchange_time.over(heavy),
             report=self._report,
             list_commits=self._list_commits,
+            bring_back=self._bring_commits,
         )
         self._session = Session(
             link=link,
@@ -127,7 +128,7 @@ class Daemon:
             exchange_time=exchange_time,
         )
         self._process_id = rng.getrandbits(63)
-        self._bringing: asyncio.Task[None] | None = None
+        self._bringing: asyncio.Task[bool] | None = None
         self._is_ending = False
         self._patience_ended = asyncio.Event()  # of a drain
         self._patience: asyncio.TimerHandle | None = None
@@ -299,10 +300,11 @@ class Daemon:
     def _bring_back(self, after_round: int) -> None:
         """Gives a coordinator that lost commits those that our state builds on."""
         log.warning("the coordinator lacks commits", after_round=after_round)
-        self._bringing = asyncio.ensure_future(
-            self._session.bring_back(
-                lambda known: self._history.after(known, max_bytes=MAX_BROUGHT_BYTES), after_round
-            )
+        self._bringing = asyncio.ensure_future(self._bring_commits(after_round))
+
+    async def _bring_commits(self, after_round: int) -> bool:
+        return await self._session.bring_back(
+            lambda known: self._history.after(known, max_bytes=MAX_BROUGHT_BYTES), after_round
         )
 
     async def _list_commits(self, after_round: int) -> tuple[Commit, ...]:

@@ -62,6 +62,13 @@ class History:
             commits.append(convert.commit_from_wire(round_pb2.Commit.FromString(encoded)))
         return tuple(commits)
 
+    def at(self, round_number: int) -> Commit | None:
+        """The commit of a round; None where it is not kept."""
+        encoded = self._commits.get(round_number)
+        if encoded is None:
+            return None
+        return convert.commit_from_wire(round_pb2.Commit.FromString(encoded))
+
     def incarnation_at(self, round_number: int) -> int:
         """Of the commit that led to the state at this round; 0 when it is not known."""
         return self._incarnations.get(round_number, 0)

@@ -38,6 +38,7 @@ class SendCommit:
     """Every session gets the commit."""
 
     commit: Commit
+    is_learned: bool = False  # made before this coordinator's database was copied, or in another
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from coordinator.swarm.state import (
     MemberState,
     Round,
     RoundPhase,
+    SwarmState,
     last_sure_round,
 )
 from coordinator.swarm.turn import Turn, present_members, ready_members, without
@@ -55,7 +56,9 @@ def agree_on(turn: Turn, digest: Digest) -> None:
     """Makes `digest` the committed state's, and sorts all present members by it."""
     turn.state = replace(turn.state, outer_digest=digest)
     for member in present_members(turn.state):
-        if member.outer_round >= turn.state.committed_round:
+        if member.outer_round > turn.state.committed_round:  # what it told may be of use only now
+            judge(turn, member.node_id, is_news=member.has_told_history)
+        elif member.outer_round == turn.state.committed_round:
             judge(turn, member.node_id, is_news=True)
         elif member.state is MemberState.READY:
             turn.put_member(replace(member, state=MemberState.JOINING))
@@ -93,16 +96,18 @@ def judge(turn: Turn, node_id: NodeId, *, is_news: bool) -> None:
     if member.outer_round < state.committed_round:
         if current is not None and node_id in current.applied:  # it has gone back
             turn.put_round(replace(current, applied=without(current.applied, node_id)))
+        if is_news and may_bring_commits(state, member):
+            _ask_commits(turn, node_id)
         return  # it catches up by itself
     if member.outer_round > state.committed_round:
         # Only a coordinator restored from an old copy of its database sees an honest node ahead.
         turn.put_member(replace(member, state=MemberState.JOINING))
         if is_news:
-            turn.act(AskCommits(node_id=node_id, after_round=last_sure_round(state)))
+            _ask_commits(turn, node_id)
     elif (
         current is not None
         and current.phase is RoundPhase.APPLYING
-        and _is_outdated(member, current)
+        and (_is_outdated(member, current) or _has_applied_what_is_left(state, member))
     ):
         turn.put_member(replace(member, state=MemberState.DIVERGED))
         if is_found_out:
@@ -114,22 +119,60 @@ def judge(turn: Turn, node_id: NodeId, *, is_news: bool) -> None:
         return  # agree_on_initial_state decides
     elif member.outer_digest == state.outer_digest:
         turn.put_member(replace(member, state=MemberState.READY))
+    elif may_bring_commits(state, member) and member.state is not MemberState.DIVERGED:
+        turn.put_member(replace(member, state=MemberState.JOINING))
+        if is_news:  # what becomes of it shows when it has told all that it knows
+            _ask_commits(turn, node_id)
     else:
         turn.put_member(replace(member, state=MemberState.DIVERGED))
         if is_found_out:
-            _ask_refetch(
-                turn,
-                member,
-                f"its digest {member.outer_digest.hex()[:8]} at round {member.outer_round} "
-                f"is not the swarm's {state.outer_digest.hex()[:8]}",
-            )
+            _ask_refetch(turn, member, _differs(state, member))
 
 
 def history_told(turn: Turn, event: HistoryTold) -> None:
     """Sends a node back whose state builds on commits that it could not bring back."""
-    member = turn.state.members.get(event.node_id)
-    if member and member.state in PRESENT and member.outer_round > turn.state.committed_round:
+    state = turn.state
+    member = state.members.get(event.node_id)
+    if member is None or member.state not in PRESENT:
+        return
+    member = replace(member, has_told_history=True)
+    turn.put_member(member)
+    if member.outer_round > state.committed_round:
         _ask_refetch(turn, member, f"ahead of the swarm: it holds round {member.outer_round}")
+    elif (
+        member.outer_round == state.committed_round
+        and state.outer_digest is not None
+        and state.outer_digest != member.outer_digest
+    ):
+        turn.put_member(replace(member, state=MemberState.DIVERGED))
+        _ask_refetch(turn, member, _differs(state, member))
+
+
+def may_bring_commits(state: SwarmState, member: Member) -> bool:
+    """Whether the member's state shows that it knows commits which hold over those here.
+
+    It is ahead; or it holds another state after one of the newest rounds, which are void here.
+    """
+    if member.outer_round > state.committed_round:
+        return True
+    if not state.recent or not state.recent[-1].is_void or state.is_finished:
+        return False
+    newest = state.recent[0].commit
+    is_known = newest.outer_digest is not None and member.outer_round >= newest.round
+    return is_known and member.outer_digest != newest.outer_digest
+
+
+def _ask_commits(turn: Turn, node_id: NodeId) -> None:
+    turn.put_member(replace(turn.state.members[node_id], has_told_history=False))
+    turn.act(AskCommits(node_id=node_id, after_round=last_sure_round(turn.state)))
+
+
+def _differs(state: SwarmState, member: Member) -> str:
+    assert state.outer_digest is not None
+    return (
+        f"its digest {member.outer_digest.hex()[:8]} at round {member.outer_round} "
+        f"is not the swarm's {state.outer_digest.hex()[:8]}"
+    )
 
 
 def _is_outdated(member: Member, current: Round) -> bool:
@@ -138,6 +181,12 @@ def _is_outdated(member: Member, current: Round) -> bool:
     Its digest must not count among those that the nodes agree on.
     """
     return current.commit is not None and member.outer_incarnation < current.commit.incarnation
+
+
+def _has_applied_what_is_left(state: SwarmState, member: Member) -> bool:
+    """Whether its state is one from before, under the number of a void round that has given way."""
+    at = member.outer_round, member.outer_digest
+    return any(at[0] >= left.first_round and at[1] == left.digest for left in state.left)
 
 
 def _ask_refetch(turn: Turn, member: Member, what: str) -> None:

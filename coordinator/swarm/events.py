@@ -164,6 +164,11 @@ class Reported:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """The coordinator goes on from its database, which may be an old copy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ticked:
     """Time has passed."""
 
@@ -190,6 +195,7 @@ Event = (
     | CommitLearned
     | HistoryTold
     | Reported
+    | Started
     | Ticked
     | Woke
 )

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 from coordinator.swarm.ending import finished_reason, is_at_end, is_evaluated, members_behind
 from coordinator.swarm.estimates import left_in_words
-from coordinator.swarm.retraction import held_by_most
+from coordinator.swarm.retraction import held_by_most, takes_back_at
 from coordinator.swarm.rounds import awaited_appliers, holders_needed, holders_of, is_undecided
-from coordinator.swarm.state import Member, MemberState, Round, RoundPhase, SwarmState
+from coordinator.swarm.start import bringing, missing
+from coordinator.swarm.state import Awaited, Member, MemberState, Round, RoundPhase, SwarmState
 from coordinator.swarm.turn import is_present, name_of, present_members
 from protocol.rounds import NodeId
 
@@ -15,11 +16,26 @@ def explain(state: SwarmState, now: float) -> str:
     """What the run is doing or waiting for at `now`."""
     if state.is_finished:
         return finished_reason(state)
+    if state.awaited is not None:
+        return _started(state, state.awaited, now)
     if state.open_round is not None:
         return _round_in_flight(state, state.open_round, now)
     if is_at_end(state):
         return _end(state, now)
     return _not_open(state, now)
+
+
+def _started(state: SwarmState, awaited: Awaited, now: float) -> str:
+    """Whom a coordinator waits for that has just started."""
+    waits = []
+    if absent := missing(state):
+        number = state.committed_round if state.open_round is None else state.open_round.number
+        whose = f"nodes of round {number}" if number else "members"
+        waits.append(f"these {whose} to come back: {_names(state, absent)}")
+    if ahead := [member.node_id for member in bringing(state)]:
+        waits.append(f"the commits that are missing here: {_names(state, ahead)} bring them")
+    left = _left(awaited.until, now)
+    return f"the coordinator has started and waits for {' and for '.join(waits)}, {left}"
 
 
 def _not_open(state: SwarmState, now: float) -> str:
@@ -34,12 +50,14 @@ def _not_open(state: SwarmState, now: float) -> str:
     parts = [f"waiting for {_count(missing, 'more node')}: {num_ready} of {needed} {verb} ready"]
     parts += [_not_ready(state, m) for m in present if m.state is not MemberState.READY]
     if state.unsupplied_since is not None:
-        parts.append(_unsupplied(state, state.unsupplied_since, now))
+        parts.append(_unsupplied(state, now))
     return "; ".join(parts)
 
 
-def _unsupplied(state: SwarmState, since: float, now: float) -> str:
-    left = _left(since + state.rules.apply_seconds, now)
+def _unsupplied(state: SwarmState, now: float) -> str:
+    at = takes_back_at(state)
+    needed = state.rules.min_nodes
+    left = f"once {needed} nodes are here" if at is None else _left(at, now)
     is_mistaken = held_by_most(state) is not None
     what = "another that most hold is agreed on" if is_mistaken else "it is taken back"
     return (
@@ -53,12 +71,24 @@ def _not_ready(state: SwarmState, member: Member) -> str:
     if member.state is MemberState.DIVERGED:
         return f"{member.node_name} holds another state and fetches the swarm's"
     if member.outer_round > state.committed_round:
-        return f"{member.node_name} holds round {member.outer_round}, which is not the swarm's"
+        return _ahead(state, member)
     if member.outer_round == state.committed_round:
         return f"{member.node_name} has yet to confirm round {state.committed_round}"
     return (
         f"{member.node_name} is at round {member.outer_round} "
         f"and has to apply round {state.committed_round}"
+    )
+
+
+def _ahead(state: SwarmState, member: Member) -> str:
+    """Of a node whose state builds on commits that are not here."""
+    what = f"{member.node_name} holds round {member.outer_round}, which is not the swarm's"
+    if not member.has_told_history:
+        return what
+    return (
+        f"{what}: no node that is here keeps all commits after round {state.committed_round}, where "
+        f"this coordinator's database ends, nor holds that round; start the coordinator from a newer "
+        f"copy, or a node that holds round {state.committed_round}"
     )
 
 
@@ -108,7 +138,7 @@ def _applying(state: SwarmState, current: Round, now: float) -> str:
 def _end(state: SwarmState, now: float) -> str:
     """What the run waits for after its last round."""
     if state.unsupplied_since is not None:
-        return _unsupplied(state, state.unsupplied_since, now)
+        return _unsupplied(state, now)
     assert state.end_waits_until is not None  # otherwise the run would be finished
     left = _left(state.end_waits_until, now)
     behind = members_behind(state)

@@ -1,24 +1,32 @@
 """A coordinator that was restored from an older copy of its database learns what it lacks. Pure.
 
 Nodes keep the commits that led to their state, signed by the coordinator, and bring back those that
-are missing. The edge has checked the signatures; here they must continue the history.
+are missing. The edge has checked the signatures; here they must continue the history. Of two commits
+of a round on the same state the one of the later incarnation holds. Of one incarnation, one with
+results holds over a void one: both are real, a coordinator that knew less has made the void one, and
+nothing that nodes did for it is lost by leaving it out, for it is in their residuals.
 """
 
 from dataclasses import replace
 
+from coordinator.swarm.actions import SendCommit
 from coordinator.swarm.agreement import judge_all
 from coordinator.swarm.books import book_learned, unbook
 from coordinator.swarm.evaluation import without_evaluations_since
 from coordinator.swarm.events import BaseLearned, CommitLearned
 from coordinator.swarm.ledger import committed_tokens, end_ahead, settle
 from coordinator.swarm.rounds import end_round
+from coordinator.swarm.start import await_participants, bringing, time_of_round
 from coordinator.swarm.state import (
+    KEPT_LEFT,
     ClosedRound,
+    Left,
     MemberState,
     Round,
     RoundPhase,
     SliceProgress,
     SwarmState,
+    is_void,
     trimmed,
 )
 from coordinator.swarm.turn import Turn, name_of, present_members
@@ -50,19 +58,20 @@ def _bare(commit: Commit) -> Commit:
 def learn_commit(turn: Turn, event: CommitLearned) -> None:
     """Goes on from the commit as if it had just been made; nodes that hold its state will say so.
 
-    A round that was in flight in the older copy gives way: it is this one. So does the version of a
-    round that was taken back since. A commit that does not continue the history here is ignored.
+    A round that was in flight in the older copy gives way: it is this one. So do the version of a
+    round that was taken back since, and void rounds that were closed while nobody who knew of this
+    commit was here. A commit that does not continue the history here is ignored.
     """
     commit = event.commit
-    state = _before_retraction(turn.state, commit)
+    state = _before_what_gives_way(turn.state, commit)
     is_next = commit.round == state.committed_round + 1
     if not is_next or commit.base_digest != state.outer_digest or state.is_finished:
         return
     state = _without_open_round(state)
     source = name_of(state, event.node_id)
-    is_void = all(outcome.digest is None for outcome in commit.slices)
-    commit = replace(commit, outer_digest=commit.base_digest if is_void else None, signature=b"")
-    rules = state.rules
+    outer_digest = commit.base_digest if is_void(commit) else None
+    commit = replace(commit, outer_digest=outer_digest, signature=b"")
+    rules, now = state.rules, time_of_round(state, turn.now)
     current = Round(
         number=commit.round,
         fragment=commit.fragment,
@@ -90,8 +99,8 @@ def learn_commit(turn: Turn, event: CommitLearned) -> None:
         token_clock=state.token_clock,
         reason=f"brought back by {source}",
         commit=commit,
-        committed_at=turn.now,
-        apply_deadline=turn.now + rules.apply_seconds,
+        committed_at=now,
+        apply_deadline=now + rules.apply_seconds,
     )
     plan = Plan(
         round=commit.round,
@@ -113,22 +122,31 @@ def learn_commit(turn: Turn, event: CommitLearned) -> None:
         seconds=0.0,
         reason=f"learned from {source}: this coordinator's database was older",
     )
+    state = await_participants(state, commit.assignments)
     turn.state = replace(
         book_learned(state, commit),
         committed_round=commit.round,
         outer_digest=None,
         open_round=current,
         evaluating=None,
+        has_untold=True,
         incarnation=max(state.incarnation, commit.incarnation),
         recent=trimmed((*state.recent, closed)),
     )
     for member in present_members(turn.state):
         if member.state is MemberState.READY and member.outer_round < commit.round:
             turn.put_member(replace(member, state=MemberState.JOINING))
-    if is_void:
+    if is_void(commit):
         end_round(turn, commit.base_digest)
     else:
         judge_all(turn)
+
+
+def _gives_way(here: Commit, brought: Commit) -> bool:
+    """Whether a commit of a round yields to another one, which is made on the same state."""
+    if here.incarnation != brought.incarnation:
+        return here.incarnation < brought.incarnation
+    return is_void(here) and not is_void(brought)
 
 
 def _without_open_round(state: SwarmState) -> SwarmState:
@@ -139,23 +157,38 @@ def _without_open_round(state: SwarmState) -> SwarmState:
     return replace(state, ledger=ledger, open_round=None)
 
 
-def _before_retraction(state: SwarmState, commit: Commit) -> SwarmState:
-    """Goes back before a round whose commit here has an older incarnation; else changes nothing."""
+def tell_when_all_is_learned(turn: Turn) -> None:
+    """See tell_learned; not while somebody is here who may have more commits to bring."""
+    if turn.state.has_untold and not bringing(turn.state):
+        tell_learned(turn)
+
+
+def tell_learned(turn: Turn) -> None:
+    """Tells who is behind of the newest commit that was learned."""
+    state = turn.state
+    if not state.has_untold or not state.recent:
+        return
+    turn.state = replace(state, has_untold=False)
+    turn.act(SendCommit(commit=state.recent[-1].commit, is_learned=True))
+
+
+def _before_what_gives_way(state: SwarmState, commit: Commit) -> SwarmState:
+    """Goes back before a round whose commit here gives way to this one; else changes nothing."""
     gone = [closed for closed in state.recent if closed.commit.round >= commit.round]
     if not gone or state.is_finished:
         return state
     first = gone[0].commit
-    if (first.round, first.base_digest) != (
-        commit.round,
-        commit.base_digest,
-    ) or commit.incarnation <= first.incarnation:
+    is_same_place = (first.round, first.base_digest) == (commit.round, commit.base_digest)
+    if not is_same_place or not _gives_way(first, commit):
         return state
     state = _without_open_round(state)
     for closed in reversed(gone):
         state = unbook(state, closed.commit)
         state = replace(state, ledger=settle(state.ledger, closed.commit.assignments, {}))
+    left = Left(first_round=first.round, digest=first.base_digest)
     return replace(
         without_evaluations_since(state, commit.round),
+        left=(*state.left, left)[-KEPT_LEFT:] if is_void(first) else state.left,
         committed_round=commit.round - 1,
         outer_digest=commit.base_digest,
         recent=state.recent[: -len(gone)],

@@ -1,6 +1,6 @@
 """Who is in the swarm: sessions and leases. Which state members hold stands in agreement.py."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from coordinator.swarm.actions import EndSession, OpenSession, SendDeparted, SendRoster
@@ -160,11 +160,16 @@ def expire_leases(turn: Turn) -> None:
     if not members_of(turn.state).is_lease_over(turn.now):
         return
     silent = [m for m in present_members(turn.state) if m.lease_until <= turn.now]
-    for member in silent:
+    give_up(turn, silent, reason=f"silent for {turn.state.rules.lease_seconds:g} s")
+
+
+def give_up(turn: Turn, members: Sequence[Member], *, reason: str) -> None:
+    """Ends the sessions of present members that are not heard any more."""
+    for member in members:
         turn.put_member(_gone(turn, member, MemberState.LOST))
-        reason = f"silent for {turn.state.rules.lease_seconds:g} s"
         turn.act(EndSession(node_id=member.node_id, reason=reason))
-    _announce_departed(turn, tuple(m.node_id for m in silent))
+    if members:
+        _announce_departed(turn, tuple(m.node_id for m in members))
 
 
 def _gone(turn: Turn, member: Member, how: MemberState) -> Member:

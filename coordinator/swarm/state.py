@@ -63,6 +63,7 @@ class Member:
     committed_tokens: int = 0
     inner_steps_per_second: float | None = None  # smoothed; None before the first measurement
     is_draining: bool = False  # leaves after the round in flight
+    has_told_history: bool = False  # in this session: all commits that it keeps
     unreachable: tuple[NodeId, ...] = ()  # members that it has no connection to
     rates: Rates = UNKNOWN  # what its link carries, as plans count on it
     wire_told: WireTotals = field(default_factory=dict)  # by its process, at the latest round
@@ -157,6 +158,11 @@ class PhaseTimes:
     apply: tuple[Measured, ...] = ()
 
 
+def is_void(commit: Commit) -> bool:
+    """Whether the commit leaves the state as it was."""
+    return all(outcome.digest is None for outcome in commit.slices)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClosedRound:
     """A round that is committed; its outer digest is None until nodes have agreed on it."""
@@ -172,7 +178,7 @@ class ClosedRound:
     @property
     def is_void(self) -> bool:
         """Whether it left the state as it was."""
-        return all(outcome.digest is None for outcome in self.commit.slices)
+        return is_void(self.commit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +197,30 @@ class Evaluating:
     node_id: NodeId
     round: int
     until: float  # then it is given up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Awaited:
+    """Whom a coordinator that has just started waits for: see coordinator.swarm.start."""
+
+    node_ids: tuple[NodeId, ...]  # in order
+    until: float  # then the run goes on without them
+    from_session_id: int  # sessions from this one on began after the start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Left:
+    """Void rounds that gave way to commits which nodes brought back; some nodes have applied them.
+
+    They hold the state from before, under a later number, until they hear of it.
+    """
+
+    first_round: int
+    digest: Digest
+
+
+KEPT_LEFT = 8
+"""So many times in a row void rounds give way before nodes that were away meanwhile may be misjudged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,6 +333,9 @@ class SwarmState:
     is_finished: bool = False
     incarnation: int = 0  # how often history was taken back
     unsupplied_since: float | None = None  # nobody here holds the committed state
+    awaited: Awaited | None = None  # since a start, until the newest round's nodes are back
+    left: tuple[Left, ...] = ()  # void rounds that have given way, the latest last
+    has_untold: bool = False  # whether nodes that are behind were not told of commits learned
     wire: WireTotals = field(default_factory=dict)  # what all rounds have cost, on all nodes
     round_wire: WireTotals = field(default_factory=dict)  # the part of it that the open round has
     all_reduce_bytes: int = 0  # what averaging gradients would have: coordinator.swarm.wire_ledger
@@ -321,14 +354,15 @@ class SwarmState:
 KEPT_ROUNDS = 1000
 """Closed rounds whose commits are kept whole, and for which a member that is gone is remembered."""
 
-KEPT_RECENT = 8
-"""Closed rounds that the state holds at most."""
-
 
 def trimmed(closed: Sequence[ClosedRound]) -> tuple[ClosedRound, ...]:
-    """Of closed rounds in order: the newest that is not void, and the void ones after it."""
+    """Of closed rounds in order: the newest that is not void, and the void ones after it.
+
+    However many these are: without the round that led to the state nothing could be taken back, nor
+    could void rounds give way to the commits that nodes bring back.
+    """
     recent: list[ClosedRound] = []
-    for candidate in reversed(closed[-KEPT_RECENT:]):
+    for candidate in reversed(closed):
         recent.insert(0, candidate)
         if not candidate.is_void:
             break

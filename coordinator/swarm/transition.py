@@ -24,13 +24,19 @@ from coordinator.swarm.events import (
     Reported,
     ResultHeld,
     SliceReduced,
+    Started,
     StreamBroken,
     Ticked,
     TrainingDone,
     Woke,
 )
 from coordinator.swarm.explain import explain
-from coordinator.swarm.learning import learn_base, learn_commit
+from coordinator.swarm.learning import (
+    learn_base,
+    learn_commit,
+    tell_learned,
+    tell_when_all_is_learned,
+)
 from coordinator.swarm.membership import (
     applied,
     attach,
@@ -43,7 +49,7 @@ from coordinator.swarm.membership import (
     stream_broken,
 )
 from coordinator.swarm.opening import open_round
-from coordinator.swarm.retraction import supply_anew
+from coordinator.swarm.retraction import supply_anew, takes_back_at
 from coordinator.swarm.rounds import (
     close_round,
     results_held,
@@ -51,6 +57,7 @@ from coordinator.swarm.rounds import (
     slice_reduced,
     training_done,
 )
+from coordinator.swarm.start import end_waiting, start, wait_longer
 from coordinator.swarm.state import RoundPhase, Rules, SwarmState
 from coordinator.swarm.takeover import next_overdue, take_over
 from coordinator.swarm.turn import Turn, members_of
@@ -91,18 +98,28 @@ def step(state: SwarmState, event: Event, now: float) -> Transition:
     _take_in(turn, event)
     # The order makes one pass enough: no decision can enable one before it.
     expire_leases(turn)
+    end_waiting(turn)
+    if turn.state.awaited is None:
+        _decide(turn, round_before=state.committed_round)
+    else:
+        give_up_evaluation(turn)
+    tell_when_all_is_learned(turn)
+    return Transition(state=turn.state, actions=tuple(turn.actions), at=now)
+
+
+def _decide(turn: Turn, *, round_before: int) -> None:
+    """What becomes of rounds, and of the run."""
     agree_on_initial_state(turn)
     take_over(turn)
     close_round(turn)
     settle_round(turn)
     supply_anew(turn)
-    if turn.state.committed_round != state.committed_round:
+    if turn.state.committed_round != round_before:
         forget_long_gone(turn)
     give_up_evaluation(turn)
     open_round(turn)
     ask_if_due(turn)  # after the plan: its node trains and contributes first
     end_run(turn)
-    return Transition(state=turn.state, actions=tuple(turn.actions), at=now)
 
 
 def next_deadline(state: SwarmState) -> float | None:
@@ -110,16 +127,18 @@ def next_deadline(state: SwarmState) -> float | None:
     deadlines = []
     if (lease_end := members_of(state).first_lease_end()) < math.inf:
         deadlines.append(lease_end)
+    if state.evaluating is not None:
+        deadlines.append(state.evaluating.until)
+    if state.awaited is not None:
+        return min([*deadlines, state.awaited.until])
     if state.open_round is not None:
         is_applying = state.open_round.phase is RoundPhase.APPLYING
         round_ = state.open_round
         deadlines.append(round_.apply_deadline if is_applying else round_.commit_deadline)
     if (overdue_at := next_overdue(state)) is not None:
         deadlines.append(overdue_at)
-    if state.unsupplied_since is not None:
-        deadlines.append(state.unsupplied_since + state.rules.apply_seconds)
-    if state.evaluating is not None:
-        deadlines.append(state.evaluating.until)
+    if (taken_back_at := takes_back_at(state)) is not None:
+        deadlines.append(taken_back_at)
     if state.end_waits_until is not None:
         deadlines.append(state.end_waits_until)
     return min(deadlines, default=None)
@@ -153,13 +172,17 @@ def _take_in(turn: Turn, event: Event) -> None:
             learn_commit(turn, event)
         case HistoryTold():
             history_told(turn, event)
+            tell_learned(turn)  # whoever is ahead still has nothing to bring
         case Reported(events=events):
             for _, in_a_row in groupby(events, key=type):
                 _take_in_row(turn, tuple(in_a_row))
         case Ticked():
             pass
+        case Started():
+            start(turn)
         case Woke():
             renew_leases(turn, event)
+            wait_longer(turn, event.pause_seconds)
 
 
 def _take_in_row(turn: Turn, reports: Sequence[Report]) -> None:

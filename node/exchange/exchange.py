@@ -54,6 +54,7 @@ class Exchange:
         heavy: Heavy,
         report: Callable[[int, Report], None],
         list_commits: Callable[[int], Awaitable[tuple[Commit, ...]]],
+        bring_back: Callable[[int], Awaitable[bool]],
     ) -> None:
         self.outer = outer
         self._node_id = node_id
@@ -87,6 +88,7 @@ class Exchange:
             disk=disk,
             history=history,
             list_commits=list_commits,
+            bring_back=bring_back,
             peers=self._peers,
             run_digest=run_digest,
         )

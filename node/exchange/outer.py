@@ -312,6 +312,11 @@ class Outer:
             self.count_missed(commit)
         self.restore(snapshot, self.owing.held())
 
+    def step_back(self, round: int) -> None:
+        """Takes the state for that of an earlier round: only void rounds led from there to it."""
+        self.owing.step_back(round)
+        self.position = Position(round=round, digest=self.digest)
+
     def restore(self, snapshot: Snapshot, owed: Owed | None) -> None:
         """Takes over another state; with None, nothing is owed any more. Heavy.
 

@@ -9,7 +9,7 @@ a contributor of which it has nothing, or has something else, makes nobody drop 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 import numpy as np
@@ -143,6 +143,36 @@ class Owing:
     def forget_pending(self) -> None:
         """The round ends without a commit for this node: what is owed is as it was before."""
         self.pending = None
+
+    def what_matters_of(self, commit: Commit) -> Commit:
+        """The commit without what settles nothing here: all of it counts only for what is pending."""
+        is_pending = self.pending is not None and self.pending.round == commit.round
+        if is_pending or self.reducer_error.has_staged(commit.round):
+            return commit
+        slices = []
+        for outcome in commit.slices:
+            named = zip(outcome.contributors, outcome.contributions, strict=True)
+            ours = [(c, digest) for c, digest in named if c.node_id == self._node_id]
+            if ours and _tokens_of(outcome, self._node_id) > 0:
+                contributors, contributions = zip(*ours, strict=True)
+                slices.append(
+                    replace(
+                        outcome,
+                        contributors=contributors,
+                        contributions=contributions,
+                        holder_ids=(),
+                    )
+                )
+        return replace(commit, slices=tuple(slices), assignments=())
+
+    def norm(self) -> float:
+        """How much is owed: the Euclidean norm of the residual. Heavy."""
+        return float(np.linalg.norm(self.residual.values))
+
+    def step_back(self, round: int) -> None:
+        """The state counts as that of an earlier round; what is owed stays, whatever was sent."""
+        self.forget_pending()
+        self._arrive_at(round)
 
     def published_of(self, fragment: int) -> Vector:
         """A copy of what the island published last of a fragment. Heavy."""

@@ -59,6 +59,10 @@ class ReducerError:
         if self.rule != "drop":
             self._staged[round, index] = _Staged(digest=digest, error=error, share=share)
 
+    def has_staged(self, round: int) -> bool:
+        """Whether a result of this round leaves something behind if it is committed."""
+        return any(number == round for number, _ in self._staged)
+
     def settle(
         self, round: int, outcome: SliceOutcome, span: slice, *, may_be_ours: bool
     ) -> Vector | None:

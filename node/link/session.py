@@ -118,23 +118,27 @@ class Session:
 
     async def bring_back(
         self, commits_after: Callable[[int], tuple[Commit, ...]], round: int
-    ) -> None:
-        """Submits commits after a round, batch by batch, as long as the coordinator learns by it.
+    ) -> bool:
+        """Submits commits after a round, batch by batch, as long as the coordinator can use them.
 
-        Then says that this was all. A break of the session ends it: the coordinator asks again.
+        That its newest round is as new as a batch says so; it may have had some of it. Then says that
+        this was all. A break of the session ends it, and False is returned: the coordinator asks
+        again. True when it has been told, or has refused what it was told.
         """
         try:
             while (session_id := self._session_id) is not None:
                 commits = commits_after(round)
                 known = await self._link.submit_commits(session_id, commits)
                 if not commits:
-                    return
-                if known <= round:
+                    return True
+                round = commits[-1].round
+                if known < round:
                     await self._link.submit_commits(session_id, ())
-                    return
-                round = known
+                    return True
         except AtollError as error:
             log.warning("commits not brought back", why=error.what)
+            return not isinstance(error, UnavailableError | TemporaryError)
+        return False
 
     async def leave(self, reason: str) -> None:
         """Says goodbye, with a last heartbeat that holds the final state and bytes.

@@ -136,6 +136,51 @@ def test_a_coordinator_started_from_an_old_copy_goes_on_where_its_node_is(swarm:
     assert "fetch the outer state anew" not in node.log
 
 
+def test_nodes_that_come_after_their_rounds_were_closed_without_them_bring_all_of_them_back(
+    tmp_path: Path,
+) -> None:
+    """Real processes: the copy's coordinator gives the node up before the node starts again."""
+    text = tiny_text(
+        run={"name": "kept", "rounds": 100_000, "min_nodes": 1},
+        inner={"steps": 1},
+        evaluation={"every_rounds": 1000},
+        deadlines={"train": 4, "contribute": 5, "commit": 6, "apply": 4, "lease": 3},
+    )
+    swarm = Swarm(tmp_path / "swarm", text)
+    try:
+        swarm.join("node", swarm.invite())
+        node = swarm.start_node("node")
+        node.says("applied", times=3)
+        copy = swarm.folder / "copy"
+        old_round = round_of(done(atoll("coordinator", "backup", swarm.home, copy)))
+        until(lambda: swarm.status().run.committed_round > old_round + 20, "rounds after the copy")
+        for process in (swarm.coordinator, node):
+            process.process.send_signal(signal.SIGKILL)
+            process.process.wait()
+
+        swarm.home = copy
+        swarm.start_coordinator()
+        assert "waits for these nodes of round" in swarm.status().run.reason
+        swarm.coordinator.says("going on without nodes that have not come back")
+        until(lambda: "coordinator has started" not in swarm.status().run.reason, "the time limit")
+        node = swarm.start_node("node")
+        node.says("the coordinator lacks commits")
+        until(lambda: swarm.status().run.committed_round > old_round + 30, "new rounds")
+        with StatusLink(copy) as link:
+            run, closed = link.status().run, link.rounds(1000).rounds
+        assert run.digests_agree
+        assert [summary.round for summary in closed[::-1]] == list(range(1, closed[0].round + 1))
+        learned = [c.round for c in closed[::-1] if c.reason.startswith("learned from node")]
+        assert learned[0] <= old_round + 1 and learned[-1] >= old_round + 20
+        in_time = [summary for summary in closed if summary.round <= run.committed_round]
+        assert run.token_clock == sum(summary.tokens for summary in in_time)
+        assert run.data.committed_samples * 32 == run.token_clock
+        assert all(summary.tokens for summary in in_time if summary.round in learned)
+        assert "residual=dropped" not in node.log
+    finally:
+        swarm.end()
+
+
 def test_a_backup_is_refused_where_it_cannot_be_whole(swarm: Swarm, tmp_path: Path) -> None:
     taken, new, at = tmp_path / "taken", tmp_path / "new", tmp_path / "disk"
     for folder in (taken, at):

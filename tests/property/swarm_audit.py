@@ -233,7 +233,9 @@ def check_learned(books: Books, commit: Commit, before: SwarmState, after: Swarm
     assert commit.round == after.committed_round
     if commit.round <= len(books.commits):  # taken back since the copy was made
         known = books.commits[commit.round - 1]
-        assert commit.incarnation > known.incarnation
+        is_filled = is_void(known) and not is_void(commit)
+        least = known.incarnation + (not is_filled)
+        assert commit.incarnation >= least, "what is here is worth more"
         assert commit.base_digest == known.base_digest
     else:
         assert commit.round == len(books.commits) + 1
@@ -276,11 +278,18 @@ def check_state(books: Books, before: SwarmState, state: SwarmState, now: float)
                 assert member.outer_round == state.committed_round
     is_same_round = state.committed_round == before.committed_round > 0
     has_changed = before.outer_digest not in (None, state.outer_digest)
-    if is_same_round and has_changed:
+    is_same_history = bool(before.recent and state.recent) and (
+        _bare(before.recent[0].commit) == _bare(state.recent[0].commit)
+    )
+    if is_same_round and has_changed and is_same_history:
         newest = books.commits[before.recent[0].commit.round - 1]
         if not is_void(newest):  # or else it was taken back
             _check_agreed_anew(books, newest, before, state, now)
     _check_slices(books, state, now)
+
+
+def _bare(commit: Commit) -> Commit:
+    return replace(commit, outer_digest=None, signature=b"")
 
 
 def _check_evaluations(books: Books, state: SwarmState) -> None:
@@ -294,6 +303,8 @@ def _check_evaluations(books: Books, state: SwarmState) -> None:
         assert digest in (None, books.evaluated[number]), "the loss of a state that is no more"
     is_last = state.committed_round == state.rules.total_rounds and state.outer_digest is not None
     may_end = is_last and not state.is_finished and state.unsupplied_since is None
+    if state.awaited is not None:  # nothing is decided before the nodes are back
+        return
     assert may_end == (state.end_waits_until is not None)
 
 
@@ -332,7 +343,7 @@ def _check_ledger(books: Books, state: SwarmState) -> None:
 def _check_slices(books: Books, state: SwarmState, now: float) -> None:
     """No slice waits for a reducer that cannot finish, while another could."""
     current = state.open_round
-    if current is None or current.phase is RoundPhase.APPLYING:
+    if current is None or current.phase is RoundPhase.APPLYING or state.awaited is not None:
         return
     here = [
         m

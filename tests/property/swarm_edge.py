@@ -14,7 +14,9 @@ from coordinator.swarm.actions import (
     SendResultOffered,
     SendTakeover,
 )
+from coordinator.swarm.agreement import may_bring_commits
 from coordinator.swarm.rounds import holders_of, plan_of
+from coordinator.swarm.start import time_of_round
 from coordinator.swarm.state import MemberState, SwarmState, last_sure_round
 from coordinator.swarm.takeover import takeover_of
 from protocol.rounds import NodeId
@@ -61,6 +63,7 @@ def _tell_what_holds(
     current = state.open_round
     member = state.members[node.node_id]
     if current and current.commit is None and node.node_id in leased:
+        now = time_of_round(state, now)
         node.hear_plan(plan_of(current, now))
         for progress in current.slices:
             if progress.attempt:
@@ -74,7 +77,7 @@ def _tell_what_holds(
                         holder_ids=holders_of(state, current, progress),
                     )
                 )
-    if member.outer_round > state.committed_round:
+    if may_bring_commits(state, member) and member.state is not MemberState.DIVERGED:
         node.asked_after = last_sure_round(state)
     if member.state is MemberState.DIVERGED and state.outer_digest is not None:
         node.refetch = (state.committed_round, state.outer_digest)

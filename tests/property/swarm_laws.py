@@ -45,7 +45,8 @@ def check_leases(before: SwarmState, event: Event, after: SwarmState, now: float
         case Woke():
             until = now + lease_seconds + event.pause_seconds
             for node_id, member in before.members.items():
-                if member.state in PRESENT:
+                is_awaited = before.awaited is not None  # who is not back has no session yet
+                if member.state in PRESENT and not is_awaited:
                     renewed = after.members[node_id]
                     assert renewed.state in PRESENT and renewed.lease_until >= until
         case Draining():

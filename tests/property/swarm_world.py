@@ -34,6 +34,7 @@ from coordinator.swarm.events import (
     Event,
     HeartbeatSeen,
     HistoryTold,
+    Started,
     Ticked,
 )
 from coordinator.swarm.state import PRESENT, Rules, SwarmState
@@ -44,6 +45,8 @@ from protocol.rounds import Commit, CorpusSummary, Digest, NodeId, PeerAddress
 RUN = Digest(b"r" * 32)
 CORPUS = CorpusSummary(digest=Digest(b"c" * 32), num_samples=9, num_bytes=9)
 PAUSE_SECONDS = 15.0
+MOST_DEADLINES = 100
+"""In a week without nodes there may be a deadline every few seconds, and each is as the one before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,15 +201,13 @@ class World:
         )
 
     def bring_back(self, node: SimulatedNode) -> None:
-        """What the coordinator asked for, batch after batch, as long as it learns by it."""
+        """What the coordinator asked for: all that the node keeps after that round."""
         after, node.asked_after = node.asked_after, None
-        while after is not None and node.session_id is not None:
+        if after is not None and node.session_id is not None:
             brought = node.commits_after(after)
             for before, commit in zip([None, *brought], brought, strict=False):
                 self.learn(node, before, commit)
             self.arrive_at_once(node, HistoryTold(node_id=node.node_id))
-            known = self.state.committed_round
-            after = known if known > after else None  # as a message ends anywhere in a history
 
     def learn(self, node: SimulatedNode, before: Commit | None, commit: Commit) -> None:
         """One signed commit, and the one before it, as the edge takes it in."""
@@ -241,18 +242,53 @@ class World:
         self.under_way.clear()
         for node in self.nodes.values():
             node.session_id = node.asked_after = None
-        self.deliver(Ticked())
+        self.deliver(Started())
 
-    def all_bring_back(self, order: Random) -> None:
-        """All nodes attach and tell what they know: together they know the history."""
+    def all_bring_back(self, order: Random, *, late_seconds: float, pause_seconds: float) -> None:
+        """All nodes attach and tell what they know: together they know the history.
+
+        They come so late after the coordinator started, and so long one after the other.
+        """
         promised = self._known_history()
+        num_signed = len(self.signed)
+        self.pass_time(late_seconds)
         for node in order.sample(list(self.nodes.values()), len(self.nodes)):
             self.attach(node, has_restarted=False)
             self.bring_back(node)
-        assert self.state.committed_round >= promised, "a part of the history is lost"
+            self.pass_time(pause_seconds)
+        assert self.copy is not None
+        before = self.copy.state.incarnation
+        is_taken_back = any(commit.incarnation > before for commit in self.signed[num_signed:])
+        if is_taken_back:
+            assert pause_seconds > 0, "history is taken back though nobody is behind for long"
+            return
+        assert self.state.committed_round >= len(promised), "a part of the history is lost"
+        for known in promised:
+            held = self.books.commits[known.round - 1]
+            is_same = replace(known, outer_digest=None) == replace(held, outer_digest=None)
+            assert is_same or is_void(known), "what was committed is not in the books"
 
-    def _known_history(self) -> int:
-        """The last round to which a node's commits continue the copy, if no two tell different."""
+    def pass_time(self, seconds: float) -> None:
+        """With the deadlines in between, if they are not too many, and heartbeats of who is here."""
+        until = self.now + seconds
+        for _ in range(MOST_DEADLINES):
+            if self.now >= until:
+                return
+            deadline = next_deadline(self.state)
+            beat_due = self.now + self.state.rules.lease_seconds / 2
+            is_anybody_here = any(node.session_id is not None for node in self.nodes.values())
+            ends = [until] + [beat_due] * is_anybody_here
+            ends += [] if deadline is None else [deadline]
+            self.now = max(self.now, min(ends))
+            self.deliver(Ticked())
+            for node in self.nodes.values():
+                if (beat := node.heartbeat()) is not None:
+                    self.deliver(beat)
+        self.now = until
+        self.deliver(Ticked())
+
+    def _known_history(self) -> list[Commit]:
+        """All commits to which nodes' commits continue the copy's, if no two tell different."""
         state, commits = self.state, self.books.commits
         known: dict[int, Commit] = {}
         for node in self.nodes.values():
@@ -260,17 +296,19 @@ class World:
                 if number > node.state[0]:
                     continue  # it has gone back since
                 if known.setdefault(number, commit) != commit or node.is_astray:
-                    return 0
+                    return []
         for number, digest, _ in (node.state for node in self.nodes.values()):
             if (following := known.get(number + 1)) and following.base_digest != digest:
-                return 0  # the swarm agreed on a lie
+                return []  # the swarm agreed on a lie
         last, digest = state.committed_round, state.outer_digest
         if state.is_finished or any(known.get(c.round, c) != c for c in commits):
-            return 0
+            return []
+        history = list(commits)
         while (following := known.get(last + 1)) and digest in (None, following.base_digest):
             last = following.round
             digest = following.base_digest if is_void(following) else None
-        return last
+            history.append(following)
+        return history
 
     def recover(self) -> None:
         """Faults stop: all nodes are honest, and no message is lost. Rounds must commit again."""
@@ -329,6 +367,8 @@ class World:
             case SendIdle():
                 assert before.open_round is not None and action.round == before.open_round.number
                 assert set(action.node_ids).isdisjoint(before.open_round.trained), "told twice"
+            case SendCommit(is_learned=True):
+                assert action.commit == state.recent[-1].commit
             case SendCommit():
                 if action.commit.round <= len(books.commits):
                     audit.check_retraction(books, action.commit, before, state, self.now)

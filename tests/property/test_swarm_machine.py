@@ -24,6 +24,7 @@ NODE = st.integers(min_value=0, max_value=3)
 SOMETIMES_A_NODE = st.none() | st.none() | NODE
 LIE = st.sampled_from([Digest(b"lie 1"), Digest(b"lie 2")])
 ORDER = st.integers(min_value=0, max_value=2**32 - 1).map(Random)  # one draw, not one a message
+LATE = st.sampled_from([0, 1, 30, 3600, 7 * 24 * 3600, None])
 MISSING = st.none() | st.none() | st.sampled_from([NodeId("n0"), NodeId("n2")])
 
 
@@ -182,6 +183,7 @@ class SwarmMachine(RuleBasedStateMachine):
         current, node = self.world.state.open_round, self.node(number)
         assert current is not None
         node.held.setdefault((current.number, index), set()).add(lie)
+        node.unsaved_since = None  # the base is on the disk before anything of the round is told
         self.world.arrive_at_once(
             node,
             SliceReduced(
@@ -211,11 +213,14 @@ class SwarmMachine(RuleBasedStateMachine):
         self.world.back_up()
 
     @precondition(lambda self: self.world.copy is not None)
-    @rule(order=ORDER, is_told_at_once=st.booleans())
-    def the_coordinator_goes_back_to_the_backup(self, order: Random, is_told_at_once: bool) -> None:
+    @rule(order=ORDER, late_seconds=LATE, pause_seconds=st.sampled_from([0, 0, 6, 40]))
+    def the_coordinator_goes_back_to_the_backup(
+        self, order: Random, late_seconds: float | None, pause_seconds: float
+    ) -> None:
+        """Nodes come whenever they like, or so late one after the other; or as other rules say."""
         self.world.restore()
-        if is_told_at_once:
-            self.world.all_bring_back(order)
+        if late_seconds is not None:
+            self.world.all_bring_back(order, late_seconds=late_seconds, pause_seconds=pause_seconds)
 
     @precondition(lambda self: self.world.signed)
     @rule(number=NODE, place=st.integers(min_value=0, max_value=20))

@@ -110,6 +110,7 @@ class FakeLink:
     def __init__(self) -> None:
         self.committed_round = 0
         self.commits: tuple[Commit, ...] = ()
+        self.brought: list[tuple[Commit, ...]] = []
         self.lists_after = 0.0  # listing fails before
         self.num_attached = 0
         self.reports: list[tuple[int, Report]] = []
@@ -153,6 +154,10 @@ class FakeLink:
         if asyncio.get_running_loop().time() < self.lists_after:
             raise UnavailableError("the coordinator is away")
         return tuple(c for c in self.commits if c.round > after_round)
+
+    async def submit_commits(self, session_id: int, commits: tuple[Commit, ...]) -> int:
+        self.brought.append(commits)
+        return self.committed_round
 
     def reported(self, kind: type[Report]) -> list[tuple[int, Any]]:
         return [(n, report) for n, report in self.reports if isinstance(report, kind)]

@@ -229,6 +229,7 @@ class Node:
             heavy=in_place,
             report=lambda round, report: self.reports.append((round, report)),
             list_commits=scene.list_commits,
+            bring_back=scene.take_back,
         )
 
     @property
@@ -265,6 +266,7 @@ class Scene:
         self.network = MemoryNetwork()
         self.nodes: dict[NodeId, Node] = {}
         self.commits: list[Commit] = []
+        self.brought_after: list[int] = []
         self._codec = codec
         self._most_owed = most_owed
         self._folder = folder
@@ -320,6 +322,11 @@ class Scene:
         for node in self.nodes.values():
             await node.exchange.stop()
             await node.transport.stop()
+
+    async def take_back(self, after_round: int) -> bool:
+        """What nodes bring is known here, unless a test says otherwise."""
+        self.brought_after.append(after_round)
+        return True
 
     async def list_commits(self, after_round: int) -> tuple[Commit, ...]:
         return tuple(c for c in self.commits if c.round > after_round)[:64]

@@ -458,3 +458,58 @@ async def test_what_is_owed_stays_owed_through_a_leap_whose_commits_are_all_know
     assert scene.nodes[C].outer.position == scene.nodes[A].outer.position
     assert (scene.nodes[C].residual == 3).all()
     await scene.stop()
+
+
+@in_virtual_time
+async def test_who_is_behind_by_more_than_a_page_of_commits_still_owes_what_it_owed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(held_results, "KEPT_ROUNDS", 1)  # nobody can replay
+    scene = await Scene.of(A, B, C)
+    plan = await scene.open_round(1, A, B, C)
+    for node in scene.nodes.values():
+        await node.contribute(1.0)
+    await asyncio.sleep(1)
+    commit = scene.close_round(plan, void=(0, 1, 2))
+    for node in scene.nodes.values():
+        await node.exchange.apply(commit)
+    scene.settle(A)
+    owed = scene.nodes[C].residual.copy()
+    assert owed.all()
+    for number in range(2, 70):
+        await committed_round(scene, number, A, B)
+    await scene.nodes[C].exchange.catch_up(69)
+    assert scene.nodes[C].outer.digest == scene.nodes[A].outer.digest
+    np.testing.assert_array_equal(scene.nodes[C].residual, owed)
+    await scene.stop()
+
+
+@in_virtual_time
+async def test_a_node_brings_its_own_commits_before_it_gives_its_state_up() -> None:
+    """The coordinator lists another commit than ours; once it has been given ours, it lists that."""
+    scene = await Scene.of(A, B)
+    for number in (1, 2):
+        await committed_round(scene, number, A, B)
+    ours = list(scene.commits)
+    void = replace(
+        ours[1],
+        slices=tuple(
+            replace(s, digest=None, contributors=(), holder_ids=()) for s in ours[1].slices
+        ),
+        outer_digest=ours[1].base_digest,
+    )
+    later = replace(void, round=3, base_digest=ours[1].base_digest)
+    scene.commits = [ours[0], void, later]
+    honest = scene.take_back
+
+    async def take_back(after_round: int) -> bool:
+        scene.commits = list(ours)
+        return await honest(after_round)
+
+    catch_up = scene.nodes[A].exchange._catch_up
+    catch_up._bring_back = take_back
+    before = scene.nodes[A].outer.position
+    await scene.nodes[A].exchange.catch_up(3)
+    assert scene.brought_after == [1]
+    assert scene.nodes[A].outer.position == before
+    await scene.stop()

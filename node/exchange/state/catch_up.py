@@ -5,11 +5,15 @@ in order. Failing that by a snapshot from peers, whose digest must be the one th
 on. Donors may lie or die: what does not match is thrown away and another one is asked. Either way
 what the node still owes stays owed, as long as its state is one of the swarm's history.
 
+Where it is not, the coordinator may have gone back to an older copy of its database. So before the node
+gives anything up, it brings its own commits; then it goes back as little as it can.
+
 What to fetch and when is decided here; how it is fetched, in download.py and fetching.py.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import structlog
@@ -18,7 +22,7 @@ from node.exchange.codecs.codec import CodecError
 from node.exchange.fetching import Outcome, Schedule, fetch_pieces, fetch_seconds
 from node.exchange.fitting import check_fits
 from node.exchange.held_results import HeldResults
-from node.exchange.outer import NotApplicableError, Outer
+from node.exchange.outer import NotApplicableError, Outer, Position
 from node.exchange.state.download import Download
 from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.state.result_log import ResultLog
@@ -47,6 +51,13 @@ ASKS_BEFORE_SNAPSHOT = 3
 SETTLE_SECONDS = 120.0
 """How long a snapshot may wait to be fetched until the swarm has agreed on its round's digest."""
 
+KEPT_WHEN_LEAPING = 128
+"""Of the latest rounds whose results were never here the commits are kept all the same, so that a
+coordinator that lost them can be given them."""
+
+PAGE_ROUNDS = 64
+"""The coordinator lists at most so many commits in an answer."""
+
 ROUNDS_AHEAD = 4
 """Results of so many rounds are fetched together, and are in memory before they are applied."""
 
@@ -65,6 +76,7 @@ class CatchUp:
         disk: StateOnDisk | None,
         history: History,
         list_commits: Callable[[int], Awaitable[tuple[Commit, ...]]],
+        bring_back: Callable[[int], Awaitable[bool]],
         peers: Callable[[], tuple[NodeId, ...]],
     ) -> None:
         self.waiting_for = ""
@@ -75,6 +87,8 @@ class CatchUp:
         self._disk = disk
         self._history = history
         self._list_commits = list_commits
+        self._bring_back = bring_back
+        self._brought_for: tuple[Position, object] | None = None
         self._peers = peers
         self._download = Download(
             run_digest=run_digest,
@@ -89,7 +103,7 @@ class CatchUp:
 
     async def to_commit(self, commit: Commit) -> None:
         """Reaches the commit's round or a later one."""
-        if commit.round == self._outer.round + 1:  # without asking the coordinator: it may be away
+        if self._outer.is_base_of(commit):  # without asking the coordinator: it may be away
             await self._pass(commit)
         await self.to_round(commit.round)
 
@@ -105,12 +119,15 @@ class CatchUp:
                 return
             if commits[0].round > self._outer.round + 1 and self._outer.round:
                 self._say_too_far_behind(commits[0].round)
-            if not self._outer.is_base_of(commits[0]) and await self._gone_back():
+            if not self._outer.is_base_of(commits[0]) and (
+                await self._brought_own(commits[0]) or await self._gone_back()
+            ):
                 continue
             for place, commit in enumerate(commits):
                 if place > 0:  # the first has shown that results are still held
                     await self._fetch_ahead(commits[place : place + ROUNDS_AHEAD])
-                await self._pass(commit)
+                if not await self._pass(commit):
+                    break
 
     def _say_too_far_behind(self, oldest_kept: int) -> None:
         """Says what becomes of what this node owes, before anything of it goes."""
@@ -139,6 +156,9 @@ class CatchUp:
         Its own, where it is on the disk: then it goes on from there. What this node still owes goes
         with a state that is not of the swarm's history, and that is said.
         """
+        await self._brought_own((round, digest))
+        if await self.is_right(round, digest):
+            return True
         if await self._gone_back():
             await self.to_round(round)
             if await self.is_right(round, digest):
@@ -147,22 +167,27 @@ class CatchUp:
         self.waiting_for = ""
         if snapshot is None:
             return False
-        await self._heavy(partial(self._outer.restore, snapshot, None))
+        await self._drop_all_for(snapshot)
         await self._download.taken_over()
-        await self._note_commit_of(snapshot.round)
-        log.warning("state replaced", round=snapshot.round, residual="dropped")
+        await self._note_commits_before(snapshot.round)
         return True
 
-    async def _pass(self, commit: Commit) -> None:
-        """Gets past a commit. Never gives up: holders and donors may come back.
+    async def _pass(self, commit: Commit) -> bool:
+        """Gets past a commit; False when it is none of the swarm's history any more.
 
-        Both ways are tried in turn. After a cut between all nodes nobody may have a later state
-        yet, and only results bring the first of them there.
+        Never gives up otherwise: holders and donors may come back. Both ways are tried in turn.
+        After a cut between all nodes nobody may have a later state yet, and only results bring the
+        first of them there.
         """
         asked = 0
         while self._outer.round < commit.round:
             if asked:  # it may have been taken back meanwhile, if nobody is left who holds a result
-                commit = await self._commit_of(commit.round) or commit
+                listed = await self._commit_of(commit.round)
+                is_other = listed is None or not _is_same(listed, commit)
+                if listed is None or (is_other and not self._outer.is_base_of(listed)):
+                    self.waiting_for = ""
+                    return False  # the coordinator went back to a copy, and another history goes on
+                commit = listed
             is_base = self._outer.is_base_of(commit)
             if is_base and await self._replayed(commit):
                 break
@@ -174,6 +199,7 @@ class CatchUp:
                 break
             await asyncio.sleep(PAUSE_SECONDS)
         self.waiting_for = ""
+        return True
 
     async def _replayed(self, commit: Commit) -> bool:
         """Fetches what is missing of a commit and applies it; False when that did not work now."""
@@ -283,33 +309,88 @@ class CatchUp:
         snapshot = await self._fetched_state(at_least_round, None)
         if snapshot is None:
             return False
-        passed = [
-            commit
-            for commit in await self._list_commits(self._outer.round)
-            if commit.round <= snapshot.round
-        ]
-        is_kept = (
-            bool(passed)
-            and self._outer.is_base_of(passed[0])
-            and passed[-1].round == snapshot.round
-        )
-        if is_kept:
+        passed = await self._commits_between(self._outer, snapshot)
+        if passed:
             await self._heavy(lambda: self._outer.leap(snapshot, passed))
-        else:  # ours is not of the swarm's history, or so old that its commits fill many answers
-            await self._heavy(partial(self._outer.restore, snapshot, None))
-        for commit in passed:
-            self._history.add(commit)
-        await self._note_commit_of(snapshot.round)
+            log.info("state fetched", round=snapshot.round, residual="kept")
+        else:
+            await self._drop_all_for(snapshot)
+        await self._note_commits_before(snapshot.round)
         await self._download.taken_over()
-        log.info("state fetched", round=snapshot.round, residual="kept" if is_kept else "dropped")
         self._held.forget_old(self._outer.round)
         return True
 
-    async def _gone_back(self) -> bool:
-        """Takes up an older state of ours that is the swarm's, where the disk has one.
+    async def _commits_between(self, outer: Outer, snapshot: Snapshot) -> list[Commit]:
+        """All commits from our state to a later one, page by page; none when ours does not lead there.
 
-        Ours now is not: it was taken back, or is of a node that went astray.
+        Of those that do not name this node only what says so is kept: there may be thousands.
         """
+        passed: list[Commit] = []
+        at = outer.round
+        digest: Digest | None = outer.digest
+        while at < snapshot.round:
+            page = await self._list_commits(at)
+            if not page:
+                return []
+            for commit in page[: snapshot.round - at]:
+                if (commit.round, commit.base_digest) != (at + 1, digest or commit.base_digest):
+                    return []  # another history goes on since
+                at, digest = commit.round, commit.outer_digest
+                passed.append(outer.owing.what_matters_of(commit))
+        return passed if digest == await self._heavy(snapshot.outer_digest) else []
+
+    async def _drop_all_for(self, snapshot: Snapshot) -> None:
+        """Takes over a state that ours does not lead to. What was owed on ours cannot be owed on it."""
+        owed = await self._heavy(self._outer.owing.norm)
+        await self._heavy(partial(self._outer.restore, snapshot, None))
+        log.warning(
+            "state replaced: what this node owed is let go, for its own state is none of the swarm's",
+            round=snapshot.round,
+            residual="dropped",
+            norm=round(owed, 3),
+        )
+
+    async def _brought_own(self, cause: object) -> bool:
+        """Brings the coordinator the commits that it does not have as we do; once for each cause.
+
+        True when what it lists after our state is now made on it, so that there is no need to go back.
+        """
+        asked_for = self._outer.position, cause
+        if self._brought_for == asked_for:
+            return False
+        self._brought_for = asked_for
+        after = await self._last_shared_round()
+        if after == self._outer.round:
+            return False
+        while not await self._bring_back(after):
+            log.info("own commits are not brought back yet", after_round=after)
+            await asyncio.sleep(PAUSE_SECONDS)
+        commits = await self._list_commits(self._outer.round)
+        return not commits or self._outer.is_base_of(commits[0])
+
+    async def _last_shared_round(self) -> int:
+        """The last round of ours whose commit the coordinator has as we do; where ours end otherwise."""
+        end = self._outer.round
+        while end > 0 and self._history.at(end) is not None:
+            start = max(0, end - PAGE_ROUNDS)
+            listed = {commit.round: commit for commit in await self._list_commits(start)}
+            for number in range(end, start, -1):
+                ours = self._history.at(number)
+                if ours is None:
+                    return number
+                if number in listed and _is_same(ours, listed[number]):
+                    return number
+            end = start
+        return end
+
+    async def _gone_back(self) -> bool:
+        """Takes up an earlier state of ours that is the swarm's, as late a one as there is.
+
+        Ours now is not: it was taken back, or is of a node that went astray. Where only void rounds
+        led to it that are no more, it is one all the same, under an earlier number.
+        """
+        if await self._stepped_back():
+            return True
         if self._disk is None:
             return False
         for number in self._disk.snapshots.rounds():
@@ -317,6 +398,20 @@ class CatchUp:
                 digest = await self._settled_digest(number, None)
                 if digest is not None and await self._restored(number, digest):
                     return True
+        return False
+
+    async def _stepped_back(self) -> bool:
+        """Leaves void rounds behind which the coordinator has no more."""
+        first, last = self._outer.round, self._outer.round
+        while (commit := self._history.at(first)) is not None and _is_void(commit):
+            first -= 1
+        for number in range(last - 1, first - 1, -1):
+            if await self._settled_digest(number, None) == self._outer.digest:
+                await self._heavy(partial(self._outer.step_back, number))
+                log.warning(
+                    "void rounds are no more", round=number, instead_of=last, residual="kept"
+                )
+                return True
         return False
 
     async def _restored(self, round: int, digest: Digest) -> bool:
@@ -355,15 +450,30 @@ class CatchUp:
         """The digest that the swarm settled on for a round, or None while it has not."""
         if known is not None and known[0] == round:
             return known[1]
+        if round == 0:  # no commit led there
+            commits = await self._list_commits(0)
+            return commits[0].base_digest if commits else None
         commit = await self._commit_of(round)
         return None if commit is None else commit.outer_digest
 
-    async def _note_commit_of(self, round: int) -> None:
+    async def _note_commits_before(self, round: int) -> None:
         """Remembers how the swarm came to a state that was fetched: its incarnation is told with it."""
-        commit = await self._commit_of(round)
-        if commit is not None:
-            self._history.add(commit)
+        at = max(0, round - KEPT_WHEN_LEAPING)
+        while at < round and (page := await self._list_commits(at)):
+            for commit in page:
+                if commit.round <= round:
+                    self._history.add(commit)
+            at = page[-1].round
 
     async def _commit_of(self, round: int) -> Commit | None:
         commits = await self._list_commits(round - 1) if round > 0 else ()
         return commits[0] if commits and commits[0].round == round else None
+
+
+def _is_void(commit: Commit) -> bool:
+    return all(outcome.digest is None for outcome in commit.slices)
+
+
+def _is_same(one: Commit, other: Commit) -> bool:
+    """Whether two are one commit, before or after nodes agreed on the state that it leads to."""
+    return replace(one, outer_digest=None) == replace(other, outer_digest=None)

@@ -1,0 +1,166 @@
+"""A coordinator has just started: whom it waits for before it closes or opens a round. Pure.
+
+Its database may be older than what nodes know, and it cannot tell. So it first hears the nodes of the
+newest round that it knows of, and takes over the commits that they bring back. Nothing is decided
+meanwhile: no round is closed, opened, settled or taken back, and its deadlines wait.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from coordinator.swarm.membership import give_up
+from coordinator.swarm.state import (
+    PRESENT,
+    Awaited,
+    Member,
+    MemberState,
+    Round,
+    SwarmState,
+)
+from coordinator.swarm.turn import Turn, present_members
+from protocol.rounds import Assignment, NodeId
+
+MARGIN = 1.5
+"""The next round is given so many times what the newest one took, within the longest round's time."""
+
+
+def start(turn: Turn) -> None:
+    """Begins to wait for the newest round's nodes. What the database says of who is here is old."""
+    state = turn.state
+    if state.is_finished:
+        return
+    node_ids = _newest_participants(state)
+    members = {node_id: _not_yet_heard(member) for node_id, member in state.members.items()}
+    was = state.awaited
+    state = replace(state, members=members, awaited=None, unsupplied_since=None)
+    if node_ids:
+        until = turn.now + longest_wait_seconds(state)
+        awaited = Awaited(node_ids=node_ids, until=until, from_session_id=state.next_session_id)
+        state = replace(state, awaited=awaited)
+        state = _with_deadlines_later(state, until - (turn.now if was is None else was.until))
+    turn.state = state
+
+
+def longest_wait_seconds(state: SwarmState) -> float:
+    """How long nodes are waited for at most: the next commit comes within the longest round's time.
+
+    The longest round is the run file's: `[deadlines] commit`. Half of it at least, and more where
+    the newest round was short.
+    """
+    longest = state.rules.commit_seconds
+    taken = max((c.seconds for c in state.recent if not c.is_void), default=0.0)
+    return max(longest / 2, longest - MARGIN * taken) if taken else longest / 2
+
+
+def await_participants(state: SwarmState, assignments: Iterable[Assignment]) -> SwarmState:
+    """A newer round was learned: its nodes are waited for instead."""
+    if state.awaited is None:
+        return state
+    return replace(state, awaited=replace(state.awaited, node_ids=_known(state, assignments)))
+
+
+def missing(state: SwarmState) -> list[NodeId]:
+    """Who of those that are waited for has not come back, in the order of their ids."""
+    awaited = state.awaited
+    if awaited is None:
+        return []
+    return [n for n in awaited.node_ids if not _is_back(state.members[n], awaited)]
+
+
+def bringing(state: SwarmState) -> list[Member]:
+    """Who is here and ahead: it has commits to bring back."""
+    return [m for m in present_members(state) if m.outer_round > state.committed_round]
+
+
+def end_waiting(turn: Turn) -> None:
+    """The run goes on once all are back and nobody has commits to bring, or at the time limit.
+
+    Who has not come back by then counts as lost, whatever its lease was in the database.
+    """
+    awaited = turn.state.awaited
+    if awaited is None:
+        return
+    is_over = turn.now >= awaited.until
+    if not is_over and (missing(turn.state) or bringing(turn.state)):
+        return
+    turn.state = replace(
+        _with_deadlines_later(turn.state, min(0.0, turn.now - awaited.until)), awaited=None
+    )
+    silent = [m for m in present_members(turn.state) if not _is_back(m, awaited)]
+    give_up(turn, silent, reason="it has not come back since the coordinator started")
+
+
+def wait_longer(turn: Turn, seconds: float) -> None:
+    """Nodes could not be heard for a while: whoever is waited for has this much time at least."""
+    awaited = turn.state.awaited
+    if awaited is not None and (until := turn.now + seconds) > awaited.until:
+        state = _with_deadlines_later(turn.state, until - awaited.until)
+        turn.state = replace(state, awaited=replace(awaited, until=until))
+
+
+def time_of_round(state: SwarmState, now: float) -> float:
+    """The time that the deadlines of the round in flight are measured from."""
+    return now if state.awaited is None else state.awaited.until
+
+
+def _newest_participants(state: SwarmState) -> tuple[NodeId, ...]:
+    """Those of the newest round; before there was one, all members. Not who said goodbye."""
+    if state.open_round is not None:
+        return _known(state, state.open_round.assignments)
+    if state.last_closed is not None:
+        return _known(state, state.last_closed.commit.assignments)
+    return tuple(n for n, m in sorted(state.members.items()) if m.state is not MemberState.LEFT)
+
+
+def _known(state: SwarmState, assignments: Iterable[Assignment]) -> tuple[NodeId, ...]:
+    """Who joined after the copy of a database was made is no member in it, and cannot come back."""
+    left = MemberState.LEFT
+    members = state.members
+    return tuple(
+        sorted(
+            a.node_id
+            for a in assignments
+            if a.node_id in members and members[a.node_id].state is not left
+        )
+    )
+
+
+def _not_yet_heard(member: Member) -> Member:
+    """Whether it is still ready shows when it says so again."""
+    if member.state is not MemberState.READY:
+        return member
+    return replace(member, state=MemberState.JOINING)
+
+
+def _is_back(member: Member, awaited: Awaited) -> bool:
+    """Whether it was heard since the start, or has said goodbye."""
+    if member.state not in PRESENT:
+        return member.state is MemberState.LEFT
+    return member.session_id >= awaited.from_session_id or member.state is MemberState.READY
+
+
+def _with_deadlines_later(state: SwarmState, seconds: float) -> SwarmState:
+    """Moves what the run file gives for a round, or for its end, by so much."""
+    ends = state.end_waits_until
+    return replace(
+        state,
+        end_waits_until=None if ends is None else ends + seconds,
+        open_round=None if state.open_round is None else _later(state.open_round, seconds),
+    )
+
+
+def _later(current: Round, seconds: float) -> Round:
+    return replace(
+        current,
+        train_deadline=current.train_deadline + seconds,
+        contribute_deadline=current.contribute_deadline + seconds,
+        commit_deadline=current.commit_deadline + seconds,
+        committed_at=current.committed_at + seconds,
+        apply_deadline=current.apply_deadline + seconds,
+        slices=tuple(
+            progress
+            if progress.contribute_deadline is None
+            else replace(progress, contribute_deadline=progress.contribute_deadline + seconds)
+            for progress in current.slices
+        ),
+    )

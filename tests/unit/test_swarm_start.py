@@ -1,0 +1,98 @@
+"""A coordinator that starts waits for the newest round's nodes, and for no longer than a round may last."""
+
+from swarm_scene import INITIAL, Scene, digest_of
+
+from coordinator.swarm.actions import SendCommit, SendPlan
+from coordinator.swarm.events import Started
+from coordinator.swarm.state import MemberState, trimmed
+
+AFTER = digest_of("after 1")
+
+
+def started(*, in_flight: bool = True) -> Scene:
+    """Three nodes have committed and applied round 1; the coordinator starts again."""
+    scene = Scene(min_nodes=2, lease_seconds=15)
+    scene.attach("node-a", "node-b", "node-c")
+    scene.commit("node-a", "node-b")
+    if in_flight:
+        scene.apply(AFTER, "node-a", "node-b", "node-c")
+        assert scene.round.number == 2
+    scene.do(Started())
+    return scene
+
+
+def test_no_round_is_closed_or_opened_until_the_newest_rounds_nodes_are_back() -> None:
+    scene = started()
+    scene.wait(30)  # all leases are over
+    assert scene.round.number == 2
+    assert scene.reason.startswith(
+        "the coordinator has started and waits for these nodes of round 2 to come back: "
+        "node-a, node-b, node-c, "
+    )
+    left = scene.round.commit_deadline - scene.now
+    scene.attach("node-a", "node-b", at=1, digest=AFTER)
+    assert "node-c" in scene.reason and "node-a" not in scene.reason
+    assert scene.state.awaited is not None
+    scene.attach("node-c", at=1, digest=AFTER)
+    assert scene.state.awaited is None
+    assert scene.round.commit_deadline - scene.now <= 80 < left, "the round has the time it had"
+    scene.commit("node-a", "node-b")
+
+
+def test_the_run_goes_on_without_a_third_of_the_nodes_within_the_longest_round() -> None:
+    scene = started()
+    begin = scene.now
+    scene.attach("node-a", "node-b", at=1, digest=AFTER)
+    while scene.state.awaited is not None:
+        for name in ("node-a", "node-b"):
+            scene.beat(name, at=1, digest=AFTER)
+        scene.wait(5)
+    assert scene.state.rules.commit_seconds / 2 <= scene.now - begin
+    assert scene.now - begin <= scene.state.rules.commit_seconds
+    assert scene.member("node-c").state is MemberState.LOST
+    scene.commit("node-a", "node-b")
+
+
+def test_who_said_goodbye_is_not_waited_for() -> None:
+    scene = started()
+    scene.attach("node-a", "node-b", at=1, digest=AFTER)
+    scene.attach("node-c", at=1, digest=AFTER)
+    scene.leave("node-c")
+    scene.do(Started())
+    assert scene.state.awaited is not None
+    assert [str(node_id) for node_id in scene.state.awaited.node_ids] == ["node-a", "node-b"]
+
+
+def test_a_second_start_while_nodes_are_waited_for_moves_no_deadline_twice() -> None:
+    scene = started()
+    before = scene.state
+    scene.do(Started())
+    assert scene.state == before
+    scene.wait(10)
+    scene.do(Started())
+    moved = scene.round.commit_deadline - before.open_round.commit_deadline  # type: ignore[union-attr]
+    assert moved == 10
+
+
+def test_who_has_not_come_back_is_in_no_plan() -> None:
+    scene = started(in_flight=False)
+    scene.attach("node-a", "node-b", at=1, digest=AFTER)
+    scene.wait(scene.state.rules.commit_seconds)
+    for name in ("node-a", "node-b"):
+        scene.attach(name, at=1, digest=AFTER)
+    plan = [action.plan for action in scene.log if isinstance(action, SendPlan)][-1]
+    assert [str(node_id) for node_id in plan.participants] == ["node-a", "node-b"]
+
+
+def test_the_newest_round_with_results_is_kept_however_many_void_ones_follow() -> None:
+    scene = Scene(min_nodes=1, rounds=50)
+    scene.attach("node-a")
+    scene.commit("node-a")
+    scene.apply(AFTER, "node-a")
+    for _ in range(12):
+        scene.wait_until(scene.round.commit_deadline)
+    assert [closed.is_void for closed in scene.state.recent] == [False] + 12 * [True]
+    assert trimmed(scene.state.recent) == scene.state.recent
+    commits = [a.commit for a in scene.log if isinstance(a, SendCommit)]
+    assert scene.state.recent[0].commit.round == commits[0].round == 1
+    assert scene.state.outer_digest == AFTER != INITIAL
