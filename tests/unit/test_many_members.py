@@ -200,7 +200,7 @@ async def test_a_result_of_more_than_a_thousand_contributors_is_reported_and_com
         reduced = request.reports.add(round=number).reduced
         reduced.digest = digest_of("result")
         for name in names_of(num_contributors):
-            reduced.contributors.add(node_id=name, tokens=TOKENS)
+            reduced.contributors.add(node_id=name, tokens=TOKENS, contribution=bytes(16))
         return request
 
     with pytest.raises(BadDataError, match=f"{MANY + 1} contributors; {MANY} is the most"):

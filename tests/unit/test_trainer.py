@@ -356,8 +356,8 @@ class LoneHalf(Mesh):
     def __init__(self) -> None:
         super().__init__(rank=1, shape=MeshShape(replicate=2))
 
-    def decided_by_first(self, decision: bool) -> bool:
-        return decision
+    def said_by_first(self, number: int) -> int:
+        return number
 
     def added(self, values: torch.Tensor) -> torch.Tensor:
         return values
