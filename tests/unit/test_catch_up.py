@@ -360,7 +360,9 @@ async def test_a_node_brings_its_own_commits_before_it_gives_its_state_up() -> N
     ours = list(scene.commits)
     void = replace(
         ours[1],
-        slices=tuple(replace(s, digest=None, contributors=(), holder_ids=()) for s in ours[1].slices),
+        slices=tuple(
+            replace(s, digest=None, contributors=(), holder_ids=()) for s in ours[1].slices
+        ),
         outer_digest=ours[1].base_digest,
     )
     later = replace(void, round=3, base_digest=ours[1].base_digest)
