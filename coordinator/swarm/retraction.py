@@ -107,9 +107,7 @@ def supply_anew(turn: Turn) -> None:
             turn.state = replace(state, unsupplied_since=None)
     elif state.unsupplied_since is None:
         turn.state = replace(state, unsupplied_since=turn.now)
-    elif turn.now < state.unsupplied_since + state.rules.apply_seconds or not _are_enough_here(
-        state
-    ):
+    elif turn.now < state.unsupplied_since + state.rules.apply_seconds:
         return
     else:
         newest = state.recent[0].commit
