@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from coordinator.swarm.ending import finished_reason, is_at_end, is_evaluated, members_behind
 from coordinator.swarm.estimates import left_in_words
-from coordinator.swarm.retraction import held_by_most, takes_back_at
+from coordinator.swarm.retraction import held_by_most
 from coordinator.swarm.rounds import awaited_appliers, holders_needed, holders_of, is_undecided
 from coordinator.swarm.start import bringing, missing
 from coordinator.swarm.state import Awaited, Member, MemberState, Round, RoundPhase, SwarmState
@@ -50,14 +50,12 @@ def _not_open(state: SwarmState, now: float) -> str:
     parts = [f"waiting for {_count(missing, 'more node')}: {num_ready} of {needed} {verb} ready"]
     parts += [_not_ready(state, m) for m in present if m.state is not MemberState.READY]
     if state.unsupplied_since is not None:
-        parts.append(_unsupplied(state, now))
+        parts.append(_unsupplied(state, state.unsupplied_since, now))
     return "; ".join(parts)
 
 
-def _unsupplied(state: SwarmState, now: float) -> str:
-    at = takes_back_at(state)
-    needed = state.rules.min_nodes
-    left = f"once {needed} nodes are here" if at is None else _left(at, now)
+def _unsupplied(state: SwarmState, since: float, now: float) -> str:
+    left = _left(since + state.rules.apply_seconds, now)
     is_mistaken = held_by_most(state) is not None
     what = "another that most hold is agreed on" if is_mistaken else "it is taken back"
     return (
@@ -138,7 +136,7 @@ def _applying(state: SwarmState, current: Round, now: float) -> str:
 def _end(state: SwarmState, now: float) -> str:
     """What the run waits for after its last round."""
     if state.unsupplied_since is not None:
-        return _unsupplied(state, now)
+        return _unsupplied(state, state.unsupplied_since, now)
     assert state.end_waits_until is not None  # otherwise the run would be finished
     left = _left(state.end_waits_until, now)
     behind = members_behind(state)

@@ -43,16 +43,15 @@ def lost_slices(state: SwarmState, current: Round) -> list[SliceOutcome]:
 def retract_lost(turn: Turn) -> bool:
     """Commits the round in flight once more without what is lost; False when nothing is.
 
-    Not while fewer nodes are here than a round needs: the run could not go on by it, and who comes
-    back may hold it all. And not before the time that the run file gives for applying, however short
-    nodes usually are about it.
+    Not while nobody is here: who comes back first may hold it all. And not before the time that the
+    run file gives for applying, however short nodes usually are about it.
     """
     current = turn.state.open_round
     assert current is not None and current.commit is not None
     if turn.now < current.committed_at + turn.state.rules.apply_seconds:
         return False
     lost = {outcome.index for outcome in lost_slices(turn.state, current)}
-    if not lost or not _are_enough_here(turn.state):
+    if not lost or not present_members(turn.state):
         return False
     before = current.commit
     incarnation = turn.state.incarnation + 1
@@ -96,8 +95,7 @@ def supply_anew(turn: Turn) -> None:
     From the one that most nodes hold alike after the newest round, if there is one: what the
     swarm took for agreed was a mistake, or a lie. Otherwise from the state before that round, if
     somebody holds it: all that had applied it may be gone before the others could fetch it. They
-    are given as long as nodes are given to apply a commit, and until enough nodes for a round are
-    here. Void rounds after it go with it, for
+    are given as long as nodes are given to apply a commit. Void rounds after it go with it, for
     they left its state as it was, and so do the held-out losses of the state that is no more.
     Never more than that: nodes that are further behind may simply have just begun, and those who
     are gone may come back.
@@ -109,9 +107,7 @@ def supply_anew(turn: Turn) -> None:
             turn.state = replace(state, unsupplied_since=None)
     elif state.unsupplied_since is None:
         turn.state = replace(state, unsupplied_since=turn.now)
-    elif turn.now < state.unsupplied_since + state.rules.apply_seconds or not _are_enough_here(
-        state
-    ):
+    elif turn.now < state.unsupplied_since + state.rules.apply_seconds:
         return
     else:
         newest = state.recent[0].commit
@@ -125,16 +121,9 @@ def supply_anew(turn: Turn) -> None:
 
 def takes_back_at(state: SwarmState) -> float | None:
     """When `supply_anew` goes on from another state, if nobody comes or goes until then."""
-    if state.unsupplied_since is None or not _are_enough_here(state):
+    if state.unsupplied_since is None:
         return None
     return state.unsupplied_since + state.rules.apply_seconds
-
-
-def _are_enough_here(state: SwarmState) -> bool:
-    """Whether those who are here could go on, once they hold one state; no round follows the last."""
-    is_last = state.committed_round >= state.rules.total_rounds
-    num_staying = sum(not member.is_draining for member in present_members(state))
-    return num_staying >= (1 if is_last else max(1, state.rules.min_nodes))
 
 
 def _is_unsupplied(state: SwarmState) -> bool:

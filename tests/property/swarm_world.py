@@ -259,6 +259,8 @@ class World:
         assert self.copy is not None
         before = self.copy.state.incarnation
         is_taken_back = any(commit.incarnation > before for commit in self.signed[num_signed:])
+        if self.state.is_finished:  # the copy's last round was void, and the run is over
+            return
         if is_taken_back:
             assert pause_seconds > 0, "history is taken back though nobody is behind for long"
             return
