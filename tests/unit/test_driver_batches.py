@@ -139,6 +139,7 @@ async def test_a_change_waits_for_the_one_before_it_even_when_its_caller_has_gon
     await turns_of_the_loop()
     first.cancel()
     await turns_of_the_loop()
+    assert driver._writing.locked(), "or the loop itself would wait for the transaction's end"
     second = asyncio.create_task(attach(driver, A))
     await turns_of_the_loop()
     assert first.cancelled() and not second.done()
