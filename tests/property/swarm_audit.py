@@ -156,6 +156,7 @@ def check_commit(books: Books, commit: Commit, before: SwarmState, after: SwarmS
         assert (outcome.digest is None) == bool(outcome.void_reason)
         if outcome.digest is None:
             assert not outcome.contributors and not outcome.holder_ids
+            assert not outcome.contributions
             continue
         told = books.ever_told.get(place, ())
         assert outcome.digest in told, "the reducer of now did not report this digest"
@@ -165,6 +166,7 @@ def check_commit(books: Books, commit: Commit, before: SwarmState, after: SwarmS
             is_made = outcome.digest in books.told.get(place, {}).get(holder, ())
             assert is_held or is_made, "who did not say so does not hold it"
         assert len(set(outcome.holder_ids)) >= max(1, min(2, len(present)))
+        assert len(outcome.contributions) == len(outcome.contributors)
         names = [c.node_id for c in outcome.contributors]
         assert len(set(names)) == len(names) > 0
         assert all(0 <= c.tokens <= leased[c.node_id] for c in outcome.contributors)
@@ -191,6 +193,7 @@ def check_retraction(
                 was,
                 digest=None,
                 contributors=(),
+                contributions=(),
                 holder_ids=(),
                 void_reason=new.void_reason,
             )

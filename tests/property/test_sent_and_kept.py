@@ -5,6 +5,7 @@ the fp32 number that it must be: with fp32, int8 and int4. With others what is k
 it may be many times what was sent.
 """
 
+import math
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,12 @@ class World:
     """Three replicas, and a round as plain calls."""
 
     def __init__(self, codec: str, *, decay: float, rule: Any) -> None:
-        self._arguments = {"codec": codec, "decay": decay, "reducer_error": rule}
+        self._arguments = {
+            "codec": codec,
+            "decay": decay,
+            "reducer_error": rule,
+            "most_owed": math.inf,  # how much late work is kept: tests/unit/test_owing.py
+        }
         self.outers = {node_id: outer_of(node_id, **self._arguments) for node_id in IDS}
         self.is_kept = rule == "keep"
         self.is_exact = codec in EXACT
