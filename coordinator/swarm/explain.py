@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from coordinator.swarm.ending import finished_reason, is_at_end, is_evaluated, members_behind
 from coordinator.swarm.retraction import held_by_most
 from coordinator.swarm.rounds import awaited_appliers, holders_needed, holders_of, is_undecided
+from coordinator.swarm.speeds import budgets_in_words, schedule_in_words
 from coordinator.swarm.state import Member, MemberState, Round, RoundPhase, SwarmState
 from coordinator.swarm.turn import is_present, name_of, present_members
 from protocol.rounds import NodeId
@@ -70,7 +71,8 @@ def _round_in_flight(state: SwarmState, current: Round, now: float) -> str:
     if gone := [a.node_id for a in current.assignments if not is_present(state, a.node_id)]:
         trained += f", {_names(state, gone)} left"
     if current.phase is RoundPhase.TRAINING:
-        return f"training: {trained}, {_left(current.train_deadline, now)}"
+        left = _left(current.train_deadline, now)
+        return f"training: {trained}, {left}{_asked(state, current)}"
     waits = []
     for progress in current.slices:
         if not is_undecided(state, current, progress):
@@ -89,6 +91,14 @@ def _round_in_flight(state: SwarmState, current: Round, now: float) -> str:
         f"exchanging: waiting for {len(waits)} of {_count(len(current.slices), 'slice')}{busy}: "
         f"{', '.join(waits)}, {_left(current.commit_deadline, now)}"
     )
+
+
+def _asked(state: SwarmState, current: Round) -> str:
+    """How nodes share the round's tokens, where they do, and whether the schedule is at its end."""
+    rules = state.rules
+    steps = [a.inner_steps for a in current.assignments]
+    shared = "" if rules.round_steps is None else budgets_in_words(steps, rules)
+    return shared + schedule_in_words(rules, current.token_clock)
 
 
 def _applying(state: SwarmState, current: Round, now: float) -> str:
