@@ -6,6 +6,7 @@ from coordinator.swarm.ending import finished_reason, is_at_end, is_evaluated, m
 from coordinator.swarm.estimates import left_in_words
 from coordinator.swarm.retraction import held_by_most
 from coordinator.swarm.rounds import awaited_appliers, holders_needed, holders_of, is_undecided
+from coordinator.swarm.speeds import budgets_in_words, schedule_in_words
 from coordinator.swarm.start import bringing, missing
 from coordinator.swarm.state import Awaited, Member, MemberState, Round, RoundPhase, SwarmState
 from coordinator.swarm.turn import is_present, name_of, present_members
@@ -100,6 +101,8 @@ def _round_in_flight(state: SwarmState, current: Round, now: float) -> str:
         trained += f", {_names(state, gone)} left"
     if current.phase is RoundPhase.TRAINING:
         return f"training: {trained}, {left_in_words(state, current.train_deadline, now)}"
+        left = _left(current.train_deadline, now)
+        return f"training: {trained}, {left}{_asked(state, current)}"
     waits = []
     for progress in current.slices:
         if not is_undecided(state, current, progress):
@@ -118,6 +121,14 @@ def _round_in_flight(state: SwarmState, current: Round, now: float) -> str:
         f"exchanging: waiting for {len(waits)} of {_count(len(current.slices), 'slice')}{busy}: "
         f"{', '.join(waits)}, {left_in_words(state, current.commit_deadline, now)}"
     )
+
+
+def _asked(state: SwarmState, current: Round) -> str:
+    """How nodes share the round's tokens, where they do, and whether the schedule is at its end."""
+    rules = state.rules
+    steps = [a.inner_steps for a in current.assignments]
+    shared = "" if rules.round_steps is None else budgets_in_words(steps, rules)
+    return shared + schedule_in_words(rules, current.token_clock)
 
 
 def _applying(state: SwarmState, current: Round, now: float) -> str:

@@ -9,12 +9,11 @@ from coordinator.swarm.ledger import end_ahead, lease
 from coordinator.swarm.reach import best_reducers
 from coordinator.swarm.rounds import plan_of
 from coordinator.swarm.shares import reducer_shares, shares_in_words
-from coordinator.swarm.speeds import budgets_in_words, step_budgets
+from coordinator.swarm.speeds import budgets_in_words, schedule_in_words, step_budgets
 from coordinator.swarm.state import (
     Member,
     Round,
     RoundPhase,
-    Rules,
     SliceProgress,
     SwarmState,
 )
@@ -101,7 +100,7 @@ def open_round(turn: Turn) -> None:
         round_tokens=max(0, clock_after - clock),
         reason=num_ready
         + budgets_in_words(steps, rules)
-        + _schedule_in_words(rules, clock)
+        + schedule_in_words(rules, clock)
         + deadlines.reason,
         ahead=ahead,
         apply_seconds=deadlines.apply_seconds,
@@ -121,15 +120,6 @@ def _clock_told(state: SwarmState) -> int:
     if closed is None:
         return state.token_clock
     return max(state.token_clock, closed.plan.token_clock + closed.plan.round_tokens)
-
-
-def _schedule_in_words(rules: Rules, clock: int) -> str:
-    """What the plan's reason adds once the schedule has come to its end before the run."""
-    if rules.schedule_tokens is None or clock < rules.schedule_tokens:
-        return ""
-    return (
-        f"; the learning rate stays at its end: total_tokens = {rules.schedule_tokens} are trained"
-    )
 
 
 def _assign(turn: Turn, participants: Sequence[Member]) -> tuple[Assignment, ...]:

@@ -136,3 +136,12 @@ def _shared_in_words(budgets: Sequence[int], rules: Rules, round_steps: int) -> 
 def _range(budgets: Sequence[int]) -> str:
     least, most = min(budgets), max(budgets)
     return f"{least}" if least == most else f"{least} to {most}"
+
+
+def schedule_in_words(rules: Rules, clock: int) -> str:
+    """What the plan's reason adds once the schedule has come to its end before the run."""
+    if rules.schedule_tokens is None or clock < rules.schedule_tokens:
+        return ""
+    return (
+        f"; the learning rate stays at its end: total_tokens = {rules.schedule_tokens} are trained"
+    )
