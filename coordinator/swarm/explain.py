@@ -100,8 +100,7 @@ def _round_in_flight(state: SwarmState, current: Round, now: float) -> str:
     if gone := [a.node_id for a in current.assignments if not is_present(state, a.node_id)]:
         trained += f", {_names(state, gone)} left"
     if current.phase is RoundPhase.TRAINING:
-        return f"training: {trained}, {left_in_words(state, current.train_deadline, now)}"
-        left = _left(current.train_deadline, now)
+        left = left_in_words(state, current.train_deadline, now)
         return f"training: {trained}, {left}{_asked(state, current)}"
     waits = []
     for progress in current.slices:
