@@ -7,6 +7,7 @@ the same run file gives the same digests.
 """
 
 import asyncio
+import itertools
 import math
 import random
 from collections.abc import Awaitable, Callable, Sequence
@@ -89,7 +90,12 @@ class PacedIsland(InlineIsland):
         self.compute_seconds = 0.0
         self._halted = asyncio.Event()
 
-    async def train(self, work: InnerWork, on_progress: Callable[[Progress], None]) -> InnerReport:
+    async def train(
+        self,
+        work: InnerWork,
+        on_progress: Callable[[Progress], None],
+        is_halted: Callable[[], bool] = lambda: False,
+    ) -> InnerReport:
         """Lets the time of as many inner steps as fit pass, or of fewer when halted; then trains them.
 
         Without a pace the report says 0 s, which is no measurement: the plans stay equal.
@@ -99,7 +105,8 @@ class PacedIsland(InlineIsland):
         if pace:
             steps = max(1, int(min(steps, work.max_seconds / pace)))  # as real islands do
             steps = await self._steps_before_halt(steps, pace)
-        report = await super().train(replace(work, inner_steps=steps), on_progress)
+        taken = itertools.count(1)  # asked after each inner step
+        report = await super().train(work, on_progress, lambda: next(taken) == steps or is_halted())
         self.compute_seconds += pace * report.inner_steps
         return replace(report, seconds=pace * report.inner_steps)
 
