@@ -36,7 +36,10 @@ def log_transition(before: SwarmState, transition: Transition) -> None:
     changed = _changed_members(before, after)
     for node_id, member, was in changed:
         if was is None or was.session_id != member.session_id:
-            _log.info("node attached", node=member.node_name, id=node_id, device=member.device)
+            named = {} if member.asked_name == member.node_name else {"asked": member.asked_name}
+            _log.info(
+                "node attached", node=member.node_name, **named, id=node_id, device=member.device
+            )
             was = None
         if (was is None or was.state is not member.state) and member.state in _NEWS:
             _log.info(_NEWS[member.state], node=member.node_name, round=member.outer_round)
@@ -132,6 +135,16 @@ def _log_phases(before: SwarmState, after: SwarmState) -> None:
 def log_slept(seconds: float) -> None:
     """Logs that this process, or its machine, was stopped for a while."""
     _log.warning("slept", seconds=round(seconds, 1))
+
+
+def log_copy(state: SwarmState, node_id: NodeId) -> None:
+    """Logs that another process with the key of a member was not attached beside it."""
+    _log.warning(
+        "two processes have one node's key, and the second waits",
+        node=_name(state, node_id),
+        id=node_id,
+        next_step="stop one of them, unless the node was restarted after a power cut",
+    )
 
 
 def log_refusal(host: str, error: AtollError) -> None:

@@ -121,7 +121,7 @@ async def run_daemon(
             exchange_time=exchange_time,
         )
         with signals.draining(daemon.drain, seconds=settings.drain_within):
-            async with own_metrics(settings.metrics, facts, daemon.vitals):
+            async with own_metrics(settings.metrics, facts, daemon.vitals, lambda: daemon.called):
                 return await daemon.run()
     finally:
         if desk is not None:

@@ -101,6 +101,17 @@ def cut_off(nodes: Iterable[pb.NodeStatus]) -> str:
     return "; ".join(told)
 
 
+def copies_in_words(nodes: Iterable[pb.NodeStatus]) -> str:
+    """Which nodes run twice, in words; empty when none does."""
+    twice = [name_of(node) for node in by_name(nodes) if node.has_waiting_copy]
+    if not twice:
+        return ""
+    verb, whose = ("has", "its") if len(twice) == 1 else ("have", "their")
+    return (
+        f"{', '.join(twice)} {verb} a second process with {whose} key waiting: stop one of the two"
+    )
+
+
 def rates_in_words(nodes: Iterable[pb.NodeStatus]) -> str:
     """What the links of nodes carry; empty before anything was measured."""
     return "; ".join(
@@ -219,6 +230,8 @@ def render(status: pb.GetStatusResponse, *, notice: str = "") -> RenderableType:
         lines.append(Padding(reason, (0, 0, 0, len("digest ")), expand=False))
     if cut := cut_off(status.nodes):
         lines.append(Text.assemble(("links  ", "dim"), (cut, "yellow")))
+    if copies := copies_in_words(status.nodes):
+        lines.append(Text.assemble(("copies ", "dim"), (copies, "yellow")))
     if rates := rates_in_words(status.nodes):
         lines.append(Text.assemble(("rates  ", "dim"), rates))
     if time := mean_time_in_words(status.nodes):
@@ -245,8 +258,7 @@ def summary_line(status: pb.GetStatusResponse) -> str:
         parts.append(run.reason)
     if run.HasField("estimated_seconds_left") and run.phase != pb.RUN_PHASE_FINISHED:
         parts.append(f"the run has about {seconds_in_words(run.estimated_seconds_left)} left")
-    if cut := cut_off(status.nodes):
-        parts.append(cut)
+    parts += filter(None, (cut_off(status.nodes), copies_in_words(status.nodes)))
     return "; ".join(parts)
 
 
@@ -261,6 +273,7 @@ def what_people_wait_for(status: pb.GetStatusResponse) -> tuple[object, ...]:
         len(run.held_out_losses),
         tuple((node.node_id, node.state) for node in status.nodes),
         cut_off(status.nodes),
+        copies_in_words(status.nodes),
     )
 
 

@@ -141,6 +141,7 @@ class StatusDesk:
             inner_steps_per_second=member.inner_steps_per_second,
             is_draining=member.is_draining,
             link_rates=_rates_to_wire(member.rates),
+            has_waiting_copy=self._telemetry.has_waiting_copy(member.node_id, now=now),
         )
 
 
