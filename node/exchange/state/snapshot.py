@@ -235,9 +235,10 @@ class OpenSnapshot:
             self._outer_digest = Digest(bytes.fromhex(metadata["outer_digest"]))
             self._parameters = file.get_slice("parameters")
             self._momentum = file.get_slice("momentum")
-            (self._num_elements,) = self._parameters.get_shape()
+            (num_elements,) = self._parameters.get_shape()
+            self.num_elements = int(num_elements)
             for name, part in (("parameters", self._parameters), ("momentum", self._momentum)):
-                if part.get_dtype() != "F32" or part.get_shape() != [self._num_elements]:
+                if part.get_dtype() != "F32" or part.get_shape() != [self.num_elements]:
                     raise SnapshotError(
                         f"its {name} is {part.get_dtype()} of shape {part.get_shape()}"
                     )
@@ -251,14 +252,9 @@ class OpenSnapshot:
         """What it was when the file was written."""
         return self._outer_digest
 
-    @property
-    def num_elements(self) -> int:
-        """Of each of its vectors."""
-        return self._num_elements
-
     def read(self, start: int, stop: int) -> bytes:
         """See Snapshot.read."""
-        return _state_bytes(self._parameters, self._momentum, self._num_elements, start, stop)
+        return _state_bytes(self._parameters, self._momentum, self.num_elements, start, stop)
 
 
 def _file_header(tensors: Mapping[str, Vector], metadata: Mapping[str, str]) -> bytes:
