@@ -253,7 +253,7 @@ def _print_fitting(
     screen.print(console.table(shown, cells, right=right))
     if left_out:
         names = ", ".join(name for name in columns if name in left_out)
-        screen.print(f"left out for the width: {names}; --json shows all")
+        screen.print(f"left out: {names}; --json shows all")
 
 
 @click.command()

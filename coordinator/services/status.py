@@ -118,7 +118,7 @@ class StatusDesk:
             min_nodes=state.rules.min_nodes,
             data=data_status(state),
             wire=wire_ledger(state.wire, state.all_reduce_bytes),
-            elapsed_seconds=now,
+            elapsed_seconds=now if state.finished_at is None else state.finished_at,
             estimated_seconds_left=run_seconds_left(state, now),
         )
 

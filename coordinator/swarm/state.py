@@ -333,6 +333,7 @@ class SwarmState:
     evaluating: Evaluating | None = None
     end_waits_until: float | None = None  # at the end, while somebody here holds the final state
     is_finished: bool = False
+    finished_at: float | None = None
     incarnation: int = 0  # how often history was taken back
     unsupplied_since: float | None = None  # nobody here holds the committed state
     awaited: Awaited | None = None  # since a start, until the newest round's nodes are back

@@ -169,7 +169,7 @@ class RunStatus(_message.Message):
     min_nodes: _builtins.int
     """Nodes that a round needs."""
     elapsed_seconds: _builtins.float
-    """Seconds that coordinators of this run have served it, over all their starts."""
+    """Seconds that coordinators of this run have served it, over all their starts, until it was finished."""
     estimated_seconds_left: _builtins.float
     """Seconds until the last round has ended, at the pace of recent rounds; absent before some were measured."""
     @_builtins.property
