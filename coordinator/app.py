@@ -15,7 +15,13 @@ from coordinator.clock import LoopClock, seconds_since_boot
 from coordinator.config import RUN_FILE, CoordinatorConfig, Home, rules_of
 from coordinator.dashboard.round_tally import RoundTally
 from coordinator.driver import Driver
-from coordinator.journal import log_refusal, log_settled, log_slept, log_transition
+from coordinator.journal import (
+    log_refusal,
+    log_settled,
+    log_slept,
+    log_stopping,
+    log_transition,
+)
 from coordinator.presets.choosing import Plan
 from coordinator.services.answering import Gate
 from coordinator.services.enrolment import EnrolmentDesk, EnrolmentServicer
@@ -267,6 +273,7 @@ async def _serve(home: Home, config: CoordinatorConfig, log: LogStream) -> None:
         log.write(f"invite a node: 'atoll invite create --dir {directory}'\n")
         log.write(f"watch the run: 'atoll status --watch --dir {directory}'\n")
         await coordinator.serve_until(stopped)
+        log_stopping(coordinator.driver.state, directory)
     finally:
         await coordinator.stop()
 

@@ -1,5 +1,7 @@
 """The coordinator's log: one line for each thing that happens to the swarm, with its reason."""
 
+from pathlib import Path
+
 import structlog
 
 from coordinator.presets.choosing import Plan
@@ -15,7 +17,7 @@ from coordinator.swarm.actions import (
 )
 from coordinator.swarm.reach import newly_cut_pairs
 from coordinator.swarm.start import missing
-from coordinator.swarm.state import Member, MemberState, SwarmState
+from coordinator.swarm.state import PRESENT, Member, MemberState, RoundPhase, SwarmState
 from coordinator.swarm.transition import Transition
 from protocol.errors import AtollError
 from protocol.rounds import NodeId
@@ -36,7 +38,10 @@ def log_transition(before: SwarmState, transition: Transition) -> None:
     changed = _changed_members(before, after)
     for node_id, member, was in changed:
         if was is None or was.session_id != member.session_id:
-            _log.info("node attached", node=member.node_name, id=node_id, device=member.device)
+            named = {} if member.asked_name == member.node_name else {"asked": member.asked_name}
+            _log.info(
+                "node attached", node=member.node_name, **named, id=node_id, device=member.device
+            )
             was = None
         if (was is None or was.state is not member.state) and member.state in _NEWS:
             _log.info(_NEWS[member.state], node=member.node_name, round=member.outer_round)
@@ -132,6 +137,44 @@ def _log_phases(before: SwarmState, after: SwarmState) -> None:
 def log_slept(seconds: float) -> None:
     """Logs that this process, or its machine, was stopped for a while."""
     _log.warning("slept", seconds=round(seconds, 1))
+
+
+def log_copy(state: SwarmState, node_id: NodeId) -> None:
+    """Logs that another process with the key of a member was not attached beside it."""
+    _log.warning(
+        "two processes have one node's key, and the second waits",
+        node=_name(state, node_id),
+        id=node_id,
+        next_step="stop one of them, unless the node was restarted after a power cut",
+    )
+
+
+def log_stopping(state: SwarmState, directory: Path) -> None:
+    """Logs what becomes of the nodes when their coordinator is stopped."""
+    _log.info("stopping", what=farewell(state), next_step=f"'atoll coordinator start {directory}'")
+
+
+def farewell(state: SwarmState) -> str:
+    """What becomes of the nodes while their coordinator is away, in words."""
+    num_nodes = sum(m.state in PRESENT and m.is_heard for m in state.members.values())
+    if state.is_finished:
+        return "the run is finished, so no node needs the coordinator"
+    if not num_nodes:
+        return "no node is attached; nodes that are started meanwhile wait for the coordinator"
+    one = num_nodes == 1
+    nodes = "1 node is attached: it" if one else f"{num_nodes} nodes are attached: they"
+    current = state.open_round
+    is_training = current is not None and current.phase is RoundPhase.TRAINING
+    trains = ""
+    if is_training and current is not None:
+        trains = f" {'trains' if one else 'train'} to the end of round {current.number},"
+    keeps, comes = ("keeps", "comes") if one else ("keep", "come")
+    has = "has" if one else "have"
+    it = "it" if one else "they"
+    return (
+        f"{nodes}{trains} {keeps} what {it} {has} trained, and {comes} back when the coordinator "
+        "starts again"
+    )
 
 
 def log_refusal(host: str, error: AtollError) -> None:

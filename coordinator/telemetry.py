@@ -2,8 +2,12 @@
 
 from dataclasses import dataclass
 
+from protocol.channel import DEADLINE_SECONDS, RETRY_CAP_SECONDS
 from protocol.rounds import NodeId
 from protocol.v1.session_pb2 import HeartbeatRequest
+
+COPY_SECONDS = DEADLINE_SECONDS + RETRY_CAP_SECONDS
+"""A process that waits to attach asks at least this often."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,10 +23,22 @@ class Telemetry:
 
     def __init__(self) -> None:
         self._heard: dict[NodeId, Heard] = {}
+        self._copies: dict[NodeId, float] = {}  # when another process of a node was refused last
 
     def attached(self, node_id: NodeId, *, now: float) -> None:
-        """The node attached: what it said before is of another process."""
+        """The node attached: what it said before may be of another process."""
+        self._copies.pop(node_id, None)
         self._heard[node_id] = Heard(at=now, heartbeat=None)
+
+    def copy_refused(self, node_id: NodeId, *, now: float) -> bool:
+        """Another process of the node asked to attach; returns whether that is news."""
+        is_news = not self.has_waiting_copy(node_id, now=now)
+        self._copies[node_id] = now
+        return is_news
+
+    def has_waiting_copy(self, node_id: NodeId, *, now: float) -> bool:
+        """Whether one has asked so lately that it still waits, for all that is known."""
+        return node_id in self._copies and now - self._copies[node_id] < COPY_SECONDS
 
     def heard(self, node_id: NodeId, *, now: float) -> None:
         """The node called, with something else than a heartbeat."""

@@ -18,6 +18,7 @@ from node.duties.exchange_time import ExchangeTime
 from node.exchange.codecs.compiled import remove_unused_kernels
 from node.exchange.codecs.tiles import Tiles, threads_beside
 from node.exchange.outer import Outer
+from node.exchange.preparing import prepare_kernels
 from node.exchange.state.on_disk import StateOnDisk, most_result_bytes
 from node.exchange.state.sent_log import SentLog
 from node.exchange.transport.libp2p import Libp2pTransport
@@ -83,6 +84,7 @@ async def run_daemon(
             ranks_compute_on_cores=kind_of(devices) == "cpu",
         )
     )
+    await prepare_kernels(spec)
     shared = SharedVectors.create(layout.num_elements)
     try:
         outer = await in_thread(
@@ -121,7 +123,7 @@ async def run_daemon(
             exchange_time=exchange_time,
         )
         with signals.draining(daemon.drain, seconds=settings.drain_within):
-            async with own_metrics(settings.metrics, facts, daemon.vitals):
+            async with own_metrics(settings.metrics, facts, daemon.vitals, lambda: daemon.called):
                 return await daemon.run()
     finally:
         if desk is not None:
@@ -165,12 +167,8 @@ def _outer_at_start(
         node_id=node_id,
         sent=disk.sent,
     )
-    log.info(
-        "preparing codecs, some seconds the first time",
-        uplink=outer.uplink.name,
-        downlink=outer.downlink.name,
-    )
     outer.compile_kernels()
+    log.info("codecs ready", uplink=outer.uplink.name, downlink=outer.downlink.name)
     remove_unused_kernels()
     if kept is not None:
         disk.resume(outer, kept)

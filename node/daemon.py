@@ -128,6 +128,8 @@ class Daemon:
             exchange_time=exchange_time,
         )
         self._process_id = rng.getrandbits(63)
+        self.called = facts.node_name
+        """The node's name in the swarm: another node may have its own."""
         self._bringing: asyncio.Task[bool] | None = None
         self._is_ending = False
         self._patience_ended = asyncio.Event()  # of a drain
@@ -266,6 +268,13 @@ class Daemon:
         log.info(
             "attached", session=attachment.session_id, committed_round=attachment.committed_round
         )
+        called = attachment.node_name or self._facts.node_name
+        if called not in (self._facts.node_name, self.called):
+            log.warning(
+                f"another node is called {self._facts.node_name}, so the swarm calls this one {called}",
+                next_step="write another name into node.toml, and restart the node, to choose it yourself",
+            )
+        self.called = called
         if attachment.committed_round > self._outer.round:
             self._duties.put(CatchUpNeeded(round=attachment.committed_round))
 

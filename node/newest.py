@@ -47,16 +47,15 @@ def newest_model(folder: Path) -> NewestModel:
 
     layout = layout_of(spec.model, spec.exchange.fragments)
     snapshots = SnapshotFolder(folder / SNAPSHOTS_FOLDER)
-    kept = snapshots.load_newest(spec.digest(), layout.summary().digest)
+    kept = snapshots.load_newest_parameters(spec.digest(), layout.summary().digest)
     if kept is None:
         raise _nothing_yet(folder)
-    snapshot, _ = kept
     return NewestModel(
         spec=spec,
         layout=layout,
-        round=snapshot.round,
-        outer_digest=snapshot.outer_digest(),
-        parameters=snapshot.parameters,
+        round=kept.round,
+        outer_digest=kept.outer_digest,
+        parameters=kept.values,
     )
 
 

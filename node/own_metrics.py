@@ -17,9 +17,11 @@ _NO_SESSION = 0
 
 @asynccontextmanager
 async def own_metrics(
-    address: str, facts: NodeFacts, vitals: Callable[[], Vitals]
+    address: str, facts: NodeFacts, vitals: Callable[[], Vitals], called: Callable[[], str]
 ) -> AsyncIterator[int | None]:
     """Serves /metrics at HOST:PORT meanwhile and yields the port; nothing with an empty address.
+
+    `called` tells the node's name in the swarm.
 
     Raises SystemRefusedError when it cannot listen there.
     """
@@ -35,7 +37,7 @@ async def own_metrics(
         board = Board(NODE_METRICS)
         put_node(
             board,
-            node_name=facts.node_name,
+            node_name=called(),
             node_id=facts.node_id,
             device=facts.device,
             version=facts.version,

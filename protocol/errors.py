@@ -98,6 +98,15 @@ class SessionEndedError(TemporaryError):
     """The coordinator no longer knows this session: attach again."""
 
 
+class CopyAttachedError(TemporaryError):
+    """Another process with this node's key is attached."""
+
+    NEXT_STEP = (
+        "if a copy of the node's folder runs elsewhere, stop one of the two; a second node needs a "
+        "folder of its own: 'atoll join INVITE --dir NEWDIR'"
+    )
+
+
 class ProtocolMismatchError(AtollError):
     """The other side is not who or what it should be."""
 

@@ -196,6 +196,7 @@ def nodes(is_json: bool, directory: Path | None) -> None:
         return
     from protocol.status_view import (
         by_name,
+        copies_in_words,
         cut_off,
         device_in_words,
         link_in_words,
@@ -234,8 +235,8 @@ def nodes(is_json: bool, directory: Path | None) -> None:
         *("device", "id"),
     )
     _print_fitting(columns, rows, spare=spare, right=("tokens",))
-    if cut := cut_off(answer.nodes):
-        console.terminal().print(cut)
+    for fault in filter(None, (cut_off(answer.nodes), copies_in_words(answer.nodes))):
+        console.terminal().print(fault)
 
 
 def _print_fitting(
@@ -252,7 +253,7 @@ def _print_fitting(
     screen.print(console.table(shown, cells, right=right))
     if left_out:
         names = ", ".join(name for name in columns if name in left_out)
-        screen.print(f"left out for the width: {names}; --json shows all")
+        screen.print(f"left out: {names}; --json shows all")
 
 
 @click.command()

@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -14,6 +13,7 @@ SILENT_SECONDS = 6.0
 """A node not heard for this long is shown as silent: two heartbeats at the default lease."""
 
 _BAR_WIDTH = 24
+_NAME_WIDTH = 16
 
 _STATES: dict[pb.NodeState.ValueType, tuple[str, str]] = {  # word and colour
     pb.NODE_STATE_JOINING: ("joining", "cyan"),
@@ -99,6 +99,17 @@ def cut_off(nodes: Iterable[pb.NodeStatus]) -> str:
     if len(told) > MOST_PAIRS:
         told[MOST_PAIRS:] = [f"and {len(told) - MOST_PAIRS} more pairs"]
     return "; ".join(told)
+
+
+def copies_in_words(nodes: Iterable[pb.NodeStatus]) -> str:
+    """Which nodes run twice, in words; empty when none does."""
+    twice = [name_of(node) for node in by_name(nodes) if node.has_waiting_copy]
+    if not twice:
+        return ""
+    verb, whose = ("has", "its") if len(twice) == 1 else ("have", "their")
+    return (
+        f"{', '.join(twice)} {verb} a second process with {whose} key waiting: stop one of the two"
+    )
 
 
 def rates_in_words(nodes: Iterable[pb.NodeStatus]) -> str:
@@ -213,19 +224,28 @@ def render(status: pb.GetStatusResponse, *, notice: str = "") -> RenderableType:
     """
     lines: list[RenderableType] = [Text(notice, style="bold yellow")] if notice else []
     lines += [_run_line(status.run), _loss_line(status), _digest_line(status.run)]
-    lines.append(Text.assemble(("clock  ", "dim"), clock_in_words(status.run)))
+    lines.append(_labelled("clock", Text(clock_in_words(status.run))))
     if status.run.reason:
-        reason = Text(status.run.reason, style="italic")
-        lines.append(Padding(reason, (0, 0, 0, len("digest ")), expand=False))
-    if cut := cut_off(status.nodes):
-        lines.append(Text.assemble(("links  ", "dim"), (cut, "yellow")))
-    if rates := rates_in_words(status.nodes):
-        lines.append(Text.assemble(("rates  ", "dim"), rates))
-    if time := mean_time_in_words(status.nodes):
-        lines.append(Text.assemble(("time   ", "dim"), time))
-    if saved := saving_in_words(status.run.wire):
-        lines.append(Text.assemble(("wire   ", "dim"), saved))
+        lines.append(_labelled("", Text(status.run.reason, style="italic")))
+    for label, words, style in (
+        ("links", cut_off(status.nodes), "yellow"),
+        ("copies", copies_in_words(status.nodes), "yellow"),
+        ("rates", rates_in_words(status.nodes), ""),
+        ("time", mean_time_in_words(status.nodes), ""),
+        ("wire", saving_in_words(status.run.wire), ""),
+    ):
+        if words:
+            lines.append(_labelled(label, Text(words, style=style)))
     return Group(*lines, Text(), _node_table(status))
+
+
+def _labelled(label: str, words: Text) -> RenderableType:
+    """A line whose rest, where it is too long, stands below its beginning and not below the label."""
+    line = Table.grid()
+    line.add_column(width=len("digest "), no_wrap=True, style="dim")
+    line.add_column(overflow="fold")
+    line.add_row(label, words)
+    return line
 
 
 def summary_line(status: pb.GetStatusResponse) -> str:
@@ -245,8 +265,7 @@ def summary_line(status: pb.GetStatusResponse) -> str:
         parts.append(run.reason)
     if run.HasField("estimated_seconds_left") and run.phase != pb.RUN_PHASE_FINISHED:
         parts.append(f"the run has about {seconds_in_words(run.estimated_seconds_left)} left")
-    if cut := cut_off(status.nodes):
-        parts.append(cut)
+    parts += filter(None, (cut_off(status.nodes), copies_in_words(status.nodes)))
     return "; ".join(parts)
 
 
@@ -261,6 +280,7 @@ def what_people_wait_for(status: pb.GetStatusResponse) -> tuple[object, ...]:
         len(run.held_out_losses),
         tuple((node.node_id, node.state) for node in status.nodes),
         cut_off(status.nodes),
+        copies_in_words(status.nodes),
     )
 
 
@@ -268,9 +288,9 @@ def clock_in_words(run: pb.RunStatus) -> str:
     """How long the run has taken, and how long it will at the pace of recent rounds."""
     taken = f"{seconds_in_words(run.elapsed_seconds)} so far"
     if run.phase == pb.RUN_PHASE_FINISHED:
-        return taken
+        return f"{seconds_in_words(run.elapsed_seconds)} in all"
     if not run.HasField("estimated_seconds_left"):
-        return f"{taken}; what is left is not known before some rounds"
+        return f"{taken}; the time left is known after some rounds"
     return f"{taken}, about {seconds_in_words(run.estimated_seconds_left)} left"
 
 
@@ -292,15 +312,15 @@ def _run_line(run: pb.RunStatus) -> Text:
     )
 
 
-def _loss_line(status: pb.GetStatusResponse) -> Text:
+def _loss_line(status: pb.GetStatusResponse) -> RenderableType:
     loss, share = training_loss(status.nodes), compute_share(status.nodes)
-    return Text.assemble(
-        ("loss   ", "dim"),
+    words = Text.assemble(
         f"training {'-' if loss is None else f'{loss:.3f}'}",
         f"   held-out {held_out_in_words(status.run) or '-'}",
         f"   {count_in_words(status.run.token_clock)} tokens",
         "" if share is None else f"   computing {share:.0%}",
     )
+    return _labelled("loss", words)
 
 
 def held_out_in_words(run: pb.RunStatus) -> str:
@@ -319,16 +339,14 @@ def agreement_in_words(run: pb.RunStatus) -> str:
     return f"{digest_in_words(run.outer_digest)} at round {run.outer_digest_round}, {verdict}"
 
 
-def _digest_line(run: pb.RunStatus) -> Text:
+def _digest_line(run: pb.RunStatus) -> RenderableType:
     is_bad = bool(run.outer_digest) and not run.digests_agree
-    return Text.assemble(
-        ("digest ", "dim"), (agreement_in_words(run), "bold red" if is_bad else "")
-    )
+    return _labelled("digest", Text(agreement_in_words(run), style="bold red" if is_bad else ""))
 
 
 def _node_table(status: pb.GetStatusResponse) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    table.add_column("node", no_wrap=True, overflow="ellipsis", max_width=16)
+    table.add_column("node", no_wrap=True)
     table.add_column("state", no_wrap=True)
     table.add_column("does", no_wrap=True)
     for heading in ("loss", "tok/s", "sent", "received"):
@@ -352,7 +370,7 @@ def _node_cells(node: pb.NodeStatus, run: pb.RunStatus) -> tuple[Text, ...]:
         speed = count_in_words(beat.tokens_per_second) if beat.tokens_per_second > 0 else "-"
         waits_for = beat.waiting_for
     return (
-        Text(name_of(node), style="dim" if is_gone else ""),
+        Text(_short(name_of(node)), style="dim" if is_gone else ""),
         Text(word, style=colour),
         does,
         Text(loss),
@@ -360,6 +378,14 @@ def _node_cells(node: pb.NodeStatus, run: pb.RunStatus) -> tuple[Text, ...]:
         *map(Text, wire_in_words(node)),
         Text(waits_for),
     )
+
+
+def _short(name: str) -> str:
+    """A name that fits its column, with its end: nodes of one name differ there."""
+    if len(name) <= _NAME_WIDTH:
+        return name
+    tail = _NAME_WIDTH // 3
+    return f"{name[: _NAME_WIDTH - tail - 1]}…{name[-tail:]}"
 
 
 def _activity(node: pb.NodeStatus, run: pb.RunStatus) -> Text:

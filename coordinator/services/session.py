@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from contextlib import aclosing
 
 from coordinator.driver import Driver
+from coordinator.journal import log_copy
 from coordinator.services import checks
 from coordinator.services.answering import Context, Gate, answered, answered_when_durable, refuse
 from coordinator.services.deliveries import Messages
@@ -35,7 +36,7 @@ from coordinator.swarm.shares import Rates
 from coordinator.swarm.state import Trained
 from coordinator.telemetry import Telemetry
 from protocol import convert
-from protocol.errors import AtollError, BadDataError
+from protocol.errors import AtollError, BadDataError, CopyAttachedError
 from protocol.rounds import Commit, NodeId
 from protocol.run_spec import RunSpec
 from protocol.signing import CommitSigner
@@ -72,7 +73,10 @@ class SessionDesk:
         return pb.GetRunResponse(run_json=self._run.canonical_json(), run_digest=self._run.digest())
 
     async def attach(self, node_id: NodeId, request: pb.AttachRequest) -> pb.AttachResponse:
-        """Opens a session; raises ProtocolMismatchError for another run file, layout or codec."""
+        """Opens a session; raises ProtocolMismatchError for another run file, layout or codec.
+
+        Raises CopyAttachedError while another process of the node is attached.
+        """
         event = Attached(
             node_id=node_id,
             node_name=checks.name(request.node_name, of="the node's name"),
@@ -95,7 +99,12 @@ class SessionDesk:
         )
         checks.count(event.corpus.num_samples, of="the number of samples")
         checks.count(event.corpus.num_bytes, of="the size of the text")
-        state = (await self._driver.apply(event)).state
+        try:
+            state = (await self._driver.apply(event)).state
+        except CopyAttachedError:
+            if self._telemetry.copy_refused(node_id, now=self._driver.clock.now()):
+                log_copy(self._driver.state, node_id)
+            raise
         self._telemetry.attached(node_id, now=self._driver.clock.now())
         lease_seconds = state.rules.lease_seconds
         return pb.AttachResponse(
@@ -104,6 +113,7 @@ class SessionDesk:
             heartbeat_seconds=lease_seconds / HEARTBEATS_PER_LEASE,
             committed_round=state.committed_round,
             committed_digest=convert.optional_digest_to_wire(state.outer_digest),
+            node_name=state.members[node_id].node_name,
         )
 
     async def heartbeat(
@@ -136,8 +146,12 @@ class SessionDesk:
             checks.utilisation(request.utilisation)
         checks.wire(request.wire)
         state = (await self._driver.apply(event)).state
-        self._telemetry.heartbeat(node_id, request, now=self._driver.clock.now())
-        return pb.HeartbeatResponse(lease_seconds=state.rules.lease_seconds)
+        now = self._driver.clock.now()
+        self._telemetry.heartbeat(node_id, request, now=now)
+        return pb.HeartbeatResponse(
+            lease_seconds=state.rules.lease_seconds,
+            has_waiting_copy=self._telemetry.has_waiting_copy(node_id, now=now),
+        )
 
     async def report(self, node_id: NodeId, request: pb.ReportRequest) -> pb.ReportResponse:
         """Takes steps of rounds in, in their order; they are durable when this returns.

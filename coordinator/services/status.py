@@ -118,7 +118,7 @@ class StatusDesk:
             min_nodes=state.rules.min_nodes,
             data=data_status(state),
             wire=wire_ledger(state.wire, state.all_reduce_bytes),
-            elapsed_seconds=now,
+            elapsed_seconds=now if state.finished_at is None else state.finished_at,
             estimated_seconds_left=run_seconds_left(state, now),
         )
 
@@ -141,6 +141,7 @@ class StatusDesk:
             inner_steps_per_second=member.inner_steps_per_second,
             is_draining=member.is_draining,
             link_rates=_rates_to_wire(member.rates),
+            has_waiting_copy=self._telemetry.has_waiting_copy(member.node_id, now=now),
         )
 
 

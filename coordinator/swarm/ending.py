@@ -84,7 +84,13 @@ def _wait_for_members_behind(turn: Turn) -> None:
 
 
 def _finish(turn: Turn) -> None:
-    state = replace(turn.state, is_finished=True, evaluating=None, end_waits_until=None)
+    state = replace(
+        turn.state,
+        is_finished=True,
+        finished_at=turn.now,
+        evaluating=None,
+        end_waits_until=None,
+    )
     assert state.outer_digest is not None
     turn.state = state
     turn.act(

@@ -19,7 +19,7 @@ from protocol.wire_count import WireTotals
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attached:
-    """A node announces itself. Opens a new session; the session before it ends."""
+    """A process of a node announces itself. Opens a new session; the session before it ends."""
 
     node_id: NodeId
     node_name: str

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain, count
 
 from coordinator.swarm.actions import EndSession, OpenSession, SendDeparted, SendRoster
 from coordinator.swarm.agreement import judge, note_outer_state
@@ -25,7 +26,12 @@ from coordinator.swarm.state import (
 )
 from coordinator.swarm.turn import Turn, members_of, present_members, without
 from coordinator.swarm.wire_ledger import note_wire
-from protocol.errors import BadDataError, ProtocolMismatchError, SessionEndedError
+from protocol.errors import (
+    BadDataError,
+    CopyAttachedError,
+    ProtocolMismatchError,
+    SessionEndedError,
+)
 from protocol.rounds import NodeId, RosterEntry
 from protocol.wire_count import WireTotals
 
@@ -64,8 +70,13 @@ def require_session(state: SwarmState, node_id: NodeId, session_id: int) -> Memb
 
 
 def attach(turn: Turn, event: Attached) -> None:
-    """Opens a session. Raises ProtocolMismatchError when the node works on something else."""
+    """Opens a session.
+
+    Raises ProtocolMismatchError when the node works on something else, and CopyAttachedError while
+    another process with its key is attached.
+    """
     _refuse_strangers(turn.state, event)
+    _refuse_copies(turn, event)
     state = turn.state
     if state.layout is None:
         state = replace(state, layout=event.layout, corpus=event.corpus)
@@ -76,7 +87,8 @@ def attach(turn: Turn, event: Attached) -> None:
     turn.put_member(
         Member(
             node_id=event.node_id,
-            node_name=event.node_name,
+            node_name=_distinct_name(state, event),
+            asked_name=event.node_name,
             address=event.address,
             device=event.device,
             num_ranks=event.num_ranks,
@@ -110,6 +122,7 @@ def heartbeat(turn: Turn, event: HeartbeatSeen) -> None:
         replace(
             member,
             lease_until=lease_until,
+            is_heard=True,
             unreachable=event.unreachable,
             rates=steadied(member.rates, event.rates),
         )
@@ -123,13 +136,15 @@ def stream_broken(turn: Turn, event: StreamBroken) -> None:
     """Gives a member whose stream broke only until its next heartbeat is due.
 
     The kernel ends a dead process's connections at once, long before its lease is over. One that
-    lives attaches anew, or goes on with its heartbeats.
+    lives attaches anew, or goes on with its heartbeats. Until then another process may take its place.
     """
     member = turn.state.members.get(event.node_id)
     if member is None or member.session_id != event.session_id or member.state not in PRESENT:
         return
     lease_until = turn.now + turn.state.rules.lease_seconds / HEARTBEATS_PER_LEASE
-    turn.put_member(replace(member, lease_until=min(member.lease_until, lease_until)))
+    turn.put_member(
+        replace(member, lease_until=min(member.lease_until, lease_until), is_heard=False)
+    )
 
 
 def applied(turn: Turn, event: CommitApplied) -> None:
@@ -202,10 +217,14 @@ def forget_long_gone(turn: Turn) -> None:
 
 
 def renew_leases(turn: Turn, event: Woke) -> None:
-    """Gives present members as long as after a restart: they may be in their longest pause."""
+    """Gives present members as long as after a restart: they may be in their longest pause.
+
+    Which of them has been started again meanwhile nobody could hear.
+    """
     until = turn.now + turn.state.rules.lease_seconds + event.pause_seconds
     for member in present_members(turn.state):
-        turn.put_member(replace(member, lease_until=max(member.lease_until, until)))
+        lease_until = max(member.lease_until, until)
+        turn.put_member(replace(member, lease_until=lease_until, is_heard=False))
 
 
 def _refuse_strangers(state: SwarmState, event: Attached) -> None:
@@ -241,6 +260,40 @@ def _of_another_version(state: SwarmState, event: Attached, why: str) -> Protoco
         f"{event.node_name} was refused: it {why}",
         next_step=f"install {swarm} of Atoll and run 'atoll node start' again",
     )
+
+
+def _refuse_copies(turn: Turn, event: Attached) -> None:
+    """Raises while another process with the node's key is heard: two would end each other's sessions.
+
+    A process that was ended is not: the kernel breaks its stream at once, and after a power cut its
+    lease runs out.
+    """
+    member = turn.state.members.get(event.node_id)
+    if (
+        member is None
+        or member.state not in PRESENT
+        or member.process_id == event.process_id
+        or not member.is_heard
+        or member.lease_until <= turn.now
+    ):
+        return
+    raise CopyAttachedError(
+        f"another process with the key of {member.node_name} is attached, so this one waits until "
+        "that one is gone",
+        next_step=CopyAttachedError.NEXT_STEP,
+    )
+
+
+def _distinct_name(state: SwarmState, event: Attached) -> str:
+    """What the node is called: its own name, with a number behind it where another member has it.
+
+    The one that it was given stays its own for as long as it asks for the same.
+    """
+    others = {m.node_name for m in state.members.values() if m.node_id != event.node_id}
+    before = state.members.get(event.node_id)
+    was = before.node_name if before and before.asked_name == event.node_name else event.node_name
+    numbered = (f"{event.node_name}-{number}" for number in count(2))
+    return next(name for name in chain((was, event.node_name), numbered) if name not in others)
 
 
 def _speed_before(before: Member | None, event: Attached) -> float | None:

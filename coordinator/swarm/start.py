@@ -126,10 +126,10 @@ def _known(state: SwarmState, assignments: Iterable[Assignment]) -> tuple[NodeId
 
 
 def _not_yet_heard(member: Member) -> Member:
-    """Whether it is still ready shows when it says so again."""
+    """Whether it is still ready, and still the same process, shows when it says so again."""
     if member.state is not MemberState.READY:
-        return member
-    return replace(member, state=MemberState.JOINING)
+        return replace(member, is_heard=False)
+    return replace(member, state=MemberState.JOINING, is_heard=False)
 
 
 def _is_back(member: Member, awaited: Awaited) -> bool:

@@ -47,7 +47,7 @@ class Member:
     """One enrolled node that has attached at least once."""
 
     node_id: NodeId
-    node_name: str
+    node_name: str  # no other member has it
     address: PeerAddress
     device: str
     num_ranks: int
@@ -68,6 +68,8 @@ class Member:
     rates: Rates = UNKNOWN  # what its link carries, as plans count on it
     wire_told: WireTotals = field(default_factory=dict)  # by its process, at the latest round
     gone_at_round: int = 0  # the committed round when it was lost or left, or 0 while it is present
+    asked_name: str = ""  # what it calls itself
+    is_heard: bool = True  # since its stream broke, or the coordinator started or could hear nobody
 
 
 class RoundPhase(StrEnum):
@@ -331,6 +333,7 @@ class SwarmState:
     evaluating: Evaluating | None = None
     end_waits_until: float | None = None  # at the end, while somebody here holds the final state
     is_finished: bool = False
+    finished_at: float | None = None
     incarnation: int = 0  # how often history was taken back
     unsupplied_since: float | None = None  # nobody here holds the committed state
     awaited: Awaited | None = None  # since a start, until the newest round's nodes are back

@@ -50,6 +50,7 @@ class Attachment:
     heartbeat_seconds: float
     committed_round: int
     committed_digest: Digest | None
+    node_name: str = ""  # what the swarm calls the node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,11 +137,16 @@ class CoordinatorLink:
             heartbeat_seconds=answer.heartbeat_seconds,
             committed_round=answer.committed_round,
             committed_digest=Digest(answer.committed_digest) if answer.committed_digest else None,
+            node_name=answer.node_name,
         )
 
-    async def heartbeat(self, session_id: int, vitals: Vitals) -> None:
-        """Renews the lease. Raises SessionEndedError when the session is over."""
-        await self._stub.Heartbeat(heartbeat_of(session_id, vitals))
+    async def heartbeat(self, session_id: int, vitals: Vitals) -> bool:
+        """Renews the lease. Raises SessionEndedError when the session is over.
+
+        Returns whether another process with this node's key asks to attach, and is refused.
+        """
+        answer = await self._stub.Heartbeat(heartbeat_of(session_id, vitals))
+        return bool(answer.has_waiting_copy)
 
     async def report(self, session_id: int, reports: Sequence[tuple[int, Report]]) -> None:
         """Makes reports, each with its round, durable at the coordinator, in their order."""

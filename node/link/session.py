@@ -17,7 +17,7 @@ from node.exchange.reports import Report
 from node.link.calls import Announcement, Attachment, CoordinatorLink, Vitals
 from node.link.events import Event
 from protocol.channel import RETRY_CAP_SECONDS
-from protocol.errors import AtollError, TemporaryError, UnavailableError
+from protocol.errors import AtollError, CopyAttachedError, TemporaryError, UnavailableError
 from protocol.rounds import Commit
 
 log = structlog.get_logger()
@@ -94,6 +94,7 @@ class Session:
         """Stays attached until cancelled. Raises what no waiting can mend (AtollError)."""
         clock = asyncio.get_running_loop().time
         pause_seconds = FIRST_PAUSE_SECONDS
+        waits_for_other = False
         while True:
             attached_at = math.inf
             try:
@@ -107,12 +108,22 @@ class Session:
                 await self._while_attached(attachment)
             except (UnavailableError, TemporaryError) as error:
                 self._session_id = None
-                # Two daemons with one identity end each other's sessions: they must slow down.
+                # A coordinator that ends sessions at once must not be asked ever faster.
                 if clock() - attached_at > RETRY_CAP_SECONDS:
                     pause_seconds = FIRST_PAUSE_SECONDS
                 # Full jitter: nodes that lost a coordinator together must not return together.
                 pause = self._rng.uniform(0, pause_seconds)
-                log.warning("coordinator away", why=error.what, next_try_seconds=round(pause, 1))
+                if not isinstance(error, CopyAttachedError):
+                    log.warning(
+                        "coordinator away", why=error.what, next_try_seconds=round(pause, 1)
+                    )
+                elif not waits_for_other:  # once: it may wait for days
+                    log.error(
+                        "not attached: this node's key is in use",
+                        why=error.what,
+                        next_step=error.next_step,
+                    )
+                waits_for_other = isinstance(error, CopyAttachedError)
                 await asyncio.sleep(pause)
                 pause_seconds = min(2 * pause_seconds, RETRY_CAP_SECONDS)
 
@@ -180,8 +191,17 @@ class Session:
             await asyncio.gather(*conversations, return_exceptions=True)
 
     async def _send_heartbeats(self, attachment: Attachment) -> None:
+        had_copy = False
         while True:
-            await self._link.heartbeat(attachment.session_id, self._vitals())
+            has_copy = await self._link.heartbeat(attachment.session_id, self._vitals())
+            if has_copy and not had_copy:
+                log.warning(
+                    "another process with this node's key asks to attach, and waits until this one ends",
+                    next_step=CopyAttachedError.NEXT_STEP,
+                )
+            elif had_copy and not has_copy:
+                log.info("the other process with this node's key does not ask to attach now")
+            had_copy = has_copy
             await asyncio.sleep(attachment.heartbeat_seconds)
 
     async def _send_reports(self, session_id: int) -> None:

@@ -237,6 +237,7 @@ class AttachResponse(_message.Message):
     HEARTBEAT_SECONDS_FIELD_NUMBER: _builtins.int
     COMMITTED_ROUND_FIELD_NUMBER: _builtins.int
     COMMITTED_DIGEST_FIELD_NUMBER: _builtins.int
+    NODE_NAME_FIELD_NUMBER: _builtins.int
     session_id: _builtins.int
     """Names the session; a later attach of the same node ends it."""
     lease_seconds: _builtins.float
@@ -247,6 +248,8 @@ class AttachResponse(_message.Message):
     """Newest round that is committed."""
     committed_digest: _builtins.bytes
     """Digest of the outer state at that round, 32 bytes; empty when not yet known."""
+    node_name: _builtins.str
+    """What the swarm calls the node: its own name, with a number behind it where another has that name."""
     def __init__(
         self,
         *,
@@ -255,10 +258,11 @@ class AttachResponse(_message.Message):
         heartbeat_seconds: _builtins.float = ...,
         committed_round: _builtins.int = ...,
         committed_digest: _builtins.bytes = ...,
+        node_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_digest", b"committed_digest", "committed_round", b"committed_round", "heartbeat_seconds", b"heartbeat_seconds", "lease_seconds", b"lease_seconds", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_digest", b"committed_digest", "committed_round", b"committed_round", "heartbeat_seconds", b"heartbeat_seconds", "lease_seconds", b"lease_seconds", "node_name", b"node_name", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -500,16 +504,20 @@ class HeartbeatResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_SECONDS_FIELD_NUMBER: _builtins.int
+    HAS_WAITING_COPY_FIELD_NUMBER: _builtins.int
     lease_seconds: _builtins.float
     """The node is given up when it is silent for this long."""
+    has_waiting_copy: _builtins.bool
+    """Whether another process with this node's key asks to attach, and is refused."""
     def __init__(
         self,
         *,
         lease_seconds: _builtins.float = ...,
+        has_waiting_copy: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_seconds", b"lease_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_waiting_copy", b"has_waiting_copy", "lease_seconds", b"lease_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -90,7 +90,7 @@ class SessionServiceServicer:
 
     def Attach(self, request, context):
         """Announces a node with its address and its outer state. Calling it again opens a new session
-        and ends the one before.
+        and ends the one before. Another process of the node is refused while this one is heard.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -37,7 +37,7 @@ class SessionServiceStub:
     """The run file, as the coordinator started with it."""
     Attach: _grpc.UnaryUnaryMultiCallable[_session_pb2.AttachRequest, _session_pb2.AttachResponse]
     """Announces a node with its address and its outer state. Calling it again opens a new session
-    and ends the one before.
+    and ends the one before. Another process of the node is refused while this one is heard.
     """
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_session_pb2.HeartbeatRequest, _session_pb2.HeartbeatResponse]
     """Renews the lease and says how the node is doing."""
@@ -63,7 +63,7 @@ class SessionServiceAsyncStub(SessionServiceStub):
     """The run file, as the coordinator started with it."""
     Attach: _aio.UnaryUnaryMultiCallable[_session_pb2.AttachRequest, _session_pb2.AttachResponse]  # type: ignore[assignment]
     """Announces a node with its address and its outer state. Calling it again opens a new session
-    and ends the one before.
+    and ends the one before. Another process of the node is refused while this one is heard.
     """
     Heartbeat: _aio.UnaryUnaryMultiCallable[_session_pb2.HeartbeatRequest, _session_pb2.HeartbeatResponse]  # type: ignore[assignment]
     """Renews the lease and says how the node is doing."""
@@ -98,7 +98,7 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_session_pb2.AttachResponse, _abc.Awaitable[_session_pb2.AttachResponse]]:
         """Announces a node with its address and its outer state. Calling it again opens a new session
-        and ends the one before.
+        and ends the one before. Another process of the node is refused while this one is heard.
         """
 
     @_abc_1.abstractmethod

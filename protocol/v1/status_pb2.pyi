@@ -169,7 +169,7 @@ class RunStatus(_message.Message):
     min_nodes: _builtins.int
     """Nodes that a round needs."""
     elapsed_seconds: _builtins.float
-    """Seconds that coordinators of this run have served it, over all their starts."""
+    """Seconds that coordinators of this run have served it, over all their starts, until it was finished."""
     estimated_seconds_left: _builtins.float
     """Seconds until the last round has ended, at the pace of recent rounds; absent before some were measured."""
     @_builtins.property
@@ -345,6 +345,7 @@ class NodeStatus(_message.Message):
     INNER_STEPS_PER_SECOND_FIELD_NUMBER: _builtins.int
     IS_DRAINING_FIELD_NUMBER: _builtins.int
     LINK_RATES_FIELD_NUMBER: _builtins.int
+    HAS_WAITING_COPY_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """The node."""
     node_name: _builtins.str
@@ -369,6 +370,8 @@ class NodeStatus(_message.Message):
     """How fast it trains, smoothed over its rounds; absent before the first measurement."""
     is_draining: _builtins.bool
     """Whether it leaves after the round in flight."""
+    has_waiting_copy: _builtins.bool
+    """Whether another process with its key asks to attach, and is refused."""
     @_builtins.property
     def address(self) -> _session_pb2.PeerAddress:
         """Where peers find it."""
@@ -399,10 +402,11 @@ class NodeStatus(_message.Message):
         inner_steps_per_second: _builtins.float | None = ...,
         is_draining: _builtins.bool = ...,
         link_rates: _session_pb2.LinkRates | None = ...,
+        has_waiting_copy: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_inner_steps_per_second", b"_inner_steps_per_second", "address", b"address", "heartbeat", b"heartbeat", "inner_steps_per_second", b"inner_steps_per_second", "link_rates", b"link_rates"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_inner_steps_per_second", b"_inner_steps_per_second", "address", b"address", "committed_tokens", b"committed_tokens", "device", b"device", "heartbeat", b"heartbeat", "inner_steps", b"inner_steps", "inner_steps_per_second", b"inner_steps_per_second", "is_draining", b"is_draining", "link_rates", b"link_rates", "node_id", b"node_id", "node_name", b"node_name", "num_ranks", b"num_ranks", "same_corpus", b"same_corpus", "silent_seconds", b"silent_seconds", "state", b"state", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_inner_steps_per_second", b"_inner_steps_per_second", "address", b"address", "committed_tokens", b"committed_tokens", "device", b"device", "has_waiting_copy", b"has_waiting_copy", "heartbeat", b"heartbeat", "inner_steps", b"inner_steps", "inner_steps_per_second", b"inner_steps_per_second", "is_draining", b"is_draining", "link_rates", b"link_rates", "node_id", b"node_id", "node_name", b"node_name", "num_ranks", b"num_ranks", "same_corpus", b"same_corpus", "silent_seconds", b"silent_seconds", "state", b"state", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__inner_steps_per_second: _TypeAlias = _typing.Literal["inner_steps_per_second"]  # noqa: Y015
     _WhichOneofArgType__inner_steps_per_second: _TypeAlias = _typing.Literal["_inner_steps_per_second", b"_inner_steps_per_second"]  # noqa: Y015

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class MembersStay:
-    """No step changes the members of the state that it began with."""
+    """No step changes the members of the state that it began with; no two have one name."""
 
     def __init__(self) -> None:
         self._before: tuple[object, dict[NodeId, Member]] | None = None
@@ -26,6 +26,7 @@ class MembersStay:
         known, plain = members_of(after), dict(after.members)
         assert known.ids == tuple(sorted(plain))
         assert known.present_ids == tuple(n for n in sorted(plain) if plain[n].state in PRESENT)
+        assert len({member.node_name for member in plain.values()}) == len(plain)
         ends = [member.lease_until for member in plain.values() if member.state in PRESENT]
         for at in (now, *ends):  # asked of another each time, for asking makes it know better
             asked = known.with_member(next(iter(plain.values()))) if plain else known

@@ -35,6 +35,7 @@ from coordinator.swarm.events import (
     HeartbeatSeen,
     HistoryTold,
     Started,
+    StreamBroken,
     Ticked,
 )
 from coordinator.swarm.state import PRESENT, Rules, SwarmState
@@ -181,11 +182,14 @@ class World:
     ) -> None:
         if has_restarted:
             node.restart(loses_newest=loses_newest)
+            member = self.state.members.get(node.node_id)
+            if member is not None:  # the kernel ends a dead process's connections
+                self.deliver(StreamBroken(node_id=node.node_id, session_id=member.session_id))
         number, digest, incarnation = node.state
         self.deliver(
             Attached(
                 node_id=node.node_id,
-                node_name=f"node {node.node_id}",
+                node_name="vm",  # as many machines are called
                 address=PeerAddress(public_key=b"k" * 32, multiaddrs=()),
                 device="cpu",
                 num_ranks=1,

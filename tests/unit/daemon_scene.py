@@ -113,6 +113,7 @@ class FakeLink:
         self.brought: list[tuple[Commit, ...]] = []
         self.lists_after = 0.0  # listing fails before
         self.num_attached = 0
+        self.called = ""  # what the swarm calls the node
         self.reports: list[tuple[int, Report]] = []
         self.goodbyes: list[str] = []
         self.heartbeats: list[Vitals] = []
@@ -129,6 +130,7 @@ class FakeLink:
             heartbeat_seconds=3.0,
             committed_round=self.committed_round,
             committed_digest=None,
+            node_name=self.called,
         )
 
     async def heartbeat(self, session_id: int, vitals: Vitals) -> None:

@@ -15,6 +15,7 @@ from coordinator.swarm.events import (
     HeartbeatSeen,
     ResultHeld,
     SliceReduced,
+    StreamBroken,
     Ticked,
     TrainingDone,
 )
@@ -122,13 +123,18 @@ class Scene:
         num_ranks: int = 1,
         is_new_process: bool = True,  # or the same one whose session broke
         incarnation: int = 0,
+        is_beside: bool = False,  # the process before it goes on
+        node_name: str | None = None,  # its node id unless told
     ) -> None:
         for name in names:
             self._num_processes[name] += is_new_process
+            before = self.state.members.get(NodeId(name))
+            if before is not None and is_new_process and not is_beside:  # the kernel sees to it
+                self.do(StreamBroken(node_id=NodeId(name), session_id=before.session_id))
             self.do(
                 Attached(
                     node_id=NodeId(name),
-                    node_name=name,
+                    node_name=node_name or name,
                     address=PeerAddress(public_key=name.encode().ljust(32), multiaddrs=()),
                     device="cpu",
                     num_ranks=num_ranks,

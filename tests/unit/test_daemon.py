@@ -37,6 +37,21 @@ ADDRESS = PeerAddress(public_key=bytes(32), multiaddrs=())
 
 
 @in_virtual_time
+async def test_a_node_says_once_that_the_swarm_calls_it_by_another_name() -> None:
+    life = Life()
+    life.link.called = "attic-2"
+    with capture_logs() as logs:
+        async with life:
+            life.link.say(UnavailableError("broken"))
+            await asyncio.sleep(60)
+    assert life.link.num_attached == 2
+    assert life.daemon.called == "attic-2"
+    (told,) = [line for line in logs if "another node is called attic" in line["event"]]
+    assert "calls this one attic-2" in told["event"]
+    assert "node.toml" in told["next_step"]
+
+
+@in_virtual_time
 async def test_a_plan_that_comes_again_is_trained_once() -> None:
     async with Life() as life:
         plan = life.plan(1)

@@ -356,3 +356,11 @@ def test_failed_attempts_are_limited_by_host_and_forgotten_after_a_while() -> No
 )
 def test_ports_do_not_make_hosts(peer: str, host: str) -> None:
     assert host_of(peer) == host
+
+
+async def test_a_finished_runs_time_stands_still() -> None:
+    _, driver = new_desk()
+    status = StatusDesk(driver, Telemetry(), RunSpec(), swarm_id="swarm")
+    driver._state = replace(driver.state, is_finished=True, finished_at=70.0)
+    driver.clock = LoopClock(starts_at=5000.0)
+    assert status.get_status(status_pb2.GetStatusRequest()).run.elapsed_seconds == 70.0

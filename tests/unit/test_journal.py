@@ -1,10 +1,10 @@
 """The phases that the coordinator's log tells of, for who looks for a fault."""
 
 from structlog.testing import capture_logs
-from swarm_scene import Scene, digest_of
+from swarm_scene import INITIAL, Scene, digest_of
 
-from coordinator.journal import log_transition
-from coordinator.swarm.events import Event
+from coordinator.journal import farewell, log_transition
+from coordinator.swarm.events import Event, Started
 from coordinator.swarm.transition import Transition
 
 
@@ -42,3 +42,31 @@ def test_a_void_round_is_committed_and_settled_in_one_step() -> None:
         scene.leave("a")
     phases = [(line["phase"], line["round"]) for line in logs if line["event"] == "phase"]
     assert phases == [("opened", 1), ("committed", 1), ("settled", 1)]
+
+
+def test_a_stopping_coordinator_says_what_becomes_of_its_nodes() -> None:
+    scene = Scene(min_nodes=2, rounds=1)
+    assert farewell(scene.state) == (
+        "no node is attached; nodes that are started meanwhile wait for the coordinator"
+    )
+    scene.attach("a")
+    assert farewell(scene.state) == (
+        "1 node is attached: it keeps what it has trained, and comes back when the coordinator "
+        "starts again"
+    )
+    scene.attach("b")
+    assert farewell(scene.state) == (
+        "2 nodes are attached: they train to the end of round 1, keep what they have trained, and "
+        "come back when the coordinator starts again"
+    )
+    scene.train("a")
+    scene.train("b")
+    assert "train to the end" not in farewell(scene.state)
+    scene.do(Started())  # nobody has come back yet
+    assert "no node is attached" in farewell(scene.state)
+    scene.attach("a", "b", is_new_process=False, digest=INITIAL)
+    scene.commit("a", "b")
+    scene.apply(digest_of("state 1"), "a", "b")
+    scene.evaluate("a", round=1)
+    assert scene.state.is_finished, scene.reason
+    assert farewell(scene.state) == "the run is finished, so no node needs the coordinator"

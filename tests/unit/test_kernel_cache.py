@@ -5,11 +5,11 @@ import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier
+from threading import Barrier, Event
 
 import pytest
 
-from node.exchange.codecs.kernel_cache import UNUSED_SECONDS, hold, remove_unused
+from node.exchange.codecs.kernel_cache import UNUSED_SECONDS, hold, locked, remove_unused
 
 NOW = 1e9
 LONG_AGO = NOW - UNUSED_SECONDS - 1
@@ -93,6 +93,36 @@ def test_a_folder_that_is_removed_while_it_is_taken_is_made_again(
     assert held is not None and len(seen) == 2
     assert os.path.samestat(os.fstat(held), folder.stat())
     os.close(held)
+
+
+def test_one_compiles_at_a_time_and_the_next_is_told_that_it_waits(tmp_path: Path) -> None:
+    told, order = [], []
+    waits, is_waiting = Barrier(2), Event()
+
+    def wait() -> None:
+        told.append("second")
+        is_waiting.set()
+
+    def second() -> None:
+        waits.wait()
+        with locked(tmp_path / "new", on_wait=wait):
+            order.append("second")
+
+    with ThreadPoolExecutor(1) as pool:
+        with locked(tmp_path / "new", on_wait=lambda: told.append("first")):
+            running = pool.submit(second)
+            waits.wait()
+            assert is_waiting.wait(60)
+            order.append("first")
+        running.result()
+    assert (told, order) == (["second"], ["first", "second"])
+
+
+def test_where_nothing_can_be_locked_nobody_waits(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for _ in range(2):
+        with locked(tmp_path / "file" / "cache", on_wait=lambda: pytest.fail("waits")):
+            pass
 
 
 def test_where_no_folder_can_be_none_is_held(tmp_path: Path) -> None:

@@ -71,6 +71,7 @@ class Stub:
 
     async def Heartbeat(self, request: Any) -> Any:  # noqa: N802
         self.asked.append(request)
+        return pb.HeartbeatResponse()
 
     async def ListCommits(self, request: Any) -> Any:  # noqa: N802
         self.asked.append(request)

@@ -49,13 +49,13 @@ async def test_a_node_tells_what_it_would_tell_the_coordinator() -> None:
     vitals = replace(
         VITALS, utilisation=MADE, wire={"result": (5, 6)}, mesh="shard 2", let_go_rounds=2.5
     )
-    async with own_metrics("127.0.0.1:0", FACTS, lambda: vitals) as port:
+    async with own_metrics("127.0.0.1:0", FACTS, lambda: vitals, lambda: "attic-2") as port:
         text = await asyncio.to_thread(fetched, port)
         vitals = replace(vitals, utilisation=replace(MADE, mfu=0.5))
         again = await asyncio.to_thread(fetched, port)
     samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
     assert {s.name for s in samples} <= {metric.name for metric in NODE_METRICS}
-    assert {(s.labels["node"], s.labels["node_id"]) for s in samples} == {("attic", A)}
+    assert {(s.labels["node"], s.labels["node_id"]) for s in samples} == {("attic-2", A)}
     values = {s.name: s.value for s in samples}
     assert values["atoll_node_late_work_let_go_rounds_total"] == 2.5
     shares = {s.labels["part"]: s.value for s in samples if s.name == "atoll_node_time_share"}
@@ -66,7 +66,7 @@ async def test_a_node_tells_what_it_would_tell_the_coordinator() -> None:
 
 
 async def test_nothing_listens_unless_it_is_asked_for() -> None:
-    async with own_metrics("", FACTS, lambda: VITALS) as port:
+    async with own_metrics("", FACTS, lambda: VITALS, lambda: "attic") as port:
         assert port is None
 
 
@@ -75,5 +75,5 @@ async def test_an_address_of_another_machine_is_refused_in_one_sentence() -> Non
         SystemRefusedError,
         match=r"^cannot serve pages on 192\.0\.2\.1:9101: .*; choose another address with --metrics",
     ):
-        async with own_metrics("192.0.2.1:9101", FACTS, lambda: VITALS):
+        async with own_metrics("192.0.2.1:9101", FACTS, lambda: VITALS, lambda: "attic"):
             pass

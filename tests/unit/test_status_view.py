@@ -7,6 +7,8 @@ from rich.console import Console
 
 from protocol.errors import NotPermittedError, UnavailableError
 from protocol.status_view import (
+    clock_in_words,
+    copies_in_words,
     device_in_words,
     memory_in_words,
     mfu_in_words,
@@ -107,6 +109,46 @@ def test_long_names_and_figures_still_fit_80_columns():
     picture = drawn(a_status(node))
     assert max(map(len, picture.splitlines())) <= 80
     assert all(w in picture for w in ("diverged", "contributing", "10.123", "999.9k", "999.9 MB"))
+
+
+def test_long_names_that_differ_at_their_end_are_told_apart():
+    name = "a-machine-with-a-very-long-name"
+    picture = drawn(a_status(a_node(name), a_node(f"{name}-2")))
+    rows = [line.split()[0] for line in picture.splitlines()[-2:]]
+    assert rows == ["a-machine-…-name", "a-machine-…ame-2"]
+
+
+def test_what_is_too_long_for_a_line_goes_on_below_its_beginning():
+    status = a_status(a_node("node-1"), reason="training: " + "2 of 3 nodes are done, " * 6)
+    status.run.wire.counts.add(kind="result", sent_bytes=250_800)
+    status.run.wire.all_reduce_bytes = 1678 * 250_800
+    lines = drawn(status).splitlines()
+    wire = next(i for i, line in enumerate(lines) if line.startswith("wire   250.8 kB"))
+    assert lines[wire + 1].startswith("       ") and lines[wire + 1].strip()
+    reason = next(i for i, line in enumerate(lines) if "training: 2 of 3" in line)
+    assert all(line.startswith("       ") for line in lines[reason : reason + 2])
+
+
+def test_a_node_that_runs_twice_is_named():
+    once, twice = a_node("node-1"), a_node("node-2")
+    assert "copies" not in drawn(a_status(once, twice))
+    twice.has_waiting_copy = True
+    told = "node-2 has a second process with its key waiting: stop one of the two"
+    assert f"copies {told}" in drawn(a_status(once, twice))
+    assert told in summary_line(a_status(once, twice))
+    once.has_waiting_copy = True
+    assert "node-1, node-2 have a second process with their key waiting" in copies_in_words(
+        [once, twice]
+    )
+
+
+def test_the_clock_reads_well_before_in_and_after_a_run():
+    run = a_status(elapsed_seconds=70.0).run
+    assert clock_in_words(run) == "1 min 10 s so far; the time left is known after some rounds"
+    run.estimated_seconds_left = 3700.0
+    assert clock_in_words(run) == "1 min 10 s so far, about 1 h 1 min left"
+    run.phase = status_pb2.RUN_PHASE_FINISHED
+    assert clock_in_words(run) == "1 min 10 s in all"
 
 
 def test_nodes_that_differ_and_nodes_that_are_silent_are_told():

@@ -59,6 +59,7 @@ def test_another_node_evaluates_the_last_state_when_the_first_is_lost() -> None:
     assert [ask.node_id for ask in scene.asked(AskEvaluation)] == ["node-a"]
     scene.evaluate("node-a", round=1)
     assert scene.state.is_finished
+    assert scene.state.finished_at == scene.now
 
 
 def test_the_run_finishes_without_an_evaluation_when_its_time_is_over() -> None:

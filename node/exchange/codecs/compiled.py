@@ -15,7 +15,8 @@ at any time but while it is used. Where nothing can be written, each process com
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -59,6 +60,22 @@ def remove_unused_kernels() -> None:
     """Removes what other versions compiled and nobody uses any more."""
     if _FOLDER is not None:
         kernel_cache.remove_unused(_FOLDER)
+
+
+def has_cache() -> bool:
+    """Whether what is compiled here is kept for other processes."""
+    stats = bits_of.stats  # type: ignore[attr-defined]  # of numba's dispatcher
+    return stats.cache_path is not None
+
+
+@contextmanager
+def compiling_alone(*, on_wait: Callable[[], None]) -> Iterator[None]:
+    """Lets one process compile at a time, so that the next ones find in the cache what it has compiled.
+
+    Calls `on_wait` when there is one to be waited for.
+    """
+    with kernel_cache.locked(Path(numba.config.CACHE_DIR), on_wait=on_wait):  # type: ignore[attr-defined]
+        yield
 
 
 def kernel(function: Function) -> Function:

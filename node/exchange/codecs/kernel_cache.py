@@ -8,7 +8,8 @@ than that holds its folder by a lock, which the kernel drops when it ends, howev
 import fcntl
 import os
 import shutil
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 UNUSED_SECONDS = 7 * 86400.0
@@ -35,6 +36,24 @@ def hold(folder: Path) -> int | None:
                 raise
             os.close(held)
     return None
+
+
+@contextmanager
+def locked(folder: Path, *, on_wait: Callable[[], None]) -> Iterator[None]:
+    """Holds a lock that one process has at a time, unless the folder cannot be written to.
+
+    It is a file of its own: those who hold the folder share their lock.
+    """
+    with ExitStack() as kept:
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = kept.enter_context((folder / ".compiling").open("w"))
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                on_wait()
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _is_still_there(folder: Path, descriptor: int) -> bool:

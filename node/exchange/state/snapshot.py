@@ -2,18 +2,19 @@
 
 File: safetensors with the tensors `parameters`, `momentum` and, where a node owes something,
 `residual` and `reducer_error`, which never leave the node. The metadata hold the rest: the outer
-digest covers both vectors of the outer state, the seal covers what is owed and all other metadata.
-Format 1 had no `reducer_error` and is still read.
+digest covers both vectors of the outer state, the seal covers what is owed and all other metadata, and
+the head's seal these metadata alone, for who does not read what is owed. Format 1 had no `reducer_error`;
+it is still read, and so are files without the head's seal.
 """
 
 import json
 import re
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import blake3
 import numpy as np
@@ -21,12 +22,14 @@ import structlog
 from safetensors import SafetensorError, safe_open
 
 from node.exchange.state.spare_files import kept_for_reading, set_aside
-from node.outer_state import Vector, outer_digest
+from node.outer_state import PIECE_ELEMENTS, Vector, digest_of_pieces, outer_digest
 from protocol.errors import BadDataError, ConfigError
 from protocol.files import make_folder, remove_durably, write_atomically
 from protocol.rounds import Digest
 
 log = structlog.get_logger()
+
+T = TypeVar("T")
 
 FILE_FORMAT = "atoll snapshot 2"
 _FORMATS_READ = ("atoll snapshot 1", FILE_FORMAT)
@@ -82,6 +85,15 @@ class Snapshot:
         return _state_bytes(self.parameters, self.momentum, self.parameters.size, start, stop)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Parameters:
+    """The part of an outer state that is the model. Read-only."""
+
+    round: int
+    outer_digest: Digest
+    values: Vector = field(repr=False)  # [n], canonical order
+
+
 class SnapshotFolder:
     """The newest snapshots of one node on disk. One process at a time may save to a folder."""
 
@@ -111,6 +123,7 @@ class SnapshotFolder:
         }
         if owed is not None:
             tensors |= owed.tensors()
+        metadata["head_seal"] = _seal(metadata, None)
         metadata["seal"] = _seal(metadata, owed)
         path = self._file_of(snapshot.round)
         values = map(_little_endian, tensors.values())
@@ -133,10 +146,22 @@ class SnapshotFolder:
         A damaged file is left where it is, logged, and the one before it taken. Raises ConfigError
         for one of another run or layout, and BadDataError when all files are damaged.
         """
+        return self._first_undamaged(lambda path: _load(path, run_digest, layout_digest))
+
+    def load_newest_parameters(
+        self, run_digest: Digest, layout_digest: Digest
+    ) -> "Parameters | None":
+        """Of the newest undamaged snapshot the parameters, in so much memory and no more.
+
+        The momentum is read in pieces, for the digest; what is owed is not read. Else as `load_newest`.
+        """
+        return self._first_undamaged(lambda path: _parameters_of(path, run_digest, layout_digest))
+
+    def _first_undamaged(self, load: Callable[[Path], T]) -> T | None:
         files = self._files()
         for path in files:
             try:
-                return _load(path, run_digest, layout_digest)
+                return load(path)
             except SnapshotError as error:
                 log.warning(
                     "snapshot damaged or unreadable, taking the one before it",
@@ -203,11 +228,23 @@ class OpenSnapshot:
             kept.enter_context(kept_for_reading(path))
             file: Any = safe_open(path, framework="numpy")
             metadata: dict[str, str] = file.metadata() or {}
+            _check_format(metadata)
             self.round = int(metadata["round"])
+            self.run_digest = Digest(bytes.fromhex(metadata["run_digest"]))
+            self.layout_digest = Digest(bytes.fromhex(metadata["layout_digest"]))
             self._outer_digest = Digest(bytes.fromhex(metadata["outer_digest"]))
             self._parameters = file.get_slice("parameters")
             self._momentum = file.get_slice("momentum")
-            (self._num_elements,) = self._parameters.get_shape()
+            (num_elements,) = self._parameters.get_shape()
+            self.num_elements = int(num_elements)
+            for name, part in (("parameters", self._parameters), ("momentum", self._momentum)):
+                if part.get_dtype() != "F32" or part.get_shape() != [self.num_elements]:
+                    raise SnapshotError(
+                        f"its {name} is {part.get_dtype()} of shape {part.get_shape()}"
+                    )
+            del metadata["seal"]
+            if metadata.pop("head_seal", None) not in (None, _seal(metadata, None)):
+                raise SnapshotError("its metadata do not match their seal")
         except (SafetensorError, OSError, KeyError, ValueError) as error:
             raise SnapshotError(str(error)) from error
 
@@ -217,7 +254,7 @@ class OpenSnapshot:
 
     def read(self, start: int, stop: int) -> bytes:
         """See Snapshot.read."""
-        return _state_bytes(self._parameters, self._momentum, self._num_elements, start, stop)
+        return _state_bytes(self._parameters, self._momentum, self.num_elements, start, stop)
 
 
 def _file_header(tensors: Mapping[str, Vector], metadata: Mapping[str, str]) -> bytes:
@@ -262,6 +299,34 @@ def _load(path: Path, run_digest: Digest, layout_digest: Digest) -> tuple[Snapsh
     return snapshot, owed
 
 
+def _parameters_of(path: Path, run_digest: Digest, layout_digest: Digest) -> Parameters:
+    """Of an undamaged file; raises SnapshotError otherwise, whatever is wrong with what is owed."""
+    file = OpenSnapshot(path)
+    if file.round != _round_of(path):
+        raise SnapshotError(f"it says that it is of round {file.round}")
+    values = np.empty(file.num_elements, dtype=np.float32)
+    pieces: list[bytes] = []
+    for start in range(0, 8 * values.size, 4 * PIECE_ELEMENTS):
+        try:
+            piece = file.read(start, min(start + 4 * PIECE_ELEMENTS, 8 * values.size))
+        except (SafetensorError, OSError) as error:
+            raise SnapshotError(str(error)) from error
+        pieces.append(blake3.blake3(piece).digest())
+        part = values[start // 4 : start // 4 + PIECE_ELEMENTS]  # none of the momentum's
+        part[:] = np.frombuffer(piece, dtype="<f4", count=part.size)
+    if digest_of_pieces(pieces) != file.outer_digest():
+        raise SnapshotError("its values do not match its outer digest")
+    _check_belongs(path, "run", file.run_digest, run_digest)
+    _check_belongs(path, "layout", file.layout_digest, layout_digest)
+    values.flags.writeable = False
+    return Parameters(round=file.round, outer_digest=file.outer_digest(), values=values)
+
+
+def _check_format(metadata: Mapping[str, str]) -> None:
+    if metadata["format"] not in _FORMATS_READ:
+        raise SnapshotError(f"its format is {metadata['format']!r}, not {FILE_FORMAT!r}")
+
+
 def _read(path: Path) -> tuple[Snapshot, Owed | None]:
     """A whole, undamaged file; raises SnapshotError otherwise."""
     try:
@@ -274,8 +339,7 @@ def _read(path: Path) -> tuple[Snapshot, Owed | None]:
     if "residual" in tensors:
         owed = Owed(residual=tensors["residual"], reducer_error=tensors.get("reducer_error"))
     try:
-        if metadata["format"] not in _FORMATS_READ:
-            raise SnapshotError(f"its format is {metadata['format']!r}, not {FILE_FORMAT!r}")
+        _check_format(metadata)
         num_elements = tensors["parameters"].size
         for name, vector in tensors.items():
             if vector.dtype != np.float32 or vector.shape != (num_elements,):
