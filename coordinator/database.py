@@ -6,7 +6,7 @@ What the tables mean is coordinator.store's; here they are made and kept whole.
 import sqlite3
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Self
@@ -14,76 +14,41 @@ from typing import Self
 from google.protobuf.message import DecodeError
 from pydantic import ValidationError
 
-from coordinator.upgrade import to_version_5
 from protocol.errors import BadDataError, ConfigError, SystemRefusedError
 from protocol.folder_lock import FolderLock
 
 DATABASE_NAME = "atoll.db"
 
-MIGRATIONS: Sequence[str | Callable[[sqlite3.Connection], None]] = (
-    """
-    CREATE TABLE swarm (
-        only_row INTEGER PRIMARY KEY CHECK (only_row = 1),
-        saved_now REAL NOT NULL,
-        state TEXT NOT NULL
-    );
-    CREATE TABLE members (node_id TEXT PRIMARY KEY, member TEXT NOT NULL);
-    CREATE TABLE open_round (
-        only_row INTEGER PRIMARY KEY CHECK (only_row = 1),
-        round TEXT NOT NULL
-    );
-    CREATE TABLE closed_rounds (round INTEGER PRIMARY KEY, closed TEXT NOT NULL);
-    CREATE TABLE invites (
-        invite_id TEXT PRIMARY KEY,
-        secret_hash BLOB NOT NULL,
-        max_uses INTEGER NOT NULL,
-        expires_utc_seconds REAL NOT NULL,
-        is_revoked INTEGER NOT NULL DEFAULT 0,
-        host TEXT NOT NULL
-    );
-    CREATE TABLE enrolled (
-        invite_id TEXT NOT NULL REFERENCES invites,
-        node_id TEXT NOT NULL,
-        node_name TEXT NOT NULL,
-        public_key BLOB NOT NULL,
-        certificate_serial TEXT NOT NULL DEFAULT '',
-        PRIMARY KEY (invite_id, node_id)
-    );
-    -- Every call of a node asks whether it is enrolled.
-    CREATE INDEX enrolled_by_node ON enrolled (node_id);
-    """,
-    # Without a row the store makes the ledger from the closed rounds.
-    """
-    CREATE TABLE ledger (
-        only_row INTEGER PRIMARY KEY CHECK (only_row = 1),
-        ledger TEXT NOT NULL
-    );
-    """,
-    # What `open_round` held of slices and reports; without rows it still holds them itself.
-    """
-    CREATE TABLE round_parts (
-        kind TEXT NOT NULL,
-        slice_index INTEGER NOT NULL,
-        node_id TEXT NOT NULL,
-        part TEXT NOT NULL,
-        PRIMARY KEY (kind, slice_index, node_id)
-    ) WITHOUT ROWID;
-    """,
-    # The wait at the end of a run was an evaluation of the final state, and by nobody while there
-    # was none. What is not there reads as NULL, and leaves a state as it is.
-    """
-    UPDATE swarm SET state = json_set(
-        state, '$[0].end_waits_until', json_extract(state, '$[0].evaluating.until')
-    )
-    WHERE json_extract(state, '$[0].evaluating.round')
-        = json_extract(state, '$[0].rules.total_rounds');
-    UPDATE swarm SET state = json_set(state, '$[0].evaluating', NULL)
-    WHERE json_type(state, '$[0].evaluating.node_id') = 'null';
-    """,
-    to_version_5,
-)
-"""Each entry brings a database from version i to i + 1. Entries are never changed, only added."""
+VERSION = 5
 
+TABLES = """
+CREATE TABLE swarm (only_row INTEGER PRIMARY KEY CHECK (only_row = 1), state, digest);
+CREATE TABLE run_file (only_row INTEGER PRIMARY KEY CHECK (only_row = 1), tables, digest);
+CREATE TABLE clock (only_row INTEGER PRIMARY KEY CHECK (only_row = 1), saved_now, digest);
+CREATE TABLE members (node_id PRIMARY KEY, member, digest) WITHOUT ROWID;
+CREATE TABLE open_round (only_row INTEGER PRIMARY KEY CHECK (only_row = 1), round, digest);
+CREATE TABLE round_parts (
+    kind, slice_index, node_id, part, digest, PRIMARY KEY (kind, slice_index, node_id)
+) WITHOUT ROWID;
+CREATE TABLE ledger (only_row INTEGER PRIMARY KEY CHECK (only_row = 1), ledger, digest);
+CREATE TABLE held_out (place INTEGER PRIMARY KEY, round, loss, tokens, digest);
+CREATE TABLE closed_rounds (round INTEGER PRIMARY KEY, commit_message, plan, rest, digest);
+CREATE TABLE commits (
+    round INTEGER PRIMARY KEY, incarnation, base_digest, outer_digest, statement_digest, signature,
+    digest
+);
+CREATE TABLE figures (round INTEGER PRIMARY KEY, summary, digest);
+CREATE TABLE invites (
+    place INTEGER PRIMARY KEY, invite_id, secret_hash, max_uses, expires_utc_seconds, is_revoked,
+    host, digest
+);
+CREATE TABLE enrolled (
+    invite_id, node_id, node_name, public_key, certificate_serial, digest,
+    PRIMARY KEY (invite_id, node_id)
+) WITHOUT ROWID;
+"""
+"""Columns have no type, so that what is read is what was written. A run goes on with the version of Atoll
+that began it, as commits and the digest of the run file differ: tables of other versions are refused."""
 
 _REFUSALS = {
     *(sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN),
@@ -124,7 +89,7 @@ class Database:
         with self._in_our_words():
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = FULL")
-            self._migrate()
+            self._make_or_check_tables()
             self._check_pages()
 
     @classmethod
@@ -240,23 +205,19 @@ class Database:
         if found != "ok":
             raise sqlite3.DatabaseError(" ".join(found.split()))
 
-    def _migrate(self) -> None:
+    def _make_or_check_tables(self) -> None:
         (version,) = self._connection.execute("PRAGMA user_version").fetchone()
-        if version > len(MIGRATIONS):
-            raise ConfigError(
-                f"{self.path} is of version {version}, this Atoll knows {len(MIGRATIONS)} at most",
-                next_step="install the newer Atoll that wrote it; if there is none, the file is "
-                f"damaged: {AFTER_DAMAGE}",
+        if version == 0:
+            # It begins in the script, because executescript ends what was begun before it.
+            self._connection.executescript(
+                f"BEGIN; {TABLES} PRAGMA user_version = {VERSION}; COMMIT;"
             )
-        for number, step in enumerate(MIGRATIONS[version:], start=version + 1):
-            if isinstance(step, str):
-                # It begins in the script, because executescript ends what was begun before it.
-                self._connection.executescript(f"BEGIN; {step};")
-            else:
-                self._connection.execute("BEGIN")
-                step(self._connection)
-            self._connection.execute(f"PRAGMA user_version = {number}")
-            self._connection.execute("COMMIT")
+        elif version != VERSION:
+            raise ConfigError(
+                f"{self.path} has tables of version {version}, and this Atoll reads version {VERSION} "
+                "alone: a run goes on with the Atoll that began it",
+                next_step=f"install that one; if there is none, the file is damaged: {AFTER_DAMAGE}",
+            )
 
 
 def _connected(path: Path) -> sqlite3.Connection:

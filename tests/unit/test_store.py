@@ -17,7 +17,6 @@ from coordinator.swarm.events import (
     HeartbeatSeen,
     ResultHeld,
     SliceReduced,
-    Ticked,
     TrainingDone,
 )
 from coordinator.swarm.shares import Rates
@@ -168,95 +167,17 @@ def test_the_ledger_is_read_and_not_added_up_again(tmp_path: Path) -> None:
     assert Store.open(tmp_path).load(RULES, RUN).ledger == state.ledger
 
 
-AT_THE_END: list[Event] = [attached(A), attached(B), *reports_up_to_commit(1), *applied(1)]
-GOLDEN = Path(__file__).with_name("golden")
-
-
-def old_database(folder: Path, name: str, change: str = "") -> Store:
-    """Opens a database that version 4 wrote, or with a `change` an earlier one."""
-    connection = sqlite3.connect(folder / DATABASE_NAME)
-    connection.executescript((GOLDEN / f"database-4-{name}.sql").read_text() + change)
-    connection.close()
-    return Store.open(folder)
-
-
-AS_VERSION_1 = """
-    DROP TABLE ledger;
-    DROP TABLE round_parts;
-    UPDATE swarm SET state = json_set(json_remove(state, '$[0].ledger'), '$[0].next_sample', 9);
-    UPDATE members SET member = json_remove(member, '$[0].inner_steps_per_second');
-    PRAGMA user_version = 1;
-"""
-OLD = {"training": (RULES, TWO_ROUNDS[:8]), "applying": (RULES, TWO_ROUNDS)}
-
-
-@pytest.mark.parametrize("name", OLD)
-def test_a_database_of_version_4_goes_on_with_all_that_it_holds(tmp_path: Path, name: str) -> None:
-    rules, events = OLD[name]
-    state = play(Store.in_memory(), initial_state(rules, RUN), events)
-    store = old_database(tmp_path, name)
-    store.check()
-    loaded = store.load(rules, RUN)
-    fresh = with_leases_until(state, 1.0 + rules.lease_seconds + RETRY_CAP_SECONDS)
-    assert loaded == fresh
-    assert [(i.invite_id, i.max_uses, i.node_ids) for i in store.invites()] == [("inv", 2, (A,))]
-    assert store.is_enrolled(A) and not store.is_enrolled(B)
-    redeem(store, B)
-    with pytest.raises(NotPermittedError, match="used up: 2 of 2"):
-        redeem(store, NodeId("c" * 32))
-    play(store, loaded, TWO_ROUNDS[len(events) :])
-    numbers = [closed.commit.round for closed in store.latest_rounds(9)]
-    assert numbers == [2, 1] == [figures.round for figures in store.latest_figures(9)]
-    assert [commit.round for commit in store.commits_after(0)] == [1, 2]
-
-
-def test_a_database_without_a_ledger_gets_one_from_its_rounds(tmp_path: Path) -> None:
-    # The round in flight was one piece then; this one waits for its first report.
-    change = f"DELETE FROM open_round; {AS_VERSION_1}"
-    state = play(Store.in_memory(), initial_state(RULES, RUN), TWO_ROUNDS)
-    store = old_database(tmp_path, "applying", change)
-    loaded = store.load(RULES, RUN)
-    assert loaded.ledger.committed == state.ledger.committed != ()
-    assert {m.inner_steps_per_second for m in loaded.members.values()} == {None}
-
-
-@pytest.mark.parametrize("asked", [B, None])
-def test_a_database_that_waited_at_the_end_by_an_evaluation_goes_on_waiting(
-    tmp_path: Path, asked: NodeId | None
+@pytest.mark.parametrize("version", [1, 4])
+def test_the_database_of_an_earlier_version_is_refused_as_it_is(
+    tmp_path: Path, version: int
 ) -> None:
-    rules = replace(RULES, total_rounds=1)
-    state = play(Store.in_memory(), initial_state(rules, RUN), AT_THE_END)
-    evaluating = state.evaluating
-    assert evaluating is not None and state.end_waits_until == evaluating.until == 11.0
-    name = "null" if asked is None else f"'{asked}'"
-    store = old_database(
-        tmp_path,
-        "ending",
-        f"""
-        UPDATE swarm SET state = json_set(
-            json_remove(state, '$[0].end_waits_until'), '$[0].evaluating.node_id', {name}
-        );
-        PRAGMA user_version = 3;
-        """,
-    )
-    loaded = store.load(rules, RUN)
-    assert loaded.end_waits_until == 11.0
-    assert loaded.evaluating == (None if asked is None else evaluating)
-    # Who is here is asked, if nobody was; and the run comes to its end.
-    asked_now = step(loaded, Ticked(), 2.0).state.evaluating
-    assert asked_now == replace(evaluating, until=11.0 if asked else 12.0)
-    report = Evaluated(node_id=B, round=1, held_out_loss=4.5, tokens=64)
-    assert play(store, loaded, [Ticked(), report], now=2.0).is_finished
-
-
-def test_an_evaluation_of_another_round_is_none_that_the_end_waited_by(tmp_path: Path) -> None:
-    change = """
-        UPDATE swarm SET state = json_remove(state, '$[0].end_waits_until');
-        UPDATE swarm SET state = json_set(state, '$[0].rules.total_rounds', 100);
-        PRAGMA user_version = 3;
-    """
-    loaded = old_database(tmp_path, "ending", change).load(RULES, RUN)
-    assert loaded.evaluating is not None and loaded.end_waits_until is None
+    connection = sqlite3.connect(tmp_path / DATABASE_NAME)
+    connection.executescript(f"CREATE TABLE swarm (state); PRAGMA user_version = {version};")
+    connection.close()
+    before = (tmp_path / DATABASE_NAME).read_bytes()[100:]  # behind the header's counters
+    with pytest.raises(ConfigError, match=f"has tables of version {version}, and this"):
+        Store.open(tmp_path)
+    assert (tmp_path / DATABASE_NAME).read_bytes()[100:] == before
 
 
 def test_a_lease_alone_is_not_written_but_the_clock_is_now_and_then(tmp_path: Path) -> None:
