@@ -39,6 +39,22 @@ def test_no_round_is_closed_or_opened_until_the_newest_rounds_nodes_are_back() -
     scene.commit("node-a", "node-b")
 
 
+def test_nothing_is_decided_while_a_node_that_is_back_has_commits_to_bring() -> None:
+    scene = started()
+    scene.attach("node-a", at=2, digest=digest_of("after 2"))
+    scene.attach("node-b", "node-c", at=1, digest=AFTER)
+    begin, left = scene.now, scene.round.commit_deadline
+    assert scene.state.awaited is not None
+    while scene.now < begin + 30:
+        scene.beat("node-a", at=2, digest=digest_of("after 2"))
+        for name in ("node-b", "node-c"):
+            scene.beat(name, at=1, digest=AFTER)
+        scene.wait(5)
+        assert scene.state.awaited is not None and scene.round.commit_deadline == left
+    scene.leave("node-a")
+    assert scene.state.awaited is None
+
+
 def test_the_run_goes_on_without_a_third_of_the_nodes_within_the_longest_round() -> None:
     scene = started()
     begin = scene.now
