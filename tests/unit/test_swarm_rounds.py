@@ -383,3 +383,15 @@ def test_nothing_commits_on_a_state_that_nobody_who_is_here_holds_any_more() -> 
     assert scene.state.last_closed.commit.round == 2
     reasons = {outcome.void_reason for outcome in scene.state.last_closed.commit.slices}
     assert reasons == {"nobody who is here holds the state that it builds on"}
+
+
+def test_the_next_plan_begins_where_schedules_were_told_that_they_would_be() -> None:
+    scene = Scene(min_nodes=2)
+    scene.attach("node-a", "node-b")
+    told = of_kind(scene.log, SendPlan)[-1].plan
+    assert (told.token_clock, told.round_tokens) == (0, 2 * TOKENS)
+    scene.commit("node-a", "node-b", tokens={"node-a": TOKENS})
+    scene.apply(digest_of("one"), "node-a", "node-b")
+    assert scene.state.token_clock == TOKENS
+    late = of_kind(scene.log, SendPlan)[-1].plan
+    assert (late.token_clock, late.round_tokens) == (2 * TOKENS, TOKENS)
