@@ -6,7 +6,7 @@ from dataclasses import replace
 from swarm_scene import INITIAL, Scene, digest_of
 
 from coordinator.swarm.actions import AskCommits, SendCommit
-from coordinator.swarm.events import BaseLearned, CommitLearned, Event, HistoryTold
+from coordinator.swarm.events import BaseLearned, CommitLearned, Event, HistoryTold, Started
 from coordinator.swarm.state import MemberState, RoundPhase, SwarmState
 from protocol.rounds import Commit, Digest, NodeId
 
@@ -160,3 +160,22 @@ def test_a_round_that_was_taken_back_after_the_copy_gives_way_to_what_became_of_
         assert older.state.token_clock == scene.state.token_clock
         assert older.state.ledger.committed == scene.state.ledger.committed
         assert older.member("node-a").committed_tokens == scene.member("node-a").committed_tokens
+
+
+def test_void_rounds_that_were_closed_without_their_nodes_give_way_to_what_those_bring() -> None:
+    scene, states = run_of(5)
+    older = Scene(min_nodes=2, rounds=50)
+    older.state, older.now = states[2], scene.now
+    older.do(Started())
+    older.wait(10 * older.state.rules.lease_seconds)
+    assert older.state.committed_round == 3 and older.state.recent[-1].is_void
+    older.attach("node-a", "node-b", at=5, digest=after(5))
+    for event in told(commits_of(scene)):
+        older.do(event)
+    older.do(HistoryTold(node_id=A))
+    assert (older.state.committed_round, older.state.outer_digest) == (5, after(5))
+    assert older.state.token_clock == scene.state.token_clock
+    assert older.state.ledger.committed == scene.state.ledger.committed
+    tokens = {n: m.committed_tokens for n, m in scene.state.members.items()}
+    assert {n: m.committed_tokens for n, m in older.state.members.items()} == tokens
+    assert older.round.number == 6 and older.round.base_digest == after(5)
