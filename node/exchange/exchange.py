@@ -109,8 +109,13 @@ class Exchange:
         return tuple(sorted(self._members, key=lambda peer: peer in unreachable))
 
     async def open_round(self, plan: Plan) -> None:
-        """Begins to take contributions and results of a round."""
+        """Begins to take contributions and results of a round.
+
+        Of another plan of the same round nothing is kept: results of its slices would stand in the way.
+        """
         await self._break_off_round()
+        await self._results_out.withdraw(plan.round)
+        self._held.forget_from(plan.round)
         self._round = ExchangeRound(
             plan=plan,
             context=self._context,
