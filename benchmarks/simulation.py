@@ -21,6 +21,7 @@ from google.protobuf.message import Message
 from benchmarks.meshed_island import MeshedIsland
 from benchmarks.simulated_coordinator import DeskStub, Outage, SimulatedCoordinator, new_folder
 from benchmarks.virtual_time import run_in_virtual_time
+from coordinator.swarm.explain import explain
 from coordinator.swarm.state import HeldOut, SwarmState
 from node.daemon import Daemon, NodeFacts
 from node.exchange.held_results import HeldResults
@@ -133,6 +134,10 @@ def identity_of(place: int) -> Identity:
     return Identity(private_key=Ed25519PrivateKey.from_private_bytes(bytes([place + 1]) * 32))
 
 
+class RunStuckError(Exception):
+    """The run is not over in time; says what its coordinator waits for."""
+
+
 Script = Callable[[MemoryNetwork, "Sequence[SimulatedNode]"], Awaitable[None]]
 """Does something to links and nodes while the swarm runs."""
 
@@ -146,14 +151,18 @@ def simulate(
     outage: Outage | Sequence[Outage] | None = None,
     disks: Path | None = None,
     network: MemoryNetwork | None = None,
+    within_seconds: float | None = None,
 ) -> SimulatedRun:
     """Runs a swarm to its end and returns what came of it.
 
     There is one node for each life. Whoever dies and returns needs `disks`, an empty folder. Without
-    a `network` transfers take no time.
+    a `network` transfers take no time. A run that is not over `within_seconds` of virtual time raises
+    RunStuckError: nodes that wait for ever would never come to an end here.
     """
     network = network or MemoryNetwork()
-    return run_in_virtual_time(_simulate(spec, lives, corpus, script, outage, disks, network))
+    return run_in_virtual_time(
+        _simulate(spec, lives, corpus, script, outage, disks, network, within_seconds)
+    )
 
 
 async def _simulate(
@@ -164,6 +173,7 @@ async def _simulate(
     outage: Outage | Sequence[Outage] | None,
     disks: Path | None,
     network: MemoryNetwork,
+    within_seconds: float | None,
 ) -> SimulatedRun:
     if corpus is None:
         corpus = read_corpus(
@@ -182,7 +192,14 @@ async def _simulate(
         script_run = script(network, nodes)
         background.append(asyncio.ensure_future(script_run))
     try:
-        survivors = [n for n in await asyncio.gather(*(n.live() for n in nodes)) if n is not None]
+        try:
+            async with asyncio.timeout(within_seconds):
+                lived = await asyncio.gather(*(n.live() for n in nodes))
+        except TimeoutError:
+            driver = coordinator.driver
+            reason = explain(driver.state, driver.clock.now())
+            raise RunStuckError(f"not over after {within_seconds:g} s: {reason}") from None
+        survivors = [node for node in lived if node is not None]
         commits = coordinator.store.commits_after(0, limit=1 << 30)
         return SimulatedRun(
             final=coordinator.driver.state,

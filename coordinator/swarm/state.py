@@ -219,6 +219,7 @@ class Left:
 
     first_round: int
     digest: Digest
+    incarnation: int = 0
 
 
 KEPT_LEFT = 8
