@@ -24,7 +24,7 @@ from node.island.island import Progress
 from node.link.events import EvaluationAsked, RefetchAsked, RoundCommitted, RunFinished
 from node.link.session import Session
 from protocol.errors import IncompleteError
-from protocol.rounds import Assignment, Commit, NodeId
+from protocol.rounds import Assignment, Commit, Digest, NodeId
 from protocol.wire_count import WireCounts, WireTotals, grown
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ class Duties:
         self.utilisation: Utilisation | None = None  # of the round that ended last
         self.last_planned_round = 0
         self.is_draining = False
+        self._planned_base: Digest | None = None  # of the last planned round
         self._doing = "starting"
         self._node_id = node_id
         self._context = context
@@ -228,7 +229,8 @@ class Duties:
         assignment = plan.assignment_of(self._node_id)
         if assignment is None or plan.round <= self._outer.round:
             return
-        if plan.round <= self.last_planned_round:
+        is_planned = (plan.round, plan.base_digest) == (self.last_planned_round, self._planned_base)
+        if is_planned:  # else it is later, or this node has gone back since to another history
             await self._take_part_again(received, assignment)
             return
         # A commit that passed while the session was broken. Even a void one, which leaves the
@@ -238,7 +240,8 @@ class Duties:
             log.warning("plan refused: its base is not our state", round=plan.round)
             return
         plan = received.plan_at(asyncio.get_running_loop().time())
-        self.last_planned_round, self._trained = plan.round, None
+        self.last_planned_round, self._planned_base = plan.round, plan.base_digest
+        self._trained = None
         await self._exchange.open_round(plan)
         await self._ahead.pause()
         self._ahead.lease(None)
@@ -281,7 +284,7 @@ class Duties:
         round are lost, and the plan may be another. What was trained is contributed all the same.
         """
         plan, trained = received.plan, self._trained
-        if plan.round < self.last_planned_round or trained is None:
+        if trained is None:
             return
         if self._exchange.is_open_by(plan):
             self._session.repeat(plan.round)
@@ -339,6 +342,7 @@ class Duties:
         is_done = await self._exchange.refetch(asked.round, asked.outer_digest)
         if (self._outer.round, self._outer.digest) != before:
             self._island.forget()  # trained from a state that is not the swarm's
+            self._published_round = 0
             await self._adopted()
         self._num_unanswered = (
             0 if is_done or asked is not self._unanswered else self._num_unanswered
