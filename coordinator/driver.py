@@ -301,15 +301,18 @@ class Driver:
     def stream_broken(self, stream: Stream) -> None:
         """Takes note that a stream's reader is gone, if no newer one has taken its place.
 
-        Not when we were stopped for long: then nodes that live have ended their streams too. What
+        When we were stopped for long, nodes that live have ended their streams too. What
         becomes of the note is nobody's to wait for: on a full disk the lease will end the session.
         """
         if self._streams.get(stream.node_id) is not stream or self._is_ending:
             return
         has_slept = self._note_sleep() > UNNOTICED_SECONDS
-        if not has_slept and self.clock.now() >= self._patient_until:
-            broken = StreamBroken(node_id=stream.node_id, session_id=stream.session_id)
-            self._ask(broken).add_done_callback(_look_away)
+        broken = StreamBroken(
+            node_id=stream.node_id,
+            session_id=stream.session_id,
+            may_be_ours=has_slept or self.clock.now() < self._patient_until,
+        )
+        self._ask(broken).add_done_callback(_look_away)
 
     def end_all(self, error: AtollError) -> None:
         """Ends every stream, because the coordinator stops."""

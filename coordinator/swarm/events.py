@@ -56,6 +56,7 @@ class StreamBroken:
 
     node_id: NodeId
     session_id: int
+    may_be_ours: bool = False  # we were stopped for a while, and nodes that live end their streams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

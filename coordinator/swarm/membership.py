@@ -137,11 +137,14 @@ def stream_broken(turn: Turn, event: StreamBroken) -> None:
 
     The kernel ends a dead process's connections at once, long before its lease is over. One that
     lives attaches anew, or goes on with its heartbeats. Until then another process may take its place.
+    A stream that may have broken by our own fault does the latter alone.
     """
     member = turn.state.members.get(event.node_id)
     if member is None or member.session_id != event.session_id or member.state not in PRESENT:
         return
     lease_until = turn.now + turn.state.rules.lease_seconds / HEARTBEATS_PER_LEASE
+    if event.may_be_ours:
+        lease_until = member.lease_until
     turn.put_member(
         replace(member, lease_until=min(member.lease_until, lease_until), is_heard=False)
     )

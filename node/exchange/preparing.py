@@ -117,7 +117,8 @@ async def _compiled_elsewhere(spec: RunSpec) -> str:
             await process.stdin.drain()
         process.stdin.close()
         async for line in process.stdout:
-            log.info(**json.loads(line))
+            if line.startswith(b"{"):  # and not what numba prints when it is told to
+                log.info(**json.loads(line))
         code = await process.wait()
         words = (await complaints).decode(errors="replace").strip()
     finally:

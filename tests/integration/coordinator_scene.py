@@ -94,6 +94,13 @@ class FakeNode:
         request = session_pb2.SubscribeRequest(session_id=self.session_id)
         self.events = self.session.Subscribe(request).__aiter__()
 
+    async def beat(self, outer_round: int = 0, outer_digest: bytes = START) -> None:
+        await self.session.Heartbeat(
+            session_pb2.HeartbeatRequest(
+                session_id=self.session_id, outer_round=outer_round, outer_digest=outer_digest
+            )
+        )
+
     async def next(self, kind: str) -> session_pb2.SubscribeResponse:
         """The next event of a kind; those of others are passed over."""
         async with asyncio.timeout(PATIENCE_SECONDS):
@@ -109,7 +116,7 @@ class FakeNode:
         await self.session.Report(request)
 
     async def trained(self, number: int) -> None:
-        report = session_pb2.TrainedReport(inner_steps=30, tokens=1000, loss=2.0, seconds=1.0)
+        report = session_pb2.TrainedReport(inner_steps=15, tokens=1000, loss=2.0, seconds=1.0)
         await self.report(number, trained=report)
 
     async def reduced(self, plan: round_pb2.Plan) -> None:

@@ -59,7 +59,8 @@ async def test_two_nodes_join_and_go_through_a_whole_round(tmp_path: Path) -> No
         for node in (a, b):
             await node.applied(1, MIDDLE)
         second = (await b.next("plan")).plan
-        assert (second.round, second.base_digest, second.token_clock) == (2, MIDDLE, 2000)
+        assert (second.round, second.base_digest) == (2, MIDDLE)
+        assert second.token_clock == plans[0].round_tokens, "schedules stand where the plan got"
 
         status = await a.status.GetStatus(status_pb2.GetStatusRequest())
         assert (status.run.committed_round, status.run.outer_digest) == (1, MIDDLE)
@@ -141,6 +142,8 @@ async def test_a_round_outlives_a_killed_coordinator(tmp_path: Path) -> None:
                 await node.close()
                 node.connect()
                 node.subscribe()  # the session of before the crash
+                await node.beat()  # the coordinator hears first who is back
+            for node in (a, b):
                 again = (await node.next("plan")).plan
                 assert again.assignments == plan.assignments and again.slices == plan.slices
                 assert again.commit_seconds <= plan.commit_seconds

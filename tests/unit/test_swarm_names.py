@@ -1,5 +1,7 @@
 """What members are called, and which of two processes with one key is attached."""
 
+from dataclasses import replace
+
 import pytest
 from swarm_scene import INITIAL, Scene
 
@@ -103,6 +105,18 @@ def test_the_first_process_waits_in_its_turn_once_the_second_has_taken_over() ->
     scene._num_processes["a"] = first - 1  # the first one comes back
     with pytest.raises(CopyAttachedError):
         scene.attach("a", is_beside=True)
+
+
+def test_a_stream_that_broke_while_the_coordinator_slept_costs_no_lease_and_locks_nobody_out() -> (
+    None
+):
+    scene = Scene(min_nodes=2, lease_seconds=15)
+    scene.attach("a")
+    lease_until = scene.member("a").lease_until
+    scene.do(replace(broken(scene, "a"), may_be_ours=True))
+    assert scene.member("a").lease_until == lease_until
+    scene.attach("a", is_beside=True)
+    assert scene.member("a").session_id == 2
 
 
 @pytest.mark.parametrize("event", [Started(), Woke(pause_seconds=30)])
