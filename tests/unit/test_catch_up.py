@@ -446,6 +446,36 @@ async def test_what_is_owed_goes_with_a_leap_whose_commits_are_not_all_known(
     await scene.stop()
 
 
+@pytest.mark.parametrize(
+    "others",
+    [
+        lambda one, two, three: (one, two, replace(three, outer_digest=Digest(b"o" * 32))),
+        lambda one, two, three: (one, replace(two, base_digest=Digest(b"o" * 32)), three),
+    ],
+    ids=["they end at another state", "they do not follow on each other"],
+)
+@in_virtual_time
+async def test_what_is_owed_goes_with_a_leap_whose_commits_do_not_lead_to_its_state(
+    monkeypatch: pytest.MonkeyPatch, others: Callable[..., tuple[Commit, ...]]
+) -> None:
+    """The coordinator went back while the state was fetched: nobody knows what they took of it."""
+    monkeypatch.setattr(held_results, "KEPT_ROUNDS", 0)
+    scene = await Scene.of(A, B, C)
+    owed = Owed(residual=scene.nodes[C].outer.snapshot().parameters + 3)
+    scene.nodes[C].outer.restore(scene.nodes[C].outer.snapshot(), owed)
+    for number in (1, 2, 3):
+        await committed_round(scene, number, A, B)
+
+    async def list_commits(after_round: int) -> tuple[Commit, ...]:
+        return others(*scene.commits) if after_round == 0 else tuple(scene.commits[after_round:])
+
+    scene.nodes[C].exchange._catch_up._list_commits = list_commits
+    await scene.nodes[C].exchange.catch_up(1)
+    assert scene.nodes[C].outer.position == scene.nodes[A].outer.position
+    assert not scene.nodes[C].residual.any()
+    await scene.stop()
+
+
 @in_virtual_time
 async def test_what_is_owed_stays_owed_through_a_leap_whose_commits_are_all_known(
     monkeypatch: pytest.MonkeyPatch,
@@ -581,4 +611,26 @@ async def test_a_state_never_stands_without_its_history(
             await go
     assert outer.round == 2
     assert catch_up._history.at(2) is not None and catch_up._history.at(1) is not None
+    await scene.stop()
+
+
+@in_virtual_time
+async def test_a_node_that_is_to_fetch_another_state_brings_its_own_commits_first() -> None:
+    scene = await Scene.of(A, B)
+    for number in (1, 2):
+        await committed_round(scene, number, A, B)
+    ours = list(scene.commits)
+    scene.commits = ours[:1]  # the coordinator goes on from an older copy
+    honest = scene.take_back
+
+    async def take_back(after_round: int) -> bool:
+        scene.commits = list(ours)
+        return await honest(after_round)
+
+    scene.nodes[A].exchange._catch_up._bring_back = take_back
+    before = scene.nodes[A].outer.position
+    assert ours[0].outer_digest is not None
+    assert await scene.nodes[A].exchange.refetch(1, ours[0].outer_digest)
+    assert scene.brought_after == [1]
+    assert scene.nodes[A].outer.position == before
     await scene.stop()

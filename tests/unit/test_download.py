@@ -297,10 +297,14 @@ async def test_a_break_keeps_what_has_come() -> None:
     assert await scene.fetch(download) is None
     before = scene.chunks_given().total()
     assert 0 < before < NUM_CHUNKS
+    assert download._arrivals.current is not None
+    num_missing = len(download._arrivals.current.missing)
+    assert num_missing < NUM_CHUNKS
     for donor in donors_of(scene):
         donor.misbehave = None
         scene.network.attach(donor.transport)
     assert_is(await scene.fetch(download), state_at(7))
+    assert scene.chunks_given().total() == before + num_missing
     # What was given to a link that then broke comes again, and nothing else.
     assert max(scene.chunks_given().values()) <= 3  # both broke with it
     assert scene.chunks_given().total() <= NUM_CHUNKS + 8

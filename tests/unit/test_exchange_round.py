@@ -194,6 +194,19 @@ async def test_a_result_is_only_taken_from_its_reducer_and_as_the_plan_says() ->
 
 
 @in_virtual_time
+async def test_a_contribution_is_only_taken_by_its_reducer_and_to_the_plans_fragment() -> None:
+    scene = await Scene.of(A, B, C)
+    await scene.open_round(1, A, B, C)
+    desk = scene.nodes[A].exchange
+    right = contribution_of(VALUES.tobytes(), sender_id=B, index=0).header
+    desk.admit(B, right)
+    for change in ({"fragment": 1}, {"slice_index": 1}):
+        with pytest.raises(TransferRefusedError, match="does not reduce"):
+            desk.admit(B, replace(right, **change))
+    await scene.stop()
+
+
+@in_virtual_time
 async def test_a_second_result_of_a_slice_is_refused_and_the_same_one_is_not() -> None:
     scene = await Scene.of(A, B, C)
     await scene.open_round(1, A, B, C)

@@ -1,5 +1,7 @@
 """Headers of payloads: one value has one form, since their digest is what commits name."""
 
+from dataclasses import replace
+
 import pytest
 
 from protocol.payload import CONTRIBUTION, MAX_HEADER_BYTES, Payload, PayloadError, PayloadHeader
@@ -75,3 +77,12 @@ def test_a_header_in_another_form_than_ours_is_refused(encoded: bytes) -> None:
 def test_what_is_no_header_is_refused(encoded: bytes, why: str) -> None:
     with pytest.raises(PayloadError, match=why):
         PayloadHeader.decode(encoded)
+
+
+def test_a_body_is_joined_only_with_the_header_that_announced_its_size_and_its_digest() -> None:
+    header = header_of()
+    assert Payload.verified(header, b"body").body == b"body"
+    with pytest.raises(PayloadError, match="damaged"):
+        Payload.verified(header, b"bodY")
+    with pytest.raises(PayloadError, match="4 bytes was announced as 5"):
+        Payload.verified(replace(header, body_bytes=5), b"body")
