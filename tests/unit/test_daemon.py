@@ -473,3 +473,21 @@ async def test_a_node_that_cannot_save_says_so_at_once_and_ends_before_it_is_pla
         with pytest.raises(SystemRefusedError, match="No space left"):
             await life.running
         assert life.link.goodbyes == ["stopped by an error, which its log tells"]
+
+
+@pytest.mark.parametrize("planned_before", [1, 5])
+@in_virtual_time
+async def test_a_node_that_went_back_to_another_history_trains_what_is_planned_there(
+    planned_before: int,
+) -> None:
+    """What it had trained from the other state is no pseudo-gradient of this one."""
+    async with Life() as life:
+        life.link.say(RoundOpened(plan=life.plan(1)))
+        await asyncio.sleep(60)
+        assert len(life.island.works) == 1
+        life.daemon._duties.last_planned_round = planned_before
+        other = life.outer.snapshot()
+        life.outer.restore(replace(other, parameters=other.parameters + 1), None)
+        life.link.say(RoundOpened(plan=life.plan(1)))
+        await asyncio.sleep(60)
+        assert len(life.island.works) == 2

@@ -120,3 +120,21 @@ def test_the_newest_round_with_results_is_kept_however_many_void_ones_follow() -
     commits = [a.commit for a in scene.log if isinstance(a, SendCommit)]
     assert scene.state.recent[0].commit.round == commits[0].round == 1
     assert scene.state.outer_digest == AFTER != INITIAL
+
+
+def test_a_round_in_flight_commits_nothing_with_fewer_nodes_than_one_may_open_with() -> None:
+    """The others may have committed it, and more, since the copy was made."""
+    scene = started()
+    scene.attach("node-a", at=1, digest=AFTER)
+    for progress in scene.round.slices:
+        result = digest_of(f"result {progress.slice.index}")
+        scene.reduce(progress.slice.reducer_id, progress.slice.index, result)
+        scene.hold("node-a", progress.slice.index, result)
+    while scene.state.awaited is not None:
+        scene.beat("node-a", at=1, digest=AFTER)
+        scene.wait(5)
+    newest = scene.state.recent[-1]
+    assert newest.commit.round == 2 and newest.is_void
+    assert newest.commit.slices[0].void_reason == (
+        "only 1 of its nodes came back after the coordinator started"
+    )
