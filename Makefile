@@ -9,7 +9,7 @@ RUN := $(VENV)/.made-from-pyproject-and-constraints
 DEV := $(VENV)/.with-development-tools
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test nightly lint style types kernels generate tree clean
+.PHONY: help demo test nightly mutants lint style types kernels generate tree clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,6 +23,9 @@ test: $(DEV)  ## Check everything, then run all tests
 
 nightly: $(DEV)  ## Run the property tests with 30 times as many examples, others each time
 	$(BIN)/pytest tests/property --hypothesis-profile=nightly $(ARGS)
+
+mutants: $(DEV)  ## Put some 200 bugs into a copy, one at a time, and count what tests notice
+	$(BIN)/python tools/mutants.py $(ARGS)
 
 lint: style types  ## Check style, types, walls and generated code
 

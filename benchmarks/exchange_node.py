@@ -10,6 +10,7 @@ import json
 import logging
 import sys
 import time
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from node.exchange.rate_scaling import RateScale
 from node.exchange.reducer_error import ReducerError
 from node.exchange.reports import Held, Reduced, Report
 from node.exchange.residual import Residual
+from node.exchange.state.patience import Patience
 from node.exchange.transport.frames import Limits
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.heavy import in_thread
@@ -86,6 +88,7 @@ class BenchmarkNode:
             report=self._report,
             list_commits=self._list_commits,
             bring_back=self._bring_back,
+            patience=Patience(Random(0)),
         )
         self._public_key = identity.public_key
         self._commits: list[Commit] = []

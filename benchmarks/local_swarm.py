@@ -5,6 +5,7 @@ and the mean. What moves messages is not there: no coordinator, no transport, no
 (benchmarks.simulation has those). Deterministic: the same setting and seed give the same loss.
 """
 
+import itertools
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -78,16 +79,15 @@ class LocalNode:
 
     def train(self, work: InnerWork, *, fragment: int, late_steps: int) -> None:
         """The inner steps of a round, and the round's results before it after so many of them."""
-        batch = work.num_samples // work.inner_steps
-        ahead = replace(work, inner_steps=late_steps, num_samples=late_steps * batch)
+        trained_ahead = late_steps * (work.num_samples // work.inner_steps)
         rest = replace(
             work,
             inner_steps=work.inner_steps - late_steps,
-            first_sample=work.first_sample + ahead.num_samples,
-            num_samples=work.num_samples - ahead.num_samples,
+            first_sample=work.first_sample + trained_ahead,
+            num_samples=work.num_samples - trained_ahead,
             steps_before=late_steps,
         )
-        self._take_steps(ahead)
+        self._take_steps(work, halted_after=late_steps)
         if self._not_adopted is not None:
             self.trainer.merge(
                 self.parameters, self.published, self._not_adopted, is_taken=self._is_taken
@@ -95,9 +95,10 @@ class LocalNode:
         self._take_steps(rest)
         self.trainer.publish(self.published, fragment)
 
-    def _take_steps(self, work: InnerWork) -> None:
-        if work.inner_steps:
-            self.trainer.train(work, lambda progress: None)
+    def _take_steps(self, work: InnerWork, *, halted_after: int | None = None) -> None:
+        if work.inner_steps and halted_after != 0:
+            asked = itertools.count(1)  # after each inner step
+            self.trainer.train(work, lambda progress: None, lambda: next(asked) == halted_after)
 
     def apply(self, commit: Commit, results: dict[int, Payload], *, is_taken: bool) -> None:
         """Moves the outer state; the ranks have it later."""

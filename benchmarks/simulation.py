@@ -7,6 +7,7 @@ the same run file gives the same digests.
 """
 
 import asyncio
+import itertools
 import math
 import random
 from collections.abc import Awaitable, Callable, Sequence
@@ -20,6 +21,7 @@ from google.protobuf.message import Message
 from benchmarks.meshed_island import MeshedIsland
 from benchmarks.simulated_coordinator import DeskStub, Outage, SimulatedCoordinator, new_folder
 from benchmarks.virtual_time import run_in_virtual_time
+from coordinator.swarm.explain import explain
 from coordinator.swarm.state import HeldOut, SwarmState
 from node.daemon import Daemon, NodeFacts
 from node.exchange.held_results import HeldResults
@@ -89,7 +91,12 @@ class PacedIsland(InlineIsland):
         self.compute_seconds = 0.0
         self._halted = asyncio.Event()
 
-    async def train(self, work: InnerWork, on_progress: Callable[[Progress], None]) -> InnerReport:
+    async def train(
+        self,
+        work: InnerWork,
+        on_progress: Callable[[Progress], None],
+        is_halted: Callable[[], bool] = lambda: False,
+    ) -> InnerReport:
         """Lets the time of as many inner steps as fit pass, or of fewer when halted; then trains them.
 
         Without a pace the report says 0 s, which is no measurement: the plans stay equal.
@@ -99,7 +106,8 @@ class PacedIsland(InlineIsland):
         if pace:
             steps = max(1, int(min(steps, work.max_seconds / pace)))  # as real islands do
             steps = await self._steps_before_halt(steps, pace)
-        report = await super().train(replace(work, inner_steps=steps), on_progress)
+        taken = itertools.count(1)  # asked after each inner step
+        report = await super().train(work, on_progress, lambda: next(taken) == steps or is_halted())
         self.compute_seconds += pace * report.inner_steps
         return replace(report, seconds=pace * report.inner_steps)
 
@@ -126,6 +134,10 @@ def identity_of(place: int) -> Identity:
     return Identity(private_key=Ed25519PrivateKey.from_private_bytes(bytes([place + 1]) * 32))
 
 
+class RunStuckError(Exception):
+    """The run is not over in time; says what its coordinator waits for."""
+
+
 Script = Callable[[MemoryNetwork, "Sequence[SimulatedNode]"], Awaitable[None]]
 """Does something to links and nodes while the swarm runs."""
 
@@ -139,14 +151,18 @@ def simulate(
     outage: Outage | Sequence[Outage] | None = None,
     disks: Path | None = None,
     network: MemoryNetwork | None = None,
+    within_seconds: float | None = None,
 ) -> SimulatedRun:
     """Runs a swarm to its end and returns what came of it.
 
     There is one node for each life. Whoever dies and returns needs `disks`, an empty folder. Without
-    a `network` transfers take no time.
+    a `network` transfers take no time. A run that is not over `within_seconds` of virtual time raises
+    RunStuckError: nodes that wait for ever would never come to an end here.
     """
     network = network or MemoryNetwork()
-    return run_in_virtual_time(_simulate(spec, lives, corpus, script, outage, disks, network))
+    return run_in_virtual_time(
+        _simulate(spec, lives, corpus, script, outage, disks, network, within_seconds)
+    )
 
 
 async def _simulate(
@@ -157,6 +173,7 @@ async def _simulate(
     outage: Outage | Sequence[Outage] | None,
     disks: Path | None,
     network: MemoryNetwork,
+    within_seconds: float | None,
 ) -> SimulatedRun:
     if corpus is None:
         corpus = read_corpus(
@@ -175,7 +192,14 @@ async def _simulate(
         script_run = script(network, nodes)
         background.append(asyncio.ensure_future(script_run))
     try:
-        survivors = [n for n in await asyncio.gather(*(n.live() for n in nodes)) if n is not None]
+        try:
+            async with asyncio.timeout(within_seconds):
+                lived = await asyncio.gather(*(n.live() for n in nodes))
+        except TimeoutError:
+            driver = coordinator.driver
+            reason = explain(driver.state, driver.clock.now())
+            raise RunStuckError(f"not over after {within_seconds:g} s: {reason}") from None
+        survivors = [node for node in lived if node is not None]
         commits = coordinator.store.commits_after(0, limit=1 << 30)
         return SimulatedRun(
             final=coordinator.driver.state,

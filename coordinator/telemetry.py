@@ -1,5 +1,6 @@
 """How nodes were doing when last heard. In memory only: nothing is decided by it."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from protocol.channel import DEADLINE_SECONDS, RETRY_CAP_SECONDS
@@ -48,6 +49,11 @@ class Telemetry:
     def heartbeat(self, node_id: NodeId, heartbeat: HeartbeatRequest, *, now: float) -> None:
         """The node sent a heartbeat."""
         self._heard[node_id] = Heard(at=now, heartbeat=heartbeat)
+
+    def keep_only(self, node_ids: Collection[NodeId]) -> None:
+        """Forgets nodes that are no members any more."""
+        if len(self._heard) > len(node_ids):
+            self._heard = {n: heard for n, heard in self._heard.items() if n in node_ids}
 
     def of(self, node_id: NodeId) -> Heard | None:
         """What is known of a node; None when it has not called since this coordinator started."""

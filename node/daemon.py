@@ -19,6 +19,7 @@ from node.exchange.exchange import Exchange
 from node.exchange.outer import Outer
 from node.exchange.reports import Report
 from node.exchange.state.on_disk import StateOnDisk
+from node.exchange.state.patience import Patience
 from node.exchange.transport.transport import Transport
 from node.heavy import Heavy
 from node.history import History
@@ -93,6 +94,7 @@ class Daemon:
         self._outer = outer
         self._counts = counts
         self._history = history
+        self._asking = Patience(rng)
         self._exchange = Exchange(
             node_id=facts.node_id,
             run_digest=self._run_digest,
@@ -105,6 +107,7 @@ class Daemon:
             report=self._report,
             list_commits=self._list_commits,
             bring_back=self._bring_commits,
+            patience=self._asking,
         )
         self._session = Session(
             link=link,
@@ -126,6 +129,7 @@ class Daemon:
             session=self._session,
             counts=counts,
             exchange_time=exchange_time,
+            patience=self._asking,
         )
         self._process_id = rng.getrandbits(63)
         self.called = facts.node_name
@@ -279,6 +283,7 @@ class Daemon:
             self._duties.put(CatchUpNeeded(round=attachment.committed_round))
 
     def _on_event(self, event: Event) -> None:
+        self._asking.tell()
         match event:
             case RosterChanged(members=members):
                 self._exchange.set_roster(members)

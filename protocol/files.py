@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import fcntl
 import os
 import shutil
 import tempfile
@@ -18,6 +17,7 @@ from protocol.errors import (
     NoInputError,
     SystemRefusedError,
 )
+from protocol.leftovers import Held, remove_left
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 
@@ -100,7 +100,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
     make_folder(path.parent)
     clear_unfinished(path.parent)
     try:
-        building, lock = _building_for(path)
+        building, held = _building_for(path)
     except OSError as error:
         raise _refusal_to_make(path, error) from error
     try:
@@ -114,13 +114,13 @@ def whole_folder(path: Path) -> Iterator[Path]:
             raise _refusal_to_make(path, error) from error
         raise
     finally:
-        os.close(lock)
+        held.release()
 
 
 _UNFINISHED = "unfinished-"
 
 
-def _building_for(path: Path) -> tuple[Path, int]:
+def _building_for(path: Path) -> tuple[Path, Held]:
     """A folder to be filled, and what holds it for as long as this process lives.
 
     It is a sibling, so that the rename at the end stays on one file system.
@@ -128,17 +128,8 @@ def _building_for(path: Path) -> tuple[Path, int]:
     while True:
         prefix = f".{path.name}.{_UNFINISHED}"
         building = Path(tempfile.mkdtemp(dir=path.parent, prefix=prefix))
-        with contextlib.suppress(
-            FileNotFoundError
-        ):  # it was taken for a dead one's before it was held
-            lock = os.open(building, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            with contextlib.suppress(
-                OSError
-            ):  # some file systems have no such locks: it stays then
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            if building.exists():
-                return building, lock
-            os.close(lock)
+        with contextlib.suppress(FileNotFoundError):
+            return building, Held(building)
 
 
 def unfinished_in(folder: Path) -> list[Path]:
@@ -151,14 +142,7 @@ def clear_unfinished(folder: Path) -> None:
 
     A process that lives holds a lock on its own.
     """
-    for building in unfinished_in(folder):
-        with contextlib.suppress(OSError):
-            lock = os.open(building, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(building, ignore_errors=True)
-            finally:
-                os.close(lock)
+    remove_left(unfinished_in(folder))
 
 
 def _refusal_to_make(path: Path, error: OSError) -> AtollError:

@@ -9,6 +9,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,10 +22,13 @@ class Held:
     """The mark of a living owner on a file or folder, until `release` or the end of the process."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError when the path is not there any more: another start took it for left over."""
+        """Raises FileNotFoundError when another start has taken the path for left over, and removed it."""
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_SH)  # waits for who is just removing it
+            with suppress(
+                OSError
+            ):  # some file systems have no locks: then nobody removes it either
+                fcntl.flock(self._descriptor, fcntl.LOCK_SH)  # waits for who is just removing it
             if not os.path.samestat(os.fstat(self._descriptor), path.stat()):
                 raise FileNotFoundError(path)
         except OSError:
@@ -68,12 +72,16 @@ def remove_leftovers(*places: Path) -> list[Path]:
 
     What a living process holds stays, and so does what is another user's.
     """
+    return remove_left(path for place in places for path in sorted(place.glob(f"{PREFIX}*")))
+
+
+def remove_left(paths: Iterable[Path]) -> list[Path]:
+    """Removes those files and folders of this user that nobody holds; returns which."""
     removed = []
-    for place in places:
-        for path in sorted(place.glob(f"{PREFIX}*")):
-            with suppress(OSError):  # removed beside us, or not ours to open
-                if path.lstat().st_uid == os.getuid() and _is_removed(path):
-                    removed.append(path)
+    for path in paths:
+        with suppress(OSError):  # removed beside us, or not ours to open
+            if path.lstat().st_uid == os.getuid() and _is_removed(path):
+                removed.append(path)
     return removed
 
 

@@ -7,8 +7,9 @@
 # ruff: noqa: N802 (gRPC calls methods by the names that stand in the .proto files)
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 
 from coordinator.driver import Driver
 from coordinator.journal import log_copy
@@ -40,6 +41,7 @@ from protocol.errors import AtollError, BadDataError, CopyAttachedError
 from protocol.rounds import Commit, NodeId
 from protocol.run_spec import RunSpec
 from protocol.signing import CommitSigner
+from protocol.v1 import round_pb2
 from protocol.v1 import session_pb2 as pb
 from protocol.v1.session_pb2_grpc import SessionServiceServicer
 
@@ -47,6 +49,9 @@ MAX_COMMITS = 64
 MAX_COMMITS_BYTES = 1 << 20
 """An answer with commits ends with the one that passes this: a message holds 4 MiB at most, and a
 commit of a hundred nodes has half of one."""
+
+MOST_CHECKED = 16
+"""Commits whose signatures are checked at a time, aside: heartbeats and lists go on between."""
 
 MAX_REPORTS = 1024
 
@@ -106,6 +111,7 @@ class SessionDesk:
                 log_copy(self._driver.state, node_id)
             raise
         self._telemetry.attached(node_id, now=self._driver.clock.now())
+        self._telemetry.keep_only(state.members)
         lease_seconds = state.rules.lease_seconds
         return pb.AttachResponse(
             session_id=state.members[node_id].session_id,
@@ -182,13 +188,11 @@ class SessionDesk:
         """
         session = (node_id, request.session_id)
         self._driver.session_of(*session)
-        commits = [convert.commit_from_wire(commit) for commit in request.commits]
+        commits: list[Commit] = []
+        for start in range(0, len(request.commits), MOST_CHECKED):
+            piece = request.commits[start : start + MOST_CHECKED]
+            commits += await self._driver.aside(partial(self._checked, piece))
         for commit in sorted(commits, key=lambda commit: (commit.round, -commit.incarnation)):
-            if not self._signer.has_signed(commit):
-                raise BadDataError(
-                    f"the commit of round {commit.round} does not bear this coordinator's signature",
-                    next_step="move the node's history file away and start it again",
-                )
             before = self._brought.get(node_id)  # messages end anywhere in a history
             if before is not None and before.round == commit.round - 1:
                 await self._driver.apply(
@@ -197,8 +201,20 @@ class SessionDesk:
             await self._driver.apply(CommitLearned(commit=commit, node_id=node_id), session=session)
             self._brought[node_id] = commit
         if not commits:
+            self._brought.pop(node_id, None)
             await self._driver.apply(HistoryTold(node_id=node_id), session=session)
         return pb.SubmitCommitsResponse(committed_round=self._driver.state.committed_round)
+
+    def _checked(self, wire: Sequence[round_pb2.Commit]) -> list[Commit]:
+        """Commits as values, each of which this coordinator has signed. For a thread aside."""
+        commits = [convert.commit_from_wire(commit) for commit in wire]
+        for commit in commits:
+            if not self._signer.has_signed(commit):
+                raise BadDataError(
+                    f"the commit of round {commit.round} does not bear this coordinator's signature",
+                    next_step="move the node's history file away and start it again",
+                )
+        return commits
 
     async def list_commits(self, request: pb.ListCommitsRequest) -> pb.ListCommitsResponse:
         """The commits after a round, oldest first; the node asks again after the last one.
@@ -261,9 +277,10 @@ def _event_of(node_id: NodeId, wire: pb.Report, participants: Mapping[int, int])
             )
         case "reduced":
             reduced = wire.reduced
-            # Of a round that is over, or not known here, nothing but its number is looked at.
-            told = reduced.contributors if number in participants else ()
-            checks.at_most(told, participants.get(number, 0), of="contributors")
+            # Of a round that is over, or has another plan here, nothing but its number is looked at:
+            # the plan is another where the coordinator goes on from an older copy.
+            is_of_plan = len(reduced.contributors) <= participants.get(number, 0)
+            told = reduced.contributors if is_of_plan else ()
             for contributor in told:
                 checks.count(contributor.tokens, of="the number of tokens")
             contributors, contributions = convert.contributors_from_wire(told)

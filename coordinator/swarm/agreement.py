@@ -155,7 +155,7 @@ def may_bring_commits(state: SwarmState, member: Member) -> bool:
     """
     if member.outer_round > state.committed_round:
         return True
-    if not state.recent or not state.recent[-1].is_void or state.is_finished:
+    if not state.recent or not state.recent[-1].is_void:
         return False
     newest = state.recent[0].commit
     is_known = newest.outer_digest is not None and member.outer_round >= newest.round

@@ -4,7 +4,9 @@ Nodes keep the commits that led to their state, signed by the coordinator, and b
 are missing. The edge has checked the signatures; here they must continue the history. Of two commits
 of a round on the same state the one of the later incarnation holds. Of one incarnation, one with
 results holds over a void one: both are real, a coordinator that knew less has made the void one, and
-nothing that nodes did for it is lost by leaving it out, for it is in their residuals.
+nothing that nodes did for it is lost by leaving it out, for it is in their residuals. For the same
+reason a round that was taken back holds again when a node returns with the state after it, as long as
+nothing was committed since. The end of the run changes none of this.
 """
 
 from dataclasses import replace
@@ -19,6 +21,7 @@ from coordinator.swarm.rounds import end_round
 from coordinator.swarm.start import await_participants, bringing, time_of_round
 from coordinator.swarm.state import (
     KEPT_LEFT,
+    PRESENT,
     ClosedRound,
     Left,
     MemberState,
@@ -60,10 +63,11 @@ def learn_commit(turn: Turn, event: CommitLearned) -> None:
 
     A round that was in flight in the older copy gives way: it is this one. So do the version of a
     round that was taken back since, and void rounds that were closed while nobody who knew of this
-    commit was here. A commit that does not continue the history here is ignored.
+    commit was here; a run whose last rounds they were goes on. A commit that does not continue the
+    history here is ignored.
     """
     commit = event.commit
-    state = _before_what_gives_way(turn.state, commit)
+    state = _before_what_gives_way(turn.state, event)
     is_next = commit.round == state.committed_round + 1
     if not is_next or commit.base_digest != state.outer_digest or state.is_finished:
         return
@@ -142,11 +146,33 @@ def learn_commit(turn: Turn, event: CommitLearned) -> None:
         judge_all(turn)
 
 
-def _gives_way(here: Commit, brought: Commit) -> bool:
-    """Whether a commit of a round yields to another one, which is made on the same state."""
-    if here.incarnation != brought.incarnation:
-        return here.incarnation < brought.incarnation
-    return is_void(here) and not is_void(brought)
+def _gives_way(state: SwarmState, here: Commit, event: CommitLearned) -> bool:
+    """Whether a commit of a round yields to another one, which is made on the same state.
+
+    What has given way once does not come back, or two nodes could bring both for ever.
+    """
+    brought = event.commit
+    if is_void(here) and not is_void(brought):
+        return here.incarnation <= brought.incarnation or _holds_state_after(state, event)
+    has_given_way = any(
+        left.first_round == brought.round
+        and left.digest == brought.base_digest
+        and left.incarnation >= brought.incarnation
+        for left in state.left
+    )
+    return here.incarnation < brought.incarnation and not (is_void(brought) and has_given_way)
+
+
+def _holds_state_after(state: SwarmState, event: CommitLearned) -> bool:
+    """Whether the node is here and says to hold the state that the commit led to, or a later one."""
+    member = state.members.get(event.node_id)
+    commit = event.commit
+    return (
+        member is not None
+        and member.state in PRESENT
+        and member.outer_round >= commit.round
+        and member.outer_digest != commit.base_digest
+    )
 
 
 def _without_open_round(state: SwarmState) -> SwarmState:
@@ -172,20 +198,21 @@ def tell_learned(turn: Turn) -> None:
     turn.act(SendCommit(commit=state.recent[-1].commit, is_learned=True))
 
 
-def _before_what_gives_way(state: SwarmState, commit: Commit) -> SwarmState:
+def _before_what_gives_way(state: SwarmState, event: CommitLearned) -> SwarmState:
     """Goes back before a round whose commit here gives way to this one; else changes nothing."""
+    commit = event.commit
     gone = [closed for closed in state.recent if closed.commit.round >= commit.round]
-    if not gone or state.is_finished:
+    if not gone:
         return state
     first = gone[0].commit
     is_same_place = (first.round, first.base_digest) == (commit.round, commit.base_digest)
-    if not is_same_place or not _gives_way(first, commit):
+    if not is_same_place or not _gives_way(state, first, event):
         return state
     state = _without_open_round(state)
     for closed in reversed(gone):
         state = unbook(state, closed.commit)
         state = replace(state, ledger=settle(state.ledger, closed.commit.assignments, {}))
-    left = Left(first_round=first.round, digest=first.base_digest)
+    left = Left(first_round=first.round, digest=first.base_digest, incarnation=first.incarnation)
     return replace(
         without_evaluations_since(state, commit.round),
         left=(*state.left, left)[-KEPT_LEFT:] if is_void(first) else state.left,
@@ -193,4 +220,5 @@ def _before_what_gives_way(state: SwarmState, commit: Commit) -> SwarmState:
         outer_digest=commit.base_digest,
         recent=state.recent[: -len(gone)],
         unsupplied_since=None,
+        is_finished=False,
     )

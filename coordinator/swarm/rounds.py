@@ -172,6 +172,8 @@ def is_base_held(state: SwarmState) -> bool:
 
 def void_reason(state: SwarmState, current: Round, progress: SliceProgress) -> str:
     """Why a slice cannot commit now, in words; empty when it can."""
+    if current.cannot_commit:
+        return current.cannot_commit
     reducer = name_of(state, progress.slice.reducer_id)
     num_present = len(present_participants(state, current))
     num_holders = len(holders_of(state, current, progress))

@@ -15,9 +15,10 @@ from coordinator.swarm.state import (
     Member,
     MemberState,
     Round,
+    RoundPhase,
     SwarmState,
 )
-from coordinator.swarm.turn import Turn, present_members
+from coordinator.swarm.turn import Turn, present_members, present_participants
 from protocol.rounds import Assignment, NodeId
 
 MARGIN = 1.5
@@ -88,6 +89,21 @@ def end_waiting(turn: Turn) -> None:
     )
     silent = [m for m in present_members(turn.state) if not _is_back(m, awaited)]
     give_up(turn, silent, reason="it has not come back since the coordinator started")
+    _void_with_too_few(turn)
+
+
+def _void_with_too_few(turn: Turn) -> None:
+    """A round in flight commits nothing if fewer of its nodes are back than a round may open with.
+
+    Those who are missing may have committed it, and more, after the copy was made.
+    """
+    current, needed = turn.state.open_round, turn.state.rules.min_nodes
+    if current is None or current.phase is RoundPhase.APPLYING:
+        return
+    back = present_participants(turn.state, current)
+    if len(back) < min(needed, len(current.assignments)):
+        why = f"only {len(back)} of its nodes came back after the coordinator started"
+        turn.put_round(replace(current, cannot_commit=why, commit_deadline=turn.now))
 
 
 def wait_longer(turn: Turn, seconds: float) -> None:

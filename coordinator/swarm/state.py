@@ -121,6 +121,7 @@ class Round:
     slices: tuple[SliceProgress, ...]
     token_clock: int
     reason: str
+    cannot_commit: str = ""  # why nothing of it can, or empty
     ahead: tuple[Assignment, ...] = ()  # told with the plan, for the round after
     round_tokens: int = 0  # how far the plan takes the token clock
     trained: Mapping[NodeId, Trained] = field(default_factory=dict)
@@ -219,6 +220,7 @@ class Left:
 
     first_round: int
     digest: Digest
+    incarnation: int = 0
 
 
 KEPT_LEFT = 8

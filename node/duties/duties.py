@@ -18,12 +18,13 @@ from node.duties.work import AheadFailed, CatchUpNeeded, PlanReceived, Work
 from node.exchange.exchange import Exchange
 from node.exchange.outer import Outer
 from node.exchange.reports import Applied, Evaluated, Leaving, Trained
+from node.exchange.state.patience import Patience
 from node.history import History
 from node.island.island import Progress
 from node.link.events import EvaluationAsked, RefetchAsked, RoundCommitted, RunFinished
 from node.link.session import Session
 from protocol.errors import IncompleteError
-from protocol.rounds import Assignment, Commit, NodeId
+from protocol.rounds import Assignment, Commit, Digest, NodeId
 from protocol.wire_count import WireCounts, WireTotals, grown
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ FINISH_SECONDS = 120.0
 
 
 REFETCH_PAUSE_SECONDS = 2.0
-"""Before peers are asked once more for a state that nobody supplied."""
+"""Before peers are asked a second time for a state that nobody supplied; later pauses are longer."""
 
 
 class Duties:
@@ -55,12 +56,14 @@ class Duties:
         session: Session,
         counts: WireCounts,
         exchange_time: ExchangeTime,
+        patience: Patience,
     ) -> None:
         self.inner_step = 0
         self.progress: Progress | None = None
         self.utilisation: Utilisation | None = None  # of the round that ended last
         self.last_planned_round = 0
         self.is_draining = False
+        self._planned_base: Digest | None = None  # of the last planned round
         self._doing = "starting"
         self._node_id = node_id
         self._context = context
@@ -82,6 +85,8 @@ class Duties:
         self._trained: Trained | None = None  # in the round that was planned last
         self._published_round = 0  # the last one that the ranks published for
         self._unanswered: RefetchAsked | None = None  # nobody supplied the state yet
+        self._num_unanswered = 0  # times in a row
+        self._patience = patience
         self._saving: asyncio.Task[None] | None = None
         self._limit: asyncio.Timeout | None = None  # of all work, from the end of the run on
         self._finished: RunFinished | None = None
@@ -98,7 +103,7 @@ class Duties:
         The end of the run limits that too: nobody may be left to supply what a commit lacks.
         """
         self._work.put_nowait(work)
-        if isinstance(work, RunFinished) and self._finished is None:
+        if isinstance(work, RunFinished) and work != self._finished:
             self._finished = work
             self._limit_by_end()
 
@@ -174,22 +179,36 @@ class Duties:
                 case RefetchAsked() as asked:
                     await self._refetch(asked)
                 case RunFinished() as finished:
-                    return await self._finish(finished)
+                    if await self._has_final_state(finished):
+                        return finished.reason
                 case AheadFailed():
                     await self._ahead.pause()
 
-    async def _finish(self, finished: RunFinished) -> str:
-        """Takes over the final state, however often it must be asked for; the limit ends that."""
+    async def _has_final_state(self, finished: RunFinished) -> bool:
+        """Takes over the final state, however often it must be asked for; the limit ends that.
+
+        False when the run goes on: the coordinator had closed the last round without its nodes, from
+        an older copy of its database, and has taken over the commit that this node or another holds.
+        """
+        asked = 0
         await self._catch_up(finished.round)
         while not self._holds(finished):
             self._doing = "refetching"
             if await self._exchange.refetch(finished.round, finished.outer_digest):
                 await self._adopted()
-            if not self._holds(finished):
-                await asyncio.sleep(REFETCH_PAUSE_SECONDS)
+                if not self._holds(finished):
+                    log.warning("the run goes on: its end was taken back", round=finished.round)
+                    if self._finished == finished and self._limit is not None:
+                        self._finished = None
+                        self._limit.reschedule(None)
+                    return False
+            else:
+                asked += 1
+                await self._patience.pause(asked, first_seconds=REFETCH_PAUSE_SECONDS)
+                await self._catch_up(finished.round)
         await self.saved()
         log.info("run finished", round=finished.round, why=finished.reason)
-        return finished.reason
+        return True
 
     def _holds(self, finished: RunFinished) -> bool:
         return self._outer.position == (finished.round, finished.outer_digest)
@@ -210,7 +229,8 @@ class Duties:
         assignment = plan.assignment_of(self._node_id)
         if assignment is None or plan.round <= self._outer.round:
             return
-        if plan.round <= self.last_planned_round:
+        is_planned = (plan.round, plan.base_digest) == (self.last_planned_round, self._planned_base)
+        if is_planned:  # else it is later, or this node has gone back since to another history
             await self._take_part_again(received, assignment)
             return
         # A commit that passed while the session was broken. Even a void one, which leaves the
@@ -220,7 +240,8 @@ class Duties:
             log.warning("plan refused: its base is not our state", round=plan.round)
             return
         plan = received.plan_at(asyncio.get_running_loop().time())
-        self.last_planned_round, self._trained = plan.round, None
+        self.last_planned_round, self._planned_base = plan.round, plan.base_digest
+        self._trained = None
         await self._exchange.open_round(plan)
         await self._ahead.pause()
         self._ahead.lease(None)
@@ -263,7 +284,7 @@ class Duties:
         round are lost, and the plan may be another. What was trained is contributed all the same.
         """
         plan, trained = received.plan, self._trained
-        if plan.round < self.last_planned_round or trained is None:
+        if trained is None:
             return
         if self._exchange.is_open_by(plan):
             self._session.repeat(plan.round)
@@ -321,11 +342,24 @@ class Duties:
         is_done = await self._exchange.refetch(asked.round, asked.outer_digest)
         if (self._outer.round, self._outer.digest) != before:
             self._island.forget()  # trained from a state that is not the swarm's
+            self._published_round = 0
             await self._adopted()
+        self._num_unanswered = (
+            0 if is_done or asked is not self._unanswered else self._num_unanswered
+        )
         self._unanswered = None
         if not is_done:  # tried again after what has come meanwhile, which may make it needless
             self._unanswered = asked
-            await asyncio.sleep(REFETCH_PAUSE_SECONDS)
+            self._num_unanswered += 1
+            if self._num_unanswered == 1:
+                log.warning(
+                    "nobody here supplies the state that this node was asked to fetch",
+                    round=asked.round,
+                    waits_for=f"a node that holds the state after round {asked.round}, or a "
+                    "coordinator that knows of a later one; it asks ever more rarely, and at once "
+                    "when the coordinator tells something new",
+                )
+            await self._patience.pause(self._num_unanswered, first_seconds=REFETCH_PAUSE_SECONDS)
             self.put(asked)
 
     async def _adopted(self, commit: Commit | None = None) -> None:

@@ -18,6 +18,7 @@ from node.exchange.round import ExchangeRound
 from node.exchange.state.catch_up import CatchUp
 from node.exchange.state.donor import Donor, State
 from node.exchange.state.on_disk import StateOnDisk
+from node.exchange.state.patience import Patience
 from node.exchange.transport.transport import (
     Admission,
     TransferRefusedError,
@@ -55,6 +56,7 @@ class Exchange:
         report: Callable[[int, Report], None],
         list_commits: Callable[[int], Awaitable[tuple[Commit, ...]]],
         bring_back: Callable[[int], Awaitable[bool]],
+        patience: Patience,
     ) -> None:
         self.outer = outer
         self._node_id = node_id
@@ -90,6 +92,7 @@ class Exchange:
             list_commits=list_commits,
             bring_back=bring_back,
             peers=self._peers,
+            patience=patience,
             run_digest=run_digest,
         )
 
@@ -106,8 +109,13 @@ class Exchange:
         return tuple(sorted(self._members, key=lambda peer: peer in unreachable))
 
     async def open_round(self, plan: Plan) -> None:
-        """Begins to take contributions and results of a round."""
+        """Begins to take contributions and results of a round.
+
+        Of another plan of the same round nothing is kept: results of its slices would stand in the way.
+        """
         await self._break_off_round()
+        await self._results_out.withdraw(plan.round)
+        self._held.forget_from(plan.round)
         self._round = ExchangeRound(
             plan=plan,
             context=self._context,

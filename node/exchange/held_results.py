@@ -30,6 +30,11 @@ class HeldResults:
         payload = self._payloads.get((round, slice_index))
         return payload if payload is not None and payload.digest == digest else None
 
+    def forget_from(self, round: int) -> None:
+        """Drops this round and later ones: they are planned anew, and no commit took these results."""
+        for key in [key for key in self._payloads if key[0] >= round]:
+            del self._payloads[key]
+
     def forget_before(self, round: int) -> None:
         """Drops earlier rounds."""
         for key in [key for key in self._payloads if key[0] < round]:

@@ -49,7 +49,7 @@ class Pushes:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], int] = {}  # with the round of what is pushed
         self._lots: dict[tuple[str, int, NodeId], _Lot] = {}
 
     def start(
@@ -62,12 +62,16 @@ class Pushes:
         """
         push = self._push_of_lot(peer, payload, deadline, is_wanted)
         task = asyncio.get_running_loop().create_task(push)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = payload.header.round
+        task.add_done_callback(self._tasks.pop)
 
     async def stop(self) -> None:
         """Breaks everything off."""
-        tasks = tuple(self._tasks)
+        await self.withdraw(0)
+
+    async def withdraw(self, round: int) -> None:
+        """Breaks off what is of this round or a later one: it is made anew."""
+        tasks = [task for task, number in self._tasks.items() if number >= round]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

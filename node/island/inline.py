@@ -74,9 +74,14 @@ class InlineIsland:
         else:
             self._running.merge(self._parameters, self._published, fragment, is_taken=is_taken)
 
-    async def train(self, work: InnerWork, on_progress: Callable[[Progress], None]) -> InnerReport:
-        """See Island."""
-        return self._running.train(work, on_progress)
+    async def train(
+        self,
+        work: InnerWork,
+        on_progress: Callable[[Progress], None],
+        is_halted: Callable[[], bool] = lambda: False,
+    ) -> InnerReport:
+        """See Island; `is_halted` as Trainer.train has it."""
+        return self._running.train(work, on_progress, is_halted)
 
     def halt(self) -> None:
         """See Island. Nothing to do: nobody can ask while it trains."""

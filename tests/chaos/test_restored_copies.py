@@ -21,6 +21,8 @@ STEADY = Life(seconds_per_inner_step=1.0)
 TOKENS = 5 * 4 * 32
 """That a node trains in a round."""
 DIES_AT, RETURNS_AT = 62.5, 70.0
+WITHIN = 6000.0
+"""Virtual seconds in which each of these runs is over, however late its nodes come."""
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +63,13 @@ def test_rounds_that_were_closed_without_their_nodes_are_as_if_they_had_never_be
     spec = tiny(run={"rounds": 16, "min_nodes": 3}, deadlines=DEADLINES)
     outage = Outage(copied_at=copied_at, dies_at=DIES_AT, returns_at=RETURNS_AT)
     run = simulate(
-        spec, lives=[STEADY] * 3, corpus=corpus, script=come_late, outage=outage, disks=tmp_path
+        spec,
+        lives=[STEADY] * 3,
+        corpus=corpus,
+        script=come_late,
+        outage=outage,
+        disks=tmp_path,
+        within_seconds=WITHIN,
     )
     assert_sound(run, rounds=16, nodes=3)
     assert all(outcome.digest is not None for c in run.commits for outcome in c.slices)
@@ -85,7 +93,13 @@ def test_whoever_comes_first_all_go_on_from_the_newest_state(
     spec = tiny(run={"rounds": 40, "min_nodes": 2}, deadlines=DEADLINES)
     outage = Outage(copied_at=12.5, dies_at=DIES_AT, returns_at=RETURNS_AT)
     run = simulate(
-        spec, lives=[STEADY] * 3, corpus=corpus, script=come, outage=outage, disks=tmp_path
+        spec,
+        lives=[STEADY] * 3,
+        corpus=corpus,
+        script=come,
+        outage=outage,
+        disks=tmp_path,
+        within_seconds=WITHIN,
     )
     assert_sound(run, rounds=40, nodes=3)
     first_new = next(i for i, at in enumerate(run.begins) if at > RETURNS_AT)
@@ -115,7 +129,13 @@ def run_with_two_that_come_first(
     outage = Outage(copied_at=22.5, dies_at=DIES_AT, returns_at=RETURNS_AT)
     with capture_logs() as logs:
         run = simulate(
-            spec, lives=[STEADY] * 4, corpus=corpus, script=come, outage=outage, disks=disks
+            spec,
+            lives=[STEADY] * 4,
+            corpus=corpus,
+            script=come,
+            outage=outage,
+            disks=disks,
+            within_seconds=WITHIN,
         )
     return run, logs
 
@@ -154,7 +174,13 @@ def test_two_copies_that_serve_in_turn_end_in_one_history(corpus: Corpus, tmp_pa
         Outage(copied_at=22.5, dies_at=300.5, returns_at=310),
     ]
     run = simulate(
-        spec, lives=[STEADY] * 3, corpus=corpus, script=come_late, outage=outages, disks=tmp_path
+        spec,
+        lives=[STEADY] * 3,
+        corpus=corpus,
+        script=come_late,
+        outage=outages,
+        disks=tmp_path,
+        within_seconds=WITHIN,
     )
     assert_sound(run, rounds=24, nodes=3)
     assert run.final.token_clock == 24 * 3 * TOKENS
@@ -166,7 +192,14 @@ def test_a_third_of_the_nodes_that_never_return_are_not_waited_for_longer_than_a
     gone = Life(seconds_per_inner_step=1.0, absences=((DIES_AT, None),))
     spec = tiny(run={"rounds": 16, "min_nodes": 2}, deadlines=DEADLINES)
     outage = Outage(copied_at=40.0, dies_at=DIES_AT, returns_at=RETURNS_AT)
-    run = simulate(spec, lives=[STEADY, STEADY, gone], corpus=corpus, outage=outage, disks=tmp_path)
+    run = simulate(
+        spec,
+        lives=[STEADY, STEADY, gone],
+        corpus=corpus,
+        outage=outage,
+        disks=tmp_path,
+        within_seconds=WITHIN,
+    )
     assert_sound(run, rounds=16, nodes=2)
     new = [at for at in run.begins if at > RETURNS_AT]
     assert RETURNS_AT + 20 <= new[0] <= RETURNS_AT + DEADLINES["commit"] - 5

@@ -191,7 +191,7 @@ def test_a_backup_is_refused_where_it_cannot_be_whole(swarm: Swarm, tmp_path: Pa
     refused(atoll(*command, taken, new), 66, f"{taken} is not a coordinator's folder")
     done(atoll("coordinator", "init", tmp_path / "fresh"))
     refused(atoll(*command, tmp_path / "fresh", new), 66, "was never started", "atoll.db")
-    with small_disk(at, num_bytes=64 << 10) as disk:  # for the small files
+    with small_disk(at, num_bytes=32 << 10) as disk:  # less than the database
         tried = swarm.start(*command, swarm.home, at / "copy", through=disk.through)
         tried.ends_with(71, "atoll.db cannot be copied: database or disk is full", f"disk of {at}")
         assert list(disk.path.iterdir()) == []

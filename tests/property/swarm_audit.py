@@ -237,8 +237,11 @@ def check_learned(books: Books, commit: Commit, before: SwarmState, after: Swarm
     if commit.round <= len(books.commits):  # taken back since the copy was made
         known = books.commits[commit.round - 1]
         is_filled = is_void(known) and not is_void(commit)
-        least = known.incarnation + (not is_filled)
-        assert commit.incarnation >= least, "what is here is worth more"
+        is_later = commit.incarnation > known.incarnation
+        assert is_filled or is_later, "what is here is worth more"
+        newer = books.commits[commit.round :]
+        assert is_later or all(map(is_void, newer)), "what was committed since is lost"
+        books.is_finished = False
         assert commit.base_digest == known.base_digest
     else:
         assert commit.round == len(books.commits) + 1

@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable, Collection, Coroutine
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from node.exchange.reducer_error import ReducerError
 from node.exchange.reports import Held, Reduced, Report
 from node.exchange.residual import MOST_OWED, Residual
 from node.exchange.state.on_disk import StateOnDisk
+from node.exchange.state.patience import Patience
 from node.exchange.state.sent_log import SentLog
 from node.exchange.state.snapshot import Owed, Snapshot
 from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
@@ -218,6 +220,7 @@ class Node:
         self.transport = MemoryTransport(
             network=scene.network, node_id=node_id, counts=WireCounts()
         )
+        self.patience = Patience(Random(0))
         self.exchange = Exchange(
             node_id=node_id,
             run_digest=RUN,
@@ -230,6 +233,7 @@ class Node:
             report=lambda round, report: self.reports.append((round, report)),
             list_commits=scene.list_commits,
             bring_back=scene.take_back,
+            patience=self.patience,
         )
 
     @property

@@ -12,11 +12,12 @@ from structlog.testing import capture_logs
 
 from node.exchange import held_results
 from node.exchange.fetching import FIRST_FROM_ONE, MOST_AT_ONCE
-from node.exchange.outer import Outer
+from node.exchange.outer import NotApplicableError, Outer
 from node.exchange.reports import Held
 from node.exchange.state import manifest as manifest_file
 from node.exchange.state.catch_up import ROUNDS_AHEAD, SETTLE_SECONDS
 from node.exchange.state.manifest import Manifest
+from node.exchange.state.patience import LONGEST_SECONDS
 from node.exchange.state.result_log import ResultLog
 from node.exchange.state.snapshot import Owed, SnapshotFolder
 from node.exchange.transport.transport import Want, WantChunk, WantManifest, WantResult
@@ -200,7 +201,7 @@ async def test_after_a_cut_between_all_nodes_results_still_bring_them_on() -> No
     assert not any(task.done() for task in applying)
     for pair in ((A, B), (B, C), (A, C)):
         scene.network.mend(*pair)
-    await asyncio.wait_for(asyncio.gather(*applying), 10)
+    await asyncio.wait_for(asyncio.gather(*applying), 2 * LONGEST_SECONDS)
     assert len({node.outer.digest for node in scene.nodes.values()}) == 1
     await scene.stop()
 
@@ -217,6 +218,7 @@ async def test_a_snapshot_is_not_fetched_before_its_digest_is_settled(
     await asyncio.sleep(30)
     assert scene.nodes[A].transport._counts.totals()["snapshot"] == (0, 0)
     scene.settle(A)
+    scene.nodes[C].patience.tell()
     await asyncio.wait_for(catching_up, 5)
     assert scene.nodes[C].outer.round == 1
     await scene.stop()
@@ -512,4 +514,71 @@ async def test_a_node_brings_its_own_commits_before_it_gives_its_state_up() -> N
     await scene.nodes[A].exchange.catch_up(3)
     assert scene.brought_after == [1]
     assert scene.nodes[A].outer.position == before
+    await scene.stop()
+
+
+@in_virtual_time
+async def test_a_state_that_does_not_fit_is_refused_and_another_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(held_results, "KEPT_ROUNDS", 0)
+    scene = await Scene.of(A, B, C)
+    for number in (1, 2):
+        await committed_round(scene, number, A, B)
+    outer, honest = scene.nodes[C].outer, scene.nodes[C].outer.leap
+    before, seen = outer.position, []
+
+    def leap(*arguments: Any) -> None:
+        if not seen:
+            seen.append(outer.position)
+            raise NotApplicableError("the parameters of round 2 have another shape")
+        honest(*arguments)
+
+    monkeypatch.setattr(outer, "leap", leap)
+    with capture_logs() as logs:
+        await scene.nodes[C].exchange.catch_up(2)
+    assert seen == [before]
+    (said,) = [entry for entry in logs if entry["event"] == "a state that was fetched is refused"]
+    assert said["log_level"] == "warning" and "another shape" in said["why"]
+    assert outer.position == scene.nodes[A].outer.position
+    await scene.stop()
+
+
+@pytest.mark.parametrize("way", ["a leap", "a refetch"])
+@pytest.mark.parametrize("end", ["it goes on", "it is stopped right after the move"])
+@in_virtual_time
+async def test_a_state_never_stands_without_its_history(
+    monkeypatch: pytest.MonkeyPatch, way: str, end: str
+) -> None:
+    monkeypatch.setattr(held_results, "KEPT_ROUNDS", 0)
+    scene = await Scene.of(A, B, C)
+    for number in (1, 2):
+        await committed_round(scene, number, A, B)
+    catch_up, outer = scene.nodes[C].exchange._catch_up, scene.nodes[C].outer
+    lists_since_move: list[int] = []
+    honest = catch_up._list_commits
+
+    async def list_commits(after_round: int) -> tuple[Commit, ...]:
+        assert outer.round == 0 or catch_up._history.at(outer.round) is not None
+        lists_since_move.append(outer.round)
+        return await honest(after_round)
+
+    async def heavy(work: Callable[[], Any]) -> Any:
+        result = work()
+        if outer.round and end != "it goes on":
+            raise asyncio.CancelledError
+        return result
+
+    monkeypatch.setattr(catch_up, "_list_commits", list_commits)
+    monkeypatch.setattr(catch_up, "_heavy", heavy)
+    digest = scene.commits[-1].outer_digest
+    assert digest is not None
+    go = catch_up.to_round(2) if way == "a leap" else catch_up.replace(2, digest)
+    if end == "it goes on":
+        await go
+    else:
+        with pytest.raises(asyncio.CancelledError):
+            await go
+    assert outer.round == 2
+    assert catch_up._history.at(2) is not None and catch_up._history.at(1) is not None
     await scene.stop()

@@ -275,6 +275,14 @@ def test_of_equal_magnitudes_the_first_are_chosen() -> None:
     np.testing.assert_array_equal(places[3], np.arange(0, 128, 2))
 
 
+@every_top_k
+def test_of_equal_magnitudes_all_that_are_chosen_come_back_whole(codec: Codec) -> None:
+    values = np.where(np.arange(CHUNK) % 3, 0.5, -0.5).astype(np.float32)
+    num = num_chosen(CHUNK, 64 if codec is TOP_K[0] else 256)
+    expected = np.where(np.arange(CHUNK) < num, values, np.float32(0))
+    np.testing.assert_array_equal(there_and_back(codec, values), expected)
+
+
 @pytest.mark.parametrize("k", [64, 256])
 def test_the_choice_is_that_of_a_whole_sort(k: int) -> None:
     coarse = np.abs(np.rint(bell(8 * CHUNK) * 20)).astype(np.float32)  # with many equal ones

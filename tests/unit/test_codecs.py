@@ -240,7 +240,8 @@ def test_forbidden_codes_are_refused() -> None:
 
 
 def test_bf16_rounds_as_torch_does() -> None:
-    values = np.concatenate([spread(5000), np.float32(2.0**-140) * spread(300)])
+    ties = (np.arange(0x3F00, 0x4100) << 16 | 0x8000).astype(np.uint32).view(np.float32)
+    values = np.concatenate([spread(5000), np.float32(2.0**-140) * spread(300), ties, -ties])
     expected = torch.from_numpy(values).to(torch.bfloat16).to(torch.float32).numpy()
     decoded = codec_named("bf16/1").decode(codec_named("bf16/1").encode(values), values.size)
     assert decoded.tobytes() == expected.tobytes()

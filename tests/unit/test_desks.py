@@ -28,7 +28,7 @@ from protocol.errors import AtollError, BadDataError, SessionEndedError, Tempora
 from protocol.identity import Identity
 from protocol.invite import hash_of_secret
 from protocol.pki import Authority, enrolment_statement, make_request, new_swarm_id, principal_of
-from protocol.rounds import Commit, Digest, SliceOutcome
+from protocol.rounds import Commit, Digest, NodeId, SliceOutcome
 from protocol.run_spec import RunSpec
 from protocol.signing import CommitSigner
 from protocol.v1 import enrolment_pb2, session_pb2, status_pb2
@@ -247,6 +247,56 @@ async def test_commits_that_this_coordinator_never_signed_are_not_learned() -> N
         assert driver.state is before
     assert await bring(good) == 1
     assert driver.state.committed_round == 1
+
+
+async def test_signatures_are_checked_aside_a_few_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A node that brings a long history back must not delay the heartbeats of the others."""
+    desk, driver = new_desk()
+    session_id = (await desk.attach(NODE.node_id, attach_request())).session_id
+    base = driver.state.outer_digest
+    assert base is not None
+    history = [SIGNER.signed(commit_of(1, base))]
+    for number in range(2, 100):
+        history.append(SIGNER.signed(commit_of(number, b"%032d" % number)))
+    pieces: list[int] = []
+    checked = 0
+    has_signed = SIGNER.has_signed
+
+    def counted(commit: Commit) -> bool:
+        nonlocal checked
+        checked += 1
+        return has_signed(commit)
+
+    async def aside(read: Callable[[], T]) -> T:
+        before = checked
+        result = read()
+        pieces.append(checked - before)
+        return result
+
+    monkeypatch.setattr(desk._signer, "has_signed", counted)
+    monkeypatch.setattr(driver, "aside", aside)
+    wire = [convert.commit_to_wire(commit) for commit in history]
+    request = session_pb2.SubmitCommitsRequest(session_id=session_id, commits=wire)
+    await desk.submit_commits(NODE.node_id, request)
+    assert sum(pieces) == checked == len(history)
+    assert max(pieces) <= session.MOST_CHECKED
+    assert driver.state.committed_round == len(history)
+
+
+async def test_how_a_node_was_doing_is_forgotten_with_the_node() -> None:
+    """The core forgets members that were gone for long; others attach in their place for years."""
+    telemetry = Telemetry()
+    for number in range(100):
+        telemetry.attached(NodeId(f"gone {number}"), now=0.0)
+    store = Store.in_memory()
+    state = store.load(rules_of(RunSpec()), RunSpec().digest())
+    driver = Driver(state=state, store=store, clock=LoopClock(starts_at=0.0))
+    desk = SessionDesk(driver, telemetry, RunSpec(), SIGNER)
+    await desk.attach(NODE.node_id, attach_request())
+    assert telemetry.of(NodeId("gone 7")) is None
+    assert telemetry.of(NODE.node_id) is not None
 
 
 async def test_a_page_of_commits_ends_with_the_one_that_fills_the_answer_and_all_are_signed(

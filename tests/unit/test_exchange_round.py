@@ -409,3 +409,33 @@ async def test_what_ranks_hand_in_is_read_and_added_beside_the_control_loop(
     await node.exchange.take_in(publish)
     assert (node.residual == -5).all()
     await scene.stop()
+
+
+@in_virtual_time
+async def test_results_of_another_plan_of_the_round_do_not_stand_in_the_way_of_the_new_ones() -> (
+    None
+):
+    """A coordinator that started from a copy plans a round anew, without a node that never returns."""
+    scene = await Scene.of(A, B, C)
+    await scene.open_round(1, A, B, C)
+    scene.network.cut(A, C)
+    scene.network.cut(B, C)
+    for node_id in (A, B):
+        await scene.nodes[node_id].contribute(1.0)
+    await asyncio.sleep(CONTRIBUTE_SECONDS + 1)  # results are made, and C is still sent them
+    made = {n: scene.nodes[n].reported(Held, 1) for n in (A, B)}
+    assert all(made.values())
+    for node in scene.nodes.values():
+        node.reports.clear()
+    scene.network.mend(A, C)
+    scene.network.mend(B, C)
+    plan = await scene.open_round(1, A, B)
+    for node_id in (A, B):
+        await scene.nodes[node_id].contribute(2.0)
+    await asyncio.sleep(1)
+    commit = scene.close_round(plan)
+    assert all(set(outcome.holder_ids) == {A, B} for outcome in commit.slices)
+    for node_id in (A, B):
+        await scene.nodes[node_id].exchange.apply(commit)
+    assert scene.nodes[A].outer.digest == scene.nodes[B].outer.digest
+    await scene.stop()

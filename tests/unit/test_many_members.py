@@ -203,8 +203,7 @@ async def test_a_result_of_more_than_a_thousand_contributors_is_reported_and_com
             reduced.contributors.add(node_id=name, tokens=TOKENS, contribution=bytes(16))
         return request
 
-    with pytest.raises(BadDataError, match=f"{MANY + 1} contributors; {MANY} is the most"):
-        await desk.report(reducer_id, report(MANY + 1))
+    await desk.report(reducer_id, report(MANY + 1))  # of another plan of the round
     await desk.report(reducer_id, report(MANY, number=7))  # of no round that there is
     assert driver.state.open_round is not None
     assert driver.state.open_round.slices[0].digest is None

@@ -6,6 +6,7 @@ from swarm_scene import Scene
 from coordinator.swarm.deadlines import ROUNDS_NEEDED
 from coordinator.swarm.estimates import phase_seconds_left, round_seconds, run_seconds_left
 from coordinator.swarm.explain import explain
+from coordinator.swarm.state import RoundPhase
 
 
 def after_rounds(number: int) -> Scene:
@@ -68,3 +69,17 @@ def test_the_runs_end_comes_closer_as_time_goes_by_and_is_no_sooner_than_its_rou
     assert run_seconds_left(scene.state, scene.now) == rounds_left * a_round_takes - 5
     scene.wait(24)  # longer than rounds take: the others still take what they took
     assert run_seconds_left(scene.state, scene.now) == (rounds_left - 1) * a_round_takes
+
+
+def test_a_round_whose_commit_is_being_applied_is_not_over_yet() -> None:
+    scene = after_rounds(4)
+    a_round_takes = round_seconds(scene.state)
+    assert a_round_takes is not None
+    rounds_left = scene.state.rules.total_rounds - scene.state.committed_round
+    began_at = scene.now
+    train(scene, A, B)
+    scene.wait(1)
+    scene.commit("node-a", "node-b")
+    assert scene.round.phase is RoundPhase.APPLYING
+    spent = scene.now - began_at
+    assert run_seconds_left(scene.state, scene.now) == rounds_left * a_round_takes - spent

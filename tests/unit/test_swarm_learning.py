@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from swarm_scene import INITIAL, Scene, digest_of
+import pytest
+from swarm_scene import INITIAL, Scene, digest_of, of_kind
 
-from coordinator.swarm.actions import AskCommits, SendCommit
-from coordinator.swarm.events import BaseLearned, CommitLearned, Event, HistoryTold
+from coordinator.swarm.actions import AskCommits, AskEvaluation, SendCommit, SendFinished
+from coordinator.swarm.events import BaseLearned, CommitLearned, Event, HistoryTold, Started
 from coordinator.swarm.state import MemberState, RoundPhase, SwarmState
 from protocol.rounds import Commit, Digest, NodeId
 
@@ -160,3 +161,130 @@ def test_a_round_that_was_taken_back_after_the_copy_gives_way_to_what_became_of_
         assert older.state.token_clock == scene.state.token_clock
         assert older.state.ledger.committed == scene.state.ledger.committed
         assert older.member("node-a").committed_tokens == scene.member("node-a").committed_tokens
+
+
+def test_void_rounds_that_were_closed_without_their_nodes_give_way_to_what_those_bring() -> None:
+    scene, states = run_of(5)
+    older = Scene(min_nodes=2, rounds=50)
+    older.state, older.now = states[2], scene.now
+    older.do(Started())
+    older.wait(10 * older.state.rules.lease_seconds)
+    assert older.state.committed_round == 3 and older.state.recent[-1].is_void
+    older.attach("node-a", "node-b", at=5, digest=after(5))
+    for event in told(commits_of(scene)):
+        older.do(event)
+    older.do(HistoryTold(node_id=A))
+    assert (older.state.committed_round, older.state.outer_digest) == (5, after(5))
+    assert older.state.token_clock == scene.state.token_clock
+    assert older.state.ledger.committed == scene.state.ledger.committed
+    tokens = {n: m.committed_tokens for n, m in scene.state.members.items()}
+    assert {n: m.committed_tokens for n, m in older.state.members.items()} == tokens
+    assert older.round.number == 6 and older.round.base_digest == after(5)
+
+
+def void_closed_without_nodes(copy: SwarmState, at: float, *, rounds: int = 50) -> Scene:
+    """A coordinator that starts from a copy with a round in flight, and closes it alone."""
+    alone = Scene(min_nodes=2, rounds=rounds, lease_seconds=30)
+    alone.state, alone.now = replace(copy, rules=alone.state.rules), at
+    alone.do(Started())
+    alone.wait(10_000)
+    assert alone.state.recent[-1].is_void
+    return alone
+
+
+def test_a_round_that_was_closed_without_its_nodes_gives_way_to_its_commit() -> None:
+    scene, states = run_of(4)
+    older = void_closed_without_nodes(states[2], scene.now)
+    assert older.state.committed_round == 3
+    older.attach("node-a", "node-b", at=4, digest=after(4))
+    for event in (*told(commits_of(scene)), HistoryTold(node_id=A)):
+        older.do(event)
+    assert (older.state.committed_round, older.state.outer_digest) == (4, after(4))
+    assert older.state.token_clock == scene.state.token_clock
+    assert older.state.ledger.committed == scene.state.ledger.committed
+
+
+@pytest.mark.parametrize("comes", ["with the last round", "with the round before"])
+def test_a_run_that_ended_with_a_void_round_goes_on_when_its_commit_is_brought_back(
+    comes: str,
+) -> None:
+    scene, states = run_of(4)
+    older = void_closed_without_nodes(states[3], scene.now, rounds=4)
+    assert older.state.is_finished
+    older.do(Started())
+    assert older.state.is_finished
+    if comes == "with the round before":
+        older.attach("node-b", at=3, digest=after(3))
+        assert older.state.is_finished
+    older.attach("node-a", at=4, digest=after(4))
+    assert of_kind(older.actions, AskCommits)
+    for event in (*told(commits_of(scene)), HistoryTold(node_id=A)):
+        older.do(event)
+    assert not older.state.is_finished
+    if comes == "with the round before":
+        older.apply(after(4), "node-b")
+    older.apply(after(4), "node-a")
+    (asked,) = [action for action in of_kind(older.log, AskEvaluation) if action.round == 4]
+    older.evaluate(asked.node_id, round=4)
+    older.wait(10_000)
+    assert older.state.is_finished
+    assert [end.outer_digest for end in of_kind(older.log, SendFinished)] == [after(3), after(4)]
+    assert older.state.token_clock == scene.state.token_clock
+    assert older.state.ledger.committed == scene.state.ledger.committed
+
+
+def taken_back() -> tuple[Scene, Scene]:
+    """A run of four rounds, and a copy of its second in which node-b alone takes round 2 back."""
+    scene, states = run_of(4)
+    older = Scene(min_nodes=1, rounds=50, lease_seconds=30)
+    older.state = replace(states[2], rules=older.state.rules, open_round=None)
+    older.now = scene.now
+    older.do(Started())
+    older.attach("node-b", at=1, digest=after(1))
+    longest = older.state.rules.commit_seconds + older.state.rules.apply_seconds
+    begin = older.now
+    while older.state.incarnation == 0:
+        older.beat("node-b", at=1, digest=after(1))
+        older.wait(5)
+    assert older.now - begin >= older.state.rules.commit_seconds / 2, (
+        "it waited for round 2's nodes"
+    )
+    assert older.now - begin <= longest + 5
+    assert older.state.recent[0].is_void and older.state.committed_round == 2
+    return scene, older
+
+
+def test_a_round_that_was_taken_back_holds_again_when_a_node_returns_with_its_state() -> None:
+    scene, older = taken_back()
+    older.attach("node-a", at=4, digest=after(4))
+    for event in (*told(commits_of(scene)), HistoryTold(node_id=A)):
+        older.do(event)
+    older.apply(after(4), "node-b")
+    assert (older.state.committed_round, older.state.outer_digest) == (4, after(4))
+    assert older.state.token_clock == scene.state.token_clock
+    assert older.state.ledger.committed == scene.state.ledger.committed
+
+
+def test_what_has_given_way_once_does_not_come_back() -> None:
+    scene, older = taken_back()
+    void = next(c for c in commits_of(older) if c.incarnation == 1)
+    older.attach("node-a", at=4, digest=after(4))
+    for event in (*told(commits_of(scene)[1:2]), HistoryTold(node_id=A)):
+        older.do(event)
+    before = older.state
+    assert not before.recent[0].is_void and before.committed_round == 2
+    older.do(CommitLearned(commit=void, node_id=NodeId("node-b")))
+    assert older.state == before
+
+
+@pytest.mark.parametrize("why", ["its node holds no such state", "results were committed since"])
+def test_a_round_that_was_taken_back_does_not_hold_again(why: str) -> None:
+    scene, older = taken_back()
+    if why == "results were committed since":
+        older.attach("node-b", at=2, digest=after(1), incarnation=1)
+        older.commit("node-b")
+        older.attach("node-a", at=4, digest=after(4))
+    before = older.state
+    for event in told(commits_of(scene)[1:2]):
+        older.do(event)
+    assert older.state == before

@@ -128,6 +128,33 @@ def test_who_applied_what_was_taken_back_has_no_vote_and_fetches_the_state_anew(
     assert scene.state.outer_digest == digest_of("three")
 
 
+def test_who_applied_what_was_taken_back_and_only_lost_its_session_has_no_vote_either() -> None:
+    scene = committed_by_two_of_three()
+    scene.apply(AFTER, "node-a")
+    scene.leave("node-a")
+    scene.leave("node-b")
+    scene.wait(scene.state.rules.apply_seconds + 1)
+    assert scene.state.incarnation == 1
+    scene.attach("node-a", at=3, digest=AFTER, is_new_process=False)
+    scene.apply(digest_of("three"), "node-c", incarnation=1)
+    scene.wait(scene.state.rules.apply_seconds)
+    assert scene.state.outer_digest == digest_of("three")
+
+
+def test_void_rounds_alone_are_not_taken_back_from_a_node_that_has_yet_to_pass_them() -> None:
+    scene = Scene(min_nodes=2)
+    scene.attach("node-a", "node-b")
+    for _ in range(2):
+        scene.wait_until(scene.round.commit_deadline)
+    scene.leave("node-a")
+    scene.leave("node-b")
+    assert all(closed.is_void for closed in scene.state.recent)
+    scene.attach("node-a", at=0)
+    scene.wait(5 * scene.state.rules.apply_seconds)
+    assert scene.state.incarnation == 0
+    assert not [a for a in scene.log if isinstance(a, SendCommit) and a.commit.incarnation]
+
+
 def agreed_on_a_lie() -> Scene:
     """node-c alone reported a state in time, and a wrong one; then it left, in the midst of a round."""
     scene = committed_by_two_of_three()

@@ -364,3 +364,34 @@ def test_the_reason_tells_who_still_trains_and_which_slices_are_missing() -> Non
         "exchanging: waiting for 2 of 2 slices (node-b still training): "
         "slice 0 held by 1 of 2 nodes, slice 1 from its reducer node-b, 70 s left"
     )
+
+
+def test_nothing_commits_on_a_state_that_nobody_who_is_here_holds_any_more() -> None:
+    scene = Scene(min_nodes=2)
+    scene.attach("node-a", "node-b")
+    scene.commit("node-a", "node-b")
+    scene.apply(digest_of("one"), "node-a", "node-b")
+    for name in ("node-a", "node-b"):  # each has lost its state, and not the round's results
+        scene.attach(name, at=0, is_new_process=False)
+    for progress in scene.round.slices:
+        index = progress.slice.index
+        scene.reduce(str(progress.slice.reducer_id), index, digest_of("result"))
+        for name in ("node-a", "node-b"):
+            if scene.state.committed_round == 1:
+                scene.hold(name, index, digest_of("result"))
+    assert scene.state.last_closed is not None
+    assert scene.state.last_closed.commit.round == 2
+    reasons = {outcome.void_reason for outcome in scene.state.last_closed.commit.slices}
+    assert reasons == {"nobody who is here holds the state that it builds on"}
+
+
+def test_the_next_plan_begins_where_schedules_were_told_that_they_would_be() -> None:
+    scene = Scene(min_nodes=2)
+    scene.attach("node-a", "node-b")
+    told = of_kind(scene.log, SendPlan)[-1].plan
+    assert (told.token_clock, told.round_tokens) == (0, 2 * TOKENS)
+    scene.commit("node-a", "node-b", tokens={"node-a": TOKENS})
+    scene.apply(digest_of("one"), "node-a", "node-b")
+    assert scene.state.token_clock == TOKENS
+    late = of_kind(scene.log, SendPlan)[-1].plan
+    assert (late.token_clock, late.round_tokens) == (2 * TOKENS, TOKENS)

@@ -9,9 +9,9 @@ from coordinator.swarm.state import MemberState, trimmed
 AFTER = digest_of("after 1")
 
 
-def started(*, in_flight: bool = True) -> Scene:
+def started(*, in_flight: bool = True, lease_seconds: float = 15) -> Scene:
     """Three nodes have committed and applied round 1; the coordinator starts again."""
-    scene = Scene(min_nodes=2, lease_seconds=15)
+    scene = Scene(min_nodes=2, lease_seconds=lease_seconds)
     scene.attach("node-a", "node-b", "node-c")
     scene.commit("node-a", "node-b")
     if in_flight:
@@ -37,6 +37,22 @@ def test_no_round_is_closed_or_opened_until_the_newest_rounds_nodes_are_back() -
     assert scene.state.awaited is None
     assert scene.round.commit_deadline - scene.now <= 80 < left, "the round has the time it had"
     scene.commit("node-a", "node-b")
+
+
+def test_nothing_is_decided_while_a_node_that_is_back_has_commits_to_bring() -> None:
+    scene = started()
+    scene.attach("node-a", at=2, digest=digest_of("after 2"))
+    scene.attach("node-b", "node-c", at=1, digest=AFTER)
+    begin, left = scene.now, scene.round.commit_deadline
+    assert scene.state.awaited is not None
+    while scene.now < begin + 30:
+        scene.beat("node-a", at=2, digest=digest_of("after 2"))
+        for name in ("node-b", "node-c"):
+            scene.beat(name, at=1, digest=AFTER)
+        scene.wait(5)
+        assert scene.state.awaited is not None and scene.round.commit_deadline == left
+    scene.leave("node-a")
+    assert scene.state.awaited is None
 
 
 def test_the_run_goes_on_without_a_third_of_the_nodes_within_the_longest_round() -> None:
@@ -82,6 +98,14 @@ def test_who_has_not_come_back_is_in_no_plan() -> None:
         scene.attach(name, at=1, digest=AFTER)
     plan = [action.plan for action in scene.log if isinstance(action, SendPlan)][-1]
     assert [str(node_id) for node_id in plan.participants] == ["node-a", "node-b"]
+
+
+def test_who_has_not_come_back_counts_as_lost_whatever_its_lease_was() -> None:
+    scene = started(lease_seconds=10_000)
+    scene.attach("node-a", "node-b", at=1, digest=AFTER)
+    scene.wait(scene.state.rules.commit_seconds)
+    assert scene.member("node-c").state is MemberState.LOST
+    assert scene.member("node-a").state is MemberState.READY
 
 
 def test_the_newest_round_with_results_is_kept_however_many_void_ones_follow() -> None:

@@ -25,6 +25,7 @@ from node.exchange.held_results import HeldResults
 from node.exchange.outer import NotApplicableError, Outer, Position
 from node.exchange.state.download import Download
 from node.exchange.state.on_disk import StateOnDisk
+from node.exchange.state.patience import Patience
 from node.exchange.state.result_log import ResultLog
 from node.exchange.state.snapshot import Snapshot
 from node.exchange.transport.transport import (
@@ -43,7 +44,7 @@ from protocol.rounds import Commit, Digest, NodeId, SliceOutcome
 log = structlog.get_logger()
 
 PAUSE_SECONDS = 1.0
-"""Between two times of asking everybody."""
+"""Between the first two times of asking everybody; later ones are longer."""
 
 ASKS_BEFORE_SNAPSHOT = 3
 """How often everybody is asked for results before the node asks for a snapshot as well."""
@@ -78,8 +79,10 @@ class CatchUp:
         list_commits: Callable[[int], Awaitable[tuple[Commit, ...]]],
         bring_back: Callable[[int], Awaitable[bool]],
         peers: Callable[[], tuple[NodeId, ...]],
+        patience: Patience,
     ) -> None:
         self.waiting_for = ""
+        self._patience = patience
         self._outer = outer
         self._held = held
         self._transport = transport
@@ -143,12 +146,21 @@ class CatchUp:
     async def is_right(self, round: int, digest: Digest) -> bool:
         """Whether ours is the swarm's state of this round, which has that digest, or a later one.
 
-        What the coordinator says now counts more than the digest, for nodes may have agreed anew.
+        What the coordinator says now counts more than the digest, for nodes may have agreed anew. While
+        they have yet to agree, a state is right that the commit in the list has led to.
         """
         settled = await self._settled_digest(self._outer.round, None)
+        if settled is None and self._outer.round >= round and await self._is_listed():
+            return True
         if settled is None and self._outer.round == round:
             settled = digest
         return self._outer.round >= round and settled == self._outer.digest
+
+    async def _is_listed(self) -> bool:
+        """Whether the coordinator lists the commit that led to our state."""
+        ours = self._history.at(self._outer.round)
+        listed = await self._commit_of(self._outer.round)
+        return ours is not None and listed is not None and _is_same(ours, listed)
 
     async def replace(self, round: int, digest: Digest) -> bool:
         """Takes over a peer's state of this round or a later one; False when nobody supplies one now.
@@ -165,11 +177,9 @@ class CatchUp:
                 return True
         snapshot = await self._fetched_state(round, (round, digest))
         self.waiting_for = ""
-        if snapshot is None:
+        if snapshot is None or not await self._taken_over(snapshot, ()):
             return False
-        await self._drop_all_for(snapshot)
         await self._download.taken_over()
-        await self._note_commits_before(snapshot.round)
         return True
 
     async def _pass(self, commit: Commit) -> bool:
@@ -194,10 +204,17 @@ class CatchUp:
             asked += 1
             if asked == 1:
                 why = "nobody supplies a result" if is_base else "our state is not its base"
-                log.warning("commit not applied yet", round=commit.round, why=why)
+                log.warning(
+                    "commit not applied yet",
+                    round=commit.round,
+                    why=why,
+                    waits_for=f"a node that holds the results of round {commit.round} or the state "
+                    "after it; it is asked for ever more rarely, and at once when the coordinator "
+                    "tells of somebody new",
+                )
             if (not is_base or asked >= ASKS_BEFORE_SNAPSHOT) and await self._leapt(commit.round):
                 break
-            await asyncio.sleep(PAUSE_SECONDS)
+            await self._patience.pause(asked, first_seconds=PAUSE_SECONDS)
         self.waiting_for = ""
         return True
 
@@ -310,14 +327,45 @@ class CatchUp:
         if snapshot is None:
             return False
         passed = await self._commits_between(self._outer, snapshot)
-        if passed:
-            await self._heavy(lambda: self._outer.leap(snapshot, passed))
-            log.info("state fetched", round=snapshot.round, residual="kept")
-        else:
-            await self._drop_all_for(snapshot)
-        await self._note_commits_before(snapshot.round)
+        if not await self._taken_over(snapshot, passed):
+            return False
         await self._download.taken_over()
         self._held.forget_old(self._outer.round)
+        return True
+
+    async def _taken_over(self, snapshot: Snapshot, passed: Sequence[Commit]) -> bool:
+        """Goes on from a peer's state; False when it does not fit, and then nothing has moved.
+
+        `passed` leads there from ours; without it, what was owed on ours cannot be owed on that one.
+        How the swarm came there is asked for before, and noted as soon as the state has moved, so
+        that the state never stands without its history.
+        """
+        commits = await self._commits_before(snapshot.round)
+        owed = await self._heavy(self._outer.owing.norm)
+        if passed:
+            move = partial(self._outer.leap, snapshot, passed)
+        else:
+            move = partial(self._outer.restore, snapshot, None)
+        before = self._outer.position
+        try:
+            await self._heavy(move)
+        except (NotApplicableError, CodecError) as error:
+            log.warning("a state that was fetched is refused", round=snapshot.round, why=str(error))
+            await self._download.taken_over()  # what is kept of it would come again
+            return False
+        finally:
+            if self._outer.position != before:  # also where the node was told to stop meanwhile
+                for commit in commits:
+                    self._history.add(commit)
+        if passed:
+            log.info("state fetched", round=snapshot.round, residual="kept")
+            return True
+        log.warning(
+            "state replaced: what this node owed is let go, for its own state is none of the swarm's",
+            round=snapshot.round,
+            residual="dropped",
+            norm=round(owed, 3),
+        )
         return True
 
     async def _commits_between(self, outer: Outer, snapshot: Snapshot) -> list[Commit]:
@@ -339,17 +387,6 @@ class CatchUp:
                 passed.append(outer.owing.what_matters_of(commit))
         return passed if digest == await self._heavy(snapshot.outer_digest) else []
 
-    async def _drop_all_for(self, snapshot: Snapshot) -> None:
-        """Takes over a state that ours does not lead to. What was owed on ours cannot be owed on it."""
-        owed = await self._heavy(self._outer.owing.norm)
-        await self._heavy(partial(self._outer.restore, snapshot, None))
-        log.warning(
-            "state replaced: what this node owed is let go, for its own state is none of the swarm's",
-            round=snapshot.round,
-            residual="dropped",
-            norm=round(owed, 3),
-        )
-
     async def _brought_own(self, cause: object) -> bool:
         """Brings the coordinator the commits that it does not have as we do; once for each cause.
 
@@ -362,9 +399,12 @@ class CatchUp:
         after = await self._last_shared_round()
         if after == self._outer.round:
             return False
+        asked = 0
         while not await self._bring_back(after):
-            log.info("own commits are not brought back yet", after_round=after)
-            await asyncio.sleep(PAUSE_SECONDS)
+            asked += 1
+            if asked == 1:
+                log.info("own commits are not brought back yet", after_round=after)
+            await self._patience.pause(asked, first_seconds=PAUSE_SECONDS)
         commits = await self._list_commits(self._outer.round)
         return not commits or self._outer.is_base_of(commits[0])
 
@@ -456,14 +496,14 @@ class CatchUp:
         commit = await self._commit_of(round)
         return None if commit is None else commit.outer_digest
 
-    async def _note_commits_before(self, round: int) -> None:
-        """Remembers how the swarm came to a state that was fetched: its incarnation is told with it."""
+    async def _commits_before(self, round: int) -> list[Commit]:
+        """How the swarm came to a state: its incarnation is told with it."""
+        commits: list[Commit] = []
         at = max(0, round - KEPT_WHEN_LEAPING)
         while at < round and (page := await self._list_commits(at)):
-            for commit in page:
-                if commit.round <= round:
-                    self._history.add(commit)
+            commits += [commit for commit in page if commit.round <= round]
             at = page[-1].round
+        return commits
 
     async def _commit_of(self, round: int) -> Commit | None:
         commits = await self._list_commits(round - 1) if round > 0 else ()
