@@ -8,6 +8,7 @@ the world's own swarm_books; what must hold of sessions and time, in swarm_laws.
 from dataclasses import dataclass, replace
 from random import Random
 
+import pytest
 import swarm_audit as audit
 from sealing import Sealer
 from swarm_books import LAYOUT, Books, is_void
@@ -40,7 +41,7 @@ from coordinator.swarm.events import (
 )
 from coordinator.swarm.state import PRESENT, Rules, SwarmState
 from coordinator.swarm.transition import initial_state, next_deadline, step
-from protocol.errors import SessionEndedError
+from protocol.errors import CopyAttachedError, SessionEndedError
 from protocol.rounds import Commit, CorpusSummary, Digest, NodeId, PeerAddress
 
 RUN = Digest(b"r" * 32)
@@ -185,23 +186,37 @@ class World:
             member = self.state.members.get(node.node_id)
             if member is not None:  # the kernel ends a dead process's connections
                 self.deliver(StreamBroken(node_id=node.node_id, session_id=member.session_id))
+        self.deliver(self._announcement(node, node.process_id))
+
+    def a_copy_asks(self, node: SimulatedNode) -> None:
+        """Another process with the key of a node that is heard is refused, and costs it nothing."""
+        member = self.state.members.get(node.node_id)
+        if (
+            member is not None
+            and member.state in PRESENT
+            and member.is_heard
+            and self.now < member.lease_until
+        ):
+            with pytest.raises(CopyAttachedError):
+                step(self.state, self._announcement(node, -1), self.now)
+
+    @staticmethod
+    def _announcement(node: SimulatedNode, process_id: int) -> Attached:
         number, digest, incarnation = node.state
-        self.deliver(
-            Attached(
-                node_id=node.node_id,
-                node_name="vm",  # as many machines are called
-                address=PeerAddress(public_key=b"k" * 32, multiaddrs=()),
-                device="cpu",
-                num_ranks=1,
-                version="1",
-                run_digest=RUN,
-                layout=LAYOUT,
-                corpus=CORPUS,
-                outer_round=number,
-                outer_digest=digest,
-                outer_incarnation=incarnation,
-                process_id=node.process_id,
-            )
+        return Attached(
+            node_id=node.node_id,
+            node_name="vm",  # as many machines are called
+            address=PeerAddress(public_key=b"k" * 32, multiaddrs=()),
+            device="cpu",
+            num_ranks=1,
+            version="1",
+            run_digest=RUN,
+            layout=LAYOUT,
+            corpus=CORPUS,
+            outer_round=number,
+            outer_digest=digest,
+            outer_incarnation=incarnation,
+            process_id=process_id,
         )
 
     def bring_back(self, node: SimulatedNode) -> None:

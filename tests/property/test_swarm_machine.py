@@ -138,12 +138,15 @@ class SwarmMachine(RuleBasedStateMachine):
                 "has another state",
                 "drains",
                 "loses its stream",
+                "is copied",
             ]
         ),
     )
     def a_node_fails(self, number: int, fault: str) -> None:
         node = self.node(number)
         match fault:
+            case "is copied":
+                self.world.a_copy_asks(node)
             case "has another state":
                 committed = self.world.state.committed_round
                 node.go_astray(max(0, committed + number % 3 - 1), Digest(b"another state"))

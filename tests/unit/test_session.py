@@ -215,7 +215,7 @@ async def test_a_flush_ends_when_all_is_answered_or_its_time_is_over() -> None:
 
 @in_virtual_time
 async def test_sessions_that_end_at_once_are_opened_ever_more_slowly() -> None:
-    """Two daemons with one identity end each other's sessions."""
+    """Whatever ends them: the coordinator is not asked ever faster."""
     link = Link()
 
     def end(attachment: Attachment) -> None:
