@@ -54,10 +54,9 @@ def test_a_node_that_returns_goes_on_from_its_disk(corpus: Corpus, tmp_path: Pat
     assert [len(outcome.contributors) for outcome in run.commits[-1].slices] == [3, 3, 3]
 
 
-@pytest.mark.parametrize("dies_at", [50.5, 60.5])
-def test_what_nobody_holds_any_more_is_taken_back_and_who_applied_it_comes_round(
-    corpus: Corpus, tmp_path: Path, dies_at: float
-) -> None:
+def run_with_a_round_taken_back(
+    corpus: Corpus, disks: Path, *, dies_at: float, returns_at: float, rounds: int, min_nodes: int
+) -> SimulatedRun:
     """In round 3 one node is cut off from the two others. Both die at once and return much later.
 
     Round 3 begins at 10 s, commits at 50 s, and is settled without the first node at 60 s. They die
@@ -72,16 +71,39 @@ def test_what_nobody_holds_any_more_is_taken_back_and_who_applied_it_comes_round
         for other in nodes[1:]:
             network.mend(nodes[0].node_id, other.node_id)
 
-    mortal = Life(seconds_per_inner_step=1.0, absences=((dies_at, 260),))
-    spec = tiny(run={"rounds": 8, "min_nodes": 3}, deadlines=DEADLINES)
-    run = simulate(spec, lives=[STEADY, mortal, mortal], corpus=corpus, script=cut, disks=tmp_path)
-    assert_sound(run, rounds=8)
-    assert [commit.incarnation for commit in run.commits] == [0, 0, *[1] * 6]
+    mortal = Life(seconds_per_inner_step=1.0, absences=((dies_at, returns_at),))
+    spec = tiny(run={"rounds": rounds, "min_nodes": min_nodes}, deadlines=DEADLINES)
+    run = simulate(spec, lives=[STEADY, mortal, mortal], corpus=corpus, script=cut, disks=disks)
+    assert_sound(run, rounds=rounds)
+    assert len(run.digests) == 3
+    for outcomes in (commit.slices for commit in run.commits[-2:]):
+        assert [len(outcome.contributors) for outcome in outcomes] == [3, 3, 3]
+    return run
+
+
+@pytest.mark.parametrize("dies_at", [50.5, 60.5])
+def test_what_nobody_holds_any_more_is_taken_back_and_who_applied_it_comes_round(
+    corpus: Corpus, tmp_path: Path, dies_at: float
+) -> None:
+    """The first node has committed more since, alone."""
+    run = run_with_a_round_taken_back(
+        corpus, tmp_path, dies_at=dies_at, returns_at=160, rounds=30, min_nodes=1
+    )
+    assert [commit.incarnation for commit in run.commits] == [0, 0, *[1] * 28]
     assert "taken back" in run.commits[2].slices[0].void_reason
     assert all(outcome.digest is None for outcome in run.commits[2].slices)
-    assert len(run.digests) == 3
-    for commit in run.commits[4:]:
-        assert [len(outcome.contributors) for outcome in commit.slices] == [3, 3, 3]
+
+
+@pytest.mark.parametrize("dies_at", [50.5, 60.5])
+def test_what_was_taken_back_holds_again_when_who_applied_it_returns_before_anything_else_commits(
+    corpus: Corpus, tmp_path: Path, dies_at: float
+) -> None:
+    run = run_with_a_round_taken_back(
+        corpus, tmp_path, dies_at=dies_at, returns_at=260, rounds=8, min_nodes=3
+    )
+    assert [commit.incarnation for commit in run.commits[:3]] == [0, 0, 0]
+    assert max(commit.incarnation for commit in run.commits) == 1, "it was taken back meanwhile"
+    assert any(outcome.digest is not None for outcome in run.commits[2].slices)
 
 
 def test_a_coordinator_that_dies_in_mid_round_commits_that_round_once(
