@@ -183,9 +183,11 @@ class Judge:
 
     def run(self) -> None:
         """First the tests as they are, then each mutant."""
-        with self._pool:
+        try:
             self._run_unmutated()
             self._run_mutants()
+        finally:
+            self._pool.shutdown(cancel_futures=True)  # a Ctrl-C waits for what runs, and no more
 
     def _run_unmutated(self) -> None:
         selected = list(dict.fromkeys(test for mutant in self._mutants for test in mutant.tests))
