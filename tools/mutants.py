@@ -4,7 +4,7 @@ The bugs (mutants) stand in tools/mutants_by_room: each is a file, a text that o
 replaces that, the promise that breaks by it, and the tests that should notice. A test that cannot fail
 shows here, and so does a promise that no test holds.
 
-    python tools/mutants.py                    # all of them; some 20 minutes on two cores
+    python tools/mutants.py                    # all of them; half an hour on two cores
     python tools/mutants.py --only NAME ...    # some
 """
 
@@ -176,20 +176,22 @@ class Judge:
         for copy in copies:
             self._copies.put(copy)
         self._pool = ThreadPoolExecutor(max_workers=len(copies))
-        self._usual_seconds: dict[tuple[str, ...], float] = {}
+        self._usual_seconds: dict[str, float] = {}  # of files, or tests, that pass
         self.noticed: list[Mutant] = []
         self.survived: list[Mutant] = []
         self.unjudged: list[Mutant] = []  # no longer applies, or its tests say nothing
 
     def run(self) -> None:
         """First the tests as they are, then each mutant."""
-        with self._pool:
+        try:
             self._run_unmutated()
             self._run_mutants()
+        finally:
+            self._pool.shutdown(cancel_futures=True)  # a Ctrl-C waits for what runs, and no more
 
     def _run_unmutated(self) -> None:
-        selections = list(dict.fromkeys(mutant.tests for mutant in self._mutants))
-        waits = {self._pool.submit(self._try, tests): tests for tests in selections}
+        selected = list(dict.fromkeys(test for mutant in self._mutants for test in mutant.tests))
+        waits = {self._pool.submit(self._try, tests): tests for tests in selected}
         for number, done in enumerate(as_completed(waits), start=1):
             tests, run = waits[done], done.result()
             if run.is_passed:
@@ -197,7 +199,7 @@ class Judge:
                 verdict = f"pass in {run.seconds:.0f} s"
             else:
                 verdict = f"FAIL without any mutant: {run.noticed_by or run.output[-2000:]}"
-            self._say(f"[tests {number}/{len(selections)}] {' '.join(tests)} {verdict}")
+            self._say(f"[tests {number}/{len(selected)}] {tests} {verdict}")
 
     def _run_mutants(self) -> None:
         began_at = time.monotonic()
@@ -209,17 +211,17 @@ class Judge:
             progress = f"[{number}/{len(waits)}, about {left / 60:.0f} min left]"
             self._say(f"{progress} {waits[done].name}: {verdict}")
 
-    def _try(self, tests: tuple[str, ...]) -> Run:
+    def _try(self, tests: str) -> Run:
         copy = self._copies.get()
         try:
-            return self._run_tests(copy, tests, UNMUTATED_SECONDS)
+            return self._run_tests(copy, (tests,), UNMUTATED_SECONDS)
         finally:
             self._copies.put(copy)
 
     def _judge(self, mutant: Mutant) -> tuple[list[Mutant], str]:
-        usual = self._usual_seconds.get(mutant.tests)
-        if usual is None:
+        if not self._usual_seconds.keys() >= set(mutant.tests):
             return self.unjudged, "not judged, for its tests fail without it"
+        usual = sum(self._usual_seconds[test] for test in mutant.tests)
         copy = self._copies.get()
         try:
             with applied(mutant, copy) as is_there:

@@ -170,6 +170,19 @@ def test_what_a_node_that_left_did_not_send_is_not_missed() -> None:
     assert [m.seconds for m in scene.state.phase_times.exchange] == [3]
 
 
+def test_the_time_in_which_a_contribution_was_awaited_until_its_node_left_is_no_measurement() -> (
+    None
+):
+    scene = swarm_of(A, B, C)
+    scene.wait(20)
+    train(scene, A, B, C)
+    scene.wait(4)
+    scene.leave(C)
+    scene.wait(3)
+    reduce_and_hold(scene, A, B, seconds=1, of=(A, B))
+    assert [m.seconds for m in scene.state.phase_times.exchange] == [3]
+
+
 def test_the_time_in_which_a_reducer_was_missed_until_it_left_is_no_measurement() -> None:
     scene = swarm_of(A, B, C)
     scene.wait(20)
