@@ -30,7 +30,7 @@ from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
 from node.heavy import in_place
 from node.history import History
-from node.island.corpus import Corpus, read_corpus
+from node.island.data.corpus import Corpus, read_corpus
 from node.island.first_weights import initial_parameters
 from node.island.inline import InlineIsland
 from node.island.island import InnerReport, InnerWork, Progress

@@ -27,7 +27,9 @@ from node.island.boxes import (
 )
 from node.island.checkpoints import About
 from node.island.combinations import check_combination, may_be_traced
-from node.island.corpus import Corpus
+from node.island.data.dataset import Dataset
+from node.island.data.manifest import Split
+from node.island.data.samples import Indices, SampleOrder
 from node.island.engine import Engine
 from node.island.faults import TrainingDivergedError
 from node.island.ferry import copies_of
@@ -38,7 +40,6 @@ from node.island.local_communication import LocalCommunication
 from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh import Mesh
 from node.island.mesh_shape import MeshShape, check_batch, check_shape
-from node.island.samples import Indices, SampleOrder
 from node.island.schedule import (
     Position,
     Rewarming,
@@ -111,7 +112,7 @@ class Trainer:
         self,
         *,
         spec: RunSpec,
-        corpus: Corpus,
+        corpus: Dataset,
         device: torch.device,
         mesh: Mesh,
         clock: Clock,
@@ -272,7 +273,7 @@ class Trainer:
         most = -(-count // self._mesh.shape.num_data)  # of any rank: all must go on together
         loss_sum = torch.zeros((), dtype=torch.float64)
         for start in range(0, most, rows):
-            windows = self._on_device(self._corpus.held_out, own[start : start + rows])
+            windows = self._on_device("held_out", own[start : start + rows])
             loss_sum += self._engine.measure(windows).cpu()
             on_batch()
         loss = self._mesh.summed(loss_sum).item() / (count * self._spec.model.context)
@@ -339,7 +340,7 @@ class Trainer:
         """Leaves the scaled gradients of this rank's share of a batch; returns its loss."""
         batch = self._spec.inner.batch
         indices = self._order.indices(first_sample, batch)[self._mesh.share(batch)]
-        return self._engine.train(self._on_device(self._corpus.training, indices))
+        return self._engine.train(self._on_device("training", indices))
 
     def _set_learning_rates(self, at: Position, scale: float) -> None:
         share = scale * share_of_peak(self._spec.inner, at) * self._rewarming.share()
@@ -347,8 +348,8 @@ class Trainer:
             for group in optimizer.param_groups:
                 group["lr"] = share * group["peak_rate"]
 
-    def _on_device(self, split: np.ndarray, indices: Indices) -> Tensor:
-        windows = torch.from_numpy(self._corpus.windows(split, indices))  # [B, T + 1]
+    def _on_device(self, split: Split, indices: Indices) -> Tensor:
+        windows = torch.from_numpy(self._corpus.batch(split, indices).tokens)  # [B, T + 1]
         if carries_pinned_memory(self._device):
             return windows.pin_memory().to(self._device, non_blocking=True)
         return windows.to(self._device)

@@ -19,7 +19,7 @@ from rank_scene import with_texts
 from benchmarks.lone_work import lone_work, unseen
 from node.island import engine
 from node.island.compiling import be_deterministic, compile_layers
-from node.island.corpus import read_corpus
+from node.island.data.corpus import read_corpus
 from node.island.engine import Engine
 from node.island.first_weights import initial_parameters
 from node.island.local_training import PLAIN, LocalTraining

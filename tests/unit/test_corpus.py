@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from node.island.corpus import Corpus, read_corpus, stdlib_files, text_files
-from node.island.samples import SampleOrder
+from node.island.data.corpus import Corpus, read_corpus, stdlib_files, text_files
+from node.island.data.samples import SampleOrder
 from protocol.errors import NoInputError
 from protocol.run_spec import DataSection
 

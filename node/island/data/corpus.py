@@ -21,10 +21,14 @@ import blake3
 import numpy as np
 import numpy.typing as npt
 
+from node.island.data.dataset import Batch, Dataset
+from node.island.data.manifest import Split
+from node.island.data.samples import Indices
+from node.island.data.token_shards import open_tokens
 from protocol.errors import NoInputError
 from protocol.files import expanded
 from protocol.rounds import CorpusSummary, Digest
-from protocol.run_spec import DataSection
+from protocol.run_spec import DataSection, RunSpec
 
 Text = npt.NDArray[np.uint8]
 
@@ -56,7 +60,7 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Corpus:
-    """Both splits in memory."""
+    """Both splits in memory; implements Dataset."""
 
     training: Text
     held_out: Text
@@ -79,11 +83,28 @@ class Corpus:
             digest=self.digest, num_samples=self.num_samples, num_bytes=len(self.training)
         )
 
+    def batch(self, split: Split, indices: Indices) -> Batch:
+        """See Dataset."""
+        text = self.training if split == "training" else self.held_out
+        return Batch(tokens=self.windows(text, indices))
+
+    def num_counted(self, split: Split, indices: Indices) -> int:
+        """See Dataset."""
+        return len(indices) * self.context
+
     def windows(self, split: Text, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Samples of a split by number: tokens [len(indices), context + 1]."""
         places = indices[:, None] * self.context + np.arange(self.context + 1)
         windows: npt.NDArray[np.int64] = split[places].astype(np.int64)
         return windows
+
+
+def open_dataset(spec: RunSpec, folder: Path) -> Dataset:
+    """What a run trains on; relative paths start at `folder`. Raises AtollError where it is not there."""
+    context, batch = spec.model.context, spec.inner.batch
+    if spec.data.source == "tokens":
+        return open_tokens(spec.data, context=context, batch=batch, folder=folder)
+    return read_corpus(spec.data, context=context, batch=batch, folder=folder)
 
 
 def read_corpus(data: DataSection, *, context: int, batch: int, folder: Path) -> Corpus:
