@@ -177,7 +177,7 @@ def entry_of_file(path: Path) -> FileEntry:
     return FileEntry(bytes=path.stat().st_size, pieces=piece_digests(pieces_of_file(path)))
 
 
-def check_pieces(path: Path, entry: FileEntry, piece_bytes: int) -> None:
+def check_pieces(path: Path, entry: FileEntry, piece_bytes: int = PIECE_BYTES) -> None:
     """Reads a whole file; raises BadDataError where it is not what the manifest says."""
     for number, piece in enumerate(pieces_of_file(path, piece_bytes)):
         if number >= len(entry.pieces) or piece_digests([piece]) != (entry.pieces[number],):
