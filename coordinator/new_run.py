@@ -121,7 +121,6 @@ def init(
     """  # noqa: D301 - click reads the character \b, not its two letters
     from coordinator.presets.choosing import chosen
     from coordinator.presets.cost import Situation
-    from coordinator.presets.model_sizes import num_parameters
     from coordinator.presets.view import as_json, show
     from protocol.files import write_atomically
 
@@ -160,7 +159,7 @@ def init(
     else:
         seconds = _assumed_step_seconds(named)
     situation = Situation(
-        num_parameters=num_parameters(named.model),
+        num_parameters=named.num_parameters,
         num_layers=named.model.num_layers,
         num_nodes=num_nodes or (USUAL_NODES if found is None else max(2, found.num_nodes)),
         down_bits_per_second=down,
@@ -215,7 +214,7 @@ def _model_of(name: str) -> tuple["NamedModel", str]:
     """
     from dataclasses import replace
 
-    from coordinator.presets.model_sizes import NAMED_MODELS, num_parameters
+    from coordinator.presets.model_sizes import NAMED_MODELS
     from protocol.run_spec import load_run_file
 
     if (named := NAMED_MODELS.get(name.lower())) is not None:
@@ -231,19 +230,17 @@ def _model_of(name: str) -> tuple["NamedModel", str]:
         raise ConfigError(
             f"{name} has no [model]", next_step="write one, or choose a size: --model 125m"
         )
-    size = num_parameters(spec.model)
+    size = spec.num_parameters
     nearest = min(
         NAMED_MODELS.values(),
-        key=lambda other: (
-            max(size, num_parameters(other.model)) / min(size, num_parameters(other.model))
-        ),
+        key=lambda other: max(size, other.num_parameters) / min(size, other.num_parameters),
     )
     others = [f"[{table}]" for table in sorted(spec.model_fields_set) if table != "model"]
     left_out = (
         f"of {name} only [model] is taken, not {', '.join(others)}: for a preset in that file write "
         'preset = "auto" and link into its [exchange]'
     )
-    return replace(nearest, model=spec.model), left_out if others else ""
+    return replace(nearest, model=spec.decoder), left_out if others else ""
 
 
 def _told_link(text: str) -> tuple[float, float]:
@@ -274,9 +271,8 @@ def _span(text: str, option: str, *, may_be_zero: bool) -> float:
 
 
 def _assumed_step_seconds(named: "NamedModel") -> float:
-    from coordinator.presets.model_sizes import num_parameters
 
-    operations = 6 * num_parameters(named.model) * named.tokens_per_inner_step
+    operations = 6 * named.num_parameters * named.tokens_per_inner_step
     return max(LEAST_ASSUMED_STEP_SECONDS, operations / ASSUMED_FLOPS)
 
 
@@ -294,7 +290,10 @@ def _text(
     from coordinator.presets.toml_edit import with_values
     from protocol.run_spec import validated
 
-    usual = {("model", key): (value, "") for key, value in named.model.model_dump().items()}
+    usual = {
+        ("model", key): (value, "")
+        for key, value in named.model.model_dump(exclude_none=True).items()
+    }
     usual |= {
         ("run", "min_nodes"): (situation.num_nodes, ""),
         ("inner", "batch"): (named.batch, ""),

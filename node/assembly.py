@@ -34,7 +34,6 @@ from node.island.devices import kind_of
 from node.island.first_weights import initial_parameters
 from node.island.island import Island
 from node.island.launcher import ProcessIsland
-from node.island.layout import layout_of
 from node.island.mesh_shape import MeshShape
 from node.island.usable_devices import UsableDevices, usable_devices
 from node.link.calls import CoordinatorLink
@@ -43,11 +42,12 @@ from node.machine.hardware import Hardware, likely_devices
 from node.machine.kernel import congestion_control
 from node.machine.placement import mesh_for, num_ranks_of
 from node.newest import keep_run
-from node.outer_state import Layout, SharedVectors
+from node.outer_state import SharedVectors
 from node.own_metrics import own_metrics
 from node.stopping import StopSignals
 from protocol.credentials import Credentials
 from protocol.identity import Identity
+from protocol.layout import Layout, layout_of
 from protocol.rounds import NodeId
 from protocol.run_spec import RunSpec
 from protocol.wire_count import WireCounts
@@ -69,7 +69,7 @@ async def run_daemon(
     """Runs the node until the run is finished or its owner stops it; returns why it ended."""
     usable = await _devices_of(settings, hardware)
     devices, shape = usable.names, _mesh_of(settings, spec, usable)
-    layout = layout_of(spec.model, spec.exchange.fragments)
+    layout = layout_of(spec)
     desk = await _desk_of(folder, settings, spec, kind_of(devices))
     history = await in_thread(lambda: History(folder / HISTORY_FILE))
     disk = StateOnDisk(folder / SNAPSHOTS_FOLDER, history=history, sent=SentLog(folder / SENT_FILE))
@@ -151,13 +151,7 @@ def _outer_at_start(
     keep_run(folder, spec)  # only now: what is there may be snapshots of another run
     if kept is None:
         log.info("drawing the initial weights", elements=layout.num_elements)
-        initial_parameters(
-            spec.model,
-            spec.run.seed,
-            spec.exchange.fragments,
-            num_threads=tiles.num_threads,
-            out=shared.parameters,
-        )
+        initial_parameters(spec, num_threads=tiles.num_threads, out=shared.parameters)
     outer = Outer.of_run(
         spec,
         layout=layout,

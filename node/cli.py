@@ -219,7 +219,7 @@ def export(out: Path, folder: Path | None) -> None:
     from node.export import export_model
 
     export_model(
-        spec=model.spec.model,
+        spec=model.spec.decoder,
         layout=model.layout,
         parameters=model.parameters,
         out=out,
@@ -255,7 +255,7 @@ def sample(folder: Path | None, prompt: str, num_bytes: int, temperature: float,
 
     start_bytes = prompt.encode()
     text = start_bytes + sample_text(
-        decoder_of(model.spec.model, model.parameters, model.spec.exchange.fragments),
+        decoder_of(model.spec, model.parameters),
         start_bytes,
         num_bytes=num_bytes,
         temperature=temperature,

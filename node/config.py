@@ -15,7 +15,7 @@ from protocol.credentials import COORDINATOR_FILE
 from protocol.data_rate import bits_per_second_of
 from protocol.errors import ConfigError, NoInputError, UsageError
 from protocol.files import read_toml, write_atomically
-from protocol.run_spec import Section
+from protocol.models import Section
 from protocol.web.address import web_address_of
 
 IDENTITY_FILE = "identity.key"

@@ -243,7 +243,7 @@ def _refuse_strangers(state: SwarmState, event: Attached) -> None:
             state,
             event,
             f"cuts the model by layout {event.layout.digest.hex()[:8]} "
-            f"and the swarm by {state.layout.digest.hex()[:8]}",
+            f"and the run by {state.layout.digest.hex()[:8]}",
         )
     others_are_here = any(m.node_id != event.node_id for m in present_members(state))
     if others_are_here and event.codecs != state.codecs:

@@ -80,7 +80,7 @@ class Transition:
 
 def initial_state(rules: Rules, run_digest: Digest) -> SwarmState:
     """A run that no node has attached to yet."""
-    return SwarmState(rules=rules, run_digest=run_digest)
+    return SwarmState(rules=rules, run_digest=run_digest, outer_digest=rules.first_digest)
 
 
 def step(state: SwarmState, event: Event, now: float) -> Transition:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from node.island.data.corpus import open_dataset
 from node.island.data.dataset import Dataset
+from node.island.data.opening import open_dataset
 from node.island.island import Evaluation, InnerReport, InnerWork, Progress
 from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh import Mesh

@@ -39,7 +39,7 @@ from node.island.commands import (
     Train,
 )
 from node.island.compiling import be_deterministic
-from node.island.data.corpus import open_dataset
+from node.island.data.opening import open_dataset
 from node.island.faults import OutOfMemoryError, RankFailedError
 from node.island.island import Progress
 from node.island.mesh import Mesh

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from coordinator_scene import (
+    FLAT,
     LOCAL,
     MIDDLE,
     NUM_ELEMENTS,
@@ -36,7 +37,9 @@ Labels = frozenset[tuple[str, str]]
 
 
 def home_with_pages(folder: Path, address: str = "127.0.0.1:0", text: str = PATIENT) -> Home:
-    return create_home(folder, config=LOCAL.with_changes(dashboard=address), text=text)
+    return create_home(
+        folder, config=LOCAL.with_changes(dashboard=address), text=text, description=FLAT
+    )
 
 
 def fetched(port: int, path: str, method: str = "GET") -> tuple[int, str]:

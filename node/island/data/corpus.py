@@ -21,14 +21,13 @@ import blake3
 import numpy as np
 import numpy.typing as npt
 
-from node.island.data.dataset import Batch, Dataset
+from node.island.data.dataset import Batch
 from node.island.data.manifest import Split
 from node.island.data.samples import Indices
-from node.island.data.token_shards import open_tokens
 from protocol.errors import NoInputError
 from protocol.files import expanded
 from protocol.rounds import CorpusSummary, Digest
-from protocol.run_spec import DataSection, RunSpec
+from protocol.run_spec import DataSection
 
 Text = npt.NDArray[np.uint8]
 
@@ -97,14 +96,6 @@ class Corpus:
         places = indices[:, None] * self.context + np.arange(self.context + 1)
         windows: npt.NDArray[np.int64] = split[places].astype(np.int64)
         return windows
-
-
-def open_dataset(spec: RunSpec, folder: Path) -> Dataset:
-    """What a run trains on; relative paths start at `folder`. Raises AtollError where it is not there."""
-    context, batch = spec.model.context, spec.inner.batch
-    if spec.data.source == "tokens":
-        return open_tokens(spec.data, context=context, batch=batch, folder=folder)
-    return read_corpus(spec.data, context=context, batch=batch, folder=folder)
 
 
 def read_corpus(data: DataSection, *, context: int, batch: int, folder: Path) -> Corpus:

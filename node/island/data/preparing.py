@@ -6,15 +6,13 @@ and then the folder takes its name. What comes out depends on the input and the 
 number of processes or on what was interrupted.
 """
 
-import contextlib
-import fcntl
 import json
 import multiprocessing
 import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -35,7 +33,6 @@ from node.island.data.documents import (
 from node.island.data.manifest import (
     MANIFEST_FILE,
     OFFSET_BYTES,
-    TOKENIZER_FILE,
     FileEntry,
     Manifest,
     ShardEntry,
@@ -58,9 +55,9 @@ from protocol.errors import (
     BadDataError,
     CannotCreateError,
     SystemRefusedError,
-    TemporaryError,
 )
 from protocol.files import is_taken, make_folder, refusing, sync_folder, write_atomically
+from protocol.folder_lock import LOCK_NAME, FolderLock
 
 MOST_SHARD_BYTES = 256 << 20
 LEAST_SHARD_BYTES = 4 << 20
@@ -113,9 +110,14 @@ def prepare(
         )
     copied = {} if wanted.tokenizer is None else tokenizer_files(wanted.tokenizer)
     jobs = plan_jobs(wanted)
-    make_folder(wanted.out.resolve().parent)
     work = wanted.out.resolve().parent / f".{wanted.out.resolve().name}.preparing"
-    with _held(work):
+    make_folder(work)
+    lock = FolderLock.take(
+        work,
+        holder="'atoll data prepare'",
+        next_step="wait for it, or choose another folder with --out",
+    )
+    try:
         encoding = Encoding(
             tokenizer=None if wanted.tokenizer is None else work,
             end_of_document=wanted.end_of_document,
@@ -146,6 +148,8 @@ def prepare(
             sync_folder(work)
             work.rename(wanted.out)
             sync_folder(wanted.out.resolve().parent)
+    finally:
+        lock.release()
     return Prepared(
         manifest=manifest,
         input_bytes=sum(job.num_bytes for job in jobs),
@@ -192,24 +196,6 @@ def _identity(wanted: Wanted, jobs: Sequence[ShardJob], copied: dict[str, Path])
     return hasher.hexdigest()
 
 
-@contextlib.contextmanager
-def _held(work: Path) -> Iterator[None]:
-    """The folder to work in, for this process alone. An error leaves it, so that the next goes on."""
-    make_folder(work)
-    descriptor = os.open(work, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise TemporaryError(
-                f"another 'atoll data prepare' is writing {work}",
-                next_step="wait for it, or choose another folder with --out",
-            ) from error
-        yield
-    finally:
-        os.close(descriptor)
-
-
 _IDENTITY_FILE = "identity"
 
 
@@ -223,7 +209,8 @@ def _begin(work: Path, identity: str, say: Callable[[str], None]) -> None:
     if not path.exists() or path.read_text() != identity:
         with refusing(work):
             for each in work.iterdir():
-                each.unlink()
+                if each.name != LOCK_NAME:
+                    each.unlink()
         write_atomically(path, identity.encode())
 
 

@@ -24,7 +24,7 @@ from node.island.data.manifest import (
 )
 from node.island.data.tokenizing import ByteTokenizer, Encoded, FileTokenizer, Tokenizer
 from protocol.files import refusing
-from protocol.run_spec import Section
+from protocol.models import Section
 
 ENCODED_BYTES = 1 << 20
 """Text that is encoded together."""

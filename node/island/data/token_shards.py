@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from node.island.data.dataset import Batch, Tokens
+from node.island.data.dataset import Batch, Dataset, Tokens
 from node.island.data.manifest import (
     OFFSET_BYTES,
     TOKENIZER_FILE,
@@ -29,8 +29,9 @@ from node.island.data.manifest import (
 from node.island.data.samples import Indices
 from protocol.errors import BadDataError, ConfigError, NoInputError
 from protocol.files import expanded
+from protocol.models import DecoderModel
 from protocol.rounds import CorpusSummary
-from protocol.run_spec import DataSection
+from protocol.run_spec import RunSpec
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -192,34 +193,53 @@ class TokenShards:
         return documents
 
 
-def open_tokens(data: DataSection, *, context: int, batch: int, folder: Path) -> TokenShards:
+def open_tokens(spec: RunSpec, folder: Path) -> TokenShards:
     """Maps the tokens of a run; relative paths start at `folder`. Reads none of them.
 
     Raises NoInputError, BadDataError or ConfigError where they are not the run's.
     """
-    place = folder / expanded(data.paths[0])
+    place = folder / expanded(spec.data.paths[0])
     manifest = read_manifest(place)
-    check_is_runs(manifest, data, place)
+    check_is_runs(manifest, spec, place)
     check_sizes(place, manifest.files)
     if manifest.tokenizer == TOKENIZER_FILE:
         check_tokenizer(place, manifest)
-    shards = TokenShards(
-        manifest,
-        MappedFiles(place, manifest.files, manifest.piece_bytes),
-        context=context,
-        has_documents=False,
-    )
-    check_enough(shards, manifest, context=context, batch=batch)
+    files = MappedFiles(place, manifest.files, manifest.piece_bytes)
+    shards = TokenShards(manifest, files, context=spec.model.context)
+    check_enough(shards, context=spec.model.context, batch=spec.inner.batch)
     return shards
 
 
-def check_is_runs(manifest: Manifest, data: DataSection, place: Path) -> None:
-    """Raises BadDataError where these are other tokens than the run's."""
-    if manifest.digest().hex() != data.digest:
+def vocabulary_of(spec: RunSpec) -> int | None:
+    """Tokens that the run's model has; None where nobody says."""
+    if isinstance(spec.model, DecoderModel):
+        return spec.model.vocab_size
+    config = {} if spec.description is None else spec.description.config
+    stated = config.get("vocab_size")
+    return stated if isinstance(stated, int) else None
+
+
+def check_is_runs(manifest: Manifest, spec: RunSpec, place: Path) -> None:
+    """Raises BadDataError for other tokens than the run's, ConfigError where its model cannot take them."""
+    digest = manifest.digest().hex()
+    if digest != spec.data.digest:
         raise BadDataError(
-            f"{place} holds other tokens than the run's: their digest is "
-            f"{manifest.digest().hex()[:12]}…, and [data] digest says {str(data.digest)[:12]}…",
+            f"{place} holds other tokens than the run's: their digest is {digest[:12]}…, and "
+            f"[data] digest says {str(spec.data.digest)[:12]}…",
             next_step="copy the run's tokens there, or name their folder",
+        )
+    vocabulary = vocabulary_of(spec)
+    if vocabulary is not None and manifest.vocab_size > vocabulary:
+        raise ConfigError(
+            f"the tokens have a vocabulary of {manifest.vocab_size}, and [model] vocab_size is {vocabulary}",
+            next_step=f"set [model] vocab_size = {manifest.vocab_size} or more",
+        )
+    context = spec.model.context
+    if manifest.row is not None and manifest.row != context + 1:
+        raise ConfigError(
+            f"the tokens are packed for a context of {manifest.row - 1}, and [model] context is {context}",
+            next_step=f"set [model] context = {manifest.row - 1}, or prepare the tokens with "
+            f"--pack {context}",
         )
 
 
@@ -234,15 +254,8 @@ def check_tokenizer(place: Path, manifest: Manifest) -> None:
         ) from error
 
 
-def check_enough(shards: TokenShards, manifest: Manifest, *, context: int, batch: int) -> None:
-    """Raises ConfigError for another row than the run's, NoInputError for less than a batch."""
-    if manifest.row is not None and manifest.row != context + 1:
-        raise ConfigError(
-            f"the tokens are packed for a context of {manifest.row - 1}, and [model] context is "
-            f"{context}",
-            next_step=f"set [model] context = {manifest.row - 1}, or prepare the tokens with "
-            f"--context {context}",
-        )
+def check_enough(shards: Dataset, *, context: int, batch: int) -> None:
+    """Raises NoInputError for less than a batch."""
     if shards.num_samples < batch or shards.num_held_out_samples < 1:
         raise NoInputError(
             f"the tokens make {shards.num_samples:,} samples of {context + 1} to train on and "
