@@ -67,6 +67,7 @@ def node() -> None:
 @click.option("--schedule", help="The pipeline's: gpipe, 1f1b, interleaved-1f1b, …")
 @click.option("--microbatches", type=int, help="Of a pipeline; 0 finds a number.")
 @click.option("--offload/--no-offload", default=None, help="Keep parameters in the CPU's memory.")
+@click.option("--data", help="Where this machine has the run's data, instead of run.toml's paths.")
 @click.option("--listen", help="Address that peers connect to.")
 @click.option("--port", type=int, help="Port that peers connect to; 0 picks a free one.")
 @click.option("--announce", help="Host to tell peers, when a router forwards the port.")
@@ -121,9 +122,17 @@ def start(folder: Path | None, waits: bool, log_json: bool, **settings: str | fl
     type=click.Path(path_type=Path, file_okay=False),
     help="Folder for this host's part of checkpoints. Default: inner-NAME, here.",
 )
+@click.option(
+    "--data", default="", help="Where this host has the run's data. Default: as run.toml."
+)
 @click.option("--log-json", is_flag=True, help="Log one JSON object a line.")
 def follow(
-    token: Path, name: str | None, device: str, checkpoints: Path | None, log_json: bool
+    token: Path,
+    name: str | None,
+    device: str,
+    checkpoints: Path | None,
+    data: str,
+    log_json: bool,
 ) -> None:
     """Lend this machine's devices to the node of another one, for one island of several hosts.
 
@@ -145,7 +154,13 @@ def follow(
     # A name is no path: one with a slash in it would lead elsewhere.
     beside = Path(f"inner-{own_name.replace('/', '-')}")
     reason = asyncio.run(
-        run_follower(leader, name=own_name, device=device, checkpoints=checkpoints or beside)
+        run_follower(
+            leader,
+            name=own_name,
+            device=device,
+            checkpoints=checkpoints or beside,
+            data=data,
+        )
     )
     click.echo(f"{own_name} has stopped: {reason}")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from node.island.data.dataset import Dataset
-from node.island.data.opening import open_dataset
+from node.island.data.opening import DataPlaces, open_dataset
 from node.island.island import Evaluation, InnerReport, InnerWork, Progress
 from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh import Mesh
@@ -48,7 +48,7 @@ class InlineIsland:
 
     async def start(self) -> CorpusSummary:
         """Builds the model and reads the text."""
-        corpus = self._corpus or open_dataset(self._spec, self._folder)
+        corpus = self._corpus or open_dataset(self._spec, DataPlaces(folder=self._folder))
         self._trainer = Trainer(
             spec=self._spec,
             corpus=corpus,

@@ -110,7 +110,7 @@ class _Rank:
         bind_to_near_cores(device)
         if setup.local.precision == "tf32":
             torch.set_float32_matmul_precision("high")
-        self._corpus = open_dataset(setup.spec, setup.folder)
+        self._corpus = open_dataset(setup.spec, setup.data)
         mesh = Mesh.joined(shape=setup.shape, rank=setup.rank, device=device, meeting=setup.meeting)
         self._trainer = Trainer(
             spec=setup.spec,

@@ -8,12 +8,14 @@ import pytest
 
 from node.island.data import manifest as manifests
 from node.island.data.manifest import manifest_of, read_manifest
-from node.island.data.opening import open_dataset
-from node.island.data.token_shards import MappedFiles, TokenShards, open_tokens
+from node.island.data.opening import DataPlaces, open_dataset
+from node.island.data.token_shards import MappedFiles, TokenShards
 from protocol.errors import AtollError, BadDataError, ConfigError, ExitCode, NoInputError
 from protocol.models import DecoderModel
 from protocol.run_spec import RunSpec
 from tests.unit.tokens_scene import prepared, spec_of, tokens_of, write_jsonl, write_tokenizer
+
+HERE = DataPlaces(folder=Path("/"))
 
 
 @pytest.fixture
@@ -28,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def opened(folder: Path, **options: int) -> TokenShards:
-    dataset = open_dataset(spec_of(folder, **options), Path("/"))
+    dataset = open_dataset(spec_of(folder, **options), HERE)
     assert isinstance(dataset, TokenShards)
     return dataset
 
@@ -161,7 +163,7 @@ def test_a_folder_that_is_not_whole_is_refused_in_a_sentence(
     spec = spec_of(folder)
     break_it(folder)  # type: ignore[operator]
     with pytest.raises(error, match=message) as caught:
-        open_dataset(spec, Path("/"))
+        open_dataset(spec, HERE)
     assert caught.value.next_step
     assert caught.value.exit_code in (ExitCode.BAD_DATA, ExitCode.NO_INPUT)
 
@@ -173,7 +175,7 @@ def test_tokens_of_another_run_are_refused_by_digest(folder: Path, tmp_path: Pat
         update={"data": spec.data.model_copy(update={"paths": (str(tmp_path / "bytes"),)})}
     )
     with pytest.raises(BadDataError, match="holds other tokens than the run's: their digest is"):
-        open_tokens(moved, Path("/"))
+        open_dataset(moved, HERE)
 
 
 def test_tokens_beyond_the_models_vocabulary_are_refused(folder: Path) -> None:
@@ -189,7 +191,7 @@ def test_too_few_samples_for_a_batch_are_refused(folder: Path) -> None:
 def test_bytes_need_a_model_with_every_byte(tmp_path: Path) -> None:
     spec = RunSpec(model=DecoderModel(vocab_size=100))
     with pytest.raises(ConfigError, match="256 different bytes"):
-        open_dataset(spec, tmp_path)
+        open_dataset(spec, HERE)
 
 
 def test_the_digest_is_of_what_a_manifest_says_not_of_how_it_is_written(folder: Path) -> None:

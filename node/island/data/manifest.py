@@ -109,15 +109,20 @@ class Manifest(Section):
         return (json.dumps(self.model_dump(mode="json"), indent=1) + "\n").encode()
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a folder; raises NoInputError without one, BadDataError for a damaged one."""
+def read_manifest(
+    folder: Path, *, when_missing: str = "make one with 'atoll data prepare INPUT --out DIR'"
+) -> Manifest:
+    """The manifest of a folder; raises NoInputError without one, BadDataError for a damaged one.
+
+    `when_missing` is what to do then.
+    """
     path = folder / MANIFEST_FILE
     try:
         text = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise NoInputError(
             f"{folder} holds no tokens: there is no {MANIFEST_FILE}",
-            next_step=f"make it with 'atoll data prepare INPUT --out {folder}', or copy it here whole",
+            next_step=when_missing,
         ) from error
     except OSError as error:
         raise NoInputError(

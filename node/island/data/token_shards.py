@@ -193,13 +193,16 @@ class TokenShards:
         return documents
 
 
-def open_tokens(spec: RunSpec, folder: Path) -> TokenShards:
-    """Maps the tokens of a run; relative paths start at `folder`. Reads none of them.
+def open_tokens(spec: RunSpec, folder: Path, path: str) -> TokenShards:
+    """Maps the tokens of a run; a relative path starts at `folder`. Reads none of them.
 
     Raises NoInputError, BadDataError or ConfigError where they are not the run's.
     """
-    place = folder / expanded(spec.data.paths[0])
-    manifest = read_manifest(place)
+    place = folder / expanded(path)
+    manifest = read_manifest(
+        place,
+        when_missing="copy the run's tokens there, or say where they are with data = in node.toml",
+    )
     check_is_runs(manifest, spec, place)
     check_sizes(place, manifest.files)
     if manifest.tokenizer == TOKENIZER_FILE:
@@ -226,7 +229,7 @@ def check_is_runs(manifest: Manifest, spec: RunSpec, place: Path) -> None:
         raise BadDataError(
             f"{place} holds other tokens than the run's: their digest is {digest[:12]}…, and "
             f"[data] digest says {str(spec.data.digest)[:12]}…",
-            next_step="copy the run's tokens there, or name their folder",
+            next_step="copy the run's tokens there, or name their folder with data = in node.toml",
         )
     vocabulary = vocabulary_of(spec)
     if vocabulary is not None and manifest.vocab_size > vocabulary:
