@@ -402,6 +402,11 @@ def validated_file(tables: dict[str, Any], *, origin: str) -> RunSpec:
             f'{origin}: [outer] momentum = {momentum} belongs to optimizer = "nesterov", not to "sgd"',
             next_step='remove momentum, or write optimizer = "nesterov"',
         )
+    if spec.data.source == "tokens" and "held_out" in tables["data"]:
+        raise ConfigError(
+            f"{origin}: [data] held_out = {spec.data.held_out} says nothing of tokens",
+            next_step="remove it: what is held out was settled when the tokens were prepared",
+        )
     inner = tables.get("inner", {})
     if "steps" in inner and spec.inner.round_tokens is not None:
         raise ConfigError(

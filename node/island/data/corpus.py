@@ -79,7 +79,11 @@ class Corpus:
     def summary(self) -> CorpusSummary:
         """What the coordinator is told."""
         return CorpusSummary(
-            digest=self.digest, num_samples=self.num_samples, num_bytes=len(self.training)
+            digest=self.digest,
+            num_samples=self.num_samples,
+            num_bytes=len(self.training),
+            num_held_out_tokens=len(self.held_out),
+            num_held_out_bytes=len(self.held_out),
         )
 
     def batch(self, split: Split, indices: Indices) -> Batch:

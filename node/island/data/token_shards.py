@@ -127,6 +127,8 @@ class TokenShards:
             digest=self._manifest.digest(),
             num_samples=self.num_samples,
             num_bytes=self._manifest.text_bytes("training") or 0,
+            num_held_out_tokens=self._manifest.num_tokens("held_out"),
+            num_held_out_bytes=self._manifest.text_bytes("held_out") or 0,
         )
 
     def batch(self, split: Split, indices: Indices) -> Batch:
