@@ -101,9 +101,10 @@ norm_epsilon = 1e-5         # added to the mean square in every norm
 tie_embeddings = true       # whether the output layer is the embedding itself
 
 [data]
-source = "python-stdlib"    # or "text", which needs paths
-paths = []                  # files or globs for source = "text", on every node alike
-held_out = 0.05             # part of the files that is never trained on
+source = "python-stdlib"    # or "text", read as bytes; or "tokens", of 'atoll data prepare'
+paths = []                  # of "text" files or globs, of "tokens" their folder; node.toml may say other ones
+held_out = 0.05             # part of the files that is never trained on; of tokens it is settled
+# digest = "…"              # of "tokens": what 'atoll data prepare' printed
 
 [inner]
 optimizer = "adamw"         # or "muon" on the layers' matrices, with adamw on all else
