@@ -231,7 +231,6 @@ def config_of(model: DecoderModel, described: Config) -> dict[str, Any] | None:
     sizes: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
-        "head_dim": model.values_of_head,
         "hidden_act": "silu",
         "hidden_size": model.hidden_size,
         "intermediate_size": model.ffn_size,
@@ -304,6 +303,8 @@ def _written_rope(model: DecoderModel) -> dict[str, Any]:
 
 def _written_of(model: DecoderModel, family: Family) -> Iterator[tuple[str, Any]]:
     """What only some families have."""
+    if family.model_type != "qwen2" or model.head_size is not None:
+        yield "head_dim", model.values_of_head
     if "all" in family.biases:
         yield "attention_bias", model.attention_bias == "all"
     if family.has_mlp_bias:
@@ -317,7 +318,10 @@ def _written_of(model: DecoderModel, family: Family) -> Iterator[tuple[str, Any]
             sliding = tuple(range(model.num_layers)) if model.sliding_window is not None else ()
         kinds = ("full_attention", "sliding_attention")
         yield "use_sliding_window", model.sliding_window is not None
-        yield "max_window_layers", min(sliding, default=model.num_layers)
+        if (
+            sliding == tuple(range(model.num_layers))[-len(sliding) :]
+        ):  # else layer_types alone say it
+            yield "max_window_layers", sliding[0]
         yield "layer_types", [kinds[i in sliding] for i in range(model.num_layers)]
 
 

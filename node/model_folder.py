@@ -45,14 +45,14 @@ def read_config(folder: Path, context: int | None = None) -> DecoderModel:
     the decoder cannot be.
     """
     path = folder / CONFIG
-    return decoder_of(_read_json(path), origin=str(path), context=context)
+    return decoder_of(read_json(path), origin=str(path), context=context)
 
 
 def read_settings(folder: Path) -> dict[str, dict[str, Any]]:
     """config.json and generation_config.json, where there is one, as a run's description keeps them."""
-    settings = {"config": _read_json(folder / CONFIG)}
+    settings = {"config": read_json(folder / CONFIG)}
     if (folder / GENERATION_CONFIG).exists():
-        settings["generation_config"] = _read_json(folder / GENERATION_CONFIG)
+        settings["generation_config"] = read_json(folder / GENERATION_CONFIG)
     return settings
 
 
@@ -97,7 +97,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     if (folder / WEIGHTS).exists() or not (folder / INDEX).exists():
         _refuse_without_weights(folder)
         return tensors_in(folder / WEIGHTS)
-    weight_map = _read_json(folder / INDEX).get("weight_map")
+    weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise BadDataError(f"{folder / INDEX} has no weight_map", next_step=_COPY_AGAIN)
     files = {}
@@ -137,7 +137,8 @@ def _is_known_not_to_matter(name: str, spec: RunSpec) -> bool:
     return (name == "lm_head.weight" and is_tied) or name.endswith("rotary_emb.inv_freq")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises NoInputError or BadDataError."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
