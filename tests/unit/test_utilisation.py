@@ -95,14 +95,6 @@ def test_a_device_that_no_table_names_has_the_peak_that_was_measured_and_it_is_s
 
 
 @pytest.mark.usefixtures("nothing_measured")
-def test_a_layer_with_a_window_attends_to_that_many_positions() -> None:
-    whole = DecoderModel(context=128, num_layers=4)
-    sliding = whole.model_copy(update={"sliding_window": 32, "sliding_layers": (1, 3)})
-    of_a_layer = 12 * whole.num_heads * whole.values_of_head
-    saved = flops_per_token(RunSpec(model=whole)) - flops_per_token(RunSpec(model=sliding))
-    assert saved == 2 * of_a_layer * (128 - 32)
-
-
 def test_a_peak_is_that_of_the_fastest_product_and_takes_a_tenth_of_a_second() -> None:
     ticks = [0.0, 0.0, 0.04, 1.0, 1.03, 1.04, 1.05, 1.08, 2.0]
     times = iter(ticks)
