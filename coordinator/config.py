@@ -108,9 +108,10 @@ tie_embeddings = true       # whether the output layer is the embedding itself
 # rope_scaling = {factor = 8.0, original_context = 8192}  # as Llama 3.1 stretches contexts; left out: not
 
 [data]
-source = "python-stdlib"    # or "text", which needs paths
-paths = []                  # files or globs for source = "text", on every node alike
-held_out = 0.05             # part of the files that is never trained on
+source = "python-stdlib"    # or "text", read as bytes; or "tokens", of 'atoll data prepare'
+paths = []                  # of "text" files or globs, of "tokens" their folder; node.toml may say other ones
+held_out = 0.05             # part of the files that is never trained on; of tokens it is settled
+# digest = "…"              # of "tokens": what 'atoll data prepare' printed
 
 [inner]
 optimizer = "adamw"         # or "muon" on the layers' matrices, with adamw on all else

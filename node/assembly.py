@@ -261,7 +261,7 @@ def _island_of(
         devices=devices,
         shape=shape,
         ranks=range(len(devices)),
-        folder=Path.cwd(),
+        data=settings.data_places(Path.cwd()),
         local=settings.local_training,
         checkpoints=checkpoints,
         hang_seconds=settings.hang_seconds,

@@ -72,6 +72,7 @@ def node() -> None:
     metavar="FILE",
     help="The run's first weights, where the run begins with given ones and this node has them.",
 )
+@click.option("--data", help="Where this machine has the run's data, instead of run.toml's paths.")
 @click.option("--listen", help="Address that peers connect to.")
 @click.option("--port", type=int, help="Port that peers connect to; 0 picks a free one.")
 @click.option("--announce", help="Host to tell peers, when a router forwards the port.")
@@ -126,9 +127,17 @@ def start(folder: Path | None, waits: bool, log_json: bool, **settings: str | fl
     type=click.Path(path_type=Path, file_okay=False),
     help="Folder for this host's part of checkpoints. Default: inner-NAME, here.",
 )
+@click.option(
+    "--data", default="", help="Where this host has the run's data. Default: as run.toml."
+)
 @click.option("--log-json", is_flag=True, help="Log one JSON object a line.")
 def follow(
-    token: Path, name: str | None, device: str, checkpoints: Path | None, log_json: bool
+    token: Path,
+    name: str | None,
+    device: str,
+    checkpoints: Path | None,
+    data: str,
+    log_json: bool,
 ) -> None:
     """Lend this machine's devices to the node of another one, for one island of several hosts.
 
@@ -150,7 +159,13 @@ def follow(
     # A name is no path: one with a slash in it would lead elsewhere.
     beside = Path(f"inner-{own_name.replace('/', '-')}")
     reason = asyncio.run(
-        run_follower(leader, name=own_name, device=device, checkpoints=checkpoints or beside)
+        run_follower(
+            leader,
+            name=own_name,
+            device=device,
+            checkpoints=checkpoints or beside,
+            data=data,
+        )
     )
     click.echo(f"{own_name} has stopped: {reason}")
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
+from node.island.data.opening import DataPlaces
 from node.island.local_training import Accumulating, LocalTraining, Precision, Recomputing
 from node.island.mesh_shape import MeshShape, ScheduleName
 from protocol.credentials import COORDINATOR_FILE
@@ -90,6 +91,10 @@ compile = false
 
 # Whether the same work gives the same bits each time on one machine; slower on GPUs.
 deterministic = false
+
+# Where this machine has the run's data: for text a file or a glob, for tokens their folder. Relative paths
+# begin where 'atoll node start' is typed. Empty means [data] paths of the run file.
+data = ""
 
 # After how many rounds the inner optimizer's state is written to this folder (8 bytes for each
 # parameter, behind the training; with large models more seldom, at 20 MB/s on average), so that a
@@ -198,6 +203,7 @@ class NodeSettings(Section):
     activation_checkpointing: Recomputing = "none"
     compile: bool = False
     deterministic: bool = False
+    data: str = ""
     checkpoint_every_rounds: Annotated[int, Field(ge=0, lt=2**31)] = 10
     hang_seconds: Annotated[float, Field(ge=0, le=7 * 86400)] = 120.0
     listen: str = ""
@@ -273,6 +279,10 @@ class NodeSettings(Section):
     def max_upload_bytes_per_second(self) -> float | None:
         """None is no limit."""
         return bytes_per_second_of(self.max_upload)
+
+    def data_places(self, folder: Path) -> DataPlaces:
+        """Where the data of the run is; relative paths begin at `folder`."""
+        return DataPlaces(folder=folder, own=self.data)
 
     @property
     def local_training(self) -> LocalTraining:

@@ -32,6 +32,9 @@ from node.island.sharded_weights import gathered_as_they_are
 from node.island.whole_matrices import WholeMatrices
 from protocol.run_spec import InnerSection, RunSpec
 
+Samples = Tensor | tuple[Tensor, Tensor]
+"""Windows [B, T + 1]; or tokens and targets [B, T], with NO_TARGET where none is counted."""
+
 
 class Forward(Protocol):
     """The model over one batch of this rank's samples, tokens and targets [B, T]."""
@@ -183,24 +186,24 @@ class Engine:
             **settings,
         )
 
-    def train(self, windows: Tensor) -> Tensor:
-        """Leaves the scaled gradients of this rank's samples, [B, T + 1]; returns its loss.
+    def train(self, batch: Samples) -> Tensor:
+        """Leaves the scaled gradients of this rank's samples; returns its loss.
 
         That is 0 without the end of the model, and of the rank's own positions only.
         """
         with self._loss_context():
-            loss = self._forward.train(*self._split(windows))
+            loss = self._forward.train(*self._split(batch))
         self._sum_tied_gradients()
         return loss.detach()
 
-    def measure(self, windows: Tensor) -> Tensor:
-        """Nats of samples [≤ B, T + 1], summed over the rank's own positions, without gradients.
+    def measure(self, batch: Samples) -> Tensor:
+        """Nats of at most `rows` samples, summed over the rank's own positions, without gradients.
 
         All ranks take B rows, padded with what does not count: sharded parameters are gathered by
         all at once, and pipelines have one shape.
         """
-        tokens, targets = self._split(windows)
-        missing = self.rows - len(windows)
+        tokens, targets = self._split(batch)
+        missing = self.rows - len(tokens)
         tokens = nn.functional.pad(tokens, (0, 0, 0, missing))
         targets = nn.functional.pad(targets, (0, 0, 0, missing), value=NO_TARGET)
         with self._loss_context(), gathered_as_they_are(self.parts):
@@ -214,14 +217,20 @@ class Engine:
         self.loss_scale.remove_from([p.grad for p in self._parameters if p.grad is not None])
         return self._clip(max_norm).to(self._device)
 
+    def scale_gradients(self, factor: float) -> None:
+        """Multiplies what `train` left: its loss is the mean over all targets, counted or not."""
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
     def forget_gradients(self) -> None:
         """Before the next batch, as gradients add up."""
         for part in self.parts:
             part.zero_grad(set_to_none=True)
 
-    def _split(self, windows: Tensor) -> tuple[Tensor, Tensor]:
+    def _split(self, batch: Samples) -> tuple[Tensor, Tensor]:
         """Tokens, and the ones after them: [B, T], or the rank's own positions of T."""
-        tokens, targets = windows[:, :-1], windows[:, 1:]
+        tokens, targets = batch if isinstance(batch, tuple) else (batch[:, :-1], batch[:, 1:])
         if self._positions is not None:
             tokens, targets = tokens[:, self._positions], targets[:, self._positions]
         return tokens, targets
