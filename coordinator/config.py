@@ -99,6 +99,13 @@ context = 128               # tokens of a sample
 rope_theta = 10000.0        # base of the rotary position embedding
 norm_epsilon = 1e-5         # added to the mean square in every norm
 tie_embeddings = true       # whether the output layer is the embedding itself
+# qk_norm = true            # norms of each query and key, as Qwen 3 has them; left out: none
+# attention_bias = "qkv"    # "none"; of queries, keys and values; or "all", the output's too
+# mlp_bias = true           # biases in the feed-forward part; left out: none
+# logit_softcap = 15.0      # keeps logits smoothly within ± it; left out: as they are
+# sliding_window = 4096     # positions that a layer attends to; left out: all before
+# sliding_layers = [0, 2]   # the layers that do, from 0; left out: all
+# rope_scaling = {factor = 8.0, original_context = 8192}  # as Llama 3.1 stretches contexts; left out: not
 
 [data]
 source = "python-stdlib"    # or "text", read as bytes; or "tokens", of 'atoll data prepare'
