@@ -310,7 +310,7 @@ def test_a_mesh_trains_in_a_lower_precision_as_one_process_does(
 def test_norms_of_queries_and_keys_are_gathered_in_fp32_as_all_norms_are(
     family_alone: dict[str, Outcome], tmp_path: Path
 ) -> None:
-    one, first, one_last = family_alone["like Qwen"]
+    _, first, one_last = family_alone["like Qwen"]
     many, _, last = trained(OF_FAMILIES["like Qwen"], MeshShape(shard=2), tmp_path, BF16)
     assert many[5] == {("matrix", torch.bfloat16), ("norm", torch.float32)}
     assert np.linalg.norm(last - one_last) < 0.1 * np.linalg.norm(one_last - first)
