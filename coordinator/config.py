@@ -110,6 +110,8 @@ tie_embeddings = true       # whether the output layer is the embedding itself
 [data]
 source = "python-stdlib"    # or "text", read as bytes; or "tokens", of 'atoll data prepare'
 paths = []                  # of "text" files or globs, of "tokens" their folder; node.toml may say other ones
+private = false             # whether each node trains data of its own: node.toml's data, not paths
+# most_weight = 0.5         # with private: the largest part of a mean that one data holder has
 held_out = 0.05             # part of the files that is never trained on; of tokens it is settled
 # digest = "…"              # of "tokens": what 'atoll data prepare' printed
 
@@ -315,6 +317,7 @@ def rules_of(run: RunSpec) -> Rules:
         has_overlap=run.exchange.overlap != "none",
         evaluate_every_rounds=run.evaluation.every_rounds,
         first_digest=run.first_digest,
+        has_private_data=run.data.private,
         slice_elements=int(8 * SLICE_BYTES / CODEC_COSTS[run.exchange.uplink].bits),
     )
 

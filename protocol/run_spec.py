@@ -54,16 +54,36 @@ class DataSection(Section):
     """[data]: what is trained on.
 
     "python-stdlib" and "text" are read as bytes, and a file belongs to the held-out split by the hash
-    of its name; "tokens" is a folder that 'atoll data prepare' wrote.
+    of its name; "tokens" is a folder that 'atoll data prepare' wrote. With `private` each node has data
+    of its own, which never leave it, and `most_weight` bounds what part of a mean one holder's work is.
     """
 
     source: Literal["python-stdlib", "text", "tokens"] = "python-stdlib"
     paths: Annotated[tuple[str, ...], Field(strict=False)] = ()  # TOML gives lists
     held_out: Annotated[float, Field(gt=0, le=0.5)] = 0.05
     digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None  # of a manifest
+    private: bool = False
+    most_weight: Annotated[float, Field(gt=0, lt=1)] | None = None
+
+    @model_validator(mode="after")
+    def _private_data_stand_with_their_holders(self) -> Self:
+        if self.private and self.source not in ("text", "tokens"):
+            raise ValueError(
+                f'private = true needs source = "text" or "tokens", which says how holders keep their data, '
+                f'not "{self.source}"'
+            )
+        if self.private and (self.paths or self.digest is not None):
+            raise ValueError(
+                "private = true goes without paths and digest: each node names its own data in node.toml"
+            )
+        if self.most_weight is not None and not self.private:
+            raise ValueError(f"most_weight = {self.most_weight} belongs to private = true")
+        return self
 
     @model_validator(mode="after")
     def _paths_belong_to_their_source(self) -> Self:
+        if self.private:
+            return self
         if self.source == "tokens" and len(self.paths) != 1:
             raise ValueError(
                 f'source = "tokens" needs paths = ["FOLDER"], one folder that \'atoll data prepare\' '
