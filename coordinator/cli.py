@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from coordinator.new_run import init as new_run
 from protocol import console
-from protocol.errors import UnavailableError, UsageError
+from protocol.errors import UnavailableError
 from protocol.time_span import as_seconds
 
 if TYPE_CHECKING:
@@ -32,64 +33,7 @@ def coordinator() -> None:
     """Set up and start the coordinator of a run."""
 
 
-@coordinator.command()
-@click.argument("directory", metavar="DIR", type=_FOLDER)
-@click.option("--name", help="Name of the run: lower-case letters, digits and hyphens.")
-@click.option("--run", "run_file", type=_FILE, help="Use this run.toml instead of the template.")
-@click.option("--host", default="0.0.0.0", show_default=True, help="Address to listen on.")
-@click.option(
-    "--advertise",
-    metavar="HOST",
-    help="Host that invites send nodes to.  [default: this machine's address]",
-)
-@click.option(
-    "--port", "control_port", type=_PORT, help="Port for nodes; 0 picks one.  [default: 7700]"
-)
-@click.option(
-    "--enrolment-port", type=_PORT, help="Port for joining; 0 picks one.  [default: 7701]"
-)
-def init(
-    directory: Path,
-    name: str | None,
-    run_file: Path | None,
-    host: str,
-    advertise: str | None,
-    control_port: int | None,
-    enrolment_port: int | None,
-) -> None:
-    """Make a new run in DIR: keys, certificates and a commented run.toml.
-
-    Example: atoll coordinator init my-run --name my-run
-    """
-    from coordinator.config import CoordinatorConfig, advertised_host, create_home, run_text
-    from coordinator.presets.settling import settled_run_file
-
-    if name is not None and run_file is not None:
-        raise UsageError(
-            f"--name {name} has no effect with --run", next_step=f"set the name in {run_file}"
-        )
-    settled = None if run_file is None else settled_run_file(run_file)
-    home = create_home(
-        directory,
-        config=CoordinatorConfig.checked(
-            host=host,
-            control_port=control_port,
-            enrolment_port=enrolment_port,
-            advertise=advertise or advertised_host(host),
-        ),
-        text=run_text(name=name, run_file=run_file) if settled is None else settled.text,
-    )
-    if settled is not None:
-        from coordinator.presets.view import show
-
-        show(settled.plan)
-    click.echo(f"made {directory} for run {home.run.run.name!r}")
-    click.echo(
-        f"invites will send nodes to {home.config.advertise}"
-        f" (to change it: advertise in {directory / _CONFIG_FILE})"
-    )
-    click.echo(f"next: look through {directory / 'run.toml'}, then")
-    click.echo(f"  atoll coordinator start {directory}")
+coordinator.add_command(new_run)
 
 
 @coordinator.command()
