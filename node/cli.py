@@ -68,12 +68,12 @@ def node() -> None:
 @click.option("--schedule", help="The pipeline's: gpipe, 1f1b, interleaved-1f1b, …")
 @click.option("--microbatches", type=int, help="Of a pipeline; 0 finds a number.")
 @click.option("--offload/--no-offload", default=None, help="Keep parameters in the CPU's memory.")
+@click.option("--data", help="Where this machine has the run's data, instead of run.toml's paths.")
 @click.option(
     "--weights",
     metavar="FILE",
     help="The run's first weights, where the run begins with given ones and this node has them.",
 )
-@click.option("--data", help="Where this machine has the run's data, instead of run.toml's paths.")
 @click.option("--listen", help="Address that peers connect to.")
 @click.option("--port", type=int, help="Port that peers connect to; 0 picks a free one.")
 @click.option("--announce", help="Host to tell peers, when a router forwards the port.")
