@@ -51,13 +51,19 @@ def read_weights(folder: Path, spec: RunSpec, out: Vector) -> None:
     All names and shapes are compared before the first value is written. Raises NoInputError for a folder
     without weights, BadDataError for a file that is damaged or cut off, and for other tensors than the run's.
     """
+    read_tensors(stored_tensors(folder), spec, out, origin=folder)
+
+
+def read_tensors(
+    stored: Mapping[str, StoredTensor], spec: RunSpec, out: Vector, *, origin: Path
+) -> None:
+    """As `read_weights`, of tensors from anywhere."""
     places = layout_of(spec).places
-    stored = stored_tensors(folder)
     for place in places:
         tensor = stored.get(place.name)
         if tensor is None:
             raise BadDataError(
-                f"{folder} has no tensor {place.name}, which the run's model has",
+                f"{origin} has no tensor {place.name}, which the run's model has",
                 next_step=_COPY_AGAIN,
             )
         if tensor.shape != place.shape:
