@@ -150,11 +150,19 @@ class TensorShape(Section):
         return product
 
 
+TensorStyle = Literal["column", "gathered", "row", "sequence", "replicate", "table"]
+"""How tensor parallel treats a module: output cut (or cut and gathered), input cut, parts of its inputs on
+each rank, whole on each rank; or an embedding cut by its rows."""
+
+
 class Description(Section):
     """What building a run's model has shown. It is part of the run: its digest covers it.
 
     Without `tensors` those of the decoder are meant. `first_digest` is that of the outer state that
     the run begins with, where it begins with given weights; else each node draws them from the seed.
+    `activation_bytes` is what backward keeps of one sample, in fp32. `tensor_plan` names modules, with
+    `*` for a part of a name, and is empty where there is none, with the reason beside it. `sources` has
+    a digest for the file of each function that the run brings.
     """
 
     tensors: Annotated[tuple[TensorShape, ...], Field(strict=False)] = ()
@@ -162,6 +170,10 @@ class Description(Section):
     first_digest: HexDigest | None = None
     frozen_digest: HexDigest | None = None
     config: dict[str, Any] = {}
+    activation_bytes: Annotated[int, Field(ge=0)] | None = None
+    tensor_plan: dict[str, TensorStyle] = {}
+    no_tensor_plan: str = ""
+    sources: dict[str, HexDigest] = {}
 
     def to_json(self) -> bytes:
         """A file that people may read."""

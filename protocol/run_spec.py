@@ -86,6 +86,7 @@ class InnerSection(Section):
     decay_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
     final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
     scaling: Literal["none", "linear", "sqrt"] = "none"
+    sparse: bool = False  # embedding rows without a gradient are left alone
 
     @model_validator(mode="after")
     def _muon_keys_belong_to_muon(self) -> Self:

@@ -8,9 +8,11 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 
+import blake3
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from node.island.accelerator import (
     begin_measuring_memory,
@@ -26,7 +28,7 @@ from node.island.boxes import (
     rebase_boxes,
 )
 from node.island.checkpoints import About
-from node.island.combinations import check_combination, may_be_traced
+from node.island.combinations import check_combination, check_local, may_be_traced
 from node.island.corpus import Corpus
 from node.island.engine import Engine
 from node.island.faults import TrainingDivergedError
@@ -37,6 +39,7 @@ from node.island.local_communication import LocalCommunication
 from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh import Mesh
 from node.island.mesh_shape import MeshShape, check_batch, check_shape
+from node.island.models.architecture import BufferWatch, Tree
 from node.island.samples import Indices, SampleOrder
 from node.island.schedule import (
     Position,
@@ -120,6 +123,7 @@ class Trainer:
         check_shape(mesh.shape, spec)
         check_batch(mesh.shape, spec)
         check_combination(mesh.shape, local)
+        check_local(spec, local)
         self._spec = spec
         self._corpus = corpus
         self._device = device
@@ -130,6 +134,7 @@ class Trainer:
         self._staging = Staging(torch.device("cpu") if mesh.shape.has_offload else device)
         self._engine = Engine(spec=spec, mesh=mesh, device=device, local=local)
         self._optimizers = self._engine.optimizers(spec.inner)
+        self._buffers: BufferWatch | None = BufferWatch(self._engine.parts)  # for the first step
         self._order = SampleOrder(seed=spec.run.seed, num_samples=corpus.num_samples)
         self._rewarming = Rewarming(rewarming_steps(spec))
         self._communication = LocalCommunication(
@@ -169,7 +174,8 @@ class Trainer:
     def _held(self) -> Iterator[Held]:
         """What the rank holds, to be read or changed in place."""
         reshard(self._engine.parts)
-        return held_by(self._engine.parts, self._layout, self._mesh)
+        engine = self._engine
+        return held_by(engine.parts, self._layout, self._mesh, copies=engine.copies())
 
     def train(
         self,
@@ -190,6 +196,8 @@ class Trainer:
                 f"{work.num_samples} samples in {work.inner_steps} steps are no inner step"
             )
         begin_measuring_memory(self._device)
+        if self._engine.draws:
+            torch.manual_seed(self._seed_of(work))
         tally = _Tally(self._device)
         started = self._clock()
         told_at, told_steps = started, 0
@@ -270,13 +278,18 @@ class Trainer:
         own = (np.arange(count, dtype=np.int64) * available // count)[self._mesh.share(count)]
         rows = self._engine.rows
         most = -(-count // self._mesh.shape.num_data)  # of any rank: all must go on together
-        loss_sum = torch.zeros((), dtype=torch.float64)
+        sums = torch.zeros(4, dtype=torch.float64)
         for start in range(0, most, rows):
-            windows = self._on_device(self._corpus.held_out, own[start : start + rows])
-            loss_sum += self._engine.measure(windows).cpu()
+            chosen = own[start : start + rows]
+            batch = self._on_device(self._corpus.held_out, chosen)
+            sums += self._engine.measure(batch, num_samples=len(chosen)).tallied(len(chosen))
             on_batch()
-        loss = self._mesh.summed(loss_sum).item() / (count * self._spec.model.context)
-        return Evaluation(loss=loss, tokens=count * self._spec.model.context)
+        loss, weight, metric, samples = self._mesh.summed(sums).tolist()
+        return Evaluation(
+            loss=loss / weight,
+            tokens=count * self._spec.model.context,
+            metric=metric / samples if self._engine.has_metric else None,
+        )
 
     def inner_state(
         self, *, run_digest: Digest, layout_digest: Digest, round: int
@@ -313,7 +326,7 @@ class Trainer:
 
     def _named(self) -> list[Named]:
         reshard(self._engine.parts)  # else its parameters are not those that are stepped
-        return named_by(self._engine.parts, self._optimizers)
+        return named_by(self._engine.parts, self._optimizers, copies=self._engine.copies())
 
     def _compile_now(self) -> None:
         """Else the first round, and the speed that it is planned by, would pay for it."""
@@ -327,6 +340,9 @@ class Trainer:
         None for the norm says that the step was left out.
         """
         loss = self._add_gradients(first_sample)
+        if self._buffers is not None:
+            self._buffers.check()
+            self._buffers = None
         norm = self._engine.clip(self._spec.inner.clip)
         is_taken = self._engine.loss_scale.allows(norm)
         if is_taken:
@@ -341,14 +357,24 @@ class Trainer:
         indices = self._order.indices(first_sample, batch)[self._mesh.share(batch)]
         return self._engine.train(self._on_device(self._corpus.training, indices))
 
+    def _seed_of(self, work: InnerWork) -> int:
+        """Of dropout and the like: the same for ranks that share samples, and for the same work again."""
+        place, shape = self._mesh.place, self._mesh.shape
+        part = place.replicate * shape.shard + place.shard
+        key = f"{self._spec.run.seed}:draws:{work.first_sample}:{part}"
+        return int.from_bytes(blake3.blake3(key.encode()).digest(length=7), "little")
+
     def _set_learning_rates(self, at: Position, scale: float) -> None:
         share = scale * share_of_peak(self._spec.inner, at) * self._rewarming.share()
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = share * group["peak_rate"]
 
-    def _on_device(self, split: np.ndarray, indices: Indices) -> Tensor:
+    def _on_device(self, split: np.ndarray, indices: Indices) -> Tree:
         windows = torch.from_numpy(self._corpus.windows(split, indices))  # [B, T + 1]
+        return tree_map(self._moved, windows)
+
+    def _moved(self, tensor: Tensor) -> Tensor:
         if carries_pinned_memory(self._device):
-            return windows.pin_memory().to(self._device, non_blocking=True)
-        return windows.to(self._device)
+            return tensor.pin_memory().to(self._device, non_blocking=True)
+        return tensor.to(self._device)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from coordinator_scene import (
+    FLAT,
     LOCAL,
     MIDDLE,
-    FLAT,
     NUM_ELEMENTS,
     RUN,
     FakeNode,
