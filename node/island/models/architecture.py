@@ -194,9 +194,9 @@ def tie(part: nn.Module, shared: Iterable[list[str]]) -> None:
 def container_of_layers(module: nn.Module) -> tuple[str, list[str]]:
     """The name of what holds the layers, and their names in it; ("", []) where no modules are alike.
 
-    Of all lists, sequences and dictionaries of modules of one class, that with the most parameters: experts of a layer are alike as well, and have fewer than all layers together.
+    Of lists, sequences and dictionaries of modules of one class, that with the most parameters, or modules: experts of a layer are alike as well, and have fewer than all layers together.
     """
-    best: tuple[int, str, list[str]] = (0, "", [])
+    most, found = (0, 0), ("", list[str]())
     for name, candidate in module.named_modules():
         if not isinstance(candidate, nn.ModuleList | nn.Sequential | nn.ModuleDict):
             continue
@@ -206,9 +206,9 @@ def container_of_layers(module: nn.Module) -> tuple[str, list[str]]:
         if len(children) < 2 and isinstance(candidate, nn.Sequential):
             continue
         size = sum(p.numel() for p in candidate.parameters() if p.requires_grad)
-        if size > best[0]:
-            best = (size, name, list(children))
-    return best[1], best[2]
+        if size and (size, len(children)) > most:
+            most, found = (size, len(children)), (name, list(children))
+    return found
 
 
 def layers_of(module: nn.Module) -> list[nn.Module]:

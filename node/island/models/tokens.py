@@ -1,4 +1,4 @@
-"""What models of tokens have in common: samples are windows of T + 1 tokens, and padding counts for nothing."""
+"""What models of tokens have in common: samples are windows of T + 1 tokens; padding counts for nothing."""
 
 from torch import Tensor, nn
 

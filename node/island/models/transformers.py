@@ -6,9 +6,11 @@ elsewhere: the loss over windows of tokens (node.island.models.tokens), finding 
 """
 
 import importlib.util
+import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -84,6 +86,8 @@ def require_transformers() -> None:
             '[model] source = "transformers" needs the transformers package, and it is not installed',
             next_step="pip install 'atoll[transformers]'",
         )
+    # Before its first import: what a run asks for must not make a node fetch anything.
+    os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 def config_of(folder: Path) -> dict[str, Any]:
@@ -104,10 +108,12 @@ def config_of(folder: Path) -> dict[str, Any]:
             next_step="install a newer transformers; models with code of their own are not run: use "
             'source = "function"',
         ) from error
-    found: dict[str, Any] = config.to_diff_dict()
+    found: dict[str, Any] = json.loads(config.to_json_string(use_diff=True))
     found["model_type"] = config.model_type
     # Where and by what it was written says nothing of the model, and would change the run's digest.
-    return {key: found[key] for key in found if key not in ("transformers_version", "_name_or_path")}
+    return {
+        key: found[key] for key in found if key not in ("transformers_version", "_name_or_path")
+    }
 
 
 def built(config: Mapping[str, Any]) -> "PreTrainedModel":
@@ -124,6 +130,7 @@ def _from_config(config: Mapping[str, Any]) -> "PreTrainedModel":
     from transformers import AutoConfig, AutoModelForCausalLM
 
     values = dict(config)
+    _refuse_foreign_code(values)
     try:
         parsed = AutoConfig.for_model(values.pop("model_type"), **values)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -137,6 +144,21 @@ def _from_config(config: Mapping[str, Any]) -> "PreTrainedModel":
         ) from error
     model.train()
     return model
+
+
+_FOREIGN = ("auto_map", "implementation", "quantization_config", "kernel")
+"""Parts of keys by which a config has transformers load code of others, or weights that cannot be trained."""
+
+
+def _refuse_foreign_code(config: Mapping[str, Any]) -> None:
+    for key, value in config.items():
+        if value is not None and any(part in str(key) for part in _FOREIGN):
+            raise ConfigError(
+                f"config.json has {key!r}, which asks for code or weights beside the model's own",
+                next_step="remove the key, and where it means quantised weights, save them in fp32",
+            )
+        if isinstance(value, Mapping):
+            _refuse_foreign_code(value)
 
 
 def tensor_plan_of(model: nn.Module) -> tuple[dict[str, TensorStyle], str]:
@@ -196,6 +218,7 @@ def saved_model(folder: Path) -> "PreTrainedModel":
         )
     from transformers import AutoModelForCausalLM
 
+    _quietly()
     try:
         model, told = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -223,10 +246,15 @@ def saved_model(folder: Path) -> "PreTrainedModel":
 
 def export_model(model: "PreTrainedModel", out: Path) -> None:
     """Writes a folder that transformers loads; safetensors, 5 GB at most each."""
+    _quietly()
     model.save_pretrained(out, max_shard_size="5GB")
 
 
-Weights = Literal["random", "saved"]
+def _quietly() -> None:
+    """Its bars are for notebooks; what takes long here is said by who asked for it."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
 
 def parameters_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
