@@ -11,6 +11,7 @@ atoll.db, lock    coordinator.store
 import json
 import socket
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Self
@@ -30,10 +31,9 @@ from protocol.credentials import (
 )
 from protocol.errors import AtollError, CannotCreateError, ConfigError, NoInputError, UsageError
 from protocol.files import is_taken, read_toml, whole_folder, write_atomically
-from protocol.models import Description, Section
+from protocol.models import Section
 from protocol.pki import Authority, new_swarm_id
 from protocol.run_spec import (
-    DESCRIPTION_FILE,
     RunSection,
     RunSpec,
     load_run_file,
@@ -101,9 +101,10 @@ norm_epsilon = 1e-5         # added to the mean square in every norm
 tie_embeddings = true       # whether the output layer is the embedding itself
 
 [data]
-source = "python-stdlib"    # or "text", which needs paths
-paths = []                  # files or globs for source = "text", on every node alike
-held_out = 0.05             # part of the files that is never trained on
+source = "python-stdlib"    # or "text", read as bytes; or "tokens", of 'atoll data prepare'
+paths = []                  # of "text" files or globs, of "tokens" their folder; node.toml may say other ones
+held_out = 0.05             # part of the files that is never trained on; of tokens it is settled
+# digest = "…"              # of "tokens": what 'atoll data prepare' printed
 
 [inner]
 optimizer = "adamw"         # or "muon" on the layers' matrices, with adamw on all else
@@ -354,9 +355,11 @@ def create_home(
     *,
     config: CoordinatorConfig,
     text: str,
-    description: Description | None = None,
+    finish: Callable[[Path], None] | None = None,
 ) -> Home:
     """Makes a coordinator's folder for the run file `text`: all of it, or nothing.
+
+    `finish` adds what else belongs to it, to the folder that is given.
 
     Raises CannotCreateError when the folder exists and is not empty.
     """
@@ -368,14 +371,12 @@ def create_home(
             f"'atoll coordinator start {directory}'",
         )
     validated(tomllib.loads(text), origin=RUN_FILE)
-    described = [] if description is None else [(DESCRIPTION_FILE, description.to_json(), 0o644)]
     authority = Authority.create(new_swarm_id())
     server = authority.issue_server()
     operator = authority.issue_operator()
     with whole_folder(directory) as building:
         for name, content, mode in (
             (RUN_FILE, text.encode(), 0o644),
-            *described,
             (CONFIG_FILE, config.to_toml().encode(), 0o644),
             (AUTHORITY_FILE, authority.certificate_pem, 0o644),
             (AUTHORITY_KEY_FILE, authority.key_pem, 0o600),
@@ -385,6 +386,8 @@ def create_home(
             (KEY_FILE, operator.key_pem, 0o600),
         ):
             write_atomically(building / name, content, mode=mode)
+        if finish is not None:
+            finish(building)
         if config.control_port:  # otherwise the port, and so the link, is only known after a start
             Home.load(building).save_link(host=config.host, control_port=config.control_port)
     return Home.load(directory)

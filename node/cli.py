@@ -67,6 +67,12 @@ def node() -> None:
 @click.option("--schedule", help="The pipeline's: gpipe, 1f1b, interleaved-1f1b, …")
 @click.option("--microbatches", type=int, help="Of a pipeline; 0 finds a number.")
 @click.option("--offload/--no-offload", default=None, help="Keep parameters in the CPU's memory.")
+@click.option(
+    "--weights",
+    metavar="FILE",
+    help="The run's first weights, where the run begins with given ones and this node has them.",
+)
+@click.option("--data", help="Where this machine has the run's data, instead of run.toml's paths.")
 @click.option("--listen", help="Address that peers connect to.")
 @click.option("--port", type=int, help="Port that peers connect to; 0 picks a free one.")
 @click.option("--announce", help="Host to tell peers, when a router forwards the port.")
@@ -121,9 +127,17 @@ def start(folder: Path | None, waits: bool, log_json: bool, **settings: str | fl
     type=click.Path(path_type=Path, file_okay=False),
     help="Folder for this host's part of checkpoints. Default: inner-NAME, here.",
 )
+@click.option(
+    "--data", default="", help="Where this host has the run's data. Default: as run.toml."
+)
 @click.option("--log-json", is_flag=True, help="Log one JSON object a line.")
 def follow(
-    token: Path, name: str | None, device: str, checkpoints: Path | None, log_json: bool
+    token: Path,
+    name: str | None,
+    device: str,
+    checkpoints: Path | None,
+    data: str,
+    log_json: bool,
 ) -> None:
     """Lend this machine's devices to the node of another one, for one island of several hosts.
 
@@ -145,7 +159,13 @@ def follow(
     # A name is no path: one with a slash in it would lead elsewhere.
     beside = Path(f"inner-{own_name.replace('/', '-')}")
     reason = asyncio.run(
-        run_follower(leader, name=own_name, device=device, checkpoints=checkpoints or beside)
+        run_follower(
+            leader,
+            name=own_name,
+            device=device,
+            checkpoints=checkpoints or beside,
+            data=data,
+        )
     )
     click.echo(f"{own_name} has stopped: {reason}")
 
@@ -172,6 +192,42 @@ def drain(folder: Path | None, within: float) -> None:
 
     drain_node(find_home(folder), within_seconds=within, say=click.echo)
     click.echo("it has left")
+
+
+@node.command()
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path, file_okay=False))
+@click.option(
+    "--from",
+    "source",
+    metavar="FOLDER",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="The transformers folder that the run's first weights are taken from.",
+)
+@click.option("--force", is_flag=True, help="Make it anew, before the run's first start.")
+def describe(directory: Path, source: Path | None, force: bool) -> None:
+    """Find out what the model of the run in DIR is by building it, and write that down there.
+
+    'atoll init' does it by itself. For a machine with torch, when DIR was made on one without: copy
+    run.toml here, and description.json and first.safetensors back.
+
+    Example: atoll node describe my-run --from ./SmolLM2-135M
+    """
+    from node.describing import describe_run
+
+    click.echo(describe_run(directory, source=source, is_forced=force))
+
+
+@node.command(hidden=True)
+@click.option("--from", "source", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--context", type=int)
+@click.option("--data", multiple=True)
+def facts(source: Path | None, context: int | None, data: tuple[str, ...]) -> None:
+    """Print what 'atoll init' has to know of a transformers folder and of data, as JSON."""
+    import json
+
+    from node.describing import facts_of
+
+    click.echo(json.dumps(facts_of(source, context=context, data=data)))
 
 
 @node.command()

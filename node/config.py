@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
+from node.island.data.opening import DataPlaces
 from node.island.local_training import Accumulating, LocalTraining, Precision, Recomputing
 from node.island.mesh_shape import MeshShape, ScheduleName
 from protocol.credentials import COORDINATOR_FILE
@@ -91,6 +92,10 @@ compile = false
 # Whether the same work gives the same bits each time on one machine; slower on GPUs.
 deterministic = false
 
+# Where this machine has the run's data: for text a file or a glob, for tokens their folder. Relative paths
+# begin where 'atoll node start' is typed. Empty means [data] paths of the run file.
+data = ""
+
 # After how many rounds the inner optimizer's state is written to this folder (8 bytes for each
 # parameter, behind the training; with large models more seldom, at 20 MB/s on average), so that a
 # restart goes on from it; 0 means never.
@@ -120,6 +125,10 @@ metrics = ""
 # Seconds that a node which is stopped may stay, to contribute what it trained and to apply the commit
 # of the round in flight; 0 means that it leaves at once.
 drain_within = 30
+
+# The file with the run's first weights, for a node that has them where a run begins with given ones: the
+# others fetch them from it. Empty means that this node fetches them, or draws them from the run's seed.
+weights = ""
 """
 
 SLOWEST_UPLOAD_BYTES_PER_SECOND = 32_000.0
@@ -194,6 +203,7 @@ class NodeSettings(Section):
     activation_checkpointing: Recomputing = "none"
     compile: bool = False
     deterministic: bool = False
+    data: str = ""
     checkpoint_every_rounds: Annotated[int, Field(ge=0, lt=2**31)] = 10
     hang_seconds: Annotated[float, Field(ge=0, le=7 * 86400)] = 120.0
     listen: str = ""
@@ -202,6 +212,7 @@ class NodeSettings(Section):
     max_upload: Annotated[str, AfterValidator(_rate)] = ""
     metrics: Annotated[str, AfterValidator(_pages_address)] = ""
     drain_within: Annotated[float, Field(ge=0, le=86400)] = 30.0
+    weights: str = ""
 
     @property
     def mesh_shape(self) -> MeshShape:
@@ -268,6 +279,10 @@ class NodeSettings(Section):
     def max_upload_bytes_per_second(self) -> float | None:
         """None is no limit."""
         return bytes_per_second_of(self.max_upload)
+
+    def data_places(self, folder: Path) -> DataPlaces:
+        """Where the data of the run is; relative paths begin at `folder`."""
+        return DataPlaces(folder=folder, own=self.data)
 
     @property
     def local_training(self) -> LocalTraining:

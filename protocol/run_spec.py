@@ -51,17 +51,31 @@ class RunSection(Section):
 
 
 class DataSection(Section):
-    """[data]: the text, read as bytes. A file belongs to the held-out split by the hash of its name."""
+    """[data]: what is trained on.
 
-    source: Literal["python-stdlib", "text"] = "python-stdlib"
+    "python-stdlib" and "text" are read as bytes, and a file belongs to the held-out split by the hash
+    of its name; "tokens" is a folder that 'atoll data prepare' wrote.
+    """
+
+    source: Literal["python-stdlib", "text", "tokens"] = "python-stdlib"
     paths: Annotated[tuple[str, ...], Field(strict=False)] = ()  # TOML gives lists
     held_out: Annotated[float, Field(gt=0, le=0.5)] = 0.05
+    digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None  # of a manifest
 
     @model_validator(mode="after")
-    def _paths_belong_to_text(self) -> Self:
-        if (self.source == "text") != bool(self.paths):
+    def _paths_belong_to_their_source(self) -> Self:
+        if self.source == "tokens" and len(self.paths) != 1:
             raise ValueError(
-                'source = "text" needs paths, a list of files or globs; other sources take none'
+                f'source = "tokens" needs paths = ["FOLDER"], one folder that \'atoll data prepare\' '
+                f"wrote, and {len(self.paths)} are given"
+            )
+        if (self.source == "tokens") != (self.digest is not None):
+            raise ValueError(
+                "source = \"tokens\" needs digest, which 'atoll data prepare' prints; others take none"
+            )
+        if (self.source == "python-stdlib") == bool(self.paths):
+            raise ValueError(
+                'source = "text" needs paths, a list of files or globs; "python-stdlib" takes none'
             )
         return self
 
@@ -388,6 +402,11 @@ def validated_file(tables: dict[str, Any], *, origin: str) -> RunSpec:
         raise ConfigError(
             f'{origin}: [outer] momentum = {momentum} belongs to optimizer = "nesterov", not to "sgd"',
             next_step='remove momentum, or write optimizer = "nesterov"',
+        )
+    if spec.data.source == "tokens" and "held_out" in tables["data"]:
+        raise ConfigError(
+            f"{origin}: [data] held_out = {spec.data.held_out} says nothing of tokens",
+            next_step="remove it: what is held out was settled when the tokens were prepared",
         )
     inner = tables.get("inner", {})
     if "steps" in inner and spec.inner.round_tokens is not None:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from coordinator.swarm.ledger import Places
 from coordinator.swarm.shares import UNKNOWN, Rates
 from coordinator.swarm.state import Trained
 from protocol.rounds import (
@@ -48,6 +49,13 @@ class HeartbeatSeen:
     outer_incarnation: int = 0
     unreachable: tuple[NodeId, ...] = ()
     rates: Rates = UNKNOWN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplesSkipped:
+    """The run owner takes samples out; the pieces are whole inner steps."""
+
+    pieces: tuple[Places, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,6 +192,7 @@ class Woke:
 Event = (
     Attached
     | HeartbeatSeen
+    | SamplesSkipped
     | StreamBroken
     | Detached
     | TrainingDone

@@ -79,7 +79,9 @@ def attach(turn: Turn, event: Attached) -> None:
     _refuse_copies(turn, event)
     state = turn.state
     if state.layout is None:
-        state = replace(state, layout=event.layout, corpus=event.corpus)
+        state = replace(state, layout=event.layout)
+    if state.corpus is None:
+        state = replace(state, corpus=event.corpus)
     state = replace(state, codecs=event.codecs)
     before = state.members.get(event.node_id)
     session_id = state.next_session_id

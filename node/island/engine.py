@@ -273,6 +273,12 @@ class Engine:
         self.loss_scale.remove_from([p.grad for p in self._parameters if p.grad is not None])
         return self._clip(max_norm).to(self._device)
 
+    def scale_gradients(self, factor: float) -> None:
+        """Multiplies what `train` left: its loss is the mean over all targets, counted or not."""
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
     def forget_gradients(self) -> None:
         """Before the next batch, as gradients add up."""
         for part in self.parts:

@@ -33,6 +33,7 @@ from node.island.commands import (
     Told,
     Train,
 )
+from node.island.data.opening import DataPlaces
 from node.island.devices import default_threads
 from node.island.faults import RankDiedError, RankFailedError, RankHungError
 from node.island.forkserver import fork_rank, prepare_forkserver
@@ -88,7 +89,7 @@ class ProcessIsland:
         spec: RunSpec,
         names: SharedNames,
         devices: tuple[str, ...],
-        folder: Path,
+        data: DataPlaces,
         shape: MeshShape | None = None,
         num_threads: int | None = None,
         local: LocalTraining = PLAIN,
@@ -106,7 +107,7 @@ class ProcessIsland:
         self._shape = shape
         self._names = names
         self._devices = devices
-        self._folder = folder
+        self._data = data
         self._local = local
         self._num_threads = num_threads or default_threads(len(devices))
         self._members: list[_Member] = []
@@ -239,7 +240,7 @@ class ProcessIsland:
                 device=device,
                 num_threads=self._num_threads,
                 local=self._local,
-                folder=self._folder,
+                data=self._data,
                 meeting=self._meeting_point or meeting / "store",
             )
             process, connection = fork_rank(setup)

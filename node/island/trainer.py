@@ -29,7 +29,9 @@ from node.island.boxes import (
 )
 from node.island.checkpoints import About
 from node.island.combinations import check_combination, check_local, may_be_traced
-from node.island.corpus import Corpus
+from node.island.data.dataset import Batch, Dataset
+from node.island.data.manifest import Split
+from node.island.data.samples import Indices, SampleOrder
 from node.island.engine import Engine
 from node.island.faults import TrainingDivergedError
 from node.island.ferry import copies_of
@@ -39,8 +41,8 @@ from node.island.local_communication import LocalCommunication
 from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh import Mesh
 from node.island.mesh_shape import MeshShape, check_batch, check_shape
+from node.island.model import NO_TARGET
 from node.island.models.architecture import BufferWatch, Tree
-from node.island.samples import Indices, SampleOrder
 from node.island.schedule import (
     Position,
     Rewarming,
@@ -114,7 +116,7 @@ class Trainer:
         self,
         *,
         spec: RunSpec,
-        corpus: Corpus,
+        corpus: Dataset,
         device: torch.device,
         mesh: Mesh,
         clock: Clock,
@@ -136,6 +138,7 @@ class Trainer:
         self._optimizers = self._engine.optimizers(spec.inner)
         self._buffers: BufferWatch | None = BufferWatch(self._engine.parts)  # for the first step
         self._order = SampleOrder(seed=spec.run.seed, num_samples=corpus.num_samples)
+        self._counted_tokens = 0  # since training of a round began
         self._rewarming = Rewarming(rewarming_steps(spec))
         self._communication = LocalCommunication(
             device, mesh, may_trace=may_be_traced(mesh.shape, local)
@@ -200,7 +203,8 @@ class Trainer:
             torch.manual_seed(self._seed_of(work))
         tally = _Tally(self._device)
         started = self._clock()
-        told_at, told_steps = started, 0
+        told_at, told_steps, told_tokens = started, 0, 0
+        self._counted_tokens = 0
         scale = scale_of_rates(self._spec, work.num_participants)
         self._rewarming.begin(work.token_clock)
         to_trace = self._communication.step_to_trace(max_steps)
@@ -214,7 +218,7 @@ class Trainer:
             if now - told_at >= PROGRESS_SECONDS:
                 loss = tally.read(work.round)
                 now = self._clock()  # a GPU has caught up only now
-                tokens = (tally.steps - told_steps) * step_tokens
+                tokens = self._counted_tokens - told_tokens
                 on_progress(
                     Progress(
                         round=work.round,
@@ -223,7 +227,7 @@ class Trainer:
                         tokens_per_second=tokens / (now - told_at),
                     )
                 )
-                told_at, told_steps = now, tally.steps
+                told_at, told_steps, told_tokens = now, tally.steps, self._counted_tokens
             if tally.steps < look_at:
                 continue
             seconds_left = work.max_seconds - (now - started)
@@ -249,6 +253,7 @@ class Trainer:
             round=work.round,
             inner_steps=tally.steps,
             tokens=tokens,
+            counted_tokens=self._counted_tokens,
             loss=loss_sum / (tally.steps * num_losses),
             seconds=seconds,
             flops=float(tokens * flops_per_token(self._spec)),
@@ -275,19 +280,22 @@ class Trainer:
         """Held-out loss over a fixed choice of samples, spread evenly over the held-out split."""
         available = self._corpus.num_held_out_samples
         count = min(self._spec.evaluation.samples, available)
-        own = (np.arange(count, dtype=np.int64) * available // count)[self._mesh.share(count)]
+        chosen = np.arange(count, dtype=np.int64) * available // count
+        own = chosen[self._mesh.share(count)]
         rows = self._engine.rows
         most = -(-count // self._mesh.shape.num_data)  # of any rank: all must go on together
         sums = torch.zeros(4, dtype=torch.float64)
         for start in range(0, most, rows):
-            chosen = own[start : start + rows]
-            batch = self._on_device(self._corpus.held_out, chosen)
-            sums += self._engine.measure(batch, num_samples=len(chosen)).tallied(len(chosen))
+            own_chosen = own[start : start + rows]
+            batch = self._on_device("held_out", own_chosen)
+            sums += self._engine.measure(batch, num_samples=len(own_chosen)).tallied(
+                len(own_chosen)
+            )
             on_batch()
         loss, weight, metric, samples = self._mesh.summed(sums).tolist()
         return Evaluation(
-            loss=loss / weight,
-            tokens=count * self._spec.model.context,
+            loss=loss / max(1.0, weight),
+            tokens=self._corpus.num_counted("held_out", chosen),
             metric=metric / samples if self._engine.has_metric else None,
         )
 
@@ -352,10 +360,21 @@ class Trainer:
         return loss, norm if is_taken else None
 
     def _add_gradients(self, first_sample: int) -> Tensor:
-        """Leaves the scaled gradients of this rank's share of a batch; returns its loss."""
+        """Leaves the scaled gradients of this rank's share of a batch; returns its loss.
+
+        Both are means over what counts in the whole batch: a rank with fewer counted targets weighs less.
+        """
         batch = self._spec.inner.batch
-        indices = self._order.indices(first_sample, batch)[self._mesh.share(batch)]
-        return self._engine.train(self._on_device(self._corpus.training, indices))
+        indices = self._order.indices(first_sample, batch)
+        own = indices[self._mesh.share(batch)]
+        loss = self._engine.train(self._on_device("training", own))
+        counted = self._corpus.num_counted("training", indices)
+        self._counted_tokens += counted
+        if counted != batch * self._spec.model.context:
+            factor = batch * self._spec.model.context / counted
+            self._engine.scale_gradients(factor)
+            loss = loss * factor
+        return loss
 
     def _seed_of(self, work: InnerWork) -> int:
         """Of dropout and the like: the same for ranks that share samples, and for the same work again."""
@@ -370,9 +389,17 @@ class Trainer:
             for group in optimizer.param_groups:
                 group["lr"] = share * group["peak_rate"]
 
-    def _on_device(self, split: np.ndarray, indices: Indices) -> Tree:
-        windows = torch.from_numpy(self._corpus.windows(split, indices))  # [B, T + 1]
-        return tree_map(self._moved, windows)
+    def _on_device(self, split: Split, indices: Indices) -> Tree:
+        """Windows [B, T + 1]; or tokens and targets [B, T], where not all is counted; or a function's tree."""
+        batch = self._corpus.batch(split, indices)
+        if not isinstance(batch, Batch):
+            return tree_map(self._moved, batch)
+        windows = torch.from_numpy(batch.tokens)  # [B, T + 1]
+        if batch.counted is None:
+            return self._moved(windows)
+        counted = torch.from_numpy(batch.counted)  # [B, T]
+        targets = windows[:, 1:].masked_fill(~counted, NO_TARGET)
+        return self._moved(windows[:, :-1].contiguous()), self._moved(targets)
 
     def _moved(self, tensor: Tensor) -> Tensor:
         if carries_pinned_memory(self._device):

@@ -15,7 +15,7 @@ from protocol.identity import Identity
 from protocol.invite import Invite
 from protocol.layout import layout_of
 from protocol.models import Description, TensorShape
-from protocol.run_spec import run_from_json
+from protocol.run_spec import DESCRIPTION_FILE, run_from_json
 from protocol.v1 import operator_pb2, round_pb2, session_pb2
 from protocol.v1.operator_pb2_grpc import OperatorServiceStub
 from protocol.v1.session_pb2_grpc import SessionServiceStub
@@ -29,8 +29,13 @@ NUM_ELEMENTS = 1024
 FLAT = Description(tensors=(TensorShape(name="w", shape=(NUM_ELEMENTS,)),))
 
 
+def described(folder: Path) -> None:
+    """Gives the run a model of one tensor."""
+    (folder / DESCRIPTION_FILE).write_bytes(FLAT.to_json())
+
+
 def new_home(folder: Path) -> Home:
-    return create_home(folder, config=LOCAL, text=RUN, description=FLAT)
+    return create_home(folder, config=LOCAL, text=RUN, finish=described)
 
 
 @asynccontextmanager

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 from coordinator_scene import (
-    FLAT,
     LOCAL,
     MIDDLE,
     NUM_ELEMENTS,
     RUN,
     FakeNode,
+    described,
     new_home,
     serving,
     two_nodes,
@@ -38,7 +38,7 @@ Labels = frozenset[tuple[str, str]]
 
 def home_with_pages(folder: Path, address: str = "127.0.0.1:0", text: str = PATIENT) -> Home:
     return create_home(
-        folder, config=LOCAL.with_changes(dashboard=address), text=text, description=FLAT
+        folder, config=LOCAL.with_changes(dashboard=address), text=text, finish=described
     )
 
 

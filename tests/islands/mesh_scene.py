@@ -19,7 +19,7 @@ from rank_scene import with_texts
 from benchmarks.lone_work import lone_work, unseen
 from node.island import engine
 from node.island.compiling import be_deterministic, compile_layers
-from node.island.corpus import read_corpus
+from node.island.data.opening import DataPlaces, open_dataset
 from node.island.engine import Engine
 from node.island.first_weights import initial_parameters
 from node.island.local_training import PLAIN, LocalTraining
@@ -84,7 +84,7 @@ def run_rank(
     vectors = SharedVectors.attach(names)
     device = torch.device("cpu")
     mesh = Mesh.joined(shape=shape, rank=rank, device=device, meeting=place / "store")
-    corpus = read_corpus(spec.data, context=spec.model.context, batch=8, folder=place)
+    corpus = open_dataset(spec, DataPlaces(folder=place))
     trainer = Trainer(
         spec=spec, corpus=corpus, device=device, mesh=mesh, clock=lambda: 0.0, local=local
     )

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from any_model_scene import Outcome, text_run, trained
 
-from node.island.corpus import Corpus, read_corpus
+from node.island.data.corpus import Corpus, read_corpus
 from node.island.forkserver import prepare_forkserver
 from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh_shape import MeshShape

@@ -14,7 +14,8 @@ from torch._dynamo.utils import counters
 from node.island import engine, measured_peak
 from node.island.boxes import places_of_ranks
 from node.island.compiling import compile_layers
-from node.island.corpus import Corpus, read_corpus
+from node.island.data.corpus import Corpus, read_corpus
+from node.island.data.samples import SampleOrder
 from node.island.engine import Engine
 from node.island.faults import TrainingDivergedError
 from node.island.first_weights import initial_parameters
@@ -23,7 +24,6 @@ from node.island.local_training import PLAIN, LocalTraining, Precision, Recomput
 from node.island.mesh import Mesh
 from node.island.mesh_shape import MeshShape
 from node.island.model import Objective
-from node.island.samples import SampleOrder
 from node.island.schedule import Position, rewarming_steps, share_of_peak
 from node.island.trainer import Trainer
 from node.island.utilisation import flops_per_token

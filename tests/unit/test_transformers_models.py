@@ -10,7 +10,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from node.island.combinations import check_local
-from node.island.corpus import read_corpus
+from node.island.data.corpus import read_corpus
+from node.island.data.samples import SampleOrder
 from node.island.island import InnerWork
 from node.island.local_training import LocalTraining
 from node.island.mesh import Mesh
@@ -18,7 +19,6 @@ from node.island.mesh_shape import MeshShape, check_shape
 from node.island.models.architecture import architecture_of, container_of_layers
 from node.island.models.describing import describe, export_state, first_vector
 from node.island.models.transformers import built, config_of
-from node.island.samples import SampleOrder
 from node.island.trainer import Trainer
 from protocol.errors import AtollError, BadDataError, ConfigError, ExitCode, NoInputError
 from protocol.layout import layout_of

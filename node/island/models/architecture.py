@@ -194,7 +194,8 @@ def tie(part: nn.Module, shared: Iterable[list[str]]) -> None:
 def container_of_layers(module: nn.Module) -> tuple[str, list[str]]:
     """The name of what holds the layers, and their names in it; ("", []) where no modules are alike.
 
-    Of lists, sequences and dictionaries of modules of one class, that with the most parameters, or modules: experts of a layer are alike as well, and have fewer than all layers together.
+    Of lists, sequences and dictionaries of modules of one class, that with the most parameters, and
+    then modules: experts of a layer are alike as well, and have fewer than all layers together.
     """
     most, found = (0, 0), ("", list[str]())
     for name, candidate in module.named_modules():

@@ -9,9 +9,9 @@ from node.island.models.architecture import Counted
 class TokenInputs:
     """Tokens and targets of windows; the part of Architecture that is the same for all such models."""
 
-    def inputs(self, batch: Tensor) -> tuple[Tensor, ...]:
-        """Tokens, and the ones after them, [B, T] each, of windows [B, T + 1]."""
-        return batch[:, :-1], batch[:, 1:]
+    def inputs(self, batch: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        """Tokens, and the ones after them, [B, T] each, of windows [B, T + 1]; or the two as they come."""
+        return batch if isinstance(batch, tuple) else (batch[:, :-1], batch[:, 1:])
 
     def padded(self, inputs: tuple[Tensor, ...], rows: int) -> tuple[Tensor, ...]:
         """Exactly `rows` samples: pipelines have one shape, and shards are gathered by all at once."""
@@ -24,8 +24,8 @@ class TokenInputs:
 
     def measured(
         self, mean: Tensor | Counted, inputs: tuple[Tensor, ...], num_samples: int
-    ) -> tuple[Tensor, float]:
-        """The mean is over all targets, padding included, which added nothing to it."""
+    ) -> tuple[Tensor, Tensor]:
+        """The mean is over all targets, and those that are not counted added nothing to it."""
         assert isinstance(mean, Tensor)
         targets = inputs[1]
-        return mean * targets.numel(), float(num_samples * targets.shape[1])
+        return mean * targets.numel(), (targets != NO_TARGET).sum()
