@@ -73,6 +73,15 @@ def node() -> None:
     help="The run's first weights, where the run begins with given ones and this node has them.",
 )
 @click.option("--data", help="Where this machine has the run's data, instead of run.toml's paths.")
+@click.option(
+    "--allow-function",
+    "allow_functions",
+    multiple=True,
+    metavar="RUN",
+    callback=lambda context, option, runs: list(runs) or None,
+    help="A run whose own code may run here; instead of those in node.toml.",
+)
+@click.option("--code", help="The folder that has the functions of the run.")
 @click.option("--listen", help="Address that peers connect to.")
 @click.option("--port", type=int, help="Port that peers connect to; 0 picks a free one.")
 @click.option("--announce", help="Host to tell peers, when a router forwards the port.")

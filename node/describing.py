@@ -17,7 +17,7 @@ from protocol.console import count_in_words
 from protocol.errors import CannotCreateError, UsageError
 from protocol.files import refusal_to_write, write_atomically
 from protocol.layout import layout_of
-from protocol.models import DecoderModel, Description
+from protocol.models import DecoderModel, Description, TransformersModel
 from protocol.run_spec import DESCRIPTION_FILE, RunSpec, load_run_file
 
 RUN_FILE = "run.toml"
@@ -80,7 +80,18 @@ def _described(spec: RunSpec, source: Path | None) -> tuple[Description, Any]:
         weights = np.empty(spec.num_parameters, np.float32)
         read_weights(source, spec, weights)
         return Description(), weights
-    raise NotImplementedError
+    from node.island.models.describing import describe, first_vector
+
+    own = source if source is not None else Path.cwd()
+    if isinstance(spec.model, TransformersModel) and source is None:
+        raise UsageError(
+            'a run with [model] source = "transformers" begins with a folder of such a model',
+            next_step="name it with --from; one without weights begins with random ones",
+        )
+    description = describe(spec, own)
+    described = spec.model_copy(update={"description": description})
+    is_given = isinstance(spec.model, TransformersModel) and any(own.glob("*.safetensors"))
+    return description, first_vector(described, own if is_given else None)
 
 
 def _write_weights(path: Path, spec: RunSpec, description: Description, weights: Any) -> None:

@@ -22,6 +22,9 @@ Positive = Annotated[int, Field(gt=0, lt=2**31)]
 Context = Annotated[int, Field(ge=8, le=1 << 20)]
 HexDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+"""Such as "my_models.vision:digits"."""
+
 BYTES_VOCABULARY = 256
 """Of text that is read as bytes."""
 
@@ -111,7 +114,7 @@ class FunctionModel(Section):
     """
 
     source: Literal["function"]
-    function: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+    function: FunctionName
     arguments: dict[str, str | int | float | bool] = {}
     context: Positive = 1
 

@@ -190,6 +190,11 @@ class Engine:
         return self._architecture.draws
 
     @property
+    def divides_by_all(self) -> bool:
+        """Whether losses are means over all targets, counted or not."""
+        return self._architecture.divides_by_all
+
+    @property
     def has_metric(self) -> bool:
         """Whether a measure has one beside the loss."""
         return self._architecture.has_metric

@@ -370,7 +370,7 @@ class Trainer:
         loss = self._engine.train(self._on_device("training", own))
         counted = self._corpus.num_counted("training", indices)
         self._counted_tokens += counted
-        if counted != batch * self._spec.model.context:
+        if self._engine.divides_by_all and counted != batch * self._spec.model.context:
             factor = batch * self._spec.model.context / counted
             self._engine.scale_gradients(factor)
             loss = loss * factor
@@ -390,7 +390,7 @@ class Trainer:
                 group["lr"] = share * group["peak_rate"]
 
     def _on_device(self, split: Split, indices: Indices) -> Tree:
-        """Windows [B, T + 1]; or tokens and targets [B, T], where not all is counted; or a function's tree."""
+        """Windows [B, T + 1]; tokens and targets [B, T] where not all is counted; or a function's tree."""
         batch = self._corpus.batch(split, indices)
         if not isinstance(batch, Batch):
             return tree_map(self._moved, batch)

@@ -42,7 +42,7 @@ class Dataset(Protocol):
         """What the coordinator is told."""
 
     def batch(self, split: Split, indices: Indices) -> Batch | Tree:
-        """Samples of a split by number, tokens or what a function gives. Raises BadDataError where they are damaged."""
+        """Samples of a split by number: tokens, or what a function gives. Raises BadDataError."""
 
     def num_counted(self, split: Split, indices: Indices) -> int:
         """Tokens of these samples that are to be predicted, at least 1."""

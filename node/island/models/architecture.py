@@ -57,6 +57,10 @@ class Architecture(Protocol):
         """Whether evaluation has a metric beside the loss."""
 
     @property
+    def divides_by_all(self) -> bool:
+        """Whether its mean is over all targets, counted or not, for the trainer to set right."""
+
+    @property
     def may_leave_parameters_out(self) -> bool:
         """Whether a batch may leave parameters without a gradient."""
 

@@ -31,6 +31,7 @@ class DecoderArchitecture(TokenInputs):
 
     draws = False
     has_metric = False
+    divides_by_all = True
     may_leave_parameters_out = False
 
     def __init__(self, spec: RunSpec) -> None:

@@ -42,6 +42,7 @@ class TransformersArchitecture(TokenInputs, GenericArchitecture):
 
     draws = True
     has_metric = False
+    divides_by_all = True
     may_leave_parameters_out = True
 
     def build(self) -> nn.Module:
