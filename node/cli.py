@@ -266,13 +266,23 @@ def doctor(context: click.Context, folder: Path | None, is_json: bool) -> None:
     context.exit(run_doctor(find_home(folder), is_json=is_json))
 
 
+TOKENIZER = click.option(
+    "--tokenizer",
+    metavar="PATH",
+    type=click.Path(path_type=Path),
+    help="A tokenizer.json, or a folder with one. Default: none, tokens are bytes.",
+)
+
+
 @click.command()
 @click.argument("out", type=click.Path(path_type=Path))
 @DIRECTORY
-def export(out: Path, folder: Path | None) -> None:
+@TOKENIZER
+def export(out: Path, folder: Path | None, tokenizer: Path | None) -> None:
     """Write the model of this node's newest round to the folder OUT.
 
-    OUT holds safetensors and a config.json that the transformers library loads as a Llama model.
+    OUT holds safetensors, a config.json that the transformers library loads, the tokenizer, and a
+    model card that says where the model comes from.
 
     Example: atoll export ./model
     """
@@ -280,22 +290,27 @@ def export(out: Path, folder: Path | None) -> None:
     from protocol.logging import start_logging
 
     start_logging(as_json=False)  # to standard error: a damaged snapshot is told there
-    model = newest_model(find_home(folder))
+    home = find_home(folder)
+    model = newest_model(home)
     from node.export import export_model
+    from node.model_card import Origin, contributions_in
 
-    export_model(
-        spec=model.spec.decoder,
-        layout=model.layout,
+    problem = export_model(
+        spec=model.spec,
         parameters=model.parameters,
+        origin=Origin(
+            run=model.spec.run.name,
+            run_digest=model.spec.digest(),
+            round=model.round,
+            outer_digest=model.outer_digest,
+            contributions=contributions_in(home, model.spec, until=model.round),
+        ),
         out=out,
-        metadata={
-            "run": model.spec.run.name,
-            "run_digest": model.spec.digest().hex(),
-            "round": str(model.round),
-            "outer_digest": model.outer_digest.hex(),
-        },
+        tokenizer=tokenizer,
     )
     click.echo(f"wrote the model at round {model.round} ({model.outer_digest.hex()[:12]}) to {out}")
+    if problem:
+        click.echo(f"transformers does not load it: {problem}")
 
 
 @click.command()

@@ -36,8 +36,24 @@ def facts_of(source: Path | None, *, context: int | None, data: Sequence[str]) -
             "num_layers": spec.num_layers,
         }
     if data:
-        facts |= {"data": {"source": "text", "paths": list(data)}}
+        facts |= _facts_of_data(data)
     return facts
+
+
+def _facts_of_data(paths: Sequence[str]) -> dict[str, Any]:
+    """Tokens by their manifest, or text as it stands."""
+    if not any(Path(path).is_dir() for path in paths):
+        return {"data": {"source": "text", "paths": list(paths)}}
+    if len(paths) > 1:
+        raise UsageError(
+            f"--data names {len(paths)} paths, and a folder of tokens stands alone",
+            next_step="name one folder that 'atoll data prepare' wrote, or files and globs of text",
+        )
+    from node.island.data.manifest import read_manifest
+
+    manifest = read_manifest(Path(paths[0]))
+    table = {"source": "tokens", "paths": list(paths), "digest": manifest.digest().hex()}
+    return {"data": table, "vocab_size": manifest.vocab_size}
 
 
 def describe_run(folder: Path, *, source: Path | None, is_forced: bool) -> str:

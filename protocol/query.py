@@ -352,7 +352,7 @@ def data(context: click.Context, is_json: bool, directory: Path | None) -> None:
         console.print_json(as_json(samples))
         return
     pieces = "piece" if samples.free_again_pieces == 1 else "pieces"
-    counts = (
+    counts = [
         ("committed", samples.committed_samples, "in the model, each counted once"),
         ("leased now", samples.leased_samples, "to the participants of the round in flight"),
         (
@@ -361,9 +361,9 @@ def data(context: click.Context, is_json: bool, directory: Path | None) -> None:
             f"leased, not committed; in {samples.free_again_pieces} {pieces}",
         ),
         ("reached", samples.frontier, "all of the above; what follows was never leased"),
-    )
+    ]
     if samples.skipped_samples:
-        counts = (*counts, ("taken out", samples.skipped_samples, "by 'atoll data skip'"))
+        counts.append(("taken out", samples.skipped_samples, "by 'atoll data skip'"))
     rows = [
         (
             what,

@@ -12,7 +12,15 @@ from pydantic import Field, ValidationError, model_validator
 
 from protocol.errors import ConfigError
 from protocol.files import read_toml
-from protocol.models import DecoderModel, Description, FunctionName, Model, Positive, Section, TensorShape
+from protocol.models import (
+    DecoderModel,
+    Description,
+    FunctionName,
+    Model,
+    Positive,
+    Section,
+    TensorShape,
+)
 from protocol.rounds import Digest
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -55,7 +63,8 @@ class DataSection(Section):
 
     "python-stdlib" and "text" are read as bytes, and a file belongs to the held-out split by the hash
     of its name; "tokens" is a folder that 'atoll data prepare' wrote; "function" is samples that a
-    function of the run owner's gives.
+    function of the run owner's gives. With `private` each node has data of its own, which never leave
+    it, and `most_weight` bounds what part of a mean one holder's work is.
     """
 
     source: Literal["python-stdlib", "text", "tokens", "function"] = "python-stdlib"
@@ -63,10 +72,29 @@ class DataSection(Section):
     held_out: Annotated[float, Field(gt=0, le=0.5)] = 0.05
     digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None  # of a manifest
     function: FunctionName | None = None
-    arguments: dict[str, str | int | float | bool] = {}
+    arguments: dict[str, str | int | float | bool] = Field(default={})
+    private: bool = False
+    most_weight: Annotated[float, Field(gt=0, lt=1)] | None = None
+
+    @model_validator(mode="after")
+    def _private_data_stand_with_their_holders(self) -> Self:
+        if self.private and self.source not in ("text", "tokens"):
+            raise ValueError(
+                f'private = true needs source = "text" or "tokens", which says how holders keep their data, '
+                f'not "{self.source}"'
+            )
+        if self.private and (self.paths or self.digest is not None):
+            raise ValueError(
+                "private = true goes without paths and digest: each node names its own data in node.toml"
+            )
+        if self.most_weight is not None and not self.private:
+            raise ValueError(f"most_weight = {self.most_weight} belongs to private = true")
+        return self
 
     @model_validator(mode="after")
     def _paths_belong_to_their_source(self) -> Self:
+        if self.private:
+            return self
         if self.source == "tokens" and len(self.paths) != 1:
             raise ValueError(
                 f'source = "tokens" needs paths = ["FOLDER"], one folder that \'atoll data prepare\' '

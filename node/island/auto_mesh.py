@@ -139,7 +139,8 @@ def _activation_bytes(shape: MeshShape, spec: RunSpec, layers: int, local: Local
         kept = layers * (model.hidden_size * (5 + 2 * kv_share) + 2 * model.ffn_size)
     if local.precision not in ("fp32", "tf32"):
         kept /= 2  # at most: the residual stream stays fp32
-    of_logits = 3 * model.vocab_size  # logits, their exponentials, their gradient
+    # Logits, their exponentials, their gradient; and those before a soft-cap.
+    of_logits = (3 if model.logit_softcap is None else 4) * model.vocab_size
     return int(_VALUE_BYTES * positions * (kept + of_logits) / shape.tensor)
 
 

@@ -40,8 +40,8 @@ from node.island.commands import (
 )
 from node.island.compiling import be_deterministic
 from node.island.data.opening import open_dataset
-from node.island.functions import find_code
 from node.island.faults import OutOfMemoryError, RankFailedError
+from node.island.functions import find_code
 from node.island.island import Progress
 from node.island.mesh import Mesh
 from node.island.trainer import Trainer

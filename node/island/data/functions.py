@@ -33,9 +33,7 @@ class FunctionData:
         self._splits: dict[Split, Any] = {"training": found[0], "held_out": found[1]}
         for split, dataset in self._splits.items():
             if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-                raise refuse(
-                    self._function, f"a {split} dataset without __len__ and __getitem__"
-                )
+                raise refuse(self._function, f"a {split} dataset without __len__ and __getitem__")
         if self.num_samples < spec.inner.batch or self.num_held_out_samples < 1:
             raise NoInputError(
                 f"{self._function} gives {self.num_samples} samples to train on and "
@@ -73,7 +71,8 @@ class FunctionData:
             return default_collate([dataset[number] for number in numbers])
         except Exception as error:
             raise refuse(
-                self._function, f"samples of which no batch can be made: {type(error).__name__}: {error}"
+                self._function,
+                f"samples of which no batch can be made: {type(error).__name__}: {error}",
             ) from error
 
     def num_counted(self, split: Split, indices: Indices) -> int:

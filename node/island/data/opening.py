@@ -40,6 +40,11 @@ def open_dataset(spec: RunSpec, places: DataPlaces) -> Dataset:
 
 
 def _as_here(data: DataSection, places: DataPlaces) -> DataSection:
+    if data.private and not places.own:
+        raise ConfigError(
+            "in this run each node trains data of its own, and none is named here",
+            next_step="name it: data in node.toml, or 'atoll node start --data PATH'",
+        )
     if not places.own:
         return data
     if data.source == "python-stdlib":

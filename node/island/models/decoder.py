@@ -64,7 +64,10 @@ class DecoderArchitecture(TokenInputs):
         assert mesh.context_group is not None
         for layer in _layers(part):
             layer.self_attn.attend = ContextAttention(
-                group=mesh.context_group, part=mesh.place.context, num_parts=mesh.shape.context
+                group=mesh.context_group,
+                part=mesh.place.context,
+                num_parts=mesh.shape.context,
+                window=layer.self_attn.window,
             )
 
     def gathered_together(
@@ -73,7 +76,10 @@ class DecoderArchitecture(TokenInputs):
         """See Architecture."""
         for layer in _layers(part):
             if dtype != torch.float32:
-                yield [layer.input_layernorm, layer.post_attention_layernorm], torch.float32
+                norms: list[nn.Module] = [layer.input_layernorm, layer.post_attention_layernorm]
+                if layer.self_attn.has_qk_norm:
+                    norms += [layer.self_attn.q_norm, layer.self_attn.k_norm]
+                yield norms, torch.float32
             yield [layer], dtype
         yield [part], torch.float32
 
@@ -163,8 +169,12 @@ def _tensor_plan(part: Decoder) -> dict[str, ParallelStyle]:
         plan["model.embed_tokens"] = RowwiseParallel(
             input_layouts=Replicate(), output_layouts=Shard(1)
         )
-    for name in part.model.layers:
+    for name, module in zip(part.model.layers, _layers(part), strict=True):
         layer = f"model.layers.{name}"
+        if module.self_attn.has_qk_norm:
+            # Over the rank's own heads, [B, T, heads / tensor, head size].
+            own_heads = SequenceParallel(sequence_dim=2, use_local_output=True)
+            plan |= {f"{layer}.self_attn.{norm}": own_heads for norm in ("q_norm", "k_norm")}
         plan |= {
             f"{layer}.input_layernorm": SequenceParallel(),
             f"{layer}.self_attn": PrepareModuleInput(

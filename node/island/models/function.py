@@ -116,7 +116,8 @@ def brought(spec: RunSpec) -> Brought:
     found = called(model.function, model.arguments)
     if not isinstance(found, tuple) or not 2 <= len(found) <= 4:
         raise refuse(model.function, f"{type(found).__name__} instead of (module, loss)")
-    module, loss, metric, plan = (*found, *(None,) * (4 - len(found)))
+    parts: list[Any] = [*found, None, None]
+    module, loss, metric, plan = parts[:4]
     if not isinstance(module, nn.Module):
         raise refuse(model.function, f"{type(module).__name__} where a torch module should be")
     if not callable(loss) or not (metric is None or callable(metric)):
@@ -124,7 +125,9 @@ def brought(spec: RunSpec) -> Brought:
     for name, style in (plan or {}).items():
         if style not in get_args(TensorStyle):
             known = ", ".join(get_args(TensorStyle))
-            raise refuse(model.function, f"a plan with {name!r}: {style!r}, which is none of {known}")
+            raise refuse(
+                model.function, f"a plan with {name!r}: {style!r}, which is none of {known}"
+            )
     for name, each in module.named_modules():
         if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse:
             raise ConfigError(
@@ -169,6 +172,8 @@ def described_function(
     description = Description(
         sources=sources,
         tensor_plan=dict(found.plan),
-        no_tensor_plan="" if found.plan else f"tp needs a plan, and the function of {kind} gives none",
+        no_tensor_plan=""
+        if found.plan
+        else f"tp needs a plan, and the function of {kind} gives none",
     )
     return found.module, description, loss, batch

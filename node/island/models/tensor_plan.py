@@ -76,7 +76,9 @@ class _Whole(ParallelStyle):
                 return tuple(_plain(each) for each in output)
             return _plain(output)
 
-        return distribute_module(module, device_mesh, None, inputs_of, output_of)
+        # torch has what the two return in no type, and takes it all the same
+        either: Any = inputs_of
+        return distribute_module(module, device_mesh, None, either, output_of)
 
 
 def _plain(value: Any) -> Any:

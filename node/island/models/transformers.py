@@ -48,7 +48,7 @@ class TransformersArchitecture(TokenInputs, GenericArchitecture):
     def build(self) -> nn.Module:
         """See GenericArchitecture."""
         assert self.spec.description is not None
-        model = built(self.spec.description.config)
+        model: nn.Module = built(self.spec.description.config)
         check_tensors(model, self.spec)
         return model
 
@@ -76,7 +76,7 @@ class NextToken(nn.Module):
         output: Any = self.model(input_ids=tokens, use_cache=False)
         loss = mean_nats(output.logits, targets)
         if self._router_share and self.model.training:
-            return loss + self._router_share * output.aux_loss
+            loss = loss + self._router_share * output.aux_loss
         return loss
 
 
