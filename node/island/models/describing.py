@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from node.island.models.architecture import Tree, changed_buffer, tensors_of
@@ -47,13 +47,12 @@ def describe(spec: RunSpec, folder: Path) -> Description:
         )
     _refuse_other_types(model)
     counted = _counted(model, loss, batch)
-    flops = _formula(model, tensors, spec) if counted is None else counted[0]
-    samples = spec.model.context
+    flops, activation_bytes = (_formula(model, tensors, spec), None) if counted is None else counted
     return found.model_copy(
         update={
             "tensors": tuple(tensors),
-            "flops_per_token": max(1, flops // samples),
-            "activation_bytes": None if counted is None else counted[1],
+            "flops_per_token": max(1, flops // spec.model.context),
+            "activation_bytes": activation_bytes,
         }
     )
 
@@ -125,7 +124,7 @@ def _loss_of_tokens(model: nn.Module, spec: RunSpec) -> tuple[Callable[[Tree], T
 def _counted(
     model: nn.Module, loss: Callable[[Tree], Tensor], batch: Tree
 ) -> tuple[int, int] | None:
-    """Operations and bytes kept of a batch of one sample, on shapes; None where values are looked at.
+    """Operations and bytes kept of a sample, on shapes; None where values are looked at.
 
     Raises ConfigError for parameters that get no gradient, and for buffers that change.
     """
@@ -164,7 +163,8 @@ def _counted(
     for tensor in kept.values():
         storage = tensor.untyped_storage()
         views[storage._cdata] = storage.nbytes()
-    return counter.get_total_flops(), sum(views.values())
+    num_samples = len(tree_flatten(batch)[0][0])
+    return counter.get_total_flops() // num_samples, sum(views.values()) // num_samples
 
 
 def _set_buffer(model: nn.Module, name: str, buffer: Tensor) -> None:

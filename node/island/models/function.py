@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -148,7 +149,7 @@ def random_module(spec: RunSpec) -> nn.Module:
 def described_function(
     spec: RunSpec, folder: Path
 ) -> tuple[nn.Module, Description, Callable[[Tree], Tensor], Tree]:
-    """The module, what can be said of it, its loss and a batch of one sample, to count with.
+    """The module, what can be said of it, its loss and a batch of two samples, to count with.
 
     `folder` has the functions, unless they are installed.
     """
@@ -160,9 +161,9 @@ def described_function(
         found = brought(spec)
     if found.plan:
         styles_of(found.module, found.plan)  # refuses what does not fit
-    batch: Tree = (torch.zeros(1, model.context, dtype=torch.int64),) * 2
+    batch: Tree = (torch.zeros(2, model.context, dtype=torch.int64),) * 2
     if spec.data.source == "function":
-        batch = FunctionData(spec).batch("training", torch.zeros(1, dtype=torch.int64).numpy())
+        batch = FunctionData(spec).batch("training", np.arange(2) % spec.inner.batch)
 
     def loss(one: Tree) -> Tensor:
         result = _checked(found.loss(found.module, one), model.function)
