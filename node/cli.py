@@ -9,6 +9,7 @@ import click
 
 from node.config import load_settings, require_node_folder
 from protocol.credentials import Credentials, find_home
+from protocol.errors import UsageError
 from protocol.time_span import as_seconds
 
 DIRECTORY = click.option(
@@ -210,7 +211,7 @@ def drain(folder: Path | None, within: float) -> None:
     "source",
     metavar="FOLDER",
     type=click.Path(path_type=Path, file_okay=False),
-    help="The transformers folder that the run's first weights are taken from.",
+    help="The transformers folder that first weights are taken from, or the folder of its functions.",
 )
 @click.option("--force", is_flag=True, help="Make it anew, before the run's first start.")
 def describe(directory: Path, source: Path | None, force: bool) -> None:
@@ -270,7 +271,7 @@ TOKENIZER = click.option(
     "--tokenizer",
     metavar="PATH",
     type=click.Path(path_type=Path),
-    help="A tokenizer.json, or a folder with one. Default: none, tokens are bytes.",
+    help="A tokenizer.json, or a folder with one. Default: that of the run's tokens, or bytes.",
 )
 
 
@@ -294,7 +295,9 @@ def export(out: Path, folder: Path | None, tokenizer: Path | None) -> None:
     model = newest_model(home)
     from node.export import export_model
     from node.model_card import Origin, contributions_in
+    from node.text_out import files_of_tokenizer
 
+    places = load_settings(home).data_places(Path.cwd())
     problem = export_model(
         spec=model.spec,
         parameters=model.parameters,
@@ -306,7 +309,7 @@ def export(out: Path, folder: Path | None, tokenizer: Path | None) -> None:
             contributions=contributions_in(home, model.spec, until=model.round),
         ),
         out=out,
-        tokenizer=tokenizer,
+        tokenizer=files_of_tokenizer(model.spec, places, named=tokenizer),
     )
     click.echo(f"wrote the model at round {model.round} ({model.outer_digest.hex()[:12]}) to {out}")
     if problem:
@@ -315,30 +318,57 @@ def export(out: Path, folder: Path | None, tokenizer: Path | None) -> None:
 
 @click.command()
 @DIRECTORY
+@TOKENIZER
 @click.option("--prompt", default="def ", show_default=True, help="Text to go on from.")
 @click.option(
-    "--bytes", "num_bytes", default=300, show_default=True, type=click.IntRange(1, 100_000)
+    "--tokens",
+    "num_tokens",
+    type=click.IntRange(1, 100_000),
+    help="Most tokens to write. Default: 300 where they are bytes, else 100.",
+)
+@click.option(
+    "--bytes", "num_bytes", type=click.IntRange(1, 100_000), help="The same, where they are bytes."
 )
 @click.option("--temperature", default=0.7, show_default=True, type=click.FloatRange(0, 10))
 @click.option("--seed", default=0, show_default=True, type=int)
-def sample(folder: Path | None, prompt: str, num_bytes: int, temperature: float, seed: int) -> None:
+def sample(
+    folder: Path | None,
+    tokenizer: Path | None,
+    prompt: str,
+    num_tokens: int | None,
+    num_bytes: int | None,
+    temperature: float,
+    seed: int,
+) -> None:
     """Let the model of this node's newest round write a little text.
 
-    Example: atoll sample --prompt "class " --bytes 500
+    Example: atoll sample --prompt "class " --tokens 500
     """
     from node.newest import newest_model
     from protocol.logging import start_logging
 
     start_logging(as_json=False)  # to standard error: a damaged snapshot is told there
-    model = newest_model(find_home(folder))
-    from node.island.generate import decoder_of, sample_text
+    home = find_home(folder)
+    model = newest_model(home)
+    from node.text_out import ByteText, text_of_run
 
-    start_bytes = prompt.encode()
-    text = start_bytes + sample_text(
+    places = load_settings(home).data_places(Path.cwd())
+    text = text_of_run(model.spec, places, named=tokenizer)
+    are_bytes = isinstance(text, ByteText)
+    if num_bytes is not None and (num_tokens is not None or not are_bytes):
+        raise UsageError(
+            f"--bytes {num_bytes} is for a run whose tokens are bytes, instead of --tokens",
+            next_step="give --tokens alone",
+        )
+    from node.island.generate import decoder_of, sample_tokens
+
+    start_tokens = text.tokens_of(prompt)
+    written = sample_tokens(
         decoder_of(model.spec, model.parameters),
-        start_bytes,
-        num_bytes=num_bytes,
+        start_tokens,
+        num_tokens=num_tokens or num_bytes or (300 if are_bytes else 100),
         temperature=temperature,
         seed=seed,
+        ends=text.ends,
     )
-    click.echo(text.decode("utf-8", errors="replace"))
+    click.echo(text.text_of([*(start_tokens if prompt else ()), *written]))

@@ -26,7 +26,6 @@ from node.model_folder import (
     WEIGHTS,
     read_json,
     read_weights,
-    tokenizer_files,
 )
 from node.outer_state import Vector
 from protocol.errors import BadDataError, CannotCreateError, NoInputError
@@ -50,19 +49,18 @@ def export_model(
     parameters: Vector,
     origin: Origin,
     out: Path,
-    tokenizer: Path | None = None,
+    tokenizer: Mapping[str, Path] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> str:
     """Writes weights (fp32), config.json, the tokenizer, atoll.json and a model card.
 
-    `tokenizer` is a tokenizer.json, or a folder with one. Returns why transformers does not load the
+    `tokenizer` are its files by the names that they get. Returns why transformers does not load the
     result; empty where it does. Raises CannotCreateError when `out` exists and is not an empty folder, or
-    cannot be written, and NoInputError for a tokenizer that is not there.
+    cannot be written.
     """
     layout = layout_of(spec)
     if len(parameters) != layout.num_elements:
         raise ValueError(f"{len(parameters)} values do not fill a layout of {layout.num_elements}")
-    copied = _files_of_tokenizer(tokenizer)
     try:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise CannotCreateError(f"{out} exists already", next_step="name a new folder")
@@ -71,7 +69,7 @@ def export_model(
     except OSError as error:
         raise _cannot_write(out, error) from error
     try:
-        problem = _write_settings(beside, spec, origin, copied)
+        problem = _write_settings(beside, spec, origin, tokenizer or {})
         _write_weights(beside, layout, parameters, shard_bytes)
         _make_durable(beside)
         beside.chmod(0o755)
@@ -104,29 +102,17 @@ def load_exported(folder: Path) -> tuple[DecoderModel, Vector]:
     return model, parameters
 
 
-def _files_of_tokenizer(tokenizer: Path | None) -> tuple[Path, ...]:
-    if tokenizer is None:
-        return ()
-    files = (tokenizer,) if tokenizer.is_file() else tokenizer_files(tokenizer)
-    if not files:
-        raise NoInputError(
-            f"{tokenizer} has no tokenizer", next_step="name a tokenizer.json, or a folder with one"
-        )
-    return files
-
-
 def _write_settings(
-    folder: Path, spec: RunSpec, origin: Origin, tokenizer: tuple[Path, ...]
+    folder: Path, spec: RunSpec, origin: Origin, tokenizer: Mapping[str, Path]
 ) -> str:
     """All but the weights; returns why transformers does not load it."""
     described = spec.description or Description()
     config, problem = _config_of(spec, described)
+    for name, path in tokenizer.items():
+        shutil.copyfile(path, folder / name)
     _write_json(folder / CONFIG, config)
     if described.generation_config:
         _write_json(folder / GENERATION_CONFIG, described.generation_config)
-    for file in tokenizer:
-        # A tokenizer.json that was named by itself may be called otherwise.
-        shutil.copyfile(file, folder / ("tokenizer.json" if len(tokenizer) == 1 else file.name))
     model = spec.model.model_dump(mode="json", exclude_none=True)
     _write_json(folder / ABOUT, {**origin.facts(), "model": model})
     card = card_of(

@@ -1,7 +1,8 @@
-"""A folder as transformers writes them: config.json, weights, and what belongs to its tokenizer.
+"""A folder as transformers writes them: config.json, generation_config.json and weights.
 
 Read without transformers or torch, the weights tensor by tensor into the canonical vector. How
-config.json and [model] say the same is node.families' business; writing a folder is node.export's.
+config.json and [model] say the same is node.families' business, the folder's tokenizer that of
+node.island.data.tokenizing; node.export writes such folders.
 """
 
 import json
@@ -21,18 +22,6 @@ CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-)
-"""What transformers may write for a tokenizer."""
 
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _COPY_AGAIN = "copy the whole folder of the model again"
@@ -56,24 +45,25 @@ def read_settings(folder: Path) -> dict[str, dict[str, Any]]:
     return settings
 
 
-def tokenizer_files(folder: Path) -> tuple[Path, ...]:
-    """The files that make the folder's tokenizer; none where it has none."""
-    return tuple(folder / name for name in TOKENIZER_FILES if (folder / name).is_file())
-
-
 def read_weights(folder: Path, spec: RunSpec, out: Vector) -> None:
     """Fills `out` with the folder's weights in the run's canonical order.
 
     All names and shapes are compared before the first value is written. Raises NoInputError for a folder
     without weights, BadDataError for a file that is damaged or cut off, and for other tensors than the run's.
     """
+    read_tensors(stored_tensors(folder), spec, out, origin=folder)
+
+
+def read_tensors(
+    stored: Mapping[str, StoredTensor], spec: RunSpec, out: Vector, *, origin: Path
+) -> None:
+    """As `read_weights`, of tensors from anywhere."""
     places = layout_of(spec).places
-    stored = stored_tensors(folder)
     for place in places:
         tensor = stored.get(place.name)
         if tensor is None:
             raise BadDataError(
-                f"{folder} has no tensor {place.name}, which the run's model has",
+                f"{origin} has no tensor {place.name}, which the run's model has",
                 next_step=_COPY_AGAIN,
             )
         if tensor.shape != place.shape:

@@ -7,11 +7,10 @@ has no kernel for CPUs.
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812 — its usual name
 from torch import Tensor
 from torch.distributed._functional_collectives import all_gather_single_autograd
 
-from node.island.model import causal_mask, for_each_head
+from node.island.model import attend_to_earlier
 
 
 def positions_of(part: int, num_parts: int, length: int) -> Tensor:
@@ -44,21 +43,9 @@ class ContextAttention:
         k, v = torch.cat([pieces[i] for i in self._order], dim=3)  # in the order of positions
         length = q.shape[2] // 2
         mixed = [
-            _attend_to_earlier(own, k[:, :, :stop], v[:, :, :stop], self._window)
+            attend_to_earlier(own, k[:, :, :stop], v[:, :, :stop], self._window)
             for own, stop in zip(
                 q.chunk(2, dim=2), (length * (i + 1) for i in self._pieces), strict=True
             )
         ]
         return torch.cat(mixed, dim=2)
-
-
-def _attend_to_earlier(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """Causal attention of queries to keys that end at the same position."""
-    if window is not None:
-        seen = q.shape[2] + window - 1  # by the first query or a later one
-        k, v = k[:, :, -seen:], v[:, :, -seen:]
-    k, v = for_each_head(k, v, q)
-    mask = causal_mask(q.shape[2], k.shape[2], q.device, window)
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1]
-    )

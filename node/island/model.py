@@ -97,6 +97,18 @@ def attend_in_window(q: Tensor, k: Tensor, v: Tensor, *, window: int) -> Tensor:
     return torch.cat((first, later), dim=2)
 
 
+def attend_to_earlier(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    """Causal attention of queries to keys that end at the same position."""
+    if window is not None:
+        seen = q.shape[2] + window - 1  # by the first query or a later one
+        k, v = k[:, :, -seen:], v[:, :, -seen:]
+    k, v = for_each_head(k, v, q)
+    mask = causal_mask(q.shape[2], k.shape[2], q.device, window)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
 def causal_mask(
     num_queries: int, num_keys: int, device: torch.device, window: int | None = None
 ) -> Tensor:

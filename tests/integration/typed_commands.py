@@ -224,6 +224,7 @@ class Swarm:
         host: str = "127.0.0.1",
         disk: SmallDisk | None = None,
         complete: Callable[[Path], None] = lambda _: None,
+        init_options: Sequence[str | Path] = (),
     ) -> None:
         self.folder = folder
         self._disk = disk
@@ -232,7 +233,7 @@ class Swarm:
         run_file = folder / "run.toml"
         run_file.write_text(run_text)
         ports = ("--host", host, "--port", "0", "--enrolment-port", "0")
-        done(atoll("coordinator", "init", self.home, "--run", run_file, *ports))
+        done(atoll("coordinator", "init", self.home, "--run", run_file, *ports, *init_options))
         complete(self.home)
         self._ports: tuple[str, str] | None = None
         self._running: list[Running] = []

@@ -125,24 +125,24 @@ def test_transformers_loads_an_export_unchanged(tmp_path: Path) -> None:
 
 
 def test_the_tokenizer_and_how_to_generate_go_along(tmp_path: Path) -> None:
-    folder = tmp_path / "tokenizer"
-    folder.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json", "notes.txt"):
-        (folder / name).write_text(name)
+    files = {}
+    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
+        files[name] = tmp_path / f"own-{name}"
+        files[name].write_text(name)
     description = Description(generation_config={"top_p": 0.9})
-    spec = run_of(SPEC).model_copy(update={"description": description})
-    for source, expected in (
-        (folder, {"tokenizer.json", "tokenizer_config.json"}),
-        (folder / "tokenizer_config.json", {"tokenizer.json"}),  # named by itself: it is the one
-    ):
-        out = tmp_path / f"out-{len(expected)}"
-        export_model(spec=spec, parameters=WEIGHTS, origin=ORIGIN, out=out, tokenizer=source)
-        assert {path.name for path in out.iterdir() if "token" in path.name} == expected
-        assert json.loads((out / "generation_config.json").read_text()) == {"top_p": 0.9}
-        assert "AutoTokenizer" in (out / "README.md").read_text()
-    with pytest.raises(NoInputError, match="has no tokenizer"):
-        export(tmp_path / "out", tokenizer=tmp_path)
-    assert not (tmp_path / "out").exists()
+    out = tmp_path / "out"
+    export_model(
+        spec=run_of(SPEC).model_copy(update={"description": description}),
+        parameters=WEIGHTS,
+        origin=ORIGIN,
+        out=out,
+        tokenizer=files,
+    )
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        assert (out / name).read_text() == name
+    # What the run began with comes before what lay beside the tokenizer.
+    assert json.loads((out / "generation_config.json").read_text()) == {"top_p": 0.9}
+    assert "AutoTokenizer" in (out / "README.md").read_text()
 
 
 def test_weights_are_shared_out_to_files_of_a_size_and_an_index(tmp_path: Path) -> None:

@@ -50,7 +50,8 @@ def undescribed(model: str, data: str, **inner: Any) -> RunSpec:
         model=FunctionModel(source="function", function=model),
         data=DataSection(source="function", function=data),
         inner=InnerSection(
-            **{"batch": 8, "learning_rate": 1e-2, "schedule": "constant", "warmup_tokens": 0} | inner
+            **{"batch": 8, "learning_rate": 1e-2, "schedule": "constant", "warmup_tokens": 0}
+            | inner
         ),
         evaluation=EvaluationSection(samples=10_000),
     )
@@ -221,7 +222,7 @@ def test_tensor_parallel_without_a_plan_is_refused_and_what_works_is_said() -> N
     with pytest.raises(ConfigError, match="the function of Net gives none") as caught:
         check_shape(MeshShape(tensor=2), spec)
     assert "replicate and shard work" in caught.value.next_step
-    with pytest.raises(ConfigError, match="tp = 3 does not divide the rows of table.weight = 40"):
+    with pytest.raises(ConfigError, match=r"tp = 3 does not divide the rows of table\.weight = 40"):
         check_shape(MeshShape(tensor=3), spec_of())
 
 

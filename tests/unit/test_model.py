@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 — its usual name
 
 from node.island.first_weights import initial_parameters
-from node.island.generate import decoder_of, sample_text
+from node.island.generate import decoder_of, sample_tokens
 from node.island.model import Decoder, attend_in_window, causal_mask
 from protocol.errors import ConfigError
 from protocol.layout import layout_of
@@ -174,12 +174,30 @@ def test_first_weights_have_the_deviations_that_they_say() -> None:
     assert (np.abs(first) < 0.02).mean() == pytest.approx(normal_within_one_deviation, abs=0.02)
 
 
-def test_sampled_text_follows_its_seed_and_goes_on_past_the_context() -> None:
-    decoder = decoder_of(run_of(TIED), 8 * initial_parameters(run_of(TIED, seed=0)))
+@pytest.mark.parametrize("spec", [TIED, QWEN, SLIDING])
+def test_tokens_follow_their_seed_and_go_on_past_the_context(spec: DecoderModel) -> None:
+    decoder = decoder_of(run_of(spec), 8 * initial_parameters(run_of(spec, seed=0)))
 
-    def sampled(temperature: float, seed: int) -> bytes:
-        return sample_text(decoder, b"def ", num_bytes=24, temperature=temperature, seed=seed)
+    def sampled(temperature: float, seed: int) -> list[int]:
+        options = {"num_tokens": 24, "temperature": temperature, "seed": seed}
+        return sample_tokens(decoder, list(b"def "), **options)
 
     assert len(sampled(1.0, 1)) == 24
     assert sampled(1.0, 1) == sampled(1.0, 1) != sampled(1.0, 2)
     assert sampled(0.0, 1) == sampled(0.0, 2)
+    tokens = list(b"def ")
+    with torch.no_grad():
+        for _ in range(24):  # without keys and values of before
+            tokens.append(int(decoder(torch.tensor([tokens[-spec.context :]]))[0, -1].argmax()))
+    assert sampled(0.0, 1) == tokens[4:]
+
+
+def test_nothing_is_written_after_an_end() -> None:
+    decoder = decoder_of(run_of(TIED), 8 * initial_parameters(run_of(TIED, seed=0)))
+    options = {"num_tokens": 24, "temperature": 0.0, "seed": 0}
+    whole = sample_tokens(decoder, [1, 2], **options)
+    end = whole[5]
+    cut = sample_tokens(decoder, [end, 2], ends={end}, **options)
+    again = sample_tokens(decoder, [end, 2], **options)
+    assert cut == again[: again.index(end) + 1 if end in again else 24]
+    assert sample_tokens(decoder, [1, 2], ends={end}, **options) == whole[: whole.index(end) + 1]

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from test_families import SIZES, write
 
-from node.model_folder import read_config, read_settings, read_weights, tokenizer_files
+from node.model_folder import read_config, read_settings, read_weights
 from node.outer_state import Vector
 from protocol.errors import AtollError, BadDataError, NoInputError
 from protocol.layout import layout_of
@@ -200,18 +200,11 @@ def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
         read_config(tmp_path)
 
 
-def test_settings_and_tokenizer_are_what_lies_there(tmp_path: Path) -> None:
+def test_settings_are_what_the_folder_says(tmp_path: Path) -> None:
     write(tmp_path, CONFIG)
     assert read_settings(tmp_path) == {"config": json.loads((tmp_path / "config.json").read_text())}
-    assert tokenizer_files(tmp_path) == ()
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')
-    for name in ("tokenizer.json", "chat_template.jinja", "model.safetensors"):
-        (tmp_path / name).write_text("x")
     assert read_settings(tmp_path)["generation_config"] == {"eos_token_id": 7}
-    assert [path.name for path in tokenizer_files(tmp_path)] == [
-        "tokenizer.json",
-        "chat_template.jinja",
-    ]
 
 
 def in_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
