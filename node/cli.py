@@ -74,6 +74,15 @@ def node() -> None:
     metavar="FILE",
     help="The run's first weights, where the run begins with given ones and this node has them.",
 )
+@click.option(
+    "--allow-function",
+    "allow_functions",
+    multiple=True,
+    metavar="RUN",
+    callback=lambda context, option, runs: list(runs) or None,
+    help="A run whose own code may run here; instead of those in node.toml.",
+)
+@click.option("--code", help="The folder that has the functions of the run.")
 @click.option("--listen", help="Address that peers connect to.")
 @click.option("--port", type=int, help="Port that peers connect to; 0 picks a free one.")
 @click.option("--announce", help="Host to tell peers, when a router forwards the port.")
@@ -202,7 +211,7 @@ def drain(folder: Path | None, within: float) -> None:
     "source",
     metavar="FOLDER",
     type=click.Path(path_type=Path, file_okay=False),
-    help="The transformers folder that the run's first weights are taken from.",
+    help="The transformers folder that first weights are taken from, or the folder of its functions.",
 )
 @click.option("--force", is_flag=True, help="Make it anew, before the run's first start.")
 def describe(directory: Path, source: Path | None, force: bool) -> None:

@@ -62,6 +62,7 @@ class Evaluation:
 
     loss: float  # nats per token
     tokens: int
+    metric: float | None = None  # one of the run's own, where its function has one
 
 
 class Island(Protocol):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from node.island.checkpoints import About, CheckpointFolder, Kept, Loaded
-from node.island.combinations import check_combination
+from node.island.combinations import check_combination, check_local
 from node.island.commands import (
     Adopt,
     Alive,
@@ -143,6 +143,7 @@ class ProcessIsland:
         check_shape(self._shape, self._spec)
         check_batch(self._shape, self._spec)
         check_combination(self._shape, self._local)
+        check_local(self._spec, self._local)
         self._broken = None
         self._number = 0
         self._meeting = TemporaryFolder("ranks")

@@ -228,6 +228,7 @@ class Swarm:
         host: str = "127.0.0.1",
         disk: SmallDisk | None = None,
         complete: Callable[[Path], None] = lambda _: None,
+        init_options: Sequence[str | Path] = (),
     ) -> None:
         self.folder = folder
         self._disk = disk
@@ -235,7 +236,7 @@ class Swarm:
         folder.mkdir()
         run_file = folder / "run.toml"
         run_file.write_text(run_text)
-        done(atoll("init", self.home, "--run", run_file, *_ports_of(host)))
+        done(atoll("init", self.home, "--run", run_file, *_ports_of(host), *init_options))
         complete(self.home)
         self._begin()
 
