@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from node.island.island import Evaluation, InnerReport, InnerWork, Progress
+from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork, Progress
 from node.island.launcher import ProcessIsland
 from node.island.layout import layout_of
 from node.island.mesh_shape import MeshShape
@@ -53,6 +53,11 @@ class MeshedIsland:
         self._thread: threading.Thread | None = None
         self._shared: SharedVectors | None = None
         self._ranks: ProcessIsland | None = None
+
+    @property
+    def ability(self) -> Ability:
+        """See Island."""
+        return ALL
 
     async def start(self) -> CorpusSummary:
         """See Island."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from node.island.corpus import Corpus, read_corpus
-from node.island.island import Evaluation, InnerReport, InnerWork, Progress
+from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork, Progress
 from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh import Mesh
 from node.island.trainer import Clock, Trainer
@@ -44,6 +44,11 @@ class InlineIsland:
         self._clock = clock
         self._local = local
         self._trainer: Trainer | None = None
+
+    @property
+    def ability(self) -> Ability:
+        """See Island."""
+        return ALL
 
     async def start(self) -> CorpusSummary:
         """Builds the model and reads the text."""
