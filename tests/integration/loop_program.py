@@ -18,10 +18,10 @@ from protocol.run_spec import load_run_file
 
 def main() -> None:
     folder, run_file, out = map(Path, sys.argv[1:4])
-    options = dict(option.split("=") for option in sys.argv[4:])
+    options = dict(option.split("=", 1) for option in sys.argv[4:])
     spec = load_run_file(run_file)
     torch.manual_seed(int(options.get("seed", "0")))
-    model = Decoder(spec.model)
+    model = Decoder(spec.model).to(getattr(torch, options.get("dtype", "float32")))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def loss_of(tokens: torch.Tensor) -> torch.Tensor:
@@ -41,7 +41,11 @@ def main() -> None:
     with (
         out.open("a") as told,
         atoll.join(
-            model, optimizer, folder=folder, evaluate=evaluate if "evaluates" in options else None
+            model,
+            optimizer,
+            folder=folder,
+            invite=options.get("invite"),
+            evaluate=evaluate if "evaluates" in options else None,
         ) as swarm,
     ):
         print("the loop trains", flush=True)
