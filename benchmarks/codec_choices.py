@@ -21,8 +21,8 @@ from benchmarks.data_parallel import demo_spec
 from benchmarks.pseudo_gradients import demo_pseudo_gradients, pseudo_gradients_of
 from node.exchange.codecs.deflate import deflated
 from node.exchange.codecs.nibbles import count_bytes, pack_nibbles
-from node.island.layout import layout_of
-from node.outer_state import Layout, Vector
+from node.outer_state import Vector
+from protocol.layout import Layout, layout_of
 from protocol.run_spec import RunSpec, validated
 
 CHUNK = 4096
@@ -125,7 +125,7 @@ def main() -> None:
     chosen = parser.parse_args()
     compare_coders(np.concatenate(demo_pseudo_gradients(rounds=chosen.rounds)))
     spec = wide_spec(chosen.hidden_size, chosen.tile_rounds)
-    layout = layout_of(spec.model)
+    layout = layout_of(spec)
     for index, values in enumerate(pseudo_gradients_of(spec)):
         errors = ", ".join(
             f"{TILE * TILE // kept} in {TILE * TILE}: chunks "

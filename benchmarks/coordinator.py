@@ -34,12 +34,21 @@ from protocol.credentials import Credentials
 from protocol.enrolment import enrol
 from protocol.identity import Identity
 from protocol.invite import Invite
+from protocol.models import Description, TensorShape
+from protocol.run_spec import DESCRIPTION_FILE
 from protocol.v1 import operator_pb2
 from protocol.v1.operator_pb2_grpc import OperatorServiceStub
 
 LOCAL = CoordinatorConfig(host="127.0.0.1", control_port=0, enrolment_port=0, advertise="127.0.0.1")
 
-NUM_ELEMENTS = 1 << 28
+FLAT = Description(tensors=(TensorShape(name="w", shape=(1 << 28,)),))
+
+
+def described(folder: Path) -> None:
+    """Gives the run a model of one tensor."""
+    (folder / DESCRIPTION_FILE).write_bytes(FLAT.to_json())
+
+
 """Of the model that the nodes pretend to train: enough for a slice for each of them."""
 
 AT_ONCE = 32
@@ -81,7 +90,7 @@ class CoordinatorProcess:
         run = f'[run]\nname = "load"\nrounds = {num_rounds}\nmin_nodes = {num_nodes}\n'
         deadlines = "[deadlines]\ntrain = 3000\ncontribute = 3600\ncommit = 4000\napply = 1000\nlease = 300\n"
         self.folder = folder
-        create_home(folder, config=LOCAL, text=run + deadlines)
+        create_home(folder, config=LOCAL, text=run + deadlines, finish=described)
         with (folder / "log").open("wb") as log:
             self._process = subprocess.Popen(
                 atoll_command("coordinator", "start", folder),
@@ -141,7 +150,6 @@ async def measured(
                 identity=identity,
                 credentials=await enrol(invite, identity, name),
                 name=name,
-                num_elements=NUM_ELEMENTS,
                 timings=timings,
             )
 

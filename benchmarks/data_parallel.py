@@ -60,7 +60,7 @@ def train_data_parallel(spec: RunSpec, corpus: Corpus, *, learning_rate: float) 
         mesh=Mesh(),
         clock=time.monotonic,
     )
-    trainer.adopt(initial_parameters(spec.model, spec.run.seed, spec.exchange.fragments))
+    trainer.adopt(initial_parameters(spec))
     trainer.train(lone_work(joined, spec.run.rounds * spec.inner.steps), unseen)
     return trainer.evaluate().loss
 

@@ -31,9 +31,9 @@ from node.exchange.transport.libp2p import Libp2pTransport
 from node.heavy import in_thread
 from node.history import History
 from node.machine.freed_memory import keep_freed_memory
-from node.outer_state import Layout
 from protocol import convert
 from protocol.identity import Identity
+from protocol.layout import Layout
 from protocol.rounds import Commit, Digest
 from protocol.v1 import round_pb2, session_pb2
 from protocol.wire_count import WireCounts

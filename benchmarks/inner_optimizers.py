@@ -38,7 +38,7 @@ def trained(spec: RunSpec, corpus: Corpus) -> Outcome:
     trainer = Trainer(
         spec=spec, corpus=corpus, device=torch.device("cpu"), mesh=Mesh(), clock=time.monotonic
     )
-    trainer.adopt(initial_parameters(spec.model, spec.run.seed, spec.exchange.fragments))
+    trainer.adopt(initial_parameters(spec))
     report = trainer.train(lone_work(spec, spec.inner.steps), unseen)
     return Outcome(
         loss=trainer.evaluate().loss, milliseconds=1000 * report.seconds / report.inner_steps

@@ -25,10 +25,10 @@ from node.island.checkpoint_writer import CheckpointWriter
 from node.island.checkpoints import CheckpointFolder
 from node.island.corpus import Corpus, read_corpus
 from node.island.first_weights import initial_parameters
-from node.island.layout import layout_of
 from node.island.mesh import Mesh
 from node.island.trainer import Trainer
 from node.outer_state import Vector
+from protocol.layout import layout_of
 from protocol.run_spec import RunSpec
 
 AGES = (0, 1, 5, 10, 20)
@@ -44,7 +44,7 @@ class Line:
 
     def __init__(self, spec: RunSpec, corpus: Corpus, parameters: Vector, place: Path) -> None:
         self._spec = spec
-        self._layout = layout_of(spec.model)
+        self._layout = layout_of(spec)
         self._place = place
         self.parameters = parameters.copy()
         self.trainer = Trainer(
@@ -84,7 +84,7 @@ def excess_losses(spec: RunSpec, corpus: Corpus) -> dict[tuple[str, int], list[f
     """By kind of restart and rounds after it: held-out loss less that without a restart."""
     found: dict[tuple[str, int], list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as place:
-        line = Line(spec, corpus, initial_parameters(spec.model, spec.run.seed), place=Path(place))
+        line = Line(spec, corpus, initial_parameters(spec), place=Path(place))
         weights: dict[int, Vector] = {}
         losses: dict[int, float] = {}
         for round_ in range(1, spec.run.rounds + 1):

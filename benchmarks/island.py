@@ -28,16 +28,17 @@ from benchmarks.island_speed import Spread, compare, copy_speeds
 from node.island.devices import devices_of
 from node.island.forkserver import end_forkserver, prepare_forkserver
 from node.island.local_training import LocalTraining
-from node.island.mesh_shape import MeshShape, num_parameters
-from protocol.run_spec import InnerSection, ModelSection, RunSpec
+from node.island.mesh_shape import MeshShape
+from protocol.models import DecoderModel
+from protocol.run_spec import InnerSection, RunSpec
 
 Row = dict[str, Any]
 
-SMALL = ModelSection()  # the demo's
-MIDDLE = ModelSection(
+SMALL = DecoderModel()  # the demo's
+MIDDLE = DecoderModel(
     hidden_size=256, num_layers=4, num_heads=8, num_kv_heads=4, ffn_size=704, context=128
 )
-LARGE = ModelSection(
+LARGE = DecoderModel(
     hidden_size=768, num_layers=6, num_heads=12, num_kv_heads=12, ffn_size=2048, context=64
 )
 STEPS = {"small": 30, "middle": 4}
@@ -50,7 +51,7 @@ LOOPS: dict[Kind, MeshShape] = {
 """Loops without Atoll, each with the mesh of the island beside it."""
 
 
-def spec_of(model: ModelSection, *, steps: int, batch: int = 16) -> RunSpec:
+def spec_of(model: DecoderModel, *, steps: int, batch: int = 16) -> RunSpec:
     """A run whose learning rate stays: the loops have no schedule."""
     return RunSpec(
         model=model,
@@ -68,7 +69,7 @@ async def speed(chosen: argparse.Namespace, local: LocalTraining) -> AsyncIterat
             shape = LOOPS[kind]
             devices = devices_of(chosen.device, shape.num_ranks)
             row = await compare(spec, shape, kind, devices, local, chunks=chosen.chunks)
-            row = {"part": "speed", "parameters": num_parameters(model), **row}
+            row = {"part": "speed", "parameters": RunSpec(model=model).num_parameters, **row}
             print(
                 f"{row['parameters']:,} parameters, {shape} against {kind}: "
                 f"{row['island_tokens_per_second']:,.0f} and {row['loop_tokens_per_second']:,.0f} "

@@ -21,11 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from node.island.corpus import read_corpus
 from node.island.first_weights import initial_parameters
-from node.island.layout import layout_of
 from node.island.local_training import LocalTraining
 from node.island.model import Decoder, Objective, copy_parameters
 from node.island.optimizers import inner_optimizers
 from node.island.samples import SampleOrder
+from protocol.layout import layout_of
 from protocol.run_spec import RunSpec
 
 Kind = Literal["plain", "ddp", "fsdp2"]
@@ -135,8 +135,8 @@ def run_loop(pipe: "Connection[float, Chunk]", setup: LoopSetup) -> None:
         spec.data, context=spec.model.context, batch=inner.batch, folder=setup.folder
     )
     order = SampleOrder(seed=spec.run.seed, num_samples=corpus.num_samples)
-    decoder = Decoder(spec.model)
-    copy_parameters(decoder, layout_of(spec.model), initial_parameters(spec.model, spec.run.seed))
+    decoder = Decoder(spec.decoder)
+    copy_parameters(decoder, layout_of(spec), initial_parameters(spec))
     decoder.to(device)
     dtype = _DTYPES[setup.local.precision]
     if setup.local.compile:

@@ -29,7 +29,7 @@ from node.island.corpus import read_corpus
 from node.island.first_weights import initial_parameters
 from node.island.local_training import LocalTraining
 from node.island.mesh import Mesh
-from node.island.mesh_shape import MeshShape, num_parameters
+from node.island.mesh_shape import MeshShape
 from node.island.trainer import Trainer
 from protocol.leftovers import TemporaryFolder
 from protocol.run_spec import RunSpec
@@ -59,7 +59,7 @@ def memory_of(
         "mesh": str(shape),
         "ranks": shape.num_ranks,
         "zero": shape.zero if shape.shard > 1 else 0,  # 0: nothing is spread over shards
-        "model_parameters": num_parameters(spec.model),
+        "model_parameters": spec.num_parameters,
         **fullest,
         "estimated": need.num_bytes - need.process,
         "estimate": {
@@ -124,7 +124,7 @@ def _run_rank(
     trainer = Trainer(
         spec=spec, corpus=corpus, device=device, mesh=mesh, clock=time.monotonic, local=local
     )
-    trainer.adopt(initial_parameters(spec.model, spec.run.seed))
+    trainer.adopt(initial_parameters(spec))
     engine = trainer._engine
     parameters = [p for part in engine.parts for p in part.parameters()]
     seen: dict[str, int] = {}

@@ -19,10 +19,10 @@ from benchmarks.island_loops import Chunk, Kind, Loop
 from node.island.first_weights import initial_parameters
 from node.island.island import InnerWork
 from node.island.launcher import ProcessIsland
-from node.island.layout import layout_of
 from node.island.local_training import LocalTraining
 from node.island.mesh_shape import MeshShape
 from node.outer_state import SharedVectors
+from protocol.layout import layout_of
 from protocol.leftovers import TemporaryFolder
 from protocol.run_spec import RunSpec
 
@@ -65,8 +65,8 @@ class AtollIsland:
         self, spec: RunSpec, shape: MeshShape, devices: tuple[str, ...], local: LocalTraining
     ) -> None:
         self._spec = spec
-        self.vectors = SharedVectors.create(layout_of(spec.model).num_elements)
-        self.vectors.parameters[:] = initial_parameters(spec.model, spec.run.seed)
+        self.vectors = SharedVectors.create(layout_of(spec).num_elements)
+        self.vectors.parameters[:] = initial_parameters(spec)
         self.island = ProcessIsland(
             spec=spec,
             names=self.vectors.names,

@@ -27,7 +27,8 @@ from node.island.forkserver import prepare_forkserver
 from node.island.mesh import Mesh
 from node.island.mesh_shape import MeshShape
 from node.island.trainer import Trainer
-from protocol.run_spec import DataSection, InnerSection, ModelSection, RunSpec
+from protocol.models import DecoderModel
+from protocol.run_spec import DataSection, InnerSection, RunSpec
 
 SHAPES = {
     "ddp": MeshShape(replicate=2),
@@ -44,7 +45,7 @@ Timed = tuple[list[float], list[float], float | None]
 def spec_of(hidden_size: int) -> RunSpec:
     """A model of some layers, trained on Atoll's own source."""
     return RunSpec(
-        model=ModelSection(
+        model=DecoderModel(
             hidden_size=hidden_size,
             num_layers=4,
             num_heads=4,
@@ -77,7 +78,7 @@ def run_rank(
         folder=SOURCES / "node" / "island",
     )
     trainer = Trainer(spec=spec, corpus=corpus, device=device, mesh=mesh, clock=time.perf_counter)
-    trainer.adopt(initial_parameters(spec.model, 0))
+    trainer.adopt(initial_parameters(spec))
 
     def block(least_steps_between: float) -> float:
         local_communication.LEAST_STEPS_BETWEEN = least_steps_between  # of this process

@@ -19,9 +19,9 @@ from node.exchange.reduction import Reduction
 from node.island.corpus import Corpus
 from node.island.first_weights import initial_parameters
 from node.island.island import InnerWork
-from node.island.layout import layout_of
 from node.island.mesh import Mesh
 from node.island.trainer import Trainer
+from protocol.layout import layout_of
 from protocol.payload import Payload
 from protocol.rounds import Assignment, Commit, NodeId, Plan, SliceOutcome, cut_into_slices
 from protocol.run_spec import RunSpec, validated
@@ -60,8 +60,8 @@ class LocalNode:
         self.node_id = NodeId(f"node-{place + 1:02}")
         self.contributed_bytes = 0  # bodies only, its own slice included
         self.reduced_bytes = 0
-        self.layout = layout_of(spec.model, spec.exchange.fragments)
-        self.parameters = initial_parameters(spec.model, spec.run.seed, spec.exchange.fragments)
+        self.layout = layout_of(spec)
+        self.parameters = initial_parameters(spec)
         self.published = self.parameters.copy()
         self.outer = Outer.of_run(
             spec,

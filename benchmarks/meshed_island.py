@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork, Progress
 from node.island.launcher import ProcessIsland
-from node.island.layout import layout_of
 from node.island.mesh_shape import MeshShape
 from node.outer_state import SharedVectors, Vector
+from protocol.layout import layout_of
 from protocol.rounds import CorpusSummary
 from protocol.run_spec import RunSpec
 
@@ -44,7 +44,7 @@ class MeshedIsland:
         folder: Path,
     ) -> None:
         self._spec = spec
-        self._layout = layout_of(spec.model, spec.exchange.fragments)
+        self._layout = layout_of(spec)
         self._shape = shape
         self._parameters = parameters
         self._published = published

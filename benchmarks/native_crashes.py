@@ -43,7 +43,8 @@ from node.island.local_training import LocalTraining
 from node.island.mesh import Mesh
 from node.island.mesh_shape import MeshShape
 from node.island.trainer import Trainer
-from protocol.run_spec import DataSection, InnerSection, ModelSection, RunSpec
+from protocol.models import DecoderModel
+from protocol.run_spec import DataSection, InnerSection, RunSpec
 
 STEPS = 5
 PER_LAUNCH = 20
@@ -61,7 +62,7 @@ ENVIRONMENTS = {
 VARIANTS = ("as-is", "traced", "untraced", "no-early-stop", *ENVIRONMENTS)
 
 SPEC = RunSpec(
-    model=ModelSection(
+    model=DecoderModel(
         hidden_size=24, num_layers=5, num_heads=4, num_kv_heads=2, ffn_size=40, context=16
     ),
     data=DataSection(source="text", paths=("*.txt",), held_out=0.2),
@@ -77,7 +78,7 @@ def train_again_and_again(
     torch.set_num_threads(1)
     mesh = Mesh.joined(shape=shape, rank=rank, device=torch.device("cpu"), meeting=place / "store")
     corpus = read_corpus(SPEC.data, context=SPEC.model.context, batch=8, folder=place)
-    first = initial_parameters(SPEC.model, 0)
+    first = initial_parameters(SPEC)
     with _varied(variant):
         for _ in range(num_trainings):
             trainer = Trainer(

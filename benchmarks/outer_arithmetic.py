@@ -29,7 +29,8 @@ from benchmarks.codec import Spread
 from node.exchange.codecs.tiles import Tiles
 from node.exchange.outer import Outer
 from node.exchange.reduction import Reduction
-from node.outer_state import Layout, NamedShape, Vector
+from node.outer_state import Vector
+from protocol.layout import Layout, NamedShape
 from protocol.payload import CONTRIBUTION, RESULT, Payload
 from protocol.rounds import (
     Assignment,

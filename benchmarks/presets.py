@@ -24,7 +24,7 @@ from coordinator.presets.cost import (
     predicted,
 )
 from coordinator.presets.link_shares import CUBIC, CongestionControl
-from coordinator.presets.model_sizes import NAMED_MODELS, num_parameters
+from coordinator.presets.model_sizes import NAMED_MODELS
 from protocol.run_spec import RunSpec, validated
 
 MODELS = ("0.2m", "125m", "1b", "7b")
@@ -41,7 +41,7 @@ def situation_of(
     """The swarm that the table is for."""
     model = NAMED_MODELS[model_name].model
     return Situation(
-        num_parameters=num_parameters(model),
+        num_parameters=RunSpec(model=model).num_parameters,
         num_layers=model.num_layers,
         num_nodes=4,
         down_bits_per_second=mbit * 1e6,
@@ -103,8 +103,8 @@ def checked(spec: RunSpec, *, seconds_per_inner_step: float = 1.0) -> Checked:
     num_nodes = spec.run.min_nodes
     bits = CHECKED_BITS_PER_SECOND
     situation = Situation(
-        num_parameters=num_parameters(spec.model),
-        num_layers=spec.model.num_layers,
+        num_parameters=spec.num_parameters,
+        num_layers=spec.num_layers,
         num_nodes=num_nodes,
         down_bits_per_second=bits,
         up_bits_per_second=bits,

@@ -33,7 +33,7 @@ def pseudo_gradients_of(spec: RunSpec) -> list[Vector]:
     trainer = Trainer(
         spec=spec, corpus=corpus, device=torch.device("cpu"), mesh=Mesh(), clock=time.monotonic
     )
-    parameters = initial_parameters(spec.model, spec.run.seed)
+    parameters = initial_parameters(spec)
     pseudo_gradients = []
     for training_round in range(spec.run.rounds):
         trainer.adopt(parameters)

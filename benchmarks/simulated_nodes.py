@@ -16,9 +16,12 @@ import grpc.aio
 
 from node.link.session import MOST_REPORTS
 from protocol.channel import open_channel
+from protocol.convert import layout_to_wire
 from protocol.credentials import Credentials
 from protocol.errors import AtollError, TemporaryError, UnavailableError
 from protocol.identity import Identity
+from protocol.layout import layout_of
+from protocol.run_spec import run_from_json
 from protocol.v1 import round_pb2, session_pb2
 from protocol.v1.session_pb2_grpc import SessionServiceStub
 
@@ -45,13 +48,11 @@ class SimulatedNode:
         identity: Identity,
         credentials: Credentials,
         name: str,
-        num_elements: int,
         timings: Timings,
     ) -> None:
         self.node_id = identity.node_id
         self._identity = identity
         self._name = name
-        self._num_elements = num_elements
         self._timings = timings
         self._channel = open_channel(credentials)
         self._session = SessionServiceStub(self._channel)
@@ -72,9 +73,7 @@ class SimulatedNode:
                     public_key=self._identity.public_key, multiaddrs=["/ip4/127.0.0.1/tcp/1"]
                 ),
                 run_digest=run.run_digest,
-                layout=session_pb2.LayoutSummary(
-                    digest=_digest("layout"), fragment_elements=[self._num_elements]
-                ),
+                layout=layout_to_wire(layout_of(run_from_json(run.run_json)).summary()),
                 corpus=session_pb2.CorpusSummary(
                     digest=_digest("corpus"), num_samples=10**9, num_bytes=10**12
                 ),

@@ -34,12 +34,12 @@ from node.island.corpus import Corpus, read_corpus
 from node.island.first_weights import initial_parameters
 from node.island.inline import InlineIsland
 from node.island.island import InnerReport, InnerWork, Progress
-from node.island.layout import layout_of
 from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh_shape import MeshShape
 from node.link.calls import CoordinatorLink
 from node.outer_state import Vector
 from protocol.identity import Identity
+from protocol.layout import layout_of
 from protocol.rounds import Commit, Digest, NodeId
 from protocol.run_spec import RunSpec
 from protocol.wire_count import WIRE_KINDS, WireCounts
@@ -271,8 +271,8 @@ class SimulatedNode:
         """A new process: all that is left of an earlier one is on the disk."""
         self._num_processes += 1
         spec = self._spec
-        layout = layout_of(spec.model, spec.exchange.fragments)
-        self.parameters = initial_parameters(spec.model, spec.run.seed, spec.exchange.fragments)
+        layout = layout_of(spec)
+        self.parameters = initial_parameters(spec)
         published = self.parameters.copy()
         self.outer = Outer.of_run(
             spec,

@@ -91,7 +91,7 @@ class Judge:
         # More samples at once than are trained on: fewer passes for the same sum.
         inner = run.inner.model_copy(update={"batch": _SAMPLES_AT_ONCE})
         spec = run.model_copy(update={"inner": inner})
-        self.first = initial_parameters(spec.model, spec.run.seed)
+        self.first = initial_parameters(spec)
         corpus = read_corpus(
             spec.data, context=spec.model.context, batch=spec.inner.batch, folder=Path.cwd()
         )

@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
 import click
@@ -35,6 +36,7 @@ from coordinator.telemetry import Telemetry
 from protocol.descriptors import require_open_files
 from protocol.errors import UnavailableError
 from protocol.invite import endpoint_of
+from protocol.layout import layout_of
 from protocol.logging import LogStream, start_logging
 from protocol.pki import pin_of
 from protocol.server import SERVER_OPTIONS, bind_control, bind_enrolment
@@ -104,7 +106,10 @@ class Coordinator:
         try:
             store.keep_or_compare(home.run, home.directory / RUN_FILE)
             driver = Driver(
-                state=store.load(rules_of(home.run), home.run.digest()),
+                state=replace(
+                    store.load(rules_of(home.run), home.run.digest()),
+                    layout=layout_of(home.run).summary(),
+                ),
                 store=store,
                 clock=LoopClock(starts_at=store.saved_now, source=seconds_since_boot),
                 watch=lambda before, transition: _watch(tally, before, transition),
@@ -216,6 +221,8 @@ def _add_member_services(
         wall_clock=time.time,
         random_bytes=secrets.token_bytes,
         write=driver.write,
+        batch=home.run.inner.batch,
+        apply=driver.apply,
     )
     add_SessionServiceServicer_to_server(SessionServicer(session, gate), server)
     add_StatusServiceServicer_to_server(StatusServicer(status, gate), server)

@@ -26,6 +26,7 @@ from protocol.files import (
     write_atomically,
 )
 from protocol.folder_lock import LOCK_NAME
+from protocol.run_spec import DESCRIPTION_FILE
 
 _NOTE_PREFIX = ".backup-"
 
@@ -65,7 +66,7 @@ def back_up(directory: Path, target: Path) -> Backup:
         _copy_database(directory / DATABASE_NAME, building / DATABASE_NAME)
         committed_round = _round_in(building, home)
         # The keys come last, when all that takes long is done.
-        for name in (LINK_FILE, *HOME_FILES):
+        for name in (LINK_FILE, DESCRIPTION_FILE, *HOME_FILES):
             if name in HOME_FILES or (directory / name).is_file():
                 _copy(directory / name, building / name)
         Home.load(building)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from coordinator.new_run import init as new_run
 from protocol import console
 from protocol.errors import UnavailableError, UsageError
 from protocol.time_span import as_seconds
@@ -32,64 +33,7 @@ def coordinator() -> None:
     """Set up and start the coordinator of a run."""
 
 
-@coordinator.command()
-@click.argument("directory", metavar="DIR", type=_FOLDER)
-@click.option("--name", help="Name of the run: lower-case letters, digits and hyphens.")
-@click.option("--run", "run_file", type=_FILE, help="Use this run.toml instead of the template.")
-@click.option("--host", default="0.0.0.0", show_default=True, help="Address to listen on.")
-@click.option(
-    "--advertise",
-    metavar="HOST",
-    help="Host that invites send nodes to.  [default: this machine's address]",
-)
-@click.option(
-    "--port", "control_port", type=_PORT, help="Port for nodes; 0 picks one.  [default: 7700]"
-)
-@click.option(
-    "--enrolment-port", type=_PORT, help="Port for joining; 0 picks one.  [default: 7701]"
-)
-def init(
-    directory: Path,
-    name: str | None,
-    run_file: Path | None,
-    host: str,
-    advertise: str | None,
-    control_port: int | None,
-    enrolment_port: int | None,
-) -> None:
-    """Make a new run in DIR: keys, certificates and a commented run.toml.
-
-    Example: atoll coordinator init my-run --name my-run
-    """
-    from coordinator.config import CoordinatorConfig, advertised_host, create_home, run_text
-    from coordinator.presets.settling import settled_run_file
-
-    if name is not None and run_file is not None:
-        raise UsageError(
-            f"--name {name} has no effect with --run", next_step=f"set the name in {run_file}"
-        )
-    settled = None if run_file is None else settled_run_file(run_file)
-    home = create_home(
-        directory,
-        config=CoordinatorConfig.checked(
-            host=host,
-            control_port=control_port,
-            enrolment_port=enrolment_port,
-            advertise=advertise or advertised_host(host),
-        ),
-        text=run_text(name=name, run_file=run_file) if settled is None else settled.text,
-    )
-    if settled is not None:
-        from coordinator.presets.view import show
-
-        show(settled.plan)
-    click.echo(f"made {directory} for run {home.run.run.name!r}")
-    click.echo(
-        f"invites will send nodes to {home.config.advertise}"
-        f" (to change it: advertise in {directory / _CONFIG_FILE})"
-    )
-    click.echo(f"next: look through {directory / 'run.toml'}, then")
-    click.echo(f"  atoll coordinator start {directory}")
+coordinator.add_command(new_run)
 
 
 @coordinator.command()
@@ -260,6 +204,42 @@ def revoke(invite_id: str, directory: Path | None) -> None:
     with _operator(directory) as stub:
         stub.RevokeInvite(RevokeInviteRequest(invite_id=invite_id))
     click.echo(f"invite {invite_id} is revoked")
+
+
+@click.command()
+@click.argument("ranges", metavar="[FIRST-END]...", nargs=-1)
+@click.option(
+    "--round", "round_number", type=click.IntRange(1), help="Take out what a round trained."
+)
+@_DIR_OPTION
+def skip(ranges: tuple[str, ...], round_number: int | None, directory: Path | None) -> None:
+    """Take samples out of a run, after a spike of the loss: they are not trained any more.
+
+    FIRST-END are places in the run's sample order, from FIRST to the one before END, as 'atoll data'
+    counts them; whole inner steps are taken out. What is leased now is trained to its end.
+
+    \b
+    Examples:
+      atoll data skip 36000-36800
+      atoll data skip --round 120
+    """  # noqa: D301 - click reads the character \b, not its two letters
+    from protocol.v1.operator_pb2 import SampleRange, SkipSamplesRequest
+
+    asked = [SampleRange(first=first, end=end) for first, end in map(_range, ranges)]
+    with _operator(directory) as stub:
+        answer = stub.SkipSamples(SkipSamplesRequest(ranges=asked, round=round_number or 0))
+    for piece in answer.ranges:
+        click.echo(f"samples {piece.first} to {piece.end - 1} are not leased any more")
+
+
+def _range(text: str) -> tuple[int, int]:
+    first, _, end = text.partition("-")
+    if not (first.isdecimal() and end.isdecimal() and int(first) < int(end) < 1 << 63):
+        raise UsageError(
+            f"{text!r} is no range of samples",
+            next_step="write the first place and the one after the last, as 36000-36800",
+        )
+    return int(first), int(end)
 
 
 def _folder(directory: Path | None) -> Path:

@@ -1,6 +1,7 @@
 """A coordinator's folder: what lies in it, how `init` makes it whole, how `start` reads it.
 
 run.toml          the run file; its digest stands in every round, so it never changes
+description.json  what building its model has shown, where it had to be built; likewise
 coordinator.toml  where to listen
 ca.pem, ca.key, server.pem, server.key
 client.pem, client.key, link.toml   the run owner's credentials (protocol.credentials)
@@ -10,6 +11,7 @@ atoll.db, lock    coordinator.store
 import json
 import socket
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Self
@@ -29,8 +31,15 @@ from protocol.credentials import (
 )
 from protocol.errors import AtollError, CannotCreateError, ConfigError, NoInputError, UsageError
 from protocol.files import is_taken, read_toml, whole_folder, write_atomically
+from protocol.models import Section
 from protocol.pki import Authority, new_swarm_id
-from protocol.run_spec import RunSection, RunSpec, Section, load_run_file, validated
+from protocol.run_spec import (
+    RunSection,
+    RunSpec,
+    load_run_file,
+    load_run_folder,
+    validated,
+)
 from protocol.web.address import web_address_of
 
 DEFAULT_CONTROL_PORT = 7700
@@ -78,13 +87,15 @@ rounds = 100                # outer steps; then the run is finished
 min_nodes = 2               # a round opens when at least so many nodes are ready; left out: 1
 
 [model]
-architecture = "llama"      # a Llama-style decoder over bytes
+source = "decoder"          # the Llama-style decoder that comes with Atoll
+vocab_size = 256            # tokens that there are; 256 for text that is read as bytes
 hidden_size = 64            # width; a multiple of num_heads
 num_layers = 3              # decoder layers
 num_heads = 4               # attention heads
 num_kv_heads = 2            # key and value heads; num_heads is a multiple of it
+# head_size = 16            # values of a head; left out: hidden_size / num_heads
 ffn_size = 192              # inner width of the feed-forward part
-context = 128               # tokens of a sample; a token is a byte
+context = 128               # tokens of a sample
 rope_theta = 10000.0        # base of the rotary position embedding
 norm_epsilon = 1e-5         # added to the mean square in every norm
 tie_embeddings = true       # whether the output layer is the embedding itself
@@ -238,7 +249,7 @@ class Home:
         return cls(
             directory=directory,
             config=_load_config(directory / CONFIG_FILE),
-            run=load_run_file(directory / RUN_FILE),
+            run=load_run_folder(directory, RUN_FILE),
             authority=Authority(
                 certificate_pem=_read(directory / AUTHORITY_FILE),
                 key_pem=_read(directory / AUTHORITY_KEY_FILE),
@@ -295,6 +306,7 @@ def rules_of(run: RunSpec) -> Rules:
         floor_seconds=run.deadlines.floor,
         has_overlap=run.exchange.overlap != "none",
         evaluate_every_rounds=run.evaluation.every_rounds,
+        first_digest=run.first_digest,
         slice_elements=int(8 * SLICE_BYTES / CODEC_COSTS[run.exchange.uplink].bits),
     )
 
@@ -337,8 +349,16 @@ def settle_preset(directory: Path) -> Settled | None:
     return settled
 
 
-def create_home(directory: Path, *, config: CoordinatorConfig, text: str) -> Home:
+def create_home(
+    directory: Path,
+    *,
+    config: CoordinatorConfig,
+    text: str,
+    finish: Callable[[Path], None] | None = None,
+) -> Home:
     """Makes a coordinator's folder for the run file `text`: all of it, or nothing.
+
+    `finish` adds what else belongs to it, to the folder that is given.
 
     Raises CannotCreateError when the folder exists and is not empty.
     """
@@ -365,6 +385,8 @@ def create_home(directory: Path, *, config: CoordinatorConfig, text: str) -> Hom
             (KEY_FILE, operator.key_pem, 0o600),
         ):
             write_atomically(building / name, content, mode=mode)
+        if finish is not None:
+            finish(building)
         if config.control_port:  # otherwise the port, and so the link, is only known after a start
             Home.load(building).save_link(host=config.host, control_port=config.control_port)
     return Home.load(directory)

@@ -38,7 +38,7 @@ class Change:
 def changes_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Change]:
     """Keys whose values differ, in the order of the tables."""
     for table in dict.fromkeys((*after, *before)):
-        old, new = before.get(table, {}), after.get(table, {})
+        old, new = before.get(table) or {}, after.get(table) or {}
         for key in dict.fromkeys((*new, *old)):
             if old.get(key) != new.get(key):
                 yield Change(table=table, key=key, before=old.get(key), after=new.get(key))

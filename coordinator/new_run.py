@@ -1,53 +1,75 @@
-"""`atoll init`: a run file for a model, its links and its nodes, with the exchange that fits them."""
+"""`atoll init`, also called `atoll coordinator init`: makes a run, from its model and data to its folder."""
 
+import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from coordinator.presets.link_shares import CUBIC, CongestionControl
+from coordinator.presets.link_shares import CongestionControl
 from protocol import console
-from protocol.errors import CannotCreateError, ConfigError, UsageError
+from protocol.errors import UsageError
 
 if TYPE_CHECKING:
-    from coordinator.presets.cost import Situation
-    from coordinator.presets.measured_links import MeasuredLinks
-    from coordinator.presets.model_sizes import NamedModel
-    from coordinator.presets.toml_edit import Place
+    from coordinator.presets.composing import NewRun, Wanted
 
-ASSUMED_FLOPS = 50e12
-"""What one GPU of today achieves, by 6 operations for each parameter and token."""
+_NAMED = ("model", "source", "data", "run_file", "link", "measured")
+"""Where one of these is given nobody is asked."""
 
-LEAST_ASSUMED_STEP_SECONDS = 0.05
+_BESIDE_A_RUN_FILE = (
+    *("directory", "run_file", "source", "is_json"),
+    *("host", "advertise", "control_port", "enrolment_port"),
+)
+"""What a run file says nothing of."""
 
-USUAL_NODES = 4
-
-HEADER = """\
-# The run: what is trained, on what, how, and by which rules. Written by 'atoll init' for the links and
-# nodes named below; "chosen" stands above what was chosen for them, all else is the usual value.
-# Every node works by this file and every round carries its digest: change it before the first
-# 'atoll coordinator start', never after.
-"""
+_FOLDER = click.Path(file_okay=False, path_type=Path)
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_PORT = click.IntRange(0, 65535)
 
 
 @click.command()
+@click.argument("directory", metavar="DIR", type=_FOLDER)
+@click.option("--name", help="Name of the run: lower-case letters, digits and hyphens.")
 @click.option(
     "--model",
-    "model_name",
     metavar="NAME|FILE",
-    default="0.2m",
-    show_default=True,
-    help="0.2m, 3m, 42m, 125m, 350m, 1b or 7b; or a TOML file with a [model].",
+    help="0.2m, 3m, 42m, 125m, 350m, 1b or 7b; or a TOML file with a [model].  [default: 0.2m]",
 )
+@click.option(
+    "--from",
+    "source",
+    metavar="FOLDER",
+    type=_FOLDER,
+    help="Begin with the model and the weights of a transformers folder.",
+)
+@click.option("--context", type=click.IntRange(8), help="Tokens of a sample.")
+@click.option(
+    "--data",
+    metavar="PATH",
+    multiple=True,
+    help="A folder of 'atoll data prepare', or text files and globs.  [default: Python's own source]",
+)
+@click.option(
+    "--run", "run_file", type=_FILE, help="Use this run.toml, and none of what says its contents."
+)
+@click.option(
+    "--optimizer",
+    type=click.Choice(("adamw", "muon")),
+    help="The inner optimizer.  [default: adamw, with advice]",
+)
+@click.option("--batch", type=click.IntRange(1), help="Samples in an inner step of one node.")
 @click.option(
     "--link",
     metavar="RATE",
-    help="What the slowest node's link carries: 100mbit, or down and up as 100mbit/20mbit.",
+    help="What the slowest node's link carries, 100mbit or down and up as 100mbit/20mbit: the exchange "
+    "is chosen for it.",
 )
 @click.option(
     "--measured",
     metavar="DIR",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=_FOLDER,
     help="Instead of --link: what a swarm has measured that runs now; DIR is its coordinator's or a "
     "node's folder.",
 )
@@ -63,8 +85,8 @@ HEADER = """\
 @click.option(
     "--nodes",
     "num_nodes",
-    type=click.IntRange(2, 10_000),
-    help="How many you expect.  [default: 4, or as many as were measured]",
+    type=click.IntRange(1, 10_000),
+    help="How many you expect.  [default: 2; with --link 4, with --measured as many as were]",
 )
 @click.option("--step", metavar="TIME", help="How long an inner step takes on a node: 1.2s, 300ms.")
 @click.option(
@@ -82,225 +104,143 @@ HEADER = """\
     type=click.IntRange(1, 10**9),
     default=10_000,
     show_default=True,
-    help="Inner steps of one node in the whole run.",
+    help="Inner steps of one node in the whole run, where the exchange is chosen.",
 )
-@click.option("--name", default="my-run", show_default=True, help="Name of the run.")
+@click.option("--host", default="0.0.0.0", show_default=True, help="Address to listen on.")
 @click.option(
-    "--out",
-    type=click.Path(dir_okay=False, path_type=Path),
-    default=Path("run.toml"),
-    show_default=True,
-    help="The file to write.",
+    "--advertise",
+    metavar="HOST",
+    help="Host that invites send nodes to.  [default: this machine's address]",
 )
-@click.option("--force", is_flag=True, help="Write over a file that is there.")
+@click.option(
+    "--port", "control_port", type=_PORT, help="Port for nodes; 0 picks one.  [default: 7700]"
+)
+@click.option(
+    "--enrolment-port", type=_PORT, help="Port for joining; 0 picks one.  [default: 7701]"
+)
 @click.option("--json", "is_json", is_flag=True, help="Print JSON.")
 def init(
-    model_name: str,
-    link: str | None,
-    measured: Path | None,
-    congestion: CongestionControl | None,
-    rtt: str,
-    num_nodes: int | None,
-    step: str | None,
-    tokens_per_second: float | None,
-    steps: int | None,
-    total_steps: int,
-    name: str,
-    out: Path,
-    force: bool,
+    directory: Path,
+    run_file: Path | None,
+    host: str,
+    advertise: str | None,
+    control_port: int | None,
+    enrolment_port: int | None,
     is_json: bool,
+    **asked: Any,
 ) -> None:
-    """Write a run file whose exchange fits a model, its links and its nodes, and say why.
+    """Make a new run in DIR: keys, certificates, and a commented run.toml.
+
+    The run file trains what you name on what you name. With --link its exchange fits the links and
+    the nodes, and each choice is printed with its reason. On a terminal it asks for what is not named.
 
     \b
-    Example:
-      atoll init --model 125m --link 100mbit --nodes 4 --step 1.2s
+    Examples:
+      atoll init my-run
+      atoll init my-run --model 125m --data ./tokens --link 100mbit --nodes 4 --step 1.2s
+      atoll init my-run --from ./SmolLM2-135M --data ./tokens
 
-    'atoll coordinator init DIR --run FILE' makes a run of it. JSON holds the situation, every
-    choice with its reason, and the prediction, in seconds, bytes, and bits per second.
+    JSON holds the situation, every choice with its reason, and the prediction, in seconds, bytes,
+    and bits per second.
     """  # noqa: D301 - click reads the character \b, not its two letters
-    from coordinator.presets.choosing import chosen
-    from coordinator.presets.cost import Situation
-    from coordinator.presets.model_sizes import num_parameters
-    from coordinator.presets.view import as_json, show
-    from protocol.files import write_atomically
+    from coordinator.config import CoordinatorConfig, advertised_host, create_home
+    from coordinator.presets.composing import Wanted, new_run, run_of_file
 
-    if out.exists() and not force:
-        raise CannotCreateError(
-            f"{out} exists already", next_step="choose another with --out, or add --force"
-        )
-    if step is not None and tokens_per_second is not None:
-        raise UsageError(
-            f"--step {step} and --speed {tokens_per_second:g} say the same thing twice",
-            next_step="leave one of them out",
-        )
-    if (link is None) == (measured is None):
-        raise UsageError(
-            "what links carry is not told" if link is None else "--link and --measured both tell",
-            next_step="give --link 100mbit, or --measured DIR with the folder of a swarm that runs",
-        )
-    if measured is not None and congestion is not None:
-        raise UsageError(
-            f"--congestion {congestion} says nothing beside --measured: those rates are what exchanges "
-            "achieved with it",
-            next_step="leave one of them out",
-        )
-    named, left_out = _model_of(model_name)
-    found = None if measured is None else _measured(measured)
-    if found is not None:
-        down, up = found.down_bits_per_second, found.up_bits_per_second
+    wanted = Wanted(**asked)
+    if run_file is not None:
+        _refuse_beside_a_run_file(run_file)
+        new = run_of_file(run_file, wanted.source)
+    elif sys.stdin.isatty() and not is_json and not any(map(asked.get, _NAMED)):
+        new = new_run(_answered(wanted))
     else:
-        assert link is not None
-        down, up = _told_link(link)
-    round_trip = _span(rtt, "--rtt", may_be_zero=True)
-    if step is not None:
-        seconds = _span(step, "--step", may_be_zero=False)
-    elif tokens_per_second is not None:
-        seconds = named.tokens_per_inner_step / tokens_per_second
-    else:
-        seconds = _assumed_step_seconds(named)
-    situation = Situation(
-        num_parameters=num_parameters(named.model),
-        num_layers=named.model.num_layers,
-        num_nodes=num_nodes or (USUAL_NODES if found is None else max(2, found.num_nodes)),
-        down_bits_per_second=down,
-        up_bits_per_second=up,
-        round_trip_seconds=round_trip,
-        seconds_per_inner_step=seconds,
-        total_steps=total_steps,
-        congestion_control=congestion or CUBIC if found is None else None,
-    )
-    given: dict[Place, object] = {} if steps is None else {("inner", "steps"): steps}
-    plan = chosen(situation, given)
-    if plan.is_too_short:
-        raise UsageError(
-            f"--steps {steps} are more than --total-steps {total_steps}",
-            next_step="give fewer of the first or more of the second",
-        )
-    values = {
-        (choice.table, choice.key): (choice.value, "" if choice.is_given else choice.reason)
-        for choice in plan.choices
-    }
-    text = _text(named, situation, name=name, values=values)
-    write_atomically(out, text.encode())
-    is_assumed = step is None and tokens_per_second is None
-    advice = "; ".join(filter(None, (left_out, "" if found is None else found.advice)))
-    if is_json:
-        console.print_json(
-            {
-                "file": str(out),
-                "model": model_name,
-                "step_is_assumed": is_assumed,
-                "advice": advice,
-                **as_json(plan),
-            }
-        )
-        return
-    show(plan)
-    if is_assumed:
-        click.echo(
-            f"assumed: nodes of {ASSUMED_FLOPS / 1e12:.0f} TFLOP/s, so inner steps of {seconds:.3g} s; "
-            "say what yours take with --step"
-        )
-    if advice:
-        click.echo(advice)
-    click.echo(f"\nwrote {out}; next: look through it, then")
-    click.echo(f"  atoll coordinator init DIR --run {out}")
-
-
-def _model_of(name: str) -> tuple["NamedModel", str]:
-    """A size by its name, or the [model] of a file with the batch and rate of the nearest size.
-
-    And in words what else the file says, none of which is taken.
-    """
-    from dataclasses import replace
-
-    from coordinator.presets.model_sizes import NAMED_MODELS, num_parameters
-    from protocol.run_spec import load_run_file
-
-    if (named := NAMED_MODELS.get(name.lower())) is not None:
-        return named, ""
-    path = Path(name)
-    if not path.is_file():
-        raise UsageError(
-            f"--model {name!r} is neither a size nor a file",
-            next_step=f"choose one of {', '.join(NAMED_MODELS)}, or a TOML file with a [model]",
-        )
-    spec = load_run_file(path)
-    if "model" not in spec.model_fields_set:
-        raise ConfigError(
-            f"{name} has no [model]", next_step="write one, or choose a size: --model 125m"
-        )
-    size = num_parameters(spec.model)
-    nearest = min(
-        NAMED_MODELS.values(),
-        key=lambda other: (
-            max(size, num_parameters(other.model)) / min(size, num_parameters(other.model))
+        new = new_run(wanted)
+    home = create_home(
+        directory,
+        config=CoordinatorConfig.checked(
+            host=host,
+            control_port=control_port,
+            enrolment_port=enrolment_port,
+            advertise=advertise or advertised_host(host),
         ),
+        text=new.text,
+        finish=_describing(new),
     )
-    others = [f"[{table}]" for table in sorted(spec.model_fields_set) if table != "model"]
-    left_out = (
-        f"of {name} only [model] is taken, not {', '.join(others)}: for a preset in that file write "
-        'preset = "auto" and link into its [exchange]'
+    if is_json:
+        console.print_json({"folder": str(directory), **_as_json(new)})
+        return
+    _tell(directory, home.config.advertise, home.run.run.name, new)
+
+
+def _answered(wanted: "Wanted") -> "Wanted":
+    """What a person at the terminal says to what was not named; Enter takes the usual."""
+    click.echo("What should the run train? Enter takes what stands in brackets.")
+    model = click.prompt("model: a size, a TOML file, or a transformers folder", default="0.2m")
+    is_folder = Path(model).is_dir()
+    data = click.prompt("data: a folder of 'atoll data prepare', or text files", default="")
+    nodes = click.prompt("nodes that you expect", default=2, type=click.IntRange(1, 10_000))
+    link = wanted.link or click.prompt("the slowest node's link, such as 100mbit", default="")
+    return replace(
+        wanted,
+        model=None if is_folder else model,
+        source=Path(model) if is_folder else None,
+        data=tuple(data.split()),
+        num_nodes=wanted.num_nodes or nodes,
+        link=link or None,
     )
-    return replace(nearest, model=spec.model), left_out if others else ""
 
 
-def _told_link(text: str) -> tuple[float, float]:
-    """Bits per second down and up."""
-    from coordinator.presets.settling import link_of
-
-    try:
-        return link_of(text, origin="--link")
-    except ConfigError as error:
-        raise UsageError(error.what, next_step=error.next_step) from error
-
-
-def _measured(folder: Path) -> "MeasuredLinks":
-    from coordinator.presets.measured_links import measured_links
-    from protocol.query import StatusLink
-
-    with StatusLink(folder) as asked:
-        return measured_links(asked.status().nodes)
+def _refuse_beside_a_run_file(run_file: Path) -> None:
+    """Raises UsageError for an option that the run file answers."""
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        source = context.get_parameter_source(name)
+        if source is click.core.ParameterSource.COMMANDLINE and name not in _BESIDE_A_RUN_FILE:
+            raise UsageError(
+                f"{parameter.opts[0]} {context.params[name]} has no effect with --run",
+                next_step=f"write it into {run_file}, or leave --run out",
+            )
 
 
-def _span(text: str, option: str, *, may_be_zero: bool) -> float:
-    from coordinator.presets.settling import span_of
+def _describing(new: "NewRun") -> Callable[[Path], None] | None:
+    """What completes the folder of a run whose model or first weights have to be looked at."""
+    from coordinator.presets.composing import of_nodes_side
 
-    try:
-        return span_of(text, origin=option, may_be_zero=may_be_zero)
-    except ConfigError as error:
-        raise UsageError(error.what, next_step=error.next_step) from error
-
-
-def _assumed_step_seconds(named: "NamedModel") -> float:
-    from coordinator.presets.model_sizes import num_parameters
-
-    operations = 6 * num_parameters(named.model) * named.tokens_per_inner_step
-    return max(LEAST_ASSUMED_STEP_SECONDS, operations / ASSUMED_FLOPS)
+    if new.source is None and not new.needs_building:
+        return None
+    given = () if new.source is None else ("--from", str(new.source))
+    return lambda folder: click.echo(of_nodes_side("describe", str(folder), *given), nl=False)
 
 
-def _text(
-    named: "NamedModel",
-    situation: "Situation",
-    *,
-    name: str,
-    values: "dict[Place, tuple[str | int | float, str]]",
-) -> str:
-    """The template with all values in their places, checked as a coordinator would."""
-    import tomllib
+def _as_json(new: "NewRun") -> dict[str, object]:
+    from coordinator.presets.view import as_json
 
-    from coordinator.config import run_text
-    from coordinator.presets.toml_edit import with_values
-    from protocol.run_spec import validated
+    told: dict[str, object] = {"notes": list(new.notes)}
+    if new.plan is None:
+        return told
+    return {**told, "step_is_assumed": new.is_step_assumed, **as_json(new.plan)}
 
-    usual = {("model", key): (value, "") for key, value in named.model.model_dump().items()}
-    usual |= {
-        ("run", "min_nodes"): (situation.num_nodes, ""),
-        ("inner", "batch"): (named.batch, ""),
-        ("inner", "learning_rate"): (named.learning_rate, ""),
-    }
-    _, _, tables = run_text(name=name, run_file=None).partition("\n\n")
-    text = with_values(f"{HEADER}\n{tables}", {**usual, **values})
-    validated(tomllib.loads(text), origin="the new run file")
-    return text
+
+def _tell(directory: Path, advertise: str, name: str, new: "NewRun") -> None:
+    """What was made, why so, and what to type next."""
+    from coordinator.presets.composing import ASSUMED_FLOPS
+
+    if new.plan is not None:
+        from coordinator.presets.view import show
+
+        show(new.plan)
+        if new.is_step_assumed:
+            seconds = new.plan.situation.seconds_per_inner_step
+            click.echo(
+                f"assumed: nodes of {ASSUMED_FLOPS / 1e12:.0f} TFLOP/s, so inner steps of {seconds:.3g} s; "
+                "say what yours take with --step"
+            )
+    for note in new.notes:
+        click.echo(note)
+    click.echo(f"made {directory} for run {name!r}")
+    click.echo(
+        f"invites will send nodes to {advertise}"
+        f" (to change it: advertise in {directory / 'coordinator.toml'})"
+    )
+    click.echo(f"next: look through {directory / 'run.toml'}, then")
+    click.echo(f"  atoll coordinator start {directory}")

@@ -22,6 +22,7 @@ from node.exchange.preparing import prepare_kernels
 from node.exchange.state.on_disk import StateOnDisk, most_result_bytes
 from node.exchange.state.sent_log import SentLog
 from node.exchange.transport.libp2p import Libp2pTransport
+from node.first_state import read_first
 from node.heavy import in_thread
 from node.history import History
 from node.hosts.desk import HostDesk
@@ -34,7 +35,6 @@ from node.island.devices import kind_of
 from node.island.first_weights import initial_parameters
 from node.island.island import Island
 from node.island.launcher import ProcessIsland
-from node.island.layout import layout_of
 from node.island.loops.island import LoopIsland
 from node.island.mesh_shape import MeshShape
 from node.island.usable_devices import UsableDevices, usable_devices
@@ -44,11 +44,13 @@ from node.machine.hardware import Hardware, likely_devices
 from node.machine.kernel import congestion_control
 from node.machine.placement import mesh_for, num_ranks_of
 from node.newest import keep_run
-from node.outer_state import Layout, SharedVectors
+from node.outer_state import SharedVectors, Vector
 from node.own_metrics import own_metrics
 from node.stopping import StopSignals
 from protocol.credentials import Credentials
+from protocol.files import expanded
 from protocol.identity import Identity
+from protocol.layout import Layout, layout_of
 from protocol.rounds import NodeId
 from protocol.run_spec import RunSpec
 from protocol.wire_count import WireCounts
@@ -75,7 +77,7 @@ async def run_daemon(
     if not settings.loop:
         usable = await _devices_of(settings, hardware)
         devices, shape = usable.names, _mesh_of(settings, spec, usable)
-    layout = layout_of(spec.model, spec.exchange.fragments)
+    layout = layout_of(spec)
     desk = None if settings.loop else await _desk_of(folder, settings, spec, kind_of(devices))
     history = await in_thread(lambda: History(folder / HISTORY_FILE))
     disk = StateOnDisk(folder / SNAPSHOTS_FOLDER, history=history, sent=SentLog(folder / SENT_FILE))
@@ -94,7 +96,17 @@ async def run_daemon(
     shared = SharedVectors.create(layout.num_elements)
     try:
         outer = await in_thread(
-            partial(_outer_at_start, folder, spec, layout, shared, disk, tiles, identity.node_id)
+            partial(
+                _outer_at_start,
+                folder,
+                spec,
+                layout,
+                shared,
+                disk,
+                tiles,
+                identity.node_id,
+                expanded(settings.weights) if settings.weights else None,
+            )
         )
         exchange_time = ExchangeTime()
         facts = NodeFacts(
@@ -156,6 +168,7 @@ def _outer_at_start(
     disk: StateOnDisk,
     tiles: Tiles,
     node_id: NodeId,
+    weights: Path | None = None,
 ) -> Outer:
     """The outer state that a node begins with: what its disk holds, or the run's initial one. Heavy.
 
@@ -165,14 +178,7 @@ def _outer_at_start(
     kept = disk.snapshots.load_newest(spec.digest(), layout.summary().digest)
     keep_run(folder, spec)  # only now: what is there may be snapshots of another run
     if kept is None:
-        log.info("drawing the initial weights", elements=layout.num_elements)
-        initial_parameters(
-            spec.model,
-            spec.run.seed,
-            spec.exchange.fragments,
-            num_threads=tiles.num_threads,
-            out=shared.parameters,
-        )
+        _fill_first_weights(spec, weights, shared.parameters, tiles.num_threads)
     outer = Outer.of_run(
         spec,
         layout=layout,
@@ -194,6 +200,22 @@ def _outer_at_start(
             snapshot=kept[0].round,
         )
     return outer
+
+
+def _fill_first_weights(
+    spec: RunSpec, weights: Path | None, parameters: Vector, num_threads: int
+) -> None:
+    """The weights of round 0: from the file, from the seed, or none yet, until a peer gives them."""
+    if weights is not None:
+        log.info("reading the first weights", file=str(weights))
+        read_first(weights, spec, parameters)
+    elif spec.first_digest is None:
+        log.info("drawing the initial weights", elements=len(parameters))
+        initial_parameters(spec, num_threads=num_threads, out=parameters)
+    else:
+        log.info(
+            "the first weights come from a node that has them", digest=spec.first_digest.hex()[:12]
+        )
 
 
 def _checkpoints_of(

@@ -69,6 +69,11 @@ def node() -> None:
 @click.option("--offload/--no-offload", default=None, help="Keep parameters in the CPU's memory.")
 @click.option("--loop/--no-loop", default=None, help="Train by your own program: atoll.join().")
 @click.option("--until-stdin-closes", "ends_with_stdin", is_flag=True, hidden=True)
+@click.option(
+    "--weights",
+    metavar="FILE",
+    help="The run's first weights, where the run begins with given ones and this node has them.",
+)
 @click.option("--listen", help="Address that peers connect to.")
 @click.option("--port", type=int, help="Port that peers connect to; 0 picks a free one.")
 @click.option("--announce", help="Host to tell peers, when a router forwards the port.")
@@ -183,6 +188,42 @@ def drain(folder: Path | None, within: float) -> None:
 
 
 @node.command()
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path, file_okay=False))
+@click.option(
+    "--from",
+    "source",
+    metavar="FOLDER",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="The transformers folder that the run's first weights are taken from.",
+)
+@click.option("--force", is_flag=True, help="Make it anew, before the run's first start.")
+def describe(directory: Path, source: Path | None, force: bool) -> None:
+    """Find out what the model of the run in DIR is by building it, and write that down there.
+
+    'atoll init' does it by itself. For a machine with torch, when DIR was made on one without: copy
+    run.toml here, and description.json and first.safetensors back.
+
+    Example: atoll node describe my-run --from ./SmolLM2-135M
+    """
+    from node.describing import describe_run
+
+    click.echo(describe_run(directory, source=source, is_forced=force))
+
+
+@node.command(hidden=True)
+@click.option("--from", "source", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--context", type=int)
+@click.option("--data", multiple=True)
+def facts(source: Path | None, context: int | None, data: tuple[str, ...]) -> None:
+    """Print what 'atoll init' has to know of a transformers folder and of data, as JSON."""
+    import json
+
+    from node.describing import facts_of
+
+    click.echo(json.dumps(facts_of(source, context=context, data=data)))
+
+
+@node.command()
 @DIRECTORY
 @click.option("--json", "is_json", is_flag=True, help="Print JSON.")
 @click.pass_context
@@ -227,7 +268,7 @@ def export(out: Path, folder: Path | None) -> None:
     from node.export import export_model
 
     export_model(
-        spec=model.spec.model,
+        spec=model.spec.decoder,
         layout=model.layout,
         parameters=model.parameters,
         out=out,
@@ -263,7 +304,7 @@ def sample(folder: Path | None, prompt: str, num_bytes: int, temperature: float,
 
     start_bytes = prompt.encode()
     text = start_bytes + sample_text(
-        decoder_of(model.spec.model, model.parameters, model.spec.exchange.fragments),
+        decoder_of(model.spec, model.parameters),
         start_bytes,
         num_bytes=num_bytes,
         temperature=temperature,

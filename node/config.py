@@ -15,7 +15,7 @@ from protocol.credentials import COORDINATOR_FILE
 from protocol.data_rate import bits_per_second_of
 from protocol.errors import ConfigError, NoInputError, UsageError
 from protocol.files import read_toml, write_atomically
-from protocol.run_spec import Section
+from protocol.models import Section
 from protocol.web.address import web_address_of
 
 IDENTITY_FILE = "identity.key"
@@ -124,6 +124,10 @@ metrics = ""
 # Seconds that a node which is stopped may stay, to contribute what it trained and to apply the commit
 # of the round in flight; 0 means that it leaves at once.
 drain_within = 30
+
+# The file with the run's first weights, for a node that has them where a run begins with given ones: the
+# others fetch them from it. Empty means that this node fetches them, or draws them from the run's seed.
+weights = ""
 """
 
 SLOWEST_UPLOAD_BYTES_PER_SECOND = 32_000.0
@@ -207,6 +211,7 @@ class NodeSettings(Section):
     max_upload: Annotated[str, AfterValidator(_rate)] = ""
     metrics: Annotated[str, AfterValidator(_pages_address)] = ""
     drain_within: Annotated[float, Field(ge=0, le=86400)] = 30.0
+    weights: str = ""
 
     @property
     def mesh_shape(self) -> MeshShape:

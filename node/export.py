@@ -16,11 +16,11 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from node.island.layout import layout_of
-from node.island.mesh_shape import VOCABULARY
-from node.outer_state import Layout, Vector
+from node.outer_state import Vector
 from protocol.errors import BadDataError, CannotCreateError, NoInputError
-from protocol.run_spec import ModelSection
+from protocol.layout import Layout, layout_of
+from protocol.models import DecoderModel
+from protocol.run_spec import RunSpec
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
@@ -30,7 +30,7 @@ NOTE = "README.md"
 
 def export_model(
     *,
-    spec: ModelSection,
+    spec: DecoderModel,
     layout: Layout,
     parameters: Vector,
     out: Path,
@@ -59,7 +59,7 @@ def export_model(
         shutil.rmtree(beside, ignore_errors=True)  # gone already when all went well
 
 
-def load_exported(folder: Path) -> tuple[ModelSection, Vector]:
+def load_exported(folder: Path) -> tuple[DecoderModel, Vector]:
     """Reads what export_model wrote. Raises NoInputError or BadDataError."""
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
@@ -74,7 +74,7 @@ def load_exported(folder: Path) -> tuple[ModelSection, Vector]:
             f"{folder} cannot be read: {error}", next_step="export it again"
         ) from error
     spec = _spec_of(config, folder)
-    layout = layout_of(spec)
+    layout = layout_of(RunSpec(model=spec))
     if sorted(tensors) != sorted(place.name for place in layout.places):
         raise BadDataError(
             f"{folder / WEIGHTS} does not hold the tensors that {CONFIG} describes",
@@ -95,7 +95,7 @@ def load_exported(folder: Path) -> tuple[ModelSection, Vector]:
 
 def _write_files(
     folder: Path,
-    spec: ModelSection,
+    spec: DecoderModel,
     layout: Layout,
     parameters: Vector,
     metadata: Mapping[str, str],
@@ -117,7 +117,7 @@ def _write_files(
             os.fsync(file.fileno())
 
 
-def _config_of(spec: ModelSection) -> dict[str, Any]:
+def _config_of(spec: DecoderModel) -> dict[str, Any]:
     """The fields of transformers' LlamaConfig."""
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -126,7 +126,7 @@ def _config_of(spec: ModelSection) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "bos_token_id": None,
         "eos_token_id": None,
-        "head_dim": spec.hidden_size // spec.num_heads,
+        "head_dim": spec.values_of_head,
         "hidden_act": "silu",
         "hidden_size": spec.hidden_size,
         "initializer_range": 0.02,
@@ -141,13 +141,14 @@ def _config_of(spec: ModelSection) -> dict[str, Any]:
         "tie_word_embeddings": spec.tie_embeddings,
         "torch_dtype": "float32",
         "use_cache": True,
-        "vocab_size": VOCABULARY,
+        "vocab_size": spec.vocab_size,
     }
 
 
-def _spec_of(config: dict[str, Any], folder: Path) -> ModelSection:
+def _spec_of(config: dict[str, Any], folder: Path) -> DecoderModel:
     try:
-        return ModelSection(
+        return DecoderModel(
+            vocab_size=config["vocab_size"],
             hidden_size=config["hidden_size"],
             num_layers=config["num_hidden_layers"],
             num_heads=config["num_attention_heads"],
@@ -165,7 +166,7 @@ def _spec_of(config: dict[str, Any], folder: Path) -> ModelSection:
         ) from error
 
 
-def _note_of(spec: ModelSection, layout: Layout, metadata: Mapping[str, str]) -> str:
+def _note_of(spec: DecoderModel, layout: Layout, metadata: Mapping[str, str]) -> str:
     lines = "".join(f"- {key}: {value}\n" for key, value in metadata.items())
     return (
         "# A model trained with Atoll\n\n"

@@ -12,7 +12,8 @@ from protocol.rounds import Digest
 from protocol.run_spec import RunSpec, run_from_json
 
 if TYPE_CHECKING:
-    from node.outer_state import Layout, Vector
+    from node.outer_state import Vector
+    from protocol.layout import Layout
 
 RUN_FILE = "run.json"
 
@@ -43,9 +44,9 @@ def newest_model(folder: Path) -> NewestModel:
     spec = run_from_json(path.read_text(encoding="utf-8"))
     # Only now, for torch comes with it.
     from node.exchange.state.snapshot import SnapshotFolder
-    from node.island.layout import layout_of
+    from protocol.layout import layout_of
 
-    layout = layout_of(spec.model, spec.exchange.fragments)
+    layout = layout_of(spec)
     snapshots = SnapshotFolder(folder / SNAPSHOTS_FOLDER)
     kept = snapshots.load_newest_parameters(spec.digest(), layout.summary().digest)
     if kept is None:

@@ -23,96 +23,16 @@ import structlog
 
 from protocol.errors import SystemRefusedError
 from protocol.leftovers import PREFIX, Held, remove_leftovers
-from protocol.rounds import Digest, LayoutSummary
+from protocol.rounds import Digest
 
 log = structlog.get_logger()
 
 Vector = npt.NDArray[np.float32]
 
-NamedShape = tuple[str, tuple[int, ...]]
-"""A tensor's name and shape."""
-
 SHARED_MEMORY = Path("/dev/shm")
 
 PIECE_ELEMENTS = 1 << 19
 """2 MiB: what of the outer state is digested by itself. Fixed in the protocol."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorPlace:
-    """A tensor's place in the canonical vector."""
-
-    name: str
-    shape: tuple[int, ...]
-    offset: int  # elements
-    num_elements: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fragment:
-    """A contiguous run of whole tensors that is synchronised together."""
-
-    index: int
-    start: int  # elements
-    num_elements: int
-
-    @property
-    def span(self) -> slice:
-        """Where the fragment lies in the canonical vector."""
-        return slice(self.start, self.start + self.num_elements)
-
-
-def num_elements_of(shape: tuple[int, ...]) -> int:
-    """How many values a tensor of that shape holds."""
-    return int(np.prod(shape, dtype=np.int64))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """Every tensor's place, and the fragments that cover them."""
-
-    places: tuple[TensorPlace, ...]
-    fragments: tuple[Fragment, ...]
-
-    @classmethod
-    def of(cls, *fragments: list[NamedShape]) -> "Layout":
-        """Lays fragments out one after the other, and so the tensors of each, in the order given."""
-        places: list[TensorPlace] = []
-        spans: list[Fragment] = []
-        offset = 0
-        for index, shapes in enumerate(fragments):
-            start = offset
-            for name, shape in shapes:
-                num_elements = num_elements_of(shape)
-                places.append(
-                    TensorPlace(name=name, shape=shape, offset=offset, num_elements=num_elements)
-                )
-                offset += num_elements
-            spans.append(Fragment(index=index, start=start, num_elements=offset - start))
-        return cls(places=tuple(places), fragments=tuple(spans))
-
-    @property
-    def num_elements(self) -> int:
-        """Elements of the whole model."""
-        return sum(fragment.num_elements for fragment in self.fragments)
-
-    def span_of(self, fragment: int, start: int, num_elements: int) -> slice:
-        """Where a slice of a fragment lies in the canonical vector."""
-        start += self.fragments[fragment].start
-        return slice(start, start + num_elements)
-
-    def summary(self) -> LayoutSummary:
-        """What the coordinator compares between nodes."""
-        hasher = blake3.blake3()
-        for place in self.places:
-            shape = ",".join(map(str, place.shape))
-            hasher.update(f"{place.name}:{shape}@{place.offset};".encode())
-        for fragment in self.fragments:
-            hasher.update(f"fragment {fragment.start}+{fragment.num_elements};".encode())
-        return LayoutSummary(
-            digest=Digest(hasher.digest()),
-            fragment_elements=tuple(fragment.num_elements for fragment in self.fragments),
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -315,7 +315,7 @@ def data(is_json: bool, directory: Path | None) -> None:
 
     \b
       {"epoch_samples": 91400, "committed_samples": 36000, "leased_samples": 720,
-       "free_again_samples": 80, "free_again_pieces": 1, "frontier": 36800}
+       "free_again_samples": 80, "free_again_pieces": 1, "frontier": 36800, "skipped_samples": 0}
     """  # noqa: D301 - click reads the character \b, not its two letters
     with StatusLink(directory) as link:
         samples = link.status().run.data
@@ -331,6 +331,7 @@ def data(is_json: bool, directory: Path | None) -> None:
             samples.free_again_samples,
             f"leased, not committed; in {samples.free_again_pieces} {pieces}",
         ),
+        ("taken out", samples.skipped_samples, "by 'atoll data skip'"),
         ("reached", samples.frontier, "all of the above; what follows was never leased"),
     )
     rows = [

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import blake3
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from protocol.errors import ConfigError
 from protocol.files import read_toml
+from protocol.models import DecoderModel, Description, Model, Positive, Section, TensorShape
 from protocol.rounds import Digest
 
-Positive = Annotated[int, Field(gt=0, lt=2**31)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Seconds = Annotated[float, Field(gt=0, le=7 * 86400)]
 CodecName = Literal[
@@ -41,15 +41,6 @@ Merge = Literal["mean", "norm-preserving"]
 RateScaling = Literal["none", "sqrt", "cbrt"]
 
 
-class Section(BaseModel):
-    """A table of a file that people write: unknown keys are refused, values never change.
-
-    Strict, for `steps = "30"` and `steps = true` are mistakes, and would be taken as 30 and 1.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
 class RunSection(Section):
     """[run]: what the run is called and how long it goes."""
 
@@ -57,37 +48,6 @@ class RunSection(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     rounds: Positive = 100
     min_nodes: Positive = 1
-
-
-class ModelSection(Section):
-    """[model]: a Llama-style decoder over bytes."""
-
-    architecture: Literal["llama"] = "llama"  # all there is; another name is refused, never ignored
-    hidden_size: Positive = 64
-    num_layers: Positive = 3
-    num_heads: Positive = 4
-    num_kv_heads: Positive = 2
-    ffn_size: Positive = 192
-    context: Annotated[int, Field(ge=8, le=1 << 20)] = 128
-    rope_theta: Annotated[float, Field(gt=0)] = 10_000.0
-    norm_epsilon: Annotated[float, Field(gt=0, lt=1)] = 1e-5
-    tie_embeddings: bool = True
-
-    @model_validator(mode="after")
-    def _sizes_fit(self) -> Self:
-        if self.hidden_size % self.num_heads:
-            raise ValueError(
-                f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}"
-            )
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
-            )
-        if (self.hidden_size // self.num_heads) % 2:
-            raise ValueError(
-                f"a head of {self.hidden_size // self.num_heads} values is odd; RoPE needs pairs"
-            )
-        return self
 
 
 class DataSection(Section):
@@ -257,20 +217,21 @@ class RunSpec(Section):
     """A whole run file."""
 
     run: RunSection = RunSection()
-    model: ModelSection = ModelSection()
+    model: Model = DecoderModel()
     data: DataSection = DataSection()
     inner: InnerSection = InnerSection()
     outer: OuterSection = OuterSection()
     exchange: ExchangeSection = ExchangeSection()
     deadlines: DeadlinesSection = DeadlinesSection()
     evaluation: EvaluationSection = EvaluationSection()
+    description: Description | None = None
 
     @model_validator(mode="after")
     def _every_fragment_has_a_layer(self) -> Self:
-        if self.exchange.fragments > self.model.num_layers:
+        if self.is_described and self.exchange.fragments > self.num_layers:
             raise ValueError(
                 f"[exchange] fragments = {self.exchange.fragments}: each holds one layer at least, "
-                f"and [model] num_layers is {self.model.num_layers}"
+                f"and the model has {self.num_layers}"
             )
         return self
 
@@ -301,6 +262,50 @@ class RunSpec(Section):
                 f"write {round_tokens - rest} or {round_tokens - rest + step_tokens}"
             )
         return self
+
+    @property
+    def is_described(self) -> bool:
+        """Whether the model's tensors are known: those of the decoder always are."""
+        has_tensors = self.description is not None and len(self.description.tensors) > 0
+        return has_tensors or isinstance(self.model, DecoderModel)
+
+    @property
+    def tensors(self) -> tuple[TensorShape, ...]:
+        """What is trained, in canonical order. Raises ConfigError for a model without its description."""
+        if self.description is not None and self.description.tensors:
+            return self.description.tensors
+        if isinstance(self.model, DecoderModel):
+            return tuple(self.model.tensors())
+        raise ConfigError(
+            f'the model with source = "{self.model.source}" has no description yet',
+            next_step="make it on a machine with torch: 'atoll node describe DIR'",
+        )
+
+    @property
+    def decoder(self) -> DecoderModel:
+        """The sizes of the decoder that comes with Atoll. Raises ConfigError for another model."""
+        if isinstance(self.model, DecoderModel):
+            return self.model
+        raise ConfigError(
+            f'[model] source = "{self.model.source}" cannot do what is asked for here',
+            next_step='it needs source = "decoder"',
+        )
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model; one where it has none that are alike."""
+        return max((tensor.layer or 0) for tensor in self.tensors) + 1
+
+    @property
+    def num_parameters(self) -> int:
+        """Values that are trained: of the outer state's parameters."""
+        return sum(tensor.num_elements for tensor in self.tensors)
+
+    @property
+    def first_digest(self) -> Digest | None:
+        """The digest of the state at round 0; None where nodes draw it from the seed."""
+        text = None if self.description is None else self.description.first_digest
+        return None if text is None else Digest(bytes.fromhex(text))
 
     @property
     def tokens_per_inner_step(self) -> int:
@@ -334,8 +339,15 @@ def _first_problem(error: ValidationError) -> str:
     if not problem["loc"]:  # tables that do not fit each other, and the sentence says which
         return str(problem["ctx"]["error"])
     table, *rest = (str(part) for part in problem["loc"])
+    if table == "model":
+        rest = rest[1:]  # the source, by which pydantic names the kind of model
     place = f"[{table}] {'.'.join(rest)}" if rest else f"[{table}]"
     match problem["type"]:
+        case "union_tag_invalid":
+            source = problem["ctx"]["tag"]
+            return f"[{table}] source = {source!r}: not one of {problem['ctx']['expected_tags']}"
+        case "missing":
+            return f"[{table}] has no {rest[-1]}"
         case "extra_forbidden":
             return f"{place}: unknown key" if rest else f"[{table}]: unknown table"
         case "value_error":
@@ -387,10 +399,39 @@ def validated_file(tables: dict[str, Any], *, origin: str) -> RunSpec:
     return spec
 
 
+DESCRIPTION_FILE = "description.json"
+"""Beside a run.toml whose model was built to be known (`atoll node describe`)."""
+
+
 def load_run_file(path: Path) -> RunSpec:
     """Reads a run.toml; raises NoInputError or ConfigError."""
     tables = read_toml(path, when_missing=f"run 'atoll coordinator init {path.parent}'")
     return validated_file(tables, origin=str(path))
+
+
+def load_run_folder(folder: Path, run_file: str) -> RunSpec:
+    """Reads a run.toml with the description beside it; raises NoInputError or ConfigError.
+
+    The second also for a model that needs a description and has none.
+    """
+    spec = load_run_file(folder / run_file)
+    path = folder / DESCRIPTION_FILE
+    if path.is_file():
+        try:
+            description = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{path} cannot be read: {error}",
+                next_step=f"make it anew: 'atoll node describe {folder} --force'",
+            ) from error
+        spec = validated({**spec.model_dump(), "description": description}, origin=str(path))
+    if not spec.is_described:
+        raise ConfigError(
+            f'{folder / run_file}: a model with source = "{spec.model.source}" is known only once it was '
+            f"built, and {path} is not there",
+            next_step=f"on a machine with torch: 'atoll node describe {folder}'",
+        )
+    return spec
 
 
 def run_from_json(text: str) -> RunSpec:

@@ -3,7 +3,8 @@
 from typing import Any
 
 from benchmarks.run_files import TINY_MODEL, toml_of
-from protocol.run_spec import RunSpec, validated
+from protocol.models import DecoderModel
+from protocol.run_spec import ExchangeSection, RunSection, RunSpec, validated
 
 TINY: dict[str, dict[str, Any]] = {
     "run": {"rounds": 4, "min_nodes": 3, "seed": 1},
@@ -21,6 +22,13 @@ def tiny(**changes: dict[str, object]) -> RunSpec:
 def tiny_text(**changes: dict[str, object]) -> str:
     """The same as a run file, for commands that people type."""
     return toml_of(_changed(changes))
+
+
+def run_of(model: DecoderModel, *, seed: int = 0, fragments: int = 1) -> RunSpec:
+    """A run of that model, with the usual values for all else."""
+    return RunSpec(
+        run=RunSection(seed=seed), model=model, exchange=ExchangeSection(fragments=fragments)
+    )
 
 
 def _changed(changes: dict[str, dict[str, object]]) -> dict[str, dict[str, Any]]:

@@ -18,12 +18,12 @@ from benchmarks.wan_peers.order import Order, Teller
 from benchmarks.wan_peers.pace import Pace
 from node.island.corpus import read_corpus
 from node.island.first_weights import initial_parameters
-from node.island.layout import layout_of
 from node.island.model import Decoder, Objective, copy_parameters
 from node.island.optimizers import inner_optimizers
 from node.island.samples import SampleOrder
 from node.island.schedule import Position, share_of_peak
 from node.outer_state import Vector
+from protocol.layout import layout_of
 from protocol.run_spec import InnerSection
 
 MEETING_PATIENCE = timedelta(seconds=180)
@@ -49,9 +49,9 @@ class Training:
             self.spec.data, context=self.spec.model.context, batch=inner.batch, folder=Path.cwd()
         )
         self._samples = SampleOrder(seed=self.spec.run.seed, num_samples=self._corpus.num_samples)
-        self._layout = layout_of(self.spec.model)
-        self.decoder = Decoder(self.spec.model)
-        first = initial_parameters(self.spec.model, self.spec.run.seed)
+        self._layout = layout_of(self.spec)
+        self.decoder = Decoder(self.spec.decoder)
+        first = initial_parameters(self.spec)
         copy_parameters(self.decoder, self._layout, first)
         self.pace.attach(self.decoder.model.layers)
         self.objective: nn.Module = Objective(self.decoder)

@@ -1,4 +1,4 @@
-"""Models by name, and how many parameters a [model] table makes: arithmetic, without torch.
+"""Decoders by name, with the batch and the rate that go with their size.
 
 Learning rates of 125m and above are those of GPT-3 (Brown et al. 2020, table 2.1); 0.2m is the model of
 the demo and of the template, with their batch and rate. Those between are in between, and not tried.
@@ -7,17 +7,14 @@ the demo and of the template, with their batch and rate. Those between are in be
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from protocol.run_spec import ModelSection
-
-VOCABULARY = 256
-"""A token is a byte."""
+from protocol.models import DecoderModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedModel:
     """A model and what usually goes with its size."""
 
-    model: ModelSection
+    model: DecoderModel
     batch: int  # samples of one node in an inner step
     learning_rate: float  # AdamW's, at its peak
 
@@ -26,11 +23,16 @@ class NamedModel:
         """Of one node."""
         return self.batch * self.model.context
 
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model."""
+        return sum(tensor.num_elements for tensor in self.model.tensors())
+
 
 def _named(
     hidden: int, layers: int, heads: int, kv: int, ffn: int, context: int, batch: int, rate: float
 ) -> NamedModel:
-    model = ModelSection(
+    model = DecoderModel(
         hidden_size=hidden,
         num_layers=layers,
         num_heads=heads,
@@ -50,13 +52,3 @@ NAMED_MODELS: Mapping[str, NamedModel] = {
     "1b": _named(2048, 20, 16, 16, 5504, 2048, 128, 2e-4),
     "7b": _named(4096, 35, 32, 32, 11008, 2048, 256, 1.2e-4),
 }
-
-
-def num_parameters(model: ModelSection) -> int:
-    """Parameters of the decoder that a [model] table describes."""
-    hidden = model.hidden_size
-    kv_size = hidden // model.num_heads * model.num_kv_heads
-    attention = 2 * hidden * hidden + 2 * hidden * kv_size
-    layer = attention + 3 * hidden * model.ffn_size + 2 * hidden
-    tables = 1 if model.tie_embeddings else 2
-    return tables * VOCABULARY * hidden + model.num_layers * layer + hidden

@@ -16,13 +16,13 @@ from pydantic import ValidationError
 from coordinator.presets.choosing import Plan, Value, chosen
 from coordinator.presets.cost import Situation
 from coordinator.presets.link_shares import CUBIC, CongestionControl
-from coordinator.presets.model_sizes import num_parameters
 from coordinator.presets.reasons import counted
 from coordinator.presets.toml_edit import CannotEditError, Place, with_values
 from protocol.data_rate import directions_of
 from protocol.errors import ConfigError
 from protocol.files import read_toml
-from protocol.run_spec import Positive, RunSpec, Section, validated, validated_file
+from protocol.models import Positive, Section
+from protocol.run_spec import RunSpec, validated, validated_file
 from protocol.time_span import seconds_of
 
 SLOWEST_LINK = 256e3
@@ -207,8 +207,8 @@ def _situation(
             next_step="write fewer rounds or more total_steps, or leave one of them out",
         )
     return Situation(
-        num_parameters=num_parameters(spec.model),
-        num_layers=spec.model.num_layers,
+        num_parameters=spec.num_parameters,
+        num_layers=spec.num_layers,
         num_nodes=num_nodes,
         down_bits_per_second=down,
         up_bits_per_second=up,

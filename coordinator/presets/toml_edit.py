@@ -15,9 +15,11 @@ from typing import Any
 Place = tuple[str, str]
 """Table and key."""
 
+Value = str | int | float | list[str]
+
 _HEADER = re.compile(r"\s*\[\s*(\w+)\s*\]\s*(#.*)?")
 _LINE = re.compile(
-    r"""(\s*)(# )?(?:(\w+)\s*\.\s*)?(\w+)\s*=\s*("[^"]*"|'[^']*'|[^\s#"'\[]+)(\s*#.*|\s*)"""
+    r"""(\s*)(# )?(?:(\w+)\s*\.\s*)?(\w+)\s*=\s*("[^"]*"|'[^']*'|\[[^\]]*\]|[^\s#"'\[]+)(\s*#.*|\s*)"""
 )
 
 
@@ -27,7 +29,7 @@ class CannotEditError(ValueError):
 
 def with_values(
     text: str,
-    values: Mapping[Place, tuple[str | int | float, str]],
+    values: Mapping[Place, tuple[Value, str]],
     *,
     retired: Set[Place] = frozenset(),
 ) -> str:
@@ -119,13 +121,13 @@ def _with_added(
     return result
 
 
-def _written(value: str | int | float) -> str:
-    return json.dumps(value) if isinstance(value, (str, bool)) else repr(value)
+def _written(value: Value) -> str:
+    return repr(value) if type(value) in (int, float) else json.dumps(value)
 
 
 def _expected(
     before: Mapping[str, Any],
-    values: Mapping[Place, tuple[str | int | float, str]],
+    values: Mapping[Place, tuple[Value, str]],
     retired: Set[Place],
 ) -> dict[str, Any]:
     tables = {name: dict(t) if isinstance(t, dict) else t for name, t in before.items()}

@@ -73,11 +73,13 @@ def judge_all(turn: Turn) -> None:
 def agree_on_initial_state(turn: Turn) -> None:
     """Chooses the initial state among the nodes that are here, until the first round opens.
 
-    Chosen anew when nobody who holds it is left: nothing is lost yet, and waiting for a node that
-    may never come back would hold up the run.
+    Where the run begins with given weights there is nothing to choose. Else it is chosen anew when
+    nobody who holds it is left: nothing is lost yet, and waiting for a node that may never come back
+    would hold up the run.
     """
     state = turn.state
-    if state.committed_round or state.open_round or ready_members(state):
+    is_given = state.rules.first_digest is not None
+    if is_given or state.committed_round or state.open_round or ready_members(state):
         return
     reports = {m.node_id: m.outer_digest for m in present_members(state) if m.outer_round == 0}
     if reports:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from coordinator.swarm.ledger import Places
 from coordinator.swarm.shares import UNKNOWN, Rates
 from coordinator.swarm.state import Trained
 from protocol.rounds import (
@@ -52,6 +53,13 @@ class HeartbeatSeen:
     rates: Rates = UNKNOWN
     cannot_train: bool = False
     cannot_evaluate: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplesSkipped:
+    """The run owner takes samples out; the pieces are whole inner steps."""
+
+    pieces: tuple[Places, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +196,7 @@ class Woke:
 Event = (
     Attached
     | HeartbeatSeen
+    | SamplesSkipped
     | StreamBroken
     | Detached
     | TrainingDone

@@ -46,6 +46,11 @@ def _not_open(state: SwarmState, now: float) -> str:
         return "waiting for the first node"
     present = present_members(state)
     num_ready = sum(m.state is MemberState.READY and not m.cannot_train for m in present)
+    if state.rules.first_digest is not None and not state.committed_round and not num_ready:
+        return (
+            "waiting for a node that holds the run's first weights: "
+            "'atoll node start --weights FOLDER' on a machine that has them"
+        )
     needed = max(1, state.rules.min_nodes)
     missing = needed - num_ready
     verb = "is" if num_ready == 1 else "are"

@@ -79,7 +79,9 @@ def attach(turn: Turn, event: Attached) -> None:
     _refuse_copies(turn, event)
     state = turn.state
     if state.layout is None:
-        state = replace(state, layout=event.layout, corpus=event.corpus)
+        state = replace(state, layout=event.layout)
+    if state.corpus is None:
+        state = replace(state, corpus=event.corpus)
     state = replace(state, codecs=event.codecs)
     before = state.members.get(event.node_id)
     session_id = state.next_session_id
@@ -247,7 +249,7 @@ def _refuse_strangers(state: SwarmState, event: Attached) -> None:
             state,
             event,
             f"cuts the model by layout {event.layout.digest.hex()[:8]} "
-            f"and the swarm by {state.layout.digest.hex()[:8]}",
+            f"and the run by {state.layout.digest.hex()[:8]}",
         )
     others_are_here = any(m.node_id != event.node_id for m in present_members(state))
     if others_are_here and event.codecs != state.codecs:

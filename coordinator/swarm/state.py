@@ -254,6 +254,8 @@ class Rules:
     )
     round_steps: int | None = None  # inner steps of all nodes in a round; None: each has its own
     slice_elements: int = 1 << 62  # a reducer's part of a fragment is cut into slices no smaller
+    has_private_data: bool = False  # whether each node trains samples of its own
+    first_digest: Digest | None = None  # of the state that the run begins with, where it is given
 
 
 _LEASE_UNTIL = attrgetter("lease_until")
@@ -322,8 +324,10 @@ class SwarmState:
     rules: Rules
     run_digest: Digest
     members: Mapping[NodeId, Member] = field(default_factory=dict)
-    layout: LayoutSummary | None = None  # from the first node that attached
-    corpus: CorpusSummary | None = None  # likewise
+    layout: LayoutSummary | None = (
+        None  # from the run file; None: from the first node that attached
+    )
+    corpus: CorpusSummary | None = None  # from the first node that attached
     codecs: tuple[str, ...] = ()  # of who is here: up and down, with their versions
     committed_round: int = 0
     outer_digest: Digest | None = None  # of the committed round; None while nodes still agree on it

@@ -22,7 +22,8 @@ from node.exchange.reduction import COUNTED_ROUNDS, Reduction, SliceResult, miss
 from node.exchange.residual import Residual
 from node.exchange.state.sent_log import SentLog
 from node.exchange.state.snapshot import Owed, Snapshot
-from node.outer_state import Layout, OuterDigest, Vector
+from node.outer_state import OuterDigest, Vector
+from protocol.layout import Layout
 from protocol.payload import Payload
 from protocol.rounds import BLOCK, Commit, Digest, NodeId, SliceOutcome
 from protocol.run_spec import WANTS_FEEDBACK, Merge, RunSpec

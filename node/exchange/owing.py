@@ -21,7 +21,8 @@ from node.exchange.reduction import SliceResult
 from node.exchange.residual import Residual
 from node.exchange.state.sent_log import SentLog, SentSlice
 from node.exchange.state.snapshot import Owed
-from node.outer_state import Layout, Vector
+from node.outer_state import Vector
+from protocol.layout import Layout
 from protocol.payload import CONTRIBUTION, Payload
 from protocol.rounds import Commit, Digest, NodeId, Slice, SliceOutcome, contribution_digest
 

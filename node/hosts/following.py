@@ -17,12 +17,12 @@ from node.island.checkpoints import About
 from node.island.commands import Keep, MeetingPoint
 from node.island.island import InnerWork, Progress
 from node.island.launcher import ProcessIsland
-from node.island.layout import layout_of
 from node.island.local_training import LocalTraining
 from node.island.mesh_shape import MeshShape
 from node.island.usable_devices import usable_devices
-from node.outer_state import Layout, SharedVectors, Vector
+from node.outer_state import SharedVectors, Vector
 from protocol.errors import AtollError, ExitCode, NotPermittedError, UnavailableError
+from protocol.layout import Layout, layout_of
 from protocol.run_spec import run_from_json
 
 log = structlog.get_logger()
@@ -202,7 +202,7 @@ class _Following:
     ) -> Message:
         run = run_from_json(json.dumps(spec))
         if self._shared is None:
-            self._layout = layout_of(run.model, run.exchange.fragments)
+            self._layout = layout_of(run)
             self._shared = SharedVectors.create(self._layout.num_elements)
         usable = await usable_devices(self._device, num_ranks)
         self._island = ProcessIsland(

@@ -19,11 +19,11 @@ from node.island.commands import Keep, MeetingPoint
 from node.island.faults import RankDiedError, RankFailedError
 from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork, Progress, rebases
 from node.island.launcher import ProcessIsland
-from node.island.layout import layout_of
 from node.island.local_training import LocalTraining
 from node.island.mesh_shape import MeshShape
 from node.outer_state import SharedVectors, Vector
 from protocol.errors import AtollError, ConfigError
+from protocol.layout import layout_of
 from protocol.rounds import CorpusSummary
 from protocol.run_spec import RunSpec
 
@@ -67,7 +67,7 @@ class HostsIsland:
         self._spec = spec
         self._shape = shape
         self._local = local
-        self._layout = layout_of(spec.model, spec.exchange.fragments)
+        self._layout = layout_of(spec)
         self._shared = shared
         self._others: list[Host] = []
         self._store: Aside | None = None

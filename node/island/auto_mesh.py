@@ -12,11 +12,9 @@ from typing import Literal
 from node.island.combinations import check_combination
 from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh_shape import (
-    VOCABULARY,
     MeshShape,
     check_batch,
     check_shape,
-    num_parameters,
 )
 from protocol.errors import ConfigError
 from protocol.run_spec import RunSpec
@@ -70,12 +68,12 @@ class Choice:
 
 def need_of(shape: MeshShape, spec: RunSpec, local: LocalTraining = PLAIN) -> Need:
     """What the fullest rank takes, at the peak of an inner step."""
-    model = spec.model
+    model = spec.decoder
     layers = math.ceil(model.num_layers / shape.pipeline)
-    table = VOCABULARY * model.hidden_size
-    per_layer = (num_parameters(model) - table) // model.num_layers
+    table = model.vocab_size * model.hidden_size
+    per_layer = (spec.num_parameters - table) // model.num_layers
     # A pipeline's rank has one table at most, at whichever end.
-    values = (num_parameters(model) if shape.pipeline == 1 else layers * per_layer + table) // (
+    values = (spec.num_parameters if shape.pipeline == 1 else layers * per_layer + table) // (
         shape.tensor
     )
     folded = shape.num_shards if shape.is_fully_sharded else shape.shard
@@ -93,7 +91,7 @@ def need_of(shape: MeshShape, spec: RunSpec, local: LocalTraining = PLAIN) -> Ne
 
 def _activation_bytes(shape: MeshShape, spec: RunSpec, layers: int, local: LocalTraining) -> int:
     """What autograd keeps of the samples that are under way at once."""
-    model = spec.model
+    model = spec.decoder
     rows = spec.inner.batch // shape.num_data
     if shape.pipeline > 1 and shape.schedule != "gpipe":
         # As many microbatches as the pipeline is long are under way in its first rank.
@@ -113,13 +111,13 @@ def _activation_bytes(shape: MeshShape, spec: RunSpec, layers: int, local: Local
         kept = layers * (model.hidden_size * (5 + 2 * kv_share) + 2 * model.ffn_size)
     if local.precision not in ("fp32", "tf32"):
         kept /= 2  # at most: the residual stream stays fp32
-    of_logits = 3 * VOCABULARY  # logits, their exponentials, their gradient
+    of_logits = 3 * model.vocab_size  # logits, their exponentials, their gradient
     return int(_VALUE_BYTES * positions * (kept + of_logits) / shape.tensor)
 
 
 def node_bytes(spec: RunSpec) -> int:
     """What a node takes of the system's memory besides its ranks: the outer state, and torch."""
-    return _NODE_PROCESS_BYTES + _VALUE_BYTES * _NODE_VALUES * num_parameters(spec.model)
+    return _NODE_PROCESS_BYTES + _VALUE_BYTES * _NODE_VALUES * spec.num_parameters
 
 
 def check_node_memory(spec: RunSpec, memory_bytes: int) -> None:
@@ -127,7 +125,7 @@ def check_node_memory(spec: RunSpec, memory_bytes: int) -> None:
     need = node_bytes(spec)
     if need > memory_bytes:
         raise ConfigError(
-            f"the outer state of {num_parameters(spec.model):,} parameters takes about "
+            f"the outer state of {spec.num_parameters:,} parameters takes about "
             f"{_words(need)} of memory, and {_words(memory_bytes)} are free",
             next_step="free memory, raise the container's limit, or take part with another machine",
         )
@@ -193,7 +191,7 @@ def choose(
     least, shape = min(too_large, key=lambda sized: sized[0])
     others = f". Of other meshes: {left_out.what}" if left_out else ""
     raise ConfigError(
-        f"{num_parameters(spec.model):,} parameters do not fit {num_ranks} × "
+        f"{spec.num_parameters:,} parameters do not fit {num_ranks} × "
         f"{_words(bytes_per_rank)}: with {shape}, which needs least, a rank takes about "
         f"{_words(least)} ({need_of(shape, spec, local)}){others}",
         next_step="add ranks, free memory, or take part with a machine that has more",

@@ -16,7 +16,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from node.island.ferry import Copies, copy_in_turn
 from node.island.mesh import Mesh
 from node.island.model import Decoder
-from node.outer_state import Layout, TensorPlace, Vector
+from node.outer_state import Vector
+from protocol.layout import Layout, TensorPlace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -109,7 +109,7 @@ class Engine:
         self.dtype = dtype_of(local.precision, device)
         """What matrix products are computed in."""
         self.loss_scale = LossScale(self.dtype)
-        self.parts = parts_of(spec.model, mesh, device, self.dtype)
+        self.parts = parts_of(spec.decoder, mesh, device, self.dtype)
         """The rank's parts of the model, in the order of its stages."""
         for part in self.parts:
             if local.compile:

@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 import blake3
 import numpy as np
 
-from node.island.layout import layout_of
 from node.outer_state import Vector
-from protocol.run_spec import ModelSection
+from protocol.layout import layout_of
+from protocol.run_spec import RunSpec
 
 STANDARD_DEVIATION = 0.02
 _ELEMENTS_AT_ONCE = 1 << 18  # keeps the random words of a large tensor out of memory
@@ -21,9 +21,7 @@ _WORDS_A_COUNT = 4  # that Philox makes of one value of its counter
 
 
 def initial_parameters(
-    spec: ModelSection,
-    seed: int,
-    num_fragments: int = 1,
+    spec: RunSpec,
     *,
     num_threads: int = 1,
     out: Vector | None = None,
@@ -34,7 +32,7 @@ def initial_parameters(
     stream are smaller by sqrt(2 · layers) (GPT-2, Radford et al., 2019, section 2.3); norms are
     one.
     """
-    layout = layout_of(spec, num_fragments)
+    layout = layout_of(spec)
     parameters = np.empty(layout.num_elements, np.float32) if out is None else out
     if parameters.shape != (layout.num_elements,):
         raise ValueError(f"{layout.num_elements} elements do not fit into {parameters.shape}")
@@ -48,7 +46,7 @@ def initial_parameters(
             deviation = STANDARD_DEVIATION
             if place.name.endswith(("o_proj.weight", "down_proj.weight")):
                 deviation /= math.sqrt(2 * spec.num_layers)
-            key = _key_of(seed, place.name)
+            key = _key_of(spec.run.seed, place.name)
             parts += [
                 pool.submit(_fill_near_normal, values, start, key, deviation)
                 for start in range(0, len(values), _ELEMENTS_AT_ONCE)

@@ -2,16 +2,16 @@
 
 import torch
 
-from node.island.layout import layout_of
 from node.island.model import Decoder, copy_parameters
 from node.outer_state import Vector
-from protocol.run_spec import ModelSection
+from protocol.layout import layout_of
+from protocol.run_spec import RunSpec
 
 
-def decoder_of(spec: ModelSection, parameters: Vector, num_fragments: int = 1) -> Decoder:
+def decoder_of(spec: RunSpec, parameters: Vector) -> Decoder:
     """A model on the CPU with the weights of a canonical vector."""
-    decoder = Decoder(spec)
-    copy_parameters(decoder, layout_of(spec, num_fragments), parameters)
+    decoder = Decoder(spec.decoder)
+    copy_parameters(decoder, layout_of(spec), parameters)
     return decoder.eval()
 
 

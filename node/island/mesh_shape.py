@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from protocol.errors import ConfigError
-from protocol.run_spec import ModelSection, RunSpec
-
-VOCABULARY = 256
-"""One token for each byte."""
+from protocol.models import DecoderModel
+from protocol.run_spec import RunSpec
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv"]
 Axis = Literal["pipeline", "replicate", "shard", "context", "tensor"]
@@ -150,20 +148,11 @@ class MeshShape:
         return text.replace(f"shard {self.shard}", f"shard {self.shard} (ZeRO {self.zero})")
 
 
-def num_parameters(model: ModelSection) -> int:
-    """Parameters of the whole model."""
-    hidden = model.hidden_size
-    kv_size = hidden // model.num_heads * model.num_kv_heads
-    layer = 2 * hidden * hidden + 2 * hidden * kv_size + 3 * hidden * model.ffn_size + 2 * hidden
-    tables = 1 if model.tie_embeddings else 2
-    return tables * VOCABULARY * hidden + model.num_layers * layer + hidden
-
-
 def check_shape(shape: MeshShape, spec: RunSpec) -> None:
     """Raises ConfigError with the numbers when the run's model or batch does not fit the mesh."""
     for problem, next_step in itertools.chain(
-        _of_tensor(shape, spec.model),
-        _of_context(shape, spec.model),
+        _of_tensor(shape, spec.decoder),
+        _of_context(shape, spec.decoder),
         _of_pipeline(shape, spec),
         _of_schedule(shape),
         _of_zero(shape),
@@ -189,7 +178,7 @@ def check_batch(shape: MeshShape, spec: RunSpec) -> None:
         )
 
 
-def _of_tensor(shape: MeshShape, model: ModelSection) -> Iterator[tuple[str, str]]:
+def _of_tensor(shape: MeshShape, model: DecoderModel) -> Iterator[tuple[str, str]]:
     tensor = shape.tensor
     for what, number in (
         ("num_heads", model.num_heads),
@@ -201,9 +190,9 @@ def _of_tensor(shape: MeshShape, model: ModelSection) -> Iterator[tuple[str, str
                 f"tp = {tensor} does not divide [model] {what} = {number}",
                 "choose a tp that divides it, or shard instead",
             )
-    if VOCABULARY % tensor:
+    if model.vocab_size % tensor:
         yield (
-            f"tp = {tensor} does not divide the vocabulary of {VOCABULARY} bytes",
+            f"tp = {tensor} does not divide [model] vocab_size = {model.vocab_size}",
             "choose a power of two for tp, or shard instead",
         )
     length = model.context // shape.context
@@ -214,7 +203,7 @@ def _of_tensor(shape: MeshShape, model: ModelSection) -> Iterator[tuple[str, str
         )
 
 
-def _of_context(shape: MeshShape, model: ModelSection) -> Iterator[tuple[str, str]]:
+def _of_context(shape: MeshShape, model: DecoderModel) -> Iterator[tuple[str, str]]:
     if shape.context > 1 and model.context % (2 * shape.context):
         yield (
             f"cp = {shape.context} cuts [model] context = {model.context} into "
@@ -224,11 +213,11 @@ def _of_context(shape: MeshShape, model: ModelSection) -> Iterator[tuple[str, st
 
 
 def _of_pipeline(shape: MeshShape, spec: RunSpec) -> Iterator[tuple[str, str]]:
-    if shape.num_stages > spec.model.num_layers:
+    if shape.num_stages > spec.num_layers:
         each = "a stage" if shape.stages_per_rank == 1 else "two stages"
         yield (
             f"pp = {shape.pipeline} with {shape.schedule} cuts the model into {shape.num_stages} "
-            f"stages ({each} on each rank), and it has {spec.model.num_layers} layers",
+            f"stages ({each} on each rank), and it has {spec.num_layers} layers",
             "lower pp" if shape.stages_per_rank == 1 else "lower pp, or choose schedule 1f1b",
         )
     if shape.pipeline == 1 and shape.num_microbatches:

@@ -1,4 +1,4 @@
-"""The model: a Llama-style decoder over bytes, with the parameter names and shapes of Hugging Face.
+"""The model: a Llama-style decoder, with the parameter names and shapes of Hugging Face.
 
 Names, shapes and arithmetic follow `LlamaForCausalLM`, so that an export loads there unchanged.
 What lives elsewhere: names and shapes in the canonical vector (node.island.layout), the first weights
@@ -12,18 +12,18 @@ import torch
 import torch.nn.functional as F  # noqa: N812 — its usual name
 from torch import Tensor, nn
 
-from node.island.mesh_shape import VOCABULARY
-from node.outer_state import Layout, Vector
-from protocol.run_spec import ModelSection
+from node.outer_state import Vector
+from protocol.layout import Layout
+from protocol.models import DecoderModel
 
 
-def rotary_tables(spec: ModelSection) -> tuple[Tensor, Tensor]:
+def rotary_tables(spec: DecoderModel) -> tuple[Tensor, Tensor]:
     """Cosines and sines of RoPE, each [context, head size], for the rotate-half convention.
 
     RoFormer (Su et al., 2021), section 3.2.2, with the pairs laid out as Llama's checkpoints have
     them: value i turns together with value i + head size / 2.
     """
-    head_size = spec.hidden_size // spec.num_heads
+    head_size = spec.values_of_head
     frequencies = 1.0 / spec.rope_theta ** (torch.arange(0, head_size, 2).float() / head_size)
     angles = torch.outer(
         torch.arange(spec.context).float(), frequencies
@@ -66,15 +66,17 @@ def for_each_head(k: Tensor, v: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
 class Attention(nn.Module):
     """Causal self-attention in which several query heads share a key and value head (GQA)."""
 
-    def __init__(self, spec: ModelSection) -> None:
+    def __init__(self, spec: DecoderModel) -> None:
         super().__init__()
-        self.head_size = spec.hidden_size // spec.num_heads
+        self.head_size = spec.values_of_head
         self.attend: Attend = attend_causally  # context parallel puts its own here
-        kv_size = self.head_size * spec.num_kv_heads
-        self.q_proj = nn.Linear(spec.hidden_size, spec.hidden_size, bias=False)
+        query_size, kv_size = (
+            self.head_size * heads for heads in (spec.num_heads, spec.num_kv_heads)
+        )
+        self.q_proj = nn.Linear(spec.hidden_size, query_size, bias=False)
         self.k_proj = nn.Linear(spec.hidden_size, kv_size, bias=False)
         self.v_proj = nn.Linear(spec.hidden_size, kv_size, bias=False)
-        self.o_proj = nn.Linear(spec.hidden_size, spec.hidden_size, bias=False)
+        self.o_proj = nn.Linear(query_size, spec.hidden_size, bias=False)
 
     def forward(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
         """Mixes x [B, T, hidden] over the positions before each."""
@@ -90,7 +92,7 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU (Shazeer, "GLU variants improve Transformer", 2020)."""
 
-    def __init__(self, spec: ModelSection) -> None:
+    def __init__(self, spec: DecoderModel) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(spec.hidden_size, spec.ffn_size, bias=False)
         self.up_proj = nn.Linear(spec.hidden_size, spec.ffn_size, bias=False)
@@ -104,7 +106,7 @@ class FeedForward(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention, then feed-forward, each on normalised input and added to the stream."""
 
-    def __init__(self, spec: ModelSection) -> None:
+    def __init__(self, spec: DecoderModel) -> None:
         super().__init__()
         self.self_attn = Attention(spec)
         self.mlp = FeedForward(spec)
@@ -123,9 +125,9 @@ class Stack(nn.Module):
     cosines: Tensor  # [context, head size]; with context parallel the rank's own positions
     sines: Tensor  # likewise
 
-    def __init__(self, spec: ModelSection) -> None:
+    def __init__(self, spec: DecoderModel) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(VOCABULARY, spec.hidden_size)
+        self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
         # A dictionary, not a list: names stay canonical when a pipeline rank holds layers 4 to 7.
         self.layers = nn.ModuleDict({str(i): DecoderLayer(spec) for i in range(spec.num_layers)})
         self.norm = nn.RMSNorm(spec.hidden_size, eps=spec.norm_epsilon)
@@ -137,12 +139,12 @@ class Stack(nn.Module):
 class Decoder(nn.Module):
     """The whole model, or the part of it that `cut` leaves. Its weights are torch's own at first."""
 
-    def __init__(self, spec: ModelSection) -> None:
+    def __init__(self, spec: DecoderModel) -> None:
         super().__init__()
         self.context = spec.context
         self.model = Stack(spec)
         if not spec.tie_embeddings:
-            self.lm_head = nn.Linear(spec.hidden_size, VOCABULARY, bias=False)
+            self.lm_head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
         self.is_tied = spec.tie_embeddings
         self.is_first = self.is_last = True
 
@@ -160,7 +162,7 @@ class Decoder(nn.Module):
                 del self.lm_head
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits [B, T, 256] of the byte after each of tokens [B, T], T ≤ context.
+        """Logits [B, T, vocabulary] of the token after each of tokens [B, T], T ≤ context.
 
         A stage takes and gives hidden states [B, T, hidden] where the model is cut.
         """
@@ -179,11 +181,11 @@ class Decoder(nn.Module):
 
 
 NO_TARGET = -100
-"""Stands for the byte that padding should predict: none. Torch's own number for it."""
+"""Stands for the token that padding should predict: none. Torch's own number for it."""
 
 
 def mean_nats(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean over targets [B, T] of what logits [B, T, 256] miss; padding counts as 0.
+    """Mean over targets [B, T] of what logits [B, T, vocabulary] miss; padding counts as 0.
 
     A sum, divided: over sharded logits torch has no mean.
     """

@@ -25,11 +25,11 @@ from node.island.context import ContextAttention, positions_of
 from node.island.mesh import Mesh
 from node.island.model import Decoder, DecoderLayer, rotary_tables
 from node.island.sharded_weights import policy_of
-from protocol.run_spec import ModelSection
+from protocol.models import DecoderModel
 
 
 def parts_of(
-    spec: ModelSection, mesh: Mesh, device: torch.device, dtype: torch.dtype = torch.float32
+    spec: DecoderModel, mesh: Mesh, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> list[Decoder]:
     """The rank's parts of the model: one, or two with schedules that interleave.
 
@@ -116,7 +116,7 @@ def _tensor_plan(part: Decoder) -> dict[str, ParallelStyle]:
     """Tensor parallel (Megatron-LM, Shoeybi et al., 2019) with sequence parallel between.
 
     Between layers each rank holds its part of the positions, [B, T / tensor, hidden]. Logits stay
-    cut by the vocabulary, [B, T, 256 / tensor], for a loss that is computed so.
+    cut by the vocabulary, [B, T, vocabulary / tensor], for a loss that is computed so.
     """
     plan: dict[str, ParallelStyle] = {}
     if hasattr(part.model, "embed_tokens"):

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from node.island.accumulation import plain
 from node.island.mesh import Mesh
-from node.island.mesh_shape import VOCABULARY, ScheduleName
+from node.island.mesh_shape import ScheduleName
 from node.island.model import Decoder, mean_nats
 from node.island.precision import LossScale, autocast
 from protocol.run_spec import RunSpec
@@ -60,10 +60,14 @@ class Pipeline:
         # and into gradients.
         tokens = torch.empty(rows, length, dtype=torch.int64, device="meta")
         hidden = torch.empty(
-            rows, length // shape.tensor, spec.model.hidden_size, device="meta", requires_grad=True
+            rows,
+            length // shape.tensor,
+            spec.decoder.hidden_size,
+            device="meta",
+            requires_grad=True,
         )
         logits = torch.empty(
-            *(rows, length, VOCABULARY // shape.tensor),
+            *(rows, length, spec.decoder.vocab_size // shape.tensor),
             dtype=dtype,
             device="meta",
             requires_grad=True,
@@ -129,7 +133,7 @@ class Pipeline:
         return self._loss_of(logits, targets) * self._loss_scale.value
 
     def _loss_of(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The loss of logits [B, T, 256], or of a rank's part of their vocabulary."""
+        """The loss of logits [B, T, vocabulary], or of a rank's part of their vocabulary."""
         if self._mesh.shape.tensor == 1:
             return mean_nats(logits, targets)
         assert self._mesh.devices is not None

@@ -33,7 +33,6 @@ from node.island.faults import TrainingDivergedError
 from node.island.ferry import copies_of
 from node.island.inner_state import Blank, Named, Staging, Tensors, is_stepped, named_by
 from node.island.island import Evaluation, InnerReport, InnerWork, Progress, rebases
-from node.island.layout import layout_of
 from node.island.local_communication import LocalCommunication
 from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh import Mesh
@@ -49,6 +48,7 @@ from node.island.schedule import (
 from node.island.sharded_weights import reshard
 from node.island.utilisation import flops_per_token, measure_peak_if_unknown, measured
 from node.outer_state import Vector
+from protocol.layout import layout_of
 from protocol.rounds import Digest
 from protocol.run_spec import RunSpec
 
@@ -125,7 +125,7 @@ class Trainer:
         self._device = device
         self._mesh = mesh
         self._clock = clock
-        self._layout = layout_of(spec.model, spec.exchange.fragments)
+        self._layout = layout_of(spec)
         self._copies = copies_of(torch.device("cpu") if mesh.shape.has_offload else device)
         self._staging = Staging(torch.device("cpu") if mesh.shape.has_offload else device)
         self._engine = Engine(spec=spec, mesh=mesh, device=device, local=local)
@@ -243,7 +243,7 @@ class Trainer:
             tokens=tokens,
             loss=loss_sum / (tally.steps * num_losses),
             seconds=seconds,
-            flops=float(tokens * flops_per_token(self._spec.model)),
+            flops=float(tokens * flops_per_token(self._spec)),
             peak_flops_per_second=hardware.peak_flops_per_second,
             is_peak_measured=hardware.is_peak_measured,
             peak_memory_bytes=hardware.peak_memory_bytes,

@@ -10,11 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from node.island.accelerator import name_of, peak_memory_bytes
-from node.island.layout import model_shapes
 from node.island.measured_peak import measure_peak, measured_peak_of
 from node.island.mesh import Mesh
-from node.island.mesh_shape import VOCABULARY
-from protocol.run_spec import ModelSection
+from protocol.run_spec import RunSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,18 +52,24 @@ _PEAKS = {
 }
 
 
-def flops_per_token(spec: ModelSection) -> int:
+def flops_per_token(spec: RunSpec) -> int:
     """Floating-point operations of forward and backward for one token.
 
     PaLM (Chowdhery et al., 2022, appendix B): 6 for each weight of a matrix product (the head is
     one, the embedding is not), and 12 · layers · hidden size · context for attention, without a
     discount for the causal mask. What is computed again does not count.
     """
-    weights = VOCABULARY * spec.hidden_size  # of the head, also when it is the embedding
-    for name, shape in model_shapes(spec):
-        if len(shape) == 2 and ".layers." in name:
-            weights += shape[0] * shape[1]
-    return 6 * weights + 12 * spec.num_layers * spec.hidden_size * spec.context
+    if spec.description is not None and spec.description.flops_per_token is not None:
+        return spec.description.flops_per_token
+    model = spec.decoder
+    weights = model.vocab_size * model.hidden_size  # of the head, also when it is the embedding
+    weights += sum(
+        tensor.num_elements
+        for tensor in spec.tensors
+        if tensor.layer is not None and len(tensor.shape) == 2
+    )
+    attention = model.num_layers * model.num_heads * model.values_of_head * model.context
+    return 6 * weights + 12 * attention
 
 
 def peak_of(device_name: str, dtype: torch.dtype) -> float | None:

@@ -8,10 +8,14 @@ from pathlib import Path
 from coordinator.app import Coordinator
 from coordinator.config import CoordinatorConfig, Home, create_home
 from protocol.channel import open_blocking_channel, open_channel
+from protocol.convert import layout_to_wire
 from protocol.credentials import Credentials
 from protocol.enrolment import enrol
 from protocol.identity import Identity
 from protocol.invite import Invite
+from protocol.layout import layout_of
+from protocol.models import Description, TensorShape
+from protocol.run_spec import DESCRIPTION_FILE, run_from_json
 from protocol.v1 import operator_pb2, round_pb2, session_pb2
 from protocol.v1.operator_pb2_grpc import OperatorServiceStub
 from protocol.v1.session_pb2_grpc import SessionServiceStub
@@ -22,10 +26,16 @@ LOCAL = CoordinatorConfig(host="127.0.0.1", control_port=0, enrolment_port=0, ad
 RUN = '[run]\nname = "tested"\nrounds = 2\nmin_nodes = 2\n'
 START, MIDDLE = b"\x10" * 32, b"\x20" * 32
 NUM_ELEMENTS = 1024
+FLAT = Description(tensors=(TensorShape(name="w", shape=(NUM_ELEMENTS,)),))
+
+
+def described(folder: Path) -> None:
+    """Gives the run a model of one tensor."""
+    (folder / DESCRIPTION_FILE).write_bytes(FLAT.to_json())
 
 
 def new_home(folder: Path) -> Home:
-    return create_home(folder, config=LOCAL, text=RUN)
+    return create_home(folder, config=LOCAL, text=RUN, finish=described)
 
 
 @asynccontextmanager
@@ -71,14 +81,15 @@ class FakeNode:
         await self._channel.close()
 
     async def attach(self, **changes: object) -> session_pb2.AttachResponse:
-        digest = (await self.session.GetRun(session_pb2.GetRunRequest())).run_digest
+        run = await self.session.GetRun(session_pb2.GetRunRequest())
+        layout = layout_of(run_from_json(run.run_json)).summary()
         request = session_pb2.AttachRequest(
             node_name=self.name,
             address=session_pb2.PeerAddress(
                 public_key=self.identity.public_key, multiaddrs=["/ip4/127.0.0.1/tcp/1"]
             ),
-            run_digest=digest,
-            layout=session_pb2.LayoutSummary(digest=b"l" * 32, fragment_elements=[NUM_ELEMENTS]),
+            run_digest=run.run_digest,
+            layout=layout_to_wire(layout),
             corpus=session_pb2.CorpusSummary(digest=b"c" * 32, num_samples=10, num_bytes=99),
             outer_digest=START,
             device="cpu",

@@ -16,6 +16,7 @@ from coordinator_scene import (
     NUM_ELEMENTS,
     RUN,
     FakeNode,
+    described,
     new_home,
     serving,
     two_nodes,
@@ -36,7 +37,9 @@ Labels = frozenset[tuple[str, str]]
 
 
 def home_with_pages(folder: Path, address: str = "127.0.0.1:0", text: str = PATIENT) -> Home:
-    return create_home(folder, config=LOCAL.with_changes(dashboard=address), text=text)
+    return create_home(
+        folder, config=LOCAL.with_changes(dashboard=address), text=text, finish=described
+    )
 
 
 def fetched(port: int, path: str, method: str = "GET") -> tuple[int, str]:

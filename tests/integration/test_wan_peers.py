@@ -106,6 +106,6 @@ def test_peers_that_exchange_train_and_stay_equal(
         time.sleep(0.05)
     one, other = (np.load(tmp_path / exchanges_of(order)[EXCHANGES]) for order in orders)
     assert np.array_equal(one, other)
-    first = initial_parameters(spec.model, spec.run.seed)
+    first = initial_parameters(spec)
     assert one.shape == first.shape
     assert not np.array_equal(one, first)

@@ -213,7 +213,7 @@ class Running:
 class Swarm:
     """A coordinator's folder and what is started for it; `end` stops all of it.
 
-    The coordinator's own folder lies on `disk`, if given.
+    The coordinator's own folder lies on `disk`, if given; `complete` adds what else belongs to it.
     """
 
     def __init__(
@@ -223,6 +223,7 @@ class Swarm:
         *,
         host: str = "127.0.0.1",
         disk: SmallDisk | None = None,
+        complete: Callable[[Path], None] = lambda _: None,
     ) -> None:
         self.folder = folder
         self._disk = disk
@@ -232,6 +233,7 @@ class Swarm:
         run_file.write_text(run_text)
         ports = ("--host", host, "--port", "0", "--enrolment-port", "0")
         done(atoll("coordinator", "init", self.home, "--run", run_file, *ports))
+        complete(self.home)
         self._ports: tuple[str, str] | None = None
         self._running: list[Running] = []
         self.coordinator: Running

@@ -28,18 +28,12 @@ from node.island.mesh_shape import MeshShape
 from node.island.model import Attention
 from node.island.trainer import Trainer
 from node.outer_state import SharedNames, SharedVectors
-from protocol.run_spec import (
-    DataSection,
-    EvaluationSection,
-    ExchangeSection,
-    InnerSection,
-    ModelSection,
-    RunSpec,
-)
+from protocol.models import DecoderModel
+from protocol.run_spec import DataSection, EvaluationSection, ExchangeSection, InnerSection, RunSpec
 
 # 5 layers and 24 × 40 matrices: pipelines and shards get parts of different sizes. More ranks than
 # some tensors have rows would be empty shards: norms have 24 values, of which tensor ranks share.
-MODEL = ModelSection(
+MODEL = DecoderModel(
     hidden_size=24, num_layers=5, num_heads=4, num_kv_heads=2, ffn_size=40, context=16
 )
 STEPS = 5
@@ -186,7 +180,7 @@ def _trained(
     backend: str,
 ) -> Outcome:
     context = multiprocessing.get_context("forkserver")
-    first = initial_parameters(spec.model, 0)
+    first = initial_parameters(spec)
     vectors = SharedVectors.create(first.size)
     vectors.parameters[:] = first
     vectors.published[:] = np.nan

@@ -5,20 +5,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from node.island.first_weights import initial_parameters
-from node.island.layout import layout_of
 from node.outer_state import SharedVectors
-from protocol.run_spec import (
-    DataSection,
-    EvaluationSection,
-    InnerSection,
-    ModelSection,
-    RunSpec,
-)
+from protocol.layout import layout_of
+from protocol.models import DecoderModel
+from protocol.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
 
 
 def small_spec(learning_rate: float = 1e-2, batch: int = 4) -> RunSpec:
     return RunSpec(
-        model=ModelSection(
+        model=DecoderModel(
             hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, ffn_size=24, context=16
         ),
         data=DataSection(source="text", paths=("*.txt",), held_out=0.2),
@@ -35,9 +30,9 @@ def with_texts(folder: Path) -> Path:
 
 
 @contextmanager
-def initial_vectors(model: ModelSection) -> Iterator[SharedVectors]:
-    vectors = SharedVectors.create(layout_of(model).num_elements)
-    vectors.parameters[:] = initial_parameters(model, 0)
+def initial_vectors(model: DecoderModel) -> Iterator[SharedVectors]:
+    vectors = SharedVectors.create(layout_of(RunSpec(model=model)).num_elements)
+    vectors.parameters[:] = initial_parameters(RunSpec(model=model))
     try:
         yield vectors
     finally:

@@ -72,7 +72,7 @@ def test_late_work_is_not_lost(corpus: Corpus) -> None:
     rounding = [float(np.abs(node.outer.owed().residual).max()) for node in in_time]
     assert max(owed) > 2 * max(rounding)
     moved, moved_in_time = (
-        float(np.abs(swarm[0].parameters - initial_parameters(spec.model, spec.run.seed)).mean())
+        float(np.abs(swarm[0].parameters - initial_parameters(spec)).mean())
         for swarm in (nodes, in_time)
     )
     assert 0.2 * moved_in_time < moved < moved_in_time  # late work counts later, and not before

@@ -31,11 +31,11 @@ from node.island.forkserver import prepare_forkserver
 from node.island.inline import InlineIsland
 from node.island.island import Island, Progress
 from node.island.launcher import ProcessIsland
-from node.island.layout import layout_of
 from node.island.local_training import PLAIN
 from node.island.mesh_shape import MeshShape
 from node.outer_state import SharedVectors, Vector
 from protocol.errors import ConfigError, ProtocolMismatchError
+from protocol.layout import layout_of
 from protocol.run_spec import ExchangeSection, RunSpec
 
 SPEC = small_spec().model_copy(
@@ -204,7 +204,7 @@ async def test_two_hosts_train_as_one_process_and_end_together(
 async def overlapped(island: Island, vectors: tuple[Vector, Vector]) -> list[Vector]:
     """What is published over two rounds of each fragment, trained on through both adoptions."""
     parameters, published = vectors
-    layout = layout_of(BLENDED.model, BLENDED.exchange.fragments)
+    layout = layout_of(BLENDED)
     found = []
     await island.adopt()
     await island.train(work_of(3), ignore)
@@ -248,7 +248,7 @@ def folder_of(path: Path, spec: RunSpec = AT_ONCE, *, num_hosts: int = 2) -> Che
     return CheckpointFolder(
         path=path,
         run_digest=spec.digest(),
-        layout_digest=layout_of(spec.model).summary().digest,
+        layout_digest=layout_of(spec).summary().digest,
         every_rounds=1,
         num_hosts=num_hosts,
     )

@@ -6,8 +6,9 @@ from benchmarks.island_loops import Kind
 from benchmarks.island_speed import compare, copy_speeds
 from node.island.forkserver import prepare_forkserver
 from node.island.local_training import PLAIN
-from node.island.mesh_shape import MeshShape, num_parameters
-from protocol.run_spec import DataSection, InnerSection, ModelSection, RunSpec
+from node.island.mesh_shape import MeshShape
+from protocol.models import DecoderModel
+from protocol.run_spec import DataSection, InnerSection, RunSpec
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -21,7 +22,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
     for i in range(12):
         (folder / f"{i}.txt").write_text(" ".join(f"{i}:{j * j}" for j in range(300)))
     return RunSpec(
-        model=ModelSection(
+        model=DecoderModel(
             hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, ffn_size=24, context=16
         ),
         data=DataSection(source="text", paths=(f"{folder}/*.txt",), held_out=0.2),
@@ -47,5 +48,5 @@ async def test_an_island_and_torchs_own_loop_train_the_same(
 
 async def test_copies_are_of_all_parameters(spec: RunSpec) -> None:
     row = await copy_speeds(spec, MeshShape(shard=2), ("cpu", "cpu"), PLAIN, repeats=3)
-    assert row["gigabytes"] == pytest.approx(4 * num_parameters(spec.model) / 1e9)
+    assert row["gigabytes"] == pytest.approx(4 * spec.num_parameters / 1e9)
     assert row["adopt_gb_per_second"]["median"] > 0 < row["publish_gb_per_second"]["median"]

@@ -7,10 +7,11 @@ from node.island.auto_mesh import ESTIMATE_FACTOR
 from node.island.forkserver import prepare_forkserver
 from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh_shape import MeshShape
-from protocol.run_spec import InnerSection, ModelSection, RunSpec
+from protocol.models import DecoderModel
+from protocol.run_spec import InnerSection, RunSpec
 
 SPEC = RunSpec(
-    model=ModelSection(
+    model=DecoderModel(
         hidden_size=256, num_layers=4, num_heads=8, num_kv_heads=4, ffn_size=704, context=64
     ),
     inner=InnerSection(batch=4, schedule="constant", warmup_tokens=0),

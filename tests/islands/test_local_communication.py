@@ -8,10 +8,11 @@ from rank_scene import initial_vectors, with_texts
 from benchmarks.lone_work import lone_work, unseen
 from node.island.launcher import ProcessIsland
 from node.island.mesh_shape import MeshShape
-from protocol.run_spec import DataSection, InnerSection, ModelSection, RunSpec
+from protocol.models import DecoderModel
+from protocol.run_spec import DataSection, InnerSection, RunSpec
 
 SPEC = RunSpec(
-    model=ModelSection(
+    model=DecoderModel(
         hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=2, ffn_size=48, context=16
     ),
     data=DataSection(source="text", paths=("*.txt",), held_out=0.2),

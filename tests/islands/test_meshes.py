@@ -25,6 +25,7 @@ from node.island.first_weights import initial_parameters
 from node.island.forkserver import prepare_forkserver
 from node.island.local_training import PLAIN, LocalTraining, Precision
 from node.island.mesh_shape import MeshShape
+from protocol.run_spec import RunSpec
 
 
 @pytest.fixture(scope="module")
@@ -297,7 +298,7 @@ def test_tensors_with_fewer_rows_than_ranks_are_trained_and_published_whole(
     prepare_forkserver()
     one, _, one_last = trained(spec, MeshShape(), tmp_path)
     many, first, last = trained(spec, shape, tmp_path)
-    assert first.tobytes() == initial_parameters(narrow, 0).tobytes()
+    assert first.tobytes() == initial_parameters(RunSpec(model=narrow)).tobytes()
     assert many[:3] == pytest.approx(one[:3], abs=1e-5)
     assert many[3] == pytest.approx(one[3], abs=1e-5)
     np.testing.assert_allclose(last, one_last, rtol=0, atol=1e-4)
@@ -314,7 +315,7 @@ def check_alike(
     spec = spec_of(tied=tied)
     (before, after, loss, norms, passes, _), first, last = trained(spec, shape, place, local)
     (one_before, one_after, one_loss, one_norms, *_), one_last = alone[tied]
-    assert first.tobytes() == initial_parameters(spec.model, 0).tobytes()
+    assert first.tobytes() == initial_parameters(spec).tobytes()
     assert (before, after, loss) == pytest.approx((one_before, one_after, one_loss), abs=1e-5)
     assert norms == pytest.approx(one_norms, abs=1e-5)
     assert len(norms) == STEPS

@@ -22,9 +22,9 @@ from node.island.forkserver import prepare_forkserver
 from node.island.inline import InlineIsland
 from node.island.island import Island
 from node.island.launcher import ProcessIsland
-from node.island.layout import layout_of
 from node.island.mesh_shape import MeshShape
 from node.outer_state import SharedVectors
+from protocol.layout import layout_of
 from protocol.run_spec import RunSpec
 
 SPEC = RESTARTED.model_copy(  # a batch that three hosts can share as well as two
@@ -155,7 +155,7 @@ async def test_the_state_is_bit_for_bit_the_same_on_other_meshes_and_more_hosts(
             await island.train(work_of(1), ignore)
             await island.keep(1, is_last=True)
         first = disks.state(1)
-        places = layout_of(SPEC.model).places
+        places = layout_of(SPEC).places
         kinds = ("step", "exp_avg", "exp_avg_sq")
         assert sorted(first) == sorted(f"{kind}/{each.name}" for kind in kinds for each in places)
         assert all(bool(tensor.any()) and not tensor.isnan().any() for tensor in first.values())

@@ -23,11 +23,11 @@ from node.island.forkserver import prepare_forkserver
 from node.island.inline import InlineIsland
 from node.island.island import InnerReport, InnerWork, Progress
 from node.island.launcher import ProcessIsland
-from node.island.layout import layout_of
 from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh_shape import MeshShape
 from node.outer_state import SharedVectors
 from protocol.errors import ConfigError, NoInputError
+from protocol.layout import layout_of
 from protocol.run_spec import ExchangeSection, RunSpec
 
 ENDLESS = 1_000_000
@@ -195,8 +195,8 @@ async def test_ranks_take_over_a_fragment_and_evaluate_without_losing_their_own(
             "exchange": ExchangeSection(fragments=2, overlap="blend"),
         }
     )
-    layout = layout_of(spec.model, 2)
-    first = initial_parameters(spec.model, 0, 2)
+    layout = layout_of(spec)
+    first = initial_parameters(spec)
     vectors = SharedVectors.create(layout.num_elements)
     try:
         vectors.parameters[:] = first
@@ -375,7 +375,7 @@ sys.path[:0] = sys.argv[2:]
 from test_ranks import ENDLESS, ProcessIsland, SharedVectors, layout_of, small_spec, work_of
 
 async def main():
-    vectors = SharedVectors.create(layout_of(small_spec().model).num_elements)
+    vectors = SharedVectors.create(layout_of(small_spec()).num_elements)
     island = ProcessIsland(spec=small_spec(), names=vectors.names, devices=("cpu",) * 2,
                            folder=Path(sys.argv[1]), num_threads=1)
     await island.start()

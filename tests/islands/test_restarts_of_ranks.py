@@ -22,20 +22,15 @@ from node.island.first_weights import initial_parameters
 from node.island.forkserver import prepare_forkserver
 from node.island.island import InnerWork, Progress
 from node.island.launcher import ProcessIsland
-from node.island.layout import layout_of
 from node.island.mesh_shape import MeshShape
 from node.outer_state import SharedVectors
-from protocol.run_spec import (
-    DataSection,
-    EvaluationSection,
-    InnerSection,
-    ModelSection,
-    RunSpec,
-)
+from protocol.layout import layout_of
+from protocol.models import DecoderModel
+from protocol.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
 
 # 24 × 40 matrices and 5 layers, so that parts differ in size.
 SPEC = RunSpec(
-    model=ModelSection(
+    model=DecoderModel(
         hidden_size=24, num_layers=5, num_heads=4, num_kv_heads=2, ffn_size=40, context=16
     ),
     data=DataSection(source="text", paths=("*.txt",), held_out=0.2),
@@ -66,7 +61,7 @@ def folder(place: Path) -> CheckpointFolder:
     return CheckpointFolder(
         path=place / "inner",
         run_digest=SPEC.digest(),
-        layout_digest=layout_of(SPEC.model).summary().digest,
+        layout_digest=layout_of(SPEC).summary().digest,
         every_rounds=1,
     )
 
@@ -143,7 +138,7 @@ async def test_the_state_is_bit_for_bit_the_same_from_mesh_to_mesh(
         await island.train(work_of(1), ignore)
         await island.keep(1, is_last=True)
     (first,) = tensors_of(folder)
-    names = [placed.name for placed in layout_of(SPEC.model).places]
+    names = [placed.name for placed in layout_of(SPEC).places]
     kinds = ("step", "exp_avg", "exp_avg_sq")
     assert sorted(first) == sorted(f"{kind}/{name}" for kind in kinds for name in names)
     assert all(bool(tensor.any()) for tensor in first.values())
@@ -167,13 +162,13 @@ async def test_empty_shards_are_kept_as_well(
         update={"hidden_size": 2, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "ffn_size": 3}
     )
     spec = SPEC.model_copy(update={"model": model})
-    small = SharedVectors.create(layout_of(model).num_elements)
+    small = SharedVectors.create(layout_of(RunSpec(model=model)).num_elements)
     try:
-        small.parameters[:] = initial_parameters(model, 0)
+        small.parameters[:] = initial_parameters(RunSpec(model=model))
         kept = CheckpointFolder(
             path=folder.path,
             run_digest=spec.digest(),
-            layout_digest=layout_of(model).summary().digest,
+            layout_digest=layout_of(RunSpec(model=model)).summary().digest,
             every_rounds=1,
         )
         for round_, shape in enumerate([MeshShape(shard=4), MeshShape()], start=1):

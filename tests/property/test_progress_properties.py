@@ -14,8 +14,9 @@ from coordinator.swarm.actions import SendPlan
 from node.duties.planned_work import work_ahead_of, work_of
 from node.island.island import InnerWork
 from node.island.schedule import Position
+from protocol.models import DecoderModel
 from protocol.rounds import NodeId, Plan
-from protocol.run_spec import InnerSection, ModelSection, RunSection, RunSpec
+from protocol.run_spec import InnerSection, RunSection, RunSpec
 from tests.unit.swarm_scene import Scene, digest_of, of_kind
 
 ROUNDS = 6
@@ -34,7 +35,7 @@ def run_of(scene: Scene, *, has_total: bool, full_round: int) -> RunSpec:
         batch=rules.batch,
         total_tokens=full_round * ROUNDS // 2 if has_total else None,
     )
-    model = ModelSection(context=rules.context)
+    model = DecoderModel(context=rules.context)
     return RunSpec(run=RunSection(rounds=ROUNDS), model=model, inner=inner)
 
 

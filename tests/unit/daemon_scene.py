@@ -16,8 +16,8 @@ from node.island.faults import RankDiedError
 from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork, Progress
 from node.link.calls import Attachment, Vitals
 from node.link.events import Event
-from node.outer_state import Layout
 from protocol.errors import UnavailableError
+from protocol.layout import Layout
 from protocol.rounds import Commit, CorpusSummary, Digest, Plan, SliceOutcome
 from protocol.run_spec import RunSpec
 from protocol.wire_count import WireCounts

@@ -26,7 +26,8 @@ from node.exchange.state.snapshot import Owed, Snapshot
 from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
 from node.heavy import in_place
 from node.history import History
-from node.outer_state import Layout, Vector
+from node.outer_state import Vector
+from protocol.layout import Layout
 from protocol.payload import CONTRIBUTION, RESULT, Payload
 from protocol.rounds import (
     BLOCK,

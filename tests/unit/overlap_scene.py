@@ -15,7 +15,7 @@ from node.exchange.state.on_disk import StateOnDisk
 from node.heavy import Heavy, in_place
 from node.island.faults import RankDiedError
 from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork, Progress
-from node.outer_state import Layout
+from protocol.layout import Layout
 from protocol.rounds import BLOCK, Assignment, CorpusSummary, Digest, Plan, cut_into_slices
 from protocol.run_spec import validated
 from tests.unit.daemon_scene import Life

@@ -65,6 +65,8 @@ class Scene:
         slice_elements: int = 1 << 62,
         round_steps: int | None = None,
         schedule_tokens: int | None = None,
+        first_digest: Digest | None = None,
+        has_private_data: bool = False,
     ) -> None:
         rules = Rules(
             total_rounds=rounds,
@@ -84,6 +86,8 @@ class Scene:
             slice_elements=slice_elements,
             round_steps=round_steps,
             schedule_tokens=schedule_tokens,
+            first_digest=first_digest,
+            has_private_data=has_private_data,
         )
         self.layout = layout
         self._num_processes: Counter[str] = Counter()

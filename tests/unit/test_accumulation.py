@@ -11,9 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from node.island.accumulation import accumulate_gradients
 from node.island.model import Decoder, Objective
-from protocol.run_spec import ModelSection
+from protocol.models import DecoderModel
 
-MODEL = ModelSection(
+MODEL = DecoderModel(
     hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, ffn_size=24, context=16
 )
 WINDOWS = torch.randint(256, (7, 17), generator=torch.Generator().manual_seed(1))

@@ -18,16 +18,15 @@ from node.config import SNAPSHOTS_FOLDER, NodeSettings
 from node.exchange.state.snapshot import Owed, Snapshot, SnapshotFolder
 from node.hosts.leading import HostsIsland
 from node.island.first_weights import initial_parameters
-from node.island.layout import layout_of
 from node.machine.hardware import look_around
-from node.outer_state import Layout
 from protocol.errors import ConfigError
 from protocol.identity import Identity
+from protocol.layout import Layout, layout_of
 from protocol.wire_count import WireCounts
-from tests.tiny_runs import tiny
+from tests.tiny_runs import run_of, tiny
 
 SPEC = tiny()
-LAYOUT = layout_of(SPEC.model)
+LAYOUT = layout_of(SPEC)
 
 
 class Signals:
@@ -133,7 +132,7 @@ def test_first_weights_are_drawn_beside_the_loop_and_only_where_nothing_takes_th
 
     def look(outer: Any) -> None:
         if not has_snapshot:
-            expected = initial_parameters(SPEC.model, SPEC.run.seed)
+            expected = initial_parameters(SPEC)
             assert outer.snapshot().parameters.tobytes() == expected.tobytes()
 
     monkeypatch.setattr(assembly, "initial_parameters", drawn)
@@ -156,12 +155,13 @@ def test_a_folder_of_another_run_is_refused_and_stays_readable(
 def test_first_weights_are_the_same_bits_with_any_number_of_threads(
     monkeypatch: pytest.MonkeyPatch, num_threads: int
 ) -> None:
-    one = initial_parameters(SPEC.model, 7)
+    seeded = run_of(SPEC.model, seed=7)
+    one = initial_parameters(seeded)
     out = np.full_like(one, np.nan)
-    assert initial_parameters(SPEC.model, 7, num_threads=num_threads, out=out) is out
+    assert initial_parameters(seeded, num_threads=num_threads, out=out) is out
     assert out.tobytes() == one.tobytes()
     monkeypatch.setattr("node.island.first_weights._ELEMENTS_AT_ONCE", 256)  # tensors of many parts
-    assert initial_parameters(SPEC.model, 7, num_threads=num_threads).tobytes() == one.tobytes()
+    assert initial_parameters(seeded, num_threads=num_threads).tobytes() == one.tobytes()
 
 
 class Noting(np.ndarray):  # type: ignore[type-arg]

@@ -9,7 +9,8 @@ from node.island.combinations import REFUSED, check_combination, may_be_traced
 from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh_shape import MeshShape
 from protocol.errors import ConfigError
-from protocol.run_spec import InnerSection, ModelSection, RunSpec
+from protocol.models import DecoderModel
+from protocol.run_spec import InnerSection, RunSpec
 
 MESHES = {
     "copies": MeshShape(replicate=2),
@@ -33,7 +34,7 @@ CHOICES: dict[str, Any] = {
     'precision = "auto"': LocalTraining(precision="auto"),
 }
 SPEC = RunSpec(
-    model=ModelSection(
+    model=DecoderModel(
         hidden_size=256, num_layers=6, num_heads=4, num_kv_heads=2, ffn_size=512, context=64
     ),
     inner=InnerSection(batch=8),

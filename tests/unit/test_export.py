@@ -9,19 +9,20 @@ from safetensors.numpy import load_file, save_file
 
 from node.export import export_model, load_exported
 from node.island.first_weights import initial_parameters
-from node.island.layout import layout_of
 from protocol.errors import BadDataError, CannotCreateError, NoInputError
-from protocol.run_spec import ModelSection
+from protocol.layout import layout_of
+from protocol.models import DecoderModel
+from tests.tiny_runs import run_of
 
-SPEC = ModelSection(hidden_size=16, num_layers=2, num_heads=4, ffn_size=24, context=16)
-WEIGHTS = initial_parameters(SPEC, 1)
+SPEC = DecoderModel(hidden_size=16, num_layers=2, num_heads=4, ffn_size=24, context=16)
+WEIGHTS = initial_parameters(run_of(SPEC, seed=1))
 
 
-def export(out: Path, spec: ModelSection = SPEC) -> None:
+def export(out: Path, spec: DecoderModel = SPEC) -> None:
     export_model(
         spec=spec,
-        layout=layout_of(spec),
-        parameters=initial_parameters(spec, 1),
+        layout=layout_of(run_of(spec)),
+        parameters=initial_parameters(run_of(spec, seed=1)),
         out=out,
         metadata={"run": "my-run", "round": "40", "digest": "9f3c"},
     )
@@ -33,7 +34,7 @@ def test_an_export_reads_back_to_the_bit(is_tied: bool, tmp_path: Path) -> None:
     export(tmp_path / "a" / "b", spec)
     again, parameters = load_exported(tmp_path / "a" / "b")
     assert again == spec
-    assert np.array_equal(parameters, initial_parameters(spec, 1))
+    assert np.array_equal(parameters, initial_parameters(run_of(spec, seed=1)))
 
 
 def test_the_folder_says_what_it_is_to_people_and_to_transformers(tmp_path: Path) -> None:
@@ -101,6 +102,6 @@ def test_transformers_loads_an_export_unchanged(tmp_path: Path) -> None:
     export(tmp_path / "model")
     model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model")
     state = model.state_dict()
-    for place in layout_of(SPEC).places:
+    for place in layout_of(run_of(SPEC)).places:
         ours = WEIGHTS[place.offset : place.offset + place.num_elements].reshape(place.shape)
         assert np.array_equal(state[place.name].numpy(), ours)

@@ -12,13 +12,14 @@ from node.island.corpus import Corpus, read_corpus
 from node.island.first_weights import initial_parameters
 from node.island.generate import decoder_of
 from node.island.island import InnerWork
-from node.island.layout import layout_of, model_shapes
 from node.island.mesh import Mesh
 from node.island.trainer import Trainer
-from node.outer_state import Layout, Vector
+from node.outer_state import Vector
 from protocol.errors import ConfigError
-from protocol.run_spec import ModelSection, RunSpec, validated
-from tests.tiny_runs import tiny
+from protocol.layout import Layout, layout_of
+from protocol.models import DecoderModel
+from protocol.run_spec import RunSpec, validated
+from tests.tiny_runs import run_of, tiny
 
 BLEND = 0.25
 
@@ -32,11 +33,13 @@ BLEND = 0.25
 def test_fragments_are_strided_whole_and_cover_every_tensor_once(
     num_layers: int, share: float, tie: bool, hidden: int
 ) -> None:
-    spec = ModelSection(num_layers=num_layers, hidden_size=hidden, tie_embeddings=tie)
+    spec = DecoderModel(num_layers=num_layers, hidden_size=hidden, tie_embeddings=tie)
     num_fragments = max(1, round(share * num_layers))
-    layout = layout_of(spec, num_fragments)
+    layout = layout_of(run_of(spec, fragments=num_fragments))
     assert [f.index for f in layout.fragments] == list(range(num_fragments))
-    assert sorted((p.name, p.shape) for p in layout.places) == sorted(model_shapes(spec))
+    assert sorted((p.name, p.shape) for p in layout.places) == sorted(
+        (t.name, t.shape) for t in spec.tensors()
+    )
     at = 0
     for fragment in layout.fragments:
         assert fragment.start == at
@@ -47,15 +50,18 @@ def test_fragments_are_strided_whole_and_cover_every_tensor_once(
                 layer = place.name.removeprefix("model.layers.").partition(".")[0]
                 assert not layer.isdigit() or int(layer) % num_fragments == fragment.index
         assert at == fragment.start + fragment.num_elements
-    assert at == layout.num_elements == layout_of(spec).num_elements
+    assert at == layout.num_elements == layout_of(run_of(spec)).num_elements
 
 
 def test_what_is_in_no_layer_goes_where_there_is_least() -> None:
-    spec = ModelSection(num_layers=4, tie_embeddings=False)
-    layout = layout_of(spec, 3)  # of four layers the first fragment holds two
+    spec = DecoderModel(num_layers=4, tie_embeddings=False)
+    layout = layout_of(run_of(spec, fragments=3))  # of four layers the first fragment holds two
     owner = {p.name: f.index for p in layout.places for f in layout.fragments if _holds(f.span, p)}
     assert {owner["model.embed_tokens.weight"], owner["lm_head.weight"]} == {1, 2}
-    assert layout_of(spec, 1).places == Layout.of(model_shapes(spec)).places
+    assert (
+        layout_of(run_of(spec)).places
+        == Layout.of([(t.name, t.shape) for t in spec.tensors()]).places
+    )
 
 
 def _holds(span: slice, place: object) -> bool:
@@ -63,7 +69,7 @@ def _holds(span: slice, place: object) -> bool:
 
 
 def test_more_fragments_than_layers_are_refused_with_both_numbers() -> None:
-    with pytest.raises(ConfigError, match=r"fragments = 4.* num_layers is 3"):
+    with pytest.raises(ConfigError, match=r"fragments = 4.* the model has 3"):
         validated({"exchange": {"fragments": 4}}, origin="run.toml")
     with pytest.raises(ConfigError, match=r'blend = 0.5 belongs to overlap = "blend", not to "n'):
         validated({"exchange": {"blend": 0.5}}, origin="run.toml")
@@ -75,13 +81,13 @@ def test_a_run_that_ends_before_each_fragment_had_a_round_is_refused() -> None:
 
 
 def test_the_weights_of_a_model_do_not_depend_on_its_fragments() -> None:
-    spec = ModelSection()
+    whole, cut = (run_of(DecoderModel(), seed=5, fragments=number) for number in (1, 3))
     tokens = torch.arange(40)[None]
     with torch.no_grad():
-        one = decoder_of(spec, initial_parameters(spec, 5))(tokens)
-        three = decoder_of(spec, initial_parameters(spec, 5, 3), 3)(tokens)
+        one = decoder_of(whole, initial_parameters(whole))(tokens)
+        three = decoder_of(cut, initial_parameters(cut))(tokens)
     assert torch.equal(one, three)
-    assert initial_parameters(spec, 5).tobytes() != initial_parameters(spec, 5, 3).tobytes()
+    assert initial_parameters(whole).tobytes() != initial_parameters(cut).tobytes()
 
 
 # Taking a fragment over
@@ -109,8 +115,8 @@ class Rank:
         self.trainer = Trainer(
             spec=spec, corpus=corpus, device=torch.device("cpu"), mesh=Mesh(), clock=lambda: 0.0
         )
-        self.layout = layout_of(spec.model, 2)
-        self.old = initial_parameters(spec.model, 0, 2)
+        self.layout = layout_of(spec)
+        self.old = initial_parameters(spec)
         self.published = self.old.copy()
         self.trainer.adopt(self.old)
         self.train()

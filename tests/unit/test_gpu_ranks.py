@@ -26,8 +26,8 @@ from node.island.mesh_shape import MeshShape
 from node.island.model import for_each_head
 from node.island.precision import dtype_of
 from node.island.trainer import LOOK_SECONDS, steps_until_next_look
-from node.outer_state import TensorPlace
 from protocol.errors import ConfigError, ExitCode
+from protocol.layout import TensorPlace
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 

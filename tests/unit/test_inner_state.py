@@ -15,22 +15,17 @@ from node.island.corpus import Corpus, read_corpus
 from node.island.first_weights import initial_parameters
 from node.island.inner_state import Named, Staging
 from node.island.island import InnerWork
-from node.island.layout import layout_of
 from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh import Mesh
 from node.island.schedule import rewarming_steps
 from node.island.trainer import Trainer
 from node.outer_state import Vector
-from protocol.run_spec import (
-    DataSection,
-    EvaluationSection,
-    InnerSection,
-    ModelSection,
-    RunSpec,
-)
+from protocol.layout import layout_of
+from protocol.models import DecoderModel
+from protocol.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
 
 SPEC = RunSpec(
-    model=ModelSection(
+    model=DecoderModel(
         hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, ffn_size=24, context=16
     ),
     data=DataSection(source="text", paths=("*.txt",), held_out=0.2),
@@ -54,7 +49,7 @@ def folder(tmp_path: Path) -> CheckpointFolder:
     return CheckpointFolder(
         path=tmp_path / "inner",
         run_digest=SPEC.digest(),
-        layout_digest=layout_of(SPEC.model).summary().digest,
+        layout_digest=layout_of(SPEC).summary().digest,
         every_rounds=1,
     )
 
@@ -105,7 +100,7 @@ class Rank:
 
 
 def first() -> Vector:
-    return initial_parameters(SPEC.model, 0)
+    return initial_parameters(SPEC)
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,12 @@ import torch
 
 from node.island.first_weights import initial_parameters
 from node.island.generate import decoder_of, sample_text
-from node.island.layout import layout_of, model_shapes
 from node.island.model import Decoder
-from protocol.run_spec import ModelSection
+from protocol.layout import layout_of
+from protocol.models import DecoderModel
+from tests.tiny_runs import run_of
 
-TIED = ModelSection(
+TIED = DecoderModel(
     hidden_size=16,
     num_layers=2,
     num_heads=4,
@@ -24,7 +25,7 @@ TIED = ModelSection(
 UNTIED = TIED.model_copy(update={"tie_embeddings": False})
 PROMPT = b"def main(self):\n"
 
-# From transformers 5.23.0: LlamaForCausalLM.from_pretrained(export of 8 · initial_parameters(spec, 7)),
+# From transformers 5.23.0: LlamaForCausalLM.from_pretrained(export of 8 · the weights of seed 7),
 # logits [0, -1, :8] and [0, 5, 100:104] of PROMPT. Regenerate by the same lines, never from our model.
 HUGGING_FACE_LOGITS = {
     True: (
@@ -43,8 +44,8 @@ def tokens_of(text: bytes) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("spec", [TIED, UNTIED])
-def test_logits_are_those_of_hugging_face_llama(spec: ModelSection) -> None:
-    decoder = decoder_of(spec, 8 * initial_parameters(spec, 7))
+def test_logits_are_those_of_hugging_face_llama(spec: DecoderModel) -> None:
+    decoder = decoder_of(run_of(spec), 8 * initial_parameters(run_of(spec, seed=7)))
     with torch.no_grad():
         logits = decoder(tokens_of(PROMPT))[0]
     last, sixth = HUGGING_FACE_LOGITS[spec.tie_embeddings]
@@ -52,17 +53,17 @@ def test_logits_are_those_of_hugging_face_llama(spec: ModelSection) -> None:
     assert logits[5, 100:104].tolist() == pytest.approx(sixth, abs=2e-4)
 
 
-@pytest.mark.parametrize("spec", [TIED, UNTIED, ModelSection()])
-def test_the_layout_names_every_tensor_of_the_module_in_its_order(spec: ModelSection) -> None:
+@pytest.mark.parametrize("spec", [TIED, UNTIED, DecoderModel()])
+def test_the_layout_names_every_tensor_of_the_module_in_its_order(spec: DecoderModel) -> None:
     module = Decoder(spec)
     named = [(name, tuple(tensor.shape)) for name, tensor in module.named_parameters()]
-    assert model_shapes(spec) == named
+    assert [(t.name, t.shape) for t in spec.tensors()] == named
     assert set(module.state_dict()) == {name for name, _ in named}
-    assert layout_of(spec).num_elements == sum(p.numel() for p in module.parameters())
+    assert layout_of(run_of(spec)).num_elements == sum(p.numel() for p in module.parameters())
 
 
 def test_no_logit_sees_a_later_byte() -> None:
-    decoder = decoder_of(TIED, 8 * initial_parameters(TIED, 0))
+    decoder = decoder_of(run_of(TIED), 8 * initial_parameters(run_of(TIED, seed=0)))
     with torch.no_grad():
         before, after = decoder(tokens_of(b"abcdefgh")), decoder(tokens_of(b"abcdeXgh"))
     assert torch.equal(before[0, :5], after[0, :5])
@@ -70,18 +71,18 @@ def test_no_logit_sees_a_later_byte() -> None:
 
 
 def test_first_weights_never_change_their_bits() -> None:
-    weights = initial_parameters(TIED, 7)
+    weights = initial_parameters(run_of(TIED, seed=7))
     digest = blake3.blake3(weights.astype("<f4").tobytes()).hexdigest()
     assert digest == "edda5b6af1a3c75c5809784e1ba61f5d53ad1978fb4c629a6eed22e6fa4e566f"
-    assert not np.array_equal(weights, initial_parameters(TIED, 8))
+    assert not np.array_equal(weights, initial_parameters(run_of(TIED, seed=8)))
 
 
 def test_first_weights_have_the_deviations_that_they_say() -> None:
-    spec = ModelSection(num_layers=2)
-    weights = initial_parameters(spec, 0)
+    spec = DecoderModel(num_layers=2)
+    weights = initial_parameters(run_of(spec, seed=0))
     tensors = {
         place.name: weights[place.offset : place.offset + place.num_elements]
-        for place in layout_of(spec).places
+        for place in layout_of(run_of(spec)).places
     }
     for name, values in tensors.items():
         if "norm" in name:
@@ -97,7 +98,7 @@ def test_first_weights_have_the_deviations_that_they_say() -> None:
 
 
 def test_sampled_text_follows_its_seed_and_goes_on_past_the_context() -> None:
-    decoder = decoder_of(TIED, 8 * initial_parameters(TIED, 0))
+    decoder = decoder_of(run_of(TIED), 8 * initial_parameters(run_of(TIED, seed=0)))
 
     def sampled(temperature: float, seed: int) -> bytes:
         return sample_text(decoder, b"def ", num_bytes=24, temperature=temperature, seed=seed)

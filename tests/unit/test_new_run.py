@@ -33,7 +33,12 @@ context = 32
 
 
 def init(folder: Path, *arguments: str) -> int:
-    return console.run(cli.root, ["init", "--out", str(folder / "run.toml"), *arguments])
+    """Makes a run; what it trains is then in the folder's run.toml."""
+    made = folder / f"run-{len(list(folder.glob('run-*')))}"
+    code = console.run(cli.root, ["init", str(made), "--host", "127.0.0.1", *arguments])
+    if code == 0:
+        (folder / "run.toml").write_bytes((made / "run.toml").read_bytes())
+    return code
 
 
 def test_the_file_is_one_that_a_coordinator_takes(tmp_path: Path) -> None:
@@ -58,7 +63,7 @@ def test_the_file_is_one_that_a_coordinator_takes(tmp_path: Path) -> None:
 def test_every_key_of_the_template_is_still_there_and_explained(tmp_path: Path) -> None:
     assert init(tmp_path, "--link", "100mbit", "--name", "x-1") == 0
     keys = re.findall(r"^(?:# )?(\w+) = \S.*# \S", (tmp_path / "run.toml").read_text(), re.M)
-    defaults = RunSpec().model_dump()
+    defaults = RunSpec().model_dump(exclude={"description"})
     assert sorted(keys) == sorted(key for table in defaults.values() for key in table)
     assert load_run_file(tmp_path / "run.toml").run.name == "x-1"
 
@@ -70,7 +75,7 @@ def test_every_choice_is_printed_with_its_value_and_its_reason(
     arguments = ("--link", "20mbit/5mbit", "--model", "42m", "--step", "300ms")
     assert init(tmp_path, *arguments, "--json") == 0
     told = json.loads(capsys.readouterr().out)
-    assert init(tmp_path, *arguments, "--force") == 0
+    assert init(tmp_path, *arguments) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(told["choices"]) >= 14
     for choice in told["choices"]:
@@ -98,11 +103,12 @@ def test_every_choice_is_printed_with_its_value_and_its_reason(
 def test_the_congestion_control_that_is_told_decides_what_links_are_counted_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ("--link", "10mbit", "--model", "125m", "--step", "1s", "--json", "--force")
+    arguments = ("--link", "10mbit", "--model", "125m", "--step", "1s", "--json")
     plans = {}
     for said in ("cubic", "bbr", None):
         assert init(tmp_path, *arguments, *(["--congestion", said] if said else [])) == 0
         plans[said] = json.loads(capsys.readouterr().out)
+        del plans[said]["folder"]
     assert plans[None] == plans["cubic"]
     assert plans["bbr"]["prediction"]["link_share"] > plans["cubic"]["prediction"]["link_share"]
     assert "with bbr" in (plans["bbr"]["choices"][5]["reason"])
@@ -120,7 +126,7 @@ def test_what_a_run_costs_a_node_and_how_long_it_takes_are_printed(
     arguments = ("--link", "100mbit", "--model", "125m", "--step", "1s", "--nodes", "4")
     assert init(tmp_path, *arguments) == 0
     told = capsys.readouterr().out
-    assert init(tmp_path, *arguments, "--json", "--force") == 0
+    assert init(tmp_path, *arguments, "--json") == 0
     values = json.loads(capsys.readouterr().out)
     parameters = values["situation"]["num_parameters"]
     assert f"for {count_in_words(parameters)} parameters, 4 nodes" in told
@@ -155,14 +161,14 @@ def test_rounds_of_hours_are_warned_of_with_what_shortens_them(
     assert init(tmp_path, *arguments) == 0
     *_, warning = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
     assert warning.startswith("warning: a round takes ") and words in warning
-    assert init(tmp_path, *arguments, "--json", "--force") == 0
+    assert init(tmp_path, *arguments, "--json") == 0
     assert json.loads(capsys.readouterr().out)["warnings"] == [warning]
 
 
 def test_a_speed_says_as_much_as_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = []
     for arguments in (["--speed", "2048"], ["--step", "500ms"]):  # of 8 samples of 128 tokens
-        assert init(tmp_path, "--link", "1mbit", "--force", "--json", *arguments) == 0
+        assert init(tmp_path, "--link", "1mbit", "--json", *arguments) == 0
         found.append(json.loads(capsys.readouterr().out)["prediction"])
     assert found[0] == found[1]
 
@@ -200,7 +206,7 @@ def test_a_model_of_ones_own_comes_from_a_file(tmp_path: Path) -> None:
 def test_what_else_a_file_with_a_model_says_is_told_to_be_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    mine, arguments = tmp_path / "mine.toml", ["--link", "1mbit", "--force", "--model"]
+    mine, arguments = tmp_path / "mine.toml", ["--link", "1mbit", "--model"]
     mine.write_text(f"[inner]\nbatch = 7\n{TINY}[exchange]\nuplink = 'fp32'\n")
     assert init(tmp_path, *arguments, str(mine)) == 0
     assert "only [model] is taken, not [exchange], [inner]" in capsys.readouterr().out
@@ -222,10 +228,12 @@ def test_what_else_a_file_with_a_model_says_is_told_to_be_left_out(
         (["--link", "100mbit", "--rtt", "soon"], "'soon' is no time", 64),
         (["--link", "100mbit", "--step", "0s"], "'0s' is no time", 64),
         (["--link", "100mbit", "--speed", "0"], "0.0 is not in the range", 64),
-        (["--link", "100mbit", "--nodes", "1"], "1 is not in the range", 64),
+        (["--link", "100mbit", "--nodes", "1"], "an exchange takes two nodes", 64),
         (["--link", "100mbit", "--name", "Nö"], "'Nö' is not a name for a run", 64),
         (["--link", "100mbit", "--step", "1s", "--speed", "5"], "the same thing twice", 64),
-        ([], "what links carry is not told", 64),
+        (["--link", "100mbit", "--nodes", "0"], "0 is not in the range", 64),
+        (["--step", "1s"], "--step 1s has no effect while nothing is chosen", 64),
+        (["--model", "3m", "--from", "."], "both say what is trained", 64),
         (["--link", "100mbit", "--measured", "."], "--link and --measured both tell", 64),
         (["--link", "100mbit", "--congestion", "reno"], "'reno' is not one of 'cubic', 'bbr'", 64),
         (["--measured", ".", "--congestion", "bbr"], "--congestion bbr says nothing beside", 64),
@@ -249,8 +257,7 @@ def test_a_mistake_is_a_sentence_and_nothing_is_written(
     ("line", "words"),
     [
         ("hidden_size = 63", "63"),
-        # The one key that nothing reads: it is there for this refusal.
-        ('architecture = "mamba"', "'mamba'"),
+        ('source = "mamba"', "'mamba'"),
     ],
 )
 def test_a_model_file_with_a_mistake_is_refused(
@@ -262,15 +269,34 @@ def test_a_model_file_with_a_mistake_is_refused(
     assert not (tmp_path / "run.toml").exists()
 
 
-def test_a_file_that_is_there_stays_unless_forced(
+def test_a_folder_that_is_there_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run-0").mkdir()
+    (tmp_path / "run-0" / "precious").touch()
+    assert console.run(cli.root, ["init", str(tmp_path / "run-0")]) == 73
+    assert "exists and is not empty" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "run-0").iterdir()] == ["precious"]
+
+
+def test_what_a_run_file_says_is_not_said_twice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "run.toml").write_text("precious")
-    assert init(tmp_path, "--link", "100mbit") == 73
-    assert "--force" in capsys.readouterr().err
-    assert (tmp_path / "run.toml").read_text() == "precious"
-    assert init(tmp_path, "--link", "100mbit", "--force") == 0
-    load_run_file(tmp_path / "run.toml")
+    (tmp_path / "mine.toml").write_text(TINY)
+    beside = ["init", str(tmp_path / "made"), "--run", str(tmp_path / "mine.toml")]
+    assert console.run(cli.root, [*beside, "--model", "3m"]) == 64
+    assert "--model 3m has no effect with --run" in capsys.readouterr().err
+    assert console.run(cli.root, [*beside, "--host", "127.0.0.1"]) == 0
+    assert load_run_file(tmp_path / "made" / "run.toml") == load_run_file(tmp_path / "mine.toml")
+
+
+def test_nothing_named_is_the_template_for_two_nodes(tmp_path: Path) -> None:
+    assert init(tmp_path) == 0
+    assert (tmp_path / "run.toml").read_text() == run_text(name=None, run_file=None)
+
+
+def test_muon_comes_with_the_rate_that_was_measured(tmp_path: Path) -> None:
+    assert init(tmp_path, "--model", "0.2m", "--optimizer", "muon", "--batch", "4") == 0
+    inner = load_run_file(tmp_path / "run.toml").inner
+    assert (inner.optimizer, inner.muon_learning_rate, inner.batch) == ("muon", 2.4e-2, 4)
 
 
 def status_of(*rates: tuple[float, float] | None, **state: int) -> pb.GetStatusResponse:
@@ -311,8 +337,8 @@ def test_nodes_that_do_not_use_bbr_are_told_of_and_who_does_not_say_is_one_of_th
     assert "2 of 3 nodes use cubic, or do not say and count so" in capsys.readouterr().out
     for node in answer.nodes:
         node.heartbeat.congestion_control = "bbr"
-    assert init(tmp_path, "--measured", str(tmp_path), "--json", "--force") == 0
-    assert json.loads(capsys.readouterr().out)["advice"] == ""
+    assert init(tmp_path, "--measured", str(tmp_path), "--json") == 0
+    assert json.loads(capsys.readouterr().out)["notes"] == []
 
 
 def test_one_direction_stands_for_both_until_both_are_known() -> None:
@@ -341,7 +367,7 @@ def test_without_a_measurement_nothing_is_guessed(
 
 
 def test_it_loads_neither_torch_nor_the_exchange(tmp_path: Path) -> None:
-    code, modules = loaded_by(["init", "--link", "1mbit", "--out", str(tmp_path / "run.toml")])
+    code, modules = loaded_by(["init", str(tmp_path / "run"), "--link", "1mbit"])
     assert code == 0
     assert not {"torch", "hivemind", "grpc", "node"} & modules
 

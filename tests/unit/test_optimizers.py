@@ -9,9 +9,10 @@ from torch import Tensor
 from node.island.model import Decoder
 from node.island.optimizers import Muon, inner_optimizers, orthogonalised
 from protocol.errors import ConfigError
-from protocol.run_spec import InnerSection, ModelSection, validated
+from protocol.models import DecoderModel
+from protocol.run_spec import InnerSection, validated
 
-MODEL = ModelSection(
+MODEL = DecoderModel(
     hidden_size=16,
     num_layers=1,
     num_heads=2,

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from node import outer_state
 from node.exchange.outer_optimizer import Nesterov, OuterOptimizer, Sgd
-from node.outer_state import PIECE_ELEMENTS, Layout, OuterDigest, Vector, outer_digest
+from node.outer_state import PIECE_ELEMENTS, OuterDigest, Vector, outer_digest
+from protocol.layout import Layout
 from protocol.rounds import BLOCK
 from tests.unit.exchange_scene import A, B, commit_of, outer_of, result_of
 

@@ -24,8 +24,9 @@ from node.exchange.mean import (
 from node.exchange.outer_optimizer import Nesterov, Sgd
 from node.exchange.reduction import Reduction
 from node.exchange.residual import Residual
-from node.outer_state import Layout, Vector
+from node.outer_state import Vector
 from protocol.errors import SystemRefusedError
+from protocol.layout import Layout
 from protocol.rounds import BLOCK, Contributor, NodeId
 from tests.unit.exchange_scene import (
     RUN,

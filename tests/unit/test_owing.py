@@ -9,7 +9,8 @@ import pytest
 from node.exchange.outer import NotApplicableError, Outer
 from node.exchange.state.sent_log import SentLog
 from node.exchange.state.snapshot import Owed
-from node.outer_state import Layout, Vector
+from node.outer_state import Vector
+from protocol.layout import Layout
 from protocol.payload import Payload
 from protocol.rounds import (
     BLOCK,

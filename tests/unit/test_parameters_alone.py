@@ -11,10 +11,10 @@ from structlog.testing import capture_logs
 from node.config import SNAPSHOTS_FOLDER
 from node.exchange.state import snapshot as snapshot_module
 from node.exchange.state.snapshot import Owed, Snapshot, SnapshotFolder
-from node.island.layout import layout_of
 from node.newest import keep_run, newest_model
 from node.outer_state import PIECE_ELEMENTS
 from protocol.errors import BadDataError, ConfigError
+from protocol.layout import layout_of
 from protocol.rounds import Digest
 from tests.tiny_runs import tiny
 
@@ -89,7 +89,7 @@ def test_what_is_owed_is_not_read(tmp_path: Path) -> None:
 
 def test_export_and_sampling_read_the_parameters_alone(tmp_path: Path) -> None:
     spec = tiny()
-    layout = layout_of(spec.model, spec.exchange.fragments)
+    layout = layout_of(spec)
     saved, owed = state(4, layout.num_elements)
     saved = replace(saved, run_digest=spec.digest(), layout_digest=layout.summary().digest)
     keep_run(tmp_path, spec)

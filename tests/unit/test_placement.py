@@ -14,12 +14,13 @@ from node.machine.gpus import Gpu
 from node.machine.hardware import Hardware
 from node.machine.placement import mesh_for, refuse_what_cannot_work
 from protocol.errors import ConfigError
-from protocol.run_spec import InnerSection, ModelSection, RunSpec
+from protocol.models import DecoderModel
+from protocol.run_spec import InnerSection, RunSpec
 
 GIB = 1 << 30
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 LARGE = RunSpec(
-    model=ModelSection(
+    model=DecoderModel(
         hidden_size=2048, num_layers=24, num_heads=16, num_kv_heads=8, ffn_size=5632, context=512
     ),
     inner=InnerSection(batch=8),

@@ -10,11 +10,11 @@ from node.island.model import Decoder, Objective
 from node.island.optimizers import iteration_dtype_of
 from node.island.precision import LossScale, autocast, dtype_of
 from protocol.errors import ConfigError, ExitCode
-from protocol.run_spec import ModelSection
+from protocol.models import DecoderModel
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda:1")
-MODEL = ModelSection(
+MODEL = DecoderModel(
     hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, ffn_size=24, context=16
 )
 WINDOWS = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(1))

@@ -21,7 +21,7 @@ from structlog.testing import capture_logs
 from node.exchange.codecs.tiles import Tiles
 from node.exchange import preparing
 from node.exchange.outer import Outer
-from node.outer_state import Layout
+from protocol.layout import Layout
 from protocol.run_spec import ExchangeSection, RunSpec
 import numpy as np
 

@@ -1,6 +1,5 @@
 """Which exchange is chosen, and why."""
 
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -17,11 +16,9 @@ from coordinator.presets.cost import (
     predicted,
 )
 from coordinator.presets.link_shares import CongestionControl
-from coordinator.presets.model_sizes import NAMED_MODELS, VOCABULARY, num_parameters
 from coordinator.presets.view import prediction_lines
 from node.exchange.codecs.registry import CODECS
-from node.island.layout import model_shapes
-from protocol.run_spec import CodecName, ModelSection, RunSpec
+from protocol.run_spec import CodecName, RunSpec
 from tests.unit.preset_scene import (
     all_settings,
     codecs_and_interval,
@@ -306,19 +303,6 @@ def test_the_saving_is_that_of_a_ring_all_reduce_at_every_inner_step() -> None:
     prediction = chosen(situation_of("125m", 100)).prediction
     # 2 (N - 1) / N · 4 bytes, 30 times, over (N - 1) / N · 8.25 / 8 bytes
     assert prediction.times_fewer_bytes == pytest.approx(2 * 4 * 30 / (8.25 / 8), rel=1e-4)
-
-
-@pytest.mark.parametrize("name", NAMED_MODELS)
-def test_parameters_are_counted_as_the_model_has_them(name: str) -> None:
-    for model in (
-        NAMED_MODELS[name].model,
-        NAMED_MODELS[name].model.model_copy(update={"tie_embeddings": False, "num_kv_heads": 1}),
-    ):
-        assert num_parameters(model) == sum(math.prod(shape) for _, shape in model_shapes(model))
-
-
-def test_a_token_is_a_byte_on_both_sides() -> None:
-    assert model_shapes(ModelSection())[0][1][0] == VOCABULARY
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)

@@ -14,14 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from node.island.accumulation import accumulate_gradients
 from node.island.compiling import be_deterministic, compile_layers
-from node.island.layout import model_shapes
 from node.island.local_training import LocalTraining, Recomputing
 from node.island.model import Decoder, Objective
 from node.island.recomputing import recompute_layers
 from protocol.errors import ConfigError, ExitCode
-from protocol.run_spec import ModelSection
+from protocol.models import DecoderModel
 
-MODEL = ModelSection(
+MODEL = DecoderModel(
     hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, ffn_size=24, context=16
 )
 WINDOWS = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(1))
@@ -67,7 +66,7 @@ def counts_of(recomputing: Recomputing) -> Counter[str]:
 def test_gradients_are_the_same_to_the_bit(recomputing: Recomputing, dtype: torch.dtype) -> None:
     kept = gradients_of(decoder_with("none"), dtype)
     recomputed = gradients_of(decoder_with(recomputing), dtype)
-    assert len(kept) == len(model_shapes(MODEL))
+    assert len(kept) == len(list(MODEL.tensors()))
     assert all(torch.equal(a, b) for a, b in zip(kept, recomputed, strict=True))
 
 
@@ -86,7 +85,7 @@ def test_full_computes_whole_layers_twice_and_selective_all_but_products_and_att
 @pytest.mark.parametrize("recomputing", ["none", "selective", "full"])
 def test_names_stay_canonical(recomputing: Recomputing) -> None:
     names = [name for name, _ in decoder_with(recomputing).named_parameters()]
-    assert names == [name for name, _ in model_shapes(MODEL)]
+    assert names == [tensor.name for tensor in MODEL.tensors()]
 
 
 @pytest.mark.parametrize("recomputing", ["none", "full"])
@@ -101,7 +100,9 @@ def test_compiled_layers_are_compiled_and_compute_the_same(recomputing: Recomput
     assert counters["frames"]["ok"] >= 1
     plain = gradients_of(decoder_with("none"))
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(plain, compiled, strict=True))
-    assert [name for name, _ in decoder.named_parameters()] == [n for n, _ in model_shapes(MODEL)]
+    assert [name for name, _ in decoder.named_parameters()] == [
+        tensor.name for tensor in MODEL.tensors()
+    ]
 
 
 def test_selective_is_refused_for_compiled_layers() -> None:

@@ -8,7 +8,7 @@ import pytest
 from coordinator.config import RUN_TEMPLATE, rules_of
 from coordinator.presets.choosing import chosen
 from coordinator.presets.cost import Situation
-from coordinator.presets.model_sizes import NAMED_MODELS, num_parameters
+from coordinator.presets.model_sizes import NAMED_MODELS
 from node.demo.command import DEFAULT_ROUNDS, RUN_FILE
 from node.exchange.rate_scaling import rate_scale_of
 from protocol.errors import ConfigError
@@ -30,8 +30,8 @@ def test_the_walk_trains_with_the_settings_of_the_demo() -> None:
 @pytest.mark.parametrize("spec", [TEMPLATE, DEMO], ids=["template", "demo"])
 def test_the_outer_optimizer_is_what_a_preset_takes_for_as_many_exchanges(spec: RunSpec) -> None:
     situation = Situation(
-        num_parameters=num_parameters(spec.model),
-        num_layers=spec.model.num_layers,
+        num_parameters=spec.num_parameters,
+        num_layers=spec.num_layers,
         num_nodes=spec.run.min_nodes,
         down_bits_per_second=100e6,
         up_bits_per_second=100e6,

@@ -14,7 +14,8 @@ from node.island.schedule import (
     share_of_peak,
 )
 from protocol.errors import ConfigError
-from protocol.run_spec import InnerSection, ModelSection, RunSection, RunSpec, validated
+from protocol.models import DecoderModel
+from protocol.run_spec import InnerSection, RunSection, RunSpec, validated
 
 COSINE = InnerSection(warmup_tokens=100, total_tokens=1100, final_fraction=0.2, schedule="cosine")
 LINEAR = COSINE.model_copy(update={"schedule": "linear"})
@@ -120,7 +121,7 @@ def test_a_constant_schedule_stays_after_its_warm_up() -> None:
 
 TEN_ROUNDS = RunSpec(
     run=RunSection(rounds=10, min_nodes=1),
-    model=ModelSection(context=32),
+    model=DecoderModel(context=32),
     inner=InnerSection(steps=4, batch=2, final_fraction=0.0, schedule="linear", warmup_tokens=0),
 )
 

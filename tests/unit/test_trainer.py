@@ -18,7 +18,6 @@ from node.island.engine import Engine
 from node.island.faults import TrainingDivergedError
 from node.island.first_weights import initial_parameters
 from node.island.island import InnerWork, Progress
-from node.island.layout import layout_of
 from node.island.local_training import PLAIN, LocalTraining, Precision, Recomputing
 from node.island.mesh import Mesh
 from node.island.mesh_shape import MeshShape
@@ -28,17 +27,13 @@ from node.island.schedule import Position, rewarming_steps, share_of_peak
 from node.island.trainer import Trainer
 from node.island.utilisation import flops_per_token
 from node.outer_state import Vector
-from protocol.run_spec import (
-    DataSection,
-    EvaluationSection,
-    InnerSection,
-    ModelSection,
-    RunSection,
-    RunSpec,
-)
+from protocol.layout import layout_of
+from protocol.models import DecoderModel
+from protocol.run_spec import DataSection, EvaluationSection, InnerSection, RunSection, RunSpec
+from tests.tiny_runs import run_of
 
 SPEC = RunSpec(
-    model=ModelSection(
+    model=DecoderModel(
         hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, ffn_size=24, context=16
     ),
     data=DataSection(source="text", paths=("*.txt",), held_out=0.2),
@@ -81,7 +76,7 @@ def trainer_of(
         clock=ticking(tick_seconds),
         local=local,
     )
-    trainer.adopt(initial_parameters(spec.model, 0))
+    trainer.adopt(initial_parameters(spec))
     return trainer
 
 
@@ -114,13 +109,13 @@ def ignore(progress: Progress) -> None:
 
 
 def published(trainer: Trainer) -> Vector:
-    vector = np.zeros(layout_of(SPEC.model).num_elements, np.float32)
+    vector = np.zeros(layout_of(SPEC).num_elements, np.float32)
     trainer.publish(vector, 0)
     return vector
 
 
 def test_what_was_adopted_is_what_is_published(corpus: Corpus) -> None:
-    weights = initial_parameters(SPEC.model, 5)
+    weights = initial_parameters(run_of(SPEC.model, seed=5))
     trainer = trainer_of(corpus)
     trainer.adopt(weights)
     assert np.array_equal(published(trainer), weights)
@@ -245,7 +240,7 @@ def test_the_report_says_the_operations_of_its_tokens_and_the_memory_taken(
 ) -> None:
     monkeypatch.setattr(measured_peak, "_peaks", {})  # other tests have measured this process's
     report = trainer_of(corpus).train(work_of(3), ignore)
-    assert report.flops == 3 * STEP_TOKENS * flops_per_token(SPEC.model)
+    assert report.flops == 3 * STEP_TOKENS * flops_per_token(SPEC)
     assert report.peak_flops_per_second is None  # of a CPU that nobody measured
     assert report.peak_memory_bytes > 10**7
     assert report.skipped_steps == 0
@@ -275,7 +270,7 @@ def last_rate(trainer: Trainer) -> float:
 
 def test_the_first_inner_step_of_a_run_moves_the_weights(corpus: Corpus) -> None:
     spec = with_inner(warmup_tokens=None, schedule="cosine")
-    start = initial_parameters(spec.model, 0)
+    start = initial_parameters(spec)
     trainer = trainer_of(corpus, spec)
     trainer.train(work_of(1), ignore)
     assert not np.array_equal(published(trainer), start)
@@ -284,7 +279,7 @@ def test_the_first_inner_step_of_a_run_moves_the_weights(corpus: Corpus) -> None
 def test_the_learning_rate_follows_the_token_clock_of_the_whole_swarm(corpus: Corpus) -> None:
     # Three nodes take two steps each: half of a warm-up of twelve steps, whose middle is a quarter.
     spec = with_inner(warmup_tokens=12 * STEP_TOKENS, weight_decay=0.0, learning_rate=1e-3)
-    start = initial_parameters(spec.model, 0)
+    start = initial_parameters(spec)
     trainer = trainer_of(corpus, spec)
     trainer.train(work_of(1, round_tokens=6 * STEP_TOKENS), ignore)
     # Adam's first step moves each weight by the rate, wherever the gradient is not tiny.
@@ -330,7 +325,7 @@ def test_a_round_that_is_trained_in_two_parts_has_the_rates_of_one(corpus: Corpu
 
 def test_the_learning_rate_follows_the_number_of_participants(corpus: Corpus) -> None:
     spec = with_inner(scaling="linear", weight_decay=0.0, learning_rate=1e-3)
-    start = initial_parameters(spec.model, 0)
+    start = initial_parameters(spec)
     trainer = trainer_of(corpus, spec)
     trainer.train(work_of(1, num_participants=4), ignore)
     moved = np.abs(published(trainer) - start)
@@ -382,7 +377,7 @@ def test_each_rank_trains_its_own_half_of_a_batch(
         mesh=LoneHalf(),
         clock=ticking(0.0),
     )
-    trainer.adopt(initial_parameters(SPEC.model, 0))
+    trainer.adopt(initial_parameters(SPEC))
     report = trainer.train(work_of(1), ignore)
     batch = SampleOrder(seed=0, num_samples=corpus.num_samples).indices(0, 4)
     assert np.array_equal(seen[0].numpy(), corpus.windows(corpus.training, batch[2:]))
@@ -402,7 +397,7 @@ def test_progress_comes_every_half_second_with_the_loss_since_the_last(corpus: C
 
 def test_ruined_weights_stop_training_with_round_and_steps(corpus: Corpus) -> None:
     trainer = trainer_of(corpus)
-    weights = initial_parameters(SPEC.model, 0)
+    weights = initial_parameters(SPEC)
     weights[7] = np.inf
     trainer.adopt(weights)
     with pytest.raises(TrainingDivergedError, match=r"round 1: .* \(inner step 1 to 5\); lower"):
@@ -419,7 +414,7 @@ def test_an_infinite_gradient_under_a_finite_loss_stops_training_too(
 
 
 def test_every_tensor_is_published_by_one_rank_and_the_ranks_have_about_as_much() -> None:
-    layout = layout_of(ModelSection())
+    layout = layout_of(RunSpec())
     dealt = places_of_ranks(layout.places, 4)
     assert sorted(place.name for places in dealt for place in places) == sorted(
         place.name for place in layout.places

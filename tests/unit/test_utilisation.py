@@ -15,7 +15,8 @@ from node.island.utilisation import (
     measured,
     peak_of,
 )
-from protocol.run_spec import ModelSection
+from protocol.models import DecoderModel
+from protocol.run_spec import RunSpec
 
 CPU = torch.device("cpu")
 
@@ -39,7 +40,7 @@ class OfTwo(Mesh):
 def test_the_formula_counts_what_forward_and_backward_multiply(
     tie_embeddings: bool, num_kv_heads: int
 ) -> None:
-    spec = ModelSection(
+    spec = DecoderModel(
         hidden_size=16,
         num_layers=2,
         num_heads=4,
@@ -52,7 +53,7 @@ def test_the_formula_counts_what_forward_and_backward_multiply(
     windows = torch.randint(256, (3, 9))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         objective(windows[:, :-1], windows[:, 1:]).backward()
-    assert counter.get_total_flops() == 3 * 8 * flops_per_token(spec)
+    assert counter.get_total_flops() == 3 * 8 * flops_per_token(RunSpec(model=spec))
 
 
 def test_a_peak_is_that_of_the_precision() -> None:

@@ -235,7 +235,7 @@ def test_atolls_ranks_keep_the_global_parameters_that_they_adopt(watched: Order)
     trainer: Any = Trainer(
         spec=spec, corpus=corpus, device=torch.device("cpu"), mesh=Mesh(), clock=lambda: 0.0
     )
-    parameters = initial_parameters(spec.model, spec.run.seed)
+    parameters = initial_parameters(spec)
     trainer.adopt(parameters)
     assert not watched.log.read_text(), "first weights are no exchange"
     trainer.train(lone_work(spec, 2), unseen)

@@ -357,8 +357,9 @@ class CatchUp:
             if self._outer.position != before:  # also where the node was told to stop meanwhile
                 for commit in commits:
                     self._history.add(commit)
-        if passed:
-            log.info("state fetched", round=snapshot.round, residual="kept")
+        if passed or owed == 0:
+            residual = "kept" if passed else "nothing is owed"
+            log.info("state fetched", round=snapshot.round, residual=residual)
             return True
         log.warning(
             "state replaced: what this node owed is let go, for its own state is none of the swarm's",

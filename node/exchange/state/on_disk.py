@@ -32,9 +32,9 @@ from node.exchange.state.snapshot import (
 )
 from node.history import KEPT_BYTES, History
 from node.machine.disk import seconds_between
-from node.outer_state import Layout
 from protocol.errors import AtollError, SystemRefusedError
 from protocol.files import make_folder
+from protocol.layout import Layout
 from protocol.payload import Payload
 from protocol.rounds import Commit
 from protocol.run_spec import RunSpec

@@ -34,8 +34,9 @@ from node.island.loops.messages import (
     welcome,
 )
 from node.island.samples import SampleOrder
-from node.outer_state import Layout, SharedNames
+from node.outer_state import SharedNames
 from protocol.errors import AtollError, NoInputError
+from protocol.layout import Layout
 from protocol.rounds import CorpusSummary, Digest
 from protocol.run_spec import RunSpec
 

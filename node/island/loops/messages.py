@@ -24,8 +24,9 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from node.island.island import InnerWork
 from node.island.schedule import Position
-from node.outer_state import Layout
-from protocol.run_spec import RunSpec, Section
+from protocol.layout import Layout
+from protocol.models import Section
+from protocol.run_spec import RunSpec
 
 VERSION = 1
 

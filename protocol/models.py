@@ -1,0 +1,168 @@
+"""What a run trains: the [model] of a run file by its source, and the run's description of it.
+
+A model is known here by its tensors alone: names, shapes, and the layer that each belongs to. Those of
+the decoder that comes with Atoll follow from its sizes; those of any other model are found out by
+building it, once, when the run is made (`atoll node describe`), and stand in the description. Without
+torch: coordinator and daemon know no more of a model than this.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
+
+Positive = Annotated[int, Field(gt=0, lt=2**31)]
+Context = Annotated[int, Field(ge=8, le=1 << 20)]
+HexDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+BYTES_VOCABULARY = 256
+"""Of text that is read as bytes."""
+
+
+class Section(BaseModel):
+    """A table of a file that people write: unknown keys are refused, values never change.
+
+    Strict, for `steps = "30"` and `steps = true` are mistakes, and would be taken as 30 and 1.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class DecoderModel(Section):
+    """[model] source = "decoder": the Llama-style decoder that comes with Atoll."""
+
+    source: Literal["decoder"] = "decoder"
+    vocab_size: Positive = BYTES_VOCABULARY
+    hidden_size: Positive = 64
+    num_layers: Positive = 3
+    num_heads: Positive = 4
+    num_kv_heads: Positive = 2
+    head_size: Positive | None = None
+    ffn_size: Positive = 192
+    context: Context = 128
+    rope_theta: Annotated[float, Field(gt=0)] = 10_000.0
+    norm_epsilon: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    tie_embeddings: bool = True
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> Self:
+        if self.head_size is None and self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
+            )
+        if self.values_of_head % 2:
+            raise ValueError(f"a head of {self.values_of_head} values is odd; RoPE needs pairs")
+        return self
+
+    @property
+    def values_of_head(self) -> int:
+        """Values of a query, a key or a value: `head_size`, or what follows from the width."""
+        return self.head_size or self.hidden_size // self.num_heads
+
+    def tensors(self) -> Iterator["TensorShape"]:
+        """Names and shapes in the module's own order, without building it."""
+        hidden, ffn = self.hidden_size, self.ffn_size
+        query, key = (self.values_of_head * heads for heads in (self.num_heads, self.num_kv_heads))
+        yield TensorShape(name="model.embed_tokens.weight", shape=(self.vocab_size, hidden))
+        for layer in range(self.num_layers):
+            for name, shape in (
+                ("self_attn.q_proj", (query, hidden)),
+                ("self_attn.k_proj", (key, hidden)),
+                ("self_attn.v_proj", (key, hidden)),
+                ("self_attn.o_proj", (hidden, query)),
+                ("mlp.gate_proj", (ffn, hidden)),
+                ("mlp.up_proj", (ffn, hidden)),
+                ("mlp.down_proj", (hidden, ffn)),
+                ("input_layernorm", (hidden,)),
+                ("post_attention_layernorm", (hidden,)),
+            ):
+                full_name = f"model.layers.{layer}.{name}.weight"
+                yield TensorShape(name=full_name, shape=shape, layer=layer)
+        yield TensorShape(name="model.norm.weight", shape=(hidden,))
+        if not self.tie_embeddings:
+            yield TensorShape(name="lm_head.weight", shape=(self.vocab_size, hidden))
+
+
+class TransformersModel(Section):
+    """[model] source = "transformers": a causal language model that transformers builds.
+
+    Its config stands in the run's description, taken from the folder that the run was made from.
+    """
+
+    source: Literal["transformers"]
+    context: Context
+
+
+class FunctionModel(Section):
+    """[model] source = "function": a module and its loss, from a function of the run owner's.
+
+    `context` is how many tokens a sample counts; for data that has no tokens a sample is one.
+    """
+
+    source: Literal["function"]
+    function: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+    arguments: dict[str, str | int | float | bool] = {}
+    context: Positive = 1
+
+
+def _source_of(table: object) -> str:
+    source = (
+        table.get("source", "decoder")
+        if isinstance(table, Mapping)
+        else getattr(table, "source", "decoder")
+    )
+    return source if isinstance(source, str) else repr(source)
+
+
+Model = Annotated[
+    Annotated[DecoderModel, Tag("decoder")]
+    | Annotated[TransformersModel, Tag("transformers")]
+    | Annotated[FunctionModel, Tag("function")],
+    Discriminator(_source_of),
+]
+"""[model], whichever its source is."""
+
+
+class TensorShape(Section):
+    """A trained tensor: its canonical name, its shape, and the layer that it belongs to, if to one."""
+
+    name: Annotated[str, Field(min_length=1)]
+    shape: Annotated[tuple[Positive, ...], Field(strict=False)]
+    layer: Annotated[int, Field(ge=0)] | None = None
+
+    @property
+    def num_elements(self) -> int:
+        """How many values it holds."""
+        product = 1
+        for size in self.shape:
+            product *= size
+        return product
+
+
+class Description(Section):
+    """What building a run's model has shown. It is part of the run: its digest covers it.
+
+    Without `tensors` those of the decoder are meant. `first_digest` is that of the outer state that
+    the run begins with, where it begins with given weights; else each node draws them from the seed.
+    """
+
+    tensors: Annotated[tuple[TensorShape, ...], Field(strict=False)] = ()
+    flops_per_token: Annotated[int, Field(gt=0)] | None = None
+    first_digest: HexDigest | None = None
+    frozen_digest: HexDigest | None = None
+    config: dict[str, Any] = {}
+
+    def to_json(self) -> bytes:
+        """A file that people may read."""
+        return (self.model_dump_json(indent=1, exclude_defaults=True) + "\n").encode()

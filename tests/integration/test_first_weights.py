@@ -1,0 +1,69 @@
+"""Runs that begin with given weights: one node has them, the others fetch them from it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typed_commands import Swarm, atoll, done
+
+from node.first_state import FIRST_WEIGHTS, digest_of_first, write_first
+from node.newest import newest_model
+from protocol.layout import layout_of
+from protocol.models import Description
+from protocol.run_spec import DESCRIPTION_FILE, load_run_file
+from tests.tiny_runs import tiny_text
+
+RUN = tiny_text(run={"name": "given", "rounds": 2, "min_nodes": 2})
+
+
+def give_weights(home: Path) -> None:
+    """Gives the run of a folder first weights, as 'atoll node describe' does."""
+    spec = load_run_file(home / "run.toml")
+    weights = np.random.default_rng(5).normal(0, 0.02, spec.num_parameters).astype(np.float32)
+    write_first(home / FIRST_WEIGHTS, layout_of(spec), weights)
+    description = Description(first_digest=digest_of_first(weights).hex())
+    (home / DESCRIPTION_FILE).write_bytes(description.to_json())
+
+
+@pytest.fixture
+def swarm(tmp_path: Path) -> Iterator[Swarm]:
+    swarm = Swarm(tmp_path / "swarm", RUN, complete=give_weights)
+    yield swarm
+    swarm.end()
+
+
+def test_a_node_without_the_first_weights_fetches_them_from_the_one_that_has_them(
+    swarm: Swarm,
+) -> None:
+    invite = swarm.invite("--uses", "2")
+    homes = [swarm.join(name, invite) for name in ("without", "with")]
+    without = swarm.start_node("without")
+    without.says("the first weights come from a node that has them")
+    without.says("attached")
+    told = done(atoll("status", "--dir", swarm.home))
+    assert "waiting for a node that holds the run's first weights" in told
+    assert "atoll node start --weights" in told
+    having = swarm.start_node("with", "--weights", str(swarm.home / FIRST_WEIGHTS))
+    memories = without.shared_memory(), having.shared_memory()
+    without.ends(memories[0])
+    having.ends(memories[1])
+    one, other = map(newest_model, homes)
+    assert one.round == other.round == 2
+    assert one.outer_digest == other.outer_digest
+    assert "what this node owed is let go" not in without.log, "it never owed anything"
+
+
+def test_other_weights_than_the_runs_are_refused_with_both_digests(
+    swarm: Swarm, tmp_path: Path
+) -> None:
+    swarm.join("node", swarm.invite())
+    spec = load_run_file(swarm.home / "run.toml")
+    wrong = tmp_path / "wrong.safetensors"
+    write_first(wrong, layout_of(spec), np.ones(spec.num_parameters, np.float32))
+    swarm.start_node("node", "--weights", str(wrong)).ends_with(
+        78, "wrong.safetensors holds the weights", "and run 'given' begins with"
+    )
+    wrong.write_bytes((swarm.home / FIRST_WEIGHTS).read_bytes()[:-9])
+    swarm.start_node("node", "--weights", str(wrong)).ends_with(65, "cannot be read")
+    swarm.start_node("node", "--weights", "nowhere").ends_with(66, "nowhere is not there")
