@@ -13,7 +13,8 @@ from atoll.errors import (
     SamplesError,
     SwarmError,
 )
-from atoll.swarm import Run, Step, Swarm, join
+from atoll.session import Run
+from atoll.swarm import Step, Swarm, join
 
 if TYPE_CHECKING:
     from atoll.trainer import TrainerCallback

@@ -16,7 +16,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """This rank among those of the loop. With more than one, all make the same calls in the same order."""
+    """One rank among those of the loop. With more than one, all make the same calls in the same order."""
 
     rank: int
     world_size: int

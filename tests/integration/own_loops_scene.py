@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from typed_commands import ROOT, Running, Swarm, atoll, done, until
+from typed_commands import ROOT, Running, Swarm, until
 
 from benchmarks.processes import atoll_environment
 from node.newest import newest_model
+from protocol.v1 import status_pb2
 from tests.tiny_runs import tiny_text
 
 PROGRAM = Path(__file__).with_name("loop_program.py")
@@ -95,32 +96,35 @@ class Scene:
         lines = path.read_text().splitlines() if path.exists() else []
         return [json.loads(line) for line in lines]
 
-    def status(self) -> Any:
-        return json.loads(done(atoll("status", "--json", "--dir", self.swarm.home)))
-
     def waits_for_loop(self) -> None:
         """Waits until the swarm says that the node has no loop, and opens no round without."""
         words = "1 of 2 is ready; loop waits for its owner's training loop"
-        until(lambda: words in self.status()["run"]["reason"], str(self.status()["run"]))
+        until(lambda: words in self.run().reason, f"{words!r}; {self.run()}")
+
+    def run(self) -> status_pb2.RunStatus:
+        return self.swarm.status().run
 
     def tokens(self) -> dict[str, int]:
-        return {n["node_name"]: n["committed_tokens"] for n in self.status()["nodes"]}
+        return {name: node.committed_tokens for name, node in self.swarm.nodes().items()}
 
     def finish(self, name: str) -> None:
         """Lets another loop train to the end of the run."""
         loop = self.start_loop(name, "seed=9")
         assert loop.ends() == 0, loop.log
-        until(lambda: self.status()["run"]["phase"] == "finished", loop.log)
-        self.agreed()
+        self.agree()
         assert_holds(self.folder / f"{name}.pt", self.homes["loop"])
 
-    def agreed(self) -> str:
-        """The digest of the final state, which both nodes hold."""
-        run = self.status()["run"]
-        assert (run["phase"], run["digests_agree"]) == ("finished", True)
+    def agree(self) -> None:
+        """Waits until all nodes hold the final state, and have ended."""
+        until(lambda: self.run().phase == status_pb2.RUN_PHASE_FINISHED, str(self.run()))
+        states = (status_pb2.NODE_STATE_LEFT, status_pb2.NODE_STATE_LOST)
+        until(
+            lambda: all(node.state in states for node in self.swarm.nodes().values()),
+            f"an end of {self.swarm.nodes()}",
+        )
+        assert self.run().digests_agree
         models = [newest_model(home) for home in self.homes.values()]
-        assert {model.outer_digest.hex() for model in models} == {run["outer_digest"]}
-        return str(run["outer_digest"])
+        assert {model.outer_digest for model in models} == {self.run().outer_digest}
 
     def end(self) -> None:
         for loop in self._loops:

@@ -60,7 +60,7 @@ def test_the_three_examples_train_one_model_together(tmp_path: Path, text: Path)
             assert loop.ends() == 0, "\n".join(each.log for each in loops)
         assert "ranks=2" in nodes["fsdp2"].log
         assert all(tokens > 0 for tokens in scene.tokens().values())
-        scene.agreed()
+        scene.agree()
         assert "the run is finished; held-out loss" in loops[0].log
         assert "'loss'" in loops[2].log
     finally:
@@ -80,6 +80,6 @@ def test_a_loop_with_an_invite_brings_a_node_of_its_own_and_ends_it(tmp_path: Pa
         assert loop.ends() == 0, loop.log
         log = (scene.homes["loop"] / "node.log").read_text()
         assert "has stopped: " in log and "Traceback" not in log
-        scene.agreed()
+        scene.agree()
     finally:
         scene.end()

@@ -6,9 +6,9 @@ from own_loops_scene import SECONDS, Scene, assert_holds
 from typed_commands import until
 
 RUN = {"run": {"name": "loops", "rounds": 4, "min_nodes": 2}, "evaluation": {"every_rounds": 2}}
+SHORT = {"name": "loops", "rounds": 2, "min_nodes": 2}
 # Rounds end at their deadline: none is over before the test has seen it.
 SLOW = {
-    "run": {"name": "loops", "rounds": 2, "min_nodes": 2},
     "inner": {"steps": 1_000_000},
     "deadlines": {"train": 4, "contribute": 20, "commit": 30},
 }
@@ -17,7 +17,7 @@ SLOW = {
 def test_a_loop_and_ranks_train_one_model_bit_by_bit_and_each_sample_once(tmp_path: Path) -> None:
     scene = Scene(tmp_path, **RUN)
     try:
-        ranks, node = scene.start_nodes()
+        _, node = scene.start_nodes()
         node.says("a training loop may come in")
         loop = scene.start_loop("plain", "evaluates=yes", "seed=5")
         node.says("a training loop is here")
@@ -26,7 +26,7 @@ def test_a_loop_and_ranks_train_one_model_bit_by_bit_and_each_sample_once(tmp_pa
         assert "the run is finished" in loop.log
         node.ends(memory)
         assert not node.has_torch() and "the ledger counts its tokens" not in node.log
-        scene.agreed()
+        scene.agree()
         assert_holds(tmp_path / "plain.pt", scene.homes["loop"])
         told = scene.told("plain")
         assert [step["steps_left"] for step in told[:5]] == [4, 3, 2, 1, 5]
@@ -36,8 +36,7 @@ def test_a_loop_and_ranks_train_one_model_bit_by_bit_and_each_sample_once(tmp_pa
         numbers = [number for step in told for number in step["numbers"]]
         assert len(set(numbers)) == len(numbers)
         assert scene.tokens()["loop"] == len(told) * 4 * 32
-        losses = scene.status()["run"]["held_out_losses"]
-        assert [measured["round"] for measured in losses] == [0, 2, 4]
+        assert [measured.round for measured in scene.run().held_out_losses] == [0, 2, 4]
     finally:
         scene.end()
 
@@ -45,7 +44,7 @@ def test_a_loop_and_ranks_train_one_model_bit_by_bit_and_each_sample_once(tmp_pa
 def test_a_killed_loop_is_replaced_and_the_new_one_goes_on_from_the_global_parameters(
     tmp_path: Path,
 ) -> None:
-    scene = Scene(tmp_path, **SLOW)
+    scene = Scene(tmp_path, **SLOW, run=SHORT)
     try:
         _, node = scene.start_nodes()
         first = scene.start_loop("first", "step_seconds=0.05")
@@ -61,7 +60,7 @@ def test_a_killed_loop_is_replaced_and_the_new_one_goes_on_from_the_global_param
 def test_a_loop_that_stops_calling_step_is_found_and_said_and_the_run_goes_on(
     tmp_path: Path,
 ) -> None:
-    scene = Scene(tmp_path, **SLOW)
+    scene = Scene(tmp_path, **SLOW, run={"name": "loops", "rounds": 3, "min_nodes": 2})
     try:
         settings = scene.homes["loop"] / "node.toml"
         text = settings.read_text()
@@ -81,7 +80,7 @@ def test_a_loop_that_stops_calling_step_is_found_and_said_and_the_run_goes_on(
 def test_a_loop_that_ends_by_itself_contributes_what_it_has_trained_of_the_round(
     tmp_path: Path,
 ) -> None:
-    scene = Scene(tmp_path, **SLOW)
+    scene = Scene(tmp_path, **SLOW, run=SHORT)
     try:
         _, node = scene.start_nodes()
         loop = scene.start_loop("short", "step_seconds=0.1", "ends_after=7")
@@ -96,7 +95,7 @@ def test_a_loop_that_ends_by_itself_contributes_what_it_has_trained_of_the_round
 
 
 def test_a_loop_outlives_its_node_and_goes_on_with_the_next(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, **SLOW)
+    scene = Scene(tmp_path, **SLOW, run=SHORT)
     try:
         _, node = scene.start_nodes()
         loop = scene.start_loop("stays", "step_seconds=0.05")
@@ -106,8 +105,7 @@ def test_a_loop_outlives_its_node_and_goes_on_with_the_next(tmp_path: Path) -> N
         again = scene.swarm.start_node("loop", "--loop")
         again.says("a training loop is here")
         assert loop.ends() == 0, loop.log
-        until(lambda: scene.status()["run"]["phase"] == "finished", again.log)
-        scene.agreed()
+        scene.agree()
         assert_holds(tmp_path / "stays.pt", scene.homes["loop"])
     finally:
         scene.end()

@@ -64,7 +64,7 @@ class _Loop:
     ready: set[int] = field(default_factory=set)
     is_fresh: bool = True  # it has not adopted the global parameters yet
     unpublished_steps: int = 0
-    is_leaving: bool = False
+    is_done: bool = False  # it has left with its work
 
     @property
     def is_whole(self) -> bool:
@@ -236,7 +236,7 @@ class LoopIsland:
     def _whole(self) -> _Loop | None:
         """The loop, if all its ranks are here and stay."""
         loop = self._loop
-        return loop if loop is not None and loop.is_whole and not loop.is_leaving else None
+        return loop if loop is not None and loop.is_whole and not loop.is_done else None
 
     async def _let_in(self, visitor: Visitor) -> None:
         """A rank from its hello to its end."""
@@ -269,7 +269,7 @@ class LoopIsland:
             while (word := await visitor.hear()) is not None:
                 if isinstance(word, Leaving):
                     why = f"it has left: {word.why}"
-                    loop.is_leaving = True
+                    loop.is_done = word.is_done
                     break
                 if isinstance(word, Refuses):
                     why = f"its model is not the run's: {word.why}"
@@ -350,7 +350,7 @@ class LoopIsland:
         if not loop.is_whole:
             log.info("a training loop did not come in", why=why)
             return
-        self._is_back_soon = not loop.is_leaving
+        self._is_back_soon = not loop.is_done
         lost = loop.unpublished_steps
         log.warning("the training loop is gone", why=why, inner_steps_lost=lost)
         self._fail(LoopGoneError(f"the training loop is gone: {why}"))

@@ -111,9 +111,10 @@ class Samples(Section):
 
 
 class Leaving(Section):
-    """The loop ends by itself, and owes nothing any more."""
+    """The loop ends by itself, or begins anew."""
 
     kind: Literal["leaving"]
+    is_done: bool  # it has contributed what it could, and nobody need wait for it to come back
     why: Annotated[str, Field(max_length=2000)]
 
 
