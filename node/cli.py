@@ -69,6 +69,8 @@ def node() -> None:
 @click.option("--microbatches", type=int, help="Of a pipeline; 0 finds a number.")
 @click.option("--offload/--no-offload", default=None, help="Keep parameters in the CPU's memory.")
 @click.option("--data", help="Where this machine has the run's data, instead of run.toml's paths.")
+@click.option("--loop/--no-loop", default=None, help="Train by your own program: atoll.join().")
+@click.option("--until-stdin-closes", "ends_with_stdin", is_flag=True, hidden=True)
 @click.option(
     "--weights",
     metavar="FILE",
@@ -101,7 +103,13 @@ def node() -> None:
     help="Wait for a coordinator that does not answer yet, or end with 69. Default: wait.",
 )
 @click.option("--log-json", is_flag=True, help="Log one JSON object a line.")
-def start(folder: Path | None, waits: bool, log_json: bool, **settings: str | float | None) -> None:
+def start(
+    folder: Path | None,
+    waits: bool,
+    log_json: bool,
+    ends_with_stdin: bool,
+    **settings: str | float | None,
+) -> None:
     """Contribute this machine until the run is finished or you press Ctrl-C.
 
     It waits for a coordinator that does not answer yet, and comes back to one that went away.
@@ -124,7 +132,7 @@ def start(folder: Path | None, waits: bool, log_json: bool, **settings: str | fl
     )
     from node.app import run_node
 
-    reason = asyncio.run(run_node(home, chosen, waits=waits))
+    reason = asyncio.run(run_node(home, chosen, waits=waits, ends_with_stdin=ends_with_stdin))
     click.echo(f"{chosen.name} has stopped: {reason}")
 
 

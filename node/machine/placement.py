@@ -40,6 +40,9 @@ def refuse_what_cannot_work(settings: NodeSettings, spec: RunSpec, hardware: Har
 
     Where only torch can tell what the devices are, the mesh alone is looked at.
     """
+    if settings.loop:  # how it trains, and in which memory, is its program's business
+        check_node_memory(spec, hardware.memory_bytes)
+        return
     shape = settings.mesh_shape
     check_local(spec, settings.local_training)
     if settings.mesh == "sizes":
