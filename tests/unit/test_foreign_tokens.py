@@ -175,9 +175,9 @@ def test_a_damaged_index_is_named(change: str, message: str, tmp_path: Path) -> 
         ({}, UsageError, "does not say how many bytes a token of it has"),
         ({"token_bytes": 2, "vocab_size": None}, UsageError, "how large its vocabulary is"),
         (
-            {"token_bytes": 2, "vocab_size": 300},
+            {"token_bytes": 2, "vocab_size": 250},
             BadDataError,
-            "has the token 300, and a vocabulary of 300",
+            r"has the token 2\d\d, and a vocabulary of 250",
         ),
         ({"token_bytes": 4}, BadDataError, "has the token"),
     ],
@@ -239,11 +239,13 @@ def test_a_folder_that_datasets_saved_is_read(tmp_path: Path) -> None:
     schema = pyarrow.schema([("id", pyarrow.int64()), ("text", pyarrow.string())])
     for number in range(2):
         name = f"data-{number:05}-of-00002.arrow"
-        with pyarrow.OSFile(str(folder / name), "wb") as file:
-            with pyarrow.ipc.new_stream(file, schema) as stream:
-                for start in range(45 * number, 45 * (number + 1), 10):
-                    own = texts[start : min(start + 10, 45 * (number + 1))]
-                    stream.write_batch(pyarrow.record_batch([list(range(len(own))), own], schema))
+        with (
+            pyarrow.OSFile(str(folder / name), "wb") as file,
+            pyarrow.ipc.new_stream(file, schema) as stream,
+        ):
+            for start in range(45 * number, 45 * (number + 1), 10):
+                own = texts[start : min(start + 10, 45 * (number + 1))]
+                stream.write_batch(pyarrow.record_batch([list(range(len(own))), own], schema))
     files = [{"filename": f"data-{number:05}-of-00002.arrow"} for number in range(2)]
     (folder / "state.json").write_text(json.dumps({"_data_files": files, "_split": "train"}))
     (folder / "dataset_info.json").write_text("{}")

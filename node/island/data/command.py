@@ -72,7 +72,9 @@ def _share_or_files(held_out: tuple[str, ...]) -> tuple[float, tuple[str, ...]]:
     help="Of files of tokens that come without a tokenizer.",
 )
 @click.option(
-    "--token-bytes", type=click.IntRange(1, 4), help="Of flat .bin files of tokens: 1, 2 or 4."
+    "--token-bytes",
+    type=click.Choice(["1", "2", "4"]),
+    help="Of flat .bin files of tokens, which do not say it.",
 )
 @click.option("--jobs", type=click.IntRange(1, 1024), help="Processes. Default: one for each core.")
 def prepare(
@@ -84,7 +86,7 @@ def prepare(
     held_out: tuple[str, ...],
     pack: int | None,
     vocab_size: int | None,
-    token_bytes: int | None,
+    token_bytes: str | None,
     jobs: int | None,
 ) -> None:
     """Make tokens of text, once, for a run.
@@ -121,7 +123,7 @@ def prepare(
             held_out_inputs=held_out_inputs,
             pack=pack,
             vocab_size=vocab_size,
-            token_bytes=token_bytes,
+            token_bytes=None if token_bytes is None else int(token_bytes),
             jobs=jobs,
             progress=progress,
         )
