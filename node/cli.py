@@ -237,15 +237,16 @@ def describe(directory: Path, source: Path | None, force: bool) -> None:
 
 @node.command(hidden=True)
 @click.option("--from", "source", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--by", default="decoder")
 @click.option("--context", type=int)
 @click.option("--data", multiple=True)
-def facts(source: Path | None, context: int | None, data: tuple[str, ...]) -> None:
+def facts(source: Path | None, by: str, context: int | None, data: tuple[str, ...]) -> None:
     """Print what 'atoll init' has to know of a transformers folder and of data, as JSON."""
     import json
 
     from node.describing import facts_of
 
-    click.echo(json.dumps(facts_of(source, context=context, data=data)))
+    click.echo(json.dumps(facts_of(source, by=by, context=context, data=data)))
 
 
 @node.command()
