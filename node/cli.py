@@ -68,12 +68,23 @@ def node() -> None:
 @click.option("--schedule", help="The pipeline's: gpipe, 1f1b, interleaved-1f1b, …")
 @click.option("--microbatches", type=int, help="Of a pipeline; 0 finds a number.")
 @click.option("--offload/--no-offload", default=None, help="Keep parameters in the CPU's memory.")
+@click.option("--data", help="Where this machine has the run's data, instead of run.toml's paths.")
+@click.option("--loop/--no-loop", default=None, help="Train by your own program: atoll.join().")
+@click.option("--until-stdin-closes", "ends_with_stdin", is_flag=True, hidden=True)
 @click.option(
     "--weights",
     metavar="FILE",
     help="The run's first weights, where the run begins with given ones and this node has them.",
 )
-@click.option("--data", help="Where this machine has the run's data, instead of run.toml's paths.")
+@click.option(
+    "--allow-function",
+    "allow_functions",
+    multiple=True,
+    metavar="RUN",
+    callback=lambda context, option, runs: list(runs) or None,
+    help="A run whose own code may run here; instead of those in node.toml.",
+)
+@click.option("--code", help="The folder that has the functions of the run.")
 @click.option("--listen", help="Address that peers connect to.")
 @click.option("--port", type=int, help="Port that peers connect to; 0 picks a free one.")
 @click.option("--announce", help="Host to tell peers, when a router forwards the port.")
@@ -92,7 +103,13 @@ def node() -> None:
     help="Wait for a coordinator that does not answer yet, or end with 69. Default: wait.",
 )
 @click.option("--log-json", is_flag=True, help="Log one JSON object a line.")
-def start(folder: Path | None, waits: bool, log_json: bool, **settings: str | float | None) -> None:
+def start(
+    folder: Path | None,
+    waits: bool,
+    log_json: bool,
+    ends_with_stdin: bool,
+    **settings: str | float | None,
+) -> None:
     """Contribute this machine until the run is finished or you press Ctrl-C.
 
     It waits for a coordinator that does not answer yet, and comes back to one that went away.
@@ -115,7 +132,7 @@ def start(folder: Path | None, waits: bool, log_json: bool, **settings: str | fl
     )
     from node.app import run_node
 
-    reason = asyncio.run(run_node(home, chosen, waits=waits))
+    reason = asyncio.run(run_node(home, chosen, waits=waits, ends_with_stdin=ends_with_stdin))
     click.echo(f"{chosen.name} has stopped: {reason}")
 
 
@@ -202,7 +219,7 @@ def drain(folder: Path | None, within: float) -> None:
     "source",
     metavar="FOLDER",
     type=click.Path(path_type=Path, file_okay=False),
-    help="The transformers folder that the run's first weights are taken from.",
+    help="The transformers folder that first weights are taken from, or the folder of its functions.",
 )
 @click.option("--force", is_flag=True, help="Make it anew, before the run's first start.")
 def describe(directory: Path, source: Path | None, force: bool) -> None:

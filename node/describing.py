@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
 
-from node.first_state import digest_of_first
+from node.first_state import FIRST_WEIGHTS, digest_of_first, write_first
 from node.model_folder import read_config, read_settings, read_weights
+from node.outer_state import Vector
 from protocol.console import count_in_words
 from protocol.errors import BadDataError, CannotCreateError, UsageError
-from protocol.files import write_atomically
-from protocol.models import DecoderModel, Description
+from protocol.files import refusal_to_write, write_atomically
+from protocol.layout import layout_of
+from protocol.models import DecoderModel, Description, TransformersModel
 from protocol.run_spec import DESCRIPTION_FILE, RunSpec, load_run_file
 
 RUN_FILE = "run.toml"
@@ -78,18 +81,21 @@ def describe_run(folder: Path, *, source: Path | None, is_forced: bool) -> str:
             next_step="add --force to make it anew; a run that has begun keeps what it has",
         )
     spec = load_run_file(folder / RUN_FILE)
-    description = _described(spec, source)
+    description = _described(spec, folder, source)
     write_atomically(path, description.to_json())
     count = count_in_words(spec.model_copy(update={"description": description}).num_parameters)
     if description.first_digest is None:
         return f"{count} parameters, drawn from the run's seed"
+    is_decoder = isinstance(spec.model, DecoderModel)
+    place = source if is_decoder and source is not None else folder / FIRST_WEIGHTS
     return (
-        f"{count} parameters, which begin with the weights of {source} ({description.first_digest[:12]}); "
-        f"one node has to be started with them: atoll node start --weights {source}"
+        f"{count} parameters, which begin with the weights of {place} ({description.first_digest[:12]}); "
+        f"one node has to be started with them: atoll node start --weights {place}"
     )
 
 
-def _described(spec: RunSpec, source: Path | None) -> Description:
+def _described(spec: RunSpec, folder: Path, source: Path | None) -> Description:
+    """The description; first weights that torch has read or drawn are written into the run's folder."""
     if isinstance(spec.model, DecoderModel):
         if source is None:
             raise UsageError(
@@ -100,4 +106,29 @@ def _described(spec: RunSpec, source: Path | None) -> Description:
         read_weights(source, spec, weights)
         digest = digest_of_first(weights)
         return Description.model_validate({"first_digest": digest.hex(), **read_settings(source)})
-    raise NotImplementedError
+    from node.island.models.describing import describe, first_vector
+
+    if isinstance(spec.model, TransformersModel) and source is None:
+        raise UsageError(
+            'a run with [model] source = "transformers" is made from the folder of a model',
+            next_step="name it with --from; one without weights begins with random ones",
+        )
+    own = Path.cwd() if source is None else source
+    description = describe(spec, own)
+    described = spec.model_copy(update={"description": description})
+    is_given = isinstance(spec.model, TransformersModel) and any(own.glob("*.safetensors"))
+    weights = first_vector(described, own if is_given else None)
+    _write_weights(folder / FIRST_WEIGHTS, described, weights)
+    return description.model_copy(update={"first_digest": digest_of_first(weights).hex()})
+
+
+def _write_weights(path: Path, spec: RunSpec, weights: Vector) -> None:
+    """Writes the file whole or not at all; raises an AtollError where it cannot be."""
+    beside = path.with_name(f".{path.name}.new")
+    try:
+        write_first(beside, layout_of(spec), weights)
+        beside.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise refusal_to_write(path, OSError(str(error))) from error
+    finally:
+        beside.unlink(missing_ok=True)

@@ -22,6 +22,9 @@ Positive = Annotated[int, Field(gt=0, lt=2**31)]
 Context = Annotated[int, Field(ge=8, le=1 << 20)]
 HexDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+"""Such as "my_models.vision:digits"."""
+
 BYTES_VOCABULARY = 256
 """Of text that is read as bytes."""
 
@@ -188,7 +191,7 @@ class FunctionModel(Section):
     """
 
     source: Literal["function"]
-    function: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+    function: FunctionName
     arguments: dict[str, str | int | float | bool] = {}
     context: Positive = 1
 
@@ -227,11 +230,19 @@ class TensorShape(Section):
         return product
 
 
+TensorStyle = Literal["column", "gathered", "row", "sequence", "replicate", "table"]
+"""How tensor parallel treats a module: output cut (or cut and gathered), input cut, parts of its inputs on
+each rank, whole on each rank; or an embedding cut by its rows."""
+
+
 class Description(Section):
     """What building a run's model has shown. It is part of the run: its digest covers it.
 
     Without `tensors` those of the decoder are meant. `first_digest` is that of the outer state that
     the run begins with, where it begins with given weights; else each node draws them from the seed.
+    `activation_bytes` is what backward keeps of one sample, in fp32. `tensor_plan` names modules, with
+    `*` for a part of a name, and is empty where there is none, with the reason beside it. `sources` has
+    a digest for the file of each function that the run brings.
     `config` and `generation_config` are the JSON files of a transformers folder that the run was made
     from: exports begin with them.
     """
@@ -241,6 +252,10 @@ class Description(Section):
     first_digest: HexDigest | None = None
     frozen_digest: HexDigest | None = None
     config: dict[str, Any] = {}
+    activation_bytes: Annotated[int, Field(ge=0)] | None = None
+    tensor_plan: dict[str, TensorStyle] = {}
+    no_tensor_plan: str = ""
+    sources: dict[str, HexDigest] = {}
     generation_config: dict[str, Any] = {}
 
     def to_json(self) -> bytes:

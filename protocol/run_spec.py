@@ -12,7 +12,15 @@ from pydantic import Field, ValidationError, model_validator
 
 from protocol.errors import ConfigError
 from protocol.files import read_toml
-from protocol.models import DecoderModel, Description, Model, Positive, Section, TensorShape
+from protocol.models import (
+    DecoderModel,
+    Description,
+    FunctionName,
+    Model,
+    Positive,
+    Section,
+    TensorShape,
+)
 from protocol.rounds import Digest
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -54,14 +62,17 @@ class DataSection(Section):
     """[data]: what is trained on.
 
     "python-stdlib" and "text" are read as bytes, and a file belongs to the held-out split by the hash
-    of its name; "tokens" is a folder that 'atoll data prepare' wrote. With `private` each node has data
-    of its own, which never leave it, and `most_weight` bounds what part of a mean one holder's work is.
+    of its name; "tokens" is a folder that 'atoll data prepare' wrote; "function" is samples that a
+    function of the run owner's gives. With `private` each node has data of its own, which never leave
+    it, and `most_weight` bounds what part of a mean one holder's work is.
     """
 
-    source: Literal["python-stdlib", "text", "tokens"] = "python-stdlib"
+    source: Literal["python-stdlib", "text", "tokens", "function"] = "python-stdlib"
     paths: Annotated[tuple[str, ...], Field(strict=False)] = ()  # TOML gives lists
     held_out: Annotated[float, Field(gt=0, le=0.5)] = 0.05
     digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None  # of a manifest
+    function: FunctionName | None = None
+    arguments: dict[str, str | int | float | bool] = Field(default={})
     private: bool = False
     most_weight: Annotated[float, Field(gt=0, lt=1)] | None = None
 
@@ -93,9 +104,15 @@ class DataSection(Section):
             raise ValueError(
                 "source = \"tokens\" needs digest, which 'atoll data prepare' prints; others take none"
             )
-        if (self.source == "python-stdlib") == bool(self.paths):
+        if (self.source == "function") != (self.function is not None):
             raise ValueError(
-                'source = "text" needs paths, a list of files or globs; "python-stdlib" takes none'
+                'source = "function" needs function = "MODULE:FUNCTION"; other sources take none'
+            )
+        if self.arguments and self.function is None:
+            raise ValueError("arguments belong to a function, and there is none")
+        if (self.source in ("python-stdlib", "function")) == bool(self.paths):
+            raise ValueError(
+                'source = "text" needs paths, a list of files or globs; others take none'
             )
         return self
 
@@ -120,6 +137,7 @@ class InnerSection(Section):
     decay_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
     final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
     scaling: Literal["none", "linear", "sqrt"] = "none"
+    sparse: bool = False  # embedding rows without a gradient are left alone
 
     @model_validator(mode="after")
     def _muon_keys_belong_to_muon(self) -> Self:
@@ -297,6 +315,14 @@ class RunSpec(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _functions_are_described(self) -> Self:
+        if self.data.source == "function" and isinstance(self.model, DecoderModel):
+            raise ValueError(
+                '[data] source = "function" goes with [model] source = "function" or "transformers"'
+            )
+        return self
+
     @property
     def is_described(self) -> bool:
         """Whether the model's tensors are known: those of the decoder always are."""
@@ -422,7 +448,8 @@ def validated_file(tables: dict[str, Any], *, origin: str) -> RunSpec:
             f'{origin}: [outer] momentum = {momentum} belongs to optimizer = "nesterov", not to "sgd"',
             next_step='remove momentum, or write optimizer = "nesterov"',
         )
-    if spec.data.source == "tokens" and "held_out" in tables["data"]:
+    default = DataSection.model_fields["held_out"].default  # as it stands in the template
+    if spec.data.source == "tokens" and spec.data.held_out != default:
         raise ConfigError(
             f"{origin}: [data] held_out = {spec.data.held_out} says nothing of tokens",
             next_step="remove it: what is held out was settled when the tokens were prepared",

@@ -12,6 +12,7 @@ import torch
 from node.island.accelerator import name_of, peak_memory_bytes
 from node.island.measured_peak import measure_peak, measured_peak_of
 from node.island.mesh import Mesh
+from protocol.models import DecoderModel
 from protocol.run_spec import RunSpec
 
 
@@ -62,7 +63,9 @@ def flops_per_token(spec: RunSpec) -> int:
     """
     if spec.description is not None and spec.description.flops_per_token is not None:
         return spec.description.flops_per_token
-    model = spec.decoder
+    if not isinstance(spec.model, DecoderModel):
+        return 6 * spec.num_parameters // spec.model.context  # nobody could count them
+    model = spec.model
     weights = model.vocab_size * model.hidden_size  # of the head, also when it is the embedding
     weights += sum(
         tensor.num_elements

@@ -13,7 +13,7 @@ from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
 from node.heavy import Heavy, in_place
 from node.history import History
 from node.island.faults import RankDiedError
-from node.island.island import Evaluation, InnerReport, InnerWork, Progress
+from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork, Progress
 from node.link.calls import Attachment, Vitals
 from node.link.events import Event
 from protocol.errors import UnavailableError
@@ -43,6 +43,10 @@ class FakeIsland:
         self.is_running = False
         self._is_broken = False
         self._halted = asyncio.Event()
+
+    @property
+    def ability(self) -> Ability:
+        return ALL
 
     async def start(self) -> CorpusSummary:
         assert not self.is_running

@@ -17,10 +17,15 @@ class DataPlaces:
 
     folder: Path  # where relative paths begin
     own: str = ""  # in place of the run file's paths; "" for none
+    code: Path | None = None  # where functions of the run are found, beside what is installed
 
 
 def open_dataset(spec: RunSpec, places: DataPlaces) -> Dataset:
     """What a run trains on. Raises AtollError where it is not there."""
+    if spec.data.source == "function":
+        from node.island.data.functions import FunctionData
+
+        return FunctionData(spec)
     data = _as_here(spec.data, places)
     if data.source == "tokens":
         return open_tokens(spec, places.folder, data.paths[0])
