@@ -34,7 +34,7 @@ from benchmarks.convergence_settings import DATA_PARALLEL
 from benchmarks.data_parallel import train_data_parallel
 from benchmarks.ending import nothing_left
 from benchmarks.local_swarm import Setting, Trained, spec_of, train_swarm
-from node.island.corpus import read_corpus
+from node.island.data.corpus import read_corpus
 
 RESULTS = Path("docs/results/convergence.jsonl")
 

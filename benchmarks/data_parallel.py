@@ -30,7 +30,7 @@ from benchmarks.ending import nothing_left
 from benchmarks.lone_work import lone_work, unseen
 from benchmarks.simulation import Life, simulate
 from node.demo.command import DEFAULT_ROUNDS, RUN_FILE
-from node.island.corpus import Corpus, read_corpus
+from node.island.data.corpus import Corpus, read_corpus
 from node.island.first_weights import initial_parameters
 from node.island.mesh import Mesh
 from node.island.trainer import Trainer

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.data_parallel import demo_spec
 from benchmarks.lone_work import lone_work, unseen
-from node.island.corpus import Corpus, read_corpus
+from node.island.data.corpus import Corpus, read_corpus
 from node.island.first_weights import initial_parameters
 from node.island.mesh import Mesh
 from node.island.trainer import Trainer

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from node.island.corpus import read_corpus
+from node.island.data.corpus import read_corpus
+from node.island.data.samples import SampleOrder
 from node.island.first_weights import initial_parameters
 from node.island.local_training import LocalTraining
 from node.island.model import Decoder, Objective, copy_parameters
 from node.island.optimizers import inner_optimizers
-from node.island.samples import SampleOrder
 from protocol.layout import layout_of
 from protocol.run_spec import RunSpec
 

@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.figures import Stack, stacked_bars
 from benchmarks.lone_work import lone_work, unseen
 from node.island.auto_mesh import need_of
-from node.island.corpus import read_corpus
+from node.island.data.corpus import read_corpus
 from node.island.first_weights import initial_parameters
 from node.island.local_training import LocalTraining
 from node.island.mesh import Mesh

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.island_loops import Chunk, Kind, Loop
+from node.island.data.opening import DataPlaces
 from node.island.first_weights import initial_parameters
 from node.island.island import InnerWork
 from node.island.launcher import ProcessIsland
@@ -72,7 +73,7 @@ class AtollIsland:
             names=self.vectors.names,
             devices=devices,
             shape=shape,
-            folder=Path.cwd(),
+            data=DataPlaces(folder=Path.cwd()),
             num_threads=1,
             local=local,
         )

@@ -24,7 +24,7 @@ import torch
 from benchmarks.convergence_settings import BASE, outer
 from benchmarks.local_swarm import LocalNode, spec_of, swarm_at_end
 from node.exchange.residual import MOST_OWED
-from node.island.corpus import read_corpus
+from node.island.data.corpus import read_corpus
 
 FIRST_LATE_ROUND = 11
 ROUNDS_AFTER = 8

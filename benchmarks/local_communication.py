@@ -21,7 +21,7 @@ from benchmarks.ending import nothing_left
 from benchmarks.lone_work import lone_work, unseen
 from benchmarks.processes import SOURCES
 from node.island import local_communication
-from node.island.corpus import read_corpus
+from node.island.data.corpus import read_corpus
 from node.island.first_weights import initial_parameters
 from node.island.forkserver import prepare_forkserver
 from node.island.mesh import Mesh

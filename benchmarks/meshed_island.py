@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from node.island.data.opening import DataPlaces
 from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork, Progress
 from node.island.launcher import ProcessIsland
 from node.island.mesh_shape import MeshShape
@@ -69,7 +70,7 @@ class MeshedIsland:
             names=self._shared.names,
             devices=("cpu",) * self._shape.num_ranks,
             shape=self._shape,
-            folder=self._folder,
+            data=DataPlaces(folder=self._folder),
             num_threads=1,
         )
         return self._answer_of(self._ranks.start())

@@ -36,7 +36,7 @@ import torch
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from benchmarks.lone_work import lone_work, unseen
-from node.island.corpus import read_corpus
+from node.island.data.corpus import read_corpus
 from node.island.first_weights import initial_parameters
 from node.island.local_communication import LocalCommunication
 from node.island.local_training import LocalTraining

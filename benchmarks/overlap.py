@@ -23,7 +23,7 @@ import torch
 from benchmarks.data_parallel import demo_spec
 from benchmarks.simulation import Life, SimulatedNode, SimulatedRun, simulate
 from node.exchange.transport.memory import MemoryNetwork
-from node.island.corpus import Corpus, read_corpus
+from node.island.data.corpus import Corpus, read_corpus
 from protocol.run_spec import RunSpec, validated
 
 NUM_NODES = 3

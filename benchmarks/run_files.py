@@ -30,6 +30,8 @@ def _value(value: object) -> str:
             return str(value).lower()
         case str() | Path():
             return json.dumps(str(value))
+        case list() | tuple():
+            return f"[{', '.join(map(_value, value))}]"
         case int() | float():
             return repr(value)
     raise TypeError(f"{value!r} has no place in a run file made of tables")

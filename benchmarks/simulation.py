@@ -30,7 +30,8 @@ from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
 from node.heavy import in_place
 from node.history import History
-from node.island.corpus import Corpus, read_corpus
+from node.island.data.dataset import Dataset
+from node.island.data.opening import DataPlaces, open_dataset
 from node.island.first_weights import initial_parameters
 from node.island.inline import InlineIsland
 from node.island.island import InnerReport, InnerWork, Progress
@@ -60,6 +61,8 @@ class Life:
     """Of ranks in processes of their own, which take no virtual time; None trains in this one."""
     local: LocalTraining = PLAIN
     """Its machine's own choices."""
+    corpus: Dataset | None = None
+    """Its own data, where they are private."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +149,7 @@ def simulate(
     spec: RunSpec,
     *,
     lives: Sequence[Life],
-    corpus: Corpus | None = None,
+    corpus: Dataset | None = None,
     script: Script | None = None,
     outage: Outage | Sequence[Outage] | None = None,
     disks: Path | None = None,
@@ -168,7 +171,7 @@ def simulate(
 async def _simulate(
     spec: RunSpec,
     lives: Sequence[Life],
-    corpus: Corpus | None,
+    corpus: Dataset | None,
     script: Script | None,
     outage: Outage | Sequence[Outage] | None,
     disks: Path | None,
@@ -176,9 +179,7 @@ async def _simulate(
     within_seconds: float | None,
 ) -> SimulatedRun:
     if corpus is None:
-        corpus = read_corpus(
-            spec.data, context=spec.model.context, batch=spec.inner.batch, folder=Path.cwd()
-        )
+        corpus = lives[0].corpus or open_dataset(spec, DataPlaces(folder=Path.cwd()))
     coordinator = SimulatedCoordinator(spec, None if disks is None else disks / "coordinator")
     nodes = [
         SimulatedNode(spec, place, life, coordinator, network, corpus, disks)
@@ -250,7 +251,7 @@ class SimulatedNode:
         life: Life,
         coordinator: SimulatedCoordinator,
         network: MemoryNetwork,
-        corpus: Corpus,
+        corpus: Dataset,
         disks: Path | None,
     ) -> None:
         self._spec = spec
@@ -258,7 +259,7 @@ class SimulatedNode:
         self._life = life
         self._coordinator = coordinator
         self._network = network
-        self._corpus = corpus
+        self._corpus = life.corpus or corpus
         self._disk = None if disks is None else new_folder(disks / f"node-{place + 1}")
         self._has_left = False
         self._num_processes = 0

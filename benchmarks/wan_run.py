@@ -23,7 +23,7 @@ from benchmarks.wan_peers.contender import Contender, not_installed
 from benchmarks.wan_peers.order import Order
 from benchmarks.wan_peers.stage import MIDDLE, ContenderFailedError, Stage
 from benchmarks.wan_report import Measured, Point
-from node.island.corpus import read_corpus
+from node.island.data.corpus import read_corpus
 from node.island.first_weights import initial_parameters
 from node.island.mesh import Mesh
 from node.island.trainer import Trainer

@@ -29,7 +29,7 @@ from benchmarks import wan
 from benchmarks.data_parallel import train_data_parallel
 from benchmarks.ending import nothing_left
 from benchmarks.local_swarm import Setting, train_swarm
-from node.island.corpus import read_corpus
+from node.island.data.corpus import read_corpus
 from protocol.errors import UsageError
 from protocol.run_spec import validated
 

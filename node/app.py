@@ -12,6 +12,7 @@ import structlog
 
 from node.config import IDENTITY_FILE, NodeSettings
 from node.island.forkserver import end_forkserver, prepare_forkserver
+from node.island.functions import check_functions
 from node.link.calls import CoordinatorLink
 from node.link.first_contact import run_of_coordinator
 from node.machine.freed_memory import keep_freed_memory
@@ -98,6 +99,9 @@ async def _run(
     async with open_channel(credentials, counts) as channel:
         link = CoordinatorLink(SessionServiceStub(channel))
         spec = await run_of_coordinator(link, waits=waits, rng=random.Random())
+        check_functions(
+            spec, allowed=settings.allow_functions, code=settings.code_folder(Path.cwd())
+        )
         refuse_what_cannot_work(settings, spec, hardware)
         log.info(
             "run", name=spec.run.name, rounds=spec.run.rounds, coordinator=credentials.endpoint

@@ -136,7 +136,7 @@ async def run_daemon(
                 layout=layout,
                 names=shared.names,
                 home=folder,
-                folder=Path.cwd(),
+                data=settings.data_places(Path.cwd()),
                 hang_seconds=settings.hang_seconds,
             )
             if settings.loop
@@ -276,7 +276,7 @@ def _island_of(
         devices=devices,
         shape=shape,
         ranks=range(len(devices)),
-        folder=Path.cwd(),
+        data=settings.data_places(Path.cwd()),
         local=settings.local_training,
         checkpoints=checkpoints,
         hang_seconds=settings.hang_seconds,

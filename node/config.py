@@ -9,12 +9,13 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
+from node.island.data.opening import DataPlaces
 from node.island.local_training import Accumulating, LocalTraining, Precision, Recomputing
 from node.island.mesh_shape import MeshShape, ScheduleName
 from protocol.credentials import COORDINATOR_FILE
 from protocol.data_rate import bits_per_second_of
 from protocol.errors import ConfigError, NoInputError, UsageError
-from protocol.files import read_toml, write_atomically
+from protocol.files import expanded, read_toml, write_atomically
 from protocol.models import Section
 from protocol.web.address import web_address_of
 
@@ -90,6 +91,18 @@ compile = false
 
 # Whether the same work gives the same bits each time on one machine; slower on GPUs.
 deterministic = false
+
+# Where this machine has the run's data: for text a file or a glob, for tokens their folder. Relative paths
+# begin where 'atoll node start' is typed. Empty means [data] paths of the run file.
+data = ""
+
+# Runs, by their names, whose own code may run on this machine: their model or their samples come from
+# Python functions. That code has all that your account has: read it first.
+allow_functions = []
+
+# The folder where such functions are, beside what is installed. A relative path begins where
+# 'atoll node start' is typed.
+code = ""
 
 # After how many rounds the inner optimizer's state is written to this folder (8 bytes for each
 # parameter, behind the training; with large models more seldom, at 20 MB/s on average), so that a
@@ -202,6 +215,9 @@ class NodeSettings(Section):
     activation_checkpointing: Recomputing = "none"
     compile: bool = False
     deterministic: bool = False
+    data: str = ""
+    allow_functions: Annotated[tuple[str, ...], Field(strict=False)] = ()  # TOML gives lists
+    code: str = ""
     checkpoint_every_rounds: Annotated[int, Field(ge=0, lt=2**31)] = 10
     hang_seconds: Annotated[float, Field(ge=0, le=7 * 86400)] = 120.0
     loop: bool = False
@@ -290,6 +306,14 @@ class NodeSettings(Section):
     def max_upload_bytes_per_second(self) -> float | None:
         """None is no limit."""
         return bytes_per_second_of(self.max_upload)
+
+    def data_places(self, folder: Path) -> DataPlaces:
+        """Where the data and the functions of the run are; relative paths begin at `folder`."""
+        return DataPlaces(folder=folder, own=self.data, code=self.code_folder(folder))
+
+    def code_folder(self, folder: Path) -> Path | None:
+        """Where functions of the run are; a relative path begins at `folder`."""
+        return (folder / expanded(self.code)).resolve() if self.code else None
 
     @property
     def local_training(self) -> LocalTraining:

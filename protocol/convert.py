@@ -331,7 +331,11 @@ def layout_from_wire(wire: session_pb2.LayoutSummary) -> LayoutSummary:
 def corpus_to_wire(corpus: CorpusSummary) -> session_pb2.CorpusSummary:
     """What a node trains on."""
     return session_pb2.CorpusSummary(
-        digest=corpus.digest, num_samples=corpus.num_samples, num_bytes=corpus.num_bytes
+        digest=corpus.digest,
+        num_samples=corpus.num_samples,
+        num_bytes=corpus.num_bytes,
+        num_held_out_tokens=corpus.num_held_out_tokens,
+        num_held_out_bytes=corpus.num_held_out_bytes,
     )
 
 
@@ -341,6 +345,8 @@ def corpus_from_wire(wire: session_pb2.CorpusSummary) -> CorpusSummary:
         digest=digest_from_wire(wire.digest, of="a corpus"),
         num_samples=wire.num_samples,
         num_bytes=wire.num_bytes,
+        num_held_out_tokens=wire.num_held_out_tokens,
+        num_held_out_bytes=wire.num_held_out_bytes,
     )
 
 

@@ -14,6 +14,7 @@ import click
 
 from protocol import console
 from protocol.errors import AtollError, UsageError
+from protocol.lazy_group import Entry, LazyGroup
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -301,15 +302,41 @@ def rounds(limit: int, is_json: bool, directory: Path | None) -> None:
     _print_fitting(columns, rows, spare=("reason", "digest", "sent", "slices"), right=right)
 
 
-@click.command()
+_DATA_COMMANDS = (
+    (
+        "Commands",
+        (
+            Entry(
+                name="prepare",
+                target="node.island.data.command:prepare",
+                summary="Make tokens of text, once, for a run.",
+            ),
+            Entry(
+                name="check",
+                target="node.island.data.command:check",
+                summary="Read a folder of tokens and compare all digests.",
+            ),
+            Entry(
+                name="skip",
+                target="coordinator.cli:skip",
+                summary="Take samples out of a run, after a spike of the loss.",
+            ),
+        ),
+    ),
+)
+
+
+@click.group(cls=LazyGroup, sections=_DATA_COMMANDS, invoke_without_command=True)
 @_json_option
 @_dir_option
-def data(is_json: bool, directory: Path | None) -> None:
-    """Show what became of the samples: committed, leased, to be leased again.
+@click.pass_context
+def data(context: click.Context, is_json: bool, directory: Path | None) -> None:
+    """Prepare data for a run; alone: show what became of the run's samples.
 
     \b
     Example:
       atoll data
+      atoll data prepare corpus/*.jsonl --tokenizer tokenizer.json --out tokens
 
     JSON is the run's DataStatus (proto/protocol/v1/status.proto):
 
@@ -317,13 +344,15 @@ def data(is_json: bool, directory: Path | None) -> None:
       {"epoch_samples": 91400, "committed_samples": 36000, "leased_samples": 720,
        "free_again_samples": 80, "free_again_pieces": 1, "frontier": 36800, "skipped_samples": 0}
     """  # noqa: D301 - click reads the character \b, not its two letters
+    if context.invoked_subcommand is not None:
+        return
     with StatusLink(directory) as link:
         samples = link.status().run.data
     if is_json:
         console.print_json(as_json(samples))
         return
     pieces = "piece" if samples.free_again_pieces == 1 else "pieces"
-    counts = (
+    counts = [
         ("committed", samples.committed_samples, "in the model, each counted once"),
         ("leased now", samples.leased_samples, "to the participants of the round in flight"),
         (
@@ -331,9 +360,10 @@ def data(is_json: bool, directory: Path | None) -> None:
             samples.free_again_samples,
             f"leased, not committed; in {samples.free_again_pieces} {pieces}",
         ),
-        ("taken out", samples.skipped_samples, "by 'atoll data skip'"),
         ("reached", samples.frontier, "all of the above; what follows was never leased"),
-    )
+    ]
+    if samples.skipped_samples:
+        counts.append(("taken out", samples.skipped_samples, "by 'atoll data skip'"))
     rows = [
         (
             what,

@@ -184,11 +184,13 @@ class LayoutSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorpusSummary:
-    """What text a node trains on."""
+    """What a node trains on. Sizes are those of the text; 0 where nobody knows."""
 
     digest: Digest
     num_samples: int
     num_bytes: int
+    num_held_out_tokens: int = 0
+    num_held_out_bytes: int = 0
 
 
 def cut_into_slices(

@@ -12,7 +12,15 @@ from pydantic import Field, ValidationError, model_validator
 
 from protocol.errors import ConfigError
 from protocol.files import read_toml
-from protocol.models import DecoderModel, Description, Model, Positive, Section, TensorShape
+from protocol.models import (
+    DecoderModel,
+    Description,
+    FunctionName,
+    Model,
+    Positive,
+    Section,
+    TensorShape,
+)
 from protocol.rounds import Digest
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -51,17 +59,60 @@ class RunSection(Section):
 
 
 class DataSection(Section):
-    """[data]: the text, read as bytes. A file belongs to the held-out split by the hash of its name."""
+    """[data]: what is trained on.
 
-    source: Literal["python-stdlib", "text"] = "python-stdlib"
+    "python-stdlib" and "text" are read as bytes, and a file belongs to the held-out split by the hash
+    of its name; "tokens" is a folder that 'atoll data prepare' wrote; "function" is samples that a
+    function of the run owner's gives. With `private` each node has data of its own, which never leave
+    it, and `most_weight` bounds what part of a mean one holder's work is.
+    """
+
+    source: Literal["python-stdlib", "text", "tokens", "function"] = "python-stdlib"
     paths: Annotated[tuple[str, ...], Field(strict=False)] = ()  # TOML gives lists
     held_out: Annotated[float, Field(gt=0, le=0.5)] = 0.05
+    digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None  # of a manifest
+    function: FunctionName | None = None
+    arguments: dict[str, str | int | float | bool] = Field(default={})
+    private: bool = False
+    most_weight: Annotated[float, Field(gt=0, lt=1)] | None = None
 
     @model_validator(mode="after")
-    def _paths_belong_to_text(self) -> Self:
-        if (self.source == "text") != bool(self.paths):
+    def _private_data_stand_with_their_holders(self) -> Self:
+        if self.private and self.source not in ("text", "tokens"):
             raise ValueError(
-                'source = "text" needs paths, a list of files or globs; other sources take none'
+                f'private = true needs source = "text" or "tokens", which says how holders keep their data, '
+                f'not "{self.source}"'
+            )
+        if self.private and (self.paths or self.digest is not None):
+            raise ValueError(
+                "private = true goes without paths and digest: each node names its own data in node.toml"
+            )
+        if self.most_weight is not None and not self.private:
+            raise ValueError(f"most_weight = {self.most_weight} belongs to private = true")
+        return self
+
+    @model_validator(mode="after")
+    def _paths_belong_to_their_source(self) -> Self:
+        if self.private:
+            return self
+        if self.source == "tokens" and len(self.paths) != 1:
+            raise ValueError(
+                f'source = "tokens" needs paths = ["FOLDER"], one folder that \'atoll data prepare\' '
+                f"wrote, and {len(self.paths)} are given"
+            )
+        if (self.source == "tokens") != (self.digest is not None):
+            raise ValueError(
+                "source = \"tokens\" needs digest, which 'atoll data prepare' prints; others take none"
+            )
+        if (self.source == "function") != (self.function is not None):
+            raise ValueError(
+                'source = "function" needs function = "MODULE:FUNCTION"; other sources take none'
+            )
+        if self.arguments and self.function is None:
+            raise ValueError("arguments belong to a function, and there is none")
+        if (self.source in ("python-stdlib", "function")) == bool(self.paths):
+            raise ValueError(
+                'source = "text" needs paths, a list of files or globs; others take none'
             )
         return self
 
@@ -86,6 +137,7 @@ class InnerSection(Section):
     decay_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
     final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
     scaling: Literal["none", "linear", "sqrt"] = "none"
+    sparse: bool = False  # embedding rows without a gradient are left alone
 
     @model_validator(mode="after")
     def _muon_keys_belong_to_muon(self) -> Self:
@@ -263,6 +315,14 @@ class RunSpec(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _functions_are_described(self) -> Self:
+        if self.data.source == "function" and isinstance(self.model, DecoderModel):
+            raise ValueError(
+                '[data] source = "function" goes with [model] source = "function" or "transformers"'
+            )
+        return self
+
     @property
     def is_described(self) -> bool:
         """Whether the model's tensors are known: those of the decoder always are."""
@@ -387,6 +447,12 @@ def validated_file(tables: dict[str, Any], *, origin: str) -> RunSpec:
         raise ConfigError(
             f'{origin}: [outer] momentum = {momentum} belongs to optimizer = "nesterov", not to "sgd"',
             next_step='remove momentum, or write optimizer = "nesterov"',
+        )
+    default = DataSection.model_fields["held_out"].default  # as it stands in the template
+    if spec.data.source == "tokens" and spec.data.held_out != default:
+        raise ConfigError(
+            f"{origin}: [data] held_out = {spec.data.held_out} says nothing of tokens",
+            next_step="remove it: what is held out was settled when the tokens were prepared",
         )
     inner = tables.get("inner", {})
     if "steps" in inner and spec.inner.round_tokens is not None:

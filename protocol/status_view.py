@@ -1,5 +1,6 @@
 """A status as a picture and as a line. Pure: it neither asks for a status nor prints one."""
 
+import math
 from collections.abc import Iterable
 
 from rich.console import Group, RenderableType
@@ -324,11 +325,20 @@ def _loss_line(status: pb.GetStatusResponse) -> RenderableType:
 
 
 def held_out_in_words(run: pb.RunStatus) -> str:
-    """The first and the latest held-out loss, nats per token."""
+    """The first and the latest held-out loss, nats per token; and the latest in bits per byte of text."""
     losses = [held_out.loss for held_out in run.held_out_losses]
     if not losses:
         return ""
-    return f"{losses[0]:.3f}" if len(losses) == 1 else f"{losses[0]:.3f} → {losses[-1]:.3f}"
+    words = f"{losses[0]:.3f}" if len(losses) == 1 else f"{losses[0]:.3f} → {losses[-1]:.3f}"
+    bits = bits_per_byte(losses[-1], run)
+    return words if bits is None else f"{words}, {bits:.3f} bits a byte"
+
+
+def bits_per_byte(loss: float, run: pb.RunStatus) -> float | None:
+    """A held-out loss in nats per token as what tokenizers are compared by; None where nobody knows."""
+    if not run.held_out_bytes_per_token:
+        return None
+    return loss / math.log(2) / run.held_out_bytes_per_token
 
 
 def agreement_in_words(run: pb.RunStatus) -> str:

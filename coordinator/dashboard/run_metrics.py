@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from coordinator.dashboard.round_tally import RoundCounts
-from protocol.status_view import name_of
+from protocol.status_view import bits_per_byte, name_of
 from protocol.v1 import status_pb2 as pb
 from protocol.web.metrics import Board, Metric
 from protocol.web.node_metrics import NODE_METRICS, put_node
@@ -69,6 +69,11 @@ RUN_METRICS = (
         name="atoll_held_out_loss_nats",
         kind="gauge",
         meaning="Held-out loss of the latest evaluation, nats per token",
+    ),
+    Metric(
+        name="atoll_held_out_bits_per_byte",
+        kind="gauge",
+        meaning="The same loss in bits per byte of text, by which tokenizers are compared",
     ),
     Metric(
         name="atoll_held_out_loss_round", kind="gauge", meaning="Round of that evaluation's state"
@@ -166,6 +171,7 @@ def _put_run(board: Board, run: pb.RunStatus, version: str) -> None:
     board.put("atoll_committed_tokens_total", run.token_clock)
     if run.held_out_losses:
         board.put("atoll_held_out_loss_nats", run.held_out_losses[-1].loss)
+        board.put("atoll_held_out_bits_per_byte", bits_per_byte(run.held_out_losses[-1].loss, run))
         board.put("atoll_held_out_loss_round", run.held_out_losses[-1].round)
     for counted in run.wire.counts:
         for direction, num_bytes in (

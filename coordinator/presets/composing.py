@@ -21,6 +21,7 @@ from coordinator.presets.model_sizes import NAMED_MODELS, NamedModel
 from coordinator.presets.settling import link_of, settled_run_file, span_of
 from coordinator.presets.toml_edit import Place, with_values
 from protocol.errors import ConfigError, UsageError
+from protocol.models import BYTES_VOCABULARY
 from protocol.run_spec import load_run_file, validated
 
 if TYPE_CHECKING:
@@ -166,7 +167,9 @@ def new_run(wanted: Wanted) -> NewRun:
     text = run_text(name=wanted.name, run_file=None)
     if values:
         _, _, tables = text.partition("\n\n")
-        text = with_values(f"{HEADER}\n{tables}", values)
+        # Of tokens what is held out was settled when they were made.
+        retired = {("data", "held_out")} if facts.data.get("source") == "tokens" else set()
+        text = with_values(f"{HEADER}\n{tables}", values, retired=retired)
         validated(tomllib.loads(text), origin="the new run file")
     return NewRun(
         text=text,
@@ -225,6 +228,7 @@ def _facts_of(wanted: Wanted) -> Facts:
 def _trained(wanted: Wanted, facts: Facts) -> tuple[Trained, str]:
     """What is trained, and in words what else the file says that names it: none of that is taken."""
     if wanted.source is not None:
+        _require_tokens(wanted.source, facts)
         usual = _nearest_to(facts.num_parameters)
         return Trained(
             model=facts.model,
@@ -249,6 +253,22 @@ def _trained(wanted: Wanted, facts: Facts) -> tuple[Trained, str]:
         batch=named.batch,
         learning_rate=named.learning_rate,
     ), note
+
+
+def _require_tokens(source: Path, facts: Facts) -> None:
+    """Raises UsageError for a model of tokens that would be trained on bytes."""
+    if facts.data.get("source") != "tokens" and facts.model.get("vocab_size") != BYTES_VOCABULARY:
+        raise UsageError(
+            f"the model in {source} is one of tokens, and no --data names any",
+            next_step=f"make them once: atoll data prepare TEXT… --tokenizer {source} --out tokens; "
+            "then add --data tokens",
+        )
+    if (facts.vocab_size or 0) > facts.model.get("vocab_size", 1 << 31):
+        raise UsageError(
+            f"the data have {facts.vocab_size} different tokens, and the model in {source} "
+            f"{facts.model['vocab_size']}",
+            next_step=f"make the tokens with its own tokenizer: atoll data prepare … --tokenizer {source}",
+        )
 
 
 def _named(name: str) -> tuple[NamedModel, str]:
@@ -288,8 +308,8 @@ def _nearest_to(num_parameters: int) -> NamedModel:
 def _learning_rate(wanted: Wanted, trained: Trained) -> tuple[float, str]:
     if wanted.source is None:
         return trained.learning_rate, ""
-    why = f"a {CONTINUED_SHARE}th of a new model's of this size, for the weights are given"
-    return trained.learning_rate / CONTINUED_SHARE, why
+    why = "a fifth of a new model's of this size, for the weights are given"
+    return float(f"{trained.learning_rate / CONTINUED_SHARE:.2g}"), why
 
 
 def _advice_on_optimizer(wanted: Wanted) -> str:

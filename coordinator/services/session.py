@@ -106,6 +106,8 @@ class SessionDesk:
         )
         checks.count(event.corpus.num_samples, of="the number of samples")
         checks.count(event.corpus.num_bytes, of="the size of the text")
+        checks.count(event.corpus.num_held_out_tokens, of="the number of held-out tokens")
+        checks.count(event.corpus.num_held_out_bytes, of="the size of the held-out text")
         try:
             state = (await self._driver.apply(event)).state
         except CopyAttachedError:

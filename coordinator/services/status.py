@@ -114,6 +114,7 @@ class StatusDesk:
                 pb.HeldOutLoss(round=h.round, loss=h.loss, tokens=h.tokens)
                 for h in _spread(state.held_out)
             ],
+            held_out_bytes_per_token=_held_out_bytes_per_token(state),
             uptime_seconds=now - self._started_at,
             min_nodes=state.rules.min_nodes,
             data=data_status(state),
@@ -143,6 +144,14 @@ class StatusDesk:
             link_rates=_rates_to_wire(member.rates),
             has_waiting_copy=self._telemetry.has_waiting_copy(member.node_id, now=now),
         )
+
+
+def _held_out_bytes_per_token(state: SwarmState) -> float:
+    """Of the held-out split as a whole, by the node that attached first; 0 where it does not know."""
+    corpus = state.corpus
+    if corpus is None or not corpus.num_held_out_tokens:
+        return 0.0
+    return corpus.num_held_out_bytes / corpus.num_held_out_tokens
 
 
 def _spread(losses: Sequence[HeldOut]) -> Sequence[HeldOut]:

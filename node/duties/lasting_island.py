@@ -229,6 +229,7 @@ def both(first: InnerReport, second: InnerReport) -> InnerReport:
         second,
         inner_steps=steps,
         tokens=first.tokens + second.tokens,
+        counted_tokens=first.counted_tokens + second.counted_tokens,
         loss=loss_sum / steps,
         seconds=first.seconds + second.seconds,
         flops=first.flops + second.flops,

@@ -44,7 +44,12 @@ def counted(report: InnerReport, assignment: Assignment) -> InnerReport:
     if report.inner_steps <= assignment.inner_steps:
         return report
     steps = assignment.inner_steps
-    return replace(report, inner_steps=steps, tokens=report.tokens // report.inner_steps * steps)
+    return replace(
+        report,
+        inner_steps=steps,
+        tokens=report.tokens // report.inner_steps * steps,
+        counted_tokens=report.counted_tokens // report.inner_steps * steps,
+    )
 
 
 def trained_of(report: InnerReport) -> Trained:

@@ -10,12 +10,15 @@ from pathlib import Path
 from node.hosts.following import follow
 from node.hosts.parts import Shelf
 from node.hosts.token import HostToken
+from node.island.data.opening import DataPlaces
 from node.island.forkserver import end_forkserver, prepare_forkserver
 from node.outer_state import tell_leftovers
 from node.stopping import StopSignals
 
 
-async def run_follower(token: HostToken, *, name: str, device: str, checkpoints: Path) -> str:
+async def run_follower(
+    token: HostToken, *, name: str, device: str, checkpoints: Path, data: str
+) -> str:
     """Follows until the leader ends or its owner stops it; returns why.
 
     The last thing that its process does: signals are ignored from then on.
@@ -30,7 +33,7 @@ async def run_follower(token: HostToken, *, name: str, device: str, checkpoints:
                 name=name,
                 device=device,
                 version=metadata.version("atoll"),
-                folder=Path.cwd(),
+                data=DataPlaces(folder=Path.cwd(), own=data),
                 shelf=shelf,
             )
         except asyncio.CancelledError:

@@ -4,7 +4,6 @@ import asyncio
 import json
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import structlog
@@ -15,6 +14,8 @@ from node.hosts.token import HostToken
 from node.hosts.wire import Message, Wire, connect
 from node.island.checkpoints import About
 from node.island.commands import Keep, MeetingPoint
+from node.island.data.opening import DataPlaces
+from node.island.functions import check_functions
 from node.island.island import InnerWork, Progress
 from node.island.launcher import ProcessIsland
 from node.island.local_training import LocalTraining
@@ -31,11 +32,11 @@ _RETRY_SECONDS = 2.0
 
 
 async def follow(
-    token: HostToken, *, name: str, device: str, version: str, folder: Path, shelf: Shelf
+    token: HostToken, *, name: str, device: str, version: str, data: DataPlaces, shelf: Shelf
 ) -> str:
     """Follows until the leader says that it is over; returns why it ended.
 
-    While the leader is away, it is asked again every two seconds. The text is read in `folder`, and
+    While the leader is away, it is asked again every two seconds. The data is read in `data`, and
     parts of checkpoints lie on the shelf. Raises AtollError.
     """
     usable = await usable_devices(device, 1)
@@ -51,7 +52,7 @@ async def follow(
             await asyncio.sleep(_RETRY_SECONDS)
             continue
         has_waited = False
-        following = _Following(wire, device=device, folder=folder, shelf=shelf)
+        following = _Following(wire, device=device, data=data, shelf=shelf)
         try:
             await wire.send({"name": name, "version": version, "device_kind": kind})
             answer = await wire.receive()
@@ -73,11 +74,11 @@ async def follow(
 class _Following:
     """One connection's ranks."""
 
-    def __init__(self, wire: Wire, *, device: str, folder: Path, shelf: Shelf) -> None:
+    def __init__(self, wire: Wire, *, device: str, data: DataPlaces, shelf: Shelf) -> None:
         self._wire = wire
         self._shelf = shelf
         self._device = device
-        self._folder = folder
+        self._data = data
         self._layout: Layout | None = None
         self._shared: SharedVectors | None = None
         self._island: ProcessIsland | None = None
@@ -201,6 +202,9 @@ class _Following:
         num_hosts: int,
     ) -> Message:
         run = run_from_json(json.dumps(spec))
+        check_functions(
+            run, allowed=(), code=None
+        )  # the leader's owner does not speak for this machine's
         if self._shared is None:
             self._layout = layout_of(run)
             self._shared = SharedVectors.create(self._layout.num_elements)
@@ -211,7 +215,7 @@ class _Following:
             devices=usable.names,
             shape=MeshShape(**shape),
             ranks=range(first_rank, first_rank + num_ranks),
-            folder=self._folder,
+            data=self._data,
             local=LocalTraining(**local),
         )
         interface = interface_of(self._wire.own_host)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from node.island.checkpoints import About, CheckpointFolder
+from node.island.data.opening import DataPlaces
 from node.island.island import InnerWork, Progress
 from node.island.local_training import LocalTraining
 from node.island.mesh_shape import MeshShape
@@ -33,7 +34,7 @@ class RankSetup:
     device: str
     num_threads: int
     local: LocalTraining
-    folder: Path  # where relative data paths start
+    data: DataPlaces
     meeting: Path | MeetingPoint  # where the ranks of this attempt meet; a file on one host
 
 

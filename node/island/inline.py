@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from node.island.corpus import Corpus, read_corpus
+from node.island.data.dataset import Dataset
+from node.island.data.opening import DataPlaces, open_dataset
 from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork, Progress
 from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh import Mesh
@@ -32,7 +33,7 @@ class InlineIsland:
         parameters: Vector,
         published: Vector,
         folder: Path,
-        corpus: Corpus | None = None,
+        corpus: Dataset | None = None,
         clock: Clock = time.monotonic,
         local: LocalTraining = PLAIN,
     ) -> None:
@@ -52,12 +53,7 @@ class InlineIsland:
 
     async def start(self) -> CorpusSummary:
         """Builds the model and reads the text."""
-        corpus = self._corpus or read_corpus(
-            self._spec.data,
-            context=self._spec.model.context,
-            batch=self._spec.inner.batch,
-            folder=self._folder,
-        )
+        corpus = self._corpus or open_dataset(self._spec, DataPlaces(folder=self._folder))
         self._trainer = Trainer(
             spec=self._spec,
             corpus=corpus,

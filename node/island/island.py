@@ -44,7 +44,7 @@ class InnerReport:
 
     round: int
     inner_steps: int
-    tokens: int
+    tokens: int  # of all samples: what the ledger counts
     loss: float  # nats per token, mean over the round
     seconds: float
     flops: float = 0.0  # of the tokens, by node.island.utilisation
@@ -53,6 +53,7 @@ class InnerReport:
     peak_memory_bytes: int = 0  # of the rank that took most
     publish_seconds: float = 0.0  # afterwards
     communication_seconds: float | None = None  # of `seconds`, exposed; None: not measured
+    counted_tokens: int = 0  # of `tokens`: those that were to be predicted
     skipped_steps: int = 0  # of the inner steps: their gradients did not fit into fp16
 
 
@@ -62,6 +63,7 @@ class Evaluation:
 
     loss: float  # nats per token
     tokens: int
+    metric: float | None = None  # one of the run's own, where its function has one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from node.island.checkpoints import About, CheckpointFolder, Kept, Loaded
-from node.island.combinations import check_combination
+from node.island.combinations import check_combination, check_local
 from node.island.commands import (
     Adopt,
     Alive,
@@ -33,6 +33,7 @@ from node.island.commands import (
     Told,
     Train,
 )
+from node.island.data.opening import DataPlaces
 from node.island.devices import default_threads
 from node.island.faults import RankDiedError, RankFailedError, RankHungError
 from node.island.forkserver import fork_rank, prepare_forkserver
@@ -88,7 +89,7 @@ class ProcessIsland:
         spec: RunSpec,
         names: SharedNames,
         devices: tuple[str, ...],
-        folder: Path,
+        data: DataPlaces,
         shape: MeshShape | None = None,
         num_threads: int | None = None,
         local: LocalTraining = PLAIN,
@@ -106,7 +107,7 @@ class ProcessIsland:
         self._shape = shape
         self._names = names
         self._devices = devices
-        self._folder = folder
+        self._data = data
         self._local = local
         self._num_threads = num_threads or default_threads(len(devices))
         self._members: list[_Member] = []
@@ -147,6 +148,7 @@ class ProcessIsland:
         check_shape(self._shape, self._spec)
         check_batch(self._shape, self._spec)
         check_combination(self._shape, self._local)
+        check_local(self._spec, self._local)
         self._broken = None
         self._number = 0
         self._meeting = TemporaryFolder("ranks")
@@ -243,7 +245,7 @@ class ProcessIsland:
                 device=device,
                 num_threads=self._num_threads,
                 local=self._local,
-                folder=self._folder,
+                data=self._data,
                 meeting=self._meeting_point or meeting / "store",
             )
             process, connection = fork_rank(setup)

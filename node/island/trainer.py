@@ -8,9 +8,11 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 
+import blake3
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from node.island.accelerator import (
     begin_measuring_memory,
@@ -26,8 +28,10 @@ from node.island.boxes import (
     rebase_boxes,
 )
 from node.island.checkpoints import About
-from node.island.combinations import check_combination, may_be_traced
-from node.island.corpus import Corpus
+from node.island.combinations import check_combination, check_local, may_be_traced
+from node.island.data.dataset import Batch, Dataset
+from node.island.data.manifest import Split
+from node.island.data.samples import Indices, SampleOrder
 from node.island.engine import Engine
 from node.island.faults import TrainingDivergedError
 from node.island.ferry import copies_of
@@ -37,7 +41,8 @@ from node.island.local_communication import LocalCommunication
 from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh import Mesh
 from node.island.mesh_shape import MeshShape, check_batch, check_shape
-from node.island.samples import Indices, SampleOrder
+from node.island.model import NO_TARGET
+from node.island.models.architecture import BufferWatch, Tree
 from node.island.schedule import (
     Position,
     Rewarming,
@@ -111,7 +116,7 @@ class Trainer:
         self,
         *,
         spec: RunSpec,
-        corpus: Corpus,
+        corpus: Dataset,
         device: torch.device,
         mesh: Mesh,
         clock: Clock,
@@ -120,6 +125,7 @@ class Trainer:
         check_shape(mesh.shape, spec)
         check_batch(mesh.shape, spec)
         check_combination(mesh.shape, local)
+        check_local(spec, local)
         self._spec = spec
         self._corpus = corpus
         self._device = device
@@ -130,7 +136,9 @@ class Trainer:
         self._staging = Staging(torch.device("cpu") if mesh.shape.has_offload else device)
         self._engine = Engine(spec=spec, mesh=mesh, device=device, local=local)
         self._optimizers = self._engine.optimizers(spec.inner)
+        self._buffers: BufferWatch | None = BufferWatch(self._engine.parts)  # for the first step
         self._order = SampleOrder(seed=spec.run.seed, num_samples=corpus.num_samples)
+        self._counted_tokens = 0  # since training of a round began
         self._rewarming = Rewarming(rewarming_steps(spec))
         self._communication = LocalCommunication(
             device, mesh, may_trace=may_be_traced(mesh.shape, local)
@@ -169,7 +177,8 @@ class Trainer:
     def _held(self) -> Iterator[Held]:
         """What the rank holds, to be read or changed in place."""
         reshard(self._engine.parts)
-        return held_by(self._engine.parts, self._layout, self._mesh)
+        engine = self._engine
+        return held_by(engine.parts, self._layout, self._mesh, copies=engine.copies())
 
     def train(
         self,
@@ -190,9 +199,12 @@ class Trainer:
                 f"{work.num_samples} samples in {work.inner_steps} steps are no inner step"
             )
         begin_measuring_memory(self._device)
+        if self._engine.draws:
+            torch.manual_seed(self._seed_of(work))
         tally = _Tally(self._device)
         started = self._clock()
-        told_at, told_steps = started, 0
+        told_at, told_steps, told_tokens = started, 0, 0
+        self._counted_tokens = 0
         scale = scale_of_rates(self._spec, work.num_participants)
         self._rewarming.begin(work.token_clock)
         to_trace = self._communication.step_to_trace(max_steps)
@@ -206,7 +218,7 @@ class Trainer:
             if now - told_at >= PROGRESS_SECONDS:
                 loss = tally.read(work.round)
                 now = self._clock()  # a GPU has caught up only now
-                tokens = (tally.steps - told_steps) * step_tokens
+                tokens = self._counted_tokens - told_tokens
                 on_progress(
                     Progress(
                         round=work.round,
@@ -215,7 +227,7 @@ class Trainer:
                         tokens_per_second=tokens / (now - told_at),
                     )
                 )
-                told_at, told_steps = now, tally.steps
+                told_at, told_steps, told_tokens = now, tally.steps, self._counted_tokens
             if tally.steps < look_at:
                 continue
             seconds_left = work.max_seconds - (now - started)
@@ -241,6 +253,7 @@ class Trainer:
             round=work.round,
             inner_steps=tally.steps,
             tokens=tokens,
+            counted_tokens=self._counted_tokens,
             loss=loss_sum / (tally.steps * num_losses),
             seconds=seconds,
             flops=float(tokens * flops_per_token(self._spec)),
@@ -267,16 +280,24 @@ class Trainer:
         """Held-out loss over a fixed choice of samples, spread evenly over the held-out split."""
         available = self._corpus.num_held_out_samples
         count = min(self._spec.evaluation.samples, available)
-        own = (np.arange(count, dtype=np.int64) * available // count)[self._mesh.share(count)]
+        chosen = np.arange(count, dtype=np.int64) * available // count
+        own = chosen[self._mesh.share(count)]
         rows = self._engine.rows
         most = -(-count // self._mesh.shape.num_data)  # of any rank: all must go on together
-        loss_sum = torch.zeros((), dtype=torch.float64)
+        sums = torch.zeros(4, dtype=torch.float64)
         for start in range(0, most, rows):
-            windows = self._on_device(self._corpus.held_out, own[start : start + rows])
-            loss_sum += self._engine.measure(windows).cpu()
+            own_chosen = own[start : start + rows]
+            batch = self._on_device("held_out", own_chosen)
+            sums += self._engine.measure(batch, num_samples=len(own_chosen)).tallied(
+                len(own_chosen)
+            )
             on_batch()
-        loss = self._mesh.summed(loss_sum).item() / (count * self._spec.model.context)
-        return Evaluation(loss=loss, tokens=count * self._spec.model.context)
+        loss, weight, metric, samples = self._mesh.summed(sums).tolist()
+        return Evaluation(
+            loss=loss / max(1.0, weight),
+            tokens=self._corpus.num_counted("held_out", chosen),
+            metric=metric / samples if self._engine.has_metric else None,
+        )
 
     def inner_state(
         self, *, run_digest: Digest, layout_digest: Digest, round: int
@@ -313,7 +334,7 @@ class Trainer:
 
     def _named(self) -> list[Named]:
         reshard(self._engine.parts)  # else its parameters are not those that are stepped
-        return named_by(self._engine.parts, self._optimizers)
+        return named_by(self._engine.parts, self._optimizers, copies=self._engine.copies())
 
     def _compile_now(self) -> None:
         """Else the first round, and the speed that it is planned by, would pay for it."""
@@ -327,6 +348,9 @@ class Trainer:
         None for the norm says that the step was left out.
         """
         loss = self._add_gradients(first_sample)
+        if self._buffers is not None:
+            self._buffers.check()
+            self._buffers = None
         norm = self._engine.clip(self._spec.inner.clip)
         is_taken = self._engine.loss_scale.allows(norm)
         if is_taken:
@@ -336,10 +360,28 @@ class Trainer:
         return loss, norm if is_taken else None
 
     def _add_gradients(self, first_sample: int) -> Tensor:
-        """Leaves the scaled gradients of this rank's share of a batch; returns its loss."""
+        """Leaves the scaled gradients of this rank's share of a batch; returns its loss.
+
+        Both are means over what counts in the whole batch: a rank with fewer counted targets weighs less.
+        """
         batch = self._spec.inner.batch
-        indices = self._order.indices(first_sample, batch)[self._mesh.share(batch)]
-        return self._engine.train(self._on_device(self._corpus.training, indices))
+        indices = self._order.indices(first_sample, batch)
+        own = indices[self._mesh.share(batch)]
+        loss = self._engine.train(self._on_device("training", own))
+        counted = self._corpus.num_counted("training", indices)
+        self._counted_tokens += counted
+        if self._engine.divides_by_all and counted != batch * self._spec.model.context:
+            factor = batch * self._spec.model.context / counted
+            self._engine.scale_gradients(factor)
+            loss = loss * factor
+        return loss
+
+    def _seed_of(self, work: InnerWork) -> int:
+        """Of dropout and the like: the same for ranks that share samples, and for the same work again."""
+        place, shape = self._mesh.place, self._mesh.shape
+        part = place.replicate * shape.shard + place.shard
+        key = f"{self._spec.run.seed}:draws:{work.first_sample}:{part}"
+        return int.from_bytes(blake3.blake3(key.encode()).digest(length=7), "little")
 
     def _set_learning_rates(self, at: Position, scale: float) -> None:
         share = scale * share_of_peak(self._spec.inner, at) * self._rewarming.share()
@@ -347,8 +389,19 @@ class Trainer:
             for group in optimizer.param_groups:
                 group["lr"] = share * group["peak_rate"]
 
-    def _on_device(self, split: np.ndarray, indices: Indices) -> Tensor:
-        windows = torch.from_numpy(self._corpus.windows(split, indices))  # [B, T + 1]
+    def _on_device(self, split: Split, indices: Indices) -> Tree:
+        """Windows [B, T + 1]; tokens and targets [B, T] where not all is counted; or a function's tree."""
+        batch = self._corpus.batch(split, indices)
+        if not isinstance(batch, Batch):
+            return tree_map(self._moved, batch)
+        windows = torch.from_numpy(batch.tokens)  # [B, T + 1]
+        if batch.counted is None:
+            return self._moved(windows)
+        counted = torch.from_numpy(batch.counted)  # [B, T]
+        targets = windows[:, 1:].masked_fill(~counted, NO_TARGET)
+        return self._moved(windows[:, :-1].contiguous()), self._moved(targets)
+
+    def _moved(self, tensor: Tensor) -> Tensor:
         if carries_pinned_memory(self._device):
-            return windows.pin_memory().to(self._device, non_blocking=True)
-        return windows.to(self._device)
+            return tensor.pin_memory().to(self._device, non_blocking=True)
+        return tensor.to(self._device)

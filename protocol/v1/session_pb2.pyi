@@ -120,29 +120,37 @@ Global___LayoutSummary: _TypeAlias = LayoutSummary  # noqa: Y015
 
 @_typing.final
 class CorpusSummary(_message.Message):
-    """What text a node trains on."""
+    """What a node trains on."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     DIGEST_FIELD_NUMBER: _builtins.int
     NUM_SAMPLES_FIELD_NUMBER: _builtins.int
     NUM_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_HELD_OUT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_HELD_OUT_BYTES_FIELD_NUMBER: _builtins.int
     digest: _builtins.bytes
-    """Digest over the files of the training split, 32 bytes."""
+    """Digest over the files of the training split, or of the manifest of tokens, 32 bytes."""
     num_samples: _builtins.int
     """Samples in the training split."""
     num_bytes: _builtins.int
-    """Bytes in the training split."""
+    """Bytes of text in the training split."""
+    num_held_out_tokens: _builtins.int
+    """Tokens in the held-out split."""
+    num_held_out_bytes: _builtins.int
+    """Bytes of text in the held-out split; 0 where nobody knows."""
     def __init__(
         self,
         *,
         digest: _builtins.bytes = ...,
         num_samples: _builtins.int = ...,
         num_bytes: _builtins.int = ...,
+        num_held_out_tokens: _builtins.int = ...,
+        num_held_out_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "num_bytes", b"num_bytes", "num_samples", b"num_samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "num_bytes", b"num_bytes", "num_held_out_bytes", b"num_held_out_bytes", "num_held_out_tokens", b"num_held_out_tokens", "num_samples", b"num_samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

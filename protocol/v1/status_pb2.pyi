@@ -136,6 +136,7 @@ class RunStatus(_message.Message):
     WIRE_FIELD_NUMBER: _builtins.int
     ELAPSED_SECONDS_FIELD_NUMBER: _builtins.int
     ESTIMATED_SECONDS_LEFT_FIELD_NUMBER: _builtins.int
+    HELD_OUT_BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
     swarm_id: _builtins.str
     """The swarm's id."""
     run_name: _builtins.str
@@ -172,6 +173,8 @@ class RunStatus(_message.Message):
     """Seconds that coordinators of this run have served it, over all their starts, until it was finished."""
     estimated_seconds_left: _builtins.float
     """Seconds until the last round has ended, at the pace of recent rounds; absent before some were measured."""
+    held_out_bytes_per_token: _builtins.float
+    """Bytes of text that a token of the held-out split stands for; 0 where nobody knows."""
     @_builtins.property
     def held_out_losses(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldOutLoss]:
         """Held-out losses so far, oldest first; of very many the latest 1000, and 1000 of those before."""
@@ -208,10 +211,11 @@ class RunStatus(_message.Message):
         wire: Global___WireLedger | None = ...,
         elapsed_seconds: _builtins.float = ...,
         estimated_seconds_left: _builtins.float | None = ...,
+        held_out_bytes_per_token: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_estimated_seconds_left", b"_estimated_seconds_left", "data", b"data", "estimated_seconds_left", b"estimated_seconds_left", "wire", b"wire"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_estimated_seconds_left", b"_estimated_seconds_left", "committed_round", b"committed_round", "data", b"data", "digests_agree", b"digests_agree", "elapsed_seconds", b"elapsed_seconds", "estimated_seconds_left", b"estimated_seconds_left", "held_out_losses", b"held_out_losses", "inner_steps", b"inner_steps", "min_nodes", b"min_nodes", "num_parameters", b"num_parameters", "open_round", b"open_round", "outer_digest", b"outer_digest", "outer_digest_round", b"outer_digest_round", "phase", b"phase", "reason", b"reason", "run_digest", b"run_digest", "run_name", b"run_name", "swarm_id", b"swarm_id", "token_clock", b"token_clock", "total_rounds", b"total_rounds", "uptime_seconds", b"uptime_seconds", "wire", b"wire"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_estimated_seconds_left", b"_estimated_seconds_left", "committed_round", b"committed_round", "data", b"data", "digests_agree", b"digests_agree", "elapsed_seconds", b"elapsed_seconds", "estimated_seconds_left", b"estimated_seconds_left", "held_out_bytes_per_token", b"held_out_bytes_per_token", "held_out_losses", b"held_out_losses", "inner_steps", b"inner_steps", "min_nodes", b"min_nodes", "num_parameters", b"num_parameters", "open_round", b"open_round", "outer_digest", b"outer_digest", "outer_digest_round", b"outer_digest_round", "phase", b"phase", "reason", b"reason", "run_digest", b"run_digest", "run_name", b"run_name", "swarm_id", b"swarm_id", "token_clock", b"token_clock", "total_rounds", b"total_rounds", "uptime_seconds", b"uptime_seconds", "wire", b"wire"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__estimated_seconds_left: _TypeAlias = _typing.Literal["estimated_seconds_left"]  # noqa: Y015
     _WhichOneofArgType__estimated_seconds_left: _TypeAlias = _typing.Literal["_estimated_seconds_left", b"_estimated_seconds_left"]  # noqa: Y015

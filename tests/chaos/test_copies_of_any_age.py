@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from benchmarks.simulated_coordinator import Outage
 from benchmarks.simulation import Life, SimulatedNode, SimulatedRun, simulate
 from node.exchange.transport.memory import MemoryNetwork
-from node.island.corpus import Corpus
+from node.island.data.corpus import Corpus
 from tests.chaos.test_restored_copies import (
     DEADLINES,
     assert_sound,

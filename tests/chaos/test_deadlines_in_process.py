@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.simulation import Life, SimulatedNode, simulate
 from node.exchange.transport.memory import MemoryNetwork
-from node.island.corpus import Corpus, read_corpus
+from node.island.data.corpus import Corpus, read_corpus
 from tests.tiny_runs import tiny
 
 LONG = {"train": 600, "contribute": 660, "commit": 720, "apply": 60, "lease": 10_000}

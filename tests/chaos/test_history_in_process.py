@@ -10,7 +10,7 @@ from benchmarks.simulated_coordinator import Outage
 from benchmarks.simulation import Life, SimulatedNode, SimulatedRun, simulate
 from coordinator.swarm.ledger import num_samples_of
 from node.exchange.transport.memory import MemoryNetwork
-from node.island.corpus import Corpus, read_corpus
+from node.island.data.corpus import Corpus, read_corpus
 from node.machine import disk
 from tests.tiny_runs import tiny
 

@@ -12,7 +12,7 @@ from node.exchange.state import manifest as manifest_file
 from node.exchange.state.manifest import Manifest
 from node.exchange.transport.memory import MemoryNetwork
 from node.exchange.transport.transport import Want, WantChunk
-from node.island.corpus import Corpus, read_corpus
+from node.island.data.corpus import Corpus, read_corpus
 from protocol.payload import Payload
 from protocol.rounds import NodeId
 from tests.tiny_runs import tiny

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.simulation import Life, SimulatedNode, SimulatedRun, simulate
 from node.exchange.transport.memory import MemoryNetwork
-from node.island.corpus import Corpus, read_corpus
+from node.island.data.corpus import Corpus, read_corpus
 from tests.tiny_runs import tiny
 
 DEADLINES = {"train": 20, "contribute": 30, "commit": 40, "apply": 10, "lease": 15}

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.overlap import run_with
 from benchmarks.simulation import Life, SimulatedRun, simulate
 from coordinator.swarm.ledger import num_samples_of
-from node.island.corpus import Corpus, read_corpus
+from node.island.data.corpus import Corpus, read_corpus
 from protocol.run_spec import RunSpec
 from tests.tiny_runs import tiny
 

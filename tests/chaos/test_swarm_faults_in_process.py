@@ -9,7 +9,7 @@ from benchmarks.simulation import Life, Script, SimulatedNode, SimulatedRun, sim
 from coordinator.swarm.ledger import num_samples_of
 from node.exchange import held_results
 from node.exchange.transport.memory import MemoryNetwork
-from node.island.corpus import Corpus, read_corpus
+from node.island.data.corpus import Corpus, read_corpus
 from tests.tiny_runs import tiny
 
 DEADLINES = {"train": 20, "contribute": 30, "commit": 40, "apply": 10, "lease": 15}

@@ -10,7 +10,7 @@ from itertools import cycle
 import pytest
 
 from benchmarks.simulation import Life, SimulatedRun, simulate
-from node.island.corpus import Corpus, read_corpus
+from node.island.data.corpus import Corpus, read_corpus
 from tests.tiny_runs import tiny
 
 HOUR = 3600.0

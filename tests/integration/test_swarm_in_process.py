@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks.simulation import Life, SimulatedRun, simulate
-from node.island.corpus import Corpus, read_corpus
+from node.island.data.corpus import Corpus, read_corpus
 from node.island.island import InnerReport, InnerWork
 from node.island.local_training import LocalTraining, Precision
 from node.island.trainer import Trainer

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from rank_scene import initial_vectors, small_spec, with_texts
 
+from node.island.data.opening import DataPlaces
 from node.island.faults import RankDiedError
 from node.island.forkserver import prepare_forkserver
 from node.island.launcher import ProcessIsland
@@ -29,7 +30,10 @@ def forkserver_id() -> int:
 def island(tmp_path: Path) -> Iterator[ProcessIsland]:
     with initial_vectors(small_spec().model) as vectors:
         yield ProcessIsland(
-            spec=small_spec(), names=vectors.names, devices=("cpu",), folder=with_texts(tmp_path)
+            spec=small_spec(),
+            names=vectors.names,
+            devices=("cpu",),
+            data=DataPlaces(folder=with_texts(tmp_path)),
         )
 
 

@@ -26,6 +26,7 @@ from node.hosts.parts import Shelf
 from node.hosts.token import HostToken, LeaderKey
 from node.hosts.wire import connect
 from node.island.checkpoints import CheckpointFolder
+from node.island.data.opening import DataPlaces
 from node.island.faults import RankDiedError
 from node.island.forkserver import prepare_forkserver
 from node.island.inline import InlineIsland
@@ -97,7 +98,14 @@ async def following(
     leader = HostToken.read(token)
     shelf = Shelf(folder / f"inner-{name}")
     task = asyncio.create_task(
-        follow(leader, name=name, device="cpu", version=VERSION, folder=folder, shelf=shelf)
+        follow(
+            leader,
+            name=name,
+            device="cpu",
+            version=VERSION,
+            data=DataPlaces(folder=folder),
+            shelf=shelf,
+        )
     )
     try:
         yield task
@@ -138,7 +146,7 @@ def island_of(
         devices=("cpu",) * each,
         shape=shape,
         ranks=range(each),
-        folder=folder,
+        data=DataPlaces(folder=folder),
         num_threads=1,
         checkpoints=checkpoints,
     )

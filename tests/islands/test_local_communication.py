@@ -6,6 +6,7 @@ import pytest
 from rank_scene import initial_vectors, with_texts
 
 from benchmarks.lone_work import lone_work, unseen
+from node.island.data.opening import DataPlaces
 from node.island.launcher import ProcessIsland
 from node.island.mesh_shape import MeshShape
 from protocol.models import DecoderModel
@@ -41,7 +42,7 @@ async def test_ranks_report_what_their_inner_steps_wait_for(
             names=vectors.names,
             devices=("cpu",) * shape.num_ranks,
             shape=shape,
-            folder=with_texts(tmp_path),
+            data=DataPlaces(folder=with_texts(tmp_path)),
             num_threads=1,
         )
         try:

@@ -18,6 +18,7 @@ from test_restarts_of_ranks import ignore, work_of
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from node.hosts.desk import HostDesk
+from node.island.data.opening import DataPlaces
 from node.island.forkserver import prepare_forkserver
 from node.island.inline import InlineIsland
 from node.island.island import Island
@@ -81,7 +82,7 @@ class Scene:
             spec=self._spec,
             names=self._vectors.names,
             devices=("cpu",) * shape.num_ranks,
-            folder=self._folder,
+            data=DataPlaces(folder=self._folder),
             shape=shape,
             num_threads=1,
             checkpoints=kept,

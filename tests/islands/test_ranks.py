@@ -17,6 +17,7 @@ from rank_scene import initial_vectors, small_spec, with_texts
 
 from node.island import rank
 from node.island.commands import Done, RankSetup
+from node.island.data.opening import DataPlaces
 from node.island.faults import RankDiedError, RankFailedError, TrainingDivergedError
 from node.island.first_weights import initial_parameters
 from node.island.forkserver import prepare_forkserver
@@ -78,7 +79,7 @@ async def running(
         spec=spec,
         names=vectors.names,
         devices=("cpu",) * ranks,
-        folder=folder,
+        data=DataPlaces(folder=folder),
         num_threads=1,
         local=local,
     )
@@ -157,7 +158,7 @@ def test_a_rank_is_deterministic_when_its_machine_says_so(
         device="cpu",
         num_threads=1,
         local=LocalTraining(deterministic=is_asked),
-        folder=folder,
+        data=DataPlaces(folder=folder),
         meeting=folder / "store",
     )
     ours, theirs = multiprocessing.Pipe()
@@ -345,7 +346,10 @@ async def test_a_batch_that_ranks_cannot_share_is_refused_before_a_process_start
     vectors: SharedVectors, folder: Path
 ) -> None:
     island = ProcessIsland(
-        spec=small_spec(batch=4), names=vectors.names, devices=("cpu",) * 3, folder=folder
+        spec=small_spec(batch=4),
+        names=vectors.names,
+        devices=("cpu",) * 3,
+        data=DataPlaces(folder=folder),
     )
     with pytest.raises(ConfigError, match=r"batch = 4 cannot be shared evenly by 3 ranks"):
         await island.start()
@@ -372,12 +376,12 @@ DAEMON = """
 import asyncio, sys
 from pathlib import Path
 sys.path[:0] = sys.argv[2:]
-from test_ranks import ENDLESS, ProcessIsland, SharedVectors, layout_of, small_spec, work_of
+from test_ranks import ENDLESS, DataPlaces, ProcessIsland, SharedVectors, layout_of, small_spec, work_of
 
 async def main():
     vectors = SharedVectors.create(layout_of(small_spec()).num_elements)
     island = ProcessIsland(spec=small_spec(), names=vectors.names, devices=("cpu",) * 2,
-                           folder=Path(sys.argv[1]), num_threads=1)
+                           data=DataPlaces(folder=Path(sys.argv[1])), num_threads=1)
     await island.start()
     await island.adopt()
     told = lambda progress: print(*island.process_ids, flush=True)

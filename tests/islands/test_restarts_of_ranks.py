@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 
 from node.duties.lasting_island import LastingIsland
 from node.island.checkpoints import CheckpointFolder
+from node.island.data.opening import DataPlaces
 from node.island.faults import RankDiedError, RankHungError
 from node.island.first_weights import initial_parameters
 from node.island.forkserver import prepare_forkserver
@@ -79,7 +80,7 @@ def island_of(
         spec=spec,
         names=vectors.names,
         devices=("cpu",) * shape.num_ranks,
-        folder=place,
+        data=DataPlaces(folder=place),
         shape=shape,
         num_threads=1,
         checkpoints=folder,

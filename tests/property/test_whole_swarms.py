@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from benchmarks.simulation import Life, SimulatedNode, simulate
 from coordinator.swarm.ledger import num_samples_of
 from node.exchange.transport.memory import MemoryNetwork
-from node.island.corpus import Corpus, read_corpus
+from node.island.data.corpus import Corpus, read_corpus
 from protocol.rounds import NodeId
 from tests.tiny_runs import tiny
 

@@ -1,4 +1,4 @@
-"""Held-out text is never trained on, and every place of the sample order has its sample."""
+"""Held-out text is never trained on, whatever a node has of the text."""
 
 import glob
 from dataclasses import replace
@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from node.island.corpus import Corpus, read_corpus, stdlib_files, text_files
-from node.island.samples import SampleOrder
+from node.island.data.corpus import Corpus, read_corpus, stdlib_files, text_files
 from protocol.errors import NoInputError
 from protocol.run_spec import DataSection
 
@@ -139,22 +138,3 @@ def test_the_standard_library_comes_without_its_tests() -> None:
     assert "asyncio/base_events.py" in names
     assert "json/decoder.py" in names
     assert not [n for n in names if {"test", "tests", "site-packages"} & set(n.split("/"))]
-
-
-def test_each_epoch_has_every_sample_once_in_an_order_of_its_own() -> None:
-    order = SampleOrder(seed=3, num_samples=50)
-    first, second = order.indices(0, 50), order.indices(50, 50)
-    assert sorted(first) == sorted(second) == list(range(50))
-    assert not np.array_equal(first, second)
-
-
-def test_a_place_means_the_same_sample_however_it_is_asked_for() -> None:
-    whole = SampleOrder(seed=3, num_samples=7).indices(0, 40)
-    order = SampleOrder(seed=3, num_samples=7)
-    for first in (30, 0, 5, 13):
-        assert np.array_equal(order.indices(first, 10), whole[first : first + 10])
-    assert not np.array_equal(SampleOrder(seed=4, num_samples=7).indices(0, 40), whole)
-
-
-def test_the_sample_order_never_changes() -> None:
-    assert SampleOrder(seed=0, num_samples=10).indices(8, 6).tolist() == [2, 0, 1, 3, 8, 4]

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.island.corpus import Corpus, read_corpus
+from node.island.data.corpus import Corpus, read_corpus
 from node.island.first_weights import initial_parameters
 from node.island.generate import decoder_of
 from node.island.island import InnerWork

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import filesystem, state_dict_saver
 
 from node.island.checkpoint_writer import CheckpointWriter
 from node.island.checkpoints import CheckpointFolder
-from node.island.corpus import Corpus, read_corpus
+from node.island.data.corpus import Corpus, read_corpus
 from node.island.first_weights import initial_parameters
 from node.island.inner_state import Named, Staging
 from node.island.island import InnerWork

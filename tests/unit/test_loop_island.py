@@ -17,6 +17,7 @@ import torch
 
 import atoll
 from atoll.connection import Connection
+from node.island.data.opening import DataPlaces
 from node.island.faults import LoopGoneError, TrainingDivergedError
 from node.island.island import Ability, InnerReport, InnerWork, Progress
 from node.island.loops.door import SOCKET_FILE
@@ -58,7 +59,7 @@ class Scene:
             layout=layout_of(spec),
             names=vectors.names,
             home=home,
-            folder=home,
+            data=DataPlaces(folder=home),
             **how,
         )
         self.progress: list[Progress] = []

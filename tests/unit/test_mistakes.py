@@ -8,8 +8,8 @@ import pytest
 
 from coordinator.config import CONFIG_FILE
 from node.config import require_node_folder
-from node.island.corpus import _read as read_text
-from node.island.corpus import text_files
+from node.island.data.corpus import _read as read_text
+from node.island.data.corpus import text_files
 from node.link.join import read_invite
 from protocol import cli, console
 from protocol.errors import ExitCode, NoInputError

@@ -1,114 +1,360 @@
-"""A daemon's process loads kernels and compiles none; another process fills the cache.
+"""What is prepared holds every document once, whoever did it and however often they were interrupted."""
 
-In processes of their own, with caches of their own: what is compiled stays with a process.
-"""
-
+import gzip
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
-from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
+from tokenizers import Tokenizer
 
-ROOT = Path(__file__).parents[2]
-
-STARTED = """
-import asyncio, json, os, sys
-from numba.core import event
-from structlog.testing import capture_logs
-from node.exchange.codecs.tiles import Tiles
-from node.exchange import preparing
-from node.exchange.outer import Outer
-from protocol.layout import Layout
-from protocol.run_spec import ExchangeSection, RunSpec
-import numpy as np
-
-class Compiled(event.Listener):
-    count = 0
-    def on_start(self, event):
-        pass
-    def on_end(self, event):
-        self.count += event.data["dispatcher"].overloads.keys() >= {event.data["args"]}
-
-compiled = Compiled()
-event.register("numba:compile", compiled)
-spec = RunSpec(exchange=ExchangeSection(uplink="int8", downlink="int8"))
-
-with capture_logs() as logs:
-    asyncio.run(preparing.prepare_kernels(spec))
-after_preparing = compiled.count
-vector = np.zeros(4096, dtype=np.float32)
-Outer.of_run(
-    spec,
-    layout=Layout.of([("w", (4096,))]),
-    parameters=vector,
-    published=vector.copy(),
-    tiles=Tiles(2),
-    node_id="a",
-).compile_kernels()
-print(json.dumps({
-    "pid": os.getpid(), "logs": logs, "here": [after_preparing, compiled.count],
-}))
-"""
+from node.island.data import documents as reading
+from node.island.data import preparing
+from node.island.data.documents import Document, parts_of
+from node.island.data.documents import documents_of as read_documents
+from node.island.data.manifest import read_manifest
+from node.island.data.shard_writing import is_held_out
+from protocol import cli, console
+from protocol.errors import (
+    BadDataError,
+    CannotCreateError,
+    ConfigError,
+    ExitCode,
+    NoInputError,
+    SystemRefusedError,
+    UsageError,
+)
+from tests.unit.tokens_scene import (
+    END,
+    documents_of,
+    prepared,
+    spec_of,
+    tokens_of,
+    write_jsonl,
+    write_tokenizer,
+)
 
 
-def start(cache: Path, *, before: str = "", **environment: str) -> Any:
-    ran = subprocess.run(
-        [sys.executable, "-c", before + STARTED],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "NUMBA_CACHE_DIR": str(cache), **environment},
+@pytest.fixture
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards of a few kilobytes, so that little input makes several."""
+    monkeypatch.setattr(preparing, "LEAST_SHARD_BYTES", 4096)
+    monkeypatch.setattr(preparing, "SHARDS_AIMED_AT", 1 << 30)
+
+
+def every_document(folder: Path) -> list[bytes]:
+    return documents_of(folder, "training") + documents_of(folder, "held_out")
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_every_document_is_in_one_split_once(tmp_path: Path, small_shards: None) -> None:
+    texts = write_jsonl(tmp_path / "a.jsonl", 100)
+    made = prepared(tmp_path / "a.jsonl", out=tmp_path / "tokens")
+    trained, kept_back = (documents_of(tmp_path / "tokens", s) for s in ("training", "held_out"))
+    assert sorted(trained + kept_back) == sorted(text.encode() for text in texts)
+    assert not set(trained) & set(kept_back)
+    assert 5 < len(kept_back) < 40
+    assert len(made.manifest.training) > 5
+    for split, own in (("training", trained), ("held_out", kept_back)):
+        assert made.manifest.text_bytes(split) == sum(map(len, own))  # type: ignore[arg-type]
+        assert made.manifest.num_tokens(split) == sum(map(len, own)) + len(own)  # type: ignore[arg-type]
+
+
+def test_the_result_does_not_depend_on_the_processes(tmp_path: Path, small_shards: None) -> None:
+    write_jsonl(tmp_path / "a.jsonl", 60)
+    prepared(tmp_path / "a.jsonl", out=tmp_path / "one", jobs=1)
+    prepared(tmp_path / "a.jsonl", out=tmp_path / "three", jobs=3)
+    assert files_of(tmp_path / "one") == files_of(tmp_path / "three")
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_document_is_held_out_by_what_it_says_wherever_it_stands(tmp_path: Path) -> None:
+    texts = write_jsonl(tmp_path / "a.jsonl", 60)
+    backwards = "".join(json.dumps({"text": text}) + "\n" for text in reversed(texts * 2))
+    (tmp_path / "b.jsonl").write_text(backwards)
+    for name in ("a", "b"):
+        prepared(tmp_path / f"{name}.jsonl", out=tmp_path / name)
+    assert set(documents_of(tmp_path / "a", "held_out")) == set(
+        documents_of(tmp_path / "b", "held_out")
     )
-    assert ran.returncode == 0, ran.stderr
-    return json.loads(ran.stdout)
+    share = sum(
+        is_held_out(Document(text=bytes([i, j])), 0.1) for i in range(99) for j in range(99)
+    )
+    assert share / 99**2 == pytest.approx(0.1, abs=0.02)
 
 
-def events(told: Any) -> list[str]:
-    return [line["event"] for line in told["logs"]]
+def test_a_file_of_its_own_is_held_out_as_a_whole(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", 30)
+    (tmp_path / "exam.txt").write_text("the exam\n")
+    prepared(
+        tmp_path / "a.jsonl", out=tmp_path / "out", held_out_inputs=(str(tmp_path / "exam.txt"),)
+    )
+    assert documents_of(tmp_path / "out", "held_out") == [b"the exam\n"]
+    assert len(documents_of(tmp_path / "out", "training")) == 30
 
 
-@pytest.mark.timeout(600)
-def test_the_daemon_compiles_nothing_and_the_next_start_finds_all_in_the_cache(
-    tmp_path: Path,
+@pytest.mark.parametrize("ending", ["\n", ""])
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "jsonl.gz", "txt.gz", "parquet"])
+def test_parts_of_a_file_have_each_document_once(
+    kind: str, ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = start(tmp_path)
-    assert first["here"] == [0, 0], "the daemon's process has compiled"
-    done = [line for line in first["logs"] if line["event"] == "compiled"]
-    assert [line["what"] for line in done] == [
-        "codec int8/1",
-        "merge mean, outer optimizer nesterov",
+    path = tmp_path / f"a.{kind}"
+    texts = [f"line {i} " + "é" * (i * 7 % 50) for i in range(200)]
+    if kind == "parquet":
+        table = pyarrow.table({"text": texts, "other": list(range(200))})
+        pyarrow.parquet.write_table(table, path, row_group_size=30)
+    else:
+        lines = texts if kind.startswith("txt") else [json.dumps({"text": t}) for t in texts]
+        whole = ("\n".join(lines) + ending).encode()
+        path.write_bytes(gzip.compress(whole) if kind.endswith("gz") else whole)
+    for part_bytes in (1, 100, 1000, 10**6):
+        parts = parts_of(path, part_bytes, document_bytes=64)
+        found = [document.text for part in parts for document in read_documents(part, field="text")]
+        if kind.startswith("txt"):
+            assert b"".join(found) == ("\n".join(texts) + ending).encode()
+            for text in found[:-1]:
+                assert text.endswith(b"\n") and 1 <= len(text) < 64 + 2 * 120
+        else:
+            assert [text.decode() for text in found] == texts
+        assert sum(part.num_bytes for part in parts) > 0
+        assert len(parts) > 3 or part_bytes > 100 or kind.endswith("gz")
+
+
+def test_text_without_lines_is_cut_between_characters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "LONGEST_LINE_BYTES", 16)
+    text = "aé€😀" * 100
+    (tmp_path / "a.txt").write_text(text)
+    parts = parts_of(tmp_path / "a.txt", 128, document_bytes=64)
+    found = [
+        document.text.decode() for part in parts for document in read_documents(part, field="text")
     ]
-    assert {line["process"] for line in done}.isdisjoint({first["pid"]})
-    assert events(first)[-1] == "kernels compiled"
-    compiled = {path.name.partition(".")[0] for path in tmp_path.rglob("*.nbc")}
-    assert compiled and not any("entropy" in name or "top_k" in name for name in compiled)
-    again = start(tmp_path)
-    assert again["here"] == [0, 0]
-    assert not again["logs"]
+    assert "".join(found) == text
+    assert len(found) > 10
 
 
-@pytest.mark.timeout(600)
-def test_where_no_cache_can_be_it_says_so_and_compiles_for_itself(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    told = start(
-        tmp_path / "file" / "cache", NUMBA_CACHE_LOCATOR_CLASSES="UserProvidedCacheLocator"
+class InterruptedByTestError(Exception):
+    pass
+
+
+def test_a_preparation_that_was_ended_goes_on_from_its_finished_shards(
+    tmp_path: Path, small_shards: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_jsonl(tmp_path / "a.jsonl", 60)
+    prepared(tmp_path / "a.jsonl", out=tmp_path / "whole")
+
+    def interrupt(state: preparing.State) -> None:
+        if state.done_bytes > 5000:
+            raise InterruptedByTestError
+
+    wanted = preparing.Wanted(
+        inputs=(str(tmp_path / "a.jsonl"),), out=tmp_path / "out", held_out=0.2
     )
-    (line,) = told["logs"]
-    assert line["log_level"] == "warning"
-    assert "cannot be kept here" in line["event"]
-    assert "NUMBA_CACHE_DIR" in line["next_step"]
-    assert told["here"][0] == 0 < told["here"][1]
+    with pytest.raises(InterruptedByTestError):
+        preparing.prepare(wanted, on_state=interrupt, say=print)
+    assert not (tmp_path / "out").exists()
+    work = tmp_path / ".out.preparing"
+    receipts = {path: path.stat().st_mtime_ns for path in work.glob("*.receipt")}
+    assert receipts
+    damaged = min(receipts)
+    (work / f"{damaged.stem}.tokens").write_bytes(b"half")
+    states: list[preparing.State] = []
+    preparing.prepare(wanted, on_state=states.append, say=print)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+    assert (states[0].resumed_bytes > 0) == (len(receipts) > 1)
+    assert states[-1].done_bytes == states[-1].total_bytes
 
 
-@pytest.mark.timeout(600)
-def test_a_compiling_process_that_fails_is_told_of_with_its_reason(tmp_path: Path) -> None:
-    broken = "import sys; sys.executable = '/bin/false'\n"
-    told = start(tmp_path, before=broken)
-    line = told["logs"][-1]
-    assert line["log_level"] == "warning"
-    assert "has failed" in line["event"]
-    assert line["why"] == "it ended with 1: no reason given"
-    assert told["here"][0] == 0 < told["here"][1]
+def test_another_input_begins_anew_and_says_so(tmp_path: Path, small_shards: None) -> None:
+    write_jsonl(tmp_path / "a.jsonl", 30)
+    work = tmp_path / ".out.preparing"
+    work.mkdir()
+    (work / "identity").write_text("of something else")
+    (work / "00000.receipt").write_text("{}")
+    said: list[str] = []
+    wanted = preparing.Wanted(
+        inputs=(str(tmp_path / "a.jsonl"),), out=tmp_path / "out", held_out=0.2
+    )
+    preparing.prepare(wanted, on_state=lambda state: None, say=said.append)
+    assert "starts anew" in said[0]
+    assert len(every_document(tmp_path / "out")) == 30
+
+
+def test_a_killed_preparation_leaves_no_process_and_goes_on(tmp_path: Path) -> None:
+    """The process itself is killed, as a machine without memory does it."""
+    write_jsonl(tmp_path / "a.jsonl", 4000, count=400)
+    command = [sys.executable, "-m", "protocol.cli", "data", "prepare", "a.jsonl", "--out", "out"]
+    root = Path(cli.__file__).parent.parent
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    process = subprocess.Popen([*command, "--jobs", "2"], cwd=tmp_path, env=environment)
+    work = tmp_path / ".out.preparing"
+    deadline = time.monotonic() + 60
+    while not list(work.glob("*.tokens")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    workers = _children_of(process.pid)
+    assert workers
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "out").exists()
+    while any(_is_running(each) for each in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=120)
+    assert len(every_document(tmp_path / "out")) == 4000
+
+
+def _children_of(process_id: int) -> list[int]:
+    return [
+        int(each)
+        for each in Path(f"/proc/{process_id}/task/{process_id}/children").read_text().split()
+    ]
+
+
+def _is_running(process_id: int) -> bool:
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_tokenizer_makes_tokens_that_it_reads_back(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "tokenizer")
+    texts = write_jsonl(tmp_path / "a.jsonl", 30)
+    made = prepared(tmp_path / "a.jsonl", out=tmp_path / "out", tokenizer=folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    found = []
+    for shard in (*made.manifest.training, *made.manifest.held_out):
+        text = tokenizer.decode(
+            tokens_of(tmp_path / "out", made.manifest, shard), skip_special_tokens=False
+        )
+        found += text.split(END)[:-1]
+    assert sorted(found) == sorted(texts)
+    assert made.manifest.vocab_size == tokenizer.get_vocab_size() > 256
+    assert made.manifest.token_bytes == 2
+    kept = (tmp_path / "out" / "tokenizer.json").read_bytes()
+    assert kept == (folder / "tokenizer.json").read_bytes()
+    assert "tokenizer_config.json" in made.manifest.files
+
+
+def test_text_that_spells_a_special_token_is_no_special_token(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "tokenizer")
+    lines = [json.dumps({"text": f"a {END} b {i}"}) + "\n" for i in range(30)]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    made = prepared(tmp_path / "a.jsonl", out=tmp_path / "out", tokenizer=folder / "tokenizer.json")
+    ends = [
+        int(
+            (
+                tokens_of(tmp_path / "out", made.manifest, shard) == made.manifest.end_of_document
+            ).sum()
+        )
+        for shard in (*made.manifest.training, *made.manifest.held_out)
+    ]
+    assert sum(ends) == 30
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "error", "message"),
+    [
+        (
+            "a.jsonl",
+            b'{"text": "x"}\n{"text": \n',
+            BadDataError,
+            r"a\.jsonl: the line at byte 14 is no JSON",
+        ),
+        ("a.jsonl", b'{"body": "x"}\n', BadDataError, r"no text in 'text'.*keys are 'body'"),
+        ("a.jsonl", b"[1]\n", BadDataError, "a list, no object"),
+        (
+            "a.jsonl",
+            b'{"messages": [{"role": "user", "content": "x"}]}\n',
+            ConfigError,
+            "no chat template",
+        ),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 99)[:-9], BadDataError, "is damaged"),
+        ("a.parquet", b"PAR1 no", BadDataError, "is damaged"),
+        ("a.json", b"{}", BadDataError, "one JSON value"),
+        ("a.jsonl.zst", b"x", BadDataError, "compressed"),
+        ("a.txt", b"a\0b", BadDataError, "zero bytes"),
+        ("a.txt", b"a little text\n", BadDataError, "of 1 documents none is held out"),
+    ],
+)
+def test_input_that_cannot_be_used_is_refused_and_leaves_no_result(
+    name: str, content: bytes, error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(error, match=message):
+        prepared(tmp_path / name, out=tmp_path / "out", held_out=0.01)
+    assert not (tmp_path / "out").exists()
+
+
+def test_text_that_is_not_utf_8_is_refused_for_a_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("größer".encode("latin-1"))
+    folder = write_tokenizer(tmp_path / "tokenizer")
+    with pytest.raises(BadDataError, match="not UTF-8: byte 2, after 'gr', is 0xf6"):
+        prepared(tmp_path / "a.txt", out=tmp_path / "out", tokenizer=folder)
+
+
+def test_a_tokenizer_that_is_none_is_refused_before_any_work(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", 30)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(BadDataError, match=r"tokenizer\.json is no tokenizer"):
+        prepared(tmp_path / "a.jsonl", out=tmp_path / "out", tokenizer=tmp_path / "tokenizer.json")
+    with pytest.raises(NoInputError, match=r"the tokenizer .*nowhere is not there"):
+        prepared(tmp_path / "a.jsonl", out=tmp_path / "out", tokenizer=tmp_path / "nowhere")
+    folder = write_tokenizer(tmp_path / "tokenizer")
+    with pytest.raises(UsageError, match="'<stop>' is no token"):
+        prepared(
+            tmp_path / "a.jsonl", out=tmp_path / "out", tokenizer=folder, end_of_document="<stop>"
+        )
+
+
+def test_a_result_that_is_there_is_not_written_over(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", 30)
+    prepared(tmp_path / "a.jsonl", out=tmp_path / "out")
+    with pytest.raises(CannotCreateError, match="is there already"):
+        prepared(tmp_path / "a.jsonl", out=tmp_path / "out")
+
+
+def test_two_preparations_of_one_folder_do_not_mix(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", 30)
+
+    def again(state: preparing.State) -> None:
+        with pytest.raises(SystemRefusedError, match="another 'atoll data prepare'"):
+            prepared(tmp_path / "a.jsonl", out=tmp_path / "out")
+
+    wanted = preparing.Wanted(
+        inputs=(str(tmp_path / "a.jsonl"),), out=tmp_path / "out", held_out=0.2
+    )
+    preparing.prepare(wanted, on_state=again, say=print)
+    assert read_manifest(tmp_path / "out").num_tokens("training")
+
+
+def test_the_command_prints_what_a_run_file_needs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_jsonl(tmp_path / "a.jsonl", 60)
+    monkeypatch.chdir(tmp_path)
+    command = ["data", "prepare", "*.jsonl", "--out", "tokens", "--held-out", "0.2", "--jobs", "1"]
+    assert console.run(cli.root, command) == ExitCode.OK
+    said = capsys.readouterr().out
+    assert 'source = "tokens"' in said
+    assert spec_of(Path("tokens")).data.digest in said
+    assert "vocab_size = 256" in said
+    assert console.run(cli.root, ["data", "check", "tokens"]) == ExitCode.OK
+    assert console.run(cli.root, command) == ExitCode.CANNOT_CREATE
+    assert console.run(cli.root, [*command[:-4], "--held-out", "2"]) == ExitCode.USAGE
+    assert console.run(cli.root, ["data", "prepare", "*.txt", "--out", "x"]) == ExitCode.NO_INPUT
+    shard = tmp_path / "tokens" / "00000.tokens"
+    shard.write_bytes(bytes([shard.read_bytes()[0] ^ 1]) + shard.read_bytes()[1:])
+    capsys.readouterr()
+    assert console.run(cli.root, ["data", "check", "tokens"]) == ExitCode.BAD_DATA
+    assert "00000.tokens is damaged: piece 0" in capsys.readouterr().err

@@ -296,3 +296,10 @@ def test_people_see_how_much_of_the_time_is_spent_in_inner_steps():
     assert "computing 75%" in picture
     assert "training ahead 4/20" in picture
     assert max(map(len, picture.splitlines())) <= 80
+
+
+def test_a_loss_per_token_is_told_in_bits_per_byte_where_the_bytes_are_known():
+    losses = [status_pb2.HeldOutLoss(round=r, loss=loss) for r, loss in ((0, 6.0), (2, 3.0))]
+    status = a_status(held_out_losses=losses, held_out_bytes_per_token=4.0)
+    assert "6.000 → 3.000, 1.082 bits a byte" in drawn(status, width=100)
+    assert "bits" not in drawn(a_status(held_out_losses=losses), width=100)

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo
+from torch import nn
 from torch._dynamo.utils import counters
 
 from node.island import engine, measured_peak
 from node.island.boxes import places_of_ranks
 from node.island.compiling import compile_layers
-from node.island.corpus import Corpus, read_corpus
+from node.island.data.corpus import Corpus, read_corpus
+from node.island.data.samples import SampleOrder
 from node.island.engine import Engine
 from node.island.faults import TrainingDivergedError
 from node.island.first_weights import initial_parameters
@@ -21,8 +23,7 @@ from node.island.island import InnerWork, Progress
 from node.island.local_training import PLAIN, LocalTraining, Precision, Recomputing
 from node.island.mesh import Mesh
 from node.island.mesh_shape import MeshShape
-from node.island.model import Decoder, Objective
-from node.island.samples import SampleOrder
+from node.island.model import Objective
 from node.island.schedule import Position, rewarming_steps, share_of_peak
 from node.island.trainer import Trainer
 from node.island.utilisation import flops_per_token
@@ -166,9 +167,9 @@ def test_recomputing_trains_the_same_weights_to_the_bit(
     asked: list[str] = []
     recompute = engine.recompute_layers
 
-    def noting(decoder: Decoder, recomputing: Recomputing) -> None:
+    def noting(layers: list[nn.Module], recomputing: Recomputing, **options: bool) -> None:
         asked.append(recomputing)
-        recompute(decoder, recomputing)
+        recompute(layers, recomputing, **options)
 
     monkeypatch.setattr(engine, "recompute_layers", noting)
     local = LocalTraining(activation_checkpointing=recomputing)

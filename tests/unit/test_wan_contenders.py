@@ -19,7 +19,7 @@ from benchmarks.wan_peers.contender import BY_NAME, CONTENDERS, PUBLISHED, Conte
 from benchmarks.wan_peers.order import ORDER_VARIABLE, Order, Teller
 from benchmarks.wan_peers.training import first_sample
 from benchmarks.wan_run import Case, measure
-from node.island.corpus import read_corpus
+from node.island.data.corpus import read_corpus
 from node.island.first_weights import initial_parameters
 from node.island.mesh import Mesh
 from node.island.trainer import Trainer

@@ -13,7 +13,8 @@ from typing import Any
 
 import structlog
 
-from node.island.corpus import read_corpus
+from node.island.data.opening import DataPlaces, open_dataset
+from node.island.data.samples import SampleOrder
 from node.island.faults import LoopGoneError, TrainingDivergedError
 from node.island.hang_watch import HangWatch
 from node.island.island import Ability, Evaluation, InnerReport, InnerWork, Progress
@@ -33,9 +34,8 @@ from node.island.loops.messages import (
     train,
     welcome,
 )
-from node.island.samples import SampleOrder
 from node.outer_state import SharedNames
-from protocol.errors import AtollError, NoInputError
+from protocol.errors import AtollError, ConfigError, NoInputError
 from protocol.layout import Layout
 from protocol.rounds import CorpusSummary, Digest
 from protocol.run_spec import RunSpec
@@ -98,14 +98,14 @@ class LoopIsland:
         layout: Layout,
         names: SharedNames,
         home: Path,
-        folder: Path,
+        data: DataPlaces,
         hang_seconds: float = 0.0,
         return_seconds: float = RETURN_SECONDS,
     ) -> None:
-        """`home` is the node's folder, and relative data paths start at `folder`."""
+        """`home` is the node's folder; `data` are what `swarm.samples()` numbers."""
         self._spec = spec
         self._layout = layout
-        self._folder = folder
+        self._data = data
         self._return_seconds = return_seconds
         self._door = Door(home / SOCKET_FILE, names, self._let_in)
         self._watch = HangWatch(patience_seconds=hang_seconds, on_hang=self._on_hang)
@@ -140,13 +140,8 @@ class LoopIsland:
     def _look_at_data(self) -> None:
         """What loops may ask numbers of. One with data of its own needs none here."""
         try:
-            corpus = read_corpus(
-                self._spec.data,
-                context=self._spec.model.context,
-                batch=self._spec.inner.batch,
-                folder=self._folder,
-            )
-        except NoInputError as error:
+            corpus = open_dataset(self._spec, self._data)
+        except (NoInputError, ConfigError) as error:
             log.warning("the run's data is not here: loops need data of their own", why=error.what)
             self._no_samples = error.what
             return

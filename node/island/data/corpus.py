@@ -21,6 +21,9 @@ import blake3
 import numpy as np
 import numpy.typing as npt
 
+from node.island.data.dataset import Batch
+from node.island.data.manifest import Split
+from node.island.data.samples import Indices
 from protocol.errors import NoInputError
 from protocol.files import expanded
 from protocol.rounds import CorpusSummary, Digest
@@ -56,7 +59,7 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Corpus:
-    """Both splits in memory."""
+    """Both splits in memory; implements Dataset."""
 
     training: Text
     held_out: Text
@@ -76,8 +79,21 @@ class Corpus:
     def summary(self) -> CorpusSummary:
         """What the coordinator is told."""
         return CorpusSummary(
-            digest=self.digest, num_samples=self.num_samples, num_bytes=len(self.training)
+            digest=self.digest,
+            num_samples=self.num_samples,
+            num_bytes=len(self.training),
+            num_held_out_tokens=len(self.held_out),
+            num_held_out_bytes=len(self.held_out),
         )
+
+    def batch(self, split: Split, indices: Indices) -> Batch:
+        """See Dataset."""
+        text = self.training if split == "training" else self.held_out
+        return Batch(tokens=self.windows(text, indices))
+
+    def num_counted(self, split: Split, indices: Indices) -> int:
+        """See Dataset."""
+        return len(indices) * self.context
 
     def windows(self, split: Text, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Samples of a split by number: tokens [len(indices), context + 1]."""
@@ -227,6 +243,8 @@ def _blocks(pieces: Iterable[_Piece], block_bytes: int) -> Iterator[_Piece]:
 
 def _divided(pieces: list[_Piece], held_out: float) -> tuple[list[_Piece], list[_Piece]]:
     hashes = [_unit_hash(piece) for piece in pieces]
+    if len(pieces) > 1:  # of a few pieces one is held out all the same, and one is not
+        held_out = min(max(held_out, min(hashes) + 1e-12), max(hashes))
     training = [piece for piece, value in zip(pieces, hashes, strict=True) if value >= held_out]
     kept_back = [piece for piece, value in zip(pieces, hashes, strict=True) if value < held_out]
     return training, kept_back

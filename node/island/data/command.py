@@ -1,0 +1,280 @@
+"""atoll data prepare and atoll data check. What they do is imported when they do it."""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from protocol import console
+from protocol.errors import UsageError
+
+if TYPE_CHECKING:
+    from node.island.data.manifest import Manifest
+    from node.island.data.progress import State
+
+LINE_SECONDS = 10.0
+"""How often progress is told where nobody sees a line change."""
+
+
+def _share_or_files(held_out: tuple[str, ...]) -> tuple[float, tuple[str, ...]]:
+    """What --held-out says: a share of the documents, or files."""
+    default = 0.01
+    if not held_out:
+        return default, ()
+    try:
+        share = float(held_out[0])
+    except ValueError:
+        return 0.0, held_out
+    if len(held_out) > 1 or not 0 < share <= 0.5:
+        raise UsageError(
+            f"--held-out {' '.join(held_out)}: a share lies above 0 and is at most 0.5",
+            next_step="write one share, as --held-out 0.01, or files",
+        )
+    return share, ()
+
+
+@click.command()
+@click.argument("inputs", nargs=-1, required=True, metavar="INPUT…")
+@click.option(
+    "--out", required=True, type=click.Path(path_type=Path), help="The folder that is made."
+)
+@click.option(
+    "--tokenizer",
+    type=click.Path(path_type=Path),
+    help="A tokenizer.json, or a folder of transformers with one. Default: bytes.",
+)
+@click.option(
+    "--end-of-document",
+    metavar="TOKEN",
+    help="The token that ends each document. Default: the tokenizer's eos_token.",
+)
+@click.option(
+    "--field", default="text", show_default=True, help="The key or column that has the text."
+)
+@click.option(
+    "--held-out",
+    multiple=True,
+    metavar="SHARE|FILE",
+    help="What no node trains on: a share of the documents, by their hash, or files. Default: 0.01.",
+)
+@click.option(
+    "--pack",
+    type=click.IntRange(8, 1 << 20),
+    metavar="CONTEXT",
+    help="Fit whole documents into rows for this [model] context, instead of cutting through them.",
+)
+@click.option(
+    "--vocab-size",
+    type=click.IntRange(1, 2**31 - 1),
+    help="Of files of tokens that come without a tokenizer.",
+)
+@click.option(
+    "--token-bytes",
+    type=click.Choice(["1", "2", "4"]),
+    help="Of flat .bin files of tokens, which do not say it.",
+)
+@click.option("--jobs", type=click.IntRange(1, 1024), help="Processes. Default: one for each core.")
+def prepare(
+    inputs: tuple[str, ...],
+    out: Path,
+    tokenizer: Path | None,
+    end_of_document: str | None,
+    field: str,
+    held_out: tuple[str, ...],
+    pack: int | None,
+    vocab_size: int | None,
+    token_bytes: str | None,
+    jobs: int | None,
+) -> None:
+    """Make tokens of text, once, for a run.
+
+    INPUT is a file, a folder or a glob: text, .jsonl with "text" or "messages" (both also .gz),
+    .parquet, or a folder that Hugging Face's datasets saved. Where it is interrupted, the same command
+    goes on. The folder is there when it is complete.
+
+    Tokens that other software wrote are linked, not copied: Megatron's .bin with .idx, datatrove's
+    .ds, flat .bin files. Keep those files where they are.
+
+    \b
+    Example:
+      atoll data prepare corpus/*.parquet --tokenizer ./tokenizer.json --out ./tokens
+    """  # noqa: D301 - click reads the character \b, not its two letters
+    from node.island.data.preparing import Wanted
+    from node.island.data.preparing import prepare as prepare_tokens
+
+    if end_of_document is not None and tokenizer is None:
+        raise UsageError(
+            f"--end-of-document {end_of_document} belongs to a tokenizer, and none is named",
+            next_step="add --tokenizer FILE, or leave it out: a zero byte ends documents of bytes",
+        )
+    share, held_out_inputs = _share_or_files(held_out)
+    progress = _Progress("prepared")
+    tokens = _files_of_tokens(inputs)
+    if tokens:
+        manifest = _adopted(
+            tokens,
+            out=out,
+            tokenizer=tokenizer,
+            end_of_document=end_of_document,
+            share=share,
+            held_out_inputs=held_out_inputs,
+            pack=pack,
+            vocab_size=vocab_size,
+            token_bytes=None if token_bytes is None else int(token_bytes),
+            jobs=jobs,
+            progress=progress,
+        )
+        progress.end()
+        _tell(out, manifest)
+        return
+    for option, value in (("--vocab-size", vocab_size), ("--token-bytes", token_bytes)):
+        if value is not None:
+            raise UsageError(
+                f"{option} {value} belongs to files of tokens, and the input is text",
+                next_step="leave it out",
+            )
+    made = prepare_tokens(
+        Wanted(
+            inputs=inputs,
+            out=out,
+            tokenizer=tokenizer,
+            end_of_document=end_of_document,
+            field=field,
+            held_out=share,
+            held_out_inputs=held_out_inputs,
+            row=None if pack is None else pack + 1,
+            jobs=jobs or len(os.sched_getaffinity(0)),
+        ),
+        on_state=progress.show,
+        say=lambda line: click.echo(line, err=True),
+    )
+    progress.end()
+    _tell(out, made.manifest, num_empty=made.num_empty)
+
+
+def _files_of_tokens(inputs: tuple[str, ...]) -> tuple[Path, ...]:
+    """The inputs, where they are tokens already; none where they are text. Raises UsageError for both."""
+    from node.island.data.documents import input_files
+    from node.island.data.foreign import BESIDE_TOKENS, TOKEN_SUFFIXES
+
+    files = [path for path in input_files(inputs) if path.suffix not in BESIDE_TOKENS]
+    tokens = tuple(path for path in files if path.suffix in TOKEN_SUFFIXES)
+    if tokens and len(tokens) < len(files):
+        other = next(path for path in files if path.suffix not in TOKEN_SUFFIXES)
+        raise UsageError(
+            f"{tokens[0]} holds tokens, and {other} text",
+            next_step="prepare the one and the other apart",
+        )
+    return tokens
+
+
+def _adopted(
+    files: tuple[Path, ...],
+    *,
+    out: Path,
+    tokenizer: Path | None,
+    end_of_document: str | None,
+    share: float,
+    held_out_inputs: tuple[str, ...],
+    pack: int | None,
+    vocab_size: int | None,
+    token_bytes: int | None,
+    jobs: int | None,
+    progress: "_Progress",
+) -> "Manifest":
+    from node.island.data.foreign import Adopted, adopt
+
+    if pack is not None:
+        raise UsageError(
+            f"--pack {pack} arranges documents anew, and tokens of other software are read as they are",
+            next_step="leave it out, or prepare the text itself",
+        )
+    return adopt(
+        Adopted(
+            files=files,
+            out=out,
+            held_out=share,
+            held_out_files=_files_of_tokens(held_out_inputs) if held_out_inputs else (),
+            tokenizer=tokenizer,
+            end_of_document=end_of_document,
+            vocab_size=vocab_size,
+            token_bytes=token_bytes,
+            jobs=jobs or len(os.sched_getaffinity(0)),
+        ),
+        on_state=progress.show,
+    )
+
+
+def _tell(out: Path, manifest: "Manifest", *, num_empty: int = 0) -> None:
+    """What was made, and the lines of the run file that name it."""
+    from node.island.data.preparing import as_run_file
+
+    trained, kept_back = manifest.num_tokens("training"), manifest.num_tokens("held_out")
+    num_documents = sum(s.num_documents for s in (*manifest.training, *manifest.held_out))
+    pieces = "documents" if manifest.row is None else "pieces of documents"
+    empty = f"; {num_empty:,} without text left out" if num_empty else ""
+    click.echo(
+        f"{out}: {console.count_in_words(trained)} tokens to train on and "
+        f"{console.count_in_words(kept_back)} held out, of {num_documents:,} {pieces}{empty}"
+    )
+    click.echo("in the run file:\n")
+    click.echo(as_run_file(out, manifest), nl=False)
+    context = "" if manifest.row is None else f"\ncontext = {manifest.row - 1}"
+    click.echo(f"\n[model]\nvocab_size = {manifest.vocab_size}{context}")
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+def check(folder: Path) -> None:
+    """Read a folder of tokens and compare all digests with its manifest.
+
+    Nodes check what they read when they first read it; this reads everything.
+
+    Example: atoll data check ./tokens
+    """
+    from node.island.data.checking import check_folder
+
+    progress = _Progress("checked")
+    manifest = check_folder(folder, on_state=progress.show)
+    progress.end()
+    click.echo(f"{folder}: {len(manifest.files)} files as their manifest says")
+    click.echo(f"digest {manifest.digest().hex()}")
+
+
+class _Progress:
+    """One line that changes on a terminal; elsewhere a line now and then."""
+
+    def __init__(self, done: str) -> None:
+        self._done = done
+        self._is_live = sys.stderr.isatty()
+        self._began_at = self._told_at = time.monotonic()
+        self._has_line = False
+
+    def show(self, state: "State") -> None:
+        """Says how far it is, how fast, and how long it takes yet."""
+        now = time.monotonic()
+        if not self._is_live and now - self._told_at < LINE_SECONDS:
+            return
+        self._told_at = now
+        seconds = now - self._began_at
+        rate = (state.done_bytes - state.resumed_bytes) / seconds if seconds > 0 else 0.0
+        line = (
+            f"{self._done} {console.bytes_in_words(state.done_bytes)} of "
+            f"{console.bytes_in_words(state.total_bytes)}"
+        )
+        if rate > 0:
+            left = (state.total_bytes - state.done_bytes) / rate
+            line += f", {console.bytes_in_words(rate)}/s, {console.seconds_in_words(left)} left"
+        if self._is_live:
+            click.echo(f"\r\x1b[2K{line}", err=True, nl=False)
+            self._has_line = True
+        else:
+            click.echo(line, err=True)
+
+    def end(self) -> None:
+        """Leaves the line."""
+        if self._has_line:
+            click.echo("\r\x1b[2K", err=True, nl=False)

@@ -1,0 +1,355 @@
+"""Documents of the files that people have, a part of a file at a time.
+
+Plain text, JSON lines, Parquet, and the Arrow files that Hugging Face's datasets saves to the disk.
+
+A part can be read without what comes before it, so that processes share a large file. What is cut
+where depends on the files alone. A document is one file of text, one line of JSON or one row of a
+table; text files longer than `document_bytes` are several documents, cut at ends of lines.
+"""
+
+import glob
+import gzip
+import itertools
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal, cast
+
+from node.island.data.extras import needs_package
+from protocol.errors import BadDataError, NoInputError
+from protocol.files import expanded
+
+DOCUMENT_BYTES = 1 << 20
+DOCUMENT_BYTES_OF_LITTLE_TEXT = 64 << 10
+LITTLE_TEXT_BYTES = 64 << 20
+"""Less text than this is cut into smaller documents, so that some of them are held out."""
+
+LONGEST_LINE_BYTES = 1 << 16
+"""How far behind its place a cut in plain text looks for the end of a line."""
+
+Kind = Literal["text", "jsonl", "parquet", "arrow"]
+
+_KINDS: dict[str, Kind] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+_REFUSED = {
+    ".json": "one JSON value: write a record a line, and name it .jsonl",
+    ".zst": "compressed: unpack it with 'zstd -d', or compress it with gzip",
+    ".xz": "compressed: unpack it with 'unxz', or compress it with gzip",
+    ".bz2": "compressed: unpack it with 'bunzip2', or compress it with gzip",
+    ".zip": "an archive: unpack it, and name the folder",
+    ".tar": "an archive: unpack it, and name the folder",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Bytes of a file, or row groups or record batches of a table, that one process reads."""
+
+    path: Path
+    kind: Kind
+    start: int
+    stop: int
+    num_bytes: int  # on the disk: what progress counts
+    document_bytes: int = DOCUMENT_BYTES  # of plain text; start is a multiple of it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """A text, or a conversation as a list of {"role": …, "content": …}."""
+
+    text: bytes
+    messages: tuple[dict[str, Any], ...] = ()
+
+
+def input_files(patterns: Iterable[str]) -> list[Path]:
+    """Files that paths, folders and globs name, each once: all below a folder, sorted.
+
+    Raises NoInputError for what matches nothing.
+    """
+    found: dict[Path, Path] = {}
+    for pattern in patterns:
+        path = expanded(pattern)
+        if path.is_file():
+            matches = [path]
+        elif path.is_dir():
+            matches = _data_within(path)
+        else:
+            matches = [Path(each) for each in sorted(glob.glob(str(path), recursive=True))]  # noqa: PTH207 - Path.glob takes no absolute patterns
+        files = [each for each in matches if each.is_file()]
+        if not files:
+            raise NoInputError(
+                f"{pattern} names no file",
+                next_step="correct the path; 'folder/**/*.txt', in quotes, takes all below a folder",
+            )
+        for each in files:
+            found.setdefault(each.resolve(), each)
+    return list(found.values())
+
+
+def _data_within(folder: Path) -> list[Path]:
+    """All files below a folder; where some are of a kind made for data, those alone."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = sorted(each.parent.name for each in folder.glob("*/state.json"))
+        raise NoInputError(
+            f"{folder} holds several splits: {', '.join(splits)}",
+            next_step=f"name one, as {folder / splits[0] if splits else folder}; --held-out takes another",
+        )
+    if (folder / "state.json").is_file():  # datasets' save_to_disk
+        named = json.loads((folder / "state.json").read_bytes())["_data_files"]
+        return [folder / each["filename"] for each in named]
+    found = sorted(each for each in folder.rglob("*") if not _is_hidden(each, folder))
+    of_kinds = [each for each in found if _suffix_of(each) in {*_KINDS, ".bin", ".ds"}]
+    return of_kinds or found
+
+
+def _suffix_of(path: Path) -> str:
+    suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+    return suffix.lower()
+
+
+def _is_hidden(path: Path, below: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(below).parts)
+
+
+def parts_of(path: Path, part_bytes: int, *, document_bytes: int = DOCUMENT_BYTES) -> list[Part]:
+    """A file in parts of about so many bytes. Raises BadDataError for what holds no documents."""
+    kind = _kind_of(path)
+    size = path.stat().st_size
+    if kind == "parquet":
+        return _row_groups(path, part_bytes)
+    if kind == "arrow":
+        return _record_batches(path, part_bytes)
+    if path.suffix == ".gz":  # no reading from the middle
+        return [
+            Part(
+                path=path,
+                kind=kind,
+                start=0,
+                stop=size,
+                num_bytes=size,
+                document_bytes=document_bytes,
+            )
+        ]
+    if kind == "text":
+        _check_is_text(path)
+        part_bytes = max(1, part_bytes // document_bytes) * document_bytes
+    return [
+        Part(
+            path=path,
+            kind=kind,
+            start=start,
+            stop=min(start + part_bytes, size),
+            num_bytes=min(part_bytes, size - start),
+            document_bytes=document_bytes,
+        )
+        for start in range(0, size, part_bytes)
+    ]
+
+
+def documents_of(part: Part, *, field: str) -> Iterator[Document]:
+    """The documents that begin in a part; `field` has the text of a record."""
+    if part.kind == "text":
+        yield from _texts(part)
+    elif part.kind == "jsonl":
+        yield from _lines(part, field)
+    elif part.kind == "parquet":
+        yield from _rows(part, field)
+    else:
+        yield from _arrow_rows(part, field)
+
+
+def _kind_of(path: Path) -> Kind:
+    suffix = _suffix_of(path)
+    if (why := _REFUSED.get(suffix)) is not None:
+        raise BadDataError(f"{path} cannot be read: it is {why.partition(':')[0]}", next_step=why)
+    return _KINDS.get(suffix, "text")
+
+
+def _check_is_text(path: Path) -> None:
+    with path.open("rb") as file:
+        if b"\0" in file.read(LONGEST_LINE_BYTES):
+            raise BadDataError(
+                f"{path} is no text: it has zero bytes",
+                next_step="name files of text, .jsonl or .parquet",
+            )
+
+
+def _opened(path: Path) -> IO[bytes]:
+    return cast("IO[bytes]", gzip.open(path)) if path.suffix == ".gz" else path.open("rb")
+
+
+def _texts(part: Part) -> Iterator[Document]:
+    """Documents from cut to cut; both ends of a part are cuts."""
+    try:
+        with _opened(part.path) as file:
+            if part.path.suffix == ".gz":
+                yield from _streamed(file, part.document_bytes)
+                return
+            start = _cut_from(file, part.start)
+            each = part.document_bytes
+            for place in range(part.start + each, part.stop + each, each):
+                stop = _cut_from(file, place)
+                file.seek(start)
+                if text := file.read(stop - start):
+                    yield Document(text=text)
+                start = stop
+    except (EOFError, gzip.BadGzipFile) as error:
+        raise _not_whole(part.path, error) from error
+
+
+def _cut_from(file: IO[bytes], place: int) -> int:
+    """The end of the first line that ends at or behind a place, or else the first whole character."""
+    if place == 0:
+        return 0
+    file.seek(place - 1)
+    ahead = file.read(LONGEST_LINE_BYTES)
+    if (end := ahead.find(b"\n")) >= 0:
+        return place + end
+    if len(ahead) < LONGEST_LINE_BYTES:
+        return place - 1 + len(ahead) if ahead else place
+    inside = next((i for i in range(1, 5) if ahead[i] & 0xC0 != 0x80), 1)
+    return place - 1 + inside
+
+
+def _streamed(file: IO[bytes], document_bytes: int) -> Iterator[Document]:
+    """As _texts, of what cannot be read from the middle."""
+    while text := file.read(document_bytes):
+        yield Document(text=text + file.readline(LONGEST_LINE_BYTES))
+
+
+def _lines(part: Part, field: str) -> Iterator[Document]:
+    """Records of the lines that begin in the part."""
+    try:
+        with _opened(part.path) as file:
+            place = part.start
+            if place:
+                file.seek(place - 1)
+                place += len(file.readline()) - 1  # the line that began before it
+            is_whole = part.path.suffix == ".gz"
+            while (is_whole or place < part.stop) and (line := file.readline()):
+                if line.strip():
+                    yield _document_of(
+                        _record_of(line, part.path, place), field, f"{part.path}, byte {place}"
+                    )
+                place += len(line)
+    except (EOFError, gzip.BadGzipFile) as error:
+        raise _not_whole(part.path, error) from error
+
+
+def _record_of(line: bytes, path: Path, place: int) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+        if isinstance(record, dict):
+            return record
+        why = f"a {type(record).__name__}, no object"
+    except ValueError as error:
+        why = str(error)
+    raise BadDataError(
+        f"{path}: the line at byte {place} is no JSON record: {why}",
+        next_step="correct or remove that line",
+    )
+
+
+def _document_of(record: dict[str, Any], field: str, place: str) -> Document:
+    """A record's text, or its conversation. Raises BadDataError for one that has neither."""
+    if isinstance(text := record.get(field), str):
+        return Document(text=text.encode(errors="surrogatepass"))
+    messages = record.get("messages")
+    if isinstance(messages, list) and all(_is_turn(each) for each in messages):
+        canonical = json.dumps(messages, sort_keys=True, ensure_ascii=False)
+        return Document(text=canonical.encode(errors="surrogatepass"), messages=tuple(messages))
+    raise BadDataError(
+        f"{place}: the record has no text in {field!r}, and no conversation in 'messages'; its keys "
+        f"are {', '.join(map(repr, record)) or 'none'}",
+        next_step="name the key that has the text with --field KEY",
+    )
+
+
+def _is_turn(message: object) -> bool:
+    return isinstance(message, dict) and {"role", "content"} <= message.keys()
+
+
+def _row_groups(path: Path, part_bytes: int) -> list[Part]:
+    """Neighbouring row groups, until they have so many bytes."""
+    parquet = needs_package("pyarrow.parquet", what=f"{path} is a Parquet file")
+    try:
+        metadata = parquet.read_metadata(path)
+        sizes = [_compressed_bytes(metadata.row_group(i)) for i in range(metadata.num_row_groups)]
+    except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
+        raise _not_whole(path, error) from error
+    return _neighbours(path, "parquet", sizes, part_bytes)
+
+
+def _neighbours(path: Path, kind: Kind, sizes: list[int], part_bytes: int) -> list[Part]:
+    parts: list[Part] = []
+    start, taken = 0, 0
+    for i, size in enumerate(sizes):
+        taken += size
+        if taken >= part_bytes or i == len(sizes) - 1:
+            parts.append(Part(path=path, kind=kind, start=start, stop=i + 1, num_bytes=taken))
+            start, taken = i + 1, 0
+    return parts
+
+
+def _record_batches(path: Path, part_bytes: int) -> list[Part]:
+    """Neighbouring record batches of an Arrow stream, likewise. Only their headers are read."""
+    return _neighbours(path, "arrow", [batch.nbytes for batch in _stream_of(path)], part_bytes)
+
+
+def _stream_of(path: Path) -> Iterator[Any]:
+    """Record batches of a file that datasets wrote; mapped, so one that is passed over costs nothing."""
+    arrow = needs_package("pyarrow", what=f"{path} is an Arrow file")
+    try:
+        with arrow.memory_map(str(path)) as mapped, arrow.ipc.open_stream(mapped) as stream:
+            yield from stream
+    except (OSError, ValueError) as error:
+        raise _not_whole(path, error) from error
+
+
+def _arrow_rows(part: Part, field: str) -> Iterator[Document]:
+    for batch in itertools.islice(_stream_of(part.path), part.start, part.stop):
+        column = _column_of(set(batch.schema.names), field, part.path)
+        for start in range(0, batch.num_rows, 256):
+            for record in batch.slice(start, 256).select([column]).to_pylist():
+                if record[column] is not None:
+                    yield _document_of(record, field, str(part.path))
+
+
+def _column_of(names: set[str], field: str, path: Path) -> str:
+    """The column that has the documents; raises BadDataError where none has."""
+    for column in (field, "messages"):
+        if column in names:
+            return column
+    raise BadDataError(
+        f"{path}: no column {field!r}, and no 'messages'; there are {', '.join(sorted(names)) or 'none'}",
+        next_step="name the column that has the text with --field COLUMN",
+    )
+
+
+def _compressed_bytes(group: Any) -> int:
+    return sum(group.column(i).total_compressed_size for i in range(group.num_columns))
+
+
+def _rows(part: Part, field: str) -> Iterator[Document]:
+    parquet = needs_package("pyarrow.parquet", what=f"{part.path} is a Parquet file")
+    try:
+        with parquet.ParquetFile(part.path, pre_buffer=False) as file:
+            columns = [_column_of(set(file.schema_arrow.names), field, part.path)]
+            groups = list(range(part.start, part.stop))
+            for batch in file.iter_batches(
+                256, row_groups=groups, columns=columns, use_threads=False
+            ):
+                for record in batch.to_pylist():
+                    if record[columns[0]] is not None:
+                        yield _document_of(record, field, str(part.path))
+    except (OSError, ValueError) as error:
+        raise _not_whole(part.path, error) from error
+
+
+def _not_whole(path: Path, error: Exception) -> BadDataError:
+    return BadDataError(f"{path} is damaged: {error}", next_step="fetch that file again")

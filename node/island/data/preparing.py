@@ -1,0 +1,380 @@
+"""From files to a folder of tokens: what is to be done, processes that do it, and a result that is whole.
+
+Shards are written into a hidden folder beside the result, each with a receipt once it is complete. A
+preparation that was ended goes on from the receipts, whose files are checked; the manifest comes last,
+and then the folder takes its name. What comes out depends on the input and the options, never on the
+number of processes or on what was interrupted.
+"""
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import blake3
+import numpy as np
+
+from node.island.data.documents import (
+    DOCUMENT_BYTES,
+    DOCUMENT_BYTES_OF_LITTLE_TEXT,
+    LITTLE_TEXT_BYTES,
+    Part,
+    input_files,
+    parts_of,
+)
+from node.island.data.manifest import (
+    MANIFEST_FILE,
+    OFFSET_BYTES,
+    FileEntry,
+    Manifest,
+    ShardEntry,
+    check_pieces,
+    check_sizes,
+    entry_of_file,
+)
+from node.island.data.packing import bits_of, pack
+from node.island.data.progress import State
+from node.island.data.shard_writing import (
+    Encoding,
+    Receipt,
+    ShardJob,
+    ShardWriter,
+    token_bytes_of,
+    write_shard,
+)
+from node.island.data.tokenizing import Encoded, Tokenizer, tokenizer_files
+from protocol.errors import (
+    AtollError,
+    BadDataError,
+    CannotCreateError,
+    SystemRefusedError,
+)
+from protocol.files import is_taken, make_folder, refusing, sync_folder, write_atomically
+from protocol.folder_lock import LOCK_NAME, FolderLock
+
+MOST_SHARD_BYTES = 256 << 20
+LEAST_SHARD_BYTES = 4 << 20
+SHARDS_AIMED_AT = 64
+HELD_OUT_SHARD_TOKENS = 64 << 20
+_POLL_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What a person asked for."""
+
+    inputs: tuple[str, ...]
+    out: Path
+    tokenizer: Path | None = None
+    end_of_document: str | None = None
+    field: str = "text"
+    held_out: float = 0.01
+    held_out_inputs: tuple[str, ...] = ()  # in place of a share
+    row: int | None = None
+    jobs: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What a preparation has made."""
+
+    manifest: Manifest
+    input_bytes: int
+    num_empty: int
+
+
+def prepare(
+    wanted: Wanted, *, on_state: Callable[[State], None], say: Callable[[str], None]
+) -> Prepared:
+    """Prepares tokens; raises AtollError, and then the result is not there."""
+    if is_taken(wanted.out):
+        raise CannotCreateError(
+            f"{wanted.out} is there already",
+            next_step="choose another folder with --out, or remove it",
+        )
+    copied = {} if wanted.tokenizer is None else tokenizer_files(wanted.tokenizer)
+    jobs = plan_jobs(wanted)
+    work = wanted.out.resolve().parent / f".{wanted.out.resolve().name}.preparing"
+    make_folder(work)
+    lock = FolderLock.take(
+        work,
+        holder="'atoll data prepare'",
+        next_step="wait for it, or choose another folder with --out",
+    )
+    try:
+        encoding = Encoding(
+            tokenizer=None if wanted.tokenizer is None else work,
+            end_of_document=wanted.end_of_document,
+            field=wanted.field,
+            held_out=0.0 if wanted.held_out_inputs else wanted.held_out,
+            row=wanted.row,
+        )
+        _begin(work, _identity(wanted, jobs, copied), say)
+        for name, path in copied.items():
+            with refusing(work / name):
+                shutil.copyfile(path, work / name)
+        tokenizer = encoding.opened()  # what is wrong with it is told before any work
+        receipts = _write_all(work, jobs, encoding, wanted.jobs, on_state)
+        manifest = _merged(work, receipts, encoding, tokenizer, tuple(copied))
+        if not (manifest.training and manifest.held_out):
+            which = "held out" if manifest.training else "left to train on"
+            documents = sum(s.num_documents for s in (*manifest.training, *manifest.held_out))
+            raise BadDataError(
+                f"of {documents} documents none is {which}",
+                next_step="hold out another share, as --held-out 0.1, or files of their own, as "
+                "--held-out FILE",
+            )
+        with refusing(wanted.out):
+            write_atomically(work / MANIFEST_FILE, manifest.as_written())
+            for each in work.iterdir():
+                if each.name not in {*manifest.files, MANIFEST_FILE}:
+                    each.unlink()
+            sync_folder(work)
+            work.rename(wanted.out)
+            sync_folder(wanted.out.resolve().parent)
+    finally:
+        lock.release()
+    return Prepared(
+        manifest=manifest,
+        input_bytes=sum(job.num_bytes for job in jobs),
+        num_empty=sum(receipt.num_empty for receipt in receipts),
+    )
+
+
+def plan_jobs(wanted: Wanted) -> list[ShardJob]:
+    """Who writes what: neighbouring parts of files, so that shards are of about one size."""
+    jobs: list[ShardJob] = []
+    for patterns, is_held_out in ((wanted.inputs, False), (wanted.held_out_inputs, True)):
+        files = input_files(patterns)
+        total = sum(file.stat().st_size for file in files)
+        shard_bytes = min(MOST_SHARD_BYTES, max(LEAST_SHARD_BYTES, total // SHARDS_AIMED_AT))
+        each = DOCUMENT_BYTES if total >= LITTLE_TEXT_BYTES else DOCUMENT_BYTES_OF_LITTLE_TEXT
+        parts: list[Part] = []
+        taken = 0
+        for file in files:
+            for part in parts_of(file, shard_bytes, document_bytes=each):
+                parts.append(part)
+                taken += part.num_bytes
+                if taken >= shard_bytes:
+                    jobs.append(
+                        ShardJob(number=len(jobs), parts=tuple(parts), is_held_out=is_held_out)
+                    )
+                    parts, taken = [], 0
+        if parts:
+            jobs.append(ShardJob(number=len(jobs), parts=tuple(parts), is_held_out=is_held_out))
+    return jobs
+
+
+def _identity(wanted: Wanted, jobs: Sequence[ShardJob], copied: dict[str, Path]) -> str:
+    """Of the input and all options that the result depends on."""
+    options = replace(wanted, inputs=(), out=Path(), tokenizer=None, held_out_inputs=(), jobs=1)
+    hasher = blake3.blake3(repr(options).encode())
+    for name, path in sorted(copied.items()):
+        hasher.update(name.encode() + blake3.blake3(path.read_bytes()).digest())
+    times: dict[Path, int] = {}
+    for job in jobs:
+        for part in job.parts:
+            if part.path not in times:
+                times[part.path] = part.path.stat().st_mtime_ns
+            hasher.update(repr((job.number, job.is_held_out, part, times[part.path])).encode())
+    return hasher.hexdigest()
+
+
+_IDENTITY_FILE = "identity"
+
+
+def _begin(work: Path, identity: str, say: Callable[[str], None]) -> None:
+    """Takes up what was begun of the same, or empties the folder."""
+    path = work / _IDENTITY_FILE
+    if path.exists() and path.read_text() != identity:
+        say(
+            "the input or the options are others than those of the preparation begun here: it starts anew"
+        )
+    if not path.exists() or path.read_text() != identity:
+        with refusing(work):
+            for each in work.iterdir():
+                if each.name != LOCK_NAME:
+                    each.unlink()
+        write_atomically(path, identity.encode())
+
+
+def _write_all(
+    work: Path,
+    jobs: Sequence[ShardJob],
+    encoding: Encoding,
+    num_processes: int,
+    on_state: Callable[[State], None],
+) -> list[Receipt]:
+    """Has processes write the shards that are not there yet."""
+    receipts = {job.number: _receipt_of(work, job) for job in jobs}
+    left = [job for job in jobs if receipts[job.number] is None]
+    total = sum(job.num_bytes for job in jobs)
+    resumed = total - sum(job.num_bytes for job in left)
+    on_state(State(done_bytes=resumed, total_bytes=total, resumed_bytes=resumed))
+    context = multiprocessing.get_context("spawn")
+    counter = context.Value("Q", 0)
+    pool = ProcessPoolExecutor(
+        max(1, min(num_processes, len(left))),
+        mp_context=context,
+        initializer=_begin_worker,
+        initargs=(counter,),
+    )
+    try:
+        futures: dict[Future[Receipt], ShardJob] = {
+            pool.submit(_write_one, job, encoding, work): job for job in left
+        }
+        waiting = set(futures)
+        while waiting:
+            done, waiting = wait(waiting, timeout=_POLL_SECONDS, return_when=FIRST_COMPLETED)
+            for future in done:
+                receipts[futures[future].number] = future.result()
+            on_state(
+                State(done_bytes=resumed + counter.value, total_bytes=total, resumed_bytes=resumed)
+            )
+    except BrokenProcessPool as error:
+        raise SystemRefusedError(
+            "a process that writes shards has ended by itself; the machine may be out of memory",
+            next_step="type the same again with fewer --jobs: it goes on from the finished shards",
+        ) from error
+    except BaseException:
+        _end_workers(pool)
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return [receipt for _, receipt in sorted(receipts.items()) if receipt is not None]
+
+
+def _end_workers(pool: ProcessPoolExecutor) -> None:
+    # They hold nothing that is not begun anew; Python 3.14 has terminate_workers for it.
+    for process in list((pool._processes or {}).values()):
+        process.terminate()
+
+
+_counter: Any = None  # of a worker: bytes of input that all have read
+
+
+def _begin_worker(counter: Any) -> None:
+    global _counter
+    _counter = counter
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which then ends us
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def end_with_parent() -> None:
+        parent.join()
+        os._exit(0)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def _tell(num_bytes: int) -> None:
+    with _counter.get_lock():
+        _counter.value += num_bytes
+
+
+def _write_one(job: ShardJob, encoding: Encoding, work: Path) -> Receipt:
+    receipt = write_shard(job, encoding, work, _tell)
+    sync_folder(work)
+    write_atomically(_receipt_path(work, job.number), receipt.model_dump_json().encode())
+    return receipt
+
+
+def _receipt_path(work: Path, number: int) -> Path:
+    return work / f"{number:05}.receipt"
+
+
+def _receipt_of(work: Path, job: ShardJob) -> Receipt | None:
+    """The receipt of a finished job whose files are as it says."""
+    path = _receipt_path(work, job.number)
+    if not path.exists():
+        return None
+    try:
+        receipt = Receipt.model_validate_json(path.read_bytes())
+        check_sizes(work, receipt.files)
+        for name, entry in receipt.files.items():
+            check_pieces(work / name, entry)
+    except (AtollError, ValueError):
+        return None  # it is written again
+    return receipt
+
+
+def _merged(
+    work: Path,
+    receipts: Sequence[Receipt],
+    encoding: Encoding,
+    tokenizer: Tokenizer,
+    copied: tuple[str, ...],
+) -> Manifest:
+    """The manifest; what was held out of many shards becomes a few."""
+    token_bytes = token_bytes_of(tokenizer.vocab_size)
+    files: dict[str, FileEntry] = {name: entry_of_file(work / name) for name in copied}
+    held_out: list[ShardEntry] = []
+    pieces = [receipt.held_out for receipt in receipts if receipt.held_out is not None]
+    while pieces:
+        name = f"held-out-{len(held_out):05}"
+        writer = ShardWriter(work, name, token_bytes=token_bytes)
+        while pieces and writer.num_tokens < HELD_OUT_SHARD_TOKENS:
+            _add_shard(writer, work, pieces.pop(0), token_bytes)
+        shard, own_files = writer.close()
+        if encoding.row is not None:
+            shard, own_files = pack(
+                work,
+                shard,
+                name,
+                row=encoding.row,
+                token_bytes=token_bytes,
+                padding=tokenizer.end_of_document,
+            )
+        held_out.append(shard)
+        files |= own_files
+    training = [receipt.training for receipt in receipts if receipt.training is not None]
+    for receipt in receipts:
+        merged = (
+            {receipt.held_out.tokens, receipt.held_out.offsets, receipt.held_out.mask}
+            if receipt.held_out
+            else set()
+        )
+        files |= {name: entry for name, entry in receipt.files.items() if name not in merged}
+    return Manifest(
+        token_bytes=token_bytes,
+        vocab_size=tokenizer.vocab_size,
+        tokenizer="bytes" if encoding.tokenizer is None else "tokenizer.json",
+        end_of_document=tokenizer.end_of_document,
+        row=encoding.row,
+        files=files,
+        training=tuple(training),
+        held_out=tuple(held_out),
+    )
+
+
+def _add_shard(writer: ShardWriter, work: Path, shard: ShardEntry, token_bytes: int) -> None:
+    """Adds the documents of a shard, a part of them at a time."""
+    tokens = np.memmap(work / shard.tokens, f"<u{token_bytes}", mode="r")
+    assert shard.offsets is not None
+    offsets = np.fromfile(work / shard.offsets, f"<u{OFFSET_BYTES}").astype(np.int64)
+    bits = None if shard.mask is None else np.memmap(work / shard.mask, np.uint8, mode="r")
+    for start, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+        writer.add(
+            Encoded(
+                tokens=tokens[start:stop].astype(np.uint32),
+                counted=None if bits is None else bits_of(bits, start, stop - start),
+                text_bytes=0,
+            )
+        )
+    writer.add_text_bytes(shard.text_bytes or 0)
+
+
+def as_run_file(out: Path, manifest: Manifest) -> str:
+    """The lines of a run file that name these tokens."""
+    return (
+        f'[data]\nsource = "tokens"\npaths = [{json.dumps(str(out))}]\n'
+        f'digest = "{manifest.digest().hex()}"\n'
+    )

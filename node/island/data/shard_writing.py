@@ -1,0 +1,268 @@
+"""One shard, written by one process: documents in, a file of tokens and its neighbours out.
+
+Memory stays flat: documents are encoded a few at a time, and go to the disk. Rows are packed when all
+documents of a shard are there, out of a mapped file.
+"""
+
+import os
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Literal
+
+import blake3
+import numpy as np
+import numpy.typing as npt
+
+from node.island.data.documents import Document, Part, documents_of
+from node.island.data.manifest import (
+    OFFSET_BYTES,
+    PIECE_BYTES,
+    FileEntry,
+    ShardEntry,
+)
+from node.island.data.tokenizing import ByteTokenizer, Encoded, FileTokenizer, Tokenizer
+from protocol.files import refusing
+from protocol.models import Section
+
+ENCODED_BYTES = 1 << 20
+"""Text that is encoded together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoding:
+    """How documents become tokens."""
+
+    tokenizer: Path | None  # a folder with tokenizer.json; None: bytes
+    end_of_document: str | None
+    field: str
+    held_out: float  # share of the documents
+    row: int | None  # tokens of a row, where rows are packed
+
+    def opened(self) -> Tokenizer:
+        """The tokenizer; raises AtollError where it cannot be used."""
+        if self.tokenizer is None:
+            return ByteTokenizer()
+        return FileTokenizer(self.tokenizer, end_of_document=self.end_of_document)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardJob:
+    """What one process writes."""
+
+    number: int
+    parts: tuple[Part, ...]
+    is_held_out: bool  # all of it
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are read for it."""
+        return sum(part.num_bytes for part in self.parts)
+
+
+class Receipt(Section):
+    """What a finished job has written."""
+
+    training: ShardEntry | None
+    held_out: ShardEntry | None
+    files: dict[str, FileEntry]
+    num_empty: int  # documents without text, which are left out
+
+
+def token_bytes_of(vocab_size: int) -> Literal[1, 2, 4]:
+    """The least size of a token that holds every number of a vocabulary."""
+    return 1 if vocab_size <= 1 << 8 else 2 if vocab_size <= 1 << 16 else 4
+
+
+class DigestedFile:
+    """A new file whose pieces are digested as they are written."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._hasher = blake3.blake3()
+        self._in_piece = 0
+        self._pieces: list[str] = []
+        self._num_bytes = 0
+        with refusing(path):
+            self._file: IO[bytes] = path.open("wb")
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Adds to the file; raises SystemRefusedError when the disk is full."""
+        left = memoryview(data).cast("B")
+        self._num_bytes += len(left)
+        with refusing(self._path):
+            self._file.write(left)
+        while len(left):
+            own = left[: PIECE_BYTES - self._in_piece]
+            self._hasher.update(own)
+            self._in_piece += len(own)
+            left = left[len(own) :]
+            if self._in_piece == PIECE_BYTES:
+                self._end_piece()
+
+    def close(self) -> FileEntry:
+        """Makes the file durable."""
+        if self._in_piece:
+            self._end_piece()
+        with refusing(self._path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        self._file.close()
+        return FileEntry(bytes=self._num_bytes, pieces=tuple(self._pieces))
+
+    def _end_piece(self) -> None:
+        self._pieces.append(self._hasher.hexdigest())
+        self._hasher, self._in_piece = blake3.blake3(), 0
+
+
+class _Bits:
+    """A bit for each token, written once one of them is not set."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: DigestedFile | None = None
+        self._rest: npt.NDArray[np.bool_] = np.empty(0, np.bool_)
+        self._num_before = 0  # tokens of which all bits are set
+
+    def add(self, counted: npt.NDArray[np.bool_] | None, num_tokens: int) -> None:
+        if self._file is None:
+            if counted is None or counted.all():
+                self._num_before += num_tokens
+                return
+            self._file = DigestedFile(self._path)
+            whole, more = divmod(self._num_before, 8)
+            for start in range(0, whole, ENCODED_BYTES):
+                self._file.write(b"\xff" * min(ENCODED_BYTES, whole - start))
+            self._rest = np.ones(more, np.bool_)
+        own = np.ones(num_tokens, np.bool_) if counted is None else counted
+        bits = np.concatenate((self._rest, own))
+        whole = len(bits) // 8 * 8
+        self._file.write(np.packbits(bits[:whole], bitorder="little").tobytes())
+        self._rest = bits[whole:]
+
+    def close(self) -> FileEntry | None:
+        if self._file is None:
+            return None
+        self._file.write(np.packbits(self._rest, bitorder="little").tobytes())
+        return self._file.close()
+
+
+class ShardWriter:
+    """Writes documents one after the other; its files are NAME.tokens, NAME.offsets and NAME.mask."""
+
+    def __init__(self, folder: Path, name: str, *, token_bytes: int) -> None:
+        self._name = name
+        self._dtype = np.dtype(f"<u{token_bytes}")
+        self._tokens = DigestedFile(folder / f"{name}.tokens")
+        self._bits = _Bits(folder / f"{name}.mask")
+        self._folder = folder
+        self._offsets = array("Q", [0])
+        self.num_tokens = 0
+        self._num_counted = 0
+        self._text_bytes = 0
+
+    def add(self, encoded: Encoded) -> None:
+        """One document."""
+        num_tokens = len(encoded.tokens)
+        counted = encoded.counted
+        self._tokens.write(encoded.tokens.astype(self._dtype).tobytes())
+        self._bits.add(counted, num_tokens)
+        self.num_tokens += num_tokens
+        self._num_counted += num_tokens if counted is None else int(counted.sum())
+        self._text_bytes += encoded.text_bytes
+        self._offsets.append(self.num_tokens)
+
+    def add_text_bytes(self, num_bytes: int) -> None:
+        """Of documents that were added without theirs."""
+        self._text_bytes += num_bytes
+
+    def close(self) -> tuple[ShardEntry, dict[str, FileEntry]]:
+        """The shard and its files, which are durable now."""
+        offsets = DigestedFile(self._folder / f"{self._name}.offsets")
+        offsets.write(np.array(self._offsets, f"<u{OFFSET_BYTES}").tobytes())
+        files = {
+            f"{self._name}.tokens": self._tokens.close(),
+            f"{self._name}.offsets": offsets.close(),
+        }
+        mask = self._bits.close()
+        if mask is not None:
+            files[f"{self._name}.mask"] = mask
+        return ShardEntry(
+            tokens=f"{self._name}.tokens",
+            num_tokens=self.num_tokens,
+            num_counted=self._num_counted,
+            offsets=f"{self._name}.offsets",
+            mask=None if mask is None else f"{self._name}.mask",
+            num_documents=len(self._offsets) - 1,
+            text_bytes=self._text_bytes,
+        ), files
+
+
+def write_shard(
+    job: ShardJob, encoding: Encoding, folder: Path, tell: Callable[[int], None]
+) -> Receipt:
+    """Writes a shard; `tell` hears of input that was read, in bytes. Raises AtollError."""
+    from node.island.data.packing import pack  # only where rows are asked for
+
+    tokenizer = encoding.opened()
+    token_bytes = token_bytes_of(tokenizer.vocab_size)
+    name = f"{job.number:05}"
+    writers = {
+        False: ShardWriter(folder, name, token_bytes=token_bytes),
+        True: ShardWriter(folder, f"{name}.held-out", token_bytes=token_bytes),
+    }
+    num_empty = 0
+    for documents in _gathered(job.parts, encoding.field, tell):
+        kept = [document for document in documents if document.text]
+        num_empty += len(documents) - len(kept)
+        for document, encoded in zip(kept, tokenizer.encode(kept), strict=True):
+            writers[job.is_held_out or is_held_out(document, encoding.held_out)].add(encoded)
+    files: dict[str, FileEntry] = {}
+    shards: dict[bool, ShardEntry | None] = {}
+    for held_out, writer in writers.items():
+        shard, own = writer.close()
+        if shard.num_tokens and encoding.row and not held_out:
+            shard, own = pack(
+                folder,
+                shard,
+                name,
+                row=encoding.row,
+                token_bytes=token_bytes,
+                padding=tokenizer.end_of_document,
+            )
+        if shard.num_tokens:
+            files |= own
+        else:
+            for each in own:
+                (folder / each).unlink()
+        shards[held_out] = shard if shard.num_tokens else None
+    return Receipt(training=shards[False], held_out=shards[True], files=files, num_empty=num_empty)
+
+
+def is_held_out(document: Document, share: float) -> bool:
+    """By the hash of its content: wherever it comes, and as often as it does, it is in one split."""
+    digest = blake3.blake3(document.text).digest(length=8)
+    return int.from_bytes(digest, "little") < share * 2**64
+
+
+def _gathered(
+    parts: tuple[Part, ...], field: str, tell: Callable[[int], None]
+) -> Iterator[list[Document]]:
+    """Documents, a megabyte of text or so at a time."""
+    gathered: list[Document] = []
+    num_bytes = 0
+    for part in parts:
+        told = 0
+        for document in documents_of(part, field=field):
+            gathered.append(document)
+            num_bytes += len(document.text)
+            if num_bytes >= ENCODED_BYTES:
+                yield gathered
+                # A Parquet file has fewer bytes than its text.
+                now = min(part.num_bytes, told + num_bytes)
+                tell(now - told)
+                told, num_bytes, gathered = now, 0, []
+        tell(part.num_bytes - told)
+    if gathered:
+        yield gathered

@@ -1,0 +1,273 @@
+"""From text to tokens: bytes, which need nothing, or a tokenizer.json with its chat template.
+
+Text of documents never becomes a special token: a document that has the letters of the end-of-document
+token in it is no end of a document. A conversation is written out by the tokenizer's chat template, and
+only what the assistant says is to be learned.
+"""
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from node.island.data.documents import Document
+from node.island.data.extras import needs_package
+from node.island.data.manifest import TOKENIZER_FILE
+from protocol.errors import BadDataError, ConfigError, NoInputError, UsageError
+
+COPIED_FILES = (
+    TOKENIZER_FILE,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+"""What of a tokenizer's folder is kept beside its tokens, for export and for text out."""
+
+_USUAL_ENDS = (
+    *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>"),
+    *("[EOS]", "<|endofdocument|>"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Encoded:
+    """Tokens of a document with its end, and which of them are to be learned."""
+
+    tokens: npt.NDArray[np.uint32]
+    counted: npt.NDArray[np.bool_] | None  # None: all
+    text_bytes: int  # of what is to be learned
+
+
+class Tokenizer(Protocol):
+    """Turns documents into tokens, the same on every machine."""
+
+    vocab_size: int
+    end_of_document: int
+
+    def encode(self, documents: list[Document]) -> list[Encoded]:
+        """Documents with their ends. Raises BadDataError for one that is no text."""
+
+
+class ByteTokenizer:
+    """Each byte is a token, and a zero byte ends a document."""
+
+    vocab_size = 256
+    end_of_document = 0
+
+    def encode(self, documents: list[Document]) -> list[Encoded]:
+        """See Tokenizer."""
+        return [self._encoded(document) for document in documents]
+
+    def _encoded(self, document: Document) -> Encoded:
+        if document.messages:
+            raise ConfigError(
+                "the data has conversations in 'messages', and bytes have no chat template",
+                next_step="name a tokenizer that has one with --tokenizer FOLDER",
+            )
+        tokens = np.frombuffer(document.text + b"\0", np.uint8).astype(np.uint32)
+        return Encoded(tokens=tokens, counted=None, text_bytes=len(document.text))
+
+
+class FileTokenizer:
+    """A tokenizer.json."""
+
+    def __init__(self, folder: Path, *, end_of_document: str | None = None) -> None:
+        """Raises BadDataError for one that cannot be read, ConfigError without an end of documents."""
+        path = folder / TOKENIZER_FILE
+        self._tokenizer = open_tokenizer(path)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1
+        self._config = _config_of(folder)
+        self.end_of_document = self._end(vocabulary, end_of_document, path)
+        self._template = _Template.of(folder, self._config)
+
+    def _end(self, vocabulary: dict[str, int], named: str | None, path: Path) -> int:
+        if named is not None:
+            if named not in vocabulary:
+                raise UsageError(
+                    f"--end-of-document {named!r} is no token of {path}",
+                    next_step="name one of its special tokens",
+                )
+            return vocabulary[named]
+        usual = (self._config.get("eos_token"), *_USUAL_ENDS)
+        for token in usual:
+            if token in vocabulary:
+                return vocabulary[token]
+        raise ConfigError(
+            f"{path} does not say which token ends a document",
+            next_step="name it with --end-of-document TOKEN",
+        )
+
+    def encode(self, documents: list[Document]) -> list[Encoded]:
+        """See Tokenizer."""
+        self._tokenizer.encode_special_tokens = True  # as letters, in spite of its name
+        texts = [_text_of(document) for document in documents if not document.messages]
+        plain = iter(self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+        self._tokenizer.encode_special_tokens = False
+        return [
+            self._conversation(document)
+            if document.messages
+            else Encoded(
+                tokens=np.array([*next(plain).ids, self.end_of_document], np.uint32),
+                counted=None,
+                text_bytes=len(document.text),
+            )
+            for document in documents
+        ]
+
+    def _conversation(self, document: Document) -> Encoded:
+        if self._template is None:
+            raise ConfigError(
+                "the data has conversations in 'messages', and the tokenizer comes without a chat template",
+                next_step="add chat_template.jinja to its folder, and name the folder with --tokenizer",
+            )
+        text, spans = self._template.written_out(document.messages)
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        begins = np.array([begin for begin, _ in encoding.offsets], np.int64)
+        counted = np.zeros(len(begins), np.bool_)
+        for begin, end in spans:
+            counted |= (begins >= begin) & (begins < end)
+        tokens = np.array(encoding.ids, np.uint32)
+        if not len(tokens) or tokens[-1] != self.end_of_document:
+            tokens = np.append(tokens, np.uint32(self.end_of_document))
+            counted = np.append(counted, False)
+        return Encoded(
+            tokens=tokens,
+            counted=counted,
+            text_bytes=sum(len(text[begin:end].encode()) for begin, end in spans),
+        )
+
+
+class _Template:
+    """A chat template, in Jinja as transformers has it."""
+
+    def __init__(self, source: str, names: dict[str, Any]) -> None:
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        def refuse(message: str) -> None:
+            raise ValueError(message)
+
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.filters["tojson"] = lambda value, **_: json.dumps(value, ensure_ascii=False)
+        environment.globals["raise_exception"] = refuse
+        # Marks that transformers reads, and that we do without: see written_out.
+        plain = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", source)
+        self._template = environment.from_string(plain)
+        self._names = names
+
+    @classmethod
+    def of(cls, folder: Path, config: dict[str, Any]) -> "_Template | None":
+        """The template of a tokenizer's folder, if it has one."""
+        path = folder / "chat_template.jinja"
+        source = path.read_text() if path.is_file() else config.get("chat_template")
+        if isinstance(source, list):  # several, of which one is the usual one
+            source = next((each["template"] for each in source if each["name"] == "default"), None)
+        if source is None:
+            return None
+        names = {key: value for key, value in config.items() if key.endswith("_token")}
+        return cls(str(source), {"bos_token": "", "eos_token": "", **names})
+
+    def written_out(
+        self, messages: tuple[dict[str, Any], ...]
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """A conversation as text, and where in it the assistant speaks, with the end of each turn.
+
+        Templates do not say where: it is what a turn adds to the text up to it, with the prompt that
+        asks for it. Raises BadDataError where a template does not write turn after turn.
+        """
+        whole = self._rendered(messages)
+        spans = []
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._rendered(messages[:i], add_generation_prompt=True)
+            after = whole if i == len(messages) - 1 else self._rendered(messages[: i + 1])
+            if not (after.startswith(before) and whole.startswith(after)):
+                raise BadDataError(
+                    "the chat template writes a conversation otherwise than turn after turn, so what the "
+                    "assistant says cannot be told from the rest",
+                    next_step="write the conversations out as text yourself, as {'text': …}",
+                )
+            spans.append((len(before), len(after)))
+        return whole, spans
+
+    def _rendered(
+        self, messages: tuple[dict[str, Any], ...], *, add_generation_prompt: bool = False
+    ) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            return self._template.render(
+                messages=list(messages),
+                add_generation_prompt=add_generation_prompt,
+                **self._names,
+            )
+        except (TemplateError, ValueError, TypeError) as error:
+            raise BadDataError(
+                f"the chat template refuses a conversation: {error}",
+                next_step="correct the conversation, or leave it out",
+            ) from error
+
+
+def _text_of(document: Document) -> str:
+    try:
+        return document.text.decode()
+    except UnicodeDecodeError as error:
+        near = document.text[max(0, error.start - 20) : error.start].decode(errors="replace")
+        raise BadDataError(
+            f"a document is not UTF-8: byte {error.start}, after {near!r}, is {error.object[error.start]:#x}",
+            next_step="convert it, as 'iconv -f ISO-8859-1 -t UTF-8', or leave it out",
+        ) from error
+
+
+def _config_of(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json, where there is one, with tokens as their texts."""
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise BadDataError(f"{path} is no JSON: {error}", next_step="fetch it again") from error
+    return {
+        key: value["content"] if isinstance(value, dict) and "content" in value else value
+        for key, value in config.items()
+    }
+
+
+def open_tokenizer(path: Path) -> Any:
+    """The tokenizer of a tokenizer.json; raises BadDataError for one that cannot be read."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes share the cores
+    tokenizers = needs_package("tokenizers", what=f"{path} is a tokenizer")
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise BadDataError(
+            f"{path} is no tokenizer that this version of tokenizers reads: {error}",
+            next_step="write it again with the version that is installed here, or upgrade tokenizers",
+        ) from error
+
+
+def tokenizer_files(path: Path) -> dict[str, Path]:
+    """What is kept of a tokenizer, by its name: of a tokenizer.json alone, or of a folder.
+
+    Raises NoInputError where there is none.
+    """
+    if path.is_file():
+        return {TOKENIZER_FILE: path}
+    if (path / TOKENIZER_FILE).is_file():
+        return {name: path / name for name in COPIED_FILES if (path / name).is_file()}
+    what = "has no tokenizer.json" if path.is_dir() else "is not there"
+    raise NoInputError(
+        f"the tokenizer {path} {what}",
+        next_step="name a tokenizer.json, or a folder with one; transformers writes it with "
+        "'AutoTokenizer.from_pretrained(…).save_pretrained(FOLDER)'",
+    )

@@ -1,0 +1,116 @@
+"""Swarms train on tokens: the same state everywhere, each sample once, and damaged shards are said."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typed_commands import Swarm, atoll, done
+
+from benchmarks.simulation import Life, simulate
+from node.config import SETTINGS_FILE
+from node.island.data.dataset import Dataset
+from node.island.data.manifest import read_manifest
+from node.island.data.opening import DataPlaces, open_dataset
+from protocol.run_spec import RunSpec
+from tests.tiny_runs import tiny, tiny_text
+from tests.unit.tokens_scene import write_jsonl, write_tokenizer
+
+VOCABULARY = 512
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tokens of a few hundred documents, as a person makes them."""
+    place = tmp_path_factory.mktemp("data")
+    write_jsonl(place / "a.jsonl", 300)
+    tokenizer = write_tokenizer(place / "tokenizer")
+    tokens = place / "tokens"
+    command = ("data", "prepare", place / "*.jsonl", "--tokenizer", tokenizer, "--out", tokens)
+    assert read_digest(done(atoll(*command, "--held-out", "0.1"))) == digest_of(tokens)
+    return tokens
+
+
+def read_digest(said: str) -> str:
+    return said.partition('digest = "')[2].partition('"')[0]
+
+
+def digest_of(tokens: Path) -> str:
+    return read_manifest(tokens).digest().hex()
+
+
+def run_on(
+    tokens: Path, *, at: str | None = None, **tables: dict[str, object]
+) -> dict[str, dict[str, object]]:
+    return {
+        **tables,
+        "model": {"vocab_size": VOCABULARY, **tables.get("model", {})},
+        "data": {"source": "tokens", "paths": [at or str(tokens)], "digest": digest_of(tokens)},
+    }
+
+
+def opened(spec: RunSpec) -> Dataset:
+    return open_dataset(spec, DataPlaces(folder=Path("/")))
+
+
+def test_nodes_on_tokens_end_in_one_state_and_learn(folder: Path) -> None:
+    spec = tiny(**run_on(folder))
+    finished = simulate(spec, lives=[Life()] * 3, corpus=opened(spec))
+    assert set(finished.digests.values()) == {finished.final.outer_digest}
+    first, *_, last = finished.held_out
+    assert first.loss == pytest.approx(np.log(VOCABULARY), abs=0.2)
+    assert last.loss < first.loss - 1
+    assert finished.final.corpus is not None
+    assert finished.final.corpus.digest.hex() == digest_of(folder)
+    again = simulate(spec, lives=[Life()] * 3, corpus=opened(spec))
+    assert again.digests == finished.digests
+
+
+def test_a_real_swarm_trains_on_tokens_and_a_flipped_byte_ends_its_node_alone(
+    folder: Path, tmp_path: Path
+) -> None:
+    """The second node has the tokens elsewhere, and one byte of them is wrong."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for path in folder.iterdir():
+        (elsewhere / path.name).write_bytes(path.read_bytes())
+    shard = elsewhere / read_manifest(folder).training[0].tokens
+    content = bytearray(shard.read_bytes())
+    content[100] ^= 1
+    shard.write_bytes(content)
+    run = tiny_text(
+        **run_on(folder, at="wherever", run={"name": "tokens", "rounds": 3, "min_nodes": 1})
+    )
+    swarm = Swarm(tmp_path / "swarm", run)
+    try:
+        invite = swarm.invite("--uses", "2")
+        homes = {name: swarm.join(name, invite) for name in ("whole", "damaged")}
+        settings = homes["whole"] / SETTINGS_FILE
+        settings.write_text(settings.read_text().replace('data = ""', f'data = "{folder}"'))
+        lost = swarm.start_node("damaged")
+        lost.ends_with(66, "wherever holds no tokens", "data = in node.toml")
+        damaged = swarm.start_node("damaged", "--data", str(elsewhere))
+        damaged.ends_with(65, f"{shard} is damaged: piece 0", "atoll data check")
+        whole = swarm.start_node("whole")
+        whole.ends(whole.shared_memory())
+        assert "run finished" in whole.log
+        status = swarm.status()
+        assert status.run.committed_round == 3
+        losses = [measured.loss for measured in status.run.held_out_losses]
+        assert losses[-1] < losses[0]
+    finally:
+        swarm.end()
+
+
+def test_each_sample_of_an_epoch_is_trained_once(folder: Path) -> None:
+    """Two nodes; the run is long enough for the whole epoch."""
+    spec = tiny(
+        **run_on(folder, run={"rounds": 12, "min_nodes": 2}, inner={"steps": 30, "batch": 8})
+    )
+    dataset = opened(spec)
+    finished = simulate(spec, lives=[Life()] * 2, corpus=dataset)
+    ledger = finished.final.ledger
+    [committed] = ledger.committed
+    assert committed.first == 0 and committed.end >= dataset.num_samples
+    assert finished.final.token_clock == committed.num_samples * spec.model.context
+    assert replace(ledger, committed=()).leased == ()

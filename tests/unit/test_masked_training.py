@@ -1,0 +1,147 @@
+"""Targets that do not count change neither the loss nor the gradient, and are no tokens."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from node.island.data.dataset import Batch
+from node.island.data.manifest import Split
+from node.island.data.samples import Indices, SampleOrder
+from node.island.first_weights import initial_parameters
+from node.island.generate import decoder_of
+from node.island.island import InnerWork
+from node.island.local_training import LocalTraining
+from node.island.mesh import Mesh
+from node.island.trainer import Trainer
+from protocol.models import DecoderModel
+from protocol.rounds import CorpusSummary, Digest
+from protocol.run_spec import EvaluationSection, InnerSection, RunSpec
+
+SPEC = RunSpec(
+    model=DecoderModel(
+        hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, ffn_size=24, context=16
+    ),
+    inner=InnerSection(batch=4, schedule="constant", warmup_tokens=0, clip=1e9, learning_rate=1e-3),
+    evaluation=EvaluationSection(samples=6),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Masked:
+    """Random tokens of which some are not to be predicted; implements Dataset."""
+
+    garbage: int = 0
+    """What stands where nothing is counted; nothing may depend on it."""
+
+    num_samples: int = 32
+    num_held_out_samples: int = 6
+
+    def summary(self) -> CorpusSummary:
+        return CorpusSummary(digest=Digest(bytes(32)), num_samples=self.num_samples, num_bytes=1)
+
+    def batch(self, split: Split, indices: Indices) -> Batch:
+        rows = [np.random.Generator(np.random.Philox(int(i))) for i in indices]
+        tokens = np.stack([row.integers(0, 256, 17) for row in rows])
+        lengths = 3 + indices % 11
+        counted = np.arange(16) < lengths[:, None]
+        tokens[:, 1:][~counted] = self.garbage
+        return Batch(tokens=tokens, counted=counted)
+
+    def num_counted(self, split: Split, indices: Indices) -> int:
+        counted = self.batch(split, indices).counted
+        assert counted is not None
+        return int(counted.sum())
+
+
+def trainer_of(dataset: Masked, spec: RunSpec = SPEC) -> Trainer:
+    trainer = Trainer(
+        spec=spec, corpus=dataset, device=torch.device("cpu"), mesh=Mesh(), clock=lambda: 0.0
+    )
+    trainer.adopt(initial_parameters(spec))
+    return trainer
+
+
+def work_of(steps: int) -> InnerWork:
+    return InnerWork(
+        round=1,
+        inner_steps=steps,
+        first_sample=0,
+        num_samples=1000,
+        token_clock=0,
+        round_tokens=0,
+        max_seconds=1e9,
+        num_participants=1,
+    )
+
+
+def by_hand(batch: Batch) -> tuple[float, list[torch.Tensor]]:
+    """Mean nats over what counts, and its gradient, without anything of ours but the model."""
+    decoder = decoder_of(SPEC, initial_parameters(SPEC))
+    tokens = torch.from_numpy(batch.tokens)
+    logits = decoder(tokens[:, :-1])
+    counted = torch.from_numpy(batch.counted)
+    loss = functional.cross_entropy(logits[counted], tokens[:, 1:][counted])
+    loss.backward()
+    return loss.item(), [p.grad for p in decoder.parameters() if p.grad is not None]
+
+
+def test_the_gradient_is_that_of_the_mean_over_what_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = Masked()
+    trainer = trainer_of(dataset)
+    seen: list[torch.Tensor] = []
+    engine = trainer._engine
+    clip = engine.clip
+
+    def spied(max_norm: float) -> torch.Tensor:
+        seen.extend(
+            p.grad.clone() for p in engine.named_parameters.parameters() if p.grad is not None
+        )
+        return clip(max_norm)
+
+    monkeypatch.setattr(engine, "clip", spied)
+    report = trainer.train(work_of(1), lambda progress: None)
+    indices = SampleOrder(seed=0, num_samples=32).indices(0, 4)
+    loss, gradients = by_hand(dataset.batch("training", indices))
+    assert report.loss == pytest.approx(loss, rel=1e-5)
+    assert len(seen) == len(gradients)
+    for own, expected in zip(seen, gradients, strict=True):
+        torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-7)
+
+
+def test_what_does_not_count_as_a_target_is_not_learned() -> None:
+    """The garbage is input, so only where it comes after all that counts it changes nothing."""
+    reports = [trainer_of(Masked(garbage=g)).train(work_of(5), lambda p: None) for g in (0, 200)]
+    assert reports[0].loss == pytest.approx(reports[1].loss, abs=1e-6)
+
+
+def test_tokens_that_count_are_told_apart_from_those_of_the_ledger() -> None:
+    report = trainer_of(Masked()).train(work_of(3), lambda progress: None)
+    indices = SampleOrder(seed=0, num_samples=32).indices(0, 12)
+    assert report.tokens == 3 * 4 * 16
+    assert report.counted_tokens == Masked().num_counted("training", indices) < report.tokens
+
+
+def test_the_held_out_loss_is_the_mean_over_what_counts() -> None:
+    dataset = Masked()
+    evaluation = trainer_of(dataset).evaluate()
+    loss, _ = by_hand(dataset.batch("held_out", np.arange(6)))
+    assert evaluation.loss == pytest.approx(loss, rel=1e-5)
+    assert evaluation.tokens == dataset.num_counted("held_out", np.arange(6))
+
+
+def test_parts_of_a_batch_come_to_the_same() -> None:
+    whole = trainer_of(Masked())
+    parts = Trainer(
+        spec=SPEC,
+        corpus=Masked(),
+        device=torch.device("cpu"),
+        mesh=Mesh(),
+        clock=lambda: 0.0,
+        local=LocalTraining(micro_batch=3),
+    )
+    parts.adopt(initial_parameters(SPEC))
+    losses = [each.train(work_of(4), lambda p: None).loss for each in (whole, parts)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
