@@ -125,7 +125,7 @@ async def run_daemon(
                 max_upload_bytes_per_second=settings.max_upload_bytes_per_second,
                 while_moving=exchange_time.exchanging,
             ),
-            island=_island_of(settings, spec, devices, shape, shared, desk, checkpoints),
+            island=_island_of(folder, settings, spec, devices, shape, shared, desk, checkpoints),
             outer=outer,
             disk=disk,
             history=history,
@@ -246,6 +246,7 @@ def _mesh_of(settings: NodeSettings, spec: RunSpec, usable: UsableDevices) -> Me
 
 
 def _island_of(
+    folder: Path,
     settings: NodeSettings,
     spec: RunSpec,
     devices: tuple[str, ...],
@@ -261,7 +262,7 @@ def _island_of(
         devices=devices,
         shape=shape,
         ranks=range(len(devices)),
-        data=settings.data_places(Path.cwd()),
+        data=settings.data_places(home=folder, folder=Path.cwd()),
         local=settings.local_training,
         checkpoints=checkpoints,
         hang_seconds=settings.hang_seconds,
