@@ -62,6 +62,8 @@ class Life:
     """Of ranks in processes of their own, which take no virtual time; None trains in this one."""
     local: LocalTraining = PLAIN
     """Its machine's own choices."""
+    corpus: Dataset | None = None
+    """Its own data, where they are private."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +180,7 @@ async def _simulate(
     within_seconds: float | None,
 ) -> SimulatedRun:
     if corpus is None:
-        corpus = open_dataset(spec, DataPlaces(folder=Path.cwd()))
+        corpus = lives[0].corpus or open_dataset(spec, DataPlaces(folder=Path.cwd()))
     coordinator = SimulatedCoordinator(spec, None if disks is None else disks / "coordinator")
     nodes = [
         SimulatedNode(spec, place, life, coordinator, network, corpus, disks)
@@ -258,7 +260,7 @@ class SimulatedNode:
         self._life = life
         self._coordinator = coordinator
         self._network = network
-        self._corpus = corpus
+        self._corpus = life.corpus or corpus
         self._disk = None if disks is None else new_folder(disks / f"node-{place + 1}")
         self._has_left = False
         self._num_processes = 0

@@ -221,6 +221,8 @@ def _add_member_services(
         wall_clock=time.time,
         random_bytes=secrets.token_bytes,
         write=driver.write,
+        batch=home.run.inner.batch,
+        apply=driver.apply,
     )
     add_SessionServiceServicer_to_server(SessionServicer(session, gate), server)
     add_StatusServiceServicer_to_server(StatusServicer(status, gate), server)

@@ -12,7 +12,7 @@ import click
 
 from coordinator.new_run import init as new_run
 from protocol import console
-from protocol.errors import UnavailableError
+from protocol.errors import UnavailableError, UsageError
 from protocol.time_span import as_seconds
 
 if TYPE_CHECKING:
@@ -204,6 +204,42 @@ def revoke(invite_id: str, directory: Path | None) -> None:
     with _operator(directory) as stub:
         stub.RevokeInvite(RevokeInviteRequest(invite_id=invite_id))
     click.echo(f"invite {invite_id} is revoked")
+
+
+@click.command()
+@click.argument("ranges", metavar="[FIRST-END]...", nargs=-1)
+@click.option(
+    "--round", "round_number", type=click.IntRange(1), help="Take out what a round trained."
+)
+@_DIR_OPTION
+def skip(ranges: tuple[str, ...], round_number: int | None, directory: Path | None) -> None:
+    """Take samples out of a run, after a spike of the loss: they are not trained any more.
+
+    FIRST-END are places in the run's sample order, from FIRST to the one before END, as 'atoll data'
+    counts them; whole inner steps are taken out. What is leased now is trained to its end.
+
+    \b
+    Examples:
+      atoll data skip 36000-36800
+      atoll data skip --round 120
+    """  # noqa: D301 - click reads the character \b, not its two letters
+    from protocol.v1.operator_pb2 import SampleRange, SkipSamplesRequest
+
+    asked = [SampleRange(first=first, end=end) for first, end in map(_range, ranges)]
+    with _operator(directory) as stub:
+        answer = stub.SkipSamples(SkipSamplesRequest(ranges=asked, round=round_number or 0))
+    for piece in answer.ranges:
+        click.echo(f"samples {piece.first} to {piece.end - 1} are not leased any more")
+
+
+def _range(text: str) -> tuple[int, int]:
+    first, _, end = text.partition("-")
+    if not (first.isdecimal() and end.isdecimal() and int(first) < int(end) < 1 << 63):
+        raise UsageError(
+            f"{text!r} is no range of samples",
+            next_step="write the first place and the one after the last, as 36000-36800",
+        )
+    return int(first), int(end)
 
 
 def _folder(directory: Path | None) -> Path:

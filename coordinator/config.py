@@ -99,12 +99,23 @@ context = 128               # tokens of a sample
 rope_theta = 10000.0        # base of the rotary position embedding
 norm_epsilon = 1e-5         # added to the mean square in every norm
 tie_embeddings = true       # whether the output layer is the embedding itself
+# qk_norm = true            # norms of each query and key, as Qwen 3 has them; left out: none
+# attention_bias = "qkv"    # "none"; of queries, keys and values; or "all", the output's too
+# mlp_bias = true           # biases in the feed-forward part; left out: none
+# logit_softcap = 15.0      # keeps logits smoothly within ± it; left out: as they are
+# sliding_window = 4096     # positions that a layer attends to; left out: all before
+# sliding_layers = [0, 2]   # the layers that do, from 0; left out: all
+# rope_scaling = {factor = 8.0, original_context = 8192}  # as Llama 3.1 stretches contexts; left out: not
 
 [data]
 source = "python-stdlib"    # or "text", read as bytes; or "tokens", of 'atoll data prepare'
 paths = []                  # of "text" files or globs, of "tokens" their folder; node.toml may say other ones
+private = false             # whether each node trains data of its own: node.toml's data, not paths
+# most_weight = 0.5         # with private: the largest part of a mean that one data holder has
 held_out = 0.05             # part of the files that is never trained on; of tokens it is settled
 # digest = "…"              # of "tokens": what 'atoll data prepare' printed
+# function = "data:samples" # of "function": gives (training, held out), two datasets of samples
+# arguments = {size = 8}    # of that function
 
 [inner]
 optimizer = "adamw"         # or "muon" on the layers' matrices, with adamw on all else
@@ -117,6 +128,7 @@ beta2 = 0.95                # AdamW's decay of the mean square
 weight_decay = 0.1          # AdamW's and Muon's, on matrices
 # muon_learning_rate = 1e-2 # Muon's peak; left out: learning_rate, as its steps are AdamW's size
 # muon_momentum = 0.95      # Muon's decay of the mean gradient
+sparse = false              # whether rows of a table that a batch does not touch stay as they are
 clip = 1.0                  # largest norm of a gradient
 schedule = "cosine"         # "constant", "linear" or "wsd"; on the closed rounds of the run
 # warmup_tokens = 100000    # tokens of the whole swarm over which the rate rises; left out: a tenth
@@ -308,6 +320,7 @@ def rules_of(run: RunSpec) -> Rules:
         has_overlap=run.exchange.overlap != "none",
         evaluate_every_rounds=run.evaluation.every_rounds,
         first_digest=run.first_digest,
+        has_private_data=run.data.private,
         slice_elements=int(8 * SLICE_BYTES / CODEC_COSTS[run.exchange.uplink].bits),
     )
 

@@ -9,6 +9,7 @@ import click
 
 from node.config import load_settings, require_node_folder
 from protocol.credentials import Credentials, find_home
+from protocol.errors import UsageError
 from protocol.time_span import as_seconds
 
 DIRECTORY = click.option(
@@ -68,11 +69,22 @@ def node() -> None:
 @click.option("--microbatches", type=int, help="Of a pipeline; 0 finds a number.")
 @click.option("--offload/--no-offload", default=None, help="Keep parameters in the CPU's memory.")
 @click.option("--data", help="Where this machine has the run's data, instead of run.toml's paths.")
+@click.option("--loop/--no-loop", default=None, help="Train by your own program: atoll.join().")
+@click.option("--until-stdin-closes", "ends_with_stdin", is_flag=True, hidden=True)
 @click.option(
     "--weights",
     metavar="FILE",
     help="The run's first weights, where the run begins with given ones and this node has them.",
 )
+@click.option(
+    "--allow-function",
+    "allow_functions",
+    multiple=True,
+    metavar="RUN",
+    callback=lambda context, option, runs: list(runs) or None,
+    help="A run whose own code may run here; instead of those in node.toml.",
+)
+@click.option("--code", help="The folder that has the functions of the run.")
 @click.option("--listen", help="Address that peers connect to.")
 @click.option("--port", type=int, help="Port that peers connect to; 0 picks a free one.")
 @click.option("--announce", help="Host to tell peers, when a router forwards the port.")
@@ -91,7 +103,13 @@ def node() -> None:
     help="Wait for a coordinator that does not answer yet, or end with 69. Default: wait.",
 )
 @click.option("--log-json", is_flag=True, help="Log one JSON object a line.")
-def start(folder: Path | None, waits: bool, log_json: bool, **settings: str | float | None) -> None:
+def start(
+    folder: Path | None,
+    waits: bool,
+    log_json: bool,
+    ends_with_stdin: bool,
+    **settings: str | float | None,
+) -> None:
     """Contribute this machine until the run is finished or you press Ctrl-C.
 
     It waits for a coordinator that does not answer yet, and comes back to one that went away.
@@ -114,7 +132,7 @@ def start(folder: Path | None, waits: bool, log_json: bool, **settings: str | fl
     )
     from node.app import run_node
 
-    reason = asyncio.run(run_node(home, chosen, waits=waits))
+    reason = asyncio.run(run_node(home, chosen, waits=waits, ends_with_stdin=ends_with_stdin))
     click.echo(f"{chosen.name} has stopped: {reason}")
 
 
@@ -201,7 +219,7 @@ def drain(folder: Path | None, within: float) -> None:
     "source",
     metavar="FOLDER",
     type=click.Path(path_type=Path, file_okay=False),
-    help="The transformers folder that the run's first weights are taken from.",
+    help="The transformers folder that first weights are taken from, or the folder of its functions.",
 )
 @click.option("--force", is_flag=True, help="Make it anew, before the run's first start.")
 def describe(directory: Path, source: Path | None, force: bool) -> None:
@@ -219,15 +237,16 @@ def describe(directory: Path, source: Path | None, force: bool) -> None:
 
 @node.command(hidden=True)
 @click.option("--from", "source", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--by", default="decoder")
 @click.option("--context", type=int)
 @click.option("--data", multiple=True)
-def facts(source: Path | None, context: int | None, data: tuple[str, ...]) -> None:
+def facts(source: Path | None, by: str, context: int | None, data: tuple[str, ...]) -> None:
     """Print what 'atoll init' has to know of a transformers folder and of data, as JSON."""
     import json
 
     from node.describing import facts_of
 
-    click.echo(json.dumps(facts_of(source, context=context, data=data)))
+    click.echo(json.dumps(facts_of(source, by=by, context=context, data=data)))
 
 
 @node.command()
@@ -257,13 +276,23 @@ def doctor(context: click.Context, folder: Path | None, is_json: bool) -> None:
     context.exit(run_doctor(find_home(folder), is_json=is_json))
 
 
+TOKENIZER = click.option(
+    "--tokenizer",
+    metavar="PATH",
+    type=click.Path(path_type=Path),
+    help="A tokenizer.json, or a folder with one. Default: that of the run's tokens, or bytes.",
+)
+
+
 @click.command()
 @click.argument("out", type=click.Path(path_type=Path))
 @DIRECTORY
-def export(out: Path, folder: Path | None) -> None:
+@TOKENIZER
+def export(out: Path, folder: Path | None, tokenizer: Path | None) -> None:
     """Write the model of this node's newest round to the folder OUT.
 
-    OUT holds safetensors and a config.json that the transformers library loads as a Llama model.
+    OUT holds safetensors, a config.json that the transformers library loads, the tokenizer, and a
+    model card that says where the model comes from.
 
     Example: atoll export ./model
     """
@@ -271,50 +300,84 @@ def export(out: Path, folder: Path | None) -> None:
     from protocol.logging import start_logging
 
     start_logging(as_json=False)  # to standard error: a damaged snapshot is told there
-    model = newest_model(find_home(folder))
+    home = find_home(folder)
+    model = newest_model(home)
     from node.export import export_model
+    from node.model_card import Origin, contributions_in
+    from node.text_out import files_of_tokenizer
 
-    export_model(
-        spec=model.spec.decoder,
-        layout=model.layout,
+    places = load_settings(home).data_places(home=home, folder=Path.cwd())
+    problem = export_model(
+        spec=model.spec,
         parameters=model.parameters,
+        origin=Origin(
+            run=model.spec.run.name,
+            run_digest=model.spec.digest(),
+            round=model.round,
+            outer_digest=model.outer_digest,
+            contributions=contributions_in(home, model.spec, until=model.round),
+        ),
         out=out,
-        metadata={
-            "run": model.spec.run.name,
-            "run_digest": model.spec.digest().hex(),
-            "round": str(model.round),
-            "outer_digest": model.outer_digest.hex(),
-        },
+        tokenizer=files_of_tokenizer(model.spec, places, named=tokenizer),
     )
     click.echo(f"wrote the model at round {model.round} ({model.outer_digest.hex()[:12]}) to {out}")
+    if problem:
+        click.echo(f"transformers does not load it: {problem}")
 
 
 @click.command()
 @DIRECTORY
+@TOKENIZER
 @click.option("--prompt", default="def ", show_default=True, help="Text to go on from.")
 @click.option(
-    "--bytes", "num_bytes", default=300, show_default=True, type=click.IntRange(1, 100_000)
+    "--tokens",
+    "num_tokens",
+    type=click.IntRange(1, 100_000),
+    help="Most tokens to write. Default: 300 where they are bytes, else 100.",
+)
+@click.option(
+    "--bytes", "num_bytes", type=click.IntRange(1, 100_000), help="The same, where they are bytes."
 )
 @click.option("--temperature", default=0.7, show_default=True, type=click.FloatRange(0, 10))
 @click.option("--seed", default=0, show_default=True, type=int)
-def sample(folder: Path | None, prompt: str, num_bytes: int, temperature: float, seed: int) -> None:
+def sample(
+    folder: Path | None,
+    tokenizer: Path | None,
+    prompt: str,
+    num_tokens: int | None,
+    num_bytes: int | None,
+    temperature: float,
+    seed: int,
+) -> None:
     """Let the model of this node's newest round write a little text.
 
-    Example: atoll sample --prompt "class " --bytes 500
+    Example: atoll sample --prompt "class " --tokens 500
     """
     from node.newest import newest_model
     from protocol.logging import start_logging
 
     start_logging(as_json=False)  # to standard error: a damaged snapshot is told there
-    model = newest_model(find_home(folder))
-    from node.island.generate import decoder_of, sample_text
+    home = find_home(folder)
+    model = newest_model(home)
+    from node.text_out import ByteText, text_of_run
 
-    start_bytes = prompt.encode()
-    text = start_bytes + sample_text(
+    places = load_settings(home).data_places(home=home, folder=Path.cwd())
+    text = text_of_run(model.spec, places, named=tokenizer)
+    are_bytes = isinstance(text, ByteText)
+    if num_bytes is not None and (num_tokens is not None or not are_bytes):
+        raise UsageError(
+            f"--bytes {num_bytes} is for a run whose tokens are bytes, instead of --tokens",
+            next_step="give --tokens alone",
+        )
+    from node.island.generate import decoder_of, sample_tokens
+
+    start_tokens = text.tokens_of(prompt)
+    written = sample_tokens(
         decoder_of(model.spec, model.parameters),
-        start_bytes,
-        num_bytes=num_bytes,
+        start_tokens,
+        num_tokens=num_tokens or num_bytes or (300 if are_bytes else 100),
         temperature=temperature,
         seed=seed,
+        ends=text.ends,
     )
-    click.echo(text.decode("utf-8", errors="replace"))
+    click.echo(text.text_of([*(start_tokens if prompt else ()), *written]))

@@ -15,7 +15,7 @@ from node.island.mesh_shape import MeshShape, ScheduleName
 from protocol.credentials import COORDINATOR_FILE
 from protocol.data_rate import bits_per_second_of
 from protocol.errors import ConfigError, NoInputError, UsageError
-from protocol.files import read_toml, write_atomically
+from protocol.files import expanded, read_toml, write_atomically
 from protocol.models import Section
 from protocol.web.address import web_address_of
 
@@ -100,6 +100,13 @@ data = ""
 
 # Most that fetched tokens take in this folder; what was not used for longest makes room.
 data_cache = "20GB"
+# Runs, by their names, whose own code may run on this machine: their model or their samples come from
+# Python functions. That code has all that your account has: read it first.
+allow_functions = []
+
+# The folder where such functions are, beside what is installed. A relative path begins where
+# 'atoll node start' is typed.
+code = ""
 
 # After how many rounds the inner optimizer's state is written to this folder (8 bytes for each
 # parameter, behind the training; with large models more seldom, at 20 MB/s on average), so that a
@@ -109,6 +116,10 @@ checkpoint_every_rounds = 10
 # Seconds without a sign of life after which ranks that work count as hung, and are started again; ten
 # times as long for what they do the first time, or as the slowest that ended well. 0 means never.
 hang_seconds = 120
+
+# Whether a program of your own trains here, with your own loop, instead of this node's ranks: it calls
+# atoll.join(model, optimizer). Then device, ranks and what else is about ranks has no meaning.
+loop = false
 
 # Address and port that peers connect to; port 0 picks a free one. An empty address means loopback
 # for a coordinator on this machine, and every interface otherwise.
@@ -232,8 +243,11 @@ class NodeSettings(Section):
     deterministic: bool = False
     data: str = ""
     data_cache: Annotated[str, AfterValidator(_size)] = "20GB"
+    allow_functions: Annotated[tuple[str, ...], Field(strict=False)] = ()  # TOML gives lists
+    code: str = ""
     checkpoint_every_rounds: Annotated[int, Field(ge=0, lt=2**31)] = 10
     hang_seconds: Annotated[float, Field(ge=0, le=7 * 86400)] = 120.0
+    loop: bool = False
     listen: str = ""
     port: Annotated[int, Field(ge=0, lt=1 << 16)] = 0
     announce: str = ""
@@ -273,6 +287,9 @@ class NodeSettings(Section):
     @property
     def ranks_here(self) -> int:
         """Ranks of the mesh that are on this machine. Raises ConfigError."""
+        if self.loop:
+            self._check_loop()
+            return 1
         num_ranks = self.mesh_shape.num_ranks
         if self.hosts == 1:
             return num_ranks
@@ -293,6 +310,15 @@ class NodeSettings(Section):
             )
         return num_ranks // self.hosts
 
+    def _check_loop(self) -> None:
+        """Raises ConfigError where ranks are asked for beside a loop of one's own."""
+        if self.mesh != "sizes" or self.hosts != 1 or self.mesh_shape.num_ranks != 1:
+            raise ConfigError(
+                "loop = true leaves training to a program of your own, and ranks are asked for as well",
+                next_step="remove ranks, the mesh and hosts from node.toml, or loop = true; the program "
+                "chooses its own ranks, with torchrun",
+            )
+
     @property
     def island_address(self) -> tuple[str, int]:
         """Where other hosts find this one."""
@@ -309,13 +335,18 @@ class NodeSettings(Section):
         return bytes_per_second_of(self.max_upload)
 
     def data_places(self, *, home: Path, folder: Path) -> DataPlaces:
-        """Where the data of the run is; relative paths begin at `folder`."""
+        """Where the data and the functions of the run are; relative paths begin at `folder`."""
         return DataPlaces(
             folder=folder,
             own=self.data,
+            code=self.code_folder(folder),
             cache=home / DATA_CACHE_FOLDER,
             cache_bytes=bytes_of(self.data_cache),
         )
+
+    def code_folder(self, folder: Path) -> Path | None:
+        """Where functions of the run are; a relative path begins at `folder`."""
+        return (folder / expanded(self.code)).resolve() if self.code else None
 
     @property
     def local_training(self) -> LocalTraining:

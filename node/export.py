@@ -1,45 +1,64 @@
-"""Writes a committed model as a folder that Hugging Face transformers loads, and reads it back.
+"""Writes a committed model as a folder that transformers loads, and reads it back.
 
-The folder is complete or absent: it is written beside its place and renamed.
+The folder is complete or absent: it is written beside its place and renamed. What config.json says of a
+model is node.families' business, the words for people are node.model_card's.
 """
 
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from pydantic import ValidationError
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
+from node.families import config_of, why_none
+from node.model_card import Origin, card_of
+from node.model_folder import (
+    CONFIG,
+    GENERATION_CONFIG,
+    INDEX,
+    WEIGHTS,
+    read_json,
+    read_weights,
+)
 from node.outer_state import Vector
 from protocol.errors import BadDataError, CannotCreateError, NoInputError
-from protocol.layout import Layout, layout_of
-from protocol.models import DecoderModel
+from protocol.layout import Layout, TensorPlace, layout_of
+from protocol.models import DecoderModel, Description, TransformersModel
 from protocol.run_spec import RunSpec
 
-WEIGHTS = "model.safetensors"
-CONFIG = "config.json"
 ABOUT = "atoll.json"
-NOTE = "README.md"
+CARD = "README.md"
+
+SHARD_BYTES = 5_000_000_000
+"""Most that one file of weights holds, unless one tensor is larger: what model hubs take well."""
+
+_VALUE_BYTES = 4
+_OWN_TYPE = "atoll-decoder"  # transformers does not know it, and says so by this name
 
 
 def export_model(
     *,
-    spec: DecoderModel,
-    layout: Layout,
+    spec: RunSpec,
     parameters: Vector,
+    origin: Origin,
     out: Path,
-    metadata: Mapping[str, str],
-) -> None:
-    """Writes weights (fp32), config.json, atoll.json with the metadata, and a note.
+    tokenizer: Mapping[str, Path] | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> str:
+    """Writes weights (fp32), config.json, the tokenizer, atoll.json and a model card.
 
-    Raises CannotCreateError when `out` exists and is not an empty folder, or cannot be written.
+    `tokenizer` are its files by the names that they get. Returns why transformers does not load the
+    result; empty where it does. Raises CannotCreateError when `out` exists and is not an empty folder, or
+    cannot be written.
     """
+    layout = layout_of(spec)
     if len(parameters) != layout.num_elements:
         raise ValueError(f"{len(parameters)} values do not fill a layout of {layout.num_elements}")
     try:
@@ -50,141 +69,119 @@ def export_model(
     except OSError as error:
         raise _cannot_write(out, error) from error
     try:
-        _write_files(beside, spec, layout, parameters, metadata)
+        problem = _write_settings(beside, spec, origin, tokenizer or {})
+        _write_weights(beside, layout, parameters, shard_bytes)
+        _make_durable(beside)
         beside.chmod(0o755)
         beside.rename(out)
     except (OSError, SafetensorError) as error:
         raise _cannot_write(out, error) from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)  # gone already when all went well
+    return problem
 
 
 def load_exported(folder: Path) -> tuple[DecoderModel, Vector]:
-    """Reads what export_model wrote. Raises NoInputError or BadDataError."""
+    """Reads a decoder that export_model wrote. Raises NoInputError or BadDataError."""
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        tensors = load_file(folder / WEIGHTS)
-    except FileNotFoundError as error:
+        about = read_json(folder / ABOUT)
+        model = DecoderModel.model_validate(about["model"])
+    except NoInputError as error:
         raise NoInputError(
-            f"{folder} is no exported model: {Path(error.filename or WEIGHTS).name} is missing",
+            f"{folder} is no exported model: {ABOUT} is missing",
             next_step="name the folder that 'atoll export' wrote",
         ) from error
-    except (ValueError, SafetensorError) as error:
+    except (KeyError, ValidationError) as error:
         raise BadDataError(
-            f"{folder} cannot be read: {error}", next_step="export it again"
-        ) from error
-    spec = _spec_of(config, folder)
-    layout = layout_of(RunSpec(model=spec))
-    if sorted(tensors) != sorted(place.name for place in layout.places):
-        raise BadDataError(
-            f"{folder / WEIGHTS} does not hold the tensors that {CONFIG} describes",
+            f"{folder / ABOUT} does not describe a decoder of Atoll's: {error}",
             next_step="export it again",
-        )
-    parameters = np.empty(layout.num_elements, np.float32)
-    for place in layout.places:
-        tensor = tensors[place.name]
-        if tensor.shape != place.shape or tensor.dtype != np.float32:
-            raise BadDataError(
-                f"{place.name} in {folder / WEIGHTS} is {tensor.dtype} {tensor.shape}, "
-                f"not float32 {place.shape}",
-                next_step="export it again",
+        ) from error
+    spec = RunSpec(model=model)
+    parameters = np.empty(spec.num_parameters, np.float32)
+    read_weights(folder, spec, parameters)
+    return model, parameters
+
+
+def _write_settings(
+    folder: Path, spec: RunSpec, origin: Origin, tokenizer: Mapping[str, Path]
+) -> str:
+    """All but the weights; returns why transformers does not load it."""
+    described = spec.description or Description()
+    config, problem = _config_of(spec, described)
+    for name, path in tokenizer.items():
+        shutil.copyfile(path, folder / name)
+    _write_json(folder / CONFIG, config)
+    if described.generation_config:
+        _write_json(folder / GENERATION_CONFIG, described.generation_config)
+    model = spec.model.model_dump(mode="json", exclude_none=True)
+    _write_json(folder / ABOUT, {**origin.facts(), "model": model})
+    card = card_of(
+        spec,
+        origin,
+        architecture="" if problem else config["architectures"][0],
+        has_tokenizer=bool(tokenizer),
+        problem=problem,
+    )
+    (folder / CARD).write_text(card, encoding="utf-8")
+    return problem
+
+
+def _config_of(spec: RunSpec, described: Description) -> tuple[dict[str, Any], str]:
+    """config.json, and why transformers does not know what it says."""
+    if isinstance(spec.model, TransformersModel):
+        return described.config, ""
+    if not isinstance(spec.model, DecoderModel):
+        return {"model_type": "atoll-function"}, "the run's own function builds the model"
+    config = config_of(spec.model, described.config)
+    if config is not None:
+        return config, ""
+    sizes = spec.model.model_dump(mode="json", exclude_none=True)
+    return {"model_type": _OWN_TYPE, **sizes}, why_none(spec.model)
+
+
+def _write_weights(folder: Path, layout: Layout, parameters: Vector, shard_bytes: int) -> None:
+    shards = list(_shards_of(layout, shard_bytes))
+    weight_map: dict[str, str] = {}
+    for number, places in enumerate(shards, 1):
+        name = WEIGHTS
+        if len(shards) > 1:
+            name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        tensors = {
+            place.name: parameters[place.offset : place.offset + place.num_elements].reshape(
+                place.shape
             )
-        parameters[place.offset : place.offset + place.num_elements] = tensor.reshape(-1)
-    return spec, parameters
+            for place in places
+        }
+        # "format" is what transformers asks for before it reads a file.
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+        weight_map |= {place.name: name for place in places}
+    if len(shards) > 1:
+        total = {"total_size": _VALUE_BYTES * layout.num_elements}
+        _write_json(folder / INDEX, {"metadata": total, "weight_map": weight_map})
 
 
-def _write_files(
-    folder: Path,
-    spec: DecoderModel,
-    layout: Layout,
-    parameters: Vector,
-    metadata: Mapping[str, str],
-) -> None:
-    tensors = {
-        place.name: parameters[place.offset : place.offset + place.num_elements].reshape(
-            place.shape
-        )
-        for place in layout.places
-    }
-    # "format" is what transformers asks for before it reads a file.
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    _write_json(folder / CONFIG, _config_of(spec))
-    _write_json(folder / ABOUT, dict(metadata))
-    (folder / NOTE).write_text(_note_of(spec, layout, metadata), encoding="utf-8")
+def _shards_of(layout: Layout, shard_bytes: int) -> Iterator[list[TensorPlace]]:
+    """Tensors that go into a file together, in the order of the model."""
+    shard: list[TensorPlace] = []
+    num_bytes = 0
+    for place in layout.places:
+        more = _VALUE_BYTES * place.num_elements
+        if shard and num_bytes + more > shard_bytes:
+            yield shard
+            shard, num_bytes = [], 0
+        shard.append(place)
+        num_bytes += more
+    yield shard
+
+
+def _make_durable(folder: Path) -> None:
     for path in folder.iterdir():
         path.chmod(0o644)
         with path.open("rb") as file:
             os.fsync(file.fileno())
 
 
-def _config_of(spec: DecoderModel) -> dict[str, Any]:
-    """The fields of transformers' LlamaConfig."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "head_dim": spec.values_of_head,
-        "hidden_act": "silu",
-        "hidden_size": spec.hidden_size,
-        "initializer_range": 0.02,
-        "intermediate_size": spec.ffn_size,
-        "max_position_embeddings": spec.context,
-        "mlp_bias": False,
-        "num_attention_heads": spec.num_heads,
-        "num_hidden_layers": spec.num_layers,
-        "num_key_value_heads": spec.num_kv_heads,
-        "rms_norm_eps": spec.norm_epsilon,
-        "rope_theta": spec.rope_theta,
-        "tie_word_embeddings": spec.tie_embeddings,
-        "torch_dtype": "float32",
-        "use_cache": True,
-        "vocab_size": spec.vocab_size,
-    }
-
-
-def _spec_of(config: dict[str, Any], folder: Path) -> DecoderModel:
-    try:
-        return DecoderModel(
-            vocab_size=config["vocab_size"],
-            hidden_size=config["hidden_size"],
-            num_layers=config["num_hidden_layers"],
-            num_heads=config["num_attention_heads"],
-            num_kv_heads=config["num_key_value_heads"],
-            ffn_size=config["intermediate_size"],
-            context=config["max_position_embeddings"],
-            rope_theta=config["rope_theta"],
-            norm_epsilon=config["rms_norm_eps"],
-            tie_embeddings=config["tie_word_embeddings"],
-        )
-    except (KeyError, TypeError, ValidationError) as error:
-        raise BadDataError(
-            f"{folder / CONFIG} does not describe a model of Atoll's: {error}",
-            next_step="export it again",
-        ) from error
-
-
-def _note_of(spec: DecoderModel, layout: Layout, metadata: Mapping[str, str]) -> str:
-    lines = "".join(f"- {key}: {value}\n" for key, value in metadata.items())
-    return (
-        "# A model trained with Atoll\n\n"
-        f"{layout.num_elements:,} parameters, context {spec.context}.\n\n"
-        f"{lines}\n"
-        "Tokens are bytes: token i is the byte i, there is no tokenizer and no special token.\n"
-        "Token 0 separates texts.\n\n"
-        "```python\n"
-        "import torch\n"
-        "from transformers import LlamaForCausalLM\n\n"
-        'model = LlamaForCausalLM.from_pretrained(".")\n'
-        'prompt = torch.tensor([list(b"def ")])\n'
-        "print(bytes(model.generate(prompt, max_new_tokens=64)[0].tolist()))\n"
-        "```\n"
-    )
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 

@@ -1,21 +1,21 @@
-"""The weights that a run begins with where they are given: written once, when the run is made.
+"""The weights that a run begins with where they are given.
 
-One file in the safetensors format holds the trained tensors, fp32, by their canonical names. Some node
-has it and is started with it (`--weights`); the others fetch the state from that node as joiners do, and
-all compare its digest with the run's.
+They are those of a transformers folder, or of one file in the safetensors format that was written when
+the run was made: the trained tensors, fp32, by their canonical names. Some node is started with them
+(`--weights`); the others fetch the state from that node as joiners do, and all compare its digest with
+the run's.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from node.model_folder import CONFIG, read_tensors, read_weights
 from node.outer_state import Vector, outer_digest
-from protocol.errors import BadDataError, ConfigError, NoInputError
-from protocol.layout import Layout, layout_of
+from node.tensor_file import tensors_in
+from protocol.errors import ConfigError, NoInputError
+from protocol.layout import Layout
 from protocol.rounds import Digest
 from protocol.run_spec import RunSpec
 
@@ -39,9 +39,9 @@ def write_first(path: Path, layout: Layout, parameters: Vector) -> None:
 
 
 def read_first(path: Path, spec: RunSpec, out: Vector) -> None:
-    """Fills `out` with the run's first weights from the file, or from the folder that it is in.
+    """Fills `out` with the run's first weights, from the file or the transformers folder.
 
-    Tensor by tensor, so that it takes no memory of its own. Raises NoInputError where there is none,
+    Tensor by tensor, so that it takes no memory of its own. Raises NoInputError where there are none,
     BadDataError for tensors that the run does not have so, and ConfigError for other weights than
     the run begins with.
     """
@@ -50,45 +50,23 @@ def read_first(path: Path, spec: RunSpec, out: Vector) -> None:
             f"run {spec.run.name!r} draws its first weights from its seed: --weights {path} has no effect",
             next_step="leave --weights out",
         )
-    file = path / FIRST_WEIGHTS if path.is_dir() else path
-    if not file.is_file():
-        raise NoInputError(
-            f"{file} is not there",
-            next_step=f"name {FIRST_WEIGHTS} from the folder that 'atoll coordinator init' made, or leave "
-            "--weights out and fetch the weights from a node that has them",
-        )
-    with _refusing(file), safe_open(file, framework="numpy") as tensors:
-        names = set(tensors.keys())
-        for place in layout_of(spec).places:
-            if place.name not in names:
-                raise BadDataError(
-                    f"{file} has no tensor {place.name!r}, which the run's model has",
-                    next_step="name the file that was written when this run was made",
-                )
-            values = tensors.get_tensor(place.name)
-            if values.shape != place.shape or values.dtype != np.float32:
-                raise BadDataError(
-                    f"{place.name} in {file} is {values.dtype} {list(values.shape)}, and the run's is "
-                    f"float32 {list(place.shape)}",
-                    next_step="name the file that was written when this run was made",
-                )
-            out[place.offset : place.offset + place.num_elements] = values.reshape(-1)
+    if (path / CONFIG).is_file():
+        read_weights(path, spec, out)
+    else:
+        file = path / FIRST_WEIGHTS if path.is_dir() else path
+        if not file.is_file():
+            raise NoInputError(
+                f"{file} is not there",
+                next_step="name the transformers folder that the run was made from, or the "
+                f"{FIRST_WEIGHTS} of the folder that 'atoll init' made; or leave --weights out and fetch "
+                "them from a node that has them",
+            )
+        read_tensors(tensors_in(file), spec, out, origin=file)
     digest = digest_of_first(out)
     if digest != spec.first_digest:
         raise ConfigError(
-            f"{file} holds the weights {digest.hex()[:12]}, and run {spec.run.name!r} begins with "
+            f"{path} holds the weights {digest.hex()[:12]}, and run {spec.run.name!r} begins with "
             f"{spec.first_digest.hex()[:12]}",
-            next_step="name the file that was written when this run was made, or leave --weights out and "
-            "fetch the weights from a node that has them",
+            next_step="name what the run was made from, or leave --weights out and fetch them from a node "
+            "that has them",
         )
-
-
-@contextmanager
-def _refusing(file: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise BadDataError(
-            f"{file} cannot be read: {error}",
-            next_step="copy it again from the folder where the run was made",
-        ) from error

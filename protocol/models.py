@@ -22,6 +22,9 @@ Positive = Annotated[int, Field(gt=0, lt=2**31)]
 Context = Annotated[int, Field(ge=8, le=1 << 20)]
 HexDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+"""Such as "my_models.vision:digits"."""
+
 BYTES_VOCABULARY = 256
 """Of text that is read as bytes."""
 
@@ -35,8 +38,33 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
+class RopeScaling(Section):
+    """[model.rope_scaling]: Llama 3.1's stretch of the rotary embedding to longer contexts.
+
+    Frequencies that turn less than `low_freq_factor` times in `original_context` are divided by
+    `factor`, those that turn more than `high_freq_factor` times stay, and those between are mixed.
+    """
+
+    factor: Annotated[float, Field(ge=1)]
+    low_freq_factor: Annotated[float, Field(gt=0)] = 1.0
+    high_freq_factor: Annotated[float, Field(gt=0)] = 4.0
+    original_context: Positive
+
+    @model_validator(mode="after")
+    def _high_is_above_low(self) -> Self:
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor {self.high_freq_factor} is not above low_freq_factor "
+                f"{self.low_freq_factor}"
+            )
+        return self
+
+
 class DecoderModel(Section):
-    """[model] source = "decoder": the Llama-style decoder that comes with Atoll."""
+    """[model] source = "decoder": the decoder that comes with Atoll.
+
+    It is a Llama where no key says otherwise; the others make it a Qwen 2, a Qwen 3 or a Mistral.
+    """
 
     source: Literal["decoder"] = "decoder"
     vocab_size: Positive = BYTES_VOCABULARY
@@ -50,6 +78,13 @@ class DecoderModel(Section):
     rope_theta: Annotated[float, Field(gt=0)] = 10_000.0
     norm_epsilon: Annotated[float, Field(gt=0, lt=1)] = 1e-5
     tie_embeddings: bool = True
+    qk_norm: bool = False
+    attention_bias: Literal["none", "qkv", "all"] = "none"
+    mlp_bias: bool = False
+    logit_softcap: Annotated[float, Field(gt=0)] | None = None
+    sliding_window: Positive | None = None
+    sliding_layers: Annotated[tuple[int, ...], Field(strict=False)] | None = None
+    rope_scaling: RopeScaling | None = None
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
@@ -65,33 +100,78 @@ class DecoderModel(Section):
             raise ValueError(f"a head of {self.values_of_head} values is odd; RoPE needs pairs")
         return self
 
+    @model_validator(mode="after")
+    def _sliding_layers_are_layers(self) -> Self:
+        if self.sliding_layers is None:
+            return self
+        if self.sliding_window is None:
+            raise ValueError("sliding_layers needs sliding_window, how far back they attend")
+        if list(self.sliding_layers) != sorted(set(self.sliding_layers)):
+            raise ValueError(f"sliding_layers {list(self.sliding_layers)} do not rise")
+        for layer in self.sliding_layers:
+            if not 0 <= layer < self.num_layers:
+                raise ValueError(
+                    f"sliding_layers has {layer}, and layers go from 0 to {self.num_layers - 1}"
+                )
+        return self
+
     @property
     def values_of_head(self) -> int:
         """Values of a query, a key or a value: `head_size`, or what follows from the width."""
         return self.head_size or self.hidden_size // self.num_heads
 
+    def window_of(self, layer: int) -> int | None:
+        """To how many positions a layer attends, its own included; None for all that came before.
+
+        Also None where a sample is no longer than the window, which then hides nothing.
+        """
+        if self.sliding_window is None or self.sliding_window >= self.context:
+            return None
+        is_sliding = self.sliding_layers is None or layer in self.sliding_layers
+        return self.sliding_window if is_sliding else None
+
     def tensors(self) -> Iterator["TensorShape"]:
         """Names and shapes in the module's own order, without building it."""
-        hidden, ffn = self.hidden_size, self.ffn_size
-        query, key = (self.values_of_head * heads for heads in (self.num_heads, self.num_kv_heads))
+        hidden = self.hidden_size
         yield TensorShape(name="model.embed_tokens.weight", shape=(self.vocab_size, hidden))
         for layer in range(self.num_layers):
-            for name, shape in (
-                ("self_attn.q_proj", (query, hidden)),
-                ("self_attn.k_proj", (key, hidden)),
-                ("self_attn.v_proj", (key, hidden)),
-                ("self_attn.o_proj", (hidden, query)),
-                ("mlp.gate_proj", (ffn, hidden)),
-                ("mlp.up_proj", (ffn, hidden)),
-                ("mlp.down_proj", (hidden, ffn)),
-                ("input_layernorm", (hidden,)),
-                ("post_attention_layernorm", (hidden,)),
-            ):
-                full_name = f"model.layers.{layer}.{name}.weight"
+            for name, shape in self._tensors_of_a_layer():
+                full_name = f"model.layers.{layer}.{name}"
                 yield TensorShape(name=full_name, shape=shape, layer=layer)
         yield TensorShape(name="model.norm.weight", shape=(hidden,))
         if not self.tie_embeddings:
             yield TensorShape(name="lm_head.weight", shape=(self.vocab_size, hidden))
+
+    def _tensors_of_a_layer(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        hidden, ffn, head = self.hidden_size, self.ffn_size, self.values_of_head
+        query, key = (head * heads for heads in (self.num_heads, self.num_kv_heads))
+        has_qkv_bias, has_output_bias = self.attention_bias != "none", self.attention_bias == "all"
+        for name, rows, columns, has_bias in (
+            ("self_attn.q_proj", query, hidden, has_qkv_bias),
+            ("self_attn.k_proj", key, hidden, has_qkv_bias),
+            ("self_attn.v_proj", key, hidden, has_qkv_bias),
+            ("self_attn.o_proj", hidden, query, has_output_bias),
+        ):
+            yield from _tensors_of_a_linear(name, rows, columns, has_bias)
+        if self.qk_norm:
+            yield "self_attn.q_norm.weight", (head,)
+            yield "self_attn.k_norm.weight", (head,)
+        for name, rows, columns in (
+            ("mlp.gate_proj", ffn, hidden),
+            ("mlp.up_proj", ffn, hidden),
+            ("mlp.down_proj", hidden, ffn),
+        ):
+            yield from _tensors_of_a_linear(name, rows, columns, self.mlp_bias)
+        yield "input_layernorm.weight", (hidden,)
+        yield "post_attention_layernorm.weight", (hidden,)
+
+
+def _tensors_of_a_linear(
+    name: str, rows: int, columns: int, has_bias: bool
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield f"{name}.weight", (rows, columns)
+    if has_bias:
+        yield f"{name}.bias", (rows,)
 
 
 class TransformersModel(Section):
@@ -111,7 +191,7 @@ class FunctionModel(Section):
     """
 
     source: Literal["function"]
-    function: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+    function: FunctionName
     arguments: dict[str, str | int | float | bool] = {}
     context: Positive = 1
 
@@ -150,11 +230,21 @@ class TensorShape(Section):
         return product
 
 
+TensorStyle = Literal["column", "gathered", "row", "sequence", "replicate", "table"]
+"""How tensor parallel treats a module: output cut (or cut and gathered), input cut, parts of its inputs on
+each rank, whole on each rank; or an embedding cut by its rows."""
+
+
 class Description(Section):
     """What building a run's model has shown. It is part of the run: its digest covers it.
 
     Without `tensors` those of the decoder are meant. `first_digest` is that of the outer state that
     the run begins with, where it begins with given weights; else each node draws them from the seed.
+    `activation_bytes` is what backward keeps of one sample, in fp32. `tensor_plan` names modules, with
+    `*` for a part of a name, and is empty where there is none, with the reason beside it. `sources` has
+    a digest for the file of each function that the run brings.
+    `config` and `generation_config` are the JSON files of a transformers folder that the run was made
+    from: exports begin with them.
     """
 
     tensors: Annotated[tuple[TensorShape, ...], Field(strict=False)] = ()
@@ -162,6 +252,11 @@ class Description(Section):
     first_digest: HexDigest | None = None
     frozen_digest: HexDigest | None = None
     config: dict[str, Any] = {}
+    activation_bytes: Annotated[int, Field(ge=0)] | None = None
+    tensor_plan: dict[str, TensorStyle] = {}
+    no_tensor_plan: str = ""
+    sources: dict[str, HexDigest] = {}
+    generation_config: dict[str, Any] = {}
 
     def to_json(self) -> bytes:
         """A file that people may read."""

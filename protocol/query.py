@@ -316,6 +316,11 @@ _DATA_COMMANDS = (
                 target="node.island.data.command:check",
                 summary="Read a folder of tokens and compare all digests.",
             ),
+            Entry(
+                name="skip",
+                target="coordinator.cli:skip",
+                summary="Take samples out of a run, after a spike of the loss.",
+            ),
         ),
     ),
 )
@@ -337,7 +342,7 @@ def data(context: click.Context, is_json: bool, directory: Path | None) -> None:
 
     \b
       {"epoch_samples": 91400, "committed_samples": 36000, "leased_samples": 720,
-       "free_again_samples": 80, "free_again_pieces": 1, "frontier": 36800}
+       "free_again_samples": 80, "free_again_pieces": 1, "frontier": 36800, "skipped_samples": 0}
     """  # noqa: D301 - click reads the character \b, not its two letters
     if context.invoked_subcommand is not None:
         return
@@ -347,7 +352,7 @@ def data(context: click.Context, is_json: bool, directory: Path | None) -> None:
         console.print_json(as_json(samples))
         return
     pieces = "piece" if samples.free_again_pieces == 1 else "pieces"
-    counts = (
+    counts = [
         ("committed", samples.committed_samples, "in the model, each counted once"),
         ("leased now", samples.leased_samples, "to the participants of the round in flight"),
         (
@@ -356,7 +361,9 @@ def data(context: click.Context, is_json: bool, directory: Path | None) -> None:
             f"leased, not committed; in {samples.free_again_pieces} {pieces}",
         ),
         ("reached", samples.frontier, "all of the above; what follows was never leased"),
-    )
+    ]
+    if samples.skipped_samples:
+        counts.append(("taken out", samples.skipped_samples, "by 'atoll data skip'"))
     rows = [
         (
             what,

@@ -36,9 +36,29 @@ class Slice:
     reducer_id: NodeId
 
 
+BOOK_PLACES = 1 << 40
+"""Places of a book of the ledger: more than samples are leased in any run."""
+
+
+def book_of(place: int) -> int:
+    """Whose book a place is in: 0 where all nodes train the same data."""
+    return place // BOOK_PLACES
+
+
+def book_of_data(digest: Digest) -> int:
+    """The book of private data: 23 bits of its digest, never 0.
+
+    Two holders hardly ever share one, and lose nothing then: what is leased to either is leased to it alone.
+    """
+    return int.from_bytes(digest[:3], "little") >> 1 or 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """What one participant trains: inner steps over a leased range of the run's sample order."""
+    """What one participant trains: inner steps over a leased range of the run's sample order.
+
+    `first_sample` counts from the beginning of book 0; within its own data it is modulo BOOK_PLACES.
+    """
 
     node_id: NodeId
     inner_steps: int

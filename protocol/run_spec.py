@@ -12,7 +12,15 @@ from pydantic import Field, ValidationError, model_validator
 
 from protocol.errors import ConfigError
 from protocol.files import read_toml
-from protocol.models import DecoderModel, Description, Model, Positive, Section, TensorShape
+from protocol.models import (
+    DecoderModel,
+    Description,
+    FunctionName,
+    Model,
+    Positive,
+    Section,
+    TensorShape,
+)
 from protocol.rounds import Digest
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -54,16 +62,39 @@ class DataSection(Section):
     """[data]: what is trained on.
 
     "python-stdlib" and "text" are read as bytes, and a file belongs to the held-out split by the hash
-    of its name; "tokens" is a folder that 'atoll data prepare' wrote.
+    of its name; "tokens" is a folder that 'atoll data prepare' wrote; "function" is samples that a
+    function of the run owner's gives. With `private` each node has data of its own, which never leave
+    it, and `most_weight` bounds what part of a mean one holder's work is.
     """
 
-    source: Literal["python-stdlib", "text", "tokens"] = "python-stdlib"
+    source: Literal["python-stdlib", "text", "tokens", "function"] = "python-stdlib"
     paths: Annotated[tuple[str, ...], Field(strict=False)] = ()  # TOML gives lists
     held_out: Annotated[float, Field(gt=0, le=0.5)] = 0.05
     digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None  # of a manifest
+    function: FunctionName | None = None
+    arguments: dict[str, str | int | float | bool] = Field(default={})
+    private: bool = False
+    most_weight: Annotated[float, Field(gt=0, lt=1)] | None = None
+
+    @model_validator(mode="after")
+    def _private_data_stand_with_their_holders(self) -> Self:
+        if self.private and self.source not in ("text", "tokens"):
+            raise ValueError(
+                f'private = true needs source = "text" or "tokens", which says how holders keep their data, '
+                f'not "{self.source}"'
+            )
+        if self.private and (self.paths or self.digest is not None):
+            raise ValueError(
+                "private = true goes without paths and digest: each node names its own data in node.toml"
+            )
+        if self.most_weight is not None and not self.private:
+            raise ValueError(f"most_weight = {self.most_weight} belongs to private = true")
+        return self
 
     @model_validator(mode="after")
     def _paths_belong_to_their_source(self) -> Self:
+        if self.private:
+            return self
         if self.source == "tokens" and len(self.paths) != 1:
             raise ValueError(
                 f'source = "tokens" needs paths = ["FOLDER"], one folder that \'atoll data prepare\' '
@@ -73,9 +104,15 @@ class DataSection(Section):
             raise ValueError(
                 "source = \"tokens\" needs digest, which 'atoll data prepare' prints; others take none"
             )
-        if (self.source == "python-stdlib") == bool(self.paths):
+        if (self.source == "function") != (self.function is not None):
             raise ValueError(
-                'source = "text" needs paths, a list of files or globs; "python-stdlib" takes none'
+                'source = "function" needs function = "MODULE:FUNCTION"; other sources take none'
+            )
+        if self.arguments and self.function is None:
+            raise ValueError("arguments belong to a function, and there is none")
+        if (self.source in ("python-stdlib", "function")) == bool(self.paths):
+            raise ValueError(
+                'source = "text" needs paths, a list of files or globs; others take none'
             )
         return self
 
@@ -100,6 +137,7 @@ class InnerSection(Section):
     decay_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
     final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
     scaling: Literal["none", "linear", "sqrt"] = "none"
+    sparse: bool = False  # embedding rows without a gradient are left alone
 
     @model_validator(mode="after")
     def _muon_keys_belong_to_muon(self) -> Self:
@@ -274,6 +312,14 @@ class RunSpec(Section):
                 f"[inner] round_tokens = {round_tokens} is not whole inner steps of {step_tokens} tokens, "
                 f"[inner] batch = {self.inner.batch} times [model] context = {self.model.context}: "
                 f"write {round_tokens - rest} or {round_tokens - rest + step_tokens}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _functions_are_described(self) -> Self:
+        if self.data.source == "function" and isinstance(self.model, DecoderModel):
+            raise ValueError(
+                '[data] source = "function" goes with [model] source = "function" or "transformers"'
             )
         return self
 

@@ -1,18 +1,22 @@
-"""What only the run owner may do: make, list and revoke invites."""
+"""What only the run owner may do: make, list and revoke invites, and take samples out."""
 
 # ruff: noqa: N802 (gRPC calls methods by the names that stand in the .proto files)
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from coordinator.services import checks
 from coordinator.services.answering import Context, Gate, Write, answered, answered_when_durable
 from coordinator.store import Store
+from coordinator.swarm.events import SamplesSkipped
+from coordinator.swarm.ledger import Places
+from coordinator.swarm.state import KEPT_ROUNDS
 from protocol.errors import BadDataError, NoInputError
 from protocol.invite import SECRET_BYTES, Invite, hash_of_secret
 from protocol.v1 import operator_pb2 as pb
 from protocol.v1.operator_pb2_grpc import OperatorServiceServicer
 
 MAX_USES = 100_000
+MOST_PLACES = 1 << 63
 MAX_VALID_SECONDS = 366 * 86400.0
 INVITE_ID_BYTES = 4
 """Of randomness in an invite's public name: short enough to type into 'atoll invite revoke'."""
@@ -36,8 +40,13 @@ class OperatorDesk:
         wall_clock: Callable[[], float],
         random_bytes: Callable[[int], bytes],
         write: Write,
+        batch: int,
+        apply: Callable[[SamplesSkipped], Awaitable[object]],
     ) -> None:
+        """`batch` is samples in an inner step."""
         self._store = store
+        self._batch = batch
+        self._apply = apply
         self._host = host
         self._port = port
         self._pin = pin
@@ -100,6 +109,44 @@ class OperatorDesk:
             )
         return pb.RevokeInviteResponse()
 
+    async def skip_samples(self, request: pb.SkipSamplesRequest) -> pb.SkipSamplesResponse:
+        """Takes samples out, in whole inner steps.
+
+        Raises BadDataError for a range that is none, NoInputError for a round whose samples are not known.
+        """
+        pieces = []
+        for asked in request.ranges:
+            if not 0 <= asked.first < asked.end <= MOST_PLACES:
+                raise BadDataError(
+                    f"{asked.first}-{asked.end} is no range of samples",
+                    next_step="write the first place and the one after the last, as 36000-36800",
+                )
+            pieces.append(self._whole(asked.first, asked.end))
+        if request.round:
+            commits = self._store.commits_after(request.round - 1, 1)
+            if not commits or commits[0].round != request.round:
+                raise NoInputError(
+                    f"which samples round {request.round} trained is not known here",
+                    next_step="'atoll rounds' lists committed rounds, of which the newest "
+                    f"{KEPT_ROUNDS} are known; or name the samples themselves",
+                )
+            pieces += [
+                self._whole(a.first_sample, a.first_sample + a.num_samples)
+                for a in commits[0].assignments
+            ]
+        if not pieces:
+            raise BadDataError(
+                "no samples are named", next_step="name a range, as 36000-36800, or --round N"
+            )
+        await self._apply(SamplesSkipped(pieces=tuple(pieces)))
+        return pb.SkipSamplesResponse(
+            ranges=[pb.SampleRange(first=piece.first, end=piece.end) for piece in pieces]
+        )
+
+    def _whole(self, first: int, end: int) -> Places:
+        batch = self._batch
+        return Places(first=first // batch * batch, end=-(-end // batch) * batch)
+
 
 class OperatorServicer(OperatorServiceServicer):
     """The desk on gRPC; only the run owner may call."""
@@ -130,4 +177,12 @@ class OperatorServicer(OperatorServiceServicer):
         """See OperatorDesk.revoke_invite."""
         return await answered_when_durable(
             context, self._gate.operator, lambda _: self._desk.revoke_invite(request)
+        )
+
+    async def SkipSamples(
+        self, request: pb.SkipSamplesRequest, context: Context
+    ) -> pb.SkipSamplesResponse:
+        """See OperatorDesk.skip_samples."""
+        return await answered_when_durable(
+            context, self._gate.operator, lambda _: self._desk.skip_samples(request)
         )

@@ -11,7 +11,7 @@ from coordinator.services import checks
 from coordinator.services.answering import Context, Gate, answered, answered_when_durable
 from coordinator.swarm.estimates import run_seconds_left
 from coordinator.swarm.explain import explain
-from coordinator.swarm.ledger import free_again, num_samples_of
+from coordinator.swarm.ledger import free_again, num_reached, num_samples_of
 from coordinator.swarm.shares import UNKNOWN, Rates
 from coordinator.swarm.state import (
     PRESENT,
@@ -190,7 +190,8 @@ def data_status(state: SwarmState) -> pb.DataStatus:
         leased_samples=num_samples_of(state.ledger.leased),
         free_again_samples=num_samples_of(waiting),
         free_again_pieces=len(waiting),
-        frontier=state.ledger.frontier,
+        frontier=num_reached(state.ledger),
+        skipped_samples=num_samples_of(state.ledger.skipped),
     )
 
 

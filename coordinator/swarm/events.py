@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from coordinator.swarm.ledger import Places
 from coordinator.swarm.shares import UNKNOWN, Rates
 from coordinator.swarm.state import Trained
 from protocol.rounds import (
@@ -35,6 +36,8 @@ class Attached:
     outer_digest: Digest
     outer_incarnation: int = 0
     process_id: int = 0  # what another process of the node held in memory is gone
+    cannot_train: bool = False
+    cannot_evaluate: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +51,15 @@ class HeartbeatSeen:
     outer_incarnation: int = 0
     unreachable: tuple[NodeId, ...] = ()
     rates: Rates = UNKNOWN
+    cannot_train: bool = False
+    cannot_evaluate: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplesSkipped:
+    """The run owner takes samples out; the pieces are whole inner steps."""
+
+    pieces: tuple[Places, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,6 +196,7 @@ class Woke:
 Event = (
     Attached
     | HeartbeatSeen
+    | SamplesSkipped
     | StreamBroken
     | Detached
     | TrainingDone

@@ -3,16 +3,19 @@
 A place is what the seeded, endless order of samples counts (node.island.data.samples). It is free until
 it is leased, leased until its round closes, and then committed or free again: what a commit took is
 counted once, all else is leased again before new places. What is free is not written down: it is
-what is neither committed nor leased, so no place can get lost.
+what is neither committed nor leased nor skipped, so no place can get lost.
+
+Where data is private each data holder has a book of its own: a stretch of places as long as no run is,
+whose number is taken from the digest of the data. So nodes that hold the same data share its book.
 
 A sample counts by the commit that took it. The work of a contribution that no commit took stays in
 its node's residual and is not undone when its samples are trained again elsewhere.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from protocol.rounds import Assignment, Commit, NodeId
+from protocol.rounds import BOOK_PLACES, Assignment, Commit, NodeId, book_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,31 +41,42 @@ class Ledger:
     committed: tuple[Places, ...] = ()
     leased: tuple[Places, ...] = ()  # one for each assignment of the round in flight, or ahead
     ahead: tuple[Assignment, ...] = ()  # for the round after it: leased, and part of no plan yet
-    frontier: int = 0  # first place that was never leased
+    frontiers: Mapping[int, int] = field(default_factory=dict)  # of each book, as `frontier` has it
+    skipped: tuple[Places, ...] = ()  # taken out by the run owner; leased before, perhaps
+
+    def frontier(self, book: int = 0) -> int:
+        """The first place of a book that was never leased."""
+        return self.frontiers.get(book, book * BOOK_PLACES)
 
 
 def free_again(ledger: Ledger) -> tuple[Places, ...]:
     """What was leased, did not commit, and waits to be leased again, in order."""
-    free, at = [], 0
-    for piece in _in_order((*ledger.committed, *ledger.leased)):
+    return tuple(piece for book in sorted(ledger.frontiers) for piece in _free_in(ledger, book))
+
+
+def _free_in(ledger: Ledger, book: int) -> list[Places]:
+    free, at = [], book * BOOK_PLACES
+    for piece in _in_order((*ledger.committed, *ledger.leased, *ledger.skipped)):
+        if book_of(piece.first) != book:
+            continue
         if at < piece.first:
             free.append(Places(first=at, end=piece.first))
-        at = piece.end
-    if at < ledger.frontier:
-        free.append(Places(first=at, end=ledger.frontier))
-    return tuple(free)
+        at = max(at, piece.end)
+    if at < ledger.frontier(book):
+        free.append(Places(first=at, end=ledger.frontier(book)))
+    return free
 
 
-def lease(ledger: Ledger, wanted: Sequence[int]) -> tuple[Ledger, list[Places]]:
+def lease(ledger: Ledger, wanted: Sequence[int], *, book: int = 0) -> tuple[Ledger, list[Places]]:
     """Leases, for one after the other, the first free place from which so many in a row are free.
 
     An assignment is one contiguous range, and steps are kept full: so a shorter piece waits until
     it is joined by its neighbours or wanted by a slower node, which asks for less. The last piece
     goes on into the places that were never leased.
     """
-    free = list(free_again(ledger))
-    at = ledger.frontier
-    if free and free[-1].end == ledger.frontier:
+    free = _free_in(ledger, book)
+    at = ledger.frontier(book)
+    if free and free[-1].end == at:
         last = free.pop()
         at = last.first
     pieces = _FirstFit([piece.num_samples for piece in free])
@@ -75,9 +89,11 @@ def lease(ledger: Ledger, wanted: Sequence[int]) -> tuple[Ledger, list[Places]]:
             first = free[place].first
             free[place] = replace(free[place], first=first + num_samples)
         leased.append(Places(first=first, end=first + num_samples))
-    frontier = max(ledger.frontier, at)
+    if not leased:
+        return ledger, []
+    frontiers = {**ledger.frontiers, book: max(ledger.frontier(book), at)}
     leases = _in_order((*ledger.leased, *leased))
-    return replace(ledger, leased=leases, frontier=frontier), leased
+    return replace(ledger, leased=leases, frontiers=frontiers), leased
 
 
 class _FirstFit:
@@ -107,6 +123,19 @@ class _FirstFit:
             place //= 2
             largest[place] = max(largest[2 * place], largest[2 * place + 1])
         return index
+
+
+def skip(ledger: Ledger, pieces: Iterable[Places]) -> Ledger:
+    """Takes places out: they are not leased any more. What is leased now is trained to its end.
+
+    A piece may reach beyond what was leased: the places before it are then free.
+    """
+    frontiers, skipped = dict(ledger.frontiers), ledger.skipped
+    for piece in pieces:
+        book = book_of(piece.first)
+        frontiers[book] = max(frontiers.get(book, 0), piece.end)
+        skipped = _merged((*skipped, *_without((piece,), skipped)))
+    return replace(ledger, skipped=skipped, frontiers=frontiers)
 
 
 def settle(
@@ -145,11 +174,11 @@ def reopen(
 def lease_again(ledger: Ledger, assignments: Iterable[Assignment]) -> Ledger:
     """Leases what assignments name, which was leased before in the same way."""
     again = [_places_of(assignment) for assignment in assignments]
-    return replace(
-        ledger,
-        leased=_in_order((*ledger.leased, *again)),
-        frontier=max((ledger.frontier, *(places.end for places in again))),
-    )
+    frontiers = dict(ledger.frontiers)
+    for places in again:
+        book = book_of(places.first)
+        frontiers[book] = max(frontiers.get(book, 0), places.end)
+    return replace(ledger, leased=_in_order((*ledger.leased, *again)), frontiers=frontiers)
 
 
 def end_ahead(ledger: Ledger, gone: Collection[NodeId]) -> Ledger:
@@ -199,6 +228,11 @@ def ledger_of(
             ledger, assignments, committed_samples(commit, batch=batch, context=context)
         )
     return lease_again(ledger, in_flight)
+
+
+def num_reached(ledger: Ledger) -> int:
+    """Places of all books that were ever leased."""
+    return sum(end - book * BOOK_PLACES for book, end in ledger.frontiers.items())
 
 
 def num_samples_of(pieces: Iterable[Places]) -> int:

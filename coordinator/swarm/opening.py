@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from coordinator.swarm.actions import SendPlan
 from coordinator.swarm.deadlines import next_deadlines
-from coordinator.swarm.ledger import end_ahead, lease
+from coordinator.swarm.ledger import Places, end_ahead, lease
 from coordinator.swarm.reach import best_reducers
 from coordinator.swarm.rounds import plan_of
 from coordinator.swarm.shares import reducer_shares, shares_in_words
@@ -18,7 +18,7 @@ from coordinator.swarm.state import (
     SwarmState,
 )
 from coordinator.swarm.turn import Turn, available_members
-from protocol.rounds import Assignment, NodeId, cut_into_slices
+from protocol.rounds import Assignment, NodeId, book_of_data, cut_into_slices
 
 MOST_REDUCERS = 64
 """A node has a connection to every reducer, and reports for every slice: more would cost the swarm
@@ -43,7 +43,7 @@ def least_elements_of_a_slice(num_elements: int, num_reducers: int, usual_elemen
 
 
 def open_round(turn: Turn) -> None:
-    """Opens the next round with all ready members, when there are enough of them."""
+    """Opens the next round with all ready members that train, when there are enough of them."""
     state = turn.state
     rules = state.rules
     if (
@@ -53,7 +53,7 @@ def open_round(turn: Turn) -> None:
         or state.committed_round >= rules.total_rounds
     ):
         return
-    ready = available_members(state)
+    ready = [member for member in available_members(state) if not member.cannot_train]
     if not ready or len(ready) < rules.min_nodes:
         return
     reducers = best_reducers(ready)[:MOST_REDUCERS]
@@ -152,14 +152,23 @@ def _leased(
     rules = turn.state.rules
     settled = {node_id: assignment.inner_steps for node_id, assignment in but.items()}
     asked = step_budgets(participants, rules, settled)
-    ledger, leased = lease(turn.state.ledger, [steps * rules.batch for steps in asked.values()])
+    books: dict[int, list[NodeId]] = {}
+    for node_id in asked:
+        digest = turn.state.members[node_id].corpus.digest
+        books.setdefault(book_of_data(digest) if rules.has_private_data else 0, []).append(node_id)
+    places: dict[NodeId, Places] = {}
+    ledger = turn.state.ledger
+    for book, node_ids in sorted(books.items()):
+        wanted = [asked[node_id] * rules.batch for node_id in node_ids]
+        ledger, leased = lease(ledger, wanted, book=book)
+        places.update(zip(node_ids, leased, strict=True))
     turn.state = replace(turn.state, ledger=ledger)
     return tuple(
         Assignment(
             node_id=node_id,
             inner_steps=inner_steps,
-            first_sample=places.first,
-            num_samples=places.num_samples,
+            first_sample=places[node_id].first,
+            num_samples=places[node_id].num_samples,
         )
-        for (node_id, inner_steps), places in zip(asked.items(), leased, strict=True)
+        for node_id, inner_steps in asked.items()
     )

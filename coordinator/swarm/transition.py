@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from coordinator.swarm.actions import Action
@@ -23,6 +23,7 @@ from coordinator.swarm.events import (
     Report,
     Reported,
     ResultHeld,
+    SamplesSkipped,
     SliceReduced,
     Started,
     StreamBroken,
@@ -37,6 +38,7 @@ from coordinator.swarm.learning import (
     tell_learned,
     tell_when_all_is_learned,
 )
+from coordinator.swarm.ledger import skip
 from coordinator.swarm.membership import (
     applied,
     attach,
@@ -150,6 +152,8 @@ def _take_in(turn: Turn, event: Event) -> None:
             attach(turn, event)
         case HeartbeatSeen():
             heartbeat(turn, event)
+        case SamplesSkipped(pieces=pieces):
+            turn.state = replace(turn.state, ledger=skip(turn.state.ledger, pieces))
         case StreamBroken():
             stream_broken(turn, event)
         case Detached():

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from node.exchange.reports import Trained
 from node.island.island import InnerReport, InnerWork
-from protocol.rounds import Assignment, NodeId, Plan
+from protocol.rounds import BOOK_PLACES, Assignment, NodeId, Plan
 
 
 def work_of(plan: Plan, assignment: Assignment) -> InnerWork:
@@ -13,7 +13,7 @@ def work_of(plan: Plan, assignment: Assignment) -> InnerWork:
     return InnerWork(
         round=plan.round,
         inner_steps=assignment.inner_steps,
-        first_sample=assignment.first_sample,
+        first_sample=assignment.first_sample % BOOK_PLACES,
         num_samples=assignment.num_samples,
         token_clock=plan.token_clock,
         round_tokens=plan.round_tokens,

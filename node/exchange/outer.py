@@ -68,6 +68,7 @@ class Outer:
         residual: Residual,
         reducer_error: ReducerError,
         merge: Merge,
+        most_weight: float | None = None,
         rate_scale: RateScale,
         run_digest: Digest,
         node_id: NodeId,
@@ -92,6 +93,7 @@ class Outer:
         )
         self._optimizer = optimizer
         self._merge: Merge = merge
+        self._most_weight = most_weight
         self._rate_scale = rate_scale
         self._run_digest = run_digest
         self._node_id = node_id
@@ -133,6 +135,7 @@ class Outer:
             ),
             reducer_error=ReducerError(layout.num_elements, rule=exchange.reducer_error),
             merge=spec.outer.merge,
+            most_weight=spec.data.most_weight,
             rate_scale=rate_scale_of(spec),
             run_digest=spec.digest(),
             node_id=node_id,
@@ -166,6 +169,7 @@ class Outer:
             run_digest=self._run_digest,
             node_id=self._node_id,
             merge=self._merge,
+            most_weight=self._most_weight,
             carried=self.owing.reducer_error.carried(
                 self.layout.span_of(fragment, part.start, part.num_elements)
             ),

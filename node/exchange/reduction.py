@@ -1,7 +1,7 @@
 """One slice at its reducer: contributions come in, the mean goes out once, as the same bytes for everyone."""
 
 import asyncio
-from collections.abc import Collection, Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,6 +22,7 @@ from protocol.rounds import (
     NodeId,
     Plan,
     Slice,
+    book_of,
     contribution_digest,
 )
 from protocol.run_spec import Merge
@@ -57,6 +58,7 @@ class Reduction:
         self._plan = plan
         self._uplink = uplink
         self._max_tokens = max_tokens  # what each participant can have trained at most
+        self._holders = {a.node_id: book_of(a.first_sample) for a in plan.assignments}
         self._contributions: dict[NodeId, Payload] = {}
         self._departed: frozenset[NodeId] = frozenset()
         self._is_closed = False
@@ -159,8 +161,11 @@ class Reduction:
         carried: Vector | None = None,
         wants_error: bool = False,
         long_missed: Set[NodeId] = frozenset(),
+        most_weight: float | None = None,
     ) -> SliceResult | None:
         """The encoded mean with whose contributions it holds, or None when there are none.
+
+        `most_weight` bounds the part of the mean that is of one data holder (`bounded_weights`).
 
         `carried` [slice] is added to the mean before it is encoded (node.exchange.reducer_error).
 
@@ -180,7 +185,11 @@ class Reduction:
         while contributors:
             try:
                 bodies = [contributions[each.node_id].body for each in contributors]
-                values = self._merged(contributors, bodies, merge, late_tokens)
+                weights = [each.tokens for each in contributors]
+                if most_weight is not None:
+                    holders = [self._holders[each.node_id] for each in contributors]
+                    weights = bounded_weights(weights, holders, most=most_weight)
+                values = self._merged(weights, bodies, merge, late_tokens)
                 break
             except UndecodableError as error:  # then all is added anew: its tokens do not count
                 sender = contributors.pop(error.index).node_id
@@ -226,19 +235,48 @@ class Reduction:
         )
 
     def _merged(
-        self, contributors: list[Contributor], bodies: list[bytes], merge: Merge, late_tokens: int
+        self, weights: list[int], bodies: list[bytes], merge: Merge, late_tokens: int
     ) -> Vector:
         codec, size = self._uplink, self.slice.num_elements
         return merged(
             [
-                (each.tokens, Encoded(codec=codec, body=body, size=size))
-                for each, body in zip(contributors, bodies, strict=True)
+                (weight, Encoded(codec=codec, body=body, size=size))
+                for weight, body in zip(weights, bodies, strict=True)
             ],
             merge,
             late_tokens=late_tokens,
             tiles=codec.tiles,
             unit=codec.unit,
         )
+
+
+def bounded_weights(tokens: Sequence[int], holders: Sequence[int], *, most: float) -> list[int]:
+    """Weights by tokens, so that nobody's data make up more than `most` of a mean.
+
+    `holders` says whose data each contribution is of. Who has more than that part is brought down to it,
+    and its nodes share what is left by their tokens. Where so few hold data that all would be brought
+    down, all holders weigh the same. Whole numbers, rounded down, and at least 1.
+    """
+    sums: dict[int, int] = {}
+    for holder, count in zip(holders, tokens, strict=True):
+        sums[holder] = sums.get(holder, 0) + count
+    bounded: set[int] = set()
+    allowed = 0.0
+    while True:
+        rest = sum(count for holder, count in sums.items() if holder not in bounded)
+        part = 1 - most * len(bounded)
+        if rest == 0 or part <= 0:  # all are above it, whatever it is measured by
+            bounded, allowed = set(sums), float(min(sums.values()))
+            break
+        allowed = most * rest / part
+        above = {holder for holder in sums.keys() - bounded if sums[holder] > most * rest / part}
+        if not above:
+            break
+        bounded |= above
+    return [
+        max(1, int(count * allowed / sums[holder])) if holder in bounded else count
+        for holder, count in zip(holders, tokens, strict=True)
+    ]
 
 
 def most_tokens(assignments: Iterable[Assignment], *, context: int) -> dict[NodeId, int]:

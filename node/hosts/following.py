@@ -15,6 +15,7 @@ from node.hosts.wire import Message, Wire, connect
 from node.island.checkpoints import About
 from node.island.commands import Keep, MeetingPoint
 from node.island.data.places import DataPlaces
+from node.island.functions import check_functions
 from node.island.island import InnerWork, Progress
 from node.island.launcher import ProcessIsland
 from node.island.local_training import LocalTraining
@@ -201,6 +202,9 @@ class _Following:
         num_hosts: int,
     ) -> Message:
         run = run_from_json(json.dumps(spec))
+        check_functions(
+            run, allowed=(), code=None
+        )  # the leader's owner does not speak for this machine's
         if self._shared is None:
             self._layout = layout_of(run)
             self._shared = SharedVectors.create(self._layout.num_elements)

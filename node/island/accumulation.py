@@ -1,48 +1,65 @@
 """Gradients of a batch, a few samples at a time: memory for fewer, the same sum but for rounding."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from node.island.models.architecture import Counted, Tree
 from node.island.precision import autocast
 
 
 def accumulate_gradients(
     objective: nn.Module,
-    tokens: Tensor,
-    targets: Tensor,
-    *,
+    *inputs: Tree,
     micro_batch: int,
     keeps_whole_gradients: bool = False,
     dtype: torch.dtype = torch.float32,
     loss_scale: float = 1.0,
+    mean_over_ranks: Callable[[Tensor], Tensor] = lambda count: count,
 ) -> Tensor:
     """Adds the gradients of `loss_scale` times the mean loss; returns that mean.
 
-    Tokens and targets are [B, T]. Matrix products are in `dtype`.
+    Inputs are trees of tensors whose first dimension is the samples. Matrix products are in `dtype`.
 
-    `micro_batch` samples go through the model together, all for 0. A part counts by its tokens, so a
+    `micro_batch` samples go through the model together, all for 0. A part counts by its samples, so a
     last one that is smaller counts less. Ranks with copies of the model exchange gradients once,
     with the last part. Ranks that share one scatter them with each part, as none might hold all of
     them, unless told that they can (`keeps_whole_gradients`).
+
+    An objective that gives sums with their counts is divided by the mean count of all ranks at the end,
+    when it is known: as gradients are averaged over ranks, each target then counts the same.
     """
-    rows = micro_batch or len(tokens)
-    parts = list(zip(torch.split(tokens, rows), torch.split(targets, rows), strict=True))
-    total = torch.zeros((), device=tokens.device)
+    leaves, structure = tree_flatten(inputs)
+    num_samples = len(leaves[0])
+    rows = micro_batch or num_samples
+    parts = list(zip(*(torch.split(leaf, rows) for leaf in leaves), strict=True))
+    total = torch.zeros((), device=leaves[0].device)
+    count: Tensor | None = None
     for i, part in enumerate(parts):
         is_last = i == len(parts) - 1
         with _synchronised(objective, is_last=is_last, keeps_whole=keeps_whole_gradients):
-            with autocast(dtype, tokens.device):  # not around backward, which has its own dtypes
-                mean: Tensor = objective(*part)
-            loss = mean * (part[1].numel() / targets.numel())
+            with autocast(dtype, leaves[0].device):  # not around backward, which has its own dtypes
+                mean: Tensor | Counted = objective(*tree_unflatten(part, structure))
+            if isinstance(mean, Counted):
+                loss = mean.total
+                count = mean.number if count is None else count + mean.number
+            else:
+                loss = mean * (len(part[0]) / num_samples)
             (loss * loss_scale).backward()  # type: ignore[no-untyped-call]  # torch declares no types
         total += plain(loss.detach())
-    return total
+    if count is None:
+        return total
+    per_rank = mean_over_ranks(count.detach().to(total.dtype)).clamp(min=1.0)
+    for parameter in objective.parameters():
+        if parameter.grad is not None:
+            parameter.grad.div_(per_rank)
+    return total / per_rank
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from node.island.mesh_shape import (
     check_shape,
 )
 from protocol.errors import ConfigError
+from protocol.models import DecoderModel
 from protocol.run_spec import RunSpec
 
 DeviceKind = Literal["cpu", "cuda", "xpu", "mps"]
@@ -68,10 +69,8 @@ class Choice:
 
 def need_of(shape: MeshShape, spec: RunSpec, local: LocalTraining = PLAIN) -> Need:
     """What the fullest rank takes, at the peak of an inner step."""
-    model = spec.decoder
-    layers = math.ceil(model.num_layers / shape.pipeline)
-    table = model.vocab_size * model.hidden_size
-    per_layer = (spec.num_parameters - table) // model.num_layers
+    layers = math.ceil(spec.num_layers / shape.pipeline)
+    per_layer, table = _sizes_of(spec)
     # A pipeline's rank has one table at most, at whichever end.
     values = (spec.num_parameters if shape.pipeline == 1 else layers * per_layer + table) // (
         shape.tensor
@@ -89,9 +88,38 @@ def need_of(shape: MeshShape, spec: RunSpec, local: LocalTraining = PLAIN) -> Ne
     )
 
 
+def _sizes_of(spec: RunSpec) -> tuple[int, int]:
+    """Values of a layer, the largest where they differ, and of what belongs to none."""
+    model = spec.model
+    if isinstance(model, DecoderModel):
+        table = model.vocab_size * model.hidden_size
+        return (spec.num_parameters - table) // model.num_layers, table
+    of_layer: dict[int | None, int] = {}
+    for tensor in spec.tensors:
+        of_layer[tensor.layer] = of_layer.get(tensor.layer, 0) + tensor.num_elements
+    outside = of_layer.pop(None, 0)
+    return max(of_layer.values(), default=0), outside
+
+
+def _described_activations(shape: MeshShape, spec: RunSpec, local: LocalTraining) -> int:
+    """By what was counted when the model was described; 0 where that was not possible."""
+    if spec.description is None or spec.description.activation_bytes is None:
+        return 0
+    rows = spec.inner.batch // shape.num_data
+    rows = min(rows, local.micro_batch or rows)
+    kept: float = rows * spec.description.activation_bytes
+    if local.activation_checkpointing == "full":
+        kept *= min(1.0, 2 / spec.num_layers)  # each layer's input, and all of one layer
+    if local.precision not in ("fp32", "tf32"):
+        kept /= 2  # at most
+    return int(kept / shape.tensor)
+
+
 def _activation_bytes(shape: MeshShape, spec: RunSpec, layers: int, local: LocalTraining) -> int:
     """What autograd keeps of the samples that are under way at once."""
-    model = spec.decoder
+    model = spec.model
+    if not isinstance(model, DecoderModel):
+        return _described_activations(shape, spec, local)
     rows = spec.inner.batch // shape.num_data
     if shape.pipeline > 1 and shape.schedule != "gpipe":
         # As many microbatches as the pipeline is long are under way in its first rank.
@@ -111,7 +139,8 @@ def _activation_bytes(shape: MeshShape, spec: RunSpec, layers: int, local: Local
         kept = layers * (model.hidden_size * (5 + 2 * kv_share) + 2 * model.ffn_size)
     if local.precision not in ("fp32", "tf32"):
         kept /= 2  # at most: the residual stream stays fp32
-    of_logits = 3 * model.vocab_size  # logits, their exponentials, their gradient
+    # Logits, their exponentials, their gradient; and those before a soft-cap.
+    of_logits = (3 if model.logit_softcap is None else 4) * model.vocab_size
     return int(_VALUE_BYTES * positions * (kept + of_logits) / shape.tensor)
 
 

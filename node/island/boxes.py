@@ -9,13 +9,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from node.island.ferry import Copies, copy_in_turn
 from node.island.mesh import Mesh
-from node.island.model import Decoder
 from node.outer_state import Vector
 from protocol.layout import Layout, TensorPlace
 
@@ -68,11 +67,17 @@ def dealt(sizes: list[int], num_ranks: int) -> list[list[int]]:
     return turns
 
 
-def held_by(parts: list[Decoder], layout: Layout, mesh: Mesh) -> Iterator[Held]:
-    """What the rank holds, part by part.
+def held_by(
+    parts: Iterable[nn.Module],
+    layout: Layout,
+    mesh: Mesh,
+    *,
+    copies: frozenset[nn.Parameter] = frozenset(),
+) -> Iterator[Held]:
+    """What the rank holds of what is trained, part by part.
 
     Ranks that hold the same publish in turn: those of the replicate axis, or all ranks where every
-    one has the whole model. The end of a pipeline leaves a tied embedding to its start.
+    one has the whole model. The end of a pipeline leaves a tied embedding, one of `copies`, to its start.
     """
     places = {place.name: place for place in layout.places}
     if mesh.shape.is_fully_sharded:
@@ -82,14 +87,15 @@ def held_by(parts: list[Decoder], layout: Layout, mesh: Mesh) -> Iterator[Held]:
     own = {place.name for place in turns}
     for part in parts:
         for name, parameter in part.named_parameters():
+            if not parameter.requires_grad:
+                continue
             box, is_first = _box_of(places[name], parameter)
-            is_copy = "embed_tokens" in name and not part.is_first
             # With grad mode on, to_local() of a parameter refuses edits.
             values = parameter.detach()
             yield Held(
                 box=box,
                 local=values.to_local() if isinstance(values, DTensor) else values,
-                publishes=name in own and is_first and not is_copy,
+                publishes=name in own and is_first and parameter not in copies,
             )
 
 

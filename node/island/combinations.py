@@ -10,6 +10,8 @@ from typing import Literal
 from node.island.local_training import LocalTraining
 from node.island.mesh_shape import SPLIT_BACKWARD, MeshShape
 from protocol.errors import ConfigError
+from protocol.models import DecoderModel
+from protocol.run_spec import RunSpec
 
 Setting = Literal[
     "micro_batch",
@@ -41,6 +43,24 @@ def check_combination(shape: MeshShape, local: LocalTraining) -> None:
                     f"{words} does not go with {there}: they are not known to train right together",
                     next_step=f"{instead}, or {without}, in node.toml",
                 )
+
+
+def check_local(spec: RunSpec, local: LocalTraining) -> None:
+    """Raises ConfigError for a setting that is not known to train this kind of model right."""
+    if isinstance(spec.model, DecoderModel):
+        return
+    for setting, words, instead in _settings_of(local):
+        has_layers = any(tensor.layer is not None for tensor in spec.tensors)
+        if setting in ("selective", "compile"):
+            why = "it is tested with the built-in decoder alone"
+        elif setting == "full" and not has_layers:
+            why = "no layers were found in this model"
+        else:
+            continue
+        raise ConfigError(
+            f'{words} does not go with [model] source = "{spec.model.source}": {why}',
+            next_step=f"{instead} in node.toml",
+        )
 
 
 def may_be_traced(shape: MeshShape, local: LocalTraining) -> bool:

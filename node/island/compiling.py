@@ -2,18 +2,21 @@
 
 import os
 import shutil
+from collections.abc import Iterable
 
 import torch
 import torch._inductor.config
+from torch import nn
 from torch.utils._triton import has_triton
 
-from node.island.model import Decoder
 from protocol.errors import ConfigError
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
-def compile_layers(decoder: Decoder, device: torch.device, *, backend: str = "inductor") -> None:
+def compile_layers(
+    layers: Iterable[nn.Module], device: torch.device, *, backend: str = "inductor"
+) -> None:
     """Has torch compile each layer at its first use; equal layers share the code.
 
     Comes before recompute_layers: torch would not compile what recomputes, and not say so.
@@ -34,7 +37,7 @@ def compile_layers(decoder: Decoder, device: torch.device, *, backend: str = "in
             next_step="install triton, or set compile = false in node.toml",
         )
     torch._inductor.config.compile_threads = 1  # else a pool of processes that a killed rank leaves
-    for layer in decoder.model.layers.values():
+    for layer in layers:
         layer.forward = torch.compile(layer.forward, backend=backend)
 
 

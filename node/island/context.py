@@ -7,11 +7,10 @@ has no kernel for CPUs.
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812 — its usual name
 from torch import Tensor
 from torch.distributed._functional_collectives import all_gather_single_autograd
 
-from node.island.model import for_each_head
+from node.island.model import attend_to_earlier
 
 
 def positions_of(part: int, num_parts: int, length: int) -> Tensor:
@@ -27,8 +26,11 @@ def positions_of(part: int, num_parts: int, length: int) -> Tensor:
 class ContextAttention:
     """Causal attention of the rank's own queries to the keys of all ranks before them."""
 
-    def __init__(self, *, group: dist.ProcessGroup, part: int, num_parts: int) -> None:
+    def __init__(
+        self, *, group: dist.ProcessGroup, part: int, num_parts: int, window: int | None
+    ) -> None:
         self._group = group
+        self._window = window
         self._pieces = (part, 2 * num_parts - 1 - part)
         gathered = [piece for i in range(num_parts) for piece in (i, 2 * num_parts - 1 - i)]
         self._order = sorted(range(2 * num_parts), key=gathered.__getitem__)
@@ -41,19 +43,9 @@ class ContextAttention:
         k, v = torch.cat([pieces[i] for i in self._order], dim=3)  # in the order of positions
         length = q.shape[2] // 2
         mixed = [
-            _attend_to_earlier(own, k[:, :, :stop], v[:, :, :stop])
+            attend_to_earlier(own, k[:, :, :stop], v[:, :, :stop], self._window)
             for own, stop in zip(
                 q.chunk(2, dim=2), (length * (i + 1) for i in self._pieces), strict=True
             )
         ]
         return torch.cat(mixed, dim=2)
-
-
-def _attend_to_earlier(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of queries to keys that end at the same position."""
-    k, v = for_each_head(k, v, q)
-    own, earlier = q.shape[2], k.shape[2] - q.shape[2]
-    mask = torch.ones(own, k.shape[2], dtype=torch.bool, device=q.device).tril(earlier)
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1]
-    )

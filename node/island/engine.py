@@ -1,11 +1,13 @@
 """Forward and backward of a batch over the rank's parts of the model, whatever the mesh.
 
-The trainer sees one interface; how the parts were made is node.island.parallel's business.
+The trainer sees one interface; how the parts were made is node.island.parallel's business, what kind of
+model they are of is node.island.models'.
 """
 
 import contextlib
 import warnings
-from typing import Protocol, cast
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from node.island.accumulation import accumulate_gradients, plain
 from node.island.clipping import GradientClipping
@@ -22,28 +25,46 @@ from node.island.compiling import compile_layers
 from node.island.context import positions_of
 from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh import Mesh
-from node.island.model import NO_TARGET, Decoder, Objective
+from node.island.models.architecture import (
+    Architecture,
+    Counted,
+    Roles,
+    Tree,
+    architecture_of,
+)
 from node.island.optimizers import Muon, inner_optimizers, iteration_dtype_of
 from node.island.parallel import parts_of
-from node.island.pipeline import Pipeline
 from node.island.precision import LossScale, dtype_of
 from node.island.recomputing import recompute_layers
 from node.island.sharded_weights import gathered_as_they_are
 from node.island.whole_matrices import WholeMatrices
 from protocol.run_spec import InnerSection, RunSpec
 
-Samples = Tensor | tuple[Tensor, Tensor]
-"""Windows [B, T + 1]; or tokens and targets [B, T], with NO_TARGET where none is counted."""
-
 
 class Forward(Protocol):
-    """The model over one batch of this rank's samples, tokens and targets [B, T]."""
+    """The model over one batch of this rank's samples, as its architecture takes them."""
 
-    def train(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Adds gradients; returns the mean loss in nats, 0 on ranks without the end of the model."""
+    def train(self, *inputs: Tree) -> Tensor:
+        """Adds gradients; returns the mean loss, 0 on ranks without the end of the model."""
 
-    def measure(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def measure(self, *inputs: Tree) -> Tensor | Counted:
         """The same loss, without gradients."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Sums over this rank's samples, and what to divide them by once all ranks' are added."""
+
+    loss: Tensor
+    weight: Tensor | float
+    metric: Tensor | None = None  # times the samples
+
+    def tallied(self, num_samples: int) -> Tensor:
+        """Loss, its weight, metric, samples: [4] in fp64, to be added up."""
+        metric = 0.0 if self.metric is None else float(self.metric)
+        return torch.tensor(
+            [float(self.loss), float(self.weight), metric, num_samples], dtype=torch.float64
+        )
 
 
 class Whole:
@@ -51,7 +72,8 @@ class Whole:
 
     def __init__(
         self,
-        decoder: Decoder,
+        architecture: Architecture,
+        part: nn.Module,
         mesh: Mesh,
         device: torch.device,
         *,
@@ -60,11 +82,12 @@ class Whole:
         dtype: torch.dtype,
         loss_scale: LossScale,
     ) -> None:
+        self._mesh = mesh
         self._micro_batch = micro_batch
         self._keeps_whole_gradients = keeps_whole_gradients
         self._dtype = dtype
         self._loss_scale = loss_scale
-        self._measured = Objective(decoder)
+        self._measured = architecture.objective(part)
         self._trained: nn.Module = self._measured
         if mesh.num_ranks > 1 and not mesh.shape.is_fully_sharded:
             with warnings.catch_warnings():
@@ -76,24 +99,31 @@ class Whole:
                     device_ids=[device.index] if device.type != "cpu" else None,
                     broadcast_buffers=False,
                     gradient_as_bucket_view=True,
+                    find_unused_parameters=architecture.may_leave_parameters_out,
                 )
 
-    def train(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def train(self, *inputs: Tree) -> Tensor:
         """See Forward."""
         return accumulate_gradients(
             self._trained,
-            tokens,
-            targets,
+            *inputs,
             micro_batch=self._micro_batch,
             keeps_whole_gradients=self._keeps_whole_gradients,
             dtype=self._dtype,
             loss_scale=self._loss_scale.value,
+            mean_over_ranks=self._mean_over_ranks,
         )
 
-    def measure(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def measure(self, *inputs: Tree) -> Tensor | Counted:
         """See Forward."""
         with torch.no_grad():
-            return plain(self._measured(tokens, targets))
+            result: Tensor | Counted = self._measured(*inputs)
+        return result if isinstance(result, Counted) else plain(result)
+
+    def _mean_over_ranks(self, count: Tensor) -> Tensor:
+        if self._mesh.num_ranks > 1:
+            dist.all_reduce(count)
+        return count / self._mesh.num_ranks
 
 
 class Engine:
@@ -112,13 +142,15 @@ class Engine:
         self.dtype = dtype_of(local.precision, device)
         """What matrix products are computed in."""
         self.loss_scale = LossScale(self.dtype)
-        self.parts = parts_of(spec.decoder, mesh, device, self.dtype)
+        self._architecture = architecture = architecture_of(spec)
+        self.parts = parts_of(architecture, mesh, device, self.dtype)
         """The rank's parts of the model, in the order of its stages."""
         for part in self.parts:
+            layers = architecture.layers(part)
             if local.compile:
-                compile_layers(part, device)
-            recompute_layers(part, local.activation_checkpointing)
-        self._parameters = [p for part in self.parts for p in part.parameters()]
+                compile_layers(layers, device)
+            recompute_layers(layers, local.activation_checkpointing, draws=architecture.draws)
+        self._parameters = [p for part in self.parts for p in part.parameters() if p.requires_grad]
         place, shape = mesh.place, mesh.shape
         self._positions: Tensor | None = None
         if shape.context > 1:
@@ -129,6 +161,7 @@ class Engine:
         """Samples that go through the model together."""
         self._forward: Forward = (
             Whole(
+                architecture,
                 self.parts[0],
                 mesh,
                 device,
@@ -138,26 +171,37 @@ class Engine:
                 loss_scale=self.loss_scale,
             )
             if shape.pipeline == 1
-            else Pipeline(
-                self.parts, mesh, device, spec, dtype=self.dtype, loss_scale=self.loss_scale
+            else architecture.pipeline(
+                self.parts, mesh, device, dtype=self.dtype, loss_scale=self.loss_scale
             )
         )
-        ends = [
-            part
-            for part in self.parts
-            if shape.pipeline > 1 and part.is_tied and (part.is_first or part.is_last)
-        ]
-        self._tied = [_embedding(part) for part in ends]
-        self._clip = GradientClipping(
-            self._parameters,
-            mesh=mesh,
-            copies=frozenset(_embedding(part) for part in ends if part.is_last),
-        )
+        ends = [] if shape.pipeline == 1 else [architecture.tied(part) for part in self.parts]
+        self._tied = [weight for weight in ends if weight is not None]
+        self._clip = GradientClipping(self._parameters, mesh=mesh, copies=self.copies())
 
     @property
     def named_parameters(self) -> nn.ModuleList:
-        """The parts as one module, for optimizers that choose parameters by name and shape."""
+        """The parts as one module."""
         return nn.ModuleList(self.parts)
+
+    @property
+    def draws(self) -> bool:
+        """Whether training draws random numbers."""
+        return self._architecture.draws
+
+    @property
+    def divides_by_all(self) -> bool:
+        """Whether losses are means over all targets, counted or not."""
+        return self._architecture.divides_by_all
+
+    @property
+    def has_metric(self) -> bool:
+        """Whether a measure has one beside the loss."""
+        return self._architecture.has_metric
+
+    def copies(self) -> frozenset[nn.Parameter]:
+        """Parameters of this rank whose first use is in another part of the model."""
+        return frozenset().union(*(self._architecture.copies(part) for part in self.parts))
 
     def optimizers(self, inner: InnerSection) -> list[Optimizer]:
         """The inner optimizers over the rank's parameters; with ZeRO 1 their state is spread."""
@@ -166,10 +210,18 @@ class Engine:
         whole = inner_optimizers(
             self.named_parameters,
             inner,
+            roles=self._roles(),
             iteration_dtype=iteration_dtype_of(self.dtype, self._device),
             gather=self._whole_matrices if has_parts else None,
         )
         return [self._spread(each) for each in whole] if self._mesh.shape.zero == 1 else whole
+
+    def _roles(self) -> Roles:
+        own = [self._architecture.roles(part) for part in self.parts]
+        return Roles(
+            matrices=frozenset().union(*(each.matrices for each in own)),
+            tables=frozenset().union(*(each.tables for each in own)),
+        )
 
     def _whole_matrices(self, parts: list[Tensor]) -> WholeMatrices:
         return WholeMatrices(parts, self._mesh.new_group("shard", "context", "tensor"))
@@ -186,28 +238,37 @@ class Engine:
             **settings,
         )
 
-    def train(self, batch: Samples) -> Tensor:
+    def train(self, batch: Tree) -> Tensor:
         """Leaves the scaled gradients of this rank's samples; returns its loss.
 
         That is 0 without the end of the model, and of the rank's own positions only.
         """
         with self._loss_context():
-            loss = self._forward.train(*self._split(batch))
+            loss = self._forward.train(*self._inputs(batch))
         self._sum_tied_gradients()
         return loss.detach()
 
-    def measure(self, batch: Samples) -> Tensor:
-        """Nats of at most `rows` samples, summed over the rank's own positions, without gradients.
+    def measure(self, batch: Tree, *, num_samples: int) -> Measured:
+        """Loss of at most `rows` samples, summed over the rank's own positions, without gradients.
 
-        All ranks take B rows, padded with what does not count: sharded parameters are gathered by
-        all at once, and pipelines have one shape.
+        Sharded parameters are gathered by all ranks at once, so all call it alike: those that have no
+        samples left too, with a batch that counts 0.
         """
-        tokens, targets = self._split(batch)
-        missing = self.rows - len(tokens)
-        tokens = nn.functional.pad(tokens, (0, 0, 0, missing))
-        targets = nn.functional.pad(targets, (0, 0, 0, missing), value=NO_TARGET)
+        inputs = self._architecture.padded(self._inputs(batch), self.rows)
+        for part in self.parts:
+            part.eval()
         with self._loss_context(), gathered_as_they_are(self.parts):
-            return self._forward.measure(tokens, targets) * targets.numel()
+            mean = self._forward.measure(*inputs)
+            with torch.no_grad():
+                metric = self._architecture.metric(self.parts[0], inputs)
+        for part in self.parts:
+            part.train()
+        loss, weight = self._architecture.measured(mean, inputs, num_samples)
+        return Measured(
+            loss=loss,
+            weight=weight if self._mesh.has_loss else 0.0,
+            metric=None if metric is None else metric * num_samples,
+        )
 
     def clip(self, max_norm: float) -> Tensor:
         """Takes the loss scale out of the gradients, and scales them to a norm of at most `max_norm`.
@@ -228,12 +289,13 @@ class Engine:
         for part in self.parts:
             part.zero_grad(set_to_none=True)
 
-    def _split(self, batch: Samples) -> tuple[Tensor, Tensor]:
-        """Tokens, and the ones after them: [B, T], or the rank's own positions of T."""
-        tokens, targets = batch if isinstance(batch, tuple) else (batch[:, :-1], batch[:, 1:])
-        if self._positions is not None:
-            tokens, targets = tokens[:, self._positions], targets[:, self._positions]
-        return tokens, targets
+    def _inputs(self, batch: Tree) -> tuple[Tree, ...]:
+        """What the model takes: of tokens and targets [B, T] the rank's own positions."""
+        inputs = self._architecture.inputs(batch)
+        if self._positions is None:
+            return inputs
+        own: tuple[Tree, ...] = tree_map(lambda tensor: tensor[:, self._positions], inputs)
+        return own
 
     def _loss_context(self) -> contextlib.AbstractContextManager[None]:
         """Logits are cut by the vocabulary with tensor parallel, and so is their loss."""
@@ -250,10 +312,6 @@ class Engine:
                 dist.all_reduce(total, group=self._mesh.ends_group)
             for gradient in gradients:
                 gradient.copy_(total)
-
-
-def _embedding(part: Decoder) -> nn.Parameter:
-    return cast("nn.Parameter", part.model.embed_tokens.weight)
 
 
 def _local(tensor: Tensor | None) -> Tensor:

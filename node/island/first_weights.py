@@ -30,7 +30,7 @@ def initial_parameters(
 
     Matrices and embeddings are near-normal with deviation 0.02; those that write into the residual
     stream are smaller by sqrt(2 · layers) (GPT-2, Radford et al., 2019, section 2.3); norms are
-    one.
+    one, biases zero.
     """
     layout = layout_of(spec)
     parameters = np.empty(layout.num_elements, np.float32) if out is None else out
@@ -41,7 +41,7 @@ def initial_parameters(
         for place in layout.places:
             values = parameters[place.offset : place.offset + place.num_elements]
             if len(place.shape) == 1:
-                values.fill(1.0)
+                values.fill(0.0 if place.name.endswith(".bias") else 1.0)
                 continue
             deviation = STANDARD_DEVIATION
             if place.name.endswith(("o_proj.weight", "down_proj.weight")):

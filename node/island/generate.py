@@ -1,8 +1,11 @@
-"""Text from a model, byte by byte: to see what a run has learned."""
+"""Tokens from a model, one after the other: to see what a run has learned."""
+
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
+from torch import Tensor
 
-from node.island.model import Decoder, copy_parameters
+from node.island.model import Attention, Decoder, attend_to_earlier, copy_parameters
 from node.outer_state import Vector
 from protocol.layout import layout_of
 from protocol.run_spec import RunSpec
@@ -15,26 +18,72 @@ def decoder_of(spec: RunSpec, parameters: Vector) -> Decoder:
     return decoder.eval()
 
 
-def sample_text(
-    decoder: Decoder, prompt: bytes, *, num_bytes: int, temperature: float, seed: int
-) -> bytes:
-    """`num_bytes` bytes that follow the prompt; temperature 0 takes the likeliest each time.
+def sample_tokens(
+    decoder: Decoder,
+    prompt: Sequence[int],
+    *,
+    num_tokens: int,
+    temperature: float,
+    seed: int,
+    ends: Collection[int] = (),
+) -> list[int]:
+    """Tokens that follow the prompt: `num_tokens`, or fewer that end with one of `ends`.
 
-    Each byte costs a whole pass over at most one context: there is no key-value cache. An empty
-    prompt stands for the zero byte that separates files.
+    Temperature 0 takes the likeliest each time. Within one context a token costs a pass over itself
+    alone; beyond it, over the last context.
     """
     if temperature < 0:
         raise ValueError(f"a temperature of {temperature} is below 0")
     generator = torch.Generator().manual_seed(seed)
-    tokens = list(prompt or b"\0")
+    tokens = list(prompt)
     with torch.no_grad():
-        for _ in range(num_bytes):
-            window = torch.tensor([tokens[-decoder.context :]])  # [1, T]
-            logits = decoder(window)[0, -1].float()  # [256]
+        for logits in _logits_after(decoder, tokens):
+            if len(tokens) == len(prompt) + num_tokens or (
+                len(tokens) > len(prompt) and tokens[-1] in ends
+            ):
+                break
             if temperature == 0:
                 token = logits.argmax()
             else:
                 chances = torch.softmax(logits / temperature, dim=-1)
                 token = torch.multinomial(chances, 1, generator=generator)
             tokens.append(int(token))
-    return bytes(tokens[len(prompt or b"\0") :])
+    return tokens[len(prompt) :]
+
+
+def _logits_after(decoder: Decoder, tokens: list[int]) -> Iterator[Tensor]:
+    """Logits [vocabulary] after `tokens`, which who takes them lengthens by one each time."""
+    stack = decoder.model
+    attentions = [module for module in stack.modules() if isinstance(module, Attention)]
+    usual = [attention.attend for attention in attentions]
+    cosines, sines = stack.cosines, stack.sines
+    try:
+        for attention in attentions:
+            attention.attend = _RememberingAttention(attention.window)
+        position = 0
+        while len(tokens) <= decoder.context:
+            stack.cosines, stack.sines = cosines[position:], sines[position:]
+            new, position = tokens[position:], len(tokens)
+            yield decoder(torch.tensor([new]))[0, -1].float()
+    finally:
+        stack.cosines, stack.sines = cosines, sines
+        for attention, attend in zip(attentions, usual, strict=True):
+            attention.attend = attend
+    while True:
+        yield decoder(torch.tensor([tokens[-decoder.context :]]))[0, -1].float()
+
+
+class _RememberingAttention:
+    """Causal attention of new positions to all before, whose keys and values it keeps."""
+
+    def __init__(self, window: int | None) -> None:
+        self._window = window
+        self._keys_and_values: Tensor | None = None  # [2, B, kv heads, T so far, head size]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See node.island.model.Attend."""
+        new = torch.stack((k, v))
+        before = self._keys_and_values
+        self._keys_and_values = new if before is None else torch.cat((before, new), dim=3)
+        k, v = self._keys_and_values
+        return attend_to_earlier(q, k, v, self._window)

@@ -5,6 +5,7 @@ Files and the time at which they are written are node.island.checkpoint_writer's
 """
 
 from collections import ChainMap
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,8 +24,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import AdamW, Optimizer
 
 from node.island.accelerator import carries_pinned_memory
-from node.island.model import Decoder
-from node.island.optimizers import Muon
+from node.island.optimizers import Muon, RowwiseAdamW
 
 Tensors = dict[str, Tensor]
 """Such as "exp_avg/model.norm.weight"."""
@@ -40,10 +40,15 @@ class Named:
     is_copy: bool  # of a tied embedding, at the end of a pipeline
 
 
-def named_by(parts: list[Decoder], optimizers: list[Optimizer]) -> list[Named]:
+def named_by(
+    parts: Iterable[nn.Module],
+    optimizers: list[Optimizer],
+    *,
+    copies: frozenset[nn.Parameter] = frozenset(),
+) -> list[Named]:
     """All parameters whose state the rank holds: with ZeRO 1 those that it steps for all."""
     names = {
-        parameter: (name, "embed_tokens" in name and not part.is_first)
+        parameter: (name, parameter in copies)
         for part in parts
         for name, parameter in part.named_parameters()
     }
@@ -58,8 +63,8 @@ def named_by(parts: list[Decoder], optimizers: list[Optimizer]) -> list[Named]:
 
 
 def is_stepped(named: list[Named]) -> bool:
-    """Whether there is anything to keep."""
-    return all(each.optimizer.state.get(each.parameter) for each in named)
+    """Whether there is anything to keep. A parameter that no batch has used yet has nothing."""
+    return any(each.optimizer.state.get(each.parameter) for each in named)
 
 
 class Staging:
@@ -82,7 +87,9 @@ class Staging:
             f"{key}/{each.name}": value
             for each in named
             if is_part or not each.is_copy
-            for key, value in each.optimizer.state[each.parameter].items()
+            for key, value in (
+                each.optimizer.state.get(each.parameter) or _zero_state(each)
+            ).items()
         }
         stager = self._kept or self._new_stager()
         if self._is_pinned:
@@ -163,6 +170,8 @@ def _zero_state(each: Named) -> Tensors:
     parameter = each.parameter.detach()
     if isinstance(each.optimizer, Muon):
         return {"momentum_buffer": torch.zeros_like(parameter)}
+    if isinstance(each.optimizer, RowwiseAdamW):
+        return each.optimizer.zero_state(parameter)
     assert isinstance(each.optimizer, AdamW)
     return {
         "step": torch.zeros((), dtype=torch.float32, device=parameter.device),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from node.island.checkpoints import About, CheckpointFolder, Kept, Loaded
-from node.island.combinations import check_combination
+from node.island.combinations import check_combination, check_local
 from node.island.commands import (
     Adopt,
     Alive,
@@ -38,7 +38,7 @@ from node.island.devices import default_threads
 from node.island.faults import RankDiedError, RankFailedError, RankHungError
 from node.island.forkserver import fork_rank, prepare_forkserver
 from node.island.hang_watch import HangWatch
-from node.island.island import Evaluation, InnerReport, InnerWork, Progress
+from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork, Progress
 from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh_shape import MeshShape, check_batch, check_shape
 from node.island.resuming import Resuming
@@ -126,6 +126,11 @@ class ProcessIsland:
         """Process ids of the ranks, in their order."""
         return tuple(member.process.pid or 0 for member in self._members)
 
+    @property
+    def ability(self) -> Ability:
+        """See Island."""
+        return ALL
+
     def meet_at(self, point: MeetingPoint) -> None:
         """Where the ranks of several hosts meet when they are started next."""
         self._meeting_point = point
@@ -143,6 +148,7 @@ class ProcessIsland:
         check_shape(self._shape, self._spec)
         check_batch(self._shape, self._spec)
         check_combination(self._shape, self._local)
+        check_local(self._spec, self._local)
         self._broken = None
         self._number = 0
         self._meeting = TemporaryFolder("ranks")

@@ -5,12 +5,13 @@ how much memory it needs is node.island.auto_mesh's business, process groups are
 """
 
 import itertools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from protocol.errors import ConfigError
-from protocol.models import DecoderModel
+from protocol.models import DecoderModel, Description
 from protocol.run_spec import RunSpec
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv"]
@@ -151,8 +152,7 @@ class MeshShape:
 def check_shape(shape: MeshShape, spec: RunSpec) -> None:
     """Raises ConfigError with the numbers when the run's model or batch does not fit the mesh."""
     for problem, next_step in itertools.chain(
-        _of_tensor(shape, spec.decoder),
-        _of_context(shape, spec.decoder),
+        _of_model(shape, spec),
         _of_pipeline(shape, spec),
         _of_schedule(shape),
         _of_zero(shape),
@@ -176,6 +176,62 @@ def check_batch(shape: MeshShape, spec: RunSpec) -> None:
             next_step="lower pp, replicate or shard, or set microbatches to a number that divides "
             f"{rows}",
         )
+
+
+def _of_model(shape: MeshShape, spec: RunSpec) -> Iterator[tuple[str, str]]:
+    model = spec.model
+    if isinstance(model, DecoderModel):
+        yield from _of_tensor(shape, model)
+        yield from _of_context(shape, model)
+        return
+    described = spec.description or Description()
+    works = "replicate and shard work" + (", and tp" if described.tensor_plan else "")
+    for setting, number, what in (
+        ("pp", shape.pipeline, "its layers are not cut into stages"),
+        ("cp", shape.context, "its attention does not ask other ranks for keys"),
+    ):
+        if number > 1:
+            yield (
+                f'{setting} = {number} does not go with [model] source = "{model.source}": {what}',
+                f"set {setting} = 1: {works}",
+            )
+    if shape.tensor == 1:
+        return
+    if not described.tensor_plan:
+        why = described.no_tensor_plan or "the run's model has no plan for it"
+        yield f"tp = {shape.tensor} is not possible: {why}", f"set tp = 1: {works}"
+    for what, number in _cut_by_tensor(spec, described):
+        if number % shape.tensor:
+            yield (
+                f"tp = {shape.tensor} does not divide {what} = {number}",
+                "choose a tp that divides it, or shard instead",
+            )
+
+
+def _cut_by_tensor(spec: RunSpec, described: Description) -> Iterator[tuple[str, int]]:
+    """Sizes that tensor parallel cuts: of the plan's matrices, and the heads that a config names."""
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        if isinstance(number := described.config.get(key), int):
+            yield key, number
+    styles = [
+        (re.compile(_pattern_of(name)), style) for name, style in described.tensor_plan.items()
+    ]
+    for tensor in spec.tensors:
+        module = tensor.name.rpartition(".")[0]
+        style = next((style for pattern, style in styles if pattern.fullmatch(module)), None)
+        if style == "row" and len(tensor.shape) == 2:
+            yield f"the columns of {tensor.name}", tensor.shape[1]
+        elif style in ("column", "table"):
+            yield f"the rows of {tensor.name}", tensor.shape[0]
+
+
+def _pattern_of(name: str) -> str:
+    return re.escape(name).replace(r"\*", r"[^.]+")
+
+
+def matches(pattern: str, module: str) -> bool:
+    """Whether a plan's name, with `*` for parts of names, means a module."""
+    return re.fullmatch(_pattern_of(pattern), module) is not None
 
 
 def _of_tensor(shape: MeshShape, model: DecoderModel) -> Iterator[tuple[str, str]]:

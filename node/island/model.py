@@ -1,11 +1,14 @@
-"""The model: a Llama-style decoder, with the parameter names and shapes of Hugging Face.
+"""The decoder that comes with Atoll, with the parameter names and shapes of Hugging Face.
 
-Names, shapes and arithmetic follow `LlamaForCausalLM`, so that an export loads there unchanged.
-What lives elsewhere: names and shapes in the canonical vector (node.island.layout), the first weights
-(node.island.first_weights), training (node.island.trainer).
+Names, shapes and arithmetic follow `LlamaForCausalLM`, and with the keys for them `Qwen2ForCausalLM`,
+`Qwen3ForCausalLM` and `MistralForCausalLM`, so that an export loads there unchanged.
+What lives elsewhere: names and shapes in the canonical vector (protocol.layout), the first weights
+(node.island.first_weights), training (node.island.trainer), folders of transformers (node.families).
 """
 
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import torch
@@ -14,7 +17,7 @@ from torch import Tensor, nn
 
 from node.outer_state import Vector
 from protocol.layout import Layout
-from protocol.models import DecoderModel
+from protocol.models import DecoderModel, RopeScaling
 
 
 def rotary_tables(spec: DecoderModel) -> tuple[Tensor, Tensor]:
@@ -25,11 +28,25 @@ def rotary_tables(spec: DecoderModel) -> tuple[Tensor, Tensor]:
     """
     head_size = spec.values_of_head
     frequencies = 1.0 / spec.rope_theta ** (torch.arange(0, head_size, 2).float() / head_size)
+    if spec.rope_scaling is not None:
+        frequencies = stretched(frequencies, spec.rope_scaling)
     angles = torch.outer(
         torch.arange(spec.context).float(), frequencies
     )  # [context, head size / 2]
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
+
+
+def stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """RoPE's frequencies, in radians a position, for contexts longer than the original one.
+
+    Llama 3.1 (Grattafiori et al., 2024): fast ones stay, slow ones are divided by the factor, and
+    those between go from one to the other with the number of turns that they make.
+    """
+    turns = scaling.original_context * frequencies / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    share = ((turns - low) / (high - low)).clamp(0, 1)  # of the frequency as it was
+    return (1 - share) * frequencies / scaling.factor + share * frequencies
 
 
 def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
@@ -50,6 +67,57 @@ def attend_causally(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     )
 
 
+def attend_in_window(q: Tensor, k: Tensor, v: Tensor, *, window: int) -> Tensor:
+    """Each position attends to itself and to the `window` - 1 before it.
+
+    Block by block: queries of a window attend to its keys and to those of the window before, which
+    costs T · window rather than T², in time and for the mask.
+    """
+    batch, _, length, head_size = q.shape
+    if length <= window:
+        return attend_causally(q, k, v)
+    first = attend_causally(q[:, :, :window], k[:, :, :window], v[:, :, :window])
+    k, v = for_each_head(k, v, q)
+    missing = -length % window
+
+    def folded(x: Tensor, size: int) -> Tensor:
+        """The blocks [B · N, heads, size, head size] that begin after each window."""
+        blocks = F.pad(x, (0, 0, 0, missing)).unfold(2, size, window).mT
+        return blocks.transpose(1, 2).flatten(0, 1)
+
+    mixed = F.scaled_dot_product_attention(
+        folded(q[:, :, window:], window),
+        folded(k, 2 * window),
+        folded(v, 2 * window),
+        attn_mask=causal_mask(window, 2 * window, q.device, window),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    later = mixed.view(batch, -1, q.shape[1], window, head_size).transpose(1, 2)
+    later = later.flatten(2, 3)[:, :, : length - window]  # [B, heads, T - window, head size]
+    return torch.cat((first, later), dim=2)
+
+
+def attend_to_earlier(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    """Causal attention of queries to keys that end at the same position."""
+    if window is not None:
+        seen = q.shape[2] + window - 1  # by the first query or a later one
+        k, v = k[:, :, -seen:], v[:, :, -seen:]
+    k, v = for_each_head(k, v, q)
+    mask = causal_mask(q.shape[2], k.shape[2], q.device, window)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+def causal_mask(
+    num_queries: int, num_keys: int, device: torch.device, window: int | None = None
+) -> Tensor:
+    """Which of the keys [queries, keys] a query attends to, where both end at the same position."""
+    earlier = num_keys - num_queries
+    mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(earlier)
+    return mask if window is None else mask.triu(earlier - window + 1)
+
+
 def for_each_head(k: Tensor, v: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values, repeated for the query heads that share them where kernels want it.
 
@@ -66,25 +134,38 @@ def for_each_head(k: Tensor, v: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
 class Attention(nn.Module):
     """Causal self-attention in which several query heads share a key and value head (GQA)."""
 
-    def __init__(self, spec: DecoderModel) -> None:
+    def __init__(self, spec: DecoderModel, layer: int) -> None:
         super().__init__()
         self.head_size = spec.values_of_head
-        self.attend: Attend = attend_causally  # context parallel puts its own here
+        self.window = spec.window_of(layer)
+        self.attend: Attend = (  # context parallel puts its own here
+            attend_causally
+            if self.window is None
+            else partial(attend_in_window, window=self.window)
+        )
         query_size, kv_size = (
             self.head_size * heads for heads in (spec.num_heads, spec.num_kv_heads)
         )
-        self.q_proj = nn.Linear(spec.hidden_size, query_size, bias=False)
-        self.k_proj = nn.Linear(spec.hidden_size, kv_size, bias=False)
-        self.v_proj = nn.Linear(spec.hidden_size, kv_size, bias=False)
-        self.o_proj = nn.Linear(query_size, spec.hidden_size, bias=False)
+        has_bias, has_output_bias = spec.attention_bias != "none", spec.attention_bias == "all"
+        self.q_proj = nn.Linear(spec.hidden_size, query_size, bias=has_bias)
+        self.k_proj = nn.Linear(spec.hidden_size, kv_size, bias=has_bias)
+        self.v_proj = nn.Linear(spec.hidden_size, kv_size, bias=has_bias)
+        self.o_proj = nn.Linear(query_size, spec.hidden_size, bias=has_output_bias)
+        self.has_qk_norm = spec.qk_norm
+        if spec.qk_norm:  # Henry et al., "Query-key normalization for Transformers", 2020
+            self.q_norm = nn.RMSNorm(self.head_size, eps=spec.norm_epsilon)
+            self.k_norm = nn.RMSNorm(self.head_size, eps=spec.norm_epsilon)
 
     def forward(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
         """Mixes x [B, T, hidden] over the positions before each."""
         batch, length, _ = x.shape
         heads = (batch, length, -1, self.head_size)
-        q = self.q_proj(x).view(heads).transpose(1, 2)  # [B, heads, T, head size]
-        k = self.k_proj(x).view(heads).transpose(1, 2)  # [B, kv heads, T, head size]
-        v = self.v_proj(x).view(heads).transpose(1, 2)  # [B, kv heads, T, head size]
+        q = self.q_proj(x).view(heads)  # [B, T, heads, head size]
+        k = self.k_proj(x).view(heads)  # [B, T, kv heads, head size]
+        v = self.v_proj(x).view(heads)  # [B, T, kv heads, head size]
+        if self.has_qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, T, …]
         mixed = self.attend(rotate(q, cosines, sines), rotate(k, cosines, sines), v)
         return cast("Tensor", self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1)))
 
@@ -94,9 +175,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, spec: DecoderModel) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(spec.hidden_size, spec.ffn_size, bias=False)
-        self.up_proj = nn.Linear(spec.hidden_size, spec.ffn_size, bias=False)
-        self.down_proj = nn.Linear(spec.ffn_size, spec.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(spec.hidden_size, spec.ffn_size, bias=spec.mlp_bias)
+        self.up_proj = nn.Linear(spec.hidden_size, spec.ffn_size, bias=spec.mlp_bias)
+        self.down_proj = nn.Linear(spec.ffn_size, spec.hidden_size, bias=spec.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Transforms each position of x [B, T, hidden] by itself."""
@@ -106,9 +187,9 @@ class FeedForward(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention, then feed-forward, each on normalised input and added to the stream."""
 
-    def __init__(self, spec: DecoderModel) -> None:
+    def __init__(self, spec: DecoderModel, layer: int) -> None:
         super().__init__()
-        self.self_attn = Attention(spec)
+        self.self_attn = Attention(spec, layer)
         self.mlp = FeedForward(spec)
         self.input_layernorm = nn.RMSNorm(spec.hidden_size, eps=spec.norm_epsilon)
         self.post_attention_layernorm = nn.RMSNorm(spec.hidden_size, eps=spec.norm_epsilon)
@@ -129,7 +210,7 @@ class Stack(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
         # A dictionary, not a list: names stay canonical when a pipeline rank holds layers 4 to 7.
-        self.layers = nn.ModuleDict({str(i): DecoderLayer(spec) for i in range(spec.num_layers)})
+        self.layers = nn.ModuleDict({str(i): DecoderLayer(spec, i) for i in range(spec.num_layers)})
         self.norm = nn.RMSNorm(spec.hidden_size, eps=spec.norm_epsilon)
         cosines, sines = rotary_tables(spec)
         self.register_buffer("cosines", cosines, persistent=False)
@@ -146,6 +227,7 @@ class Decoder(nn.Module):
         if not spec.tie_embeddings:
             self.lm_head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
         self.is_tied = spec.tie_embeddings
+        self.logit_softcap = spec.logit_softcap
         self.is_first = self.is_last = True
 
     def cut(self, layers: range, *, is_first: bool, is_last: bool) -> None:
@@ -177,7 +259,11 @@ class Decoder(nn.Module):
         if not self.is_last:
             return x
         head = stack.embed_tokens.weight if self.is_tied else self.lm_head.weight
-        return F.linear(stack.norm(x), head)
+        logits = F.linear(stack.norm(x), head)
+        if self.logit_softcap is None:
+            return logits
+        # Gemma 2 (Gemma Team, 2024), section 2: smoothly within ± the cap.
+        return self.logit_softcap * torch.tanh(logits / self.logit_softcap)
 
 
 NO_TARGET = -100

@@ -1,5 +1,7 @@
 """The inner optimizers: AdamW on everything, or Muon on the layers' matrices and AdamW on the rest.
 
+With `sparse`, embedding tables have an AdamW of their own that leaves rows without a gradient alone.
+
 Each group carries the `peak_rate` that the schedule scales. What lives elsewhere: the schedule
 (node.island.schedule), clipping and the step itself (node.island.trainer).
 """
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from node.island.models.architecture import Roles, roles_of
 from node.island.whole_matrices import WholeMatrices
 from protocol.run_spec import InnerSection
 
@@ -33,30 +36,37 @@ def inner_optimizers(
     model: nn.Module,
     inner: InnerSection,
     *,
+    roles: Roles | None = None,
     iteration_dtype: torch.dtype = torch.float32,
     gather: Gather | None = None,
 ) -> list[Optimizer]:
-    """The optimizers that together step every parameter once; their order is fixed.
+    """The optimizers that together step every trained parameter once; their order is fixed.
 
-    `gather` is for models whose matrices are spread over ranks.
+    `roles` says which parameters Muon takes and which are tables; by kind of module when it is not
+    given. `gather` is for models whose matrices are spread over ranks.
     """
-    named = dict(model.named_parameters())
-    matrices = {
-        name: parameter
-        for name, parameter in named.items()
-        if parameter.ndim == 2 and not name.endswith(("embed_tokens.weight", "lm_head.weight"))
-    }
-    if inner.optimizer == "adamw" or not matrices:
-        return [_adamw(named, inner)]
-    muon = Muon(
-        [{"params": list(matrices.values()), "peak_rate": inner.muon_peak_rate}],
-        lr=inner.muon_peak_rate,
-        momentum=inner.muon_momentum_or_default,
-        weight_decay=inner.weight_decay,
-        iteration_dtype=iteration_dtype,
-        whole=gather(list(matrices.values())) if gather is not None else None,
-    )
-    return [muon, _adamw({n: p for n, p in named.items() if n not in matrices}, inner)]
+    roles = roles_of(model) if roles is None else roles
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizers: list[Optimizer] = []
+    if inner.sparse and (tables := [p for p in trained if p in roles.tables]):
+        optimizers.append(RowwiseAdamW.of_run(tables, inner))
+        trained = [p for p in trained if p not in roles.tables]
+    matrices = [p for p in trained if p in roles.matrices]
+    if inner.optimizer == "muon" and matrices:
+        optimizers.append(
+            Muon(
+                [{"params": matrices, "peak_rate": inner.muon_peak_rate}],
+                lr=inner.muon_peak_rate,
+                momentum=inner.muon_momentum_or_default,
+                weight_decay=inner.weight_decay,
+                iteration_dtype=iteration_dtype,
+                whole=gather(list(matrices)) if gather is not None else None,
+            )
+        )
+        trained = [p for p in trained if p not in roles.matrices]
+    if trained:
+        optimizers.append(_adamw(trained, roles, inner))
+    return optimizers
 
 
 def iteration_dtype_of(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -65,12 +75,10 @@ def iteration_dtype_of(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if is_bf16 else torch.float32
 
 
-def _adamw(named: dict[str, nn.Parameter], inner: InnerSection) -> torch.optim.AdamW:
+def _adamw(parameters: list[nn.Parameter], roles: Roles, inner: InnerSection) -> torch.optim.AdamW:
     """AdamW (Loshchilov and Hutter, 2019); only matrices of layers and head decay."""
-    decayed = [
-        p for name, p in named.items() if p.ndim > 1 and not name.endswith("embed_tokens.weight")
-    ]
-    others = [p for name, p in named.items() if p.ndim == 1 or name.endswith("embed_tokens.weight")]
+    decayed = [p for p in parameters if p.ndim > 1 and p not in roles.tables]
+    others = [p for p in parameters if p.ndim <= 1 or p in roles.tables]
     groups = [
         {"params": decayed, "weight_decay": inner.weight_decay},
         {"params": others, "weight_decay": 0.0},
@@ -82,6 +90,72 @@ def _adamw(named: dict[str, nn.Parameter], inner: InnerSection) -> torch.optim.A
         eps=1e-8,
         fused=True,
     )
+
+
+class RowwiseAdamW(Optimizer):
+    """AdamW on tables of which a batch looks up few rows: rows without a gradient are left alone.
+
+    Plain AdamW moves every row in every step, by the momentum of gradients long past. Here a row's
+    moments and its count of steps move with its own gradients only, so its first steps are corrected
+    for their bias as AdamW's first ones are. Tables do not decay. Whole rows of a table that is
+    sharded by rows are on one rank, which alone looks at them.
+    """
+
+    def __init__(
+        self,
+        tables: Iterable[Tensor] | list[dict[str, Any]],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float = 1e-8,
+    ) -> None:
+        super().__init__(tables, {"lr": lr, "betas": betas, "eps": eps})
+
+    @classmethod
+    def of_run(cls, tables: list[nn.Parameter], inner: InnerSection) -> "RowwiseAdamW":
+        """As [inner] has it."""
+        return cls(
+            [{"params": tables, "peak_rate": inner.learning_rate}],
+            lr=inner.learning_rate,
+            betas=(inner.beta1, inner.beta2),
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # torch overloads it for closures
+        """Moves the rows that have a gradient other than zero."""
+        assert closure is None
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for table in group["params"]:
+                if table.grad is None:
+                    continue
+                state: dict[str, Any] = self.state[table]
+                if not state:
+                    state.update(self.zero_state(table))
+                gradient = _local(table.grad)
+                rows = gradient.flatten(1).ne(0).any(dim=1).nonzero().squeeze(1)
+                own = gradient[rows]
+                mean, square, steps = (
+                    _local(state[key]) for key in ("exp_avg", "exp_avg_sq", "row_steps")
+                )
+                new_mean = mean[rows].lerp_(own, 1 - beta1)
+                new_square = square[rows].mul_(beta2).addcmul_(own, own, value=1 - beta2)
+                new_steps = steps[rows] + 1
+                mean[rows], square[rows], steps[rows] = new_mean, new_square, new_steps
+                scale = (1 - beta2**new_steps).sqrt() / (1 - beta1**new_steps)  # [rows, 1]
+                direction = new_mean / (new_square.sqrt() + group["eps"] * scale)
+                values = _local(table)
+                values[rows] = values[rows] - group["lr"] * scale * direction
+
+    @staticmethod
+    def zero_state(table: Tensor) -> dict[str, Tensor]:
+        """Of a table that no step has touched yet."""
+        whole = table.detach()
+        return {
+            "exp_avg": torch.zeros_like(whole),
+            "exp_avg_sq": torch.zeros_like(whole),
+            "row_steps": torch.zeros_like(whole.narrow(1, 0, 1)),
+        }
 
 
 class Muon(Optimizer):

@@ -41,6 +41,7 @@ from node.island.commands import (
 from node.island.compiling import be_deterministic
 from node.island.data.opening import open_dataset
 from node.island.faults import OutOfMemoryError, RankFailedError
+from node.island.functions import find_code
 from node.island.island import Progress
 from node.island.mesh import Mesh
 from node.island.trainer import Trainer
@@ -110,6 +111,7 @@ class _Rank:
         bind_to_near_cores(device)
         if setup.local.precision == "tf32":
             torch.set_float32_matmul_precision("high")
+        find_code(setup.data.code)
         self._corpus = open_dataset(setup.spec, setup.data)
         mesh = Mesh.joined(shape=setup.shape, rank=setup.rank, device=device, meeting=setup.meeting)
         self._trainer = Trainer(

@@ -4,10 +4,12 @@ Chen et al., 2016, "Training deep nets with sublinear memory cost". Layers keep 
 place in the module tree: only what calling one does is replaced.
 """
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -15,7 +17,6 @@ from torch.utils.checkpoint import (
 )
 
 from node.island.local_training import Recomputing
-from node.island.model import Decoder
 
 _aten = torch.ops.aten
 _DEAR = frozenset(
@@ -33,15 +34,20 @@ _DEAR = frozenset(
 """Matrix products and attention: nearly all the time of a layer, in less than half of its memory."""
 
 
-def recompute_layers(decoder: Decoder, recomputing: Recomputing) -> None:
-    """Makes backward compute "full" layers again, or ("selective") all but their dear products."""
+def recompute_layers(
+    layers: Iterable[nn.Module], recomputing: Recomputing, *, draws: bool = False
+) -> None:
+    """Makes backward compute "full" layers again, or ("selective") all but their dear products.
+
+    Layers that draw random numbers, for dropout, have to draw the same ones again.
+    """
     if recomputing == "none":
         return
-    # Nothing in a layer is random, so there is no state of generators to keep and to set again.
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    # Where nothing in a layer is random, there is no state of generators to keep and to set again.
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws}
     if recomputing == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-    for layer in decoder.model.layers.values():
+    for layer in layers:
         layer.forward = partial(checkpoint, layer.forward, **options)
 
 

@@ -8,9 +8,11 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 
+import blake3
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from node.island.accelerator import (
     begin_measuring_memory,
@@ -26,11 +28,11 @@ from node.island.boxes import (
     rebase_boxes,
 )
 from node.island.checkpoints import About
-from node.island.combinations import check_combination, may_be_traced
-from node.island.data.dataset import Dataset
+from node.island.combinations import check_combination, check_local, may_be_traced
+from node.island.data.dataset import Batch, Dataset
 from node.island.data.manifest import Split
 from node.island.data.samples import Indices, SampleOrder
-from node.island.engine import Engine, Samples
+from node.island.engine import Engine
 from node.island.faults import TrainingDivergedError
 from node.island.ferry import copies_of
 from node.island.inner_state import Blank, Named, Staging, Tensors, is_stepped, named_by
@@ -40,6 +42,7 @@ from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh import Mesh
 from node.island.mesh_shape import MeshShape, check_batch, check_shape
 from node.island.model import NO_TARGET
+from node.island.models.architecture import BufferWatch, Tree
 from node.island.schedule import (
     Position,
     Rewarming,
@@ -125,6 +128,7 @@ class Trainer:
         check_shape(mesh.shape, spec)
         check_batch(mesh.shape, spec)
         check_combination(mesh.shape, local)
+        check_local(spec, local)
         self._spec = spec
         self._corpus = corpus
         self._device = device
@@ -135,6 +139,7 @@ class Trainer:
         self._staging = Staging(torch.device("cpu") if mesh.shape.has_offload else device)
         self._engine = Engine(spec=spec, mesh=mesh, device=device, local=local)
         self._optimizers = self._engine.optimizers(spec.inner)
+        self._buffers: BufferWatch | None = BufferWatch(self._engine.parts)  # for the first step
         self._order = SampleOrder(
             seed=spec.run.seed, num_samples=corpus.num_samples, num_together=corpus.num_together
         )
@@ -177,7 +182,8 @@ class Trainer:
     def _held(self) -> Iterator[Held]:
         """What the rank holds, to be read or changed in place."""
         reshard(self._engine.parts)
-        return held_by(self._engine.parts, self._layout, self._mesh)
+        engine = self._engine
+        return held_by(engine.parts, self._layout, self._mesh, copies=engine.copies())
 
     def train(
         self,
@@ -200,6 +206,8 @@ class Trainer:
         num_expected = min(max_steps * batch, EXPECTED_SAMPLES)
         self._corpus.expect("training", self._order.indices(work.first_sample, num_expected))
         begin_measuring_memory(self._device)
+        if self._engine.draws:
+            torch.manual_seed(self._seed_of(work))
         tally = _Tally(self._device)
         started = self._clock()
         told_at, told_steps, told_tokens = started, 0, 0
@@ -283,13 +291,20 @@ class Trainer:
         own = chosen[self._mesh.share(count)]
         rows = self._engine.rows
         most = -(-count // self._mesh.shape.num_data)  # of any rank: all must go on together
-        loss_sum = torch.zeros((), dtype=torch.float64)
+        sums = torch.zeros(4, dtype=torch.float64)
         for start in range(0, most, rows):
-            samples = self._on_device("held_out", own[start : start + rows])
-            loss_sum += self._engine.measure(samples).cpu()
+            own_chosen = own[start : start + rows]
+            batch = self._on_device("held_out", own_chosen)
+            sums += self._engine.measure(batch, num_samples=len(own_chosen)).tallied(
+                len(own_chosen)
+            )
             on_batch()
-        tokens = self._corpus.num_counted("held_out", chosen)
-        return Evaluation(loss=self._mesh.summed(loss_sum).item() / tokens, tokens=tokens)
+        loss, weight, metric, samples = self._mesh.summed(sums).tolist()
+        return Evaluation(
+            loss=loss / max(1.0, weight),
+            tokens=self._corpus.num_counted("held_out", chosen),
+            metric=metric / samples if self._engine.has_metric else None,
+        )
 
     def inner_state(
         self, *, run_digest: Digest, layout_digest: Digest, round: int
@@ -326,7 +341,7 @@ class Trainer:
 
     def _named(self) -> list[Named]:
         reshard(self._engine.parts)  # else its parameters are not those that are stepped
-        return named_by(self._engine.parts, self._optimizers)
+        return named_by(self._engine.parts, self._optimizers, copies=self._engine.copies())
 
     def _compile_now(self) -> None:
         """Else the first round, and the speed that it is planned by, would pay for it."""
@@ -340,6 +355,9 @@ class Trainer:
         None for the norm says that the step was left out.
         """
         loss = self._add_gradients(first_sample)
+        if self._buffers is not None:
+            self._buffers.check()
+            self._buffers = None
         norm = self._engine.clip(self._spec.inner.clip)
         is_taken = self._engine.loss_scale.allows(norm)
         if is_taken:
@@ -359,11 +377,18 @@ class Trainer:
         loss = self._engine.train(self._on_device("training", own))
         counted = self._corpus.num_counted("training", indices)
         self._counted_tokens += counted
-        if counted != batch * self._spec.model.context:
+        if self._engine.divides_by_all and counted != batch * self._spec.model.context:
             factor = batch * self._spec.model.context / counted
             self._engine.scale_gradients(factor)
             loss = loss * factor
         return loss
+
+    def _seed_of(self, work: InnerWork) -> int:
+        """Of dropout and the like: the same for ranks that share samples, and for the same work again."""
+        place, shape = self._mesh.place, self._mesh.shape
+        part = place.replicate * shape.shard + place.shard
+        key = f"{self._spec.run.seed}:draws:{work.first_sample}:{part}"
+        return int.from_bytes(blake3.blake3(key.encode()).digest(length=7), "little")
 
     def _set_learning_rates(self, at: Position, scale: float) -> None:
         share = scale * share_of_peak(self._spec.inner, at) * self._rewarming.share()
@@ -371,8 +396,11 @@ class Trainer:
             for group in optimizer.param_groups:
                 group["lr"] = share * group["peak_rate"]
 
-    def _on_device(self, split: Split, indices: Indices) -> Samples:
+    def _on_device(self, split: Split, indices: Indices) -> Tree:
+        """Windows [B, T + 1]; tokens and targets [B, T] where not all is counted; or a function's tree."""
         batch = self._corpus.batch(split, indices)
+        if not isinstance(batch, Batch):
+            return tree_map(self._moved, batch)
         windows = torch.from_numpy(batch.tokens)  # [B, T + 1]
         if batch.counted is None:
             return self._moved(windows)

@@ -12,6 +12,7 @@ import torch
 from node.island.accelerator import name_of, peak_memory_bytes
 from node.island.measured_peak import measure_peak, measured_peak_of
 from node.island.mesh import Mesh
+from protocol.models import DecoderModel
 from protocol.run_spec import RunSpec
 
 
@@ -57,18 +58,22 @@ def flops_per_token(spec: RunSpec) -> int:
 
     PaLM (Chowdhery et al., 2022, appendix B): 6 for each weight of a matrix product (the head is
     one, the embedding is not), and 12 · layers · hidden size · context for attention, without a
-    discount for the causal mask. What is computed again does not count.
+    discount for the causal mask; a layer with a sliding window counts that for the context. What is
+    computed again does not count.
     """
     if spec.description is not None and spec.description.flops_per_token is not None:
         return spec.description.flops_per_token
-    model = spec.decoder
+    if not isinstance(spec.model, DecoderModel):
+        return 6 * spec.num_parameters // spec.model.context  # nobody could count them
+    model = spec.model
     weights = model.vocab_size * model.hidden_size  # of the head, also when it is the embedding
     weights += sum(
         tensor.num_elements
         for tensor in spec.tensors
         if tensor.layer is not None and len(tensor.shape) == 2
     )
-    attention = model.num_layers * model.num_heads * model.values_of_head * model.context
+    attended = sum(model.window_of(i) or model.context for i in range(model.num_layers))
+    attention = model.num_heads * model.values_of_head * attended
     return 6 * weights + 12 * attention
 
 

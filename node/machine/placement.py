@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from node.config import NodeSettings
 from node.island.auto_mesh import Choice, check_memory, check_node_memory, choose, node_bytes
-from node.island.combinations import check_combination
+from node.island.combinations import check_combination, check_local
 from node.island.devices import check_offload, kind_of
 from node.island.mesh_shape import check_batch, check_shape
 from node.machine.hardware import Hardware, least_free_bytes, likely_devices
@@ -40,7 +40,11 @@ def refuse_what_cannot_work(settings: NodeSettings, spec: RunSpec, hardware: Har
 
     Where only torch can tell what the devices are, the mesh alone is looked at.
     """
+    if settings.loop:  # how it trains, and in which memory, is its program's business
+        check_node_memory(spec, hardware.memory_bytes)
+        return
     shape = settings.mesh_shape
+    check_local(spec, settings.local_training)
     if settings.mesh == "sizes":
         check_shape(shape, spec)
         check_batch(shape, spec)

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aprotocol/v1/operator.proto\x12\x08\x61toll.v1\"L\n\x13\x43reateInviteRequest\x12\x10\n\x08max_uses\x18\x01 \x01(\r\x12\x15\n\rvalid_seconds\x18\x02 \x01(\x01\x12\x0c\n\x04host\x18\x03 \x01(\t\"9\n\x14\x43reateInviteResponse\x12\x0e\n\x06invite\x18\x01 \x01(\t\x12\x11\n\tinvite_id\x18\x02 \x01(\t\"\x14\n\x12ListInvitesRequest\"q\n\x0cInviteStatus\x12\x11\n\tinvite_id\x18\x01 \x01(\t\x12\x10\n\x08max_uses\x18\x02 \x01(\r\x12\x10\n\x08node_ids\x18\x03 \x03(\t\x12\x19\n\x11remaining_seconds\x18\x04 \x01(\x01\x12\x0f\n\x07revoked\x18\x05 \x01(\x08\">\n\x13ListInvitesResponse\x12\'\n\x07invites\x18\x01 \x03(\x0b\x32\x16.atoll.v1.InviteStatus\"(\n\x13RevokeInviteRequest\x12\x11\n\tinvite_id\x18\x01 \x01(\t\"\x16\n\x14RevokeInviteResponse2\xfb\x01\n\x0fOperatorService\x12M\n\x0c\x43reateInvite\x12\x1d.atoll.v1.CreateInviteRequest\x1a\x1e.atoll.v1.CreateInviteResponse\x12J\n\x0bListInvites\x12\x1c.atoll.v1.ListInvitesRequest\x1a\x1d.atoll.v1.ListInvitesResponse\x12M\n\x0cRevokeInvite\x12\x1d.atoll.v1.RevokeInviteRequest\x1a\x1e.atoll.v1.RevokeInviteResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aprotocol/v1/operator.proto\x12\x08\x61toll.v1\"L\n\x13\x43reateInviteRequest\x12\x10\n\x08max_uses\x18\x01 \x01(\r\x12\x15\n\rvalid_seconds\x18\x02 \x01(\x01\x12\x0c\n\x04host\x18\x03 \x01(\t\"9\n\x14\x43reateInviteResponse\x12\x0e\n\x06invite\x18\x01 \x01(\t\x12\x11\n\tinvite_id\x18\x02 \x01(\t\"\x14\n\x12ListInvitesRequest\"q\n\x0cInviteStatus\x12\x11\n\tinvite_id\x18\x01 \x01(\t\x12\x10\n\x08max_uses\x18\x02 \x01(\r\x12\x10\n\x08node_ids\x18\x03 \x03(\t\x12\x19\n\x11remaining_seconds\x18\x04 \x01(\x01\x12\x0f\n\x07revoked\x18\x05 \x01(\x08\">\n\x13ListInvitesResponse\x12\'\n\x07invites\x18\x01 \x03(\x0b\x32\x16.atoll.v1.InviteStatus\"(\n\x13RevokeInviteRequest\x12\x11\n\tinvite_id\x18\x01 \x01(\t\"\x16\n\x14RevokeInviteResponse\")\n\x0bSampleRange\x12\r\n\x05\x66irst\x18\x01 \x01(\x04\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x04\"J\n\x12SkipSamplesRequest\x12%\n\x06ranges\x18\x01 \x03(\x0b\x32\x15.atoll.v1.SampleRange\x12\r\n\x05round\x18\x02 \x01(\x04\"<\n\x13SkipSamplesResponse\x12%\n\x06ranges\x18\x01 \x03(\x0b\x32\x15.atoll.v1.SampleRange2\xc7\x02\n\x0fOperatorService\x12M\n\x0c\x43reateInvite\x12\x1d.atoll.v1.CreateInviteRequest\x1a\x1e.atoll.v1.CreateInviteResponse\x12J\n\x0bListInvites\x12\x1c.atoll.v1.ListInvitesRequest\x1a\x1d.atoll.v1.ListInvitesResponse\x12M\n\x0cRevokeInvite\x12\x1d.atoll.v1.RevokeInviteRequest\x1a\x1e.atoll.v1.RevokeInviteResponse\x12J\n\x0bSkipSamples\x12\x1c.atoll.v1.SkipSamplesRequest\x1a\x1d.atoll.v1.SkipSamplesResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,6 +45,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REVOKEINVITEREQUEST']._serialized_end=418
   _globals['_REVOKEINVITERESPONSE']._serialized_start=420
   _globals['_REVOKEINVITERESPONSE']._serialized_end=442
-  _globals['_OPERATORSERVICE']._serialized_start=445
-  _globals['_OPERATORSERVICE']._serialized_end=696
+  _globals['_SAMPLERANGE']._serialized_start=444
+  _globals['_SAMPLERANGE']._serialized_end=485
+  _globals['_SKIPSAMPLESREQUEST']._serialized_start=487
+  _globals['_SKIPSAMPLESREQUEST']._serialized_end=561
+  _globals['_SKIPSAMPLESRESPONSE']._serialized_start=563
+  _globals['_SKIPSAMPLESRESPONSE']._serialized_end=623
+  _globals['_OPERATORSERVICE']._serialized_start=626
+  _globals['_OPERATORSERVICE']._serialized_end=953
 # @@protoc_insertion_point(module_scope)

@@ -193,3 +193,79 @@ class RevokeInviteResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RevokeInviteResponse: _TypeAlias = RevokeInviteResponse  # noqa: Y015
+
+@_typing.final
+class SampleRange(_message.Message):
+    """Places in the run's sample order, as 'atoll data' and 'atoll rounds' count them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    first: _builtins.int
+    """The first place."""
+    end: _builtins.int
+    """The place after the last, greater than first."""
+    def __init__(
+        self,
+        *,
+        first: _builtins.int = ...,
+        end: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "first", b"first"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SampleRange: _TypeAlias = SampleRange  # noqa: Y015
+
+@_typing.final
+class SkipSamplesRequest(_message.Message):
+    """Names samples to take out: by their places, or by a round that trained them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANGES_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    round: _builtins.int
+    """A committed round; 0 for none."""
+    @_builtins.property
+    def ranges(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleRange]: ...
+    def __init__(
+        self,
+        *,
+        ranges: _abc.Iterable[Global___SampleRange] | None = ...,
+        round: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ranges", b"ranges", "round", b"round"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SkipSamplesRequest: _TypeAlias = SkipSamplesRequest  # noqa: Y015
+
+@_typing.final
+class SkipSamplesResponse(_message.Message):
+    """They are taken out."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANGES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ranges(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleRange]:
+        """What was taken out, in whole inner steps; what was out already counts."""
+
+    def __init__(
+        self,
+        *,
+        ranges: _abc.Iterable[Global___SampleRange] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ranges", b"ranges"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SkipSamplesResponse: _TypeAlias = SkipSamplesResponse  # noqa: Y015

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class OperatorServiceStub:
-    """Changes who may join.
+    """Changes who may join, and what is trained.
     """
 
     def __init__(self, channel):
@@ -50,10 +50,15 @@ class OperatorServiceStub:
                 request_serializer=protocol_dot_v1_dot_operator__pb2.RevokeInviteRequest.SerializeToString,
                 response_deserializer=protocol_dot_v1_dot_operator__pb2.RevokeInviteResponse.FromString,
                 _registered_method=True)
+        self.SkipSamples = channel.unary_unary(
+                '/atoll.v1.OperatorService/SkipSamples',
+                request_serializer=protocol_dot_v1_dot_operator__pb2.SkipSamplesRequest.SerializeToString,
+                response_deserializer=protocol_dot_v1_dot_operator__pb2.SkipSamplesResponse.FromString,
+                _registered_method=True)
 
 
 class OperatorServiceServicer:
-    """Changes who may join.
+    """Changes who may join, and what is trained.
     """
 
     def CreateInvite(self, request, context):
@@ -77,6 +82,13 @@ class OperatorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SkipSamples(self, request, context):
+        """Takes samples out of the run: they are not leased any more. Rounds in flight go on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperatorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -95,6 +107,11 @@ def add_OperatorServiceServicer_to_server(servicer, server):
                     request_deserializer=protocol_dot_v1_dot_operator__pb2.RevokeInviteRequest.FromString,
                     response_serializer=protocol_dot_v1_dot_operator__pb2.RevokeInviteResponse.SerializeToString,
             ),
+            'SkipSamples': grpc.unary_unary_rpc_method_handler(
+                    servicer.SkipSamples,
+                    request_deserializer=protocol_dot_v1_dot_operator__pb2.SkipSamplesRequest.FromString,
+                    response_serializer=protocol_dot_v1_dot_operator__pb2.SkipSamplesResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'atoll.v1.OperatorService', rpc_method_handlers)
@@ -104,7 +121,7 @@ def add_OperatorServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class OperatorService:
-    """Changes who may join.
+    """Changes who may join, and what is trained.
     """
 
     @staticmethod
@@ -178,6 +195,33 @@ class OperatorService:
             '/atoll.v1.OperatorService/RevokeInvite',
             protocol_dot_v1_dot_operator__pb2.RevokeInviteRequest.SerializeToString,
             protocol_dot_v1_dot_operator__pb2.RevokeInviteResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SkipSamples(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.OperatorService/SkipSamples',
+            protocol_dot_v1_dot_operator__pb2.SkipSamplesRequest.SerializeToString,
+            protocol_dot_v1_dot_operator__pb2.SkipSamplesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class OperatorServiceStub:
-    """Changes who may join."""
+    """Changes who may join, and what is trained."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -39,10 +39,12 @@ class OperatorServiceStub:
     """The invites, without their secrets."""
     RevokeInvite: _grpc.UnaryUnaryMultiCallable[_operator_pb2.RevokeInviteRequest, _operator_pb2.RevokeInviteResponse]
     """Makes an invite useless. Nodes that joined with it stay."""
+    SkipSamples: _grpc.UnaryUnaryMultiCallable[_operator_pb2.SkipSamplesRequest, _operator_pb2.SkipSamplesResponse]
+    """Takes samples out of the run: they are not leased any more. Rounds in flight go on."""
 
 @_typing.type_check_only
 class OperatorServiceAsyncStub(OperatorServiceStub):
-    """Changes who may join."""
+    """Changes who may join, and what is trained."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreateInvite: _aio.UnaryUnaryMultiCallable[_operator_pb2.CreateInviteRequest, _operator_pb2.CreateInviteResponse]  # type: ignore[assignment]
@@ -51,9 +53,11 @@ class OperatorServiceAsyncStub(OperatorServiceStub):
     """The invites, without their secrets."""
     RevokeInvite: _aio.UnaryUnaryMultiCallable[_operator_pb2.RevokeInviteRequest, _operator_pb2.RevokeInviteResponse]  # type: ignore[assignment]
     """Makes an invite useless. Nodes that joined with it stay."""
+    SkipSamples: _aio.UnaryUnaryMultiCallable[_operator_pb2.SkipSamplesRequest, _operator_pb2.SkipSamplesResponse]  # type: ignore[assignment]
+    """Takes samples out of the run: they are not leased any more. Rounds in flight go on."""
 
 class OperatorServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Changes who may join."""
+    """Changes who may join, and what is trained."""
 
     @_abc_1.abstractmethod
     def CreateInvite(
@@ -78,5 +82,13 @@ class OperatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_operator_pb2.RevokeInviteResponse, _abc.Awaitable[_operator_pb2.RevokeInviteResponse]]:
         """Makes an invite useless. Nodes that joined with it stay."""
+
+    @_abc_1.abstractmethod
+    def SkipSamples(
+        self,
+        request: _operator_pb2.SkipSamplesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.SkipSamplesResponse, _abc.Awaitable[_operator_pb2.SkipSamplesResponse]]:
+        """Takes samples out of the run: they are not leased any more. Rounds in flight go on."""
 
 def add_OperatorServiceServicer_to_server(servicer: OperatorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -25,17 +25,17 @@ _sym_db = _symbol_database.Default()
 from protocol.v1 import session_pb2 as protocol_dot_v1_dot_session__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18protocol/v1/status.proto\x12\x08\x61toll.v1\x1a\x19protocol/v1/session.proto\"\x12\n\x10GetStatusRequest\"\xe2\x04\n\tRunStatus\x12\x10\n\x08swarm_id\x18\x01 \x01(\t\x12\x10\n\x08run_name\x18\x02 \x01(\t\x12\x12\n\nrun_digest\x18\x03 \x01(\x0c\x12!\n\x05phase\x18\x04 \x01(\x0e\x32\x12.atoll.v1.RunPhase\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x17\n\x0f\x63ommitted_round\x18\x06 \x01(\x04\x12\x14\n\x0ctotal_rounds\x18\x07 \x01(\x04\x12\x12\n\nopen_round\x18\x08 \x01(\x04\x12\x13\n\x0btoken_clock\x18\t \x01(\x04\x12\x14\n\x0couter_digest\x18\n \x01(\x0c\x12\x1a\n\x12outer_digest_round\x18\x0b \x01(\x04\x12\x15\n\rdigests_agree\x18\x0c \x01(\x08\x12\x16\n\x0enum_parameters\x18\r \x01(\x04\x12\x13\n\x0binner_steps\x18\x0e \x01(\r\x12.\n\x0fheld_out_losses\x18\x0f \x03(\x0b\x32\x15.atoll.v1.HeldOutLoss\x12\x16\n\x0euptime_seconds\x18\x10 \x01(\x01\x12\x11\n\tmin_nodes\x18\x11 \x01(\r\x12\"\n\x04\x64\x61ta\x18\x12 \x01(\x0b\x32\x14.atoll.v1.DataStatus\x12\"\n\x04wire\x18\x13 \x01(\x0b\x32\x14.atoll.v1.WireLedger\x12\x17\n\x0f\x65lapsed_seconds\x18\x14 \x01(\x01\x12#\n\x16\x65stimated_seconds_left\x18\x15 \x01(\x01H\x00\x88\x01\x01\x12 \n\x18held_out_bytes_per_token\x18\x16 \x01(\x01\x42\x19\n\x17_estimated_seconds_left\"K\n\nWireLedger\x12#\n\x06\x63ounts\x18\x01 \x03(\x0b\x32\x13.atoll.v1.WireCount\x12\x18\n\x10\x61ll_reduce_bytes\x18\x02 \x01(\x04\"\x9f\x01\n\nDataStatus\x12\x15\n\repoch_samples\x18\x01 \x01(\x04\x12\x19\n\x11\x63ommitted_samples\x18\x02 \x01(\x04\x12\x16\n\x0eleased_samples\x18\x03 \x01(\x04\x12\x1a\n\x12\x66ree_again_samples\x18\x04 \x01(\x04\x12\x19\n\x11\x66ree_again_pieces\x18\x05 \x01(\x04\x12\x10\n\x08\x66rontier\x18\x06 \x01(\x04\":\n\x0bHeldOutLoss\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0c\n\x04loss\x18\x02 \x01(\x01\x12\x0e\n\x06tokens\x18\x03 \x01(\x04\"\xd3\x03\n\nNodeStatus\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x11\n\tnode_name\x18\x02 \x01(\t\x12\"\n\x05state\x18\x03 \x01(\x0e\x32\x13.atoll.v1.NodeState\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x11\n\tnum_ranks\x18\x05 \x01(\r\x12\x16\n\x0esilent_seconds\x18\x06 \x01(\x01\x12\x18\n\x10\x63ommitted_tokens\x18\x07 \x01(\x04\x12&\n\x07\x61\x64\x64ress\x18\x08 \x01(\x0b\x32\x15.atoll.v1.PeerAddress\x12-\n\theartbeat\x18\t \x01(\x0b\x32\x1a.atoll.v1.HeartbeatRequest\x12\x13\n\x0bsame_corpus\x18\n \x01(\x08\x12\x0f\n\x07version\x18\x0b \x01(\t\x12\x13\n\x0binner_steps\x18\x0c \x01(\r\x12#\n\x16inner_steps_per_second\x18\r \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x0bis_draining\x18\x0e \x01(\x08\x12\'\n\nlink_rates\x18\x0f \x01(\x0b\x32\x13.atoll.v1.LinkRates\x12\x18\n\x10has_waiting_copy\x18\x10 \x01(\x08\x42\x19\n\x17_inner_steps_per_second\"p\n\x11GetStatusResponse\x12 \n\x03run\x18\x01 \x01(\x0b\x32\x13.atoll.v1.RunStatus\x12#\n\x05nodes\x18\x02 \x03(\x0b\x32\x14.atoll.v1.NodeStatus\x12\x14\n\x0cunix_seconds\x18\x03 \x01(\x01\"\"\n\x11ListRoundsRequest\x12\r\n\x05limit\x18\x01 \x01(\r\"\xa3\x02\n\x0cRoundSummary\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x10\n\x08\x66ragment\x18\x02 \x01(\r\x12\x18\n\x10num_participants\x18\x03 \x01(\r\x12\x12\n\nnum_slices\x18\x04 \x01(\r\x12\x1c\n\x14num_committed_slices\x18\x05 \x01(\r\x12\x18\n\x10num_contributors\x18\x06 \x01(\r\x12\x0e\n\x06tokens\x18\x07 \x01(\x04\x12\x0f\n\x07seconds\x18\x08 \x01(\x01\x12\x0c\n\x04loss\x18\t \x01(\x01\x12\x14\n\x0couter_digest\x18\n \x01(\x0c\x12\x0e\n\x06reason\x18\x0b \x01(\t\x12\x13\n\x0bincarnation\x18\x0c \x01(\r\x12\"\n\x04wire\x18\r \x01(\x0b\x32\x14.atoll.v1.WireLedger\"<\n\x12ListRoundsResponse\x12&\n\x06rounds\x18\x01 \x03(\x0b\x32\x16.atoll.v1.RoundSummary*\x9e\x01\n\x08RunPhase\x12\x19\n\x15RUN_PHASE_UNSPECIFIED\x10\x00\x12\x15\n\x11RUN_PHASE_WAITING\x10\x01\x12\x16\n\x12RUN_PHASE_TRAINING\x10\x02\x12\x18\n\x14RUN_PHASE_EXCHANGING\x10\x03\x12\x16\n\x12RUN_PHASE_APPLYING\x10\x04\x12\x16\n\x12RUN_PHASE_FINISHED\x10\x05*\x98\x01\n\tNodeState\x12\x1a\n\x16NODE_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12NODE_STATE_JOINING\x10\x01\x12\x14\n\x10NODE_STATE_READY\x10\x02\x12\x17\n\x13NODE_STATE_DIVERGED\x10\x03\x12\x13\n\x0fNODE_STATE_LOST\x10\x04\x12\x13\n\x0fNODE_STATE_LEFT\x10\x05\x32\x9e\x01\n\rStatusService\x12\x44\n\tGetStatus\x12\x1a.atoll.v1.GetStatusRequest\x1a\x1b.atoll.v1.GetStatusResponse\x12G\n\nListRounds\x12\x1b.atoll.v1.ListRoundsRequest\x1a\x1c.atoll.v1.ListRoundsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18protocol/v1/status.proto\x12\x08\x61toll.v1\x1a\x19protocol/v1/session.proto\"\x12\n\x10GetStatusRequest\"\xe2\x04\n\tRunStatus\x12\x10\n\x08swarm_id\x18\x01 \x01(\t\x12\x10\n\x08run_name\x18\x02 \x01(\t\x12\x12\n\nrun_digest\x18\x03 \x01(\x0c\x12!\n\x05phase\x18\x04 \x01(\x0e\x32\x12.atoll.v1.RunPhase\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x17\n\x0f\x63ommitted_round\x18\x06 \x01(\x04\x12\x14\n\x0ctotal_rounds\x18\x07 \x01(\x04\x12\x12\n\nopen_round\x18\x08 \x01(\x04\x12\x13\n\x0btoken_clock\x18\t \x01(\x04\x12\x14\n\x0couter_digest\x18\n \x01(\x0c\x12\x1a\n\x12outer_digest_round\x18\x0b \x01(\x04\x12\x15\n\rdigests_agree\x18\x0c \x01(\x08\x12\x16\n\x0enum_parameters\x18\r \x01(\x04\x12\x13\n\x0binner_steps\x18\x0e \x01(\r\x12.\n\x0fheld_out_losses\x18\x0f \x03(\x0b\x32\x15.atoll.v1.HeldOutLoss\x12\x16\n\x0euptime_seconds\x18\x10 \x01(\x01\x12\x11\n\tmin_nodes\x18\x11 \x01(\r\x12\"\n\x04\x64\x61ta\x18\x12 \x01(\x0b\x32\x14.atoll.v1.DataStatus\x12\"\n\x04wire\x18\x13 \x01(\x0b\x32\x14.atoll.v1.WireLedger\x12\x17\n\x0f\x65lapsed_seconds\x18\x14 \x01(\x01\x12#\n\x16\x65stimated_seconds_left\x18\x15 \x01(\x01H\x00\x88\x01\x01\x12 \n\x18held_out_bytes_per_token\x18\x16 \x01(\x01\x42\x19\n\x17_estimated_seconds_left\"K\n\nWireLedger\x12#\n\x06\x63ounts\x18\x01 \x03(\x0b\x32\x13.atoll.v1.WireCount\x12\x18\n\x10\x61ll_reduce_bytes\x18\x02 \x01(\x04\"\xb8\x01\n\nDataStatus\x12\x15\n\repoch_samples\x18\x01 \x01(\x04\x12\x19\n\x11\x63ommitted_samples\x18\x02 \x01(\x04\x12\x16\n\x0eleased_samples\x18\x03 \x01(\x04\x12\x1a\n\x12\x66ree_again_samples\x18\x04 \x01(\x04\x12\x19\n\x11\x66ree_again_pieces\x18\x05 \x01(\x04\x12\x10\n\x08\x66rontier\x18\x06 \x01(\x04\x12\x17\n\x0fskipped_samples\x18\x07 \x01(\x04\":\n\x0bHeldOutLoss\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0c\n\x04loss\x18\x02 \x01(\x01\x12\x0e\n\x06tokens\x18\x03 \x01(\x04\"\xd3\x03\n\nNodeStatus\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x11\n\tnode_name\x18\x02 \x01(\t\x12\"\n\x05state\x18\x03 \x01(\x0e\x32\x13.atoll.v1.NodeState\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x11\n\tnum_ranks\x18\x05 \x01(\r\x12\x16\n\x0esilent_seconds\x18\x06 \x01(\x01\x12\x18\n\x10\x63ommitted_tokens\x18\x07 \x01(\x04\x12&\n\x07\x61\x64\x64ress\x18\x08 \x01(\x0b\x32\x15.atoll.v1.PeerAddress\x12-\n\theartbeat\x18\t \x01(\x0b\x32\x1a.atoll.v1.HeartbeatRequest\x12\x13\n\x0bsame_corpus\x18\n \x01(\x08\x12\x0f\n\x07version\x18\x0b \x01(\t\x12\x13\n\x0binner_steps\x18\x0c \x01(\r\x12#\n\x16inner_steps_per_second\x18\r \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x0bis_draining\x18\x0e \x01(\x08\x12\'\n\nlink_rates\x18\x0f \x01(\x0b\x32\x13.atoll.v1.LinkRates\x12\x18\n\x10has_waiting_copy\x18\x10 \x01(\x08\x42\x19\n\x17_inner_steps_per_second\"p\n\x11GetStatusResponse\x12 \n\x03run\x18\x01 \x01(\x0b\x32\x13.atoll.v1.RunStatus\x12#\n\x05nodes\x18\x02 \x03(\x0b\x32\x14.atoll.v1.NodeStatus\x12\x14\n\x0cunix_seconds\x18\x03 \x01(\x01\"\"\n\x11ListRoundsRequest\x12\r\n\x05limit\x18\x01 \x01(\r\"\xa3\x02\n\x0cRoundSummary\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x10\n\x08\x66ragment\x18\x02 \x01(\r\x12\x18\n\x10num_participants\x18\x03 \x01(\r\x12\x12\n\nnum_slices\x18\x04 \x01(\r\x12\x1c\n\x14num_committed_slices\x18\x05 \x01(\r\x12\x18\n\x10num_contributors\x18\x06 \x01(\r\x12\x0e\n\x06tokens\x18\x07 \x01(\x04\x12\x0f\n\x07seconds\x18\x08 \x01(\x01\x12\x0c\n\x04loss\x18\t \x01(\x01\x12\x14\n\x0couter_digest\x18\n \x01(\x0c\x12\x0e\n\x06reason\x18\x0b \x01(\t\x12\x13\n\x0bincarnation\x18\x0c \x01(\r\x12\"\n\x04wire\x18\r \x01(\x0b\x32\x14.atoll.v1.WireLedger\"<\n\x12ListRoundsResponse\x12&\n\x06rounds\x18\x01 \x03(\x0b\x32\x16.atoll.v1.RoundSummary*\x9e\x01\n\x08RunPhase\x12\x19\n\x15RUN_PHASE_UNSPECIFIED\x10\x00\x12\x15\n\x11RUN_PHASE_WAITING\x10\x01\x12\x16\n\x12RUN_PHASE_TRAINING\x10\x02\x12\x18\n\x14RUN_PHASE_EXCHANGING\x10\x03\x12\x16\n\x12RUN_PHASE_APPLYING\x10\x04\x12\x16\n\x12RUN_PHASE_FINISHED\x10\x05*\x98\x01\n\tNodeState\x12\x1a\n\x16NODE_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12NODE_STATE_JOINING\x10\x01\x12\x14\n\x10NODE_STATE_READY\x10\x02\x12\x17\n\x13NODE_STATE_DIVERGED\x10\x03\x12\x13\n\x0fNODE_STATE_LOST\x10\x04\x12\x13\n\x0fNODE_STATE_LEFT\x10\x05\x32\x9e\x01\n\rStatusService\x12\x44\n\tGetStatus\x12\x1a.atoll.v1.GetStatusRequest\x1a\x1b.atoll.v1.GetStatusResponse\x12G\n\nListRounds\x12\x1b.atoll.v1.ListRoundsRequest\x1a\x1c.atoll.v1.ListRoundsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protocol.v1.status_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_RUNPHASE']._serialized_start=1974
-  _globals['_RUNPHASE']._serialized_end=2132
-  _globals['_NODESTATE']._serialized_start=2135
-  _globals['_NODESTATE']._serialized_end=2287
+  _globals['_RUNPHASE']._serialized_start=1999
+  _globals['_RUNPHASE']._serialized_end=2157
+  _globals['_NODESTATE']._serialized_start=2160
+  _globals['_NODESTATE']._serialized_end=2312
   _globals['_GETSTATUSREQUEST']._serialized_start=65
   _globals['_GETSTATUSREQUEST']._serialized_end=83
   _globals['_RUNSTATUS']._serialized_start=86
@@ -43,19 +43,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WIRELEDGER']._serialized_start=698
   _globals['_WIRELEDGER']._serialized_end=773
   _globals['_DATASTATUS']._serialized_start=776
-  _globals['_DATASTATUS']._serialized_end=935
-  _globals['_HELDOUTLOSS']._serialized_start=937
-  _globals['_HELDOUTLOSS']._serialized_end=995
-  _globals['_NODESTATUS']._serialized_start=998
-  _globals['_NODESTATUS']._serialized_end=1465
-  _globals['_GETSTATUSRESPONSE']._serialized_start=1467
-  _globals['_GETSTATUSRESPONSE']._serialized_end=1579
-  _globals['_LISTROUNDSREQUEST']._serialized_start=1581
-  _globals['_LISTROUNDSREQUEST']._serialized_end=1615
-  _globals['_ROUNDSUMMARY']._serialized_start=1618
-  _globals['_ROUNDSUMMARY']._serialized_end=1909
-  _globals['_LISTROUNDSRESPONSE']._serialized_start=1911
-  _globals['_LISTROUNDSRESPONSE']._serialized_end=1971
-  _globals['_STATUSSERVICE']._serialized_start=2290
-  _globals['_STATUSSERVICE']._serialized_end=2448
+  _globals['_DATASTATUS']._serialized_end=960
+  _globals['_HELDOUTLOSS']._serialized_start=962
+  _globals['_HELDOUTLOSS']._serialized_end=1020
+  _globals['_NODESTATUS']._serialized_start=1023
+  _globals['_NODESTATUS']._serialized_end=1490
+  _globals['_GETSTATUSRESPONSE']._serialized_start=1492
+  _globals['_GETSTATUSRESPONSE']._serialized_end=1604
+  _globals['_LISTROUNDSREQUEST']._serialized_start=1606
+  _globals['_LISTROUNDSREQUEST']._serialized_end=1640
+  _globals['_ROUNDSUMMARY']._serialized_start=1643
+  _globals['_ROUNDSUMMARY']._serialized_end=1934
+  _globals['_LISTROUNDSRESPONSE']._serialized_start=1936
+  _globals['_LISTROUNDSRESPONSE']._serialized_end=1996
+  _globals['_STATUSSERVICE']._serialized_start=2315
+  _globals['_STATUSSERVICE']._serialized_end=2473
 # @@protoc_insertion_point(module_scope)

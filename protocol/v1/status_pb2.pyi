@@ -268,6 +268,7 @@ class DataStatus(_message.Message):
     FREE_AGAIN_SAMPLES_FIELD_NUMBER: _builtins.int
     FREE_AGAIN_PIECES_FIELD_NUMBER: _builtins.int
     FRONTIER_FIELD_NUMBER: _builtins.int
+    SKIPPED_SAMPLES_FIELD_NUMBER: _builtins.int
     epoch_samples: _builtins.int
     """Samples of one epoch, as the first node that attached counts them; 0 before."""
     committed_samples: _builtins.int
@@ -279,7 +280,9 @@ class DataStatus(_message.Message):
     free_again_pieces: _builtins.int
     """Contiguous pieces that free_again_samples are in."""
     frontier: _builtins.int
-    """First place that was never leased."""
+    """Places up to the first that was never leased; of all books, where data is private."""
+    skipped_samples: _builtins.int
+    """Places that the run owner took out."""
     def __init__(
         self,
         *,
@@ -289,10 +292,11 @@ class DataStatus(_message.Message):
         free_again_samples: _builtins.int = ...,
         free_again_pieces: _builtins.int = ...,
         frontier: _builtins.int = ...,
+        skipped_samples: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_samples", b"committed_samples", "epoch_samples", b"epoch_samples", "free_again_pieces", b"free_again_pieces", "free_again_samples", b"free_again_samples", "frontier", b"frontier", "leased_samples", b"leased_samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_samples", b"committed_samples", "epoch_samples", b"epoch_samples", "free_again_pieces", b"free_again_pieces", "free_again_samples", b"free_again_samples", "frontier", b"frontier", "leased_samples", b"leased_samples", "skipped_samples", b"skipped_samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 import tomllib
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -21,11 +22,12 @@ from coordinator_scene import (
 )
 
 from coordinator.config import RUN_TEMPLATE, Home, run_text
-from protocol.errors import (
-    SessionEndedError,
-)
+from protocol.channel import open_channel
+from protocol.credentials import Credentials
+from protocol.errors import NoInputError, NotPermittedError, SessionEndedError
 from protocol.run_spec import RunSpec, run_from_json, validated
-from protocol.v1 import session_pb2, status_pb2
+from protocol.v1 import operator_pb2, session_pb2, status_pb2
+from protocol.v1.operator_pb2_grpc import OperatorServiceStub
 
 
 def test_the_template_says_what_holds_without_it() -> None:
@@ -194,3 +196,37 @@ async def test_a_second_coordinator_is_refused_its_folder_and_its_port(tmp_path:
     assert (code, other_code) == (71, 71)
     assert "another coordinator" in said and "Traceback" not in said
     assert f"port {coordinator.control_port} of 127.0.0.1 is in use" in other_said
+
+
+async def test_the_run_owner_takes_out_what_a_round_trained_and_nobody_else_may(
+    tmp_path: Path,
+) -> None:
+    home = new_home(tmp_path / "home")
+    async with serving(home), two_nodes(home) as (a, b), AsyncExitStack() as opened:
+        plan = (await a.next("plan")).plan
+
+        owner = await opened.enter_async_context(open_channel(Credentials.load(home.directory)))
+        operator = OperatorServiceStub(owner)
+        asked = operator_pb2.SampleRange(first=1001, end=1009)
+        answer = await operator.SkipSamples(operator_pb2.SkipSamplesRequest(ranges=[asked]))
+        batch = home.run.inner.batch
+        (piece,) = answer.ranges
+        assert (piece.first, piece.end) == (1001 // batch * batch, -(-1009 // batch) * batch)
+        status = await a.status.GetStatus(status_pb2.GetStatusRequest())
+        assert status.run.data.skipped_samples == piece.end - piece.first
+        assert status.run.data.frontier == piece.end
+        with pytest.raises(NoInputError, match="which samples round 7 trained is not known"):
+            await operator.SkipSamples(operator_pb2.SkipSamplesRequest(round=7))
+        for node in (a, b):
+            await node.trained(1)
+            await node.reduced(plan)
+        for node in (a, b):
+            await node.held(plan)
+        await a.next("commit")
+        answer = await operator.SkipSamples(operator_pb2.SkipSamplesRequest(round=1))
+        assert [(r.first, r.end - r.first) for r in answer.ranges] == [
+            (each.first_sample, each.num_samples) for each in plan.assignments
+        ]
+        mine = await opened.enter_async_context(open_channel(a.credentials))
+        with pytest.raises(NotPermittedError, match="only the run owner"):
+            await OperatorServiceStub(mine).SkipSamples(operator_pb2.SkipSamplesRequest(round=1))

@@ -65,5 +65,5 @@ def test_other_weights_than_the_runs_are_refused_with_both_digests(
         78, "wrong.safetensors holds the weights", "and run 'given' begins with"
     )
     wrong.write_bytes((swarm.home / FIRST_WEIGHTS).read_bytes()[:-9])
-    swarm.start_node("node", "--weights", str(wrong)).ends_with(65, "cannot be read")
+    swarm.start_node("node", "--weights", str(wrong)).ends_with(65, "wrong.safetensors")
     swarm.start_node("node", "--weights", "nowhere").ends_with(66, "nowhere is not there")

@@ -29,13 +29,26 @@ from node.island.mesh_shape import MeshShape
 from node.island.model import Attention
 from node.island.trainer import Trainer
 from node.outer_state import SharedNames, SharedVectors
-from protocol.models import DecoderModel
+from protocol.models import DecoderModel, RopeScaling
 from protocol.run_spec import DataSection, EvaluationSection, ExchangeSection, InnerSection, RunSpec
 
 # 5 layers and 24 × 40 matrices: pipelines and shards get parts of different sizes. More ranks than
 # some tensors have rows would be empty shards: norms have 24 values, of which tensor ranks share.
 MODEL = DecoderModel(
     hidden_size=24, num_layers=5, num_heads=4, num_kv_heads=2, ffn_size=40, context=16
+)
+LIKE_QWEN = MODEL.model_copy(
+    update={
+        "head_size": 8,  # 4 heads of it are wider than the stream
+        "qk_norm": True,
+        "attention_bias": "all",
+        "mlp_bias": True,
+        "tie_embeddings": False,
+        "rope_scaling": RopeScaling(factor=4.0, original_context=8),
+    }
+)
+LIKE_MISTRAL = MODEL.model_copy(
+    update={"sliding_window": 5, "sliding_layers": (0, 2, 4), "logit_softcap": 2.0}
 )
 STEPS = 5
 PATIENCE_SECONDS = 600  # for a hang only
@@ -48,9 +61,9 @@ Outcome = tuple[Figures, np.ndarray, np.ndarray]
 """Figures of rank 0, and the vectors that all ranks published before and after."""
 
 
-def spec_of(*, tied: bool = True) -> RunSpec:
+def spec_of(*, tied: bool = True, model: DecoderModel = MODEL) -> RunSpec:
     return RunSpec(
-        model=MODEL.model_copy(update={"tie_embeddings": tied}),
+        model=model if tied else model.model_copy(update={"tie_embeddings": False}),
         data=DataSection(source="text", paths=("*.txt",), held_out=0.2),
         inner=InnerSection(
             batch=8, learning_rate=1e-2, schedule="constant", warmup_tokens=0, clip=0.5

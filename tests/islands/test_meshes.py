@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from mesh_scene import (
+    LIKE_MISTRAL,
+    LIKE_QWEN,
     MODEL,
     STEPS,
     Figures,
@@ -94,12 +96,6 @@ def test_a_head_of_its_own_is_trained_likewise(
     check_alike(shape, alone, tmp_path, tied=False)
 
 
-def test_pipeline_tensor_and_shards_go_together_on_eight_ranks(
-    alone: dict[bool, tuple[Figures, np.ndarray]], tmp_path: Path
-) -> None:
-    check_alike(MeshShape(shard=2, tensor=2, pipeline=2), alone, tmp_path, tied=True)
-
-
 # 3 of a rank's 4 samples and then 1; layers recomputed; and with torch's deterministic kernels.
 IN_PARTS = LocalTraining(micro_batch=3)
 IN_WHOLE_PARTS = LocalTraining(micro_batch=1, accumulate="whole")
@@ -112,6 +108,52 @@ SPREAD = [
     MeshShape(tensor=2),
     MeshShape(context=2),
 ]
+
+OF_FAMILIES = {"like Qwen": spec_of(model=LIKE_QWEN), "like Mistral": spec_of(model=LIKE_MISTRAL)}
+
+
+@pytest.fixture(scope="module")
+def family_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    """What one process comes to."""
+    prepare_forkserver()
+    place = tmp_path_factory.mktemp("families")
+    return {name: trained(spec, MeshShape(), place) for name, spec in OF_FAMILIES.items()}
+
+
+@pytest.mark.parametrize(
+    ("family", "shape", "local"),
+    [
+        ("like Qwen", MeshShape(replicate=2), PLAIN),
+        ("like Qwen", MeshShape(shard=2), PLAIN),
+        ("like Qwen", MeshShape(tensor=2), RECOMPUTED),
+        ("like Qwen", MeshShape(shard=2, tensor=2), PLAIN),
+        ("like Qwen", MeshShape(tensor=2, pipeline=2), PLAIN),
+        ("like Qwen", MeshShape(pipeline=2, schedule="zbv"), PLAIN),
+        ("like Qwen", MeshShape(context=2), PLAIN),
+        ("like Mistral", MeshShape(shard=2), RECOMPUTED),
+        ("like Mistral", MeshShape(tensor=2), PLAIN),
+        ("like Mistral", MeshShape(context=2), PLAIN),
+        ("like Mistral", MeshShape(context=4), PLAIN),
+        ("like Mistral", MeshShape(tensor=2, pipeline=2), PLAIN),
+    ],
+    ids=str,
+)
+def test_what_a_family_of_models_has_besides_is_trained_by_every_kind_of_mesh(
+    family: str,
+    shape: MeshShape,
+    local: LocalTraining,
+    family_alone: dict[str, Outcome],
+    tmp_path: Path,
+) -> None:
+    one, first, one_last = family_alone[family]
+    assert not np.array_equal(first, one_last)
+    check_against(OF_FAMILIES[family], (one, one_last), shape, tmp_path, local)
+
+
+def test_pipeline_tensor_and_shards_go_together_on_eight_ranks(
+    alone: dict[bool, tuple[Figures, np.ndarray]], tmp_path: Path
+) -> None:
+    check_alike(MeshShape(shard=2, tensor=2, pipeline=2), alone, tmp_path, tied=True)
 
 
 def words_of(local: LocalTraining) -> str:
@@ -265,6 +307,15 @@ def test_a_mesh_trains_in_a_lower_precision_as_one_process_does(
     assert np.linalg.norm(last - one_last) < 0.1 * np.linalg.norm(one_last - first)
 
 
+def test_norms_of_queries_and_keys_are_gathered_in_fp32_as_all_norms_are(
+    family_alone: dict[str, Outcome], tmp_path: Path
+) -> None:
+    _, first, one_last = family_alone["like Qwen"]
+    many, _, last = trained(OF_FAMILIES["like Qwen"], MeshShape(shard=2), tmp_path, BF16)
+    assert many[5] == {("matrix", torch.bfloat16), ("norm", torch.float32)}
+    assert np.linalg.norm(last - one_last) < 0.1 * np.linalg.norm(one_last - first)
+
+
 @pytest.mark.parametrize("shape", [MeshShape(tensor=2), MeshShape(pipeline=2)], ids=str)
 def test_a_gradient_that_overflows_on_one_rank_leaves_the_step_out_on_all(
     shape: MeshShape, alone_in_lower: dict[Precision, Outcome], tmp_path: Path
@@ -312,9 +363,18 @@ def check_alike(
     tied: bool = True,
     local: LocalTraining = PLAIN,
 ) -> None:
-    spec = spec_of(tied=tied)
+    check_against(spec_of(tied=tied), alone[tied], shape, place, local)
+
+
+def check_against(
+    spec: RunSpec,
+    alone: tuple[Figures, np.ndarray],
+    shape: MeshShape,
+    place: Path,
+    local: LocalTraining,
+) -> None:
     (before, after, loss, norms, passes, _), first, last = trained(spec, shape, place, local)
-    (one_before, one_after, one_loss, one_norms, *_), one_last = alone[tied]
+    (one_before, one_after, one_loss, one_norms, *_), one_last = alone
     assert first.tobytes() == initial_parameters(spec).tobytes()
     assert (before, after, loss) == pytest.approx((one_before, one_after, one_loss), abs=1e-5)
     assert norms == pytest.approx(one_norms, abs=1e-5)

@@ -61,7 +61,7 @@ def test_every_place_is_in_one_book_and_counts_once(rounds: list[list[tuple[int,
         assert set(committed) == counted
         assert ledger.leased == ()
         free = places_in(free_again(ledger))
-        assert sorted(committed + free) == list(range(ledger.frontier))
+        assert sorted(committed + free) == list(range(ledger.frontier()))
         for piece, following in zip(ledger.committed, ledger.committed[1:], strict=False):
             assert piece.end < following.first, "neighbours are merged"
         assert all(p.first % BATCH == p.end % BATCH == 0 for p in ledger.committed)
@@ -74,15 +74,15 @@ def leased_one_by_one(ledger: Ledger, wanted: list[int]) -> tuple[Ledger, list[P
         fitting = (
             piece.first
             for piece in free_again(ledger)
-            if piece.num_samples >= num_samples or piece.end == ledger.frontier
+            if piece.num_samples >= num_samples or piece.end == ledger.frontier()
         )
-        first = next(fitting, ledger.frontier)
+        first = next(fitting, ledger.frontier())
         places = Places(first=first, end=first + num_samples)
         leased.append(places)
         ledger = replace(
             ledger,
             leased=tuple(sorted((*ledger.leased, places), key=lambda piece: piece.first)),
-            frontier=max(ledger.frontier, places.end),
+            frontiers={0: max(ledger.frontier(), places.end)},
         )
     return ledger, leased
 

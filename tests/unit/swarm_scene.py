@@ -65,6 +65,8 @@ class Scene:
         slice_elements: int = 1 << 62,
         round_steps: int | None = None,
         schedule_tokens: int | None = None,
+        first_digest: Digest | None = None,
+        has_private_data: bool = False,
     ) -> None:
         rules = Rules(
             total_rounds=rounds,
@@ -84,6 +86,8 @@ class Scene:
             slice_elements=slice_elements,
             round_steps=round_steps,
             schedule_tokens=schedule_tokens,
+            first_digest=first_digest,
+            has_private_data=has_private_data,
         )
         self.layout = layout
         self._num_processes: Counter[str] = Counter()
@@ -125,6 +129,8 @@ class Scene:
         incarnation: int = 0,
         is_beside: bool = False,  # the process before it goes on
         node_name: str | None = None,  # its node id unless told
+        cannot_train: bool = False,
+        cannot_evaluate: bool = False,
     ) -> None:
         for name in names:
             self._num_processes[name] += is_new_process
@@ -147,6 +153,8 @@ class Scene:
                     outer_digest=digest,
                     outer_incarnation=incarnation,
                     process_id=self._num_processes[name],
+                    cannot_train=cannot_train,
+                    cannot_evaluate=cannot_evaluate,
                 )
             )
 
@@ -160,6 +168,8 @@ class Scene:
         unreachable: tuple[str, ...] = (),
         incarnation: int = 0,
         rates: Rates = UNKNOWN,
+        cannot_train: bool = False,
+        cannot_evaluate: bool = False,
     ) -> None:
         if session_id is None:
             session_id = self.member(name).session_id
@@ -172,6 +182,8 @@ class Scene:
                 outer_incarnation=incarnation,
                 unreachable=tuple(map(NodeId, unreachable)),
                 rates=rates,
+                cannot_train=cannot_train,
+                cannot_evaluate=cannot_evaluate,
             )
         )
 

@@ -179,4 +179,5 @@ def test_data_shows_samples_epochs_and_pieces(monkeypatch, capsys):
         "free_again_samples": 20,
         "free_again_pieces": 1,
         "frontier": 700,
+        "skipped_samples": 0,
     }

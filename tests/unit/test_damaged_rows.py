@@ -74,7 +74,7 @@ def test_a_flipped_byte_changes_nothing_or_is_said(database: bytes, tmp_path: Pa
         ("members", "member = replace(member, 'node-a', 'node-x')"),
         ("clock", "saved_now = saved_now + 1"),
         ("swarm", "state = replace(state, 'token_clock\":3', 'token_clock\":4')"),
-        ("ledger", "ledger = replace(ledger, 'frontier\":', 'frontier\":1')"),
+        ("ledger", "ledger = replace(ledger, 'frontiers\":{', 'frontiers\":{\"1\":1,')"),
         ("held_out", "loss = loss - 1"),
         ("closed_rounds", "round = 9 WHERE round = 1"),
         ("commits", "outer_digest = base_digest"),

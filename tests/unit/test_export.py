@@ -1,7 +1,9 @@
 """An exported model is whole or absent, and reads back to the bit."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,22 +11,35 @@ from safetensors.numpy import load_file, save_file
 
 from node.export import export_model, load_exported
 from node.island.first_weights import initial_parameters
+from node.model_card import Origin, contributions_of
 from protocol.errors import BadDataError, CannotCreateError, NoInputError
 from protocol.layout import layout_of
-from protocol.models import DecoderModel
+from protocol.models import DecoderModel, Description
+from protocol.rounds import (
+    Commit,
+    Contributor,
+    Digest,
+    NodeId,
+    SliceOutcome,
+)
 from tests.tiny_runs import run_of
 
 SPEC = DecoderModel(hidden_size=16, num_layers=2, num_heads=4, ffn_size=24, context=16)
 WEIGHTS = initial_parameters(run_of(SPEC, seed=1))
 
 
-def export(out: Path, spec: DecoderModel = SPEC) -> None:
-    export_model(
-        spec=spec,
-        layout=layout_of(run_of(spec)),
+ORIGIN = Origin(
+    run="my-run", run_digest=Digest(b"\1" * 32), round=40, outer_digest=Digest(b"\2" * 32)
+)
+
+
+def export(out: Path, spec: DecoderModel = SPEC, **options: Any) -> str:
+    return export_model(
+        spec=run_of(spec),
         parameters=initial_parameters(run_of(spec, seed=1)),
+        origin=ORIGIN,
         out=out,
-        metadata={"run": "my-run", "round": "40", "digest": "9f3c"},
+        **options,
     )
 
 
@@ -46,7 +61,7 @@ def test_the_folder_says_what_it_is_to_people_and_to_transformers(tmp_path: Path
         "config.json",
         "model.safetensors",
     ]
-    assert json.loads((out / "atoll.json").read_text())["round"] == "40"
+    assert json.loads((out / "atoll.json").read_text())["round"] == 40
     assert "Tokens are bytes" in (out / "README.md").read_text()
     config = json.loads((out / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
@@ -82,17 +97,19 @@ def test_a_failed_export_leaves_nothing_behind(
 
 
 def test_what_is_no_export_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(NoInputError, match=r"config\.json is missing"):
+    with pytest.raises(NoInputError, match=r"atoll\.json is missing"):
         load_exported(tmp_path)
     export(tmp_path / "model")
     weights = tmp_path / "model" / "model.safetensors"
     tensors = load_file(weights)
     tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1]
     save_file(tensors, weights)
-    with pytest.raises(BadDataError, match=r"model.norm.weight .* is float32 \(15,\)"):
+    with pytest.raises(
+        BadDataError, match=r"model.norm.weight .* is \[15\], and the run's is \[16\]"
+    ):
         load_exported(tmp_path / "model")
     weights.write_bytes(b"not safetensors")
-    with pytest.raises(BadDataError, match="cannot be read"):
+    with pytest.raises(BadDataError, match="is damaged or cut off"):
         load_exported(tmp_path / "model")
 
 
@@ -105,3 +122,74 @@ def test_transformers_loads_an_export_unchanged(tmp_path: Path) -> None:
     for place in layout_of(run_of(SPEC)).places:
         ours = WEIGHTS[place.offset : place.offset + place.num_elements].reshape(place.shape)
         assert np.array_equal(state[place.name].numpy(), ours)
+
+
+def test_the_tokenizer_and_how_to_generate_go_along(tmp_path: Path) -> None:
+    files = {}
+    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
+        files[name] = tmp_path / f"own-{name}"
+        files[name].write_text(name)
+    description = Description(generation_config={"top_p": 0.9})
+    out = tmp_path / "out"
+    export_model(
+        spec=run_of(SPEC).model_copy(update={"description": description}),
+        parameters=WEIGHTS,
+        origin=ORIGIN,
+        out=out,
+        tokenizer=files,
+    )
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        assert (out / name).read_text() == name
+    # What the run began with comes before what lay beside the tokenizer.
+    assert json.loads((out / "generation_config.json").read_text()) == {"top_p": 0.9}
+    assert "AutoTokenizer" in (out / "README.md").read_text()
+
+
+def test_weights_are_shared_out_to_files_of_a_size_and_an_index(tmp_path: Path) -> None:
+    out = tmp_path / "model"
+    export(out, shard_bytes=4096)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    files = sorted(out.glob("*.safetensors"))
+    assert index["metadata"]["total_size"] == WEIGHTS.nbytes
+    assert [file.name for file in files] == sorted(set(index["weight_map"].values()))
+    for file in files:
+        tensors = load_file(file)
+        assert sum(tensor.nbytes for tensor in tensors.values()) <= 4096 or len(tensors) == 1
+    assert np.array_equal(load_exported(out)[1], WEIGHTS)
+
+
+def commit_of(number: int, tokens: dict[str, int]) -> Commit:
+    contributors = tuple(Contributor(node_id=NodeId(n), tokens=t) for n, t in tokens.items())
+    digest = Digest(bytes(32))
+
+    def outcome(index: int, digest: Digest | None) -> SliceOutcome:
+        return SliceOutcome(
+            index=index,
+            start=1000 * index,
+            num_elements=1000,
+            digest=digest,
+            contributors=contributors,
+            holder_ids=tuple(NodeId(n) for n in tokens),
+        )
+
+    slices = (outcome(0, digest), outcome(1, digest), outcome(2, None))
+    return Commit(round=number, fragment=0, base_digest=digest, slices=slices)
+
+
+def test_the_card_says_who_trained_how_much(tmp_path: Path) -> None:
+    spec = run_of(SPEC)
+    commits = [commit_of(3, {"a": 100, "b": 50}), commit_of(4, {"b": 70})]
+    counted = contributions_of(commits, spec)
+    assert counted.tokens_of == {"b": 120, "a": 100}  # once a round, however many slices
+    sent_in_round_3 = (
+        2 * 2 * 516
+    )  # two slices, each sent once up and once down, of 4 bits and scales
+    assert counted.most_bytes == pytest.approx(sent_in_round_3, rel=0.05)
+    origin = replace(ORIGIN, contributions=counted)
+    export_model(spec=spec, parameters=WEIGHTS, origin=origin, out=tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| tokens by node, rounds 3 to 4 | `b` 120, `a` 100 |" in card
+    assert "| tokens trained, rounds 3 to 4 | 220 |" in card
+    about = json.loads((tmp_path / "out" / "atoll.json").read_text())
+    assert about["tokens_by_node"] == {"b": 120, "a": 100}
+    assert card.startswith("---\nlibrary_name: transformers\n")

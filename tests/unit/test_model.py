@@ -4,12 +4,15 @@ import blake3
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812 — its usual name
 
 from node.island.first_weights import initial_parameters
-from node.island.generate import decoder_of, sample_text
-from node.island.model import Decoder
+from node.island.generate import decoder_of, sample_tokens
+from node.island.model import Decoder, attend_in_window, causal_mask
+from protocol.errors import ConfigError
 from protocol.layout import layout_of
 from protocol.models import DecoderModel
+from protocol.run_spec import validated
 from tests.tiny_runs import run_of
 
 TIED = DecoderModel(
@@ -22,6 +25,11 @@ TIED = DecoderModel(
     rope_theta=500.0,
     norm_epsilon=1e-3,
 )
+QWEN = TIED.model_copy(
+    update={"head_size": 6, "qk_norm": True, "attention_bias": "qkv", "tie_embeddings": False}
+)
+BIASED = TIED.model_copy(update={"attention_bias": "all", "mlp_bias": True})
+SLIDING = TIED.model_copy(update={"sliding_window": 3, "sliding_layers": (1,)})
 UNTIED = TIED.model_copy(update={"tie_embeddings": False})
 PROMPT = b"def main(self):\n"
 
@@ -53,7 +61,7 @@ def test_logits_are_those_of_hugging_face_llama(spec: DecoderModel) -> None:
     assert logits[5, 100:104].tolist() == pytest.approx(sixth, abs=2e-4)
 
 
-@pytest.mark.parametrize("spec", [TIED, UNTIED, DecoderModel()])
+@pytest.mark.parametrize("spec", [TIED, UNTIED, QWEN, BIASED, SLIDING, DecoderModel()])
 def test_the_layout_names_every_tensor_of_the_module_in_its_order(spec: DecoderModel) -> None:
     module = Decoder(spec)
     named = [(name, tuple(tensor.shape)) for name, tensor in module.named_parameters()]
@@ -70,6 +78,73 @@ def test_no_logit_sees_a_later_byte() -> None:
     assert not torch.allclose(before[0, 5:], after[0, 5:])
 
 
+@pytest.mark.parametrize(("length", "window"), [(16, 3), (16, 15), (17, 5), (12, 4), (9, 1)])
+def test_attention_by_blocks_is_attention_under_the_mask_of_a_window(
+    length: int, window: int
+) -> None:
+    draw = torch.Generator().manual_seed(length)
+    q, k, v = (
+        torch.randn(2, heads, length, 8, generator=draw).requires_grad_() for heads in (4, 2, 2)
+    )
+    mask = causal_mask(length, length, q.device, window)
+    assert mask.sum(dim=1).tolist() == [min(i + 1, window) for i in range(length)]
+    masked = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    by_blocks = attend_in_window(q, k, v, window=window)
+    torch.testing.assert_close(by_blocks, masked, rtol=0, atol=1e-5)
+    weights = torch.randn(masked.shape, generator=draw)
+    for ours, theirs in zip(
+        torch.autograd.grad((by_blocks * weights).sum(), (q, k, v)),
+        torch.autograd.grad((masked * weights).sum(), (q, k, v)),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+def test_a_window_hides_what_lies_further_back_in_its_layers_only() -> None:
+    narrow = SLIDING.model_copy(update={"sliding_layers": None, "num_layers": 1})
+    for spec, is_seen in ((narrow, False), (SLIDING, True)):  # whose first layer sees all
+        decoder = decoder_of(run_of(spec), 8 * initial_parameters(run_of(spec)))
+        with torch.no_grad():
+            before, after = decoder(tokens_of(b"abcdefgh")), decoder(tokens_of(b"Xbcdefgh"))
+        assert not torch.allclose(before[0, 2], after[0, 2])
+        assert torch.allclose(before[0, 3:], after[0, 3:]) is not is_seen
+
+
+def test_a_window_as_long_as_a_sample_is_none() -> None:
+    wide = SLIDING.model_copy(update={"sliding_window": TIED.context})
+    assert [wide.window_of(i) for i in range(2)] == [None, None]
+    assert [SLIDING.window_of(i) for i in range(2)] == [None, 3]
+
+
+def test_a_soft_cap_bends_logits_towards_it() -> None:
+    run = run_of(TIED.model_copy(update={"logit_softcap": 5.0}))
+    with torch.no_grad():
+        plain, capped = (
+            decoder_of(each, 8 * initial_parameters(run))(tokens_of(PROMPT))
+            for each in (run_of(TIED), run)
+        )
+    assert plain.abs().max() > 5
+    torch.testing.assert_close(capped, 5 * torch.tanh(plain / 5))
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"sliding_layers": [0]}, "sliding_layers needs sliding_window"),
+        ({"sliding_window": 8, "sliding_layers": [1, 0]}, r"sliding_layers \[1, 0\] do not rise"),
+        ({"sliding_window": 8, "sliding_layers": [3]}, "has 3, and layers go from 0 to 2"),
+        ({"rope_scaling": {"factor": 8.0}}, r"has no original_context"),
+        (
+            {"rope_scaling": {"factor": 8.0, "original_context": 8, "high_freq_factor": 1.0}},
+            "high_freq_factor 1.0 is not above low_freq_factor 1.0",
+        ),
+    ],
+)
+def test_keys_that_do_not_fit_each_other_are_refused(keys: dict[str, object], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        validated({"model": keys}, origin="run.toml")
+
+
 def test_first_weights_never_change_their_bits() -> None:
     weights = initial_parameters(run_of(TIED, seed=7))
     digest = blake3.blake3(weights.astype("<f4").tobytes()).hexdigest()
@@ -78,7 +153,7 @@ def test_first_weights_never_change_their_bits() -> None:
 
 
 def test_first_weights_have_the_deviations_that_they_say() -> None:
-    spec = DecoderModel(num_layers=2)
+    spec = DecoderModel(num_layers=2, attention_bias="all", mlp_bias=True, qk_norm=True)
     weights = initial_parameters(run_of(spec, seed=0))
     tensors = {
         place.name: weights[place.offset : place.offset + place.num_elements]
@@ -87,6 +162,8 @@ def test_first_weights_have_the_deviations_that_they_say() -> None:
     for name, values in tensors.items():
         if "norm" in name:
             assert (values == 1).all(), name
+        elif name.endswith(".bias"):
+            assert (values == 0).all(), name
         else:
             is_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
             assert values.std() == pytest.approx(0.01 if is_residual else 0.02, rel=0.06), name
@@ -97,12 +174,30 @@ def test_first_weights_have_the_deviations_that_they_say() -> None:
     assert (np.abs(first) < 0.02).mean() == pytest.approx(normal_within_one_deviation, abs=0.02)
 
 
-def test_sampled_text_follows_its_seed_and_goes_on_past_the_context() -> None:
-    decoder = decoder_of(run_of(TIED), 8 * initial_parameters(run_of(TIED, seed=0)))
+@pytest.mark.parametrize("spec", [TIED, QWEN, SLIDING])
+def test_tokens_follow_their_seed_and_go_on_past_the_context(spec: DecoderModel) -> None:
+    decoder = decoder_of(run_of(spec), 8 * initial_parameters(run_of(spec, seed=0)))
 
-    def sampled(temperature: float, seed: int) -> bytes:
-        return sample_text(decoder, b"def ", num_bytes=24, temperature=temperature, seed=seed)
+    def sampled(temperature: float, seed: int) -> list[int]:
+        options = {"num_tokens": 24, "temperature": temperature, "seed": seed}
+        return sample_tokens(decoder, list(b"def "), **options)
 
     assert len(sampled(1.0, 1)) == 24
     assert sampled(1.0, 1) == sampled(1.0, 1) != sampled(1.0, 2)
     assert sampled(0.0, 1) == sampled(0.0, 2)
+    tokens = list(b"def ")
+    with torch.no_grad():
+        for _ in range(24):  # without keys and values of before
+            tokens.append(int(decoder(torch.tensor([tokens[-spec.context :]]))[0, -1].argmax()))
+    assert sampled(0.0, 1) == tokens[4:]
+
+
+def test_nothing_is_written_after_an_end() -> None:
+    decoder = decoder_of(run_of(TIED), 8 * initial_parameters(run_of(TIED, seed=0)))
+    options = {"num_tokens": 24, "temperature": 0.0, "seed": 0}
+    whole = sample_tokens(decoder, [1, 2], **options)
+    end = whole[5]
+    cut = sample_tokens(decoder, [end, 2], ends={end}, **options)
+    again = sample_tokens(decoder, [end, 2], **options)
+    assert cut == again[: again.index(end) + 1 if end in again else 24]
+    assert sample_tokens(decoder, [1, 2], ends={end}, **options) == whole[: whole.index(end) + 1]

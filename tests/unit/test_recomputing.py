@@ -16,6 +16,7 @@ from node.island.accumulation import accumulate_gradients
 from node.island.compiling import be_deterministic, compile_layers
 from node.island.local_training import LocalTraining, Recomputing
 from node.island.model import Decoder, Objective
+from node.island.models.architecture import layers_of
 from node.island.recomputing import recompute_layers
 from protocol.errors import ConfigError, ExitCode
 from protocol.models import DecoderModel
@@ -45,7 +46,7 @@ class Counting(TorchDispatchMode):
 def decoder_with(recomputing: Recomputing) -> Decoder:
     torch.manual_seed(0)
     decoder = Decoder(MODEL)
-    recompute_layers(decoder, recomputing)
+    recompute_layers(layers_of(decoder), recomputing)
     return decoder
 
 
@@ -93,8 +94,8 @@ def test_compiled_layers_are_compiled_and_compute_the_same(recomputing: Recomput
     torch._dynamo.reset()
     torch.manual_seed(0)
     decoder = Decoder(MODEL)
-    compile_layers(decoder, CPU, backend="aot_eager")
-    recompute_layers(decoder, recomputing)
+    compile_layers(layers_of(decoder), CPU, backend="aot_eager")
+    recompute_layers(layers_of(decoder), recomputing)
     counters["frames"].clear()
     compiled = gradients_of(decoder)
     assert counters["frames"]["ok"] >= 1
@@ -144,5 +145,5 @@ def test_compiling_without_a_compiler_is_refused(
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setattr("node.island.compiling.has_triton", lambda: False)
     with pytest.raises(ConfigError, match=message) as refusal:
-        compile_layers(decoder_with("none"), device)
+        compile_layers(layers_of(decoder_with("none")), device)
     assert refusal.value.exit_code == ExitCode.CONFIG == 78

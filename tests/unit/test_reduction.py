@@ -7,10 +7,12 @@ from typing import Any
 import blake3
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from node.exchange.codecs.codec import Codec
 from node.exchange.codecs.registry import codec_named
-from node.exchange.reduction import Reduction, missed_in_a_row, most_tokens
+from node.exchange.reduction import Reduction, bounded_weights, missed_in_a_row, most_tokens
 from node.exchange.transport.transport import TransferRefusedError
 from protocol.payload import Payload
 from protocol.rounds import BLOCK, Commit, Contributor, NodeId, SliceOutcome
@@ -300,3 +302,32 @@ def test_who_departs_after_contributing_still_counts() -> None:
     give(reduction, contribution(B, 1))
     reduction.depart([B])
     assert [c.node_id for c in mean_of(reduction)[1]] == [B]
+
+
+# One data holder's part of a mean
+
+
+@given(
+    tokens=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 10**9)), min_size=1, max_size=12),
+    most=st.floats(0.05, 0.95),
+)
+def test_no_holder_has_more_than_its_part_of_a_mean_unless_too_few_hold_data(
+    tokens: list[tuple[int, int]], most: float
+) -> None:
+    holders, counts = [holder for holder, _ in tokens], [1000 * count for _, count in tokens]
+    weights = bounded_weights(counts, holders, most=most)
+    assert all(0 < weight <= count for weight, count in zip(weights, counts, strict=True))
+    sums = {
+        h: sum(w for w, each in zip(weights, holders, strict=True) if each == h) for h in holders
+    }
+    if most * len(sums) > 1:
+        assert max(sums.values()) <= most * sum(sums.values()) * 1.01 + 2 * len(tokens)
+    else:
+        assert max(sums.values()) - min(sums.values()) <= 2 * len(tokens), "all weigh the same"
+
+
+def test_who_is_within_the_bound_keeps_its_tokens() -> None:
+    assert bounded_weights([100, 10, 10], [1, 2, 3], most=0.5) == [20, 10, 10]
+    assert bounded_weights([30, 70, 100], [1, 1, 2], most=0.5) == [30, 70, 100]
+    assert bounded_weights([30, 90, 20, 40], [1, 1, 2, 3], most=0.5) == [15, 45, 20, 40]
+    assert bounded_weights([100, 10], [1, 2], most=0.2) == [10, 10]

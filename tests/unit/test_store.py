@@ -152,7 +152,7 @@ def test_the_played_rounds_reach_every_table() -> None:
     state = play(Store.in_memory(), initial_state(RULES, RUN), TWO_ROUNDS)
     assert state.open_round is not None and state.open_round.commit is not None
     assert state.last_closed is not None and state.held_out and state.layout
-    assert state.ledger.committed and state.ledger.frontier
+    assert state.ledger.committed and state.ledger.frontier()
     assert state.members[A].inner_steps_per_second
 
 

@@ -103,5 +103,5 @@ def test_every_sample_is_committed_leased_or_free() -> None:
     assert sum(p.num_samples for p in ledger.committed) == 90
     assert sum(p.num_samples for p in ledger.leased) == 60
     assert free_again(ledger) == ()
-    assert ledger.frontier == 150
+    assert ledger.frontier() == 150
     assert NodeId("node-a") in {a.node_id for a in scene.state.ledger.ahead}

@@ -2,8 +2,10 @@
 
 from swarm_scene import INITIAL, STEP_TOKENS, TOKENS, Scene, digest_of, of_kind
 
-from coordinator.swarm.actions import SendPlan
-from coordinator.swarm.ledger import Places, free_again
+from coordinator.swarm.actions import AskRefetch, SendPlan
+from coordinator.swarm.events import SamplesSkipped
+from coordinator.swarm.ledger import Places, free_again, num_reached
+from protocol.rounds import BOOK_PLACES, CorpusSummary, book_of_data
 
 AFTER = digest_of("after")
 EIGHT = [f"node-{i}" for i in range(8)]
@@ -78,7 +80,7 @@ def test_the_end_of_the_last_lease_goes_on_into_new_samples() -> None:
     two_steps = 2 * STEP_TOKENS
     next_round(scene, "node-a", "node-b", tokens={"node-a": TOKENS, "node-b": two_steps})
     assert leases(scene) == [(14, 10), (24, 10)]
-    assert scene.state.ledger.frontier == 34
+    assert scene.state.ledger.frontier() == 34
 
 
 def test_a_slower_node_takes_the_short_piece() -> None:
@@ -124,3 +126,76 @@ def test_no_round_leases_a_sample_that_is_committed() -> None:
             seen |= set(taken)
     assert sum(p.num_samples for p in scene.state.ledger.committed) == len(seen)
     assert plans[0].base_digest == INITIAL
+
+
+# Samples that are taken out
+
+
+def test_what_is_taken_out_is_not_leased_and_what_is_leased_now_is_trained_to_its_end() -> None:
+    scene = two_nodes()
+    scene.do(SamplesSkipped(pieces=(Places(first=10, end=30),)))
+    assert leases(scene) == [(0, 10), (10, 10)]
+    next_round(scene, "node-a", "node-b", tokens={"node-a": TOKENS})
+    assert leases(scene) == [(30, 10), (40, 10)], "what no commit took of 10 to 20 is out as well"
+    assert free_again(scene.state.ledger) == ()
+
+
+def test_places_before_a_piece_that_is_taken_out_ahead_are_leased_first() -> None:
+    scene = two_nodes()
+    scene.do(SamplesSkipped(pieces=(Places(first=30, end=36),)))
+    next_round(scene, "node-a", "node-b", tokens={"node-a": TOKENS, "node-b": TOKENS})
+    assert leases(scene) == [(20, 10), (36, 10)]
+
+
+def test_what_is_taken_out_twice_is_out_once() -> None:
+    scene = two_nodes()
+    for first, end in ((50, 60), (40, 54), (44, 50)):
+        scene.do(SamplesSkipped(pieces=(Places(first=first, end=end),)))
+    assert pieces(scene.state.ledger.skipped) == [(40, 60)]
+
+
+# Data that stays with its holders
+
+
+def data_of(name: str) -> CorpusSummary:
+    return CorpusSummary(digest=digest_of(name), num_samples=100, num_bytes=1000)
+
+
+def test_each_data_holder_has_a_book_of_its_own_and_equal_data_share_one() -> None:
+    scene = Scene(min_nodes=3, has_private_data=True)
+    scene.attach("node-a", corpus=data_of("clinic"))
+    scene.attach("node-b", corpus=data_of("bank"))
+    scene.attach("node-c", corpus=data_of("bank"))
+    clinic, bank = (book_of_data(digest_of(name)) * BOOK_PLACES for name in ("clinic", "bank"))
+    assert leases(scene) == [(clinic, 10), (bank, 10), (bank + 10, 10)]
+    next_round(scene, "node-a", "node-b", "node-c", tokens={"node-a": TOKENS, "node-c": TOKENS})
+    assert leases(scene) == [(clinic + 10, 10), (bank, 10), (bank + 20, 10)]
+    assert num_reached(scene.state.ledger) == 20 + 30
+
+
+def test_a_book_outlives_its_holder() -> None:
+    scene = Scene(min_nodes=1, has_private_data=True)
+    scene.attach("node-a", corpus=data_of("clinic"))
+    next_round(scene, "node-a", tokens={"node-a": TOKENS})
+    scene.leave("node-a")
+    scene.attach("node-b", at=1, digest=digest_of("after 1"), corpus=data_of("clinic"))
+    scene.wait(80)
+    scene.apply(digest_of("after 1"), "node-b")
+    clinic = book_of_data(digest_of("clinic")) * BOOK_PLACES
+    assert leases(scene) == [(clinic + 10, 10)]
+    assert pieces(scene.state.ledger.committed) == [(clinic, clinic + 10)]
+
+
+# Given weights
+
+
+def test_no_round_opens_before_a_node_holds_the_first_weights() -> None:
+    scene = Scene(min_nodes=1, first_digest=digest_of("given"))
+    scene.attach("node-a", digest=INITIAL)
+    assert scene.state.open_round is None
+    assert [asked.outer_digest for asked in scene.asked(AskRefetch)] == [digest_of("given")]
+    assert "waiting for a node that holds the run's first weights" in scene.reason
+    scene.attach("node-b", digest=digest_of("given"))
+    assert [a.node_id for a in scene.round.assignments] == ["node-b"]
+    scene.leave("node-b")
+    assert scene.state.outer_digest == digest_of("given"), "nobody else's weights take their place"

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo
+from torch import nn
 from torch._dynamo.utils import counters
 
 from node.island import engine, measured_peak
@@ -22,7 +23,7 @@ from node.island.island import InnerWork, Progress
 from node.island.local_training import PLAIN, LocalTraining, Precision, Recomputing
 from node.island.mesh import Mesh
 from node.island.mesh_shape import MeshShape
-from node.island.model import Decoder, Objective
+from node.island.model import Objective
 from node.island.schedule import Position, rewarming_steps, share_of_peak
 from node.island.trainer import Trainer
 from node.island.utilisation import flops_per_token
@@ -166,9 +167,9 @@ def test_recomputing_trains_the_same_weights_to_the_bit(
     asked: list[str] = []
     recompute = engine.recompute_layers
 
-    def noting(decoder: Decoder, recomputing: Recomputing) -> None:
+    def noting(layers: list[nn.Module], recomputing: Recomputing, **options: bool) -> None:
         asked.append(recomputing)
-        recompute(decoder, recomputing)
+        recompute(layers, recomputing, **options)
 
     monkeypatch.setattr(engine, "recompute_layers", noting)
     local = LocalTraining(activation_checkpointing=recomputing)

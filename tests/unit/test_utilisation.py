@@ -56,6 +56,14 @@ def test_the_formula_counts_what_forward_and_backward_multiply(
     assert counter.get_total_flops() == 3 * 8 * flops_per_token(RunSpec(model=spec))
 
 
+def test_a_layer_with_a_window_attends_to_that_many_positions() -> None:
+    whole = DecoderModel(context=128, num_layers=4)
+    sliding = whole.model_copy(update={"sliding_window": 32, "sliding_layers": (1, 3)})
+    of_a_layer = 12 * whole.num_heads * whole.values_of_head
+    saved = flops_per_token(RunSpec(model=whole)) - flops_per_token(RunSpec(model=sliding))
+    assert saved == 2 * of_a_layer * (128 - 32)
+
+
 def test_a_peak_is_that_of_the_precision() -> None:
     assert (
         peak_of("NVIDIA H200", torch.bfloat16) == peak_of("NVIDIA H200", torch.float16) == 989.4e12

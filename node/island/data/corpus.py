@@ -251,6 +251,8 @@ def _blocks(pieces: Iterable[_Piece], block_bytes: int) -> Iterator[_Piece]:
 
 def _divided(pieces: list[_Piece], held_out: float) -> tuple[list[_Piece], list[_Piece]]:
     hashes = [_unit_hash(piece) for piece in pieces]
+    if len(pieces) > 1:  # of a few pieces one is held out all the same, and one is not
+        held_out = min(max(held_out, min(hashes) + 1e-12), max(hashes))
     training = [piece for piece, value in zip(pieces, hashes, strict=True) if value >= held_out]
     kept_back = [piece for piece, value in zip(pieces, hashes, strict=True) if value < held_out]
     return training, kept_back

@@ -1,7 +1,7 @@
 """What a rank asks for: samples by number, whatever they are made of."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -9,6 +9,9 @@ import numpy.typing as npt
 from node.island.data.manifest import Split
 from node.island.data.samples import Indices
 from protocol.rounds import CorpusSummary
+
+Tree = Any
+"""A tensor, or a tuple, list or dictionary of trees: what torch collates of a function's samples."""
 
 Tokens = npt.NDArray[np.int64]
 
@@ -42,8 +45,8 @@ class Dataset(Protocol):
     def summary(self) -> CorpusSummary:
         """What the coordinator is told."""
 
-    def batch(self, split: Split, indices: Indices) -> Batch:
-        """Samples of a split by number. Raises BadDataError where they are damaged."""
+    def batch(self, split: Split, indices: Indices) -> Batch | Tree:
+        """Samples of a split by number: tokens, or what a function gives. Raises BadDataError."""
 
     def expect(self, split: Split, indices: Indices) -> None:
         """Says which samples come next, so that what is far can be on its way."""

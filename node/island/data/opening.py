@@ -39,7 +39,12 @@ from protocol.run_spec import DataSection, RunSpec
 
 def open_dataset(spec: RunSpec, places: DataPlaces) -> Dataset:
     """What a run trains on. Raises AtollError where it is not there."""
-    if spec.data.source == "tokens":
+    if spec.data.source == "function":
+        from node.island.data.functions import FunctionData
+
+        return FunctionData(spec)
+    data = _as_here(spec.data, places)
+    if data.source == "tokens":
         return _open_tokens(spec, places)
     vocabulary = vocabulary_of(spec)
     if vocabulary is not None and vocabulary < BYTES_VOCABULARY:
@@ -48,11 +53,15 @@ def open_dataset(spec: RunSpec, places: DataPlaces) -> Dataset:
             next_step=f"set [model] vocab_size = {BYTES_VOCABULARY}, or train on tokens",
         )
     context, batch = spec.model.context, spec.inner.batch
-    data = _as_here(spec.data, places)
     return read_corpus(data, context=context, batch=batch, folder=places.folder)
 
 
 def _as_here(data: DataSection, places: DataPlaces) -> DataSection:
+    if data.private and not places.own:
+        raise ConfigError(
+            "in this run each node trains data of its own, and none is named here",
+            next_step="name it: data in node.toml, or 'atoll node start --data PATH'",
+        )
     if not places.own:
         return data
     if data.source == "python-stdlib":
@@ -77,7 +86,7 @@ def _open_tokens(spec: RunSpec, places: DataPlaces) -> TokenShards:
 
     Raises NoInputError, BadDataError, ConfigError or UnavailableError where they are not the run's.
     """
-    paths = [path for path in (places.own, spec.data.paths[0]) if path]
+    paths = [path for path in (places.own, *spec.data.paths) if path]
     folders = [places.folder / expanded(path) for path in paths if not is_url(path)]
     origins = [origin_of(path) for path in paths if is_url(path)]
     if origins and places.cache is None:
@@ -119,7 +128,7 @@ def _manifest_of(
         return manifest
     assert cache is not None
     kept = cache / f"{spec.data.digest}.manifest"
-    if kept.exists():
+    if kept.exists() and not spec.data.private:
         manifest = manifest_of(kept.read_bytes(), origin=str(kept))
         if manifest.digest().hex() == spec.data.digest:
             return manifest
@@ -151,7 +160,7 @@ def _files_here(folders: Sequence[Path], manifest: Manifest) -> Mapping[str, Fil
 def _check_is_runs(manifest: Manifest, spec: RunSpec, place: str) -> None:
     """Raises BadDataError for other tokens than the run's."""
     digest = manifest.digest().hex()
-    if digest != spec.data.digest:
+    if not spec.data.private and digest != spec.data.digest:
         raise BadDataError(
             f"{place} holds other tokens than the run's: their digest is {digest[:12]}…, and "
             f"[data] digest says {str(spec.data.digest)[:12]}…",

@@ -12,5 +12,6 @@ class DataPlaces:
 
     folder: Path  # where relative paths begin
     own: str = ""  # before the run file's paths; "" for none
+    code: Path | None = None  # where functions of the run are found, beside what is installed
     cache: Path | None = None  # for what is fetched; None: nothing can be
     cache_bytes: int = DEFAULT_CACHE_BYTES

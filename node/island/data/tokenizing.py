@@ -79,16 +79,8 @@ class FileTokenizer:
 
     def __init__(self, folder: Path, *, end_of_document: str | None = None) -> None:
         """Raises BadDataError for one that cannot be read, ConfigError without an end of documents."""
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes share the cores
-        tokenizers = needs_package("tokenizers", what=f"{folder / TOKENIZER_FILE} is a tokenizer")
         path = folder / TOKENIZER_FILE
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # tokenizers raises bare Exception
-            raise BadDataError(
-                f"{path} is no tokenizer that this version of tokenizers reads: {error}",
-                next_step="write it again with the version that is installed here, or upgrade tokenizers",
-            ) from error
+        self._tokenizer = open_tokenizer(path)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -249,6 +241,19 @@ def _config_of(folder: Path) -> dict[str, Any]:
         key: value["content"] if isinstance(value, dict) and "content" in value else value
         for key, value in config.items()
     }
+
+
+def open_tokenizer(path: Path) -> Any:
+    """The tokenizer of a tokenizer.json; raises BadDataError for one that cannot be read."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes share the cores
+    tokenizers = needs_package("tokenizers", what=f"{path} is a tokenizer")
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise BadDataError(
+            f"{path} is no tokenizer that this version of tokenizers reads: {error}",
+            next_step="write it again with the version that is installed here, or upgrade tokenizers",
+        ) from error
 
 
 def tokenizer_files(path: Path) -> dict[str, Path]:

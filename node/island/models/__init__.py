@@ -1,0 +1,1 @@
+"""What training must know of a model, one room for each kind of model."""

@@ -1,0 +1,326 @@
+"""The interface between training and a model: what engine and trainer ask of any architecture.
+
+Rooms beside this one answer for the decoder that comes with Atoll, for models of transformers and for
+modules that a function returns. Without torch nothing here works; what the daemon must know of a model
+stands in the run's description (protocol.models), and meshes are refused by it (node.island.mesh_shape).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from node.island.mesh import Mesh
+from node.island.precision import LossScale
+from protocol.errors import ConfigError, ProtocolMismatchError
+from protocol.models import TensorShape
+from protocol.run_spec import RunSpec
+
+if TYPE_CHECKING:
+    from node.island.pipeline import Pipeline
+
+Tree = Any
+"""A tensor, or a tuple, list or dictionary of trees; the first dimension of its tensors is the samples."""
+
+
+class Counted(NamedTuple):
+    """What an objective gives that knows only as it computes how much it counts: a sum, and a number."""
+
+    total: Tensor
+    number: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roles:
+    """What the inner optimizers do with parameters beyond a plain step."""
+
+    matrices: frozenset[nn.Parameter]
+    """Those that Muon takes."""
+
+    tables: frozenset[nn.Parameter]
+    """Embeddings: their rows are looked up, so they do not decay."""
+
+
+class Architecture(Protocol):
+    """One run's model. All ranks make the same calls in the same order."""
+
+    @property
+    def draws(self) -> bool:
+        """Whether training draws random numbers, as dropout does."""
+
+    @property
+    def has_metric(self) -> bool:
+        """Whether evaluation has a metric beside the loss."""
+
+    @property
+    def divides_by_all(self) -> bool:
+        """Whether its mean is over all targets, counted or not, for the trainer to set right."""
+
+    @property
+    def may_leave_parameters_out(self) -> bool:
+        """Whether a batch may leave parameters without a gradient."""
+
+    def part(self, mesh: Mesh, stage: int) -> nn.Module:
+        """A stage of the model, or all of it, whose parameters hold nothing yet; buffers may be real."""
+
+    def cut_by_tensor(self, part: nn.Module, devices: DeviceMesh) -> None:
+        """Spreads matrices over the ranks of a tensor group."""
+
+    def cut_by_context(self, part: nn.Module, mesh: Mesh) -> None:
+        """Has attention ask the other ranks of a context group for their keys and values."""
+
+    def gathered_together(
+        self, part: nn.Module, dtype: torch.dtype
+    ) -> Iterator[tuple[list[nn.Module], torch.dtype]]:
+        """Modules whose shards travel together, inner ones first, and the precision they travel in."""
+
+    def fill_buffers(self, part: nn.Module, mesh: Mesh, device: torch.device) -> None:
+        """Computes the buffers that the part was built without."""
+
+    def layers(self, part: nn.Module) -> Sequence[nn.Module]:
+        """What is recomputed and compiled one by one."""
+
+    def objective(self, part: nn.Module) -> nn.Module:
+        """Inputs to a mean loss, or to a Counted one."""
+
+    def pipeline(
+        self,
+        parts: list[nn.Module],
+        mesh: Mesh,
+        device: torch.device,
+        *,
+        dtype: torch.dtype,
+        loss_scale: LossScale,
+    ) -> "Pipeline":
+        """The parts under a pipeline's schedule."""
+
+    def inputs(self, batch: Tree) -> tuple[Tree, ...]:
+        """What the objective takes of a batch."""
+
+    def padded(self, inputs: tuple[Tree, ...], rows: int) -> tuple[Tree, ...]:
+        """Inputs of at least one and at most `rows` samples for a measure that all ranks make alike."""
+
+    def measured(
+        self, mean: Tensor | Counted, inputs: tuple[Tree, ...], num_samples: int
+    ) -> tuple[Tensor, Tensor | float]:
+        """A sum and its weight of an objective's answer; `num_samples` of the inputs are no padding."""
+
+    def metric(self, part: nn.Module, inputs: tuple[Tree, ...]) -> Tensor | None:
+        """A mean over the inputs that people asked for beside the loss."""
+
+    def roles(self, part: nn.Module) -> Roles:
+        """What the inner optimizers do with its parameters."""
+
+    def copies(self, part: nn.Module) -> frozenset[nn.Parameter]:
+        """Parameters whose first use is in another stage."""
+
+    def tied(self, part: nn.Module) -> nn.Parameter | None:
+        """What the first and the last stage have in common, if this is one of them."""
+
+
+def architecture_of(spec: RunSpec) -> Architecture:
+    """The room that knows the run's model; only that one is imported."""
+    match spec.model.source:
+        case "decoder":
+            from node.island.models.decoder import DecoderArchitecture
+
+            return DecoderArchitecture(spec)
+        case "transformers":
+            from node.island.models.transformers import TransformersArchitecture
+
+            return TransformersArchitecture(spec)
+        case "function":
+            from node.island.models.function import FunctionArchitecture
+
+            return FunctionArchitecture(spec)
+
+
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """Modules that are built within it have parameters on the meta device, and real buffers.
+
+    A parameter takes its memory for a moment at most, and none where nothing is written into it.
+    Buffers are constants more often than not, which nobody could compute again from outside.
+    """
+    register = nn.Module.register_parameter
+
+    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]  # put back below
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def give_memory(part: nn.Module, *, parameters_on: torch.device, buffers_on: torch.device) -> None:
+    """Gives parameters memory that nobody has written to, and moves real buffers to their device.
+
+    Parameters that are one stay one: torch would make as many of them as modules have them.
+    """
+    shared = shared_names(part)
+
+    def placed(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, nn.Parameter):
+            return torch.empty_like(tensor, device=parameters_on) if tensor.is_meta else tensor
+        return (
+            torch.empty_like(tensor, device=buffers_on) if tensor.is_meta else tensor.to(buffers_on)
+        )
+
+    part._apply(placed)  # type: ignore[no-untyped-call]  # private, and what to_empty() is made of
+    tie(part, shared)
+
+
+def shared_names(part: nn.Module) -> list[list[str]]:
+    """Names of parameters that are one, in the module's order."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in part.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [each for each in names.values() if len(each) > 1]
+
+
+def tie(part: nn.Module, shared: Iterable[list[str]]) -> None:
+    """Makes parameters one again that were one."""
+    for first, *others in shared:
+        parameter = part.get_parameter(first)
+        for name in others:
+            owner, _, own = name.rpartition(".")
+            setattr(part.get_submodule(owner), own, parameter)
+
+
+def container_of_layers(module: nn.Module) -> tuple[str, list[str]]:
+    """The name of what holds the layers, and their names in it; ("", []) where no modules are alike.
+
+    Of lists, sequences and dictionaries of modules of one class, that with the most parameters, and
+    then modules: experts of a layer are alike as well, and have fewer than all layers together.
+    """
+    most, found = (0, 0), ("", list[str]())
+    for name, candidate in module.named_modules():
+        if not isinstance(candidate, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+            continue
+        children = dict(candidate.named_children())
+        if len({type(child) for child in children.values()}) != 1:
+            continue
+        if len(children) < 2 and isinstance(candidate, nn.Sequential):
+            continue
+        size = sum(p.numel() for p in candidate.parameters() if p.requires_grad)
+        if size and (size, len(children)) > most:
+            most, found = (size, len(children)), (name, list(children))
+    return found
+
+
+def layers_of(module: nn.Module) -> list[nn.Module]:
+    """The layers that container_of_layers finds."""
+    name, keys = container_of_layers(module)
+    children = dict(module.get_submodule(name).named_children())
+    return [children[key] for key in keys]
+
+
+def tensors_of(module: nn.Module) -> list[TensorShape]:
+    """What is trained, in the module's order, with the layer of each; what is one counts once."""
+    container, keys = container_of_layers(module)
+    layer_of = {key: index for index, key in enumerate(keys)}
+    prefix = f"{container}." if container else ""
+    shapes = []
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        key = name.removeprefix(prefix).partition(".")[0] if name.startswith(prefix) else ""
+        # pydantic wants positive sizes, and a scalar is one value
+        shape = tuple(parameter.shape) or (1,)
+        shapes.append(TensorShape(name=name, shape=shape, layer=layer_of.get(key)))
+    return shapes
+
+
+def roles_of(part: nn.Module) -> Roles:
+    """By kind of module: tables are embeddings', matrices all others of two dimensions within layers.
+
+    Where no modules are alike, all matrices but those of the last module that has one: the head's.
+    """
+    tables = {
+        parameter
+        for module in part.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        for parameter in module.parameters(recurse=False)
+        if parameter.requires_grad
+    }
+    layers = layers_of(part)
+    within = (
+        [p for layer in layers for p in layer.parameters()] if layers else list(part.parameters())
+    )
+    matrices = [p for p in within if p.ndim == 2 and p.requires_grad and p not in tables]
+    return Roles(
+        matrices=frozenset(matrices if layers else matrices[:-1]), tables=frozenset(tables)
+    )
+
+
+def check_tensors(module: nn.Module, spec: RunSpec) -> None:
+    """Raises ProtocolMismatchError when a module is not the one that the run describes."""
+    described = {tensor.name: tensor.shape for tensor in spec.tensors}
+    built = {tensor.name: tensor.shape for tensor in tensors_of(module)}
+    for name in [*described, *built]:
+        theirs, ours = described.get(name), built.get(name)
+        if theirs != ours:
+            raise ProtocolMismatchError(
+                f"the run's model has {_words(name, theirs)}, and the one that is built here "
+                f"{_words(name, ours, again=True)}",
+                next_step="install the versions that the run was made with, or have its owner describe "
+                "it anew: 'atoll node describe DIR --force'",
+            )
+    if [tensor.name for tensor in spec.tensors] != list(built):
+        raise ProtocolMismatchError(
+            "the run's model has the same tensors as the one that is built here, in another order",
+            next_step="have the run's owner describe it anew: 'atoll node describe DIR --force'",
+        )
+
+
+def _words(name: str, shape: tuple[int, ...] | None, *, again: bool = False) -> str:
+    whose = "it" if again else name
+    if shape is None:
+        return f"no {name}"
+    return f"{whose} of {' × '.join(map(str, shape))}"
+
+
+class BufferWatch:
+    """Refuses modules whose training changes buffers, as batch norm's running statistics are.
+
+    They are in no exchange, so every node would go on with its own, and say nothing of it.
+    """
+
+    def __init__(self, parts: Iterable[nn.Module]) -> None:
+        self._parts = list(parts)
+        self._before = self._versions()
+
+    def check(self) -> None:
+        """Raises ConfigError with the name of the first buffer that changed since."""
+        for (name, kind), was in self._before.items():
+            if self._versions()[name, kind] != was:
+                raise changed_buffer(name, kind)
+
+    def _versions(self) -> dict[tuple[str, str], tuple[int, int]]:
+        return {
+            (name, _owner_kind(part, name)): (id(buffer), buffer._version)
+            for part in self._parts
+            for name, buffer in part.named_buffers()
+        }
+
+
+def _owner_kind(part: nn.Module, name: str) -> str:
+    return type(part.get_submodule(name.rpartition(".")[0])).__name__
+
+
+def changed_buffer(name: str, kind: str) -> ConfigError:
+    """What to say of a buffer that training changes."""
+    return ConfigError(
+        f"training changes the buffer {name} of a {kind}, and buffers are not exchanged: nodes would "
+        "end with different models",
+        next_step="use a norm without running statistics (GroupNorm, LayerNorm, or "
+        "track_running_stats=False), or make it a parameter",
+    )

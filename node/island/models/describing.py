@@ -1,0 +1,199 @@
+"""What building a run's model shows, for its description; and the weights that it begins with.
+
+The model is built without memory for its parameters, and computes nothing: operations and what backward
+keeps are counted on shapes alone, where the model allows it.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.flop_counter import FlopCounterMode
+
+from node.island.models.architecture import Tree, changed_buffer, tensors_of
+from node.outer_state import Vector
+from protocol.errors import ConfigError
+from protocol.layout import layout_of
+from protocol.models import Description, TensorShape
+from protocol.run_spec import RunSpec
+
+
+def describe(spec: RunSpec, folder: Path) -> Description:
+    """Builds the run's model on shapes alone, and says what coordinator and nodes must know of it.
+
+    `folder` is that of a transformers model, or where a run's functions are found. Raises AtollError.
+    """
+    match spec.model.source:
+        case "decoder":
+            return Description()
+        case "transformers":
+            from node.island.models.transformers import described
+
+            model, found = described(spec, folder)
+            loss, batch = _loss_of_tokens(model, spec)
+        case "function":
+            from node.island.models.function import described_function
+
+            model, found, loss, batch = described_function(spec, folder)
+    tensors = tensors_of(model)
+    if not tensors:
+        raise ConfigError(
+            "the model has no parameter that is trained",
+            next_step="leave requires_grad at True for those that are",
+        )
+    _refuse_other_types(model)
+    counted = _counted(model, loss, batch)
+    flops, activation_bytes = (_formula(model, tensors, spec), None) if counted is None else counted
+    return found.model_copy(
+        update={
+            "tensors": tuple(tensors),
+            "flops_per_token": max(1, flops // spec.model.context),
+            "activation_bytes": activation_bytes,
+        }
+    )
+
+
+def first_vector(spec: RunSpec, folder: Path | None = None) -> Vector:
+    """The state that a run begins with, fp32 in canonical order: as torch draws it from the run's seed.
+
+    With `folder` the weights of that transformers model instead. The model is in memory twice for it.
+    Raises AtollError where they do not fit the run's description.
+    """
+    from node.island.models.architecture import check_tensors
+    from node.island.models.transformers import random_model, saved_model
+
+    model: nn.Module
+    if spec.model.source == "function":
+        from node.island.models.function import random_module
+
+        model = random_module(spec)
+    else:
+        model = random_model(spec) if folder is None else saved_model(folder)
+    check_tensors(model, spec)
+    return vector_of(model, spec)
+
+
+def vector_of(model: nn.Module, spec: RunSpec) -> Vector:
+    """A module's trained parameters as a canonical vector."""
+    layout = layout_of(spec)
+    vector = np.empty(layout.num_elements, np.float32)
+    named = dict(model.named_parameters())
+    for place in layout.places:
+        values = named[place.name].detach().to(torch.float32).reshape(-1)
+        vector[place.offset : place.offset + place.num_elements] = values.numpy()
+    return vector
+
+
+def fill(model: nn.Module, spec: RunSpec, vector: Vector) -> None:
+    """Gives a module on the CPU the values of a canonical vector."""
+    named = dict(model.named_parameters())
+    with torch.no_grad():
+        for place in layout_of(spec).places:
+            own = named[place.name]
+            values = vector[place.offset : place.offset + place.num_elements].reshape(own.shape)
+            own.copy_(torch.from_numpy(np.array(values)))
+
+
+def export_state(spec: RunSpec, vector: Vector, out: Path) -> None:
+    """Writes a folder that transformers loads, of a run's state."""
+    from node.island.models.transformers import export_model, random_model
+
+    model = random_model(spec)
+    fill(model, spec, vector)
+    export_model(model, out)
+
+
+def _loss_of_tokens(model: nn.Module, spec: RunSpec) -> tuple[Callable[[Tree], Tensor], Tree]:
+    """A loss over one sample, as shapes alone allow it."""
+    length = spec.model.context
+
+    def loss(tokens: Tensor) -> Tensor:
+        # A mask of its own: what models make of none, they look into, and shapes cannot be looked into.
+        mask = torch.ones(1, 1, length, length, dtype=torch.bool, device="meta")
+        output = model(input_ids=tokens, attention_mask=mask, use_cache=False)
+        logits: Tensor = output.logits
+        return logits.sum()
+
+    return loss, torch.zeros(1, length, dtype=torch.int64)
+
+
+def _counted(
+    model: nn.Module, loss: Callable[[Tree], Tensor], batch: Tree
+) -> tuple[int, int] | None:
+    """Operations and bytes kept of a sample, on shapes; None where values are looked at.
+
+    Raises ConfigError for parameters that get no gradient, and for buffers that change.
+    """
+    buffers = {name: (b.to("meta"), b._version) for name, b in model.named_buffers()}
+    for name, (on_meta, _) in buffers.items():
+        _set_buffer(model, name, on_meta)
+    versions = {name: (b, b._version) for name, b in model.named_buffers()}
+    own = {id(each) for each in (*model.parameters(), *model.buffers())}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if id(tensor) not in own and not isinstance(tensor, nn.Parameter):
+            kept[id(tensor)] = tensor  # held, so that no other gets its id
+        return tensor
+
+    try:
+        on_shapes = tree_map(lambda each: each.to("meta"), batch)
+        with FlopCounterMode(display=False) as counter:
+            with saved_tensors_hooks(keep, lambda tensor: tensor):
+                result = loss(on_shapes)
+            result.backward()  # type: ignore[no-untyped-call]  # torch declares no types
+    except Exception:  # whatever a model does with values that are not there
+        return None
+    for name, buffer in model.named_buffers():
+        was, version = versions[name]
+        if buffer is not was or buffer._version != version:
+            kind = type(model.get_submodule(name.rpartition(".")[0])).__name__
+            raise changed_buffer(name, kind)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.grad is None:
+            raise ConfigError(
+                f"the loss does not depend on the parameter {name}: it would never be trained",
+                next_step="remove it, or set its requires_grad to False",
+            )
+    views: dict[int, int] = {}
+    for tensor in kept.values():
+        storage = tensor.untyped_storage()
+        views[storage._cdata] = storage.nbytes()
+    num_samples = len(tree_flatten(batch)[0][0])
+    return counter.get_total_flops() // num_samples, sum(views.values()) // num_samples
+
+
+def _set_buffer(model: nn.Module, name: str, buffer: Tensor) -> None:
+    owner, _, own = name.rpartition(".")
+    model.get_submodule(owner)._buffers[own] = buffer
+
+
+def _refuse_other_types(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            raise ConfigError(
+                f"the parameter {name} is {parameter.dtype}: what is trained is fp32 here, and computed "
+                "in what each node's precision says",
+                next_step="make it float32",
+            )
+
+
+def _formula(model: nn.Module, tensors: list[TensorShape], spec: RunSpec) -> int:
+    """Operations of one sample where nobody could count them: 6 for each weight that a token meets.
+
+    Of experts, tensors of three dimensions here, a token meets as many as the config says (PaLM,
+    Chowdhery et al., 2022, appendix B, with the weights that are active).
+    """
+    config = getattr(model, "config", None)
+    chosen = getattr(config, "num_experts_per_tok", None)
+    weights = 0
+    for tensor in tensors:
+        met = tensor.num_elements
+        if isinstance(chosen, int) and len(tensor.shape) == 3:
+            met = met * chosen // tensor.shape[0]
+        weights += met
+    return 6 * weights * spec.model.context

@@ -1,0 +1,180 @@
+"""A torch module with its loss, from a function of the run: source = "function".
+
+The function returns (module, loss), (module, loss, metric) or (module, loss, metric, plan). `loss(module,
+batch)` is a mean over the batch, or (sum, count); `metric(module, batch)` a mean that evaluation tells;
+`plan` names modules for tensor parallel. The module is called as such, `module(...)`: shards are gathered
+around that call.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from node.island.data.functions import FunctionData
+from node.island.functions import called, find_code, refuse, sources_of
+from node.island.models.architecture import Counted, Tree, check_tensors, without_memory
+from node.island.models.generic import GenericArchitecture
+from node.island.models.tensor_plan import styles_of
+from protocol.errors import ConfigError
+from protocol.models import Description, FunctionModel, TensorStyle
+from protocol.run_spec import RunSpec
+
+Loss = Callable[[nn.Module, Tree], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Brought:
+    """What a run's function returns."""
+
+    module: nn.Module
+    loss: Loss
+    metric: Callable[[nn.Module, Tree], Any] | None
+    plan: Mapping[str, TensorStyle]
+
+
+class FunctionArchitecture(GenericArchitecture):
+    """See Architecture."""
+
+    draws = True
+    may_leave_parameters_out = True
+    divides_by_all = False
+
+    def __init__(self, spec: RunSpec) -> None:
+        super().__init__(spec)
+        with without_memory():
+            self._brought = brought(spec)
+        self.has_metric = self._brought.metric is not None
+
+    def build(self) -> nn.Module:
+        """See GenericArchitecture."""
+        check_tensors(self._brought.module, self.spec)
+        return self._brought.module
+
+    def objective(self, part: nn.Module) -> nn.Module:
+        """See Architecture."""
+        assert isinstance(self.spec.model, FunctionModel)
+        return _Objective(part, self._brought.loss, self.spec.model.function)
+
+    def inputs(self, batch: Tree) -> tuple[Tree, ...]:
+        """See Architecture: the batch as it is collated; of windows of tokens, tokens and targets."""
+        if self.spec.data.source != "function" and isinstance(batch, Tensor):
+            return ((batch[:, :-1], batch[:, 1:]),)
+        return (batch,)
+
+    def padded(self, inputs: tuple[Tree, ...], rows: int) -> tuple[Tree, ...]:
+        """See Architecture. There is one sample at least, and nothing to pad with."""
+        return inputs
+
+    def measured(
+        self, mean: Tensor | Counted, inputs: tuple[Tree, ...], num_samples: int
+    ) -> tuple[Tensor, Tensor | float]:
+        """See Architecture."""
+        if isinstance(mean, Counted):
+            counts = float(num_samples > 0)
+            return mean.total * counts, mean.number * counts
+        return mean * num_samples, float(num_samples)
+
+    def metric(self, part: nn.Module, inputs: tuple[Tree, ...]) -> Tensor | None:
+        """See Architecture."""
+        if self._brought.metric is None:
+            return None
+        return torch.as_tensor(self._brought.metric(part, *inputs), dtype=torch.float32)
+
+
+class _Objective(nn.Module):
+    """The run's own loss as a module, so that DistributedDataParallel wraps forward and loss as one."""
+
+    def __init__(self, module: nn.Module, loss: Loss, function: str) -> None:
+        super().__init__()
+        self.module = module
+        self._loss = loss
+        self._function = function
+
+    def forward(self, batch: Tree) -> Tensor | Counted:
+        """A mean, or a sum with its count."""
+        return _checked(self._loss(self.module, batch), self._function)
+
+
+def _checked(found: Any, function: str) -> Tensor | Counted:
+    if isinstance(found, Tensor) and found.ndim == 0:
+        return found
+    if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Tensor):
+        total: Tensor = found[0]
+        return Counted(total=total, number=torch.as_tensor(found[1], device=total.device))
+    what = f"of shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+    raise refuse(function, f"a loss that gives {what} instead of a scalar, or (sum, count)")
+
+
+def brought(spec: RunSpec) -> Brought:
+    """Calls the run's function. Raises ConfigError where it fails, BadDataError for what is no model."""
+    model = spec.model
+    assert isinstance(model, FunctionModel)
+    found = called(model.function, model.arguments)
+    if not isinstance(found, tuple) or not 2 <= len(found) <= 4:
+        raise refuse(model.function, f"{type(found).__name__} instead of (module, loss)")
+    parts: list[Any] = [*found, None, None]
+    module, loss, metric, plan = parts[:4]
+    if not isinstance(module, nn.Module):
+        raise refuse(model.function, f"{type(module).__name__} where a torch module should be")
+    if not callable(loss) or not (metric is None or callable(metric)):
+        raise refuse(model.function, "a loss or a metric that cannot be called")
+    for name, style in (plan or {}).items():
+        if style not in get_args(TensorStyle):
+            known = ", ".join(get_args(TensorStyle))
+            raise refuse(
+                model.function, f"a plan with {name!r}: {style!r}, which is none of {known}"
+            )
+    for name, each in module.named_modules():
+        if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse:
+            raise ConfigError(
+                f"the embedding {name} has sparse=True, whose gradients are not exchanged between ranks",
+                next_step="remove it, and set [inner] sparse = true: rows without a gradient are then "
+                "left alone",
+            )
+    module.train()
+    return Brought(module=module, loss=loss, metric=metric, plan=plan or {})
+
+
+def random_module(spec: RunSpec) -> nn.Module:
+    """The module with weights as its own code draws them, from the run's seed."""
+    torch.manual_seed(spec.run.seed)
+    return brought(spec).module
+
+
+def described_function(
+    spec: RunSpec, folder: Path
+) -> tuple[nn.Module, Description, Callable[[Tree], Tensor], Tree]:
+    """The module, what can be said of it, its loss and a batch of two samples, to count with.
+
+    `folder` has the functions, unless they are installed.
+    """
+    model = spec.model
+    assert isinstance(model, FunctionModel)
+    sources = sources_of(spec, folder)
+    find_code(folder)
+    with without_memory():
+        found = brought(spec)
+    if found.plan:
+        styles_of(found.module, found.plan)  # refuses what does not fit
+    batch: Tree = (torch.zeros(2, model.context, dtype=torch.int64),) * 2
+    if spec.data.source == "function":
+        batch = FunctionData(spec).batch("training", np.arange(2) % spec.inner.batch)
+
+    def loss(one: Tree) -> Tensor:
+        result = _checked(found.loss(found.module, one), model.function)
+        return result.total if isinstance(result, Counted) else result
+
+    kind = type(found.module).__name__
+    description = Description(
+        sources=sources,
+        tensor_plan=dict(found.plan),
+        no_tensor_plan=""
+        if found.plan
+        else f"tp needs a plan, and the function of {kind} gives none",
+    )
+    return found.module, description, loss, batch

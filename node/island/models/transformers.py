@@ -1,0 +1,268 @@
+"""Causal language models that transformers builds from a config: source = "transformers".
+
+Its config stands in the run's description, and nothing of a model folder is ever executed. What lives
+elsewhere: the loss over windows of tokens (node.island.models.tokens), finding layers and roles
+(node.island.models.architecture), tensor parallel by a plan (node.island.models.tensor_plan).
+"""
+
+import importlib.util
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from node.island.model import mean_nats
+from node.island.models.architecture import check_tensors, without_memory
+from node.island.models.generic import GenericArchitecture
+from node.island.models.tokens import TokenInputs
+from protocol.errors import BadDataError, ConfigError, NoInputError
+from protocol.models import Description, TensorStyle
+from protocol.run_spec import RunSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_STYLES: Mapping[str, TensorStyle] = {
+    "colwise": "column",
+    "rowwise": "row",
+    "colwise_gather_output": "gathered",
+    "colwise_rep": "gathered",
+    "embedding_rowwise": "table",
+    "replicated_with_grad_allreduce": "sequence",
+}
+"""What a plan of transformers calls a style, of those that are known here."""
+
+
+class TransformersArchitecture(TokenInputs, GenericArchitecture):
+    """See Architecture."""
+
+    draws = True
+    has_metric = False
+    divides_by_all = True
+    may_leave_parameters_out = True
+
+    def build(self) -> nn.Module:
+        """See GenericArchitecture."""
+        assert self.spec.description is not None
+        model: nn.Module = built(self.spec.description.config)
+        check_tensors(model, self.spec)
+        return model
+
+    def objective(self, part: nn.Module) -> nn.Module:
+        """See Architecture."""
+        return NextToken(part)
+
+
+class NextToken(nn.Module):
+    """Mean nats per token; a router's own loss is added in training where the config asks for it.
+
+    That is config's `output_router_logits` times `router_aux_loss_coef`, of the samples that go through
+    the model together: it is no sum over samples, so it depends a little on how they are shared out.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        config: Any = model.config
+        asks = getattr(config, "output_router_logits", False)
+        self._router_share = float(getattr(config, "router_aux_loss_coef", 0.0)) if asks else 0.0
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Over tokens and targets, each [B, T]."""
+        output: Any = self.model(input_ids=tokens, use_cache=False)
+        loss = mean_nats(output.logits, targets)
+        if self._router_share and self.model.training:
+            loss = loss + self._router_share * output.aux_loss
+        return loss
+
+
+def require_transformers() -> None:
+    """Raises ConfigError where it is not installed."""
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigError(
+            '[model] source = "transformers" needs the transformers package, and it is not installed',
+            next_step="pip install 'atoll[transformers]'",
+        )
+    # Before its first import: what a run asks for must not make a node fetch anything.
+    os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """The content of a folder's config.json, as transformers completes it."""
+    require_transformers()
+    if not (folder / "config.json").is_file():
+        raise NoInputError(
+            f"{folder} has no config.json, so it is no folder of a transformers model",
+            next_step="name the folder that save_pretrained wrote, or that was downloaded",
+        )
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise BadDataError(
+            f"{folder / 'config.json'} is not a config that transformers knows: {_first_line(error)}",
+            next_step="install a newer transformers; models with code of their own are not run: use "
+            'source = "function"',
+        ) from error
+    found: dict[str, Any] = json.loads(config.to_json_string(use_diff=True))
+    found["model_type"] = config.model_type
+    # Where and by what it was written says nothing of the model, and would change the run's digest.
+    return {
+        key: found[key] for key in found if key not in ("transformers_version", "_name_or_path")
+    }
+
+
+def built(config: Mapping[str, Any]) -> "PreTrainedModel":
+    """The module of a config: parameters without memory, in training mode.
+
+    Raises ConfigError for a config of no causal language model.
+    """
+    require_transformers()
+    with without_memory():
+        return _from_config(config)
+
+
+def _from_config(config: Mapping[str, Any]) -> "PreTrainedModel":
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = dict(config)
+    _refuse_foreign_code(values)
+    try:
+        parsed = AutoConfig.for_model(values.pop("model_type"), **values)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            parsed, dtype=torch.float32, trust_remote_code=False
+        )
+    except (KeyError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"transformers makes no causal language model of this config: {_first_line(error)}",
+            next_step="install the transformers that the run was made with, or name the folder of a "
+            "causal language model",
+        ) from error
+    model.train()
+    return model
+
+
+_FOREIGN = ("auto_map", "implementation", "quantization_config", "kernel")
+"""Parts of keys by which a config has transformers load code of others, or weights that cannot be trained."""
+
+
+def _refuse_foreign_code(config: Mapping[str, Any]) -> None:
+    for key, value in config.items():
+        if value is not None and any(part in str(key) for part in _FOREIGN):
+            raise ConfigError(
+                f"config.json has {key!r}, which asks for code or weights beside the model's own",
+                next_step="remove the key, and where it means quantised weights, save them in fp32",
+            )
+        if isinstance(value, Mapping):
+            _refuse_foreign_code(value)
+
+
+def tensor_plan_of(model: nn.Module) -> tuple[dict[str, TensorStyle], str]:
+    """The model's own plan for tensor parallel; or none, with the reason."""
+    kind = type(model).__name__
+    named: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
+    if not any(".layers." in name or "." in name for name in named):
+        return {}, f"tp needs the model's own plan, which {kind} has not"
+    unknown = sorted(set(named.values()) - set(_STYLES))
+    if unknown:
+        return {}, f"the plan of {kind} has {unknown[0]!r}, which is not done here"
+    plan = {name: _STYLES[style] for name, style in named.items()}
+    table: Any = model.get_input_embeddings()  # type: ignore[operator]  # a method of transformers' models
+    if type(table) is not nn.Embedding:  # it computes something of its own with what it looks up
+        names = {name for name, module in model.named_modules() if module is table}
+        is_tied = "lm_head.weight" not in dict(model.named_parameters())
+        left_whole = names | ({"lm_head"} if is_tied else set())
+        plan = {name: style for name, style in plan.items() if name not in left_whole}
+    return plan, ""
+
+
+def described(spec: RunSpec, folder: Path) -> tuple["PreTrainedModel", Description]:
+    """The module, and what can be said of it without computing anything."""
+    config = (spec.description.config if spec.description else {}) or config_of(folder)
+    model = built(config)
+    _check_context(model, spec)
+    plan, why_not = tensor_plan_of(model)
+    return model, Description(config=dict(config), tensor_plan=plan, no_tensor_plan=why_not)
+
+
+def _check_context(model: "PreTrainedModel", spec: RunSpec) -> None:
+    most = getattr(model.config, "max_position_embeddings", None)
+    if isinstance(most, int) and spec.model.context > most:
+        raise ConfigError(
+            f"[model] context = {spec.model.context}, and the model has {most} positions",
+            next_step=f"write context = {most} or less",
+        )
+
+
+def random_model(spec: RunSpec) -> "PreTrainedModel":
+    """The model with weights that its own rules draw, from the run's seed."""
+    assert spec.description is not None
+    torch.manual_seed(spec.run.seed)
+    return _from_config(spec.description.config)
+
+
+def saved_model(folder: Path) -> "PreTrainedModel":
+    """The model of a folder with its weights, in fp32, by transformers itself.
+
+    Raises NoInputError for a folder without weights, BadDataError for ones that do not fit.
+    """
+    require_transformers()
+    if not any(folder.glob("*.safetensors")):
+        raise NoInputError(
+            f"{folder} has no weights: no file there ends in .safetensors",
+            next_step="name a folder that save_pretrained wrote with safetensors",
+        )
+    from transformers import AutoModelForCausalLM
+
+    _quietly()
+    try:
+        model, told = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            trust_remote_code=False,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # safetensors and transformers have no error in common
+        raise BadDataError(
+            f"the weights in {folder} cannot be read: {_first_line(error)}",
+            next_step="copy the folder again",
+        ) from error
+    for what in ("missing_keys", "mismatched_keys", "error_msgs"):
+        if names := told.get(what):
+            raise BadDataError(
+                f"the weights in {folder} do not fit its config: {what.replace('_', ' ')} "
+                f"{sorted(map(str, names))[0]}",
+                next_step="copy the folder again",
+            )
+    saved: PreTrainedModel = model
+    return saved
+
+
+def export_model(model: "PreTrainedModel", out: Path) -> None:
+    """Writes a folder that transformers loads; safetensors, 5 GB at most each."""
+    _quietly()
+    model.save_pretrained(out, max_shard_size="5GB")
+
+
+def _quietly() -> None:
+    """Its bars are for notebooks; what takes long here is said by who asked for it."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+def parameters_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What is trained, by canonical name, once each."""
+    return ((name, p.detach()) for name, p in model.named_parameters() if p.requires_grad)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"

@@ -1,0 +1,80 @@
+"""Swarms of models that Atoll does not know: a run's functions, and a model of transformers."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typed_commands import ROOT, Swarm
+
+from benchmarks.run_files import toml_of
+from node.first_state import FIRST_WEIGHTS
+from node.newest import newest_model
+from tests.transformers_configs import CONFIGS
+
+EXAMPLES = ROOT / "examples" / "functions"
+RULES: dict[str, dict[str, Any]] = {
+    "run": {"name": "any-model", "rounds": 2, "min_nodes": 2},
+    "inner": {"steps": 5, "batch": 8, "learning_rate": 1e-2},
+    "evaluation": {"every_rounds": 1, "samples": 64},
+}
+RATINGS = {
+    **RULES,
+    "model": {"source": "function", "function": "recommend:model"},
+    "data": {"source": "function", "function": "recommend:data"},
+    "inner": {**RULES["inner"], "sparse": True},
+}
+GPT2 = {**RULES, "model": {"source": "transformers", "context": 16}}
+
+Start = Callable[[dict[str, dict[str, Any]], Path], Swarm]
+
+
+@pytest.fixture
+def swarm_of(tmp_path: Path) -> Iterator[Start]:
+    """Makes a run as people do; that describes it."""
+    made: list[Swarm] = []
+
+    def start(tables: dict[str, dict[str, Any]], source: Path) -> Swarm:
+        options = ("--from", source)
+        made.append(Swarm(tmp_path / "swarm", toml_of(tables), init_options=options))
+        return made[0]
+
+    yield start
+    for swarm in made:
+        swarm.end()
+
+
+def trained_alike(swarm: Swarm, invite: str, *options: str, first: tuple[str, ...]) -> None:
+    """Two nodes, one with another mesh, end with the same bits."""
+    homes = [swarm.join(name, invite) for name in ("one", "other")]
+    weights = str(swarm.home / FIRST_WEIGHTS)
+    one = swarm.start_node("one", "--weights", weights, *first, *options)
+    other = swarm.start_node("other", *options)
+    memories = one.shared_memory(), other.shared_memory()
+    one.ends(memories[0])
+    other.ends(memories[1])
+    models = [newest_model(home) for home in homes]
+    assert models[0].round == models[1].round == 2
+    assert models[0].outer_digest == models[1].outer_digest
+
+
+def test_functions_train_where_their_contributor_agrees_and_nowhere_else(
+    swarm_of: Start,
+) -> None:
+    swarm = swarm_of(RATINGS, EXAMPLES)
+    invite = swarm.invite("--uses", "3")
+    swarm.join("careful", invite)
+    swarm.start_node("careful").ends_with(77, "trains with code of its own", "allow_functions")
+    allowed = ("--allow-function", "any-model", "--code", str(EXAMPLES))
+    trained_alike(swarm, invite, *allowed, first=("--shard", "2"))
+
+
+def test_a_model_of_transformers_trains_in_a_swarm_and_is_refused_where_it_cannot(
+    swarm_of: Start, tmp_path: Path
+) -> None:
+    CONFIGS["gpt2"].save_pretrained(tmp_path / "gpt2")
+    swarm = swarm_of(GPT2, tmp_path / "gpt2")
+    invite = swarm.invite("--uses", "3")
+    swarm.join("refused", invite)
+    swarm.start_node("refused", "--tp", "2").ends_with(78, "which GPT2LMHeadModel has not")
+    trained_alike(swarm, invite, first=("--replicate", "2"))

@@ -1,0 +1,115 @@
+"""Any run trained on any mesh, in real processes, against one process."""
+
+import multiprocessing
+import tempfile
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rank_scene import with_texts
+
+from benchmarks.lone_work import lone_work, unseen
+from node.island.island import Evaluation, InnerReport
+from node.island.local_training import PLAIN, LocalTraining
+from node.island.mesh import Mesh
+from node.island.mesh_shape import MeshShape
+from node.island.models.describing import describe, first_vector
+from node.island.trainer import Trainer
+from node.outer_state import SharedNames, SharedVectors, Vector
+from protocol.models import TransformersModel
+from protocol.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
+
+STEPS = 4
+PATIENCE_SECONDS = 240  # for a hang only
+
+Outcome = tuple[Evaluation, Evaluation, InnerReport, Vector, Vector]
+"""Held-out loss before and after, the report, and what the ranks published before and after."""
+
+Data = Callable[[RunSpec, Path], Any]
+
+
+def text_run(config: Any, folder: Path, **inner: Any) -> RunSpec:
+    """A run of a transformers config over text in a folder."""
+    config.save_pretrained(folder)
+    spec = RunSpec(
+        model=TransformersModel(source="transformers", context=16),
+        data=DataSection(source="text", paths=("*.txt",), held_out=0.2),
+        inner=InnerSection(
+            batch=8, learning_rate=1e-2, schedule="constant", warmup_tokens=0, clip=0.5, **inner
+        ),
+        evaluation=EvaluationSection(samples=11),  # no multiple of any number of ranks
+    )
+    return spec.model_copy(update={"description": describe(spec, folder)})
+
+
+def trained(
+    spec: RunSpec, shape: MeshShape, place: Path, data: Data, local: LocalTraining = PLAIN
+) -> Outcome:
+    """Trains with a process for each rank from the run's first weights."""
+    context = multiprocessing.get_context("forkserver")
+    first = first_vector(spec)
+    vectors = SharedVectors.create(first.size)
+    vectors.parameters[:] = first
+    vectors.published[:] = np.nan
+    pipes, processes = [], []
+    with tempfile.TemporaryDirectory(dir=place) as meeting:
+        with_texts(Path(meeting))
+        try:
+            for rank in range(shape.num_ranks):
+                ours, theirs = context.Pipe()
+                process = context.Process(
+                    target=_run_rank,
+                    args=(theirs, spec, shape, rank, vectors.names, Path(meeting), data, local),
+                    daemon=True,
+                )
+                process.start()
+                theirs.close()
+                pipes.append(ours)
+                processes.append(process)
+            said = []
+            for pipe in pipes:
+                assert wait([pipe], timeout=PATIENCE_SECONDS), f"{shape} hangs"
+                said.append(pipe.recv())
+            assert all(repr(own[:2]) == repr(said[0][:2]) for own in said[1:])
+            return (*said[0], vectors.published.copy(), vectors.parameters.copy())
+        finally:
+            for process in processes:
+                process.kill()
+            vectors.close()
+
+
+def _run_rank(
+    pipe: Connection,
+    spec: RunSpec,
+    shape: MeshShape,
+    rank: int,
+    names: SharedNames,
+    place: Path,
+    data: Data,
+    local: LocalTraining,
+) -> None:
+    torch.set_num_threads(1)
+    vectors = SharedVectors.attach(names)
+    device = torch.device("cpu")
+    mesh = Mesh.joined(shape=shape, rank=rank, device=device, meeting=place / "store")
+    trainer = Trainer(
+        spec=spec,
+        corpus=data(spec, place),
+        device=device,
+        mesh=mesh,
+        clock=lambda: 0.0,
+        local=local,
+    )
+    trainer.adopt(2 * vectors.parameters)
+    before = trainer.evaluate_at(vectors.parameters)
+    trainer.adopt(vectors.parameters)
+    trainer.publish(vectors.published, 0)
+    report = trainer.train(lone_work(spec, STEPS), unseen)
+    mesh.decided_by_first(True)  # nobody adopts any more
+    trainer.publish(vectors.parameters, 0)
+    after = trainer.evaluate()
+    pipe.send((before, after, report))
+    pipe.close()

@@ -1,0 +1,97 @@
+"""What a run's function returns trains on meshes as in one process."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from any_model_scene import Outcome, trained
+
+from node.island.data.dataset import Dataset
+from node.island.data.opening import open_dataset
+from node.island.data.places import DataPlaces
+from node.island.forkserver import prepare_forkserver
+from node.island.local_training import PLAIN, LocalTraining
+from node.island.mesh_shape import MeshShape
+from node.island.models.describing import describe, first_vector
+from protocol.models import FunctionModel
+from protocol.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
+
+
+def spec_of(*, counts: bool, sparse: bool, optimizer: str = "adamw") -> RunSpec:
+    spec = RunSpec(
+        model=FunctionModel(
+            source="function", function="tests.run_functions:net", arguments={"counts": counts}
+        ),
+        data=DataSection(source="function", function="tests.run_functions:samples"),
+        inner=InnerSection.model_validate(
+            {
+                "batch": 8,
+                "learning_rate": 1e-2,
+                "schedule": "constant",
+                "warmup_tokens": 0,
+                "clip": 0.5,
+                "sparse": sparse,
+                "optimizer": optimizer,
+            }
+        ),
+        evaluation=EvaluationSection(samples=31),
+    )
+    return spec.model_copy(update={"description": describe(spec, Path.cwd())})
+
+
+def dataset_of(spec: RunSpec, place: Path) -> Dataset:
+    return open_dataset(spec, DataPlaces(folder=place))
+
+
+Kind = tuple[bool, bool, str]
+MEAN, COUNTED, SPARSE = (False, False, "adamw"), (True, False, "adamw"), (True, True, "adamw")
+MUON = (False, True, "muon")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[Kind, Outcome]:
+    """What one process comes to, with each kind of loss and optimizer."""
+    prepare_forkserver()
+    place = tmp_path_factory.mktemp("alone")
+    return {
+        kind: trained(
+            spec_of(counts=kind[0], sparse=kind[1], optimizer=kind[2]),
+            MeshShape(),
+            place,
+            dataset_of,
+        )
+        for kind in (MEAN, COUNTED, SPARSE, MUON)
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "local"),
+    [
+        (MEAN, MeshShape(replicate=2), PLAIN),
+        (COUNTED, MeshShape(replicate=2), LocalTraining(micro_batch=3)),
+        (COUNTED, MeshShape(shard=2), LocalTraining(activation_checkpointing="full")),
+        (SPARSE, MeshShape(shard=2), PLAIN),
+        (SPARSE, MeshShape(shard=2, zero=1), PLAIN),
+        (SPARSE, MeshShape(shard=2, tensor=2), PLAIN),
+        (MEAN, MeshShape(tensor=2), PLAIN),
+        (MUON, MeshShape(shard=2), PLAIN),
+    ],
+    ids=str,
+)
+def test_a_mesh_trains_as_one_process_and_publishes_the_same_bytes(
+    kind: Kind,
+    shape: MeshShape,
+    local: LocalTraining,
+    alone: dict[Kind, Outcome],
+    tmp_path: Path,
+) -> None:
+    spec = spec_of(counts=kind[0], sparse=kind[1], optimizer=kind[2])
+    before, after, report, first, last = trained(spec, shape, tmp_path, dataset_of, local)
+    one_before, one_after, one_report, _, one_last = alone[kind]
+    assert first.tobytes() == first_vector(spec).tobytes()
+    assert before.loss == pytest.approx(one_before.loss, abs=1e-5)
+    assert (before.metric, before.tokens) == (pytest.approx(one_before.metric), 31)
+    assert report.loss == pytest.approx(one_report.loss, abs=1e-5)
+    assert after.loss == pytest.approx(one_after.loss, abs=1e-4)
+    np.testing.assert_allclose(last, one_last, rtol=0, atol=3e-4)
+    assert not np.array_equal(last, first)

@@ -1,0 +1,77 @@
+"""Models of transformers on meshes: as one process, as transformers itself, the same bytes published."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from any_model_scene import Outcome, text_run, trained
+
+from node.island.data.corpus import Corpus, read_corpus
+from node.island.forkserver import prepare_forkserver
+from node.island.local_training import PLAIN, LocalTraining
+from node.island.mesh_shape import MeshShape
+from node.island.models.describing import first_vector
+from protocol.run_spec import RunSpec
+from tests.transformers_configs import CONFIGS
+
+
+def texts(spec: RunSpec, place: Path) -> Corpus:
+    return read_corpus(spec.data, context=spec.model.context, batch=spec.inner.batch, folder=place)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[RunSpec, Outcome]]:
+    """What one process comes to, for each kind of model."""
+    prepare_forkserver()
+    found = {}
+    for kind, config in CONFIGS.items():
+        folder = tmp_path_factory.mktemp(kind)
+        spec = text_run(config, folder)
+        found[kind] = (spec, trained(spec, MeshShape(), folder, texts))
+    return found
+
+
+RECOMPUTED = LocalTraining(activation_checkpointing="full", micro_batch=3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "local"),
+    [
+        ("gpt2", MeshShape(replicate=2), PLAIN),
+        ("gpt2", MeshShape(shard=2, zero=1), PLAIN),
+        ("gpt2", MeshShape(shard=2, zero=2), PLAIN),
+        ("gpt2", MeshShape(shard=2), RECOMPUTED),
+        ("mixtral", MeshShape(replicate=2), PLAIN),
+        ("mixtral", MeshShape(shard=2), PLAIN),
+        ("gemma", MeshShape(shard=2), PLAIN),
+        ("gemma", MeshShape(tensor=2), PLAIN),
+        ("qwen3", MeshShape(tensor=2), PLAIN),
+        ("qwen3", MeshShape(shard=2, tensor=2), PLAIN),
+    ],
+    ids=str,
+)
+def test_a_mesh_trains_as_one_process_and_publishes_the_same_bytes(
+    kind: str,
+    shape: MeshShape,
+    local: LocalTraining,
+    alone: dict[str, tuple[RunSpec, Outcome]],
+    tmp_path: Path,
+) -> None:
+    spec, (one_before, one_after, one_report, _, one_last) = alone[kind]
+    before, after, report, first, last = trained(spec, shape, tmp_path, texts, local)
+    assert first.tobytes() == first_vector(spec).tobytes()
+    assert before.loss == pytest.approx(one_before.loss, abs=1e-5)
+    assert report.loss == pytest.approx(one_report.loss, abs=1e-5)
+    assert after.loss == pytest.approx(one_after.loss, abs=1e-4)
+    assert after.loss < before.loss - 0.05
+    np.testing.assert_allclose(last, one_last, rtol=0, atol=3e-4)
+
+
+def test_muon_takes_the_matrices_of_layers_on_shards_as_in_one_process(tmp_path: Path) -> None:
+    prepare_forkserver()
+    config: Any = CONFIGS["gpt2"]
+    spec = text_run(config, tmp_path, optimizer="muon")
+    *_, one_last = trained(spec, MeshShape(), tmp_path, texts)
+    *_, last = trained(spec, MeshShape(shard=2), tmp_path, texts)
+    np.testing.assert_allclose(last, one_last, rtol=0, atol=3e-4)

@@ -1,0 +1,119 @@
+"""Functions that runs of the tests bring."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 — its usual name
+
+
+class Net(nn.Module):
+    """A table, layers that are alike, a head."""
+
+    def __init__(self, width: int, rows: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(rows, width)
+        self.layers = nn.ModuleList(_Layer(width) for _ in range(3))
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.table(words).mean(dim=1)  # [B, width]
+        for layer in self.layers:
+            x = x + layer(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+class _Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(torch.relu(self.up(self.norm(x))))
+        return out
+
+
+def mean_loss(module: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(module(batch["words"]), batch["label"])
+
+
+def summed_loss(module: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    """Only labels other than 0 count."""
+    nats = F.cross_entropy(module(batch["words"]), batch["label"], reduction="none")
+    counted = (batch["label"] != 0).float()
+    return (nats * counted).sum(), counted.sum()
+
+
+def accuracy(module: nn.Module, batch: Any) -> Tensor:
+    return (module(batch["words"]).argmax(dim=1) == batch["label"]).float().mean()
+
+
+PLAN = {
+    "layers.*.up": "column",
+    "layers.*.down": "row",
+    "table": "table",
+}
+
+
+def net(width: int = 16, rows: int = 40, counts: bool = False) -> Any:
+    return Net(width, rows), summed_loss if counts else mean_loss, accuracy, PLAN
+
+
+def net_without_plan() -> Any:
+    return Net(8, 40), mean_loss
+
+
+def net_with_batch_norm() -> Any:
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)), squares
+
+
+def net_with_unused() -> Any:
+    module = nn.ModuleDict({"used": nn.Linear(4, 1), "unused": nn.Linear(4, 1)})
+    return module, lambda module, batch: module["used"](batch).square().mean()
+
+
+def squares(module: nn.Module, batch: Tensor) -> Tensor:
+    return module(batch).square().mean()
+
+
+def nothing() -> Any:
+    return None
+
+
+def failing(depth: int = 1) -> Any:
+    raise ZeroDivisionError(f"at depth {depth}")
+
+
+class Samples:
+    """Bags of words with a label that follows from them."""
+
+    def __init__(self, seed: int, count: int) -> None:
+        draws = np.random.default_rng(seed)
+        self._words = draws.integers(40, size=(count, 5))
+
+    def __len__(self) -> int:
+        return len(self._words)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        words = self._words[index]
+        return {"words": words, "label": int(words.sum()) % 3}
+
+
+def samples(count: int = 200) -> Any:
+    return Samples(1, count), Samples(2, 31)
+
+
+class Rows:
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((4,), float(index))
+
+
+def rows() -> Any:
+    return Rows(), Rows()

@@ -1,0 +1,49 @@
+"""Configs of transformers for models that train within a test; dropout is off, to be compared."""
+
+from transformers import GemmaConfig, GPT2Config, MixtralConfig, Qwen3Config
+
+CONFIGS = {
+    "gpt2": GPT2Config(
+        n_embd=24,
+        n_layer=3,
+        n_head=2,
+        vocab_size=256,
+        n_positions=32,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+    ),
+    "mixtral": MixtralConfig(
+        hidden_size=24,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=256,
+        num_local_experts=4,
+        max_position_embeddings=32,
+    ),
+    "gemma": GemmaConfig(
+        hidden_size=24,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=256,
+        max_position_embeddings=32,
+    ),
+    "qwen3": Qwen3Config(
+        hidden_size=24,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=256,
+        max_position_embeddings=32,
+        tie_word_embeddings=True,
+    ),
+}

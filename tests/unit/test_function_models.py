@@ -1,0 +1,248 @@
+"""Functions that a run brings: who may run them, what they may return, and what is trained with them."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from node.island.data.functions import FunctionData
+from node.island.data.opening import open_dataset
+from node.island.data.places import DataPlaces
+from node.island.functions import check_functions, digest_of, file_of, sources_of
+from node.island.mesh import Mesh
+from node.island.mesh_shape import MeshShape, check_shape
+from node.island.models.architecture import BufferWatch
+from node.island.models.describing import describe, first_vector
+from node.island.optimizers import RowwiseAdamW, inner_optimizers
+from node.island.trainer import Trainer
+from protocol.errors import (
+    AtollError,
+    ConfigError,
+    ExitCode,
+    NoInputError,
+    NotPermittedError,
+    ProtocolMismatchError,
+)
+from protocol.models import FunctionModel
+from protocol.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec, validated
+from tests.run_functions import Net
+from tests.unit.test_transformers_models import work_of
+
+HERE = Path.cwd()
+EXAMPLES = HERE / "examples" / "functions"
+
+
+def spec_of(
+    model: str = "tests.run_functions:net",
+    data: str = "tests.run_functions:samples",
+    *,
+    folder: Path = HERE,
+    **inner: Any,
+) -> RunSpec:
+    spec = undescribed(model, data, **inner)
+    return spec.model_copy(update={"description": describe(spec, folder)})
+
+
+def undescribed(model: str, data: str, **inner: Any) -> RunSpec:
+    return RunSpec(
+        model=FunctionModel(source="function", function=model),
+        data=DataSection(source="function", function=data),
+        inner=InnerSection(
+            **{"batch": 8, "learning_rate": 1e-2, "schedule": "constant", "warmup_tokens": 0}
+            | inner
+        ),
+        evaluation=EvaluationSection(samples=10_000),
+    )
+
+
+def trainer_of(spec: RunSpec) -> Trainer:
+    trainer = Trainer(
+        spec=spec,
+        corpus=open_dataset(spec, DataPlaces(folder=HERE)),
+        device=torch.device("cpu"),
+        mesh=Mesh(),
+        clock=lambda: 0.0,
+    )
+    trainer.adopt(first_vector(spec))
+    return trainer
+
+
+def test_rows_that_no_batch_looks_up_stay_to_the_bit_and_the_others_move() -> None:
+    table = nn.Embedding(6, 4)
+    optimizer = RowwiseAdamW.of_run([table.weight], InnerSection(sparse=True))
+    before = table.weight.detach().clone()
+    for rows in ([0, 3], [3], [5]):
+        table.zero_grad()
+        table(torch.tensor(rows)).square().sum().backward()
+        optimizer.step()
+    moved = (table.weight != before).any(dim=1)
+    assert moved.tolist() == [True, False, False, True, False, True]
+    assert optimizer.state[table.weight]["row_steps"].squeeze(1).tolist() == [1, 0, 0, 2, 0, 1]
+
+
+def test_a_row_with_a_gradient_in_each_step_is_stepped_as_by_adamw() -> None:
+    values = torch.randn(5, 3)
+    inner = InnerSection(learning_rate=0.05)
+    rowwise, plain = (nn.Parameter(values.clone()) for _ in range(2))
+    ours = RowwiseAdamW.of_run([rowwise], inner)
+    theirs = torch.optim.AdamW([plain], lr=0.05, betas=(0.9, 0.95), weight_decay=0.0)
+    for step in range(4):
+        gradient = torch.randn(5, 3, generator=torch.Generator().manual_seed(step))
+        rowwise.grad, plain.grad = gradient.clone(), gradient.clone()
+        ours.step()
+        theirs.step()
+    torch.testing.assert_close(rowwise, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_only_tables_are_stepped_row_by_row_and_only_when_asked_for() -> None:
+    model = Net(8, 40)
+    (adamw,) = inner_optimizers(model, InnerSection())
+    assert isinstance(adamw, torch.optim.AdamW)
+    rowwise, _ = inner_optimizers(model, InnerSection(sparse=True))
+    assert isinstance(rowwise, RowwiseAdamW)
+    assert [p is model.table.weight for g in rowwise.param_groups for p in g["params"]] == [True]
+
+
+def test_muon_takes_the_matrices_of_layers_and_neither_table_nor_head() -> None:
+    model = Net(8, 40)
+    muon, _ = inner_optimizers(model, InnerSection(optimizer="muon"))
+    taken = {id(p) for group in muon.param_groups for p in group["params"]}
+    named = {name for name, p in model.named_parameters() if id(p) in taken}
+    assert named == {f"layers.{i}.{part}.weight" for i in range(3) for part in ("up", "down")}
+
+
+def test_a_description_says_tensors_layers_plan_operations_and_code() -> None:
+    spec = spec_of()
+    described = spec.description
+    assert described is not None
+    assert spec.tensors[0].name == "table.weight" and spec.tensors[0].layer is None
+    assert {t.layer for t in spec.tensors} == {None, 0, 1, 2}
+    assert described.tensor_plan["layers.*.up"] == "column"
+    assert described.flops_per_token == 6 * (3 * 2 * 16 * 32 + 16 * 3)
+    code = HERE / "tests" / "run_functions.py"
+    assert described.sources == {
+        "tests.run_functions:net": digest_of(code),
+        "tests.run_functions:samples": digest_of(code),
+    }
+
+
+def test_training_a_function_learns_and_its_metric_is_told() -> None:
+    spec = spec_of()
+    trainer = trainer_of(spec)
+    before = trainer.evaluate()
+    assert before.metric is not None and 0.0 <= before.metric <= 1.0
+    report = trainer.train(work_of(60), lambda progress: None)
+    assert report.tokens == 60 * 8  # a sample counts one
+    assert trainer.evaluate().loss != before.loss
+    assert report.loss < before.loss
+
+
+@pytest.mark.parametrize(
+    ("name", "inner"),
+    [("vision", {}), ("fraud", {"batch": 64}), ("recommend", {"batch": 64, "sparse": True})],
+)
+def test_each_example_learns(name: str, inner: dict[str, Any]) -> None:
+    spec = spec_of(f"{name}:model", f"{name}:data", folder=EXAMPLES, **inner)
+    trainer = trainer_of(spec)
+    before = trainer.evaluate()
+    trainer.train(work_of(120), lambda progress: None)
+    after = trainer.evaluate()
+    assert after.loss < 0.8 * before.loss
+    if before.metric is not None:
+        assert after.metric is not None and after.metric > max(0.7, before.metric)
+
+
+def test_code_of_a_run_is_refused_with_the_line_that_allows_it() -> None:
+    spec = spec_of()
+    with pytest.raises(NotPermittedError, match="trains with code of its own") as caught:
+        check_functions(spec, allowed=("other",), code=None)
+    assert 'allow_functions = ["other", "my-run"]' in caught.value.next_step
+    assert caught.value.exit_code == ExitCode.NO_PERMISSION
+    check_functions(spec, allowed=("my-run",), code=None)
+
+
+def test_a_file_that_differs_from_the_runs_is_refused_and_never_run(tmp_path: Path) -> None:
+    (tmp_path / "own_model.py").write_text("def net(): ...\n")
+    (tmp_path / "own_data.py").write_text("def rows(): ...\n")
+    spec = undescribed("own_model:net", "own_data:rows")
+    sources = sources_of(spec, tmp_path)
+    described = describe(spec_of(), HERE).model_copy(update={"sources": sources})
+    spec = spec.model_copy(update={"description": described})
+    check_functions(spec, allowed=("my-run",), code=tmp_path)
+    (tmp_path / "own_data.py").write_text("raise SystemExit('it was run')\n")
+    with pytest.raises(ProtocolMismatchError, match=r"own_data\.py is not the run's code"):
+        check_functions(spec, allowed=("my-run",), code=tmp_path)
+
+
+def test_looking_for_a_module_in_a_package_runs_neither(tmp_path: Path) -> None:
+    package = tmp_path / "own_package"
+    package.mkdir()
+    for name in ("__init__.py", "inner.py"):
+        (package / name).write_text("raise SystemExit('it was run')\n")
+    assert file_of("own_package.inner:f", tmp_path) == package / "inner.py"
+    with pytest.raises(NoInputError, match=r"there is no module 'own_package\.other'"):
+        file_of("own_package.other:f", tmp_path)
+
+
+def test_batch_norm_is_refused_by_name_when_described_and_when_trained() -> None:
+    with pytest.raises(ConfigError, match=r"changes the buffer 1\.\w+ of a BatchNorm1d") as caught:
+        spec_of("tests.run_functions:net_with_batch_norm", "tests.run_functions:rows")
+    assert "GroupNorm" in caught.value.next_step
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    watch = BufferWatch([module])
+    module.eval()(torch.ones(2, 4))
+    watch.check()
+    module.train()(torch.ones(2, 4))
+    with pytest.raises(ConfigError, match="changes the buffer"):
+        watch.check()
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "match"),
+    [
+        ("net_with_unused", "rows", "the loss does not depend on the parameter unused.weight"),
+        ("nothing", "samples", r"returns NoneType instead of \(module, loss\)"),
+        ("failing", "samples", r"failed: ZeroDivisionError: at depth 1 \(run_functions\.py, line"),
+        ("none_such", "samples", "has no function 'none_such'"),
+        ("net", "nothing", r"returns NoneType instead of \(training, held_out\)"),
+        ("samples", "samples", r"returns Samples where a torch module should be"),
+    ],
+)
+def test_what_is_no_model_or_no_data_is_told_in_a_sentence(
+    model: str, data: str, match: str
+) -> None:
+    with pytest.raises(AtollError, match=match):
+        spec_of(f"tests.run_functions:{model}", f"tests.run_functions:{data}")
+
+
+def test_tensor_parallel_without_a_plan_is_refused_and_what_works_is_said() -> None:
+    spec = spec_of("tests.run_functions:net_without_plan")
+    with pytest.raises(ConfigError, match="the function of Net gives none") as caught:
+        check_shape(MeshShape(tensor=2), spec)
+    assert "replicate and shard work" in caught.value.next_step
+    with pytest.raises(ConfigError, match=r"tp = 3 does not divide the rows of table\.weight = 40"):
+        check_shape(MeshShape(tensor=3), spec_of())
+
+
+def test_samples_of_a_function_are_numbered_and_known_by_their_code() -> None:
+    spec = spec_of()
+    data = FunctionData(spec)
+    assert (data.num_samples, data.num_held_out_samples) == (200, 31)
+    batch = data.batch("held_out", np.array([3, 5]))
+    assert batch["words"].shape == (2, 5) and batch["label"].shape == (2,)
+    assert data.batch("held_out", np.array([], np.int64))["label"].shape == (1,)
+    assert data.summary() == FunctionData(spec).summary()
+    assert spec.description is not None
+    other = spec.description.model_copy(update={"sources": {}})
+    changed = FunctionData(spec.model_copy(update={"description": other}))
+    assert changed.summary().digest != data.summary().digest
+
+
+def test_functions_in_a_run_file_are_checked() -> None:
+    with pytest.raises(ConfigError, match='needs function = "MODULE:FUNCTION"'):
+        validated({"data": {"source": "function"}}, origin="the test")
+    with pytest.raises(ConfigError, match=r'goes with \[model\] source = "function"'):
+        validated({"data": {"source": "function", "function": "a:b"}}, origin="the test")

@@ -1,0 +1,290 @@
+"""Models of transformers: what describing them shows, what is refused, and training as transformers does."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+from node.island.combinations import check_local
+from node.island.data.corpus import read_corpus
+from node.island.data.samples import SampleOrder
+from node.island.island import InnerWork
+from node.island.local_training import LocalTraining
+from node.island.mesh import Mesh
+from node.island.mesh_shape import MeshShape, check_shape
+from node.island.models.architecture import architecture_of, container_of_layers
+from node.island.models.describing import describe, export_state, first_vector
+from node.island.models.transformers import built, config_of
+from node.island.trainer import Trainer
+from protocol.errors import AtollError, BadDataError, ConfigError, ExitCode, NoInputError
+from protocol.layout import layout_of
+from protocol.models import TransformersModel
+from protocol.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
+from tests.transformers_configs import CONFIGS
+
+
+def run_of(config: Any, folder: Path, **inner: Any) -> RunSpec:
+    config.save_pretrained(folder)
+    spec = RunSpec(
+        model=TransformersModel(source="transformers", context=16),
+        data=DataSection(source="text", paths=("*.txt",), held_out=0.2),
+        inner=InnerSection(
+            batch=4, learning_rate=1e-2, schedule="constant", warmup_tokens=0, **inner
+        ),
+        evaluation=EvaluationSection(samples=5),
+    )
+    return spec.model_copy(update={"description": describe(spec, folder)})
+
+
+def with_text(folder: Path) -> Path:
+    for i in range(12):
+        (folder / f"{i}.txt").write_text("the quick brown fox; " * (20 + i))
+    return folder
+
+
+def trainer_of(spec: RunSpec, folder: Path) -> Trainer:
+    corpus = read_corpus(spec.data, context=16, batch=4, folder=folder)
+    trainer = Trainer(
+        spec=spec, corpus=corpus, device=torch.device("cpu"), mesh=Mesh(), clock=lambda: 0.0
+    )
+    trainer.adopt(first_vector(spec))
+    return trainer
+
+
+def work_of(inner_steps: int, first_sample: int = 0) -> InnerWork:
+    return InnerWork(
+        round=1,
+        inner_steps=inner_steps,
+        first_sample=first_sample,
+        num_samples=10**6,
+        token_clock=0,
+        round_tokens=0,
+        max_seconds=1e9,
+        num_participants=1,
+        steps_before=0,
+    )
+
+
+def published(trainer: Trainer, spec: RunSpec) -> np.ndarray:
+    vector = np.zeros(layout_of(spec).num_elements, np.float32)
+    trainer.publish(vector, 0)
+    return vector
+
+
+@pytest.mark.parametrize("kind", list(CONFIGS))
+def test_training_is_what_a_loop_over_transformers_own_loss_comes_to(
+    kind: str, tmp_path: Path
+) -> None:
+    spec = run_of(CONFIGS[kind], with_text(tmp_path))
+    trainer = trainer_of(spec, tmp_path)
+    report = trainer.train(work_of(4), lambda progress: None)
+
+    model = AutoModelForCausalLM.from_config(CONFIGS[kind], dtype=torch.float32)
+    place_of = {place.name: place for place in layout_of(spec).places}
+    first = first_vector(spec)
+    tables = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+    for name, parameter in model.named_parameters():
+        place = place_of[name]
+        values = first[place.offset : place.offset + place.num_elements].reshape(place.shape)
+        parameter.data.copy_(torch.from_numpy(values))
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in model.parameters() if p.ndim > 1 and p not in tables]},
+            {
+                "params": [p for p in model.parameters() if p.ndim == 1 or p in tables],
+                "weight_decay": 0.0,
+            },
+        ],
+        lr=1e-2,
+        betas=(0.9, 0.95),
+        weight_decay=0.1,
+    )
+    corpus = read_corpus(spec.data, context=16, batch=4, folder=tmp_path)
+    order = SampleOrder(seed=0, num_samples=corpus.num_samples)
+    losses = []
+    for step in range(4):
+        windows = torch.from_numpy(corpus.windows(corpus.training, order.indices(4 * step, 4)))
+        loss = model(input_ids=windows, labels=windows).loss  # shifts them itself
+        losses.append(loss.item())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert report.loss == pytest.approx(np.mean(losses), abs=1e-5)
+    last = published(trainer, spec)
+    for name, parameter in model.named_parameters():
+        place = place_of[name]
+        ours = last[place.offset : place.offset + place.num_elements].reshape(place.shape)
+        np.testing.assert_allclose(ours, parameter.detach().numpy(), rtol=0, atol=2e-4)
+
+
+def test_dropout_draws_the_same_again_for_the_same_work_and_none_when_measuring(
+    tmp_path: Path,
+) -> None:
+    config = GPT2Config(
+        n_embd=16,
+        n_layer=1,
+        n_head=2,
+        vocab_size=256,
+        n_positions=16,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    spec = run_of(config, with_text(tmp_path))
+    first, second = trainer_of(spec, tmp_path), trainer_of(spec, tmp_path)
+    assert first.evaluate() == first.evaluate()
+    for trainer in (first, second):
+        trainer.train(work_of(3), lambda progress: None)
+    assert np.array_equal(published(first, spec), published(second, spec))
+    dry = spec.description
+    assert dry is not None
+    without = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    spec = spec.model_copy(
+        update={"description": dry.model_copy(update={"config": dry.config | without})}
+    )
+    third = trainer_of(spec, tmp_path)
+    third.train(work_of(3), lambda progress: None)
+    assert not np.array_equal(published(first, spec), published(third, spec))
+
+
+def test_a_description_has_each_trained_tensor_once_with_its_layer(tmp_path: Path) -> None:
+    spec = run_of(CONFIGS["gpt2"], tmp_path)
+    model = built(config_of(tmp_path))
+    assert [(t.name, t.shape) for t in spec.tensors] == [
+        (name, tuple(p.shape)) for name, p in model.named_parameters()
+    ]
+    assert "lm_head.weight" not in [t.name for t in spec.tensors]  # it is the embedding
+    assert {t.layer for t in spec.tensors if t.name.startswith("transformer.h.2.")} == {2}
+    assert {t.layer for t in spec.tensors if ".h." not in t.name} == {None}
+    assert spec.num_layers == 3
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_experts_of_a_layer_are_not_taken_for_layers() -> None:
+    layers = nn.ModuleList(
+        nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(4, 4) for _ in range(8))})
+        for _ in range(2)
+    )
+    assert container_of_layers(nn.ModuleDict({"layers": layers})) == ("layers", ["0", "1"])
+
+
+def test_operations_of_a_token_are_those_of_the_formula_for_a_llama(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=256,
+    )
+    spec = run_of(config, tmp_path)
+    described = spec.description
+    assert described is not None and described.flops_per_token is not None
+    matrices = 256 * 32 + sum(
+        t.num_elements for t in spec.tensors if t.layer is not None and len(t.shape) == 2
+    )
+    expected = 6 * matrices + 12 * 2 * 32 * 16
+    assert described.flops_per_token == pytest.approx(expected, rel=0.05)
+    assert described.activation_bytes is not None and described.activation_bytes > 16 * 256 * 4
+
+
+def test_what_is_exported_loads_with_the_same_weights(tmp_path: Path) -> None:
+    spec = run_of(CONFIGS["mixtral"], tmp_path)
+    vector = first_vector(spec)
+    export_state(spec, vector, tmp_path / "out")
+    assert first_vector(spec, tmp_path / "out").tobytes() == vector.tobytes()
+    written = config_of(tmp_path / "out")
+    assert written.pop("architectures") == ["MixtralForCausalLM"]
+    assert written == config_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "match"),
+    [
+        (
+            "gpt2",
+            MeshShape(tensor=2),
+            "tp needs the model's own plan, which GPT2LMHeadModel has not",
+        ),
+        ("mixtral", MeshShape(tensor=2), "'moe_tp_experts', which is not done here"),
+        ("gpt2", MeshShape(pipeline=2), 'pp = 2 does not go with .*source = "transformers"'),
+        ("gpt2", MeshShape(context=2), 'cp = 2 does not go with .*source = "transformers"'),
+        ("qwen3", MeshShape(tensor=4), "tp = 4 does not divide num_key_value_heads = 2"),
+    ],
+    ids=str,
+)
+def test_a_mesh_that_the_model_cannot_do_is_refused_with_what_works(
+    kind: str, shape: MeshShape, match: str, tmp_path: Path
+) -> None:
+    spec = run_of(CONFIGS[kind], tmp_path)
+    check_shape(MeshShape(shard=2), spec)
+    with pytest.raises(ConfigError, match=match) as caught:
+        check_shape(shape, spec)
+    assert "shard" in caught.value.next_step
+
+
+def test_settings_that_are_tested_with_the_decoder_alone_are_refused(tmp_path: Path) -> None:
+    spec = run_of(CONFIGS["gpt2"], tmp_path)
+    check_local(spec, LocalTraining(activation_checkpointing="full"))
+    with pytest.raises(ConfigError, match="compile = true does not go with"):
+        check_local(spec, LocalTraining(compile=True))
+
+
+def test_a_model_of_other_shapes_than_the_runs_is_refused_by_name_and_both_shapes(
+    tmp_path: Path,
+) -> None:
+    spec = run_of(CONFIGS["gpt2"], tmp_path)
+    assert spec.description is not None
+    tensors = list(spec.tensors)
+    tensors[3] = tensors[3].model_copy(update={"shape": (7,)})
+    other = spec.description.model_copy(update={"tensors": tuple(tensors)})
+    with pytest.raises(
+        AtollError, match=r"transformer\.h\.0\.ln_1\.bias of 7, and .* it of 24"
+    ) as e:
+        architecture_of(spec.model_copy(update={"description": other})).part(Mesh(), 0)
+    assert e.value.exit_code == ExitCode.PROTOCOL
+
+
+def test_a_folder_without_config_or_weights_is_told_in_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(NoInputError, match=r"has no config\.json"):
+        config_of(tmp_path)
+    spec = run_of(CONFIGS["gpt2"], tmp_path)
+    with pytest.raises(NoInputError, match="has no weights"):
+        first_vector(spec, tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\0" * 64)
+    with pytest.raises(BadDataError, match="cannot be read"):
+        first_vector(spec, tmp_path)
+
+
+def test_weights_that_lack_a_tensor_are_refused_by_its_name(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    spec = run_of(CONFIGS["gpt2"], tmp_path)
+    export_state(spec, first_vector(spec), tmp_path / "out")
+    path = tmp_path / "out" / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["transformer.h.1.mlp.c_fc.weight"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(BadDataError, match=r"missing keys .*h\.1\.mlp\.c_fc\.weight"):
+        first_vector(spec, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "key", ["auto_map", "attn_implementation", "quantization_config", "_experts_implementation"]
+)
+def test_a_config_that_asks_for_code_of_others_is_refused(key: str) -> None:
+    config = {**CONFIGS["gpt2"].to_dict(), key: {"a": "b"}}
+    with pytest.raises(ConfigError, match=f"'{key}', which asks for code or weights"):
+        built(config)
+
+
+def test_an_unknown_kind_of_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="makes no causal language model"):
+        built({"model_type": "resnet"})
+    (tmp_path / "config.json").write_text('{"model_type": "none-such"}')
+    with pytest.raises(BadDataError, match="is not a config that transformers knows"):
+        config_of(tmp_path)
