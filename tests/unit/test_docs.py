@@ -13,13 +13,17 @@ import pytest
 from coordinator.config import RUN_TEMPLATE
 from protocol import cli
 from protocol.errors import ExitCode
+from protocol.models import FunctionModel
 from protocol.run_spec import RunSpec
 
 ROOT = Path(cli.__file__).parent.parent
 PAGES = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")))
 PAGE_IDS = [page.name for page in PAGES]
 
-ROOMS = ("protocol", "coordinator", "node", "proto", "benchmarks", "tools", "tests", "docs")
+ROOMS = (
+    *("atoll", "protocol", "coordinator", "node", "proto"),
+    *("benchmarks", "examples", "tools", "tests", "docs"),
+)
 BLOCK_INDENT = 4
 
 
@@ -170,5 +174,6 @@ def test_the_template_explains_every_key_of_the_run_file() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
 def test_every_key_of_the_run_file_that_a_page_names_exists(page: Path) -> None:
     defaults = RunSpec().model_dump(exclude={"description"})
+    known = {**defaults, "model": {**FunctionModel.model_fields, **defaults["model"]}}
     for table, key in re.findall(r"\[(\w+)\] (\w+)[` ]", page.read_text()):
-        assert key in defaults.get(table, {}), f"{page.name} names [{table}] {key}"
+        assert key in known.get(table, {}), f"{page.name} names [{table}] {key}"
