@@ -20,7 +20,7 @@ Config = Mapping[str, Any]
 Biases = Literal["none", "qkv", "all"]
 
 _USE_TRANSFORMERS = (
-    'make the run with source = "transformers", which builds it as transformers does'
+    "add --by transformers, whose own code then builds it: on one rank, on copies and on shards"
 )
 
 

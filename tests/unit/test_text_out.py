@@ -10,7 +10,7 @@ from test_export import ORIGIN
 from tokens_scene import END, prepared, spec_of, write_jsonl, write_tokenizer
 
 from node.export import export_model
-from node.island.data.opening import DataPlaces
+from node.island.data.places import DataPlaces
 from node.island.generate import sampled
 from node.island.models.describing import describe, first_vector
 from node.text_out import ByteText, files_of_tokenizer, text_of_run
