@@ -83,6 +83,7 @@ def node() -> None:
     help="A run whose own code may run here; instead of those in node.toml.",
 )
 @click.option("--code", help="The folder that has the functions of the run.")
+@click.option("--base", help="The transformers folder of the model that the run adapts.")
 @click.option("--listen", help="Address that peers connect to.")
 @click.option("--port", type=int, help="Port that peers connect to; 0 picks a free one.")
 @click.option("--announce", help="Host to tell peers, when a router forwards the port.")

@@ -104,6 +104,10 @@ allow_functions = []
 # 'atoll node start' is typed.
 code = ""
 
+# The transformers folder of the model that the run adapts ([lora] in its run file). A relative path begins
+# where 'atoll node start' is typed.
+base = ""
+
 # After how many rounds the inner optimizer's state is written to this folder (8 bytes for each
 # parameter, behind the training; with large models more seldom, at 20 MB/s on average), so that a
 # restart goes on from it; 0 means never.
@@ -214,6 +218,7 @@ class NodeSettings(Section):
     data: str = ""
     allow_functions: Annotated[tuple[str, ...], Field(strict=False)] = ()  # TOML gives lists
     code: str = ""
+    base: str = ""
     checkpoint_every_rounds: Annotated[int, Field(ge=0, lt=2**31)] = 10
     hang_seconds: Annotated[float, Field(ge=0, le=7 * 86400)] = 120.0
     listen: str = ""
@@ -291,8 +296,9 @@ class NodeSettings(Section):
         return bytes_per_second_of(self.max_upload)
 
     def data_places(self, folder: Path) -> DataPlaces:
-        """Where the data and the functions of the run are; relative paths begin at `folder`."""
-        return DataPlaces(folder=folder, own=self.data, code=self.code_folder(folder))
+        """Where the data, the functions and the base of the run are; relative paths begin at `folder`."""
+        base = folder / expanded(self.base) if self.base else None
+        return DataPlaces(folder=folder, own=self.data, code=self.code_folder(folder), base=base)
 
     def code_folder(self, folder: Path) -> Path | None:
         """Where functions of the run are; a relative path begins at `folder`."""

@@ -258,6 +258,17 @@ class DeadlinesSection(Section):
         return self
 
 
+class LoraSection(Section):
+    """[lora]: low-rank adapters are trained, and the model of a transformers folder stays as it is.
+
+    `targets` are ends of modules' names, as "q_proj"; without any, all linear layers but the head.
+    """
+
+    rank: Annotated[int, Field(ge=1, le=4096)] = 16
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    targets: Annotated[tuple[str, ...], Field(strict=False)] = ()
+
+
 class EvaluationSection(Section):
     """[evaluation]: the held-out loss of the committed model."""
 
@@ -276,7 +287,16 @@ class RunSpec(Section):
     exchange: ExchangeSection = ExchangeSection()
     deadlines: DeadlinesSection = DeadlinesSection()
     evaluation: EvaluationSection = EvaluationSection()
+    lora: LoraSection | None = None
     description: Description | None = None
+
+    @model_validator(mode="after")
+    def _adapters_have_a_model(self) -> Self:
+        if self.lora is not None and self.model.source != "transformers":
+            raise ValueError(
+                f'[lora] goes with [model] source = "transformers", not "{self.model.source}"'
+            )
+        return self
 
     @model_validator(mode="after")
     def _every_fragment_has_a_layer(self) -> Self:

@@ -18,6 +18,7 @@ class DataPlaces:
     folder: Path  # where relative paths begin
     own: str = ""  # in place of the run file's paths; "" for none
     code: Path | None = None  # where functions of the run are found, beside what is installed
+    base: Path | None = None  # the model that the run's adapters belong to
 
 
 def open_dataset(spec: RunSpec, places: DataPlaces) -> Dataset:

@@ -4,7 +4,7 @@ The model is built without memory for its parameters, and computes nothing: oper
 keeps are counted on shapes alone, where the model allows it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -64,9 +64,16 @@ def first_vector(spec: RunSpec, folder: Path | None = None) -> Vector:
     Raises AtollError where they do not fit the run's description.
     """
     from node.island.models.architecture import check_tensors
-    from node.island.models.transformers import random_model, saved_model
+    from node.island.models.transformers import built, random_model, saved_model
 
     model: nn.Module
+    if spec.lora is not None:
+        from node.island.models.adapters import first_values
+
+        assert spec.description is not None
+        model = built(spec.description.config, spec.lora)
+        check_tensors(model, spec)
+        return _vector_of_values(first_values(model, spec), spec)
     if spec.model.source == "function":
         from node.island.models.function import random_module
 
@@ -79,12 +86,17 @@ def first_vector(spec: RunSpec, folder: Path | None = None) -> Vector:
 
 def vector_of(model: nn.Module, spec: RunSpec) -> Vector:
     """A module's trained parameters as a canonical vector."""
+    return _vector_of_values(((n, p.detach()) for n, p in model.named_parameters()), spec)
+
+
+def _vector_of_values(values: Iterable[tuple[str, Tensor]], spec: RunSpec) -> Vector:
     layout = layout_of(spec)
     vector = np.empty(layout.num_elements, np.float32)
-    named = dict(model.named_parameters())
-    for place in layout.places:
-        values = named[place.name].detach().to(torch.float32).reshape(-1)
-        vector[place.offset : place.offset + place.num_elements] = values.numpy()
+    places = {place.name: place for place in layout.places}
+    for name, value in values:
+        if (place := places.get(name)) is not None:
+            span = slice(place.offset, place.offset + place.num_elements)
+            vector[span] = value.to(torch.float32).reshape(-1).numpy()
     return vector
 
 
@@ -98,13 +110,32 @@ def fill(model: nn.Module, spec: RunSpec, vector: Vector) -> None:
             own.copy_(torch.from_numpy(np.array(values)))
 
 
-def export_state(spec: RunSpec, vector: Vector, out: Path) -> None:
-    """Writes a folder that transformers loads, of a run's state."""
-    from node.island.models.transformers import export_model, random_model
+def export_state(spec: RunSpec, vector: Vector, out: Path, *, base: Path | None = None) -> None:
+    """Writes a folder that transformers loads, of a run's state.
 
-    model = random_model(spec)
-    fill(model, spec, vector)
-    export_model(model, out)
+    Adapters are written alone, as peft loads them; with `base`, the model that they belong to, they are
+    added to its matrices and the whole is written.
+    """
+    from node.island.models.transformers import built, export_model, merged_model, random_model
+
+    assert spec.description is not None
+    if spec.lora is None:
+        model = random_model(spec)
+        fill(model, spec, vector)
+        export_model(model, out)
+        return
+    values = {
+        place.name: torch.from_numpy(
+            np.array(vector[place.offset : place.offset + place.num_elements])
+        ).reshape(place.shape)
+        for place in layout_of(spec).places
+    }
+    if base is not None:
+        export_model(merged_model(base, spec.lora, values), out)
+        return
+    from node.island.models.adapters import export_adapter
+
+    export_adapter(built(spec.description.config, spec.lora), values, out)
 
 
 def _loss_of_tokens(model: nn.Module, spec: RunSpec) -> tuple[Callable[[Tree], Tensor], Tree]:
