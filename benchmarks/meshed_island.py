@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from node.island.data.opening import DataPlaces
-from node.island.island import Evaluation, InnerReport, InnerWork, Progress
+from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork, Progress
 from node.island.launcher import ProcessIsland
 from node.island.mesh_shape import MeshShape
 from node.outer_state import SharedVectors, Vector
@@ -54,6 +54,11 @@ class MeshedIsland:
         self._thread: threading.Thread | None = None
         self._shared: SharedVectors | None = None
         self._ranks: ProcessIsland | None = None
+
+    @property
+    def ability(self) -> Ability:
+        """See Island."""
+        return ALL
 
     async def start(self) -> CorpusSummary:
         """See Island."""

@@ -39,10 +39,14 @@ has as many again, for its connections."""
 _STOPPED = "stopped by its owner"
 
 
-async def run_node(folder: Path, settings: NodeSettings, *, waits: bool) -> str:
+async def run_node(
+    folder: Path, settings: NodeSettings, *, waits: bool, ends_with_stdin: bool = False
+) -> str:
     """Runs the node of a folder until the run is finished or its owner stops it; returns why.
 
-    With `waits` a coordinator that is away is waited for; else that raises UnavailableError.
+    With `waits` a coordinator that is away is waited for; else that raises UnavailableError. With
+    `ends_with_stdin` the owner also stops it by closing its standard input, as a program does that
+    started it and was killed.
 
     No process that it started is left when it ends. The last thing that its process does: signals
     are ignored from then on.
@@ -51,8 +55,9 @@ async def run_node(folder: Path, settings: NodeSettings, *, waits: bool) -> str:
     identity = Identity.load(folder / IDENTITY_FILE)
     num_ranks = settings.ranks_here
     hardware = look_around(settings.device)
-    likely_devices(settings.device, num_ranks_of(settings), hardware)
-    settings.local_training.check()
+    if not settings.loop:
+        likely_devices(settings.device, num_ranks_of(settings), hardware)
+        settings.local_training.check()
     require_open_files(OWN_OPEN_FILES + OPEN_FILES_PER_RANK * num_ranks, of="the node")
     lock = FolderLock.take(
         folder,
@@ -61,6 +66,8 @@ async def run_node(folder: Path, settings: NodeSettings, *, waits: bool) -> str:
     )
     tell_leftovers()
     with StopSignals() as signals:
+        if ends_with_stdin:
+            signals.heed_stdin()
         try:
             return await _run(
                 folder, settings, credentials, identity, hardware, signals, waits=waits
@@ -99,8 +106,9 @@ async def _run(
         log.info(
             "run", name=spec.run.name, rounds=spec.run.rounds, coordinator=credentials.endpoint
         )
-        log.info("loading torch: it takes some seconds")
-        prepare_forkserver()  # it imports torch while we import the rest, and do without
+        if not settings.loop:
+            log.info("loading torch: it takes some seconds")
+            prepare_forkserver()  # it imports torch while we import the rest, and do without
         keep_freed_memory()
         with signals.blocking():
             from node.assembly import run_daemon

@@ -35,6 +35,7 @@ from node.island.devices import kind_of
 from node.island.first_weights import initial_parameters
 from node.island.island import Island
 from node.island.launcher import ProcessIsland
+from node.island.loops.island import LoopIsland
 from node.island.mesh_shape import MeshShape
 from node.island.usable_devices import UsableDevices, usable_devices
 from node.link.calls import CoordinatorLink
@@ -56,6 +57,9 @@ from protocol.wire_count import WireCounts
 
 log = structlog.get_logger()
 
+OWN_LOOP: tuple[str, ...] = ("own loop",)
+"""The device of a node whose training is its contributor's own program: only that knows."""
+
 
 async def run_daemon(
     folder: Path,
@@ -69,10 +73,12 @@ async def run_daemon(
     signals: StopSignals,
 ) -> str:
     """Runs the node until the run is finished or its owner stops it; returns why it ended."""
-    usable = await _devices_of(settings, hardware)
-    devices, shape = usable.names, _mesh_of(settings, spec, usable)
+    devices, shape = OWN_LOOP, MeshShape()
+    if not settings.loop:
+        usable = await _devices_of(settings, hardware)
+        devices, shape = usable.names, _mesh_of(settings, spec, usable)
     layout = layout_of(spec)
-    desk = await _desk_of(folder, settings, spec, kind_of(devices))
+    desk = None if settings.loop else await _desk_of(folder, settings, spec, kind_of(devices))
     history = await in_thread(lambda: History(folder / HISTORY_FILE))
     disk = StateOnDisk(folder / SNAPSHOTS_FOLDER, history=history, sent=SentLog(folder / SENT_FILE))
     state_bytes = disk.require_room(layout.num_elements, most_result_bytes(spec, layout))
@@ -83,7 +89,7 @@ async def run_daemon(
         threads_beside(
             num_ranks=len(devices),
             num_cores=len(os.sched_getaffinity(0)),
-            ranks_compute_on_cores=kind_of(devices) == "cpu",
+            ranks_compute_on_cores=settings.loop or kind_of(devices) == "cpu",
         )
     )
     await prepare_kernels(spec)
@@ -110,7 +116,7 @@ async def run_daemon(
             device=devices[0],
             num_ranks=shape.num_ranks,
             version=metadata.version("atoll"),
-            mesh=str(shape),
+            mesh=OWN_LOOP[0] if settings.loop else str(shape),
             congestion_control=congestion_control() or "",
         )
         daemon = Daemon(
@@ -125,7 +131,16 @@ async def run_daemon(
                 max_upload_bytes_per_second=settings.max_upload_bytes_per_second,
                 while_moving=exchange_time.exchanging,
             ),
-            island=_island_of(settings, spec, devices, shape, shared, desk, checkpoints),
+            island=LoopIsland(
+                spec=spec,
+                layout=layout,
+                names=shared.names,
+                home=folder,
+                data=settings.data_places(Path.cwd()),
+                hang_seconds=settings.hang_seconds,
+            )
+            if settings.loop
+            else _island_of(settings, spec, devices, shape, shared, desk, checkpoints),
             outer=outer,
             disk=disk,
             history=history,
@@ -213,7 +228,7 @@ def _checkpoints_of(
     besides_bytes: int,
 ) -> CheckpointFolder | None:
     """Where ranks keep their inner optimizer's state; raises SystemRefusedError without room for it."""
-    if settings.checkpoint_every_rounds == 0:
+    if settings.checkpoint_every_rounds == 0 or settings.loop:
         return None
     checkpoints = CheckpointFolder(
         path=folder / CHECKPOINTS_FOLDER,

@@ -68,12 +68,14 @@ def node() -> None:
 @click.option("--schedule", help="The pipeline's: gpipe, 1f1b, interleaved-1f1b, …")
 @click.option("--microbatches", type=int, help="Of a pipeline; 0 finds a number.")
 @click.option("--offload/--no-offload", default=None, help="Keep parameters in the CPU's memory.")
+@click.option("--data", help="Where this machine has the run's data, instead of run.toml's paths.")
+@click.option("--loop/--no-loop", default=None, help="Train by your own program: atoll.join().")
+@click.option("--until-stdin-closes", "ends_with_stdin", is_flag=True, hidden=True)
 @click.option(
     "--weights",
     metavar="FILE",
     help="The run's first weights, where the run begins with given ones and this node has them.",
 )
-@click.option("--data", help="Where this machine has the run's data, instead of run.toml's paths.")
 @click.option(
     "--allow-function",
     "allow_functions",
@@ -102,7 +104,13 @@ def node() -> None:
     help="Wait for a coordinator that does not answer yet, or end with 69. Default: wait.",
 )
 @click.option("--log-json", is_flag=True, help="Log one JSON object a line.")
-def start(folder: Path | None, waits: bool, log_json: bool, **settings: str | float | None) -> None:
+def start(
+    folder: Path | None,
+    waits: bool,
+    log_json: bool,
+    ends_with_stdin: bool,
+    **settings: str | float | None,
+) -> None:
     """Contribute this machine until the run is finished or you press Ctrl-C.
 
     It waits for a coordinator that does not answer yet, and comes back to one that went away.
@@ -125,7 +133,7 @@ def start(folder: Path | None, waits: bool, log_json: bool, **settings: str | fl
     )
     from node.app import run_node
 
-    reason = asyncio.run(run_node(home, chosen, waits=waits))
+    reason = asyncio.run(run_node(home, chosen, waits=waits, ends_with_stdin=ends_with_stdin))
     click.echo(f"{chosen.name} has stopped: {reason}")
 
 
@@ -230,15 +238,16 @@ def describe(directory: Path, source: Path | None, force: bool) -> None:
 
 @node.command(hidden=True)
 @click.option("--from", "source", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--by", default="decoder")
 @click.option("--context", type=int)
 @click.option("--data", multiple=True)
-def facts(source: Path | None, context: int | None, data: tuple[str, ...]) -> None:
+def facts(source: Path | None, by: str, context: int | None, data: tuple[str, ...]) -> None:
     """Print what 'atoll init' has to know of a transformers folder and of data, as JSON."""
     import json
 
     from node.describing import facts_of
 
-    click.echo(json.dumps(facts_of(source, context=context, data=data)))
+    click.echo(json.dumps(facts_of(source, by=by, context=context, data=data)))
 
 
 @node.command()

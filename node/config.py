@@ -117,6 +117,10 @@ checkpoint_every_rounds = 10
 # times as long for what they do the first time, or as the slowest that ended well. 0 means never.
 hang_seconds = 120
 
+# Whether a program of your own trains here, with your own loop, instead of this node's ranks: it calls
+# atoll.join(model, optimizer). Then device, ranks and what else is about ranks has no meaning.
+loop = false
+
 # Address and port that peers connect to; port 0 picks a free one. An empty address means loopback
 # for a coordinator on this machine, and every interface otherwise.
 listen = ""
@@ -221,6 +225,7 @@ class NodeSettings(Section):
     base: str = ""
     checkpoint_every_rounds: Annotated[int, Field(ge=0, lt=2**31)] = 10
     hang_seconds: Annotated[float, Field(ge=0, le=7 * 86400)] = 120.0
+    loop: bool = False
     listen: str = ""
     port: Annotated[int, Field(ge=0, lt=1 << 16)] = 0
     announce: str = ""
@@ -260,6 +265,9 @@ class NodeSettings(Section):
     @property
     def ranks_here(self) -> int:
         """Ranks of the mesh that are on this machine. Raises ConfigError."""
+        if self.loop:
+            self._check_loop()
+            return 1
         num_ranks = self.mesh_shape.num_ranks
         if self.hosts == 1:
             return num_ranks
@@ -279,6 +287,15 @@ class NodeSettings(Section):
                 next_step="set island_listen to this machine's, as: --island-listen 10.0.0.1:7720",
             )
         return num_ranks // self.hosts
+
+    def _check_loop(self) -> None:
+        """Raises ConfigError where ranks are asked for beside a loop of one's own."""
+        if self.mesh != "sizes" or self.hosts != 1 or self.mesh_shape.num_ranks != 1:
+            raise ConfigError(
+                "loop = true leaves training to a program of your own, and ranks are asked for as well",
+                next_step="remove ranks, the mesh and hosts from node.toml, or loop = true; the program "
+                "chooses its own ranks, with torchrun",
+            )
 
     @property
     def island_address(self) -> tuple[str, int]:

@@ -234,6 +234,7 @@ class Daemon:
             num_ranks=self._facts.num_ranks,
             version=self._facts.version,
             process_id=self._process_id,
+            ability=self._island.ability,
         )
 
     def vitals(self) -> Vitals:
@@ -256,6 +257,7 @@ class Daemon:
             mesh=self._facts.mesh,
             congestion_control=self._facts.congestion_control,
             let_go_rounds=self._outer.owing.let_go_rounds,
+            ability=self._island.ability,
         )
 
     def _waiting_for(self) -> str:

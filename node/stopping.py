@@ -6,7 +6,9 @@ ones are ignored: they would break that off, and leave ranks or p2pd behind.
 """
 
 import asyncio
+import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -42,6 +44,15 @@ class StopSignals:
         for number in self._numbers:
             asyncio.get_running_loop().remove_signal_handler(number)
             signal.signal(number, signal.SIG_IGN)
+
+    def heed_stdin(self) -> None:
+        """The end of standard input stops the node like a signal."""
+        asyncio.get_running_loop().add_reader(sys.stdin.fileno(), self._read_stdin)
+
+    def _read_stdin(self) -> None:
+        if not os.read(sys.stdin.fileno(), 4096):
+            asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+            self._stop()
 
     @contextmanager
     def blocking(self) -> Iterator[None]:

@@ -468,7 +468,8 @@ def validated_file(tables: dict[str, Any], *, origin: str) -> RunSpec:
             f'{origin}: [outer] momentum = {momentum} belongs to optimizer = "nesterov", not to "sgd"',
             next_step='remove momentum, or write optimizer = "nesterov"',
         )
-    if spec.data.source == "tokens" and "held_out" in tables["data"]:
+    default = DataSection.model_fields["held_out"].default  # as it stands in the template
+    if spec.data.source == "tokens" and spec.data.held_out != default:
         raise ConfigError(
             f"{origin}: [data] held_out = {spec.data.held_out} says nothing of tokens",
             next_step="remove it: what is held out was settled when the tokens were prepared",

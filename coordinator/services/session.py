@@ -101,6 +101,8 @@ class SessionDesk:
             outer_digest=convert.digest_from_wire(request.outer_digest, of="the outer state"),
             outer_incarnation=request.outer_incarnation,
             process_id=request.process_id,
+            cannot_train=request.cannot_train,
+            cannot_evaluate=request.cannot_evaluate,
         )
         checks.count(event.corpus.num_samples, of="the number of samples")
         checks.count(event.corpus.num_bytes, of="the size of the text")
@@ -138,6 +140,8 @@ class SessionDesk:
             outer_incarnation=request.outer_incarnation,
             unreachable=self._members_among(request.unreachable_ids),
             rates=_rates_of(request),
+            cannot_train=request.cannot_train,
+            cannot_evaluate=request.cannot_evaluate,
         )
         checks.words(request.activity, of="the activity", max_length=checks.MAX_NAME_LENGTH)
         checks.words(request.waiting_for, of="what the node waits for")

@@ -5,7 +5,7 @@ from dataclasses import replace
 from coordinator.swarm.actions import AskEvaluation
 from coordinator.swarm.events import Evaluated
 from coordinator.swarm.state import Evaluating, HeldOut, SwarmState
-from coordinator.swarm.turn import Turn, available_members, is_present
+from coordinator.swarm.turn import Turn, available_members, is_present, present_members
 
 
 def ask_if_due(turn: Turn) -> None:
@@ -23,14 +23,20 @@ def ask_if_due(turn: Turn) -> None:
         ask_somebody(turn)
 
 
+def may_be_evaluated(state: SwarmState) -> bool:
+    """Whether somebody who is here can evaluate, or nobody is here and anybody may come."""
+    present = present_members(state)
+    return not present or not all(member.cannot_evaluate for member in present)
+
+
 def ask_somebody(turn: Turn) -> None:
-    """Asks a ready member to evaluate the committed state; with none, nobody evaluates.
+    """Asks a ready member that can to evaluate the committed state; with none, nobody evaluates.
 
     Another one each time, so that not always the same node pays. Supersedes an evaluation that has
     not come back, whose state is gone.
     """
     state = turn.state
-    ready = available_members(state)
+    ready = [member for member in available_members(state) if not member.cannot_evaluate]
     if not ready:
         turn.state = replace(state, evaluating=None)
         return

@@ -36,6 +36,8 @@ class Attached:
     outer_digest: Digest
     outer_incarnation: int = 0
     process_id: int = 0  # what another process of the node held in memory is gone
+    cannot_train: bool = False
+    cannot_evaluate: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +51,8 @@ class HeartbeatSeen:
     outer_incarnation: int = 0
     unreachable: tuple[NodeId, ...] = ()
     rates: Rates = UNKNOWN
+    cannot_train: bool = False
+    cannot_evaluate: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

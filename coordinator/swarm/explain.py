@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from coordinator.swarm.ending import finished_reason, is_at_end, is_evaluated, members_behind
 from coordinator.swarm.estimates import left_in_words
+from coordinator.swarm.evaluation import may_be_evaluated
 from coordinator.swarm.retraction import held_by_most
 from coordinator.swarm.rounds import awaited_appliers, holders_needed, holders_of, is_undecided
 from coordinator.swarm.speeds import budgets_in_words, schedule_in_words
@@ -44,7 +45,7 @@ def _not_open(state: SwarmState, now: float) -> str:
     if not state.members:
         return "waiting for the first node"
     present = present_members(state)
-    num_ready = sum(member.state is MemberState.READY for member in present)
+    num_ready = sum(m.state is MemberState.READY and not m.cannot_train for m in present)
     if state.rules.first_digest is not None and not state.committed_round and not num_ready:
         return (
             "waiting for a node that holds the run's first weights: "
@@ -55,6 +56,8 @@ def _not_open(state: SwarmState, now: float) -> str:
     verb = "is" if num_ready == 1 else "are"
     parts = [f"waiting for {_count(missing, 'more node')}: {num_ready} of {needed} {verb} ready"]
     parts += [_not_ready(state, m) for m in present if m.state is not MemberState.READY]
+    idle = [m for m in present if m.state is MemberState.READY and m.cannot_train]
+    parts += [f"{member.node_name} waits for its owner's training loop" for member in idle]
     if state.unsupplied_since is not None:
         parts.append(_unsupplied(state, state.unsupplied_since, now))
     return "; ".join(parts)
@@ -155,7 +158,7 @@ def _end(state: SwarmState, now: float) -> str:
     assert state.end_waits_until is not None  # otherwise the run would be finished
     left = _left(state.end_waits_until, now)
     behind = members_behind(state)
-    if is_evaluated(state):
+    if is_evaluated(state) or not may_be_evaluated(state):
         parts = [f"waiting for {_count(len(behind), 'node')} to take the final state over, {left}"]
     elif state.evaluating is None:
         parts = [f"waiting for a ready node that can evaluate the final state, {left}"]

@@ -103,6 +103,8 @@ def attach(turn: Turn, event: Attached) -> None:
             outer_digest=event.outer_digest,
             outer_incarnation=event.outer_incarnation,
             process_id=event.process_id,
+            cannot_train=event.cannot_train,
+            cannot_evaluate=event.cannot_evaluate,
             committed_tokens=before.committed_tokens if before else 0,
             inner_steps_per_second=_speed_before(before, event),
             rates=before.rates if before else UNKNOWN,
@@ -127,6 +129,8 @@ def heartbeat(turn: Turn, event: HeartbeatSeen) -> None:
             is_heard=True,
             unreachable=event.unreachable,
             rates=steadied(member.rates, event.rates),
+            cannot_train=event.cannot_train,
+            cannot_evaluate=event.cannot_evaluate,
         )
     )
     note_outer_state(

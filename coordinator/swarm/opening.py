@@ -43,7 +43,7 @@ def least_elements_of_a_slice(num_elements: int, num_reducers: int, usual_elemen
 
 
 def open_round(turn: Turn) -> None:
-    """Opens the next round with all ready members, when there are enough of them."""
+    """Opens the next round with all ready members that train, when there are enough of them."""
     state = turn.state
     rules = state.rules
     if (
@@ -53,7 +53,7 @@ def open_round(turn: Turn) -> None:
         or state.committed_round >= rules.total_rounds
     ):
         return
-    ready = available_members(state)
+    ready = [member for member in available_members(state) if not member.cannot_train]
     if not ready or len(ready) < rules.min_nodes:
         return
     reducers = best_reducers(ready)[:MOST_REDUCERS]

@@ -70,6 +70,8 @@ class Member:
     gone_at_round: int = 0  # the committed round when it was lost or left, or 0 while it is present
     asked_name: str = ""  # what it calls itself
     is_heard: bool = True  # since its stream broke, or the coordinator started or could hear nobody
+    cannot_train: bool = False  # its owner's loop does not run: no plan counts on it
+    cannot_evaluate: bool = False  # nobody asks it for a held-out loss
 
 
 class RoundPhase(StrEnum):

@@ -94,6 +94,8 @@ class Duties:
     @property
     def activity(self) -> str:
         """What is being done, for people."""
+        if self._doing in ("waiting", "training") and not self._island.ability.trains:
+            return "waiting for a training loop"
         is_ahead = self._doing == "waiting" and self._ahead.is_training
         return "training ahead" if is_ahead else self._doing
 
@@ -443,6 +445,11 @@ class Duties:
         self._doing = "evaluating"
         await self._ahead.pause()
         evaluation = await self._island.evaluate()
+        if evaluation is None:
+            log.warning(
+                "not evaluated: the training loop gave nothing to evaluate with", round=round
+            )
+            return
         self._session.report(
             round, Evaluated(held_out_loss=evaluation.loss, tokens=evaluation.tokens)
         )

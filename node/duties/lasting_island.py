@@ -12,8 +12,8 @@ from dataclasses import replace
 import structlog
 
 from node.duties.exchange_time import ExchangeTime
-from node.island.faults import RankDiedError, RankHungError
-from node.island.island import Evaluation, InnerReport, InnerWork, Island, Progress
+from node.island.faults import LoopGoneError, RankDiedError, RankHungError
+from node.island.island import Ability, Evaluation, InnerReport, InnerWork, Island, Progress
 from protocol.rounds import CorpusSummary
 
 log = structlog.get_logger()
@@ -39,6 +39,11 @@ class LastingIsland:
         self.compute_seconds = 0.0  # in inner steps, since the start
         self._done: InnerReport | None = None  # what the ranks hold of the round being trained
         self._has_restarted = False  # since they published or adopted
+
+    @property
+    def ability(self) -> Ability:
+        """What can be asked of the island now."""
+        return self._island.ability
 
     async def start(self) -> CorpusSummary:
         """Brings the ranks up. One that dies now is an error: there is nothing yet to go on with."""
@@ -139,6 +144,8 @@ class LastingIsland:
         except RankDiedError as death:
             await self._restart(death)
             return None
+        if report.inner_steps < 1:  # nobody was there to take one
+            return done or report
         self.compute_seconds += report.seconds
         self.has_progress = True
         self._done = report if done is None else both(done, report)
@@ -156,8 +163,8 @@ class LastingIsland:
         except RankDiedError as death:
             await self._restart(death)
 
-    async def evaluate(self) -> Evaluation:
-        """Measures the held-out loss of the global parameters."""
+    async def evaluate(self) -> Evaluation | None:
+        """Measures the held-out loss of the global parameters; None where the island does not."""
         while True:
             try:
                 return await self._island.evaluate()
@@ -169,10 +176,13 @@ class LastingIsland:
     async def _restart(self, death: RankDiedError) -> None:
         """New ranks that have adopted the global parameters; none when halted.
 
-        Raises what ends the node.
+        A loop of the contributor's own comes back by itself, however often: it is only waited for where
+        it is needed. Raises what ends the node.
         """
-        self.is_restarting = True
         self.has_progress, self._done, self._has_restarted = False, None, True
+        if isinstance(death, LoopGoneError):
+            return
+        self.is_restarting = True
         try:
             while not self._is_halted:
                 self._count(death)

@@ -17,7 +17,7 @@ from node.hosts.wire import Message, zeros
 from node.island.checkpoints import Checkpoint, Kept, Loaded
 from node.island.commands import Keep, MeetingPoint
 from node.island.faults import RankDiedError, RankFailedError
-from node.island.island import Evaluation, InnerReport, InnerWork, Progress, rebases
+from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork, Progress, rebases
 from node.island.launcher import ProcessIsland
 from node.island.local_training import LocalTraining
 from node.island.mesh_shape import MeshShape
@@ -73,6 +73,11 @@ class HostsIsland:
         self._store: Aside | None = None
         self._has_started = False
         self._come_back_seconds = come_back_seconds
+
+    @property
+    def ability(self) -> Ability:
+        """See Island."""
+        return ALL
 
     async def start(self) -> CorpusSummary:
         """See Island. Waits for the hosts; for good the first time, as somebody has to start them."""

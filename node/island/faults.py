@@ -19,6 +19,10 @@ class RankHungError(RankDiedError):
     """Ranks that neither worked nor ended were killed."""
 
 
+class LoopGoneError(RankDiedError):
+    """The contributor's own training loop has ended, hangs, or has left; another may come."""
+
+
 class OutOfMemoryError(AtollError):
     """A rank's device, or the machine, has too little memory for what was asked of it."""
 

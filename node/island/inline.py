@@ -11,7 +11,7 @@ import torch
 
 from node.island.data.dataset import Dataset
 from node.island.data.opening import DataPlaces, open_dataset
-from node.island.island import Evaluation, InnerReport, InnerWork, Progress
+from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork, Progress
 from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh import Mesh
 from node.island.trainer import Clock, Trainer
@@ -45,6 +45,11 @@ class InlineIsland:
         self._clock = clock
         self._local = local
         self._trainer: Trainer | None = None
+
+    @property
+    def ability(self) -> Ability:
+        """See Island."""
+        return ALL
 
     async def start(self) -> CorpusSummary:
         """Builds the model and reads the text."""

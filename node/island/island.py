@@ -1,7 +1,8 @@
 """What the daemon asks of an island, whatever its ranks and mesh.
 
-Two islands implement it: node.island.launcher runs one process for each rank; node.island.inline
-trains in the calling process, for tests and simulation.
+Three islands implement it: node.island.launcher runs one process for each rank; node.island.loops
+leaves training to a program of the contributor's own; node.island.inline trains in the calling process,
+for tests and simulation.
 """
 
 from collections.abc import Callable
@@ -65,8 +66,23 @@ class Evaluation:
     metric: float | None = None  # one of the run's own, where its function has one
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ability:
+    """What an island can be asked for now."""
+
+    trains: bool = True
+    evaluates: bool = True
+
+
+ALL = Ability()
+
+
 class Island(Protocol):
     """The local ranks. Calls are made one at a time, in the order of a round; `halt` at any time."""
+
+    @property
+    def ability(self) -> Ability:
+        """What the coordinator may count on; of the node's own ranks, all."""
 
     async def start(self) -> CorpusSummary:
         """Brings the ranks up: processes, model, data. Raises AtollError with what is wrong."""
@@ -97,8 +113,11 @@ class Island(Protocol):
         It reaches the disk while the ranks go on; before this returns when it is the last time.
         """
 
-    async def evaluate(self) -> Evaluation:
-        """Measures the held-out loss of the global parameters; the ranks' own weights stay."""
+    async def evaluate(self) -> Evaluation | None:
+        """Measures the held-out loss of the global parameters; the ranks' own weights stay.
+
+        None where the island does not evaluate.
+        """
 
 
 def rebases(exchange: ExchangeSection, *, is_taken: bool) -> bool:

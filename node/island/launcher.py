@@ -38,7 +38,7 @@ from node.island.devices import default_threads
 from node.island.faults import RankDiedError, RankFailedError, RankHungError
 from node.island.forkserver import fork_rank, prepare_forkserver
 from node.island.hang_watch import HangWatch
-from node.island.island import Evaluation, InnerReport, InnerWork, Progress
+from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork, Progress
 from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh_shape import MeshShape, check_batch, check_shape
 from node.island.resuming import Resuming
@@ -125,6 +125,11 @@ class ProcessIsland:
     def process_ids(self) -> tuple[int, ...]:
         """Process ids of the ranks, in their order."""
         return tuple(member.process.pid or 0 for member in self._members)
+
+    @property
+    def ability(self) -> Ability:
+        """See Island."""
+        return ALL
 
     def meet_at(self, point: MeetingPoint) -> None:
         """Where the ranks of several hosts meet when they are started next."""

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from node.exchange.reports import Applied, Evaluated, Held, Leaving, Reduced, Report, Trained
 from node.exchange.transport.rates.link_rates import UNMEASURED, LinkRates
+from node.island.island import ALL, Ability
 from node.link.events import Event, Members, event_from_wire
 from node.link.utilisation import Utilisation
 from protocol import convert
@@ -40,6 +41,7 @@ class Announcement:
     num_ranks: int
     version: str
     process_id: int
+    ability: Ability = ALL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +74,7 @@ class Vitals:
     mesh: str = ""  # how its ranks are laid out, in words
     congestion_control: str = ""  # of its host's TCP; empty: not known
     let_go_rounds: float = 0.0  # of late work, by this process
+    ability: Ability = ALL
 
 
 class SessionStub(Protocol):
@@ -127,6 +130,8 @@ class CoordinatorLink:
                 outer_digest=announcement.outer_digest,
                 outer_incarnation=announcement.outer_incarnation,
                 process_id=announcement.process_id,
+                cannot_train=not announcement.ability.trains,
+                cannot_evaluate=not announcement.ability.evaluates,
                 device=announcement.device,
                 num_ranks=announcement.num_ranks,
                 version=announcement.version,
@@ -213,6 +218,8 @@ def heartbeat_of(session_id: int, vitals: Vitals) -> session_pb2.HeartbeatReques
         mesh=vitals.mesh,
         congestion_control=vitals.congestion_control,
         let_go_rounds=vitals.let_go_rounds,
+        cannot_train=not vitals.ability.trains,
+        cannot_evaluate=not vitals.ability.evaluates,
     )
 
 

@@ -41,6 +41,9 @@ def refuse_what_cannot_work(settings: NodeSettings, spec: RunSpec, hardware: Har
 
     Where only torch can tell what the devices are, the mesh alone is looked at.
     """
+    if settings.loop:  # how it trains, and in which memory, is its program's business
+        check_node_memory(spec, hardware.memory_bytes)
+        return
     shape = settings.mesh_shape
     if spec.lora is not None and not settings.base:
         raise NoInputError(

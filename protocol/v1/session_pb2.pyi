@@ -175,6 +175,8 @@ class AttachRequest(_message.Message):
     PROCESS_ID_FIELD_NUMBER: _builtins.int
     OUTER_INCARNATION_FIELD_NUMBER: _builtins.int
     CODECS_FIELD_NUMBER: _builtins.int
+    CANNOT_TRAIN_FIELD_NUMBER: _builtins.int
+    CANNOT_EVALUATE_FIELD_NUMBER: _builtins.int
     node_name: _builtins.str
     """What people call the node."""
     run_digest: _builtins.bytes
@@ -193,6 +195,12 @@ class AttachRequest(_message.Message):
     """Drawn anew by each process of the node: what another process held in memory is gone."""
     outer_incarnation: _builtins.int
     """Incarnation of the commit that led to the state it holds."""
+    cannot_train: _builtins.bool
+    """Whether it takes no inner steps now: its loop is a program of its owner's that does not run. No
+    plan counts on it; it applies commits, holds results and supplies states as others do.
+    """
+    cannot_evaluate: _builtins.bool
+    """Whether it cannot measure the held-out loss: then another node is asked."""
     @_builtins.property
     def address(self) -> Global___PeerAddress:
         """Where peers find it."""
@@ -225,10 +233,12 @@ class AttachRequest(_message.Message):
         process_id: _builtins.int = ...,
         outer_incarnation: _builtins.int = ...,
         codecs: _abc.Iterable[_builtins.str] | None = ...,
+        cannot_train: _builtins.bool = ...,
+        cannot_evaluate: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "corpus", b"corpus", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "codecs", b"codecs", "corpus", b"corpus", "device", b"device", "layout", b"layout", "node_name", b"node_name", "num_ranks", b"num_ranks", "outer_digest", b"outer_digest", "outer_incarnation", b"outer_incarnation", "outer_round", b"outer_round", "process_id", b"process_id", "run_digest", b"run_digest", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cannot_evaluate", b"cannot_evaluate", "cannot_train", b"cannot_train", "codecs", b"codecs", "corpus", b"corpus", "device", b"device", "layout", b"layout", "node_name", b"node_name", "num_ranks", b"num_ranks", "outer_digest", b"outer_digest", "outer_incarnation", b"outer_incarnation", "outer_round", b"outer_round", "process_id", b"process_id", "run_digest", b"run_digest", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -411,6 +421,8 @@ class HeartbeatRequest(_message.Message):
     MESH_FIELD_NUMBER: _builtins.int
     CONGESTION_CONTROL_FIELD_NUMBER: _builtins.int
     LET_GO_ROUNDS_FIELD_NUMBER: _builtins.int
+    CANNOT_TRAIN_FIELD_NUMBER: _builtins.int
+    CANNOT_EVALUATE_FIELD_NUMBER: _builtins.int
     session_id: _builtins.int
     """The session."""
     outer_round: _builtins.int
@@ -435,6 +447,10 @@ class HeartbeatRequest(_message.Message):
     """TCP's congestion control on its host, for example "cubic"; empty where the system does not tell."""
     let_go_rounds: _builtins.float
     """Late work that its process has let go so far, in rounds' pseudo-gradients by their norm."""
+    cannot_train: _builtins.bool
+    """As in AttachRequest, now."""
+    cannot_evaluate: _builtins.bool
+    """As in AttachRequest, now."""
     @_builtins.property
     def wire(self) -> _containers.RepeatedCompositeFieldContainer[Global___WireCount]:
         """Bytes since the node started."""
@@ -470,10 +486,12 @@ class HeartbeatRequest(_message.Message):
         mesh: _builtins.str = ...,
         congestion_control: _builtins.str = ...,
         let_go_rounds: _builtins.float = ...,
+        cannot_train: _builtins.bool = ...,
+        cannot_evaluate: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["link_rates", b"link_rates", "utilisation", b"utilisation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "congestion_control", b"congestion_control", "inner_step", b"inner_step", "let_go_rounds", b"let_go_rounds", "link_rates", b"link_rates", "loss", b"loss", "mesh", b"mesh", "outer_digest", b"outer_digest", "outer_incarnation", b"outer_incarnation", "outer_round", b"outer_round", "session_id", b"session_id", "tokens_per_second", b"tokens_per_second", "unreachable_ids", b"unreachable_ids", "utilisation", b"utilisation", "waiting_for", b"waiting_for", "wire", b"wire"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "cannot_evaluate", b"cannot_evaluate", "cannot_train", b"cannot_train", "congestion_control", b"congestion_control", "inner_step", b"inner_step", "let_go_rounds", b"let_go_rounds", "link_rates", b"link_rates", "loss", b"loss", "mesh", b"mesh", "outer_digest", b"outer_digest", "outer_incarnation", b"outer_incarnation", "outer_round", b"outer_round", "session_id", b"session_id", "tokens_per_second", b"tokens_per_second", "unreachable_ids", b"unreachable_ids", "utilisation", b"utilisation", "waiting_for", b"waiting_for", "wire", b"wire"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

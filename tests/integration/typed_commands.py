@@ -210,6 +210,10 @@ class Running:
         self._temporary.cleanup()
 
 
+def _ports_of(host: str) -> tuple[str, ...]:
+    return ("--host", host, "--port", "0", "--enrolment-port", "0")
+
+
 class Swarm:
     """A coordinator's folder and what is started for it; `end` stops all of it.
 
@@ -232,9 +236,26 @@ class Swarm:
         folder.mkdir()
         run_file = folder / "run.toml"
         run_file.write_text(run_text)
-        ports = ("--host", host, "--port", "0", "--enrolment-port", "0")
-        done(atoll("coordinator", "init", self.home, "--run", run_file, *ports, *init_options))
+        done(atoll("init", self.home, "--run", run_file, *_ports_of(host), *init_options))
         complete(self.home)
+        self._begin()
+
+    @classmethod
+    def made(cls, folder: Path, *options: str | Path, changes: Mapping[str, object]) -> "Swarm":
+        """One whose run file 'atoll init' writes; `changes` are keys of it that are then written over."""
+        swarm = cls.__new__(cls)
+        swarm.folder, swarm._disk, swarm.home = folder, None, folder / "coordinator"
+        folder.mkdir()
+        done(atoll("init", swarm.home, *options, *_ports_of("127.0.0.1")))
+        text = (swarm.home / "run.toml").read_text()
+        for key, value in changes.items():
+            text, number = re.subn(rf"(?m)^{key} = [^#\n]*", f"{key} = {value} ", text, count=1)
+            assert number == 1, key
+        (swarm.home / "run.toml").write_text(text)
+        swarm._begin()
+        return swarm
+
+    def _begin(self) -> None:
         self._ports: tuple[str, str] | None = None
         self._running: list[Running] = []
         self.coordinator: Running

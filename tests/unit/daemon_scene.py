@@ -12,8 +12,8 @@ from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
 from node.heavy import Heavy, in_place
 from node.history import History
-from node.island.faults import RankDiedError
-from node.island.island import Evaluation, InnerReport, InnerWork, Progress
+from node.island.faults import LoopGoneError, RankDiedError
+from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork, Progress
 from node.link.calls import Attachment, Vitals
 from node.link.events import Event
 from protocol.errors import UnavailableError
@@ -40,9 +40,15 @@ class FakeIsland:
         self.evaluation_seconds = 0.0
         self.fault: Exception | None = None
         self.dies_in: list[str] = []  # calls in which a rank dies, each once
+        self.is_loop = False  # what dies then is a loop, of which another comes by itself
+        self.able = ALL
         self.is_running = False
         self._is_broken = False
         self._halted = asyncio.Event()
+
+    @property
+    def ability(self) -> Ability:
+        return self.able
 
     async def start(self) -> CorpusSummary:
         assert not self.is_running
@@ -99,6 +105,8 @@ class FakeIsland:
     def _die_when_told(self, call: str) -> None:
         if call in self.dies_in:
             self.dies_in.remove(call)
+            if self.is_loop:
+                raise LoopGoneError(f"the loop is gone in {call}")
             self._is_broken = True
         if self._is_broken:
             raise RankDiedError(f"rank 0 on cpu was ended by SIGKILL in {call}")

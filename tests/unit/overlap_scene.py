@@ -14,7 +14,7 @@ from node.exchange.outer import Outer
 from node.exchange.state.on_disk import StateOnDisk
 from node.heavy import Heavy, in_place
 from node.island.faults import RankDiedError
-from node.island.island import Evaluation, InnerReport, InnerWork, Progress
+from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork, Progress
 from protocol.layout import Layout
 from protocol.rounds import BLOCK, Assignment, CorpusSummary, Digest, Plan, cut_into_slices
 from protocol.run_spec import validated
@@ -42,6 +42,10 @@ class CountingIsland:
         self.dies_at_step: int | None = None  # counted over its whole life
         self.fault: Exception | None = None  # raised by the next step
         self._halted = asyncio.Event()
+
+    @property
+    def ability(self) -> Ability:
+        return ALL
 
     async def start(self) -> CorpusSummary:
         self.num_starts += 1

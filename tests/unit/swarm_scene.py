@@ -129,6 +129,8 @@ class Scene:
         incarnation: int = 0,
         is_beside: bool = False,  # the process before it goes on
         node_name: str | None = None,  # its node id unless told
+        cannot_train: bool = False,
+        cannot_evaluate: bool = False,
     ) -> None:
         for name in names:
             self._num_processes[name] += is_new_process
@@ -151,6 +153,8 @@ class Scene:
                     outer_digest=digest,
                     outer_incarnation=incarnation,
                     process_id=self._num_processes[name],
+                    cannot_train=cannot_train,
+                    cannot_evaluate=cannot_evaluate,
                 )
             )
 
@@ -164,6 +168,8 @@ class Scene:
         unreachable: tuple[str, ...] = (),
         incarnation: int = 0,
         rates: Rates = UNKNOWN,
+        cannot_train: bool = False,
+        cannot_evaluate: bool = False,
     ) -> None:
         if session_id is None:
             session_id = self.member(name).session_id
@@ -176,6 +182,8 @@ class Scene:
                 outer_incarnation=incarnation,
                 unreachable=tuple(map(NodeId, unreachable)),
                 rates=rates,
+                cannot_train=cannot_train,
+                cannot_evaluate=cannot_evaluate,
             )
         )
 

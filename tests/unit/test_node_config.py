@@ -61,3 +61,10 @@ def test_a_rate_that_may_mean_two_things_is_refused_with_what_to_write(
 def test_a_rate_below_what_peers_wait_for_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="less than 256kbit is too slow"):
         load_settings(tmp_path, max_upload="255kbit")
+
+
+def test_a_loop_of_one_s_own_and_ranks_exclude_each_other(tmp_path: Path) -> None:
+    assert load_settings(tmp_path, loop=True).ranks_here == 1
+    for key, value in (("ranks", 2), ("shard", 2), ("mesh", "auto"), ("hosts", 2)):
+        with pytest.raises(ConfigError, match="loop = true leaves training to a program"):
+            _ = load_settings(tmp_path, loop=True, **{key: value}).ranks_here

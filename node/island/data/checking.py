@@ -11,7 +11,7 @@ from node.island.data.manifest import (
     pieces_of_file,
     read_manifest,
 )
-from node.island.data.preparing import State
+from node.island.data.progress import State
 
 
 def check_folder(folder: Path, *, on_state: Callable[[State], None]) -> Manifest:

@@ -12,7 +12,8 @@ from protocol import console
 from protocol.errors import UsageError
 
 if TYPE_CHECKING:
-    from node.island.data.preparing import State
+    from node.island.data.manifest import Manifest
+    from node.island.data.progress import State
 
 LINE_SECONDS = 10.0
 """How often progress is told where nobody sees a line change."""
@@ -65,6 +66,16 @@ def _share_or_files(held_out: tuple[str, ...]) -> tuple[float, tuple[str, ...]]:
     metavar="CONTEXT",
     help="Fit whole documents into rows for this [model] context, instead of cutting through them.",
 )
+@click.option(
+    "--vocab-size",
+    type=click.IntRange(1, 2**31 - 1),
+    help="Of files of tokens that come without a tokenizer.",
+)
+@click.option(
+    "--token-bytes",
+    type=click.Choice(["1", "2", "4"]),
+    help="Of flat .bin files of tokens, which do not say it.",
+)
 @click.option("--jobs", type=click.IntRange(1, 1024), help="Processes. Default: one for each core.")
 def prepare(
     inputs: tuple[str, ...],
@@ -74,18 +85,24 @@ def prepare(
     field: str,
     held_out: tuple[str, ...],
     pack: int | None,
+    vocab_size: int | None,
+    token_bytes: str | None,
     jobs: int | None,
 ) -> None:
     """Make tokens of text, once, for a run.
 
-    INPUT is a file, a folder or a glob: text, .jsonl with "text" or "messages", .parquet; also with
-    .gz. Where it is interrupted, the same command goes on. The folder is there when it is complete.
+    INPUT is a file, a folder or a glob: text, .jsonl with "text" or "messages" (both also .gz),
+    .parquet, or a folder that Hugging Face's datasets saved. Where it is interrupted, the same command
+    goes on. The folder is there when it is complete.
+
+    Tokens that other software wrote are linked, not copied: Megatron's .bin with .idx, datatrove's
+    .ds, flat .bin files. Keep those files where they are.
 
     \b
     Example:
       atoll data prepare corpus/*.parquet --tokenizer ./tokenizer.json --out ./tokens
     """  # noqa: D301 - click reads the character \b, not its two letters
-    from node.island.data.preparing import Wanted, as_run_file
+    from node.island.data.preparing import Wanted
     from node.island.data.preparing import prepare as prepare_tokens
 
     if end_of_document is not None and tokenizer is None:
@@ -95,6 +112,30 @@ def prepare(
         )
     share, held_out_inputs = _share_or_files(held_out)
     progress = _Progress("prepared")
+    tokens = _files_of_tokens(inputs)
+    if tokens:
+        manifest = _adopted(
+            tokens,
+            out=out,
+            tokenizer=tokenizer,
+            end_of_document=end_of_document,
+            share=share,
+            held_out_inputs=held_out_inputs,
+            pack=pack,
+            vocab_size=vocab_size,
+            token_bytes=None if token_bytes is None else int(token_bytes),
+            jobs=jobs,
+            progress=progress,
+        )
+        progress.end()
+        _tell(out, manifest)
+        return
+    for option, value in (("--vocab-size", vocab_size), ("--token-bytes", token_bytes)):
+        if value is not None:
+            raise UsageError(
+                f"{option} {value} belongs to files of tokens, and the input is text",
+                next_step="leave it out",
+            )
     made = prepare_tokens(
         Wanted(
             inputs=inputs,
@@ -111,22 +152,78 @@ def prepare(
         say=lambda line: click.echo(line, err=True),
     )
     progress.end()
-    manifest = made.manifest
+    _tell(out, made.manifest, num_empty=made.num_empty)
+
+
+def _files_of_tokens(inputs: tuple[str, ...]) -> tuple[Path, ...]:
+    """The inputs, where they are tokens already; none where they are text. Raises UsageError for both."""
+    from node.island.data.documents import input_files
+    from node.island.data.foreign import BESIDE_TOKENS, TOKEN_SUFFIXES
+
+    files = [path for path in input_files(inputs) if path.suffix not in BESIDE_TOKENS]
+    tokens = tuple(path for path in files if path.suffix in TOKEN_SUFFIXES)
+    if tokens and len(tokens) < len(files):
+        other = next(path for path in files if path.suffix not in TOKEN_SUFFIXES)
+        raise UsageError(
+            f"{tokens[0]} holds tokens, and {other} text",
+            next_step="prepare the one and the other apart",
+        )
+    return tokens
+
+
+def _adopted(
+    files: tuple[Path, ...],
+    *,
+    out: Path,
+    tokenizer: Path | None,
+    end_of_document: str | None,
+    share: float,
+    held_out_inputs: tuple[str, ...],
+    pack: int | None,
+    vocab_size: int | None,
+    token_bytes: int | None,
+    jobs: int | None,
+    progress: "_Progress",
+) -> "Manifest":
+    from node.island.data.foreign import Adopted, adopt
+
+    if pack is not None:
+        raise UsageError(
+            f"--pack {pack} arranges documents anew, and tokens of other software are read as they are",
+            next_step="leave it out, or prepare the text itself",
+        )
+    return adopt(
+        Adopted(
+            files=files,
+            out=out,
+            held_out=share,
+            held_out_files=_files_of_tokens(held_out_inputs) if held_out_inputs else (),
+            tokenizer=tokenizer,
+            end_of_document=end_of_document,
+            vocab_size=vocab_size,
+            token_bytes=token_bytes,
+            jobs=jobs or len(os.sched_getaffinity(0)),
+        ),
+        on_state=progress.show,
+    )
+
+
+def _tell(out: Path, manifest: "Manifest", *, num_empty: int = 0) -> None:
+    """What was made, and the lines of the run file that name it."""
+    from node.island.data.preparing import as_run_file
+
     trained, kept_back = manifest.num_tokens("training"), manifest.num_tokens("held_out")
     num_documents = sum(s.num_documents for s in (*manifest.training, *manifest.held_out))
-    pieces = "pieces of documents" if pack else "documents"
-    empty = f"; {made.num_empty:,} without text left out" if made.num_empty else ""
+    pieces = "documents" if manifest.row is None else "pieces of documents"
+    empty = f"; {num_empty:,} without text left out" if num_empty else ""
     click.echo(
         f"{out}: {console.count_in_words(trained)} tokens to train on and "
         f"{console.count_in_words(kept_back)} held out, of {num_documents:,} {pieces}{empty}"
     )
     click.echo("in the run file:\n")
     click.echo(as_run_file(out, manifest), nl=False)
-    click.echo(f"\n[model]\nvocab_size = {manifest.vocab_size}{_context_line(pack)}")
-
-
-def _context_line(pack: int | None) -> str:
-    return "" if pack is None else f"\ncontext = {pack}"
+    context = "" if manifest.row is None else f"\ncontext = {manifest.row - 1}"
+    click.echo(f"\n[model]\nvocab_size = {manifest.vocab_size}{context}")
 
 
 @click.command()

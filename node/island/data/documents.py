@@ -1,12 +1,15 @@
-"""Documents of the files that people have: plain text, JSON lines, Parquet; a part of a file at a time.
+"""Documents of the files that people have, a part of a file at a time.
+
+Plain text, JSON lines, Parquet, and the Arrow files that Hugging Face's datasets saves to the disk.
 
 A part can be read without what comes before it, so that processes share a large file. What is cut
-where depends on the files alone. A document is one file of text, one line of JSON or one row of
-Parquet; text files longer than `document_bytes` are several documents, cut at ends of lines.
+where depends on the files alone. A document is one file of text, one line of JSON or one row of a
+table; text files longer than `document_bytes` are several documents, cut at ends of lines.
 """
 
 import glob
 import gzip
+import itertools
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -25,9 +28,14 @@ LITTLE_TEXT_BYTES = 64 << 20
 LONGEST_LINE_BYTES = 1 << 16
 """How far behind its place a cut in plain text looks for the end of a line."""
 
-Kind = Literal["text", "jsonl", "parquet"]
+Kind = Literal["text", "jsonl", "parquet", "arrow"]
 
-_KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+_KINDS: dict[str, Kind] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
 _REFUSED = {
     ".json": "one JSON value: write a record a line, and name it .jsonl",
     ".zst": "compressed: unpack it with 'zstd -d', or compress it with gzip",
@@ -40,7 +48,7 @@ _REFUSED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Bytes of a file, or row groups of a Parquet file, that one process reads."""
+    """Bytes of a file, or row groups or record batches of a table, that one process reads."""
 
     path: Path
     kind: Kind
@@ -69,7 +77,7 @@ def input_files(patterns: Iterable[str]) -> list[Path]:
         if path.is_file():
             matches = [path]
         elif path.is_dir():
-            matches = sorted(each for each in path.rglob("*") if not _is_hidden(each, path))
+            matches = _data_within(path)
         else:
             matches = [Path(each) for each in sorted(glob.glob(str(path), recursive=True))]  # noqa: PTH207 - Path.glob takes no absolute patterns
         files = [each for each in matches if each.is_file()]
@@ -83,6 +91,27 @@ def input_files(patterns: Iterable[str]) -> list[Path]:
     return list(found.values())
 
 
+def _data_within(folder: Path) -> list[Path]:
+    """All files below a folder; where some are of a kind made for data, those alone."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = sorted(each.parent.name for each in folder.glob("*/state.json"))
+        raise NoInputError(
+            f"{folder} holds several splits: {', '.join(splits)}",
+            next_step=f"name one, as {folder / splits[0] if splits else folder}; --held-out takes another",
+        )
+    if (folder / "state.json").is_file():  # datasets' save_to_disk
+        named = json.loads((folder / "state.json").read_bytes())["_data_files"]
+        return [folder / each["filename"] for each in named]
+    found = sorted(each for each in folder.rglob("*") if not _is_hidden(each, folder))
+    of_kinds = [each for each in found if _suffix_of(each) in {*_KINDS, ".bin", ".ds"}]
+    return of_kinds or found
+
+
+def _suffix_of(path: Path) -> str:
+    suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+    return suffix.lower()
+
+
 def _is_hidden(path: Path, below: Path) -> bool:
     return any(part.startswith(".") for part in path.relative_to(below).parts)
 
@@ -93,6 +122,8 @@ def parts_of(path: Path, part_bytes: int, *, document_bytes: int = DOCUMENT_BYTE
     size = path.stat().st_size
     if kind == "parquet":
         return _row_groups(path, part_bytes)
+    if kind == "arrow":
+        return _record_batches(path, part_bytes)
     if path.suffix == ".gz":  # no reading from the middle
         return [
             Part(
@@ -126,15 +157,17 @@ def documents_of(part: Part, *, field: str) -> Iterator[Document]:
         yield from _texts(part)
     elif part.kind == "jsonl":
         yield from _lines(part, field)
-    else:
+    elif part.kind == "parquet":
         yield from _rows(part, field)
+    else:
+        yield from _arrow_rows(part, field)
 
 
 def _kind_of(path: Path) -> Kind:
-    suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
-    if (why := _REFUSED.get(suffix.lower())) is not None:
+    suffix = _suffix_of(path)
+    if (why := _REFUSED.get(suffix)) is not None:
         raise BadDataError(f"{path} cannot be read: it is {why.partition(':')[0]}", next_step=why)
-    return _KINDS.get(suffix.lower(), "text")
+    return _KINDS.get(suffix, "text")
 
 
 def _check_is_text(path: Path) -> None:
@@ -249,14 +282,53 @@ def _row_groups(path: Path, part_bytes: int) -> list[Part]:
         sizes = [_compressed_bytes(metadata.row_group(i)) for i in range(metadata.num_row_groups)]
     except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
         raise _not_whole(path, error) from error
+    return _neighbours(path, "parquet", sizes, part_bytes)
+
+
+def _neighbours(path: Path, kind: Kind, sizes: list[int], part_bytes: int) -> list[Part]:
     parts: list[Part] = []
     start, taken = 0, 0
     for i, size in enumerate(sizes):
         taken += size
         if taken >= part_bytes or i == len(sizes) - 1:
-            parts.append(Part(path=path, kind="parquet", start=start, stop=i + 1, num_bytes=taken))
+            parts.append(Part(path=path, kind=kind, start=start, stop=i + 1, num_bytes=taken))
             start, taken = i + 1, 0
     return parts
+
+
+def _record_batches(path: Path, part_bytes: int) -> list[Part]:
+    """Neighbouring record batches of an Arrow stream, likewise. Only their headers are read."""
+    return _neighbours(path, "arrow", [batch.nbytes for batch in _stream_of(path)], part_bytes)
+
+
+def _stream_of(path: Path) -> Iterator[Any]:
+    """Record batches of a file that datasets wrote; mapped, so one that is passed over costs nothing."""
+    arrow = needs_package("pyarrow", what=f"{path} is an Arrow file")
+    try:
+        with arrow.memory_map(str(path)) as mapped, arrow.ipc.open_stream(mapped) as stream:
+            yield from stream
+    except (OSError, ValueError) as error:
+        raise _not_whole(path, error) from error
+
+
+def _arrow_rows(part: Part, field: str) -> Iterator[Document]:
+    for batch in itertools.islice(_stream_of(part.path), part.start, part.stop):
+        column = _column_of(set(batch.schema.names), field, part.path)
+        for start in range(0, batch.num_rows, 256):
+            for record in batch.slice(start, 256).select([column]).to_pylist():
+                if record[column] is not None:
+                    yield _document_of(record, field, str(part.path))
+
+
+def _column_of(names: set[str], field: str, path: Path) -> str:
+    """The column that has the documents; raises BadDataError where none has."""
+    for column in (field, "messages"):
+        if column in names:
+            return column
+    raise BadDataError(
+        f"{path}: no column {field!r}, and no 'messages'; there are {', '.join(sorted(names)) or 'none'}",
+        next_step="name the column that has the text with --field COLUMN",
+    )
 
 
 def _compressed_bytes(group: Any) -> int:
@@ -267,10 +339,7 @@ def _rows(part: Part, field: str) -> Iterator[Document]:
     parquet = needs_package("pyarrow.parquet", what=f"{part.path} is a Parquet file")
     try:
         with parquet.ParquetFile(part.path, pre_buffer=False) as file:
-            names = set(file.schema_arrow.names)
-            columns = [field] if field in names else sorted(names & {"messages"})
-            if not columns:
-                _document_of(dict.fromkeys(sorted(names)), field, str(part.path))
+            columns = [_column_of(set(file.schema_arrow.names), field, part.path)]
             groups = list(range(part.start, part.stop))
             for batch in file.iter_batches(
                 256, row_groups=groups, columns=columns, use_threads=False

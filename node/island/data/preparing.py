@@ -41,6 +41,7 @@ from node.island.data.manifest import (
     entry_of_file,
 )
 from node.island.data.packing import bits_of, pack
+from node.island.data.progress import State
 from node.island.data.shard_writing import (
     Encoding,
     Receipt,
@@ -79,15 +80,6 @@ class Wanted:
     held_out_inputs: tuple[str, ...] = ()  # in place of a share
     row: int | None = None
     jobs: int = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class State:
-    """How far a preparation is."""
-
-    done_bytes: int
-    total_bytes: int
-    resumed_bytes: int  # of the done ones: by a preparation before this one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,356 @@
+"""A rank's session with its node: coming in, and back; orders, and what is answered.
+
+Orders are carried out while the loop is in one of the calls of atoll.swarm, and only then. Several
+ranks go through all of it together: they are given the same orders in the same order.
+"""
+
+import logging
+import math
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from atoll.child import ChildNode
+from atoll.connection import VERSION, Connection, Message
+from atoll.errors import ConnectionLostError, ModelMismatchError, NoNodeError, SwarmError
+from atoll.ranks import Ranks
+from atoll.weights import Place, Weights, check_model, check_optimizer
+
+log = logging.getLogger("atoll")
+
+Evaluate = Callable[[], float | tuple[float, int]]
+
+CHILD_SECONDS = 180.0
+"""How long a node of our own may take to be there: it loads what it needs, and asks the coordinator."""
+
+LEAVE_SECONDS = 10.0
+"""How long a loop that ends waits to be asked for what it has trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What a loop may know of the run."""
+
+    name: str
+    rounds: int
+    batch: int  # samples of an inner step, over all ranks
+    context: int  # tokens of a sample
+    tokens_per_step: int  # that the plan leases for an inner step, over all ranks
+    num_samples: int  # of the training data here; 0 where there is none
+
+
+@dataclass(slots=True, kw_only=True)
+class Training:
+    """An order to train, and how far it has come."""
+
+    number: int
+    round: int
+    inner_steps: int
+    ends_at: float  # on this machine's monotonic clock
+    progress_span: tuple[float, float]  # of the run, at the first inner step and at the last
+    began_at: float
+    steps: int = 0
+    look_at: int = 1  # steps after which the ranks agree next on whether to go on
+    tokens: int = 0
+    loss_sum: Tensor | float = 0.0  # kept on the device: reading it makes a GPU wait
+    num_losses: int = 0
+    told_at: float = 0.0
+    told_losses: tuple[float, int] = (0.0, 0)  # sum and number, when they were told last
+    is_leased: bool = True  # all steps were on leased samples
+    sampled_step: int = -1  # the last one whose samples were handed out
+
+    @property
+    def progress(self) -> float:
+        """How far the run is at the next inner step."""
+        first, last = self.progress_span
+        return first + min(1.0, self.steps / max(1, self.inner_steps - 1)) * (last - first)
+
+    def add_loss(self, loss: float | Tensor) -> None:
+        """Counts the loss of a step."""
+        value = loss.detach().float() if isinstance(loss, Tensor) else float(loss)
+        self.loss_sum = self.loss_sum + value
+        self.num_losses += 1
+
+    def stepped(self, now: float) -> Message:
+        """Tells of the steps so far, with the mean loss since this was told last."""
+        loss_sum, (sum_before, num_before) = float(self.loss_sum), self.told_losses
+        num_new = self.num_losses - num_before
+        self.told_at, self.told_losses = now, (loss_sum, self.num_losses)
+        return {
+            "kind": "stepped",
+            "number": self.number,
+            "steps": self.steps,
+            "tokens": self.tokens,
+            **_loss((loss_sum - sum_before) / num_new if num_new else None),
+        }
+
+    def trained(self, now: float) -> Message:
+        """Answers the order."""
+        return {
+            "kind": "trained",
+            "number": self.number,
+            "steps": self.steps,
+            "tokens": self.tokens,
+            "seconds": now - self.began_at,
+            "is_leased": self.is_leased,
+            **_loss(float(self.loss_sum) / self.num_losses if self.num_losses else None),
+        }
+
+
+class Session:
+    """One for a loop's rank; it outlives its connection, and its node."""
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        optimizer: Any,
+        ranks: Ranks,
+        folder: Path,
+        child: ChildNode | None,
+        evaluate: Evaluate | None,
+        wait_seconds: float,
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._ranks = ranks
+        self._folder = folder
+        self._child = child
+        self._evaluate = evaluate
+        self._wait_seconds = wait_seconds
+        self._connection: Connection | None = None
+        self._weights: Weights | None = None
+        self._run_digest = ""
+        self.run: Run
+        self.training: Training | None = None  # the order that the loop carries out
+        self.over = ""  # why there will be no further order
+        self.is_replaced = False  # weights were taken over; the loop sets it back
+        self.steps_at_risk = 0  # trained, and not published yet
+
+    def come_in(self) -> None:
+        """Connects, takes the global parameters over, and waits for the first plan."""
+        self._connect(wait_seconds=CHILD_SECONDS if self._child else self._wait_seconds)
+        log.info("waiting for the swarm's next round")
+        self.serve()
+
+    def serve(self) -> None:
+        """Answers the order to train, and carries out others until the next one, or the end."""
+        training, self.training = self.training, None
+        answer = None if training is None else training.trained(time.monotonic())
+        while not self.over:
+            try:
+                if answer is not None:
+                    self.say(answer)
+                answer = None
+                order = self.hear()
+                assert order is not None
+                if order["kind"] == "train":
+                    self._begin(order)
+                    return
+                answer = self._carry_out(order)
+            except ConnectionLostError as lost:
+                answer = None
+                self._come_back(lost.what)
+
+    def say(self, message: Message) -> None:
+        """Sends a message. Raises ConnectionLostError."""
+        self._connected.say(message)
+
+    def hear(self, timeout_seconds: float | None = None) -> Message | None:
+        """The next message; None when none comes in so long. Raises ConnectionLostError."""
+        return self._connected.hear(timeout_seconds)
+
+    def take_goodbye(self, order: Message) -> None:
+        """The end, or that of this connection: the next `serve` connects again, on all ranks."""
+        if order["is_over"]:
+            self.over = order["why"]
+        else:
+            self._connected.close()
+
+    def hand_in(self) -> None:
+        """Ends the training in progress, and publishes it if the node asks for it now."""
+        training, self.training = self.training, None
+        if training is None or training.steps < 1:
+            return
+        self.say(training.trained(time.monotonic()))
+        give_up_at = time.monotonic() + LEAVE_SECONDS
+        while (left := give_up_at - time.monotonic()) > 0:
+            order = self.hear(left)
+            if order is None or order["kind"] in ("train", "goodbye"):
+                return  # it was trained ahead, or nobody takes it
+            if (answer := self._carry_out(order)) is not None:
+                self.say(answer)
+            if order["kind"] == "publish":
+                return
+
+    def close(self, why: str, *, is_done: bool) -> None:
+        """Says goodbye and ends the connection; unless it `is_done` the node may wait for another."""
+        connection, self._connection = self._connection, None
+        self.training = None
+        if connection is not None:
+            with suppress(ConnectionLostError):
+                connection.say({"kind": "leaving", "why": why[:1000], "is_done": is_done})
+            connection.close()
+
+    # Coming in, and coming back
+
+    @property
+    def _connected(self) -> Connection:
+        if self._connection is None:
+            raise ConnectionLostError("the node is gone")
+        return self._connection
+
+    def _come_back(self, why: str) -> None:
+        """Connects again after the node, or another rank, was gone; all ranks do so together."""
+        while True:
+            self.close(why, is_done=False)
+            lost = f"; {self.steps_at_risk} inner steps that were not published are lost"
+            log.warning(
+                "the loop was cut off (%s)%s; waiting up to %g s for the node in %s",
+                why,
+                lost if self.steps_at_risk else "",
+                self._wait_seconds,
+                self._folder,
+            )
+            self.steps_at_risk = 0
+            try:
+                self._connect(wait_seconds=self._wait_seconds)
+                return
+            except ConnectionLostError as again:
+                why = again.what
+
+    def _connect(self, *, wait_seconds: float) -> None:
+        group = self._ranks.same_for_all(secrets.token_hex(8))
+        child = self._child
+        try:
+            connection = Connection.open(
+                self._folder,
+                wait_seconds=wait_seconds,
+                is_alive=lambda: child is None or child.is_alive,
+            )
+        except NoNodeError:
+            if child is not None and not child.is_alive:
+                raise child.why_ended() from None
+            raise
+        try:
+            self._be_welcomed(connection, group)
+        except BaseException:
+            connection.close()
+            raise
+        self._connection = connection
+
+    def _be_welcomed(self, connection: Connection, group: str) -> None:
+        """Checks that model and run agree before anything of either moves."""
+        connection.say(
+            {
+                "kind": "hello",
+                "version": VERSION,
+                "group": group,
+                "rank": self._ranks.rank,
+                "world_size": self._ranks.world_size,
+                "evaluates": self._evaluate is not None,
+            }
+        )
+        welcome = connection.hear()
+        assert welcome is not None
+        if welcome["kind"] == "goodbye":  # another rank was not welcome
+            raise ConnectionLostError(welcome["why"])
+        if welcome["kind"] == "refused":
+            raise SwarmError(welcome["what"], next_step=welcome["next_step"])
+        if self._run_digest not in ("", welcome["run_digest"]):
+            raise SwarmError("the node is in another run now than when this loop joined it")
+        places = [
+            Place(name=name, shape=tuple(shape), offset=offset)
+            for name, shape, offset in welcome["tensors"]
+        ]
+        try:
+            check_model(self._model, places)
+            if self._optimizer is not None:
+                check_optimizer(self._model, self._optimizer, places)
+        except ModelMismatchError as error:
+            connection.say({"kind": "refuses", "why": error.what[:1000]})
+            raise
+        parameters, published = connection.vectors(welcome["num_elements"])
+        self._weights = Weights(
+            model=self._model,
+            places=places,
+            fragments=[(first, num_elements) for first, num_elements in welcome["fragments"]],
+            overlap=welcome["overlap"],
+            local_share=welcome["local_share"],
+            rank=self._ranks.rank,
+            parameters=parameters,
+            published=published,
+        )
+        self._run_digest = welcome["run_digest"]
+        self.run = Run(
+            name=welcome["run"],
+            rounds=welcome["rounds"],
+            batch=welcome["batch"],
+            context=welcome["context"],
+            tokens_per_step=welcome["tokens_per_step"],
+            num_samples=welcome["num_samples"],
+        )
+        connection.say({"kind": "ready"})
+
+    # The node's orders
+
+    def _carry_out(self, order: Message) -> Message | None:
+        """What an order is answered with. Raises ConnectionLostError where it ends the connection."""
+        weights = self._weights
+        assert weights is not None
+        done = {"kind": "done", "number": order.get("number", 0)}
+        match order["kind"]:
+            case "adopt":
+                weights.adopt(order["fragment"], is_taken=order["is_taken"])
+                self.is_replaced = True
+                return done
+            case "publish":
+                weights.publish(order["fragment"])
+                self.steps_at_risk = 0
+                return done
+            case "evaluate":
+                loss, tokens = self._evaluated(weights)
+                return {**done, "kind": "evaluated", "loss": loss, "tokens": tokens}
+            case "goodbye" if order["is_over"]:
+                self.over = order["why"]
+            case "goodbye":
+                raise ConnectionLostError(order["why"])
+        return None  # a halt that came when nothing was trained any more
+
+    def _begin(self, order: Message) -> None:
+        now = time.monotonic()
+        first, last = order["progress"]
+        seconds = order["max_seconds"]
+        self.training = Training(
+            number=order["number"],
+            round=order["round"],
+            inner_steps=order["inner_steps"],
+            ends_at=math.inf if seconds is None else now + seconds,
+            progress_span=(first, last),
+            began_at=now,
+            told_at=now,
+        )
+
+    def _evaluated(self, weights: Weights) -> tuple[float, int]:
+        """The loss of the global parameters, by the loop's own function; its own weights stay."""
+        assert self._evaluate is not None
+        own = weights.aside()
+        weights.show_global()
+        try:
+            found = self._evaluate()
+        finally:
+            weights.put_back(own)
+        loss, tokens = found if isinstance(found, tuple) else (found, 0)
+        return float(loss), int(tokens)
+
+
+def _loss(mean: float | None) -> Message:
+    """A loss as it is told: JSON has no word for what is not a number."""
+    is_finite = mean is None or math.isfinite(mean)
+    return {"loss": mean if is_finite else None, "is_finite": is_finite}

@@ -1,0 +1,323 @@
+"""A training loop of one's own as an island of a swarm.
+
+    import atoll
+    with atoll.join(model, optimizer) as swarm:
+        for batch in my_loader:
+            loss = step(batch)
+            swarm.step(tokens=batch.numel(), loss=loss)
+
+The node's daemon gives orders: take so many inner steps, publish what you trained, take over the new
+weights. They are carried out within `join`, `step` and the end of the block, so between them the loop is
+like any other; and it takes no inner step that no plan of the swarm has asked for.
+"""
+
+import math
+import os
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from atoll.child import ChildNode
+from atoll.connection import find_folder
+from atoll.errors import ConnectionLostError, RunOverError, SamplesError, SwarmError
+from atoll.ranks import Ranks
+from atoll.session import CHILD_SECONDS, Evaluate, Run, Session, Training, log
+
+TELL_SECONDS = 0.5
+"""How often rank 0 tells the node of its steps."""
+
+LOOK_SECONDS = 0.1
+"""How long several ranks train at most before rank 0 tells the others again whether to go on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What became of an inner step."""
+
+    round: int
+    is_replaced: bool  # whether weights were taken over from the swarm since the step before
+    steps_left: int  # inner steps that the plan still wants in this round
+    is_over: bool  # whether the run, or this node's part in it, has ended: leave the loop
+
+
+class Swarm:
+    """A loop's part in a swarm. `join` makes it; it is a context manager."""
+
+    def __init__(self, session: Session, ranks: Ranks, child: ChildNode | None) -> None:
+        self._session = session
+        self._ranks = ranks
+        self._child = child
+        self._numbers: tuple[int, int, list[int]] = (-1, 0, [])  # of an order's steps from one on
+        self._has_warned = False
+        self._last = (0, 0.0)  # round and progress, once nothing is trained any more
+
+    @property
+    def run(self) -> Run:
+        """The run's facts."""
+        return self._session.run
+
+    @property
+    def progress(self) -> float:
+        """How far the run has come, from 0 to 1: what a schedule of one's own may follow."""
+        training = self._session.training
+        return self._last[1] if training is None else training.progress
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run, or this node's part in it, has ended."""
+        return bool(self._session.over)
+
+    @property
+    def why_over(self) -> str:
+        """Why it has ended; empty while it goes on."""
+        return self._session.over
+
+    def step(self, *, tokens: int | None = None, loss: float | Tensor | None = None) -> Step:
+        """Counts an inner step; call it after each step of the optimizer, on all ranks.
+
+        When the plan wants no more steps, what was trained is exchanged, and this returns with the next
+        plan. `tokens` are those that this rank trained and no other rank counts; the steps on `samples`
+        know theirs. `loss` is in nats per token, for people to see.
+
+        Once it has returned `is_over`, calling it again raises RunOverError, which leaves the `with`
+        block of `join` and is not seen outside of it.
+        """
+        session = self._session
+        if session.over:
+            raise RunOverError(f"the loop's part in the swarm is over: {session.over}")
+        training = self._training
+        session.is_replaced = False
+        training.tokens += self._tokens_of(training, tokens)
+        training.is_leased &= training.sampled_step == training.steps
+        training.steps += 1
+        session.steps_at_risk += 1
+        if loss is not None:
+            training.add_loss(loss)
+        self._tell_now_and_then(training)
+        if training.steps >= training.look_at:
+            more_steps = self._ranks.said_by_first(lambda: self._more_steps(training))
+            training.look_at = training.steps + more_steps
+            if more_steps == 0:
+                self._last = (training.round, training.progress)
+                session.serve()
+        current = session.training
+        return Step(
+            round=self._last[0] if current is None else current.round,
+            is_replaced=session.is_replaced,
+            steps_left=0 if current is None else current.inner_steps - current.steps,
+            is_over=self.is_over,
+        )
+
+    def samples(self) -> Iterator[Tensor]:
+        """Numbers of the samples that the ledger has leased for each inner step, until the run is over.
+
+        This rank's share of the step's batch, int64 [batch / ranks]. No other node trains them in this
+        epoch. Call `step` after each: the next batch depends on it, so it cannot be fetched ahead.
+        """
+        if self.run.num_samples < 1:
+            raise SamplesError("the node has no samples of the run to lease")
+        if self.run.batch % self._ranks.world_size:
+            raise SamplesError(
+                f"[inner] batch = {self.run.batch} cannot be shared evenly by "
+                f"{self._ranks.world_size} ranks",
+                next_step="start as many ranks as divide it",
+            )
+        share = self.run.batch // self._ranks.world_size
+        while not self.is_over:
+            training = self._training
+            if training.sampled_step == training.steps:
+                raise SamplesError(
+                    "the next samples were asked for before step() told that the last ones are trained",
+                    next_step="call swarm.step() after each batch; a DataLoader must not fetch ahead",
+                )
+            numbers = self._numbers_of(training)
+            if numbers is None:
+                self._session.serve()  # the node is gone: it, or another one, gives other samples
+                continue
+            training.sampled_step = training.steps
+            yield torch.tensor(numbers[self._ranks.rank * share :][:share], dtype=torch.int64)
+
+    def leave(self, why: str = "it has ended") -> None:
+        """Ends the loop's part, after contributing what it has trained of the round."""
+        try:
+            self._session.hand_in()
+        except ConnectionLostError:
+            log.warning("the node was gone before it had what was trained last")
+        self._end(why, is_done=True)
+
+    def _end(self, why: str, *, is_done: bool) -> None:
+        self._session.close(why, is_done=is_done)
+        if self._child is not None:
+            self._child.end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> bool:
+        """Leaves. What was trained is contributed, unless an error has ended the loop."""
+        if kind is None or issubclass(kind, (KeyboardInterrupt, SystemExit, RunOverError)):
+            self.leave()
+        else:
+            self._end(f"{kind.__name__}: {error}", is_done=False)
+        return kind is RunOverError
+
+    # One inner step
+
+    @property
+    def _training(self) -> Training:
+        training = self._session.training
+        if training is None:
+            raise SwarmError("this loop has left the swarm", next_step="join again")
+        return training
+
+    def _tokens_of(self, training: Training, tokens: int | None) -> int:
+        """Tokens that a step counts; those on leased samples are what the ledger takes them for."""
+        leased = self.run.tokens_per_step // self._ranks.world_size
+        if training.sampled_step == training.steps:
+            if tokens not in (None, leased):
+                raise ValueError(
+                    f"a step on leased samples counts the {leased} tokens that the ledger counts, not "
+                    f"{tokens}: leave tokens out"
+                )
+            return leased
+        if tokens is None:
+            raise ValueError(
+                "step() wants tokens=…: how many this rank trained. Only steps on swarm.samples() know"
+            )
+        if tokens > leased and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "a step of this loop has %d tokens on a rank, and only %d of them weigh in the swarm: "
+                "the run's [inner] batch times [model] context, over %d ranks",
+                tokens,
+                leased,
+                self._ranks.world_size,
+            )
+        return int(tokens)
+
+    def _tell_now_and_then(self, training: Training) -> None:
+        now = time.monotonic()
+        is_due = now - training.told_at >= TELL_SECONDS or training.steps == 1
+        if self._ranks.rank == 0 and is_due:
+            with suppress(ConnectionLostError):  # the next look finds out, for all ranks
+                self._session.say(training.stepped(now))
+
+    def _more_steps(self, training: Training) -> int:
+        """Asked of rank 0: how many steps all ranks take before it is asked again; 0 ends the round."""
+        left = training.inner_steps - training.steps
+        now = time.monotonic()
+        seconds_left = training.ends_at - now
+        if left < 1 or seconds_left <= 0 or self._is_halted():
+            return 0
+        per_step = (now - training.began_at) / training.steps
+        if self._ranks.world_size == 1 or per_step <= 0:
+            return 1
+        return max(1, min(left, int(min(LOOK_SECONDS, seconds_left) / per_step)))
+
+    def _is_halted(self) -> bool:
+        """Whether the node wants no more of it, or is gone."""
+        try:
+            order = self._session.hear(0.0)
+        except ConnectionLostError:
+            return True
+        if order is not None and order["kind"] == "goodbye":
+            self._session.take_goodbye(order)
+        return order is not None
+
+    # Leased samples
+
+    def _numbers_of(self, training: Training) -> list[int] | None:
+        """The batch of the step that is next; None when the node is gone.
+
+        It tells those of many steps at once, to rank 0, which tells the others.
+        """
+        order, first_step, numbers = self._numbers
+        at = (training.steps - first_step) * self.run.batch
+        if order != training.number or at >= len(numbers):
+            told = self._asked_for_numbers(training) if self._ranks.rank == 0 else None
+            told = self._ranks.same_for_all(told)
+            if told is None:
+                return None
+            if len(told) < self.run.batch:
+                raise SamplesError("the node has no samples for this step any more")
+            self._numbers = (training.number, training.steps, told)
+            at, numbers = 0, told
+        return numbers[at : at + self.run.batch]
+
+    def _asked_for_numbers(self, training: Training) -> list[int] | None:
+        session = self._session
+        try:
+            session.say(
+                {"kind": "samples", "number": training.number, "first_step": training.steps}
+            )
+            while True:
+                message = session.hear()
+                assert message is not None
+                match message["kind"]:
+                    case "samples":
+                        numbers: list[int] = message["numbers"]
+                        return numbers
+                    case "halt":
+                        training.ends_at = -math.inf  # after this step
+                    case "goodbye":
+                        session.take_goodbye(message)
+                        return None
+        except ConnectionLostError:
+            return None
+
+
+def join(
+    model: nn.Module,
+    optimizer: Any = None,
+    *,
+    folder: str | os.PathLike[str] | None = None,
+    invite: str | None = None,
+    evaluate: Evaluate | None = None,
+    wait_seconds: float = 60.0,
+) -> Swarm:
+    """Joins a swarm with a training loop of one's own; use it in a `with`.
+
+    The model's trainable parameters must be the run's, in names and shapes: they are replaced by the
+    global ones, now and after each round. `optimizer`, or several, is only checked to step them all: its
+    moments and its learning rate stay its own.
+
+    A node must run in `folder` (else $ATOLL_DIR, as for `atoll node start`) with `--loop`; one that is not
+    there is waited for `wait_seconds`. With `invite` this program joins and starts the node itself, by
+    the `atoll` that $ATOLL_PROGRAM or the PATH names, and ends it when it leaves. `evaluate` returns the
+    held-out loss in nats per token, or that and how many tokens it was measured on; it is called on all
+    ranks while the model holds the global parameters. Without it, other nodes evaluate.
+
+    With several ranks, call it on all of them after `torch.distributed` was set up and the model
+    sharded. Returns with the first plan. Raises SwarmError and those made of it.
+    """
+    ranks = Ranks.of(model)
+    home = find_folder(folder)
+    is_starter = invite is not None and ranks.rank == 0
+    child = ChildNode.start(home, invite) if is_starter and invite is not None else None
+    session = Session(
+        model=model,
+        optimizer=optimizer,
+        ranks=ranks,
+        folder=home,
+        child=child,
+        evaluate=evaluate,
+        wait_seconds=wait_seconds if invite is None else CHILD_SECONDS,
+    )
+    swarm = Swarm(session, ranks, child)
+    try:
+        session.come_in()
+    except BaseException:
+        swarm.leave("it did not come in")
+        raise
+    return swarm

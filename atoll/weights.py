@@ -1,0 +1,306 @@
+"""A model's way to and from the outer state: which tensors, which part of each, in which arithmetic.
+
+The outer state is fp32, and a model's parameters may be anything. Write g for the global value in fp32,
+x for the local one, and r for rounding to the parameter's type. Adopting sets x = r(g), and publishing
+must tell what was trained, not what was rounded away: it publishes g + (x − b), where b is the local
+value that stands for g alone. After adopting b = r(g). Where adopting keeps a part of what was trained
+("keep" and "blend" of the run's overlap), the local value should be t and is x = r(t), so b = x − (t − g),
+which is kept in fp32. For fp32 parameters r changes nothing, and x itself is published.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from atoll.errors import ModelMismatchError
+
+Overlap = Literal["none", "blend", "keep"]
+
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+_NAMED_AT_MOST = 3
+
+_EXACT = (torch.float32, torch.float64)
+"""Types that hold every value of the outer state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A tensor's place in the outer state."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int  # elements
+
+    @property
+    def num_elements(self) -> int:
+        """Of the whole tensor."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What this rank holds of a tensor: its own values, and where they lie in the whole."""
+
+    place: Place
+    local: Tensor
+    start: tuple[int, ...]
+    publishes: bool  # whether this rank does, of those that hold the same
+
+    def within(self, whole: Tensor) -> Tensor:
+        """The part within a canonical vector, as a view with the shape of `local`."""
+        place = self.place
+        tensor = whole[place.offset : place.offset + place.num_elements].view(place.shape)
+        for dim, (start, size) in enumerate(zip(self.start, self.local.shape, strict=True)):
+            tensor = tensor.narrow(dim, start, size)
+        return tensor
+
+
+@dataclass(slots=True, kw_only=True)
+class Weights:
+    """A rank's model beside the outer state's two vectors, in shared memory.
+
+    Call it only between the model's steps: it reads and writes parameters in place.
+    """
+
+    model: nn.Module
+    places: Sequence[Place]
+    fragments: Sequence[tuple[int, int]]  # first element and number of elements of each
+    overlap: Overlap
+    local_share: float
+    rank: int
+    parameters: Tensor  # global, read-only
+    published: Tensor
+    _bases: dict[str, Tensor] = field(default_factory=dict)  # b, where it is not r(g)
+    _at_publish: dict[str, Tensor] = field(default_factory=dict)  # x then, of inexact types
+
+    @torch.no_grad()
+    def adopt(self, fragment: int | None, *, is_taken: bool) -> None:
+        """Takes over global parameters: of a fragment by the run's overlap, or all, and nothing stays."""
+        for held in self._held(fragment):
+            if fragment is None or self.overlap == "none":
+                held.local.copy_(held.within(self.parameters))
+                self._bases.pop(held.place.name, None)
+            elif self.overlap == "keep" or not is_taken:
+                self._rebase(held)
+            else:
+                self._blend(held)
+
+    @torch.no_grad()
+    def publish(self, fragment: int) -> None:
+        """Copies what this rank publishes of a fragment to shared memory."""
+        for held in self._held(fragment):
+            is_exact = held.local.dtype in _EXACT
+            if not is_exact and self.overlap != "none":
+                self._at_publish[held.place.name] = held.local.clone()
+            if not held.publishes:
+                continue
+            target = held.within(self.published)
+            if is_exact:
+                target.copy_(held.local)
+            else:
+                trained = _fp32(held.local) - self._base_of(held)
+                torch.add(held.within(self.parameters), trained, out=target)
+
+    @torch.no_grad()
+    def aside(self) -> list[Tensor]:
+        """Copies of all local values, in memory of the CPU."""
+        return [held.local.to("cpu", copy=True) for held in self._held(None)]
+
+    @torch.no_grad()
+    def put_back(self, values: Iterable[Tensor]) -> None:
+        """Undoes what was done to the model since `aside`."""
+        for held, value in zip(self._held(None), values, strict=True):
+            held.local.copy_(value)
+
+    @torch.no_grad()
+    def show_global(self) -> None:
+        """Lets the model have the global parameters for a while; `put_back` ends it."""
+        for held in self._held(None):
+            held.local.copy_(held.within(self.parameters))
+
+    def _rebase(self, held: Held) -> None:
+        """Puts what was trained since publishing on top: local = global + (local − published)."""
+        new = held.within(self.parameters)
+        if held.local.dtype in _EXACT:
+            held.local.sub_(held.within(self.published).to(held.local.device))
+            held.local.add_(new.to(held.local.device))
+            return
+        since = _fp32(held.local) - _fp32(self._at_publish[held.place.name])
+        self._settle(held, new + since, new)
+
+    def _blend(self, held: Held) -> None:
+        """Mixes: local = share · local + (1 − share) · global."""
+        new = held.within(self.parameters)
+        if held.local.dtype in _EXACT:
+            held.local.lerp_(new.to(held.local), 1 - self.local_share)
+            return
+        self._settle(held, _fp32(held.local).lerp(new, 1 - self.local_share), new)
+
+    def _settle(self, held: Held, target: Tensor, new: Tensor) -> None:
+        """Sets a parameter to `target`, rounded, and remembers what then stands for global alone."""
+        held.local.copy_(target)
+        self._bases[held.place.name] = _fp32(held.local) - (target - new)
+
+    def _base_of(self, held: Held) -> Tensor:
+        base = self._bases.get(held.place.name)
+        if base is not None:
+            return base
+        return _fp32(held.within(self.parameters).to(held.local.dtype))
+
+    def _held(self, fragment: int | None) -> Iterator[Held]:
+        """What the rank holds of a fragment, or of all, to be read or changed in place."""
+        _reshard(self.model)
+        first, past = 0, len(self.parameters)
+        if fragment is not None:
+            first, num_elements = self.fragments[fragment]
+            past = first + num_elements
+        tensors = tensors_of(self.model, self.places)
+        for place in self.places:
+            if first <= place.offset < past:
+                yield held_of(place, tensors[place.name], rank=self.rank)
+
+
+def check_model(model: nn.Module, places: Sequence[Place]) -> None:
+    """Raises ModelMismatchError unless what the model trains is what the run trains, name by name."""
+    tensors = tensors_of(model, places)
+    absent = [place for place in places if place.name not in tensors]
+    if absent:
+        raise ModelMismatchError(
+            f"the run trains {_listed((p.name, p.shape) for p in absent)}, and this model has no such tensor",
+            next_step="bring the model that the run was made for",
+        )
+    for place in places:
+        tensor = tensors[place.name]
+        if tuple(tensor.shape) != place.shape:
+            raise ModelMismatchError(
+                f"{place.name} is {list(tensor.shape)} in this model and {list(place.shape)} in the run",
+                next_step="bring a model of the run's sizes",
+            )
+        if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+            raise ModelMismatchError(
+                f"the run trains {place.name}, and it is frozen in this model",
+                next_step="call requires_grad_(True) on it, or bring what the run freezes too",
+            )
+    known = {id(tensor) for tensor in tensors.values()}
+    more = [
+        (canonical(name), tuple(parameter.shape))
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and id(parameter) not in known
+    ]
+    if more:
+        raise ModelMismatchError(
+            f"this model trains {_listed(more)}, which the run does not",
+            next_step="freeze it with requires_grad_(False), or bring the run's model",
+        )
+    for name, module in model.named_modules():
+        mean = getattr(module, "running_mean", None)
+        if isinstance(mean, Tensor) and id(mean) not in known:
+            raise ModelMismatchError(
+                f"{canonical(name)} keeps running statistics, which training changes and the run does "
+                "not average: each node would have its own",
+                next_step="set track_running_stats=False, or normalise without a batch (GroupNorm)",
+            )
+
+
+def check_optimizer(model: nn.Module, optimizer: Any, places: Sequence[Place]) -> None:
+    """Raises ModelMismatchError where an optimizer leaves out what the run trains.
+
+    As one does that was made before the model was moved, wrapped or sharded. Takes one, or several.
+    """
+    several = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    stepped = {
+        id(parameter)
+        for each in several
+        for group in each.param_groups
+        for parameter in group["params"]
+    }
+    tensors = tensors_of(model, places)
+    left_out = [
+        (place.name, place.shape)
+        for place in places
+        if isinstance(tensors[place.name], nn.Parameter) and id(tensors[place.name]) not in stepped
+    ]
+    if left_out:
+        raise ModelMismatchError(
+            f"the optimizer does not step {_listed(left_out)}",
+            next_step="make it from model.parameters() after the model was moved, wrapped or sharded",
+        )
+
+
+def tensors_of(model: nn.Module, places: Iterable[Place]) -> dict[str, Tensor]:
+    """The model's tensors under the run's names; those of a tied one may all be given.
+
+    Parameters, and buffers that the run names.
+    """
+    wanted = {place.name for place in places}
+    found: dict[str, Tensor] = {}
+    for named in (model.named_buffers, model.named_parameters):
+        for name, tensor in named(remove_duplicate=False):
+            for known in (name, canonical(name)):
+                if known in wanted:
+                    found[known] = tensor
+    return found
+
+
+def canonical(name: str) -> str:
+    """A tensor's name without what wrappers of torch put into it."""
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    while len(parts) > 1 and parts[0] == "module":
+        parts = parts[1:]
+    return ".".join(parts)
+
+
+def held_of(place: Place, tensor: Tensor, *, rank: int) -> Held:
+    """What this rank holds of a tensor, which may be spread over ranks as a DTensor.
+
+    Of ranks that hold the same the first one publishes: where nothing is spread, rank 0.
+    """
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    values = tensor.detach()  # with grad mode on, to_local() of a parameter refuses edits
+    if not isinstance(values, DTensor):
+        start = (0,) * len(place.shape)
+        return Held(place=place, local=values, start=start, publishes=rank == 0)
+    mesh, placements = values.device_mesh, values.placements
+    if any(isinstance(placement, Partial) for placement in placements):
+        raise ModelMismatchError(
+            f"{place.name} is a sum over ranks that nobody holds: {placements}"
+        )
+    size, offset = compute_local_shape_and_global_offset(values.shape, mesh, placements)
+    if 0 in size:  # torch gives an empty shard a start behind the end
+        offset = (0,) * len(size)
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    is_first = all(
+        at == 0
+        for at, placement in zip(coordinate, placements, strict=True)
+        if isinstance(placement, Replicate)
+    )
+    assert all(isinstance(placement, (Replicate, Shard)) for placement in placements), placements
+    return Held(place=place, local=values.to_local(), start=tuple(offset), publishes=is_first)
+
+
+def _reshard(model: nn.Module) -> None:
+    """After a forward without a backward FSDP2's parameters are whole, and edits of them vanish."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _fp32(tensor: Tensor) -> Tensor:
+    return tensor.to("cpu", torch.float32)
+
+
+def _listed(named: Iterable[tuple[str, tuple[int, ...]]]) -> str:
+    """The first few names with their shapes, and how many more."""
+    all_named = list(named)
+    told = ", ".join(f"{name} {list(shape)}" for name, shape in all_named[:_NAMED_AT_MOST])
+    more = len(all_named) - _NAMED_AT_MOST
+    return f"{told} and {more} more" if more > 0 else told

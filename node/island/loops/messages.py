@@ -1,0 +1,167 @@
+"""What the daemon and a training loop say to each other: a line of JSON each, over a Unix socket.
+
+The loop's side is the package `atoll`, which is imported into environments that are not ours and so
+shares no code with this one: who changes a message changes `atoll.connection` too, and VERSION.
+
+The daemon greets with one byte, and descriptors of the two shared vectors beside it: the global
+parameters, to be read, and the published ones, to be written. Each rank of the loop then says hello
+and is welcomed, or refused. When all ranks are ready, the daemon gives orders, one at a time and the
+same to all, and each rank answers with the order's number:
+
+    adopt      take over the global parameters, of a fragment or of all  →  done
+    train      take inner steps; rank 0 tells of them now and then (stepped)  →  trained
+    publish    copy the local parameters of a fragment to shared memory  →  done
+    evaluate   measure the held-out loss of the global parameters  →  evaluated
+
+`halt`, to rank 0, ends the training in progress after its current inner step, and is not answered.
+While a rank trains it may ask for the numbers of its samples (samples → samples). Either side may
+end it with a word: `leaving` from a loop, `goodbye` from the daemon.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from node.island.island import InnerWork
+from node.island.schedule import Position
+from protocol.layout import Layout
+from protocol.models import Section
+from protocol.run_spec import RunSpec
+
+VERSION = 1
+
+MAX_LINE_BYTES = 1 << 20
+"""Of what a loop says; the longest is a sentence. The welcome, the other way, names each tensor."""
+
+GREETING = b"\0"
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class Hello(Section):
+    """A rank of a loop, before anything else."""
+
+    kind: Literal["hello"]
+    version: int
+    group: Annotated[str, Field(max_length=64)]  # one for all ranks of a start, and no other start
+    rank: Annotated[int, Field(ge=0, lt=1 << 16)]
+    world_size: Annotated[int, Field(ge=1, le=1 << 16)]
+    evaluates: bool
+
+
+class Ready(Section):
+    """The rank's model is the run's: it takes orders."""
+
+    kind: Literal["ready"]
+
+
+class Refuses(Section):
+    """The rank's model is not the run's."""
+
+    kind: Literal["refuses"]
+    why: Annotated[str, Field(max_length=2000)]
+
+
+class Stepped(Section):
+    """Inner steps so far of the order to train, of rank 0 alone."""
+
+    kind: Literal["stepped"]
+    number: Count
+    steps: Count
+    tokens: Count
+    loss: float | None  # mean of the steps since the last word; None: the loop does not tell it
+    is_finite: bool
+
+
+class Trained(Section):
+    """The answer to an order to train, of one rank."""
+
+    kind: Literal["trained"]
+    number: Count
+    steps: Count
+    tokens: Count  # of this rank
+    loss: float | None
+    is_finite: bool
+    seconds: Annotated[float, Field(ge=0)]
+    is_leased: bool  # whether all its steps were on leased samples
+
+
+class Done(Section):
+    """The answer to adopt and publish."""
+
+    kind: Literal["done"]
+    number: Count
+
+
+class Evaluated(Section):
+    """The answer to evaluate."""
+
+    kind: Literal["evaluated"]
+    number: Count
+    loss: float  # nats per token
+    tokens: Count
+
+
+class Samples(Section):
+    """Asks which samples the steps from `first_step` on train, of the order to train."""
+
+    kind: Literal["samples"]
+    number: Count
+    first_step: Count
+
+
+class Leaving(Section):
+    """The loop ends by itself, or begins anew."""
+
+    kind: Literal["leaving"]
+    is_done: bool  # it has contributed what it could, and nobody need wait for it to come back
+    why: Annotated[str, Field(max_length=2000)]
+
+
+Word = Annotated[
+    Hello | Ready | Refuses | Stepped | Trained | Done | Evaluated | Samples | Leaving,
+    Field(discriminator="kind"),
+]
+_WORDS: TypeAdapter[Word] = TypeAdapter(Word)
+
+
+def word_of(line: bytes) -> Word:
+    """What a loop said. Raises ValueError in a sentence for what is none of its words."""
+    try:
+        return _WORDS.validate_json(line)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        place = ".".join(str(part) for part in problem["loc"])
+        raise ValueError(f"{place or 'a message'}: {problem['msg']}") from error
+
+
+def welcome(spec: RunSpec, layout: Layout, *, num_samples: int, no_samples: str) -> dict[str, Any]:
+    """What a loop must know of the run; `no_samples` says why there are none here."""
+    return {
+        "kind": "welcome",
+        "run": spec.run.name,
+        "run_digest": spec.digest().hex(),
+        "rounds": spec.run.rounds,
+        "batch": spec.inner.batch,
+        "context": spec.model.context,
+        "tokens_per_step": spec.tokens_per_inner_step,
+        "overlap": spec.exchange.overlap,
+        "local_share": spec.exchange.local_share,
+        "num_samples": num_samples,
+        "no_samples": no_samples,
+        "num_elements": layout.num_elements,
+        "fragments": [[f.start, f.num_elements] for f in layout.fragments],
+        "tensors": [[place.name, list(place.shape), place.offset] for place in layout.places],
+    }
+
+
+def train(spec: RunSpec, work: InnerWork) -> dict[str, Any]:
+    """An order to train; `max_seconds` is None where there is no end."""
+    first, last = (Position.of(spec, work, step).progress for step in (0, work.inner_steps - 1))
+    return {
+        "kind": "train",
+        "round": work.round,
+        "inner_steps": work.inner_steps,
+        "max_seconds": None if work.max_seconds == float("inf") else work.max_seconds,
+        "progress": [first, last],
+    }

@@ -1,0 +1,81 @@
+"""A training loop as a contributor writes one, for tests: the run's decoder, in a process of its own.
+
+Typed as: loop_program.py FOLDER RUN_FILE OUT [what=…]. Writes a line of JSON for each inner step, and at
+the end the model.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import atoll
+from node.island.model import Decoder
+from protocol.run_spec import load_run_file
+
+
+def main() -> None:
+    folder, run_file, out = map(Path, sys.argv[1:4])
+    options = dict(option.split("=", 1) for option in sys.argv[4:])
+    spec = load_run_file(run_file)
+    torch.manual_seed(int(options.get("seed", "0")))
+    model = Decoder(spec.model).to(getattr(torch, options.get("dtype", "float32")))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def loss_of(tokens: torch.Tensor) -> torch.Tensor:
+        logits = model(tokens[:, :-1])
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    def batch_of(numbers: torch.Tensor) -> torch.Tensor:
+        # Of the number of a sample, so that whatever is trained twice is the same.
+        steps = torch.arange(spec.model.context + 1)
+        return (numbers[:, None] * 7 + steps * (1 + numbers[:, None] % 3)) % 64
+
+    def evaluate() -> tuple[float, int]:
+        with torch.no_grad():
+            return loss_of(batch_of(torch.arange(4))).item(), 4 * spec.model.context
+
+    num_steps = 0
+    with (
+        out.open("a") as told,
+        atoll.join(
+            model,
+            optimizer,
+            folder=folder,
+            invite=options.get("invite"),
+            evaluate=evaluate if "evaluates" in options else None,
+        ) as swarm,
+    ):
+        print("the loop trains", flush=True)
+        for numbers in swarm.samples():
+            loss = loss_of(batch_of(numbers))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(float(options.get("step_seconds", "0")))
+            num_steps += 1
+            if num_steps == int(options.get("hangs_after", "0")):
+                print("the loop hangs", flush=True)
+                time.sleep(1000)
+            step = swarm.step(loss=loss)
+            line = {
+                "round": step.round,
+                "is_replaced": step.is_replaced,
+                "steps_left": step.steps_left,
+                "progress": swarm.progress,
+                "numbers": numbers.tolist(),
+            }
+            told.write(json.dumps(line) + "\n")
+            told.flush()
+            if num_steps == int(options.get("ends_after", "0")):
+                break
+        print(f"the loop ends: {swarm.why_over}", flush=True)
+    flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    torch.save(dict(model.named_parameters()), out.with_suffix(".pt"))
+    assert flat.isfinite().all()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""The examples as people run them: each is an island of a swarm to its end."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from own_loops_scene import Scene
+from typed_commands import ROOT
+
+EXAMPLES = ROOT / "examples"
+# The template's model, which the examples bring.
+RUN = {
+    "run": {"name": "examples", "rounds": 2, "min_nodes": 2},
+    "model": {
+        "hidden_size": 64,
+        "num_layers": 3,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "ffn_size": 192,
+        "context": 128,
+    },
+    "inner": {"steps": 4, "batch": 8},
+    "evaluation": {"every_rounds": 2},
+}
+
+
+# It listens on all addresses: in a network of its own, which sockets of Unix do not mind.
+TORCHRUN = (
+    *("unshare", "--map-root-user", "--net", "sh", "-c", 'ip link set lo up && exec "$0" "$@"'),
+    *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+    *("--master-addr", "127.0.0.1", "--master-port", "29500"),
+)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text"
+    path.write_text(" ".join(str(i * i) for i in range(20_000)))
+    return path
+
+
+def test_the_three_examples_train_one_model_together(tmp_path: Path, text: Path) -> None:
+    names = ("plain", "fsdp2", "trainer")
+    scene = Scene(tmp_path, *names, **RUN | {"run": {**RUN["run"], "min_nodes": 3}})
+    try:
+        nodes = {name: scene.swarm.start_node(name, "--loop") for name in names}
+        for node in nodes.values():
+            node.says("a training loop may come in")
+        commands = {
+            "plain": ("plain_torch.py",),
+            "fsdp2": ("torchrun_fsdp2.py",),
+            "trainer": ("transformers_trainer.py",),
+        }
+        loops = []
+        for name, (program,) in commands.items():
+            command = (EXAMPLES / program, scene.homes[name], text)
+            through = TORCHRUN if name == "fsdp2" else ()
+            loops.append(scene.program(*command, name=name, through=through))
+        for loop in loops:
+            assert loop.ends() == 0, "\n".join(each.log for each in loops)
+        assert "ranks=2" in nodes["fsdp2"].log
+        assert all(tokens > 0 for tokens in scene.tokens().values())
+        scene.agree()
+        assert "the run is finished; held-out loss" in loops[0].log
+        assert "'loss'" in loops[2].log
+    finally:
+        scene.end()
+
+
+def test_a_loop_with_an_invite_brings_a_node_of_its_own_and_ends_it(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, "ranks", **{**RUN, "run": {**RUN["run"], "min_nodes": 2}})
+    program = tmp_path / "atoll"
+    program.write_text(
+        f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -P -m protocol.cli "$@"\n'
+    )
+    program.chmod(0o755)
+    try:
+        scene.swarm.start_node("ranks")
+        loop = scene.start_loop("invited", f"invite={scene.invite}", ATOLL_PROGRAM=str(program))
+        assert loop.ends() == 0, loop.log
+        log = (scene.homes["loop"] / "node.log").read_text()
+        assert "has stopped: " in log and "Traceback" not in log
+        scene.agree()
+    finally:
+        scene.end()

@@ -1,0 +1,111 @@
+"""Training loops of contributors' own in a swarm of real processes, beside ranks of the node's."""
+
+from pathlib import Path
+
+from own_loops_scene import SECONDS, Scene, assert_holds
+from typed_commands import until
+
+RUN = {"run": {"name": "loops", "rounds": 4, "min_nodes": 2}, "evaluation": {"every_rounds": 2}}
+SHORT = {"name": "loops", "rounds": 2, "min_nodes": 2}
+# Rounds end at their deadline: none is over before the test has seen it.
+SLOW = {
+    "inner": {"steps": 1_000_000},
+    "deadlines": {"train": 4, "contribute": 20, "commit": 30},
+}
+
+
+def test_a_loop_and_ranks_train_one_model_bit_by_bit_and_each_sample_once(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, **RUN)
+    try:
+        _, node = scene.start_nodes()
+        node.says("a training loop may come in")
+        loop = scene.start_loop("plain", "evaluates=yes", "seed=5")
+        node.says("a training loop is here")
+        memory = node.shared_memory()
+        assert loop.ends() == 0, loop.log
+        assert "the run is finished" in loop.log
+        node.ends(memory)
+        assert not node.has_torch() and "the ledger counts its tokens" not in node.log
+        scene.agree()
+        assert_holds(tmp_path / "plain.pt", scene.homes["loop"])
+        told = scene.told("plain")
+        assert [step["steps_left"] for step in told[:5]] == [4, 3, 2, 1, 5]
+        assert [step["is_replaced"] for step in told[:5]] == [False] * 4 + [True]
+        progress = [step["progress"] for step in told]
+        assert progress == sorted(progress) and 0.9 < progress[-1] <= 1
+        numbers = [number for step in told for number in step["numbers"]]
+        assert len(set(numbers)) == len(numbers)
+        assert scene.tokens()["loop"] == len(told) * 4 * 32
+        assert [measured.round for measured in scene.run().held_out_losses] == [0, 2, 4]
+    finally:
+        scene.end()
+
+
+def test_a_killed_loop_is_replaced_and_the_new_one_goes_on_from_the_global_parameters(
+    tmp_path: Path,
+) -> None:
+    scene = Scene(tmp_path, **SLOW, run=SHORT)
+    try:
+        _, node = scene.start_nodes()
+        first = scene.start_loop("first", "step_seconds=0.05")
+        until(lambda: len(scene.told("first")) > 10, first.log, seconds=SECONDS)
+        first.kill()
+        node.says("the training loop is gone")
+        assert "inner_steps_lost=" in node.log
+        scene.finish("second")
+    finally:
+        scene.end()
+
+
+def test_a_loop_that_stops_calling_step_is_found_and_said_and_the_run_goes_on(
+    tmp_path: Path,
+) -> None:
+    scene = Scene(tmp_path, **SLOW, run={"name": "loops", "rounds": 3, "min_nodes": 2})
+    try:
+        settings = scene.homes["loop"] / "node.toml"
+        text = settings.read_text()
+        settings.write_text(text.replace("hang_seconds = 120", "hang_seconds = 2"))
+        _, node = scene.start_nodes()
+        loop = scene.start_loop("hangs", "step_seconds=0.3", "hangs_after=15")
+        loop.says("the loop hangs")
+        node.says("gave no sign of life for")
+        assert "raise hang_seconds" in node.log
+        scene.waits_for_loop()
+        assert loop.process.poll() is None, "a person's program is not ours to end"
+        scene.finish("another")
+    finally:
+        scene.end()
+
+
+def test_a_loop_that_ends_by_itself_contributes_what_it_has_trained_of_the_round(
+    tmp_path: Path,
+) -> None:
+    scene = Scene(tmp_path, **SLOW, run=SHORT)
+    try:
+        _, node = scene.start_nodes()
+        loop = scene.start_loop("short", "step_seconds=0.1", "ends_after=7")
+        assert loop.ends() == 0, loop.log
+        node.says("it has left")
+        assert "inner_steps_lost=0" in node.log
+        scene.waits_for_loop()
+        assert scene.tokens()["loop"] == 7 * 4 * 32
+        scene.finish("another")
+    finally:
+        scene.end()
+
+
+def test_a_loop_outlives_its_node_and_goes_on_with_the_next(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, **SLOW, run=SHORT)
+    try:
+        _, node = scene.start_nodes()
+        loop = scene.start_loop("stays", "step_seconds=0.05")
+        until(lambda: len(scene.told("stays")) > 10, loop.log, seconds=SECONDS)
+        node.process.kill()
+        loop.says("the loop was cut off")
+        again = scene.swarm.start_node("loop", "--loop")
+        again.says("a training loop is here")
+        assert loop.ends() == 0, loop.log
+        scene.agree()
+        assert_holds(tmp_path / "stays.pt", scene.homes["loop"])
+    finally:
+        scene.end()

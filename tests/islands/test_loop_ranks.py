@@ -1,0 +1,123 @@
+"""A loop's ranks that share a model: whatever its mesh, the outer state sees the same values."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as processes
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from atoll.ranks import Ranks
+from atoll.weights import Place, Weights
+from node.island.forkserver import prepare_forkserver
+
+SIZES = (7, 10, 3)  # of which 10 alone is a multiple of a number of ranks here
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        wide, narrow = SIZES[1], SIZES[0]
+        self.up = nn.Linear(narrow, wide)
+        self.down = nn.Linear(wide, narrow)
+        self.head = nn.Linear(narrow, SIZES[2])
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.head(self.down(self.up(x).relu()))
+        return hidden
+
+
+def _fsdp(model: Small) -> None:
+    fully_shard(model.up)
+    fully_shard(model)
+
+
+def _hsdp(model: Small) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    fully_shard(model.down, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def _tensor_parallel(model: Small) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def _copies(model: Small) -> None:
+    """As DistributedDataParallel has it: every rank the whole model."""
+
+
+MESHES: dict[str, tuple[int, Callable[[Small], None]]] = {
+    "fsdp": (3, _fsdp),
+    "hsdp": (4, _hsdp),
+    "tensor parallel": (2, _tensor_parallel),
+    "copies": (2, _copies),
+}
+
+
+def places_of(model: nn.Module) -> list[Place]:
+    places, offset = [], 0
+    for name, parameter in model.named_parameters():
+        places.append(Place(name=name, shape=tuple(parameter.shape), offset=offset))
+        offset += parameter.numel()
+    return places
+
+
+def live(rank: int, mesh: str, store: str, parameters: Tensor, published: Tensor) -> None:
+    """A rank: adopts, trains by doubling, publishes."""
+    torch.set_num_threads(1)
+    num_ranks, shard = MESHES[mesh]
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks
+    )
+    model = Small()
+    places = places_of(model)
+    shard(model)
+    ranks = Ranks.of(model)
+    weights = Weights(
+        model=model,
+        places=places,
+        fragments=[(0, len(parameters))],
+        overlap="none",
+        local_share=0.5,
+        rank=ranks.rank,
+        parameters=parameters,
+        published=published,
+    )
+    if mesh != "tensor parallel":
+        with torch.no_grad():
+            model(
+                torch.ones(2, SIZES[0])
+            )  # leaves FSDP2's root whole, and edits of it would vanish
+    weights.adopt(None, is_taken=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    weights.publish(0)
+    assert ranks.said_by_first(lambda: 17 if rank == 0 else 99) == 17
+    assert ranks.same_for_all(f"rank {rank}") == "rank 0"
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_boxes_of_all_ranks_are_the_whole_model_bit_by_bit(mesh: str, tmp_path: Path) -> None:
+    places = places_of(Small())
+    num_elements = sum(place.num_elements for place in places)
+    parameters = torch.randn(num_elements, generator=torch.Generator().manual_seed(3))
+    parameters.share_memory_()
+    published = torch.full((num_elements,), torch.nan).share_memory_()
+    arguments = (mesh, str(tmp_path / "store"), parameters, published)
+    prepare_forkserver()  # it imports torch once
+    num_ranks = MESHES[mesh][0]
+    processes.start_processes(live, args=arguments, nprocs=num_ranks, start_method="forkserver")
+    assert torch.equal(published, 2 * parameters)

@@ -1,0 +1,485 @@
+"""The daemon's island of a training loop, and the loop's side of it in a thread of the same process."""
+
+import asyncio
+import json
+import math
+import os
+import socket
+import stat
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import atoll
+from atoll.connection import Connection
+from node.island.data.opening import DataPlaces
+from node.island.faults import LoopGoneError, TrainingDivergedError
+from node.island.island import Ability, InnerReport, InnerWork, Progress
+from node.island.loops.door import SOCKET_FILE
+from node.island.loops.island import LoopIsland
+from node.island.loops.messages import Hello, word_of
+from node.island.model import Decoder
+from node.outer_state import SharedVectors
+from protocol.layout import layout_of
+from protocol.run_spec import RunSpec
+from tests.islands.rank_scene import small_spec, with_texts
+
+BATCH, CONTEXT = 4, 16
+STEP_TOKENS = BATCH * CONTEXT
+
+
+def work(round: int = 1, steps: int = 3, **changes: Any) -> InnerWork:
+    values: dict[str, Any] = {
+        "round": round,
+        "inner_steps": steps,
+        "first_sample": 100 * (round - 1),
+        "num_samples": steps * BATCH,
+        "token_clock": 0,
+        "round_tokens": steps * STEP_TOKENS,
+        "max_seconds": 60.0,
+        "num_participants": 1,
+    }
+    return InnerWork(**(values | changes))
+
+
+class Scene:
+    """An island, and loops in threads; what the island is asked stands for the daemon."""
+
+    def __init__(self, home: Path, spec: RunSpec, vectors: SharedVectors, **how: float) -> None:
+        self.home = home
+        self.spec = spec
+        self.vectors = vectors
+        self.island = LoopIsland(
+            spec=spec,
+            layout=layout_of(spec),
+            names=vectors.names,
+            home=home,
+            data=DataPlaces(folder=home),
+            **how,
+        )
+        self.progress: list[Progress] = []
+        self.ended: list[Any] = []
+
+    def loop(self, train: Callable[[atoll.Swarm], Any], **how: Any) -> threading.Thread:
+        """Joins with the run's model in a thread and calls `train`; `ended` has what came of it."""
+
+        def run() -> None:
+            model = how.pop("model", None) or Decoder(self.spec.decoder)
+            try:
+                with atoll.join(model, folder=self.home, wait_seconds=1.0, **how) as swarm:
+                    self.ended.append(train(swarm))
+            except Exception as error:
+                self.ended.append(error)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        return thread
+
+    async def train(self, asked: InnerWork) -> InnerReport:
+        return await self.island.train(asked, self.progress.append)
+
+    async def is_here(self) -> None:
+        async with asyncio.timeout(20):
+            while not self.island.ability.trains:  # noqa: ASYNC110 - it is in the product, not an event
+                await asyncio.sleep(0.01)
+
+
+async def ends(thread: threading.Thread) -> None:
+    await asyncio.to_thread(thread.join, 20)
+    assert not thread.is_alive()
+
+
+@asynccontextmanager
+async def scene(folder: Path, spec: RunSpec | None = None, **how: float) -> AsyncIterator[Scene]:
+    spec = spec or small_spec()
+    vectors = SharedVectors.create(layout_of(spec).num_elements)
+    vectors.parameters[:] = 0.5
+    made = Scene(with_texts(folder), spec, vectors, **how)
+    await made.island.start()
+    try:
+        yield made
+    finally:
+        await made.island.stop()
+        vectors.close()
+
+
+def steps_on_samples(swarm: atoll.Swarm) -> list[tuple[atoll.Step, list[int]]]:
+    taken = []
+    for numbers in swarm.samples():
+        taken.append((swarm.step(loss=1.0), numbers.tolist()))
+    return taken
+
+
+async def test_orders_are_carried_out_within_step_and_the_report_tells_what_was_trained(
+    tmp_path: Path,
+) -> None:
+    async with scene(tmp_path) as one:
+        assert one.island.ability == Ability(trains=False, evaluates=False)
+        model = Decoder(one.spec.decoder)
+
+        def train(swarm: atoll.Swarm) -> None:
+            assert all((p == 0.5).all() for p in model.parameters()), (
+                "adopted before the first step"
+            )
+            for _ in swarm.samples():
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.add_(1.0)
+                swarm.step(loss=torch.tensor(2.0))
+
+        thread = one.loop(train, model=model)
+        await one.is_here()
+        report = await one.train(work())
+        assert (report.inner_steps, report.tokens, report.loss) == (3, 3 * STEP_TOKENS, 2.0)
+        await one.island.publish(0)
+        assert (one.vectors.published == 3.5).all()
+        one.vectors.parameters[:] = -1.0
+        await one.island.adopt(0)
+        assert all((p == -1).all() for p in model.parameters())
+        await one.island.stop()
+        await ends(thread)
+        assert one.ended == [None]
+        assert one.progress[0].round == 1 and one.progress[0].loss == 2.0
+
+
+async def test_samples_are_those_that_were_leased_in_the_run_s_order_and_each_once(
+    tmp_path: Path,
+) -> None:
+    async with scene(tmp_path) as one:
+        thread = one.loop(steps_on_samples)
+        await one.is_here()
+        for number in (1, 2):
+            await one.train(work(number))
+            await one.island.publish(0)
+            await one.island.adopt(0)
+        await one.island.stop()
+        await ends(thread)
+        taken = one.ended[0]
+        assert one.island._order is not None
+        expected = [
+            one.island._order.indices(100 * (number - 1) + step * BATCH, BATCH).tolist()
+            for number in (1, 2)
+            for step in range(3)
+        ]
+        assert [numbers for _, numbers in taken] == expected
+        steps = [step for step, _ in taken]
+        assert [step.steps_left for step in steps] == [2, 1, 3, 2, 1, 0]
+        assert [step.is_replaced for step in steps] == [False, False, True, False, False, True]
+        assert [step.round for step in steps] == [1, 1, 2, 2, 2, 2]
+        assert [step.is_over for step in steps] == [False] * 5 + [True]
+
+
+async def test_a_loader_of_one_s_own_counts_its_tokens_and_no_more_than_were_leased(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with scene(tmp_path) as one:
+
+        def train(swarm: atoll.Swarm) -> None:
+            for tokens in (10, 20, 30, 1000, 1000, 1000):
+                swarm.step(tokens=tokens)
+
+        thread = one.loop(train)
+        await one.is_here()
+        assert (await one.train(work())).tokens == 60
+        assert (await one.train(work(2))).tokens == 3 * STEP_TOKENS
+        await one.island.stop()
+        await ends(thread)
+        assert caplog.text.count("a step of this loop has 1000 tokens on a rank, and only 64") == 1
+
+
+async def test_step_wants_tokens_and_samples_want_step(tmp_path: Path) -> None:
+    async with scene(tmp_path) as one:
+
+        def train(swarm: atoll.Swarm) -> None:
+            with pytest.raises(ValueError, match=r"step\(\) wants tokens="):
+                swarm.step()
+            samples = swarm.samples()
+            next(samples)
+            with pytest.raises(ValueError, match="leased samples counts the 64 tokens"):
+                swarm.step(tokens=65)
+            with pytest.raises(atoll.SamplesError, match="must not fetch ahead"):
+                next(samples)
+
+        thread = one.loop(train)
+        await one.is_here()
+        asyncio.get_running_loop().call_later(5, one.island.halt)
+        with pytest.raises(LoopGoneError):
+            await one.train(work())
+        await ends(thread)
+        assert one.ended == [None]
+
+
+async def test_a_halt_ends_training_after_the_step_in_progress(tmp_path: Path) -> None:
+    async with scene(tmp_path) as one:
+        goes_on, stepped = threading.Event(), threading.Event()
+
+        def train(swarm: atoll.Swarm) -> None:
+            swarm.step(tokens=1)
+            stepped.set()
+            goes_on.wait(20)
+            assert swarm.step(tokens=1).is_over
+
+        thread = one.loop(train)
+        await one.is_here()
+        training = asyncio.ensure_future(one.train(work(steps=1000)))
+        await asyncio.to_thread(stepped.wait, 20)
+        one.island.halt()
+        await asyncio.sleep(0.1)
+        goes_on.set()
+        assert (await training).inner_steps == 2
+        await one.island.stop()
+        await ends(thread)
+        assert one.ended == [None]
+
+
+async def test_training_ends_with_the_plan_s_time(tmp_path: Path) -> None:
+    async with scene(tmp_path) as one:
+        thread = one.loop(
+            lambda swarm: [swarm.step(tokens=1) for _ in iter(lambda: swarm.is_over, True)]
+        )
+        await one.is_here()
+        report = await one.train(work(steps=10_000_000, max_seconds=0.3))
+        assert 0.3 <= report.seconds < 10 and report.inner_steps < 10_000_000
+        await one.island.stop()
+        await ends(thread)
+
+
+async def test_without_a_loop_nothing_is_trained_and_nobody_waits(tmp_path: Path) -> None:
+    async with scene(tmp_path) as one:
+        report = await one.train(work())
+        assert (report.inner_steps, report.tokens) == (0, 0)
+        await one.island.adopt()
+        assert await one.island.evaluate() is None
+        with pytest.raises(LoopGoneError, match="no training loop to publish"):
+            await one.island.publish(0)
+
+
+async def test_what_was_trained_is_lost_with_its_loop_and_the_next_call_tells(
+    tmp_path: Path,
+) -> None:
+    async with scene(tmp_path, return_seconds=20.0) as one:
+
+        def fails(swarm: atoll.Swarm) -> None:
+            swarm.step(tokens=1)
+            raise RuntimeError("the loop's own fault")
+
+        thread = one.loop(fails)
+        await one.is_here()
+        with pytest.raises(LoopGoneError, match="RuntimeError: the loop's own fault"):
+            await one.train(work())
+        await ends(thread)
+        assert str(one.ended[0]) == "the loop's own fault", "the person's error is the person's"
+        # Another loop goes on, from the global parameters.
+        thread = one.loop(steps_on_samples)
+        assert (await one.train(work())).inner_steps == 3
+        await one.island.stop()
+        await ends(thread)
+
+
+async def test_a_loop_that_died_soon_comes_back_and_a_round_waits_for_it_and_not_for_ever(
+    tmp_path: Path,
+) -> None:
+    async with scene(tmp_path, return_seconds=0.2) as one:
+        connection = await asyncio.to_thread(come_in_bare, one)
+        await one.is_here()
+        connection.close()
+        with pytest.raises(LoopGoneError, match=f"process {os.getpid()}, is gone"):
+            for _ in range(100):
+                await one.island.adopt()
+                await asyncio.sleep(0.01)
+        began_at = asyncio.get_running_loop().time()
+        assert (await one.train(work())).inner_steps == 0
+        assert asyncio.get_running_loop().time() - began_at >= 0.2
+        assert (await one.train(work(2, max_seconds=math.inf))).inner_steps == 0
+
+
+async def test_a_hung_loop_is_given_up_and_joins_again_when_it_wakes_up(tmp_path: Path) -> None:
+    async with scene(tmp_path, hang_seconds=0.05) as one:
+        wakes_up = threading.Event()
+
+        def train(swarm: atoll.Swarm) -> int:
+            swarm.step(tokens=1)
+            wakes_up.wait(20)
+            return sum(1 for _ in iter(lambda: swarm.step(tokens=1).is_over, True))
+
+        thread = one.loop(train)
+        await one.is_here()
+        with pytest.raises(LoopGoneError, match="gave no sign of life for"):
+            await one.train(work())
+        assert not one.island.ability.trains
+        wakes_up.set()
+        await one.is_here()
+        assert (await one.train(work())).inner_steps == 3
+        await one.island.stop()
+        await ends(thread)
+        assert isinstance(one.ended[0], int)
+
+
+async def test_a_loss_that_is_no_number_ends_training_with_a_sentence(tmp_path: Path) -> None:
+    async with scene(tmp_path) as one:
+        thread = one.loop(lambda swarm: swarm.step(tokens=1, loss=torch.tensor(math.nan)))
+        await one.is_here()
+        with pytest.raises(TrainingDivergedError, match="round 1: the training loop's loss"):
+            await one.train(work())
+        await one.island.stop()
+        await ends(thread)
+
+
+async def test_a_loop_evaluates_the_global_parameters_by_its_own_function(tmp_path: Path) -> None:
+    async with scene(tmp_path) as one:
+        model = Decoder(one.spec.decoder)
+        seen = []
+
+        def evaluate() -> tuple[float, int]:
+            seen.append(next(model.parameters()).flatten()[0].item())
+            return 1.5, 99
+
+        def train(swarm: atoll.Swarm) -> float:
+            with torch.no_grad():
+                next(model.parameters()).fill_(7.0)
+            swarm.step(tokens=1)
+            return next(model.parameters()).flatten()[0].item()
+
+        thread = one.loop(train, model=model, evaluate=evaluate)
+        await one.is_here()
+        assert one.island.ability == Ability(trains=True, evaluates=True)
+        await one.train(work(steps=1))
+        evaluation = await one.island.evaluate()
+        assert evaluation is not None and (evaluation.loss, evaluation.tokens) == (1.5, 99)
+        await one.island.stop()
+        await ends(thread)
+        assert (seen, one.ended) == ([0.5], [7.0]), "its own weights are back"
+
+
+async def test_a_model_that_is_not_the_run_s_is_refused_before_anything_moves(
+    tmp_path: Path,
+) -> None:
+    async with scene(tmp_path) as one:
+        wider = one.spec.decoder.model_copy(update={"ffn_size": 48})
+        model = Decoder(wider)
+        before = [parameter.clone() for parameter in model.parameters()]
+        thread = one.loop(steps_on_samples, model=model)
+        await ends(thread)
+        (error,) = one.ended
+        assert isinstance(error, atoll.ModelMismatchError)
+        assert "gate_proj.weight is [48, 16] in this model and [24, 16] in the run" in str(error)
+        assert all(map(torch.equal, before, model.parameters()))
+        assert not one.island.ability.trains
+        thread = one.loop(steps_on_samples)  # the door is open for the right one
+        await one.is_here()
+
+
+async def test_a_second_loop_is_refused_with_the_process_that_is_there(tmp_path: Path) -> None:
+    async with scene(tmp_path) as one:
+        one.loop(steps_on_samples)
+        await one.is_here()
+        second = one.loop(steps_on_samples)
+        await ends(second)
+        assert f"another training loop is with this node: process {os.getpid()}" in str(
+            one.ended[0]
+        )
+        assert one.island.ability.trains
+
+
+async def test_a_loop_of_another_version_is_refused(tmp_path: Path) -> None:
+    async with scene(tmp_path) as one:
+        answer = await asyncio.to_thread(come_in_bare, one, version=99)
+        refusal = await asyncio.to_thread(answer.hear)
+        assert refusal is not None and refusal["kind"] == "refused"
+        assert "speaks version 99 and the node version 1" in refusal["what"]
+
+
+async def test_no_node_is_said_with_the_command_that_starts_one(tmp_path: Path) -> None:
+    with pytest.raises(atoll.NoNodeError, match=f"atoll node start --loop --dir {tmp_path}"):
+        atoll.join(torch.nn.Linear(1, 1), folder=tmp_path, wait_seconds=0.0)
+
+
+async def test_the_socket_is_its_owner_s_and_of_any_length_and_gone_afterwards(
+    tmp_path: Path,
+) -> None:
+    home = tmp_path / ("a-long-name-" * 12)
+    home.mkdir()
+    async with scene(home) as one:
+        path = home / SOCKET_FILE
+        assert len(os.fsencode(path)) > 108
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        one.loop(steps_on_samples)
+        await one.is_here()
+    assert not path.exists()
+
+
+async def test_a_socket_that_a_killed_daemon_left_is_replaced(tmp_path: Path) -> None:
+    left = socket.socket(socket.AF_UNIX)
+    left.bind(str(tmp_path / SOCKET_FILE))
+    left.close()
+    async with scene(tmp_path) as one:
+        one.loop(steps_on_samples)
+        await one.is_here()
+
+
+async def test_what_a_loop_gets_of_the_global_parameters_cannot_be_written(tmp_path: Path) -> None:
+    async with scene(tmp_path) as one:
+        connection = await asyncio.to_thread(come_in_bare, one)
+        parameters, published = connection.vectors(layout_of(one.spec).num_elements)
+        assert (parameters == 0.5).all()
+        published[0] = 3.0
+        assert one.vectors.published[0] == 3.0
+        descriptor = connection._descriptors[0]
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.write(descriptor, b"x")
+        connection.close()
+
+
+async def test_nonsense_is_told_and_harms_nobody(tmp_path: Path) -> None:
+    async with scene(tmp_path) as one:
+
+        def speak() -> bytes:
+            with socket.socket(socket.AF_UNIX) as link:
+                link.connect(str(one.home / SOCKET_FILE))
+                link.recv(1)
+                link.sendall(b'{"kind": "hello", "rank": -1}\n')
+                return link.recv(1)
+
+        assert await asyncio.to_thread(speak) == b""
+        one.loop(steps_on_samples)
+        await one.is_here()
+
+
+def test_a_word_is_read_strictly_and_refused_in_a_sentence() -> None:
+    hello = {
+        "kind": "hello",
+        "version": 1,
+        "group": "g",
+        "rank": 0,
+        "world_size": 1,
+        "evaluates": False,
+    }
+    assert isinstance(word_of(json.dumps(hello).encode()), Hello)
+    with pytest.raises(ValueError, match=r"hello\.rank"):
+        word_of(json.dumps({**hello, "rank": "0"}).encode())
+    with pytest.raises(ValueError, match="kind"):
+        word_of(b'{"kind": "pickle"}')
+
+
+def come_in_bare(one: Scene, version: int = 1) -> Connection:
+    """A rank that only says that it is ready."""
+    connection = Connection.open(one.home, wait_seconds=1.0)
+    connection.say(
+        {
+            "kind": "hello",
+            "version": version,
+            "group": "bare",
+            "rank": 0,
+            "world_size": 1,
+            "evaluates": False,
+        }
+    )
+    if version == 1:
+        connection.hear()
+        connection.say({"kind": "ready"})
+    return connection

@@ -1,0 +1,233 @@
+"""A loop's model beside the outer state: names, what is refused, and the arithmetic of rounding."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import atoll
+from atoll.weights import (
+    Overlap,
+    Place,
+    Weights,
+    canonical,
+    check_model,
+    check_optimizer,
+)
+
+ROWS, COLUMNS = 6, 5
+
+
+class Small(nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.first = nn.Linear(COLUMNS, ROWS, bias=False, dtype=dtype)
+        self.second = nn.Linear(ROWS, COLUMNS, dtype=dtype)
+
+
+def places_of(model: nn.Module) -> list[Place]:
+    places, offset = [], 0
+    for name, parameter in model.named_parameters():
+        places.append(Place(name=name, shape=tuple(parameter.shape), offset=offset))
+        offset += parameter.numel()
+    return places
+
+
+def weights_of(model: nn.Module, *, overlap: Overlap = "none", local_share: float = 0.5) -> Weights:
+    places = places_of(model)
+    num_elements = sum(place.num_elements for place in places)
+    return Weights(
+        model=model,
+        places=places,
+        fragments=[(0, num_elements)],
+        overlap=overlap,
+        local_share=local_share,
+        rank=0,
+        parameters=torch.randn(num_elements, generator=torch.Generator().manual_seed(1)),
+        published=torch.zeros(num_elements),
+    )
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().float().flatten() for p in model.parameters()])
+
+
+def train(model: nn.Module, by: float) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(by)
+
+
+def pseudo_gradient(weights: Weights) -> Tensor:
+    weights.publish(0)
+    return weights.parameters - weights.published
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_what_is_not_trained_publishes_the_global_parameters_bit_by_bit(dtype: torch.dtype) -> None:
+    weights = weights_of(Small(dtype))
+    weights.adopt(None, is_taken=True)
+    weights.publish(0)
+    assert torch.equal(weights.published, weights.parameters)
+
+
+def test_bf16_publishes_what_was_trained_and_not_what_adopting_rounded_away() -> None:
+    model = Small(torch.bfloat16)
+    weights = weights_of(model)
+    weights.adopt(None, is_taken=True)
+    before = flat(model)
+    assert (before - weights.parameters).abs().max() > 1e-3, "adopting rounds"
+    train(model, 0.25)
+    trained = flat(model) - before
+    assert torch.allclose(-pseudo_gradient(weights), trained, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_over_many_rounds_of_keep_nothing_but_what_was_trained_is_published(
+    dtype: torch.dtype,
+) -> None:
+    """One node whose pseudo-gradients are applied as they are: no rounding may add up."""
+    model = Small(dtype)
+    weights = weights_of(model, overlap="keep")
+    weights.adopt(None, is_taken=True)
+    trained = weights.parameters.clone()
+    ahead = torch.zeros_like(trained)
+    for _ in range(20):
+        before = flat(model)
+        train(model, 0.125)
+        trained += ahead + flat(model) - before  # what of the step the parameter's type held
+        delta = pseudo_gradient(weights)
+        before = flat(model)
+        train(model, 0.125)  # while the bytes travel
+        ahead = flat(model) - before
+        weights.parameters.sub_(delta)
+        weights.adopt(0, is_taken=True)
+    assert (weights.parameters - trained).abs().max() < 1e-5
+
+
+def test_keep_puts_what_was_trained_since_publishing_on_top() -> None:
+    model = Small()
+    weights = weights_of(model, overlap="keep")
+    weights.adopt(None, is_taken=True)
+    train(model, 1.0)
+    weights.publish(0)
+    train(model, 0.5)
+    weights.parameters.add_(3.0)
+    weights.adopt(0, is_taken=True)
+    assert torch.allclose(flat(model), weights.parameters + 0.5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blend_mixes_and_what_was_not_taken_is_rebased(dtype: torch.dtype) -> None:
+    model = Small(dtype)
+    weights = weights_of(model, overlap="blend", local_share=0.25)
+    weights.parameters.zero_()
+    weights.adopt(None, is_taken=True)
+    train(model, 1.0)
+    weights.publish(0)
+    weights.parameters.fill_(2.0)
+    weights.adopt(0, is_taken=True)
+    assert torch.equal(flat(model), torch.full_like(weights.parameters, 1.75))
+    assert torch.equal(-pseudo_gradient(weights), torch.full_like(weights.parameters, -0.25))
+    train(model, 0.5)
+    weights.adopt(0, is_taken=False)
+    assert torch.equal(flat(model), torch.full_like(weights.parameters, 2.5))
+
+
+def test_a_fragment_leaves_the_others_alone() -> None:
+    model = Small()
+    weights = weights_of(model)
+    first = ROWS * COLUMNS
+    weights.fragments = [(0, first), (first, len(weights.parameters) - first)]
+    before = flat(model)
+    weights.adopt(1, is_taken=True)
+    assert torch.equal(flat(model)[:first], before[:first])
+    assert torch.equal(flat(model)[first:], weights.parameters[first:])
+    weights.publish(1)
+    assert not weights.published[:first].any()
+
+
+def test_own_weights_come_back_after_the_global_ones_were_shown() -> None:
+    model = Small()
+    weights = weights_of(model)
+    before = flat(model)
+    own = weights.aside()
+    weights.show_global()
+    assert torch.equal(flat(model), weights.parameters)
+    weights.put_back(own)
+    assert torch.equal(flat(model), before)
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("module.first.weight", "first.weight"),
+        ("_orig_mod.module.first.weight", "first.weight"),
+        ("layers.0._checkpoint_wrapped_module._orig_mod.w", "layers.0.w"),
+        ("first.module.weight", "first.module.weight"),
+    ],
+)
+def test_wrappers_of_torch_leave_names_as_they_are(name: str, known: str) -> None:
+    assert canonical(name) == known
+
+
+def test_a_compiled_or_wrapped_model_is_the_run_s() -> None:
+    model = Small()
+    check_model(torch.compile(model), places_of(model))  # type: ignore[arg-type]
+    check_model(nn.ModuleDict({"module": model}), places_of(model))
+
+
+def refused(model: nn.Module, places: list[Place], *words: str) -> None:
+    with pytest.raises(atoll.ModelMismatchError) as refusal:
+        check_model(model, places)
+    for word in words:
+        assert word in str(refusal.value)
+
+
+def test_what_is_not_the_run_s_is_refused_by_name_and_both_shapes() -> None:
+    model = Small()
+    places = places_of(model)
+    other = [*places[:-1], Place(name="second.bias", shape=(7,), offset=60)]
+    refused(model, other, "second.bias is [5] in this model and [7] in the run")
+    refused(model, [*places, Place(name="third", shape=(2,), offset=99)], "third [2]", "no such")
+    refused(model, places[:-1], "trains second.bias [5], which the run does not")
+    model.second.bias.requires_grad_(False)
+    refused(model, places, "second.bias", "frozen in this model")
+    check_model(model, places[:-1])
+
+
+def test_running_statistics_are_refused_where_the_run_does_not_average_them() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    places = places_of(model)
+    refused(model, places, "1 keeps running statistics", "track_running_stats=False")
+    buffers = [("1.running_mean", (3,)), ("1.running_var", (3,))]
+    check_model(model, [*places, *(Place(name=n, shape=s, offset=0) for n, s in buffers)])
+    check_model(
+        nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, track_running_stats=False)), places
+    )
+
+
+def test_tied_parameters_count_once_under_either_name() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(4, 3)
+            self.head = nn.Linear(3, 4, bias=False)
+            self.head.weight = self.embedding.weight
+
+    for name in ("embedding.weight", "head.weight"):
+        check_model(Tied(), [Place(name=name, shape=(4, 3), offset=0)])
+
+
+def test_an_optimizer_of_other_parameters_is_refused() -> None:
+    model = Small()
+    check_optimizer(model, torch.optim.SGD(model.parameters(), lr=1.0), places_of(model))
+    halves: list[Any] = [
+        torch.optim.SGD(part.parameters(), lr=1.0) for part in (model.first, model.second)
+    ]
+    check_optimizer(model, halves, places_of(model))
+    with pytest.raises(atoll.ModelMismatchError, match=r"does not step second\.weight"):
+        check_optimizer(model, halves[0], places_of(model))
+    with pytest.raises(atoll.ModelMismatchError, match=r"first.weight \[6, 5\]"):
+        check_optimizer(model, torch.optim.SGD(Small().parameters(), lr=1.0), places_of(model))

@@ -1,0 +1,49 @@
+"""Members that do not train, or do not evaluate: training loops of contributors' own come and go."""
+
+from swarm_scene import INITIAL, Scene, digest_of, of_kind
+
+from coordinator.swarm.actions import AskEvaluation, SendFinished
+from coordinator.swarm.explain import explain
+
+
+def test_a_member_without_its_loop_is_in_no_plan_until_a_heartbeat_says_that_it_trains() -> None:
+    scene = Scene(min_nodes=2)
+    scene.attach("node-a")
+    scene.attach("node-b", cannot_train=True)
+    assert scene.state.open_round is None
+    assert "1 of 2 is ready; node-b waits for its owner's training loop" in explain(
+        scene.state, scene.now
+    )
+    scene.beat("node-b", at=0, digest=INITIAL)
+    assert [a.node_id for a in scene.round.assignments] == ["node-a", "node-b"]
+
+
+def test_a_member_whose_loop_has_gone_takes_commits_over_and_no_further_plan_counts_on_it() -> None:
+    scene = Scene(min_nodes=1)
+    scene.attach("node-a", "node-b")
+    scene.commit("node-a")
+    scene.beat("node-b", at=0, digest=INITIAL, cannot_train=True)
+    scene.apply(digest_of("state 1"), "node-a", "node-b")
+    assert scene.round.number == 2
+    assert [a.node_id for a in scene.round.assignments] == ["node-a"]
+    assert scene.member("node-b").outer_round == 1
+
+
+def test_only_members_that_can_are_asked_to_evaluate() -> None:
+    scene = Scene(min_nodes=2, rounds=5, evaluate_every=1)
+    scene.attach("node-a", cannot_evaluate=True)
+    scene.attach("node-b")
+    for number in (1, 2):
+        scene.commit("node-a", "node-b")
+        scene.apply(digest_of(f"state {number}"), "node-a", "node-b")
+        scene.beat("node-a", at=number, digest=digest_of(f"state {number}"), cannot_evaluate=True)
+    assert [ask.node_id for ask in of_kind(scene.log, AskEvaluation)] == ["node-b"] * 3
+
+
+def test_the_end_waits_for_no_evaluation_where_nobody_can() -> None:
+    scene = Scene(rounds=1)
+    scene.attach("node-a", cannot_evaluate=True)
+    scene.commit("node-a")
+    scene.apply(digest_of("state 1"), "node-a")
+    (finished,) = scene.asked(SendFinished)
+    assert "nobody could evaluate the final state" in finished.reason
