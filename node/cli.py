@@ -9,7 +9,7 @@ import click
 
 from node.config import load_settings, require_node_folder
 from protocol.credentials import Credentials, find_home
-from protocol.errors import UsageError
+from protocol.errors import NoInputError, UsageError
 from protocol.time_span import as_seconds
 
 DIRECTORY = click.option(
@@ -289,11 +289,15 @@ TOKENIZER = click.option(
 @click.argument("out", type=click.Path(path_type=Path))
 @DIRECTORY
 @TOKENIZER
-def export(out: Path, folder: Path | None, tokenizer: Path | None) -> None:
+@click.option(
+    "--merged", is_flag=True, help="Add a run's adapters to their model: base of node.toml."
+)
+def export(out: Path, folder: Path | None, tokenizer: Path | None, merged: bool) -> None:
     """Write the model of this node's newest round to the folder OUT.
 
     OUT holds safetensors, a config.json that the transformers library loads, the tokenizer, and a
-    model card that says where the model comes from.
+    model card that says where the model comes from. Of a run with [lora] it holds the adapters, as the
+    peft library loads them, unless they are --merged.
 
     Example: atoll export ./model
     """
@@ -308,6 +312,16 @@ def export(out: Path, folder: Path | None, tokenizer: Path | None) -> None:
     from node.text_out import files_of_tokenizer
 
     places = load_settings(home).data_places(Path.cwd())
+    if merged and model.spec.lora is None:
+        raise UsageError(
+            f"--merged adds adapters to their model, and run {model.spec.run.name!r} trains all of it",
+            next_step="leave --merged out",
+        )
+    if merged and places.base is None:
+        raise NoInputError(
+            "--merged adds adapters to their model, and node.toml does not say where it is",
+            next_step='write base = "FOLDER" into node.toml',
+        )
     problem = export_model(
         spec=model.spec,
         parameters=model.parameters,
@@ -320,6 +334,7 @@ def export(out: Path, folder: Path | None, tokenizer: Path | None) -> None:
         ),
         out=out,
         tokenizer=files_of_tokenizer(model.spec, places, named=tokenizer),
+        base=places.base if merged else None,
     )
     click.echo(f"wrote the model at round {model.round} ({model.outer_digest.hex()[:12]}) to {out}")
     if problem:
@@ -370,12 +385,14 @@ def sample(
             f"--bytes {num_bytes} is for a run whose tokens are bytes, instead of --tokens",
             next_step="give --tokens alone",
         )
-    from node.island.generate import decoder_of, sample_tokens
+    from node.island.models.writing import written_by
 
     start_tokens = text.tokens_of(prompt)
-    written = sample_tokens(
-        decoder_of(model.spec, model.parameters),
+    written = written_by(
+        model.spec,
+        model.parameters,
         start_tokens,
+        base=places.base,
         num_tokens=num_tokens or num_bytes or (300 if are_bytes else 100),
         temperature=temperature,
         seed=seed,

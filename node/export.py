@@ -50,13 +50,15 @@ def export_model(
     origin: Origin,
     out: Path,
     tokenizer: Mapping[str, Path] | None = None,
+    base: Path | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> str:
     """Writes weights (fp32), config.json, the tokenizer, atoll.json and a model card.
 
-    `tokenizer` are its files by the names that they get. Returns why transformers does not load the
-    result; empty where it does. Raises CannotCreateError when `out` exists and is not an empty folder, or
-    cannot be written.
+    `tokenizer` are its files by the names that they get. Models with source = "transformers" are written
+    by transformers itself; adapters alone, as peft loads them, or added to the model in `base`. Returns
+    why transformers does not load the result; empty where it does. Raises CannotCreateError when `out`
+    exists and is not an empty folder, or cannot be written.
     """
     layout = layout_of(spec)
     if len(parameters) != layout.num_elements:
@@ -70,7 +72,12 @@ def export_model(
         raise _cannot_write(out, error) from error
     try:
         problem = _write_settings(beside, spec, origin, tokenizer or {})
-        _write_weights(beside, layout, parameters, shard_bytes)
+        if isinstance(spec.model, TransformersModel):
+            from node.island.models.describing import export_state
+
+            export_state(spec, parameters, beside, base=base)
+        else:
+            _write_weights(beside, layout, parameters, shard_bytes)
         _make_durable(beside)
         beside.chmod(0o755)
         beside.rename(out)
@@ -110,7 +117,8 @@ def _write_settings(
     config, problem = _config_of(spec, described)
     for name, path in tokenizer.items():
         shutil.copyfile(path, folder / name)
-    _write_json(folder / CONFIG, config)
+    if not isinstance(spec.model, TransformersModel):  # else transformers writes it
+        _write_json(folder / CONFIG, config)
     if described.generation_config:
         _write_json(folder / GENERATION_CONFIG, described.generation_config)
     model = spec.model.model_dump(mode="json", exclude_none=True)

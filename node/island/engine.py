@@ -33,7 +33,7 @@ from node.island.models.architecture import (
     Roles,
     Tree,
     architecture_of,
-    digest_of_values,
+    check_frozen,
 )
 from node.island.optimizers import Muon, inner_optimizers, iteration_dtype_of
 from node.island.parallel import parts_of
@@ -41,7 +41,6 @@ from node.island.precision import LossScale, dtype_of
 from node.island.recomputing import recompute_layers
 from node.island.sharded_weights import gathered_as_they_are, reshard
 from node.island.whole_matrices import WholeMatrices
-from protocol.errors import BadDataError
 from protocol.run_spec import InnerSection, RunSpec
 
 
@@ -209,7 +208,7 @@ class Engine:
         return frozenset().union(*(self._architecture.copies(part) for part in self.parts))
 
     def take_base(self, base: Path | None) -> None:
-        """Fills what is not trained, from the node's own copy; raises BadDataError for another than the run's.
+        """Fills what is not trained, from the node's own copy; raises BadDataError where it is not the run's.
 
         All of it is in the CPU's memory for that. Nothing happens where all is trained.
         """
@@ -223,13 +222,7 @@ class Engine:
             return
         values = self._architecture.frozen_values(frozen, base)
         theirs = None if self._description is None else self._description.frozen_digest
-        if (ours := digest_of_values(values)) != theirs:
-            raise BadDataError(
-                f"what this run leaves as it is differs here: the digest of {base or 'it'} is "
-                f"{ours[:12]}…, and the run's is {(theirs or 'not known')[:12]}…",
-                next_step="name the folder of the very model that the run was made from, as base in "
-                "node.toml",
-            )
+        check_frozen(values, theirs, where=str(base or "what its function makes"))
         reshard(self.parts)
         for name, parameter in frozen.items():
             fill(parameter, values[name])

@@ -7,14 +7,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from node.export import export_model
 from node.island.data.corpus import read_corpus
 from node.island.mesh import Mesh
 from node.island.mesh_shape import MeshShape, check_shape
 from node.island.models.describing import describe, export_state, first_vector
 from node.island.models.transformers import saved_model
+from node.island.models.writing import written_by
 from node.island.trainer import Trainer
+from node.model_card import Origin
 from protocol.errors import BadDataError, ConfigError, NoInputError
 from protocol.models import DecoderModel, TransformersModel
+from protocol.rounds import Digest
 from protocol.run_spec import (
     DataSection,
     EvaluationSection,
@@ -101,6 +105,48 @@ def test_adapters_load_in_peft_and_merged_ones_in_transformers(kind: str, tmp_pa
     merged = saved_model(tmp_path / "merged")
     assert not torch.allclose(logits_of(adapted), logits_of(saved_model(base)), atol=1e-3)
     torch.testing.assert_close(logits_of(adapted), logits_of(merged), rtol=0, atol=1e-4)
+
+
+def test_an_export_of_adapters_or_merged_is_a_whole_folder_that_loads(tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    base = base_in(tmp_path / "base", "gpt2")
+    spec = described(base)
+    trained = first_vector(spec) + np.float32(0.01)
+    origin = Origin(
+        run="my-run", run_digest=spec.digest(), round=1, outer_digest=Digest(b"\2" * 32)
+    )
+    adapter, merged = tmp_path / "adapter", tmp_path / "merged"
+    export_model(spec=spec, parameters=trained, origin=origin, out=adapter)
+    export_model(spec=spec, parameters=trained, origin=origin, out=merged, base=base)
+    assert not (adapter / "config.json").exists()  # it would be taken for a whole model
+    for out in (adapter, merged):
+        assert (out / "README.md").is_file() and (out / "atoll.json").is_file()
+    adapted = PeftModel.from_pretrained(saved_model(base), adapter)
+    torch.testing.assert_close(
+        logits_of(adapted), logits_of(saved_model(merged)), rtol=0, atol=1e-4
+    )
+    other = base_in(tmp_path / "other", "gpt2", seed=1)
+    with pytest.raises(BadDataError, match="what this run leaves as it is differs here"):
+        export_model(spec=spec, parameters=trained, origin=origin, out=tmp_path / "x", base=other)
+    assert not (tmp_path / "x").exists()
+
+
+def test_text_is_written_by_adapters_and_their_base_together(tmp_path: Path) -> None:
+    base = base_in(tmp_path / "base", "gpt2")
+    spec = described(base)
+    first = first_vector(spec)
+    other = np.random.default_rng(0).normal(0, 0.5, first.size).astype(np.float32)
+    written = [
+        written_by(spec, vector, [65, 66], num_tokens=8, temperature=0, seed=0, base=base)
+        for vector in (first, first, other)
+    ]
+    assert len(written[0]) == 8 and written[0] == written[1] != written[2]
+    drawn = [
+        written_by(spec, first, [65], num_tokens=8, temperature=1.0, seed=seed, base=base)
+        for seed in (1, 1, 2)
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
 
 
 def test_another_base_than_the_runs_is_refused_by_its_digest(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from node.island.mesh import Mesh
 from node.island.precision import LossScale
-from protocol.errors import ConfigError, ProtocolMismatchError
+from protocol.errors import BadDataError, ConfigError, ProtocolMismatchError
 from protocol.models import TensorShape
 from protocol.run_spec import RunSpec
 
@@ -271,9 +271,20 @@ def digest_of_values(values: Mapping[str, Tensor]) -> str:
     hasher = blake3.blake3(max_threads=blake3.blake3.AUTO)
     for name, value in values.items():
         hasher.update(f"{name}:{tuple(value.shape)};".encode())
-        values: Any = value.to(torch.float32).contiguous().reshape(-1).view(torch.uint8).numpy()
-        hasher.update(values)
+        in_bytes: Any = value.to(torch.float32).contiguous().reshape(-1).view(torch.uint8).numpy()
+        hasher.update(in_bytes)
     return hasher.hexdigest()
+
+
+def check_frozen(values: Mapping[str, Tensor], theirs: str | None, *, where: str) -> None:
+    """Raises BadDataError when what is not trained is not the run's, whose digest is `theirs`."""
+    if (ours := digest_of_values(values)) != theirs:
+        raise BadDataError(
+            f"what this run leaves as it is differs here: the digest of {where} is {ours[:12]}…, and the "
+            f"run's is {(theirs or 'not known')[:12]}…",
+            next_step="name the folder of the very model that the run was made from, as base in "
+            "node.toml",
+        )
 
 
 def check_tensors(module: nn.Module, spec: RunSpec) -> None:

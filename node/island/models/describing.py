@@ -6,6 +6,7 @@ keeps are counted on shapes alone, where the model allows it.
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -116,26 +117,38 @@ def export_state(spec: RunSpec, vector: Vector, out: Path, *, base: Path | None 
     Adapters are written alone, as peft loads them; with `base`, the model that they belong to, they are
     added to its matrices and the whole is written.
     """
-    from node.island.models.transformers import built, export_model, merged_model, random_model
+    from node.island.models.adapters import export_adapter
+    from node.island.models.transformers import built, export_model
 
     assert spec.description is not None
-    if spec.lora is None:
-        model = random_model(spec)
-        fill(model, spec, vector)
-        export_model(model, out)
-        return
-    values = {
+    if spec.lora is not None and base is None:
+        adapted = built(spec.description.config, spec.lora)
+        export_adapter(adapted, _values_of(spec, vector), out)
+    else:
+        export_model(model_with(spec, vector, base=base), spec, out)
+
+
+def model_with(spec: RunSpec, vector: Vector, *, base: Path | None = None) -> Any:
+    """A run's model of transformers with the values of a state, in memory; adapters are added to `base`.
+
+    Raises NoInputError for a run of adapters without their base.
+    """
+    from node.island.models.transformers import merged_model, random_model
+
+    if spec.lora is not None:
+        return merged_model(spec, base, _values_of(spec, vector))
+    model = random_model(spec)
+    fill(model, spec, vector)
+    return model
+
+
+def _values_of(spec: RunSpec, vector: Vector) -> dict[str, Tensor]:
+    return {
         place.name: torch.from_numpy(
             np.array(vector[place.offset : place.offset + place.num_elements])
         ).reshape(place.shape)
         for place in layout_of(spec).places
     }
-    if base is not None:
-        export_model(merged_model(base, spec.lora, values), out)
-        return
-    from node.island.models.adapters import export_adapter
-
-    export_adapter(built(spec.description.config, spec.lora), values, out)
 
 
 def _loss_of_tokens(model: nn.Module, spec: RunSpec) -> tuple[Callable[[Tree], Tensor], Tree]:
@@ -163,12 +176,12 @@ def _counted(
     for name, (on_meta, _) in buffers.items():
         _set_buffer(model, name, on_meta)
     versions = {name: (b, b._version) for name, b in model.named_buffers()}
-    own = {id(each) for each in (*model.parameters(), *model.buffers())}
+    own = {_memory_of(each) for each in (*model.parameters(), *model.buffers())}
     kept: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        if id(tensor) not in own and not isinstance(tensor, nn.Parameter):
-            kept[id(tensor)] = tensor  # held, so that no other gets its id
+        if (memory := _memory_of(tensor)) not in own:  # views of weights are kept too
+            kept[memory] = tensor  # held, so that no other gets its address
         return tensor
 
     try:
@@ -190,12 +203,14 @@ def _counted(
                 f"the loss does not depend on the parameter {name}: it would never be trained",
                 next_step="remove it, or set its requires_grad to False",
             )
-    views: dict[int, int] = {}
-    for tensor in kept.values():
-        storage = tensor.untyped_storage()
-        views[storage._cdata] = storage.nbytes()
+    num_bytes = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
     num_samples = len(tree_flatten(batch)[0][0])
-    return counter.get_total_flops() // num_samples, sum(views.values()) // num_samples
+    return counter.get_total_flops() // num_samples, num_bytes // num_samples
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """What tensors that are views of one another have in common; on shapes alone there is no address."""
+    return tensor.untyped_storage()._cdata
 
 
 def _set_buffer(model: nn.Module, name: str, buffer: Tensor) -> None:

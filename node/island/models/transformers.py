@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from node.island.model import mean_nats
 from node.island.models.adapters import adapt, base_name
 from node.island.models.architecture import (
+    check_frozen,
     check_tensors,
     digest_of_values,
     without_memory,
@@ -100,6 +101,13 @@ def require_transformers() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
 
 
+def _no_base() -> NoInputError:
+    return NoInputError(
+        "this run adapts a model that each node has, and node.toml does not say where",
+        next_step='write base = "FOLDER" into node.toml, the transformers folder of that model',
+    )
+
+
 def config_of(folder: Path) -> dict[str, Any]:
     """The content of a folder's config.json, as transformers completes it."""
     require_transformers()
@@ -140,10 +148,7 @@ def built(config: Mapping[str, Any], lora: LoraSection | None = None) -> "PreTra
 def frozen_values(names: Iterable[str], base: Path | None) -> dict[str, Tensor]:
     """Values of frozen parameters, from the folder of the model that is adapted. It is read whole."""
     if base is None:
-        raise NoInputError(
-            "this run adapts a model that each node has, and node.toml does not say where",
-            next_step='write base = "FOLDER" into node.toml, the transformers folder of that model',
-        )
+        raise _no_base()
     own = dict(saved_model(base).named_parameters())
     return {name: own[base_name(name)].detach() for name in names}
 
@@ -290,11 +295,21 @@ def saved_model(folder: Path) -> "PreTrainedModel":
     return saved
 
 
-def merged_model(base: Path, lora: LoraSection, values: Mapping[str, Tensor]) -> "PreTrainedModel":
-    """The model of a folder with adapters of these values added to its matrices."""
+def merged_model(
+    spec: RunSpec, base: Path | None, values: Mapping[str, Tensor]
+) -> "PreTrainedModel":
+    """The model of the folder `base` with adapters of these values added to its matrices.
+
+    Raises NoInputError where nobody says which folder, BadDataError for another model than the run's.
+    """
     from peft.tuners.lora import LoraLayer
 
-    model = adapt(saved_model(base), lora)
+    assert spec.lora is not None and spec.description is not None
+    if base is None:
+        raise _no_base()
+    model = adapt(saved_model(base), spec.lora)
+    frozen = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
+    check_frozen(frozen, spec.description.frozen_digest, where=str(base))
     with torch.no_grad():
         for name, value in values.items():
             model.get_parameter(name).copy_(value)
@@ -306,9 +321,13 @@ def merged_model(base: Path, lora: LoraSection, values: Mapping[str, Tensor]) ->
     return model
 
 
-def export_model(model: "PreTrainedModel", out: Path) -> None:
+def export_model(model: "PreTrainedModel", spec: RunSpec, out: Path) -> None:
     """Writes a folder that transformers loads; safetensors, 5 GB at most each."""
     _quietly()
+    if spec.description is not None and spec.description.generation_config:
+        from transformers import GenerationConfig
+
+        model.generation_config = GenerationConfig.from_dict(spec.description.generation_config)
     model.save_pretrained(out, max_shard_size="5GB")
 
 
