@@ -312,7 +312,7 @@ def export(out: Path, folder: Path | None, tokenizer: Path | None, merged: bool)
     from node.text_out import files_of_tokenizer
 
     places = load_settings(home).data_places(Path.cwd())
-    if merged and model.spec.lora is None:
+    if merged and model.spec.adapters is None:
         raise UsageError(
             f"--merged adds adapters to their model, and run {model.spec.run.name!r} trains all of it",
             next_step="leave --merged out",

@@ -141,7 +141,7 @@ def _described(spec: RunSpec, folder: Path, source: Path | None) -> Description:
     own = Path.cwd() if source is None else source
     description = describe(spec, own)
     described = spec.model_copy(update={"description": description})
-    is_whole = isinstance(spec.model, TransformersModel) and spec.lora is None
+    is_whole = isinstance(spec.model, TransformersModel) and spec.adapters is None
     is_given = is_whole and any(own.glob("*.safetensors"))
     weights = first_vector(described, own if is_given else None)
     _write_weights(folder / FIRST_WEIGHTS, described, weights)

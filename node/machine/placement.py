@@ -45,7 +45,7 @@ def refuse_what_cannot_work(settings: NodeSettings, spec: RunSpec, hardware: Har
         check_node_memory(spec, hardware.memory_bytes)
         return
     shape = settings.mesh_shape
-    if spec.lora is not None and not settings.base:
+    if spec.adapters is not None and not settings.base:
         raise NoInputError(
             f"run {spec.run.name!r} adapts a model that each node has, and node.toml does not say where",
             next_step='write base = "FOLDER" into node.toml, the transformers folder of that model, or start '

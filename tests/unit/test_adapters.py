@@ -45,7 +45,7 @@ def base_in(folder: Path, kind: str, seed: int = 0) -> Path:
     return folder
 
 
-def described(base: Path, lora: LoraSection | None = RUN.lora) -> RunSpec:
+def described(base: Path, lora: LoraSection = RUN.lora) -> RunSpec:
     spec = RUN.model_copy(update={"lora": lora})
     return spec.model_copy(update={"description": describe(spec, base)})
 
@@ -75,7 +75,7 @@ def test_only_adapters_are_trained_and_they_begin_as_nothing(kind: str, tmp_path
     trainer.adopt(first_vector(spec))
     before = trainer.evaluate()
 
-    whole = RUN.model_copy(update={"lora": None})
+    whole = RUN.model_copy(update={"lora": LoraSection()})
     whole = whole.model_copy(update={"description": describe(whole, base)})
     plain = trainer_of(whole, tmp_path)
     plain.adopt(first_vector(whole, base))
@@ -171,8 +171,8 @@ def test_adapters_are_drawn_from_the_seed_alone(tmp_path: Path) -> None:
 def test_targets_that_no_module_has_and_cuts_of_adapters_are_refused(tmp_path: Path) -> None:
     base = base_in(tmp_path / "base", "qwen3")
     with pytest.raises(ConfigError, match=r"\[lora\] targets = \['none_such'\]"):
-        described(base, LoraSection(targets=("none_such",)))
-    spec = described(base, LoraSection(targets=("q_proj",)))
+        described(base, LoraSection(rank=4, targets=("none_such",)))
+    spec = described(base, LoraSection(rank=4, targets=("q_proj",)))
     assert len(spec.tensors) == 2 * 3
     with pytest.raises(ConfigError, match="adapters are not cut"):
         check_shape(MeshShape(tensor=2), spec)

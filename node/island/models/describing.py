@@ -52,6 +52,7 @@ def describe(spec: RunSpec, folder: Path) -> Description:
     return found.model_copy(
         update={
             "tensors": tuple(tensors),
+            "num_frozen": sum(p.numel() for p in model.parameters() if not p.requires_grad),
             "flops_per_token": max(1, flops // spec.model.context),
             "activation_bytes": activation_bytes,
         }
@@ -68,11 +69,11 @@ def first_vector(spec: RunSpec, folder: Path | None = None) -> Vector:
     from node.island.models.transformers import built, random_model, saved_model
 
     model: nn.Module
-    if spec.lora is not None:
+    if spec.adapters is not None:
         from node.island.models.adapters import first_values
 
         assert spec.description is not None
-        model = built(spec.description.config, spec.lora)
+        model = built(spec.description.config, spec.adapters)
         check_tensors(model, spec)
         return _vector_of_values(first_values(model, spec), spec)
     if spec.model.source == "function":
@@ -121,8 +122,8 @@ def export_state(spec: RunSpec, vector: Vector, out: Path, *, base: Path | None 
     from node.island.models.transformers import built, export_model
 
     assert spec.description is not None
-    if spec.lora is not None and base is None:
-        adapted = built(spec.description.config, spec.lora)
+    if spec.adapters is not None and base is None:
+        adapted = built(spec.description.config, spec.adapters)
         export_adapter(adapted, _values_of(spec, vector), out)
     else:
         export_model(model_with(spec, vector, base=base), spec, out)
@@ -135,7 +136,7 @@ def model_with(spec: RunSpec, vector: Vector, *, base: Path | None = None) -> An
     """
     from node.island.models.transformers import merged_model, random_model
 
-    if spec.lora is not None:
+    if spec.adapters is not None:
         return merged_model(spec, base, _values_of(spec, vector))
     model = random_model(spec)
     fill(model, spec, vector)
@@ -210,7 +211,8 @@ def _counted(
 
 def _memory_of(tensor: Tensor) -> int:
     """What tensors that are views of one another have in common; on shapes alone there is no address."""
-    return tensor.untyped_storage()._cdata
+    address: int = tensor.untyped_storage()._cdata
+    return address
 
 
 def _set_buffer(model: nn.Module, name: str, buffer: Tensor) -> None:

@@ -54,7 +54,7 @@ class TransformersArchitecture(TokenInputs, GenericArchitecture):
     def build(self) -> nn.Module:
         """See GenericArchitecture."""
         assert self.spec.description is not None
-        model: nn.Module = built(self.spec.description.config, self.spec.lora)
+        model: nn.Module = built(self.spec.description.config, self.spec.adapters)
         check_tensors(model, self.spec)
         return model
 
@@ -214,8 +214,8 @@ def described(spec: RunSpec, folder: Path) -> tuple["PreTrainedModel", Descripti
     _check_context(model, spec)
     plan, why_not = tensor_plan_of(model)
     frozen = None
-    if spec.lora is not None:
-        model, plan, why_not = built(config, spec.lora), {}, "adapters are not cut"
+    if spec.adapters is not None:
+        model, plan, why_not = built(config, spec.adapters), {}, "adapters are not cut"
         names = [name for name, p in model.named_parameters() if not p.requires_grad]
         frozen = digest_of_values(frozen_values(names, folder))
     return model, Description(
@@ -304,10 +304,10 @@ def merged_model(
     """
     from peft.tuners.lora import LoraLayer
 
-    assert spec.lora is not None and spec.description is not None
+    assert spec.adapters is not None and spec.description is not None
     if base is None:
         raise _no_base()
-    model = adapt(saved_model(base), spec.lora)
+    model = adapt(saved_model(base), spec.adapters)
     frozen = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
     check_frozen(frozen, spec.description.frozen_digest, where=str(base))
     with torch.no_grad():
