@@ -83,4 +83,6 @@ def _raw(value: object) -> tuple[bytes, bytes]:
             return b"i", b"%d" % value
         case float():
             return b"f", struct.pack("<d", value)
+        case None:
+            return b"n", b""
     return b"?", b""

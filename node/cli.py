@@ -311,7 +311,7 @@ def export(out: Path, folder: Path | None, tokenizer: Path | None, merged: bool)
     from node.model_card import Origin, contributions_in
     from node.text_out import files_of_tokenizer
 
-    places = load_settings(home).data_places(Path.cwd())
+    places = load_settings(home).data_places(home=home, folder=Path.cwd())
     if merged and model.spec.adapters is None:
         raise UsageError(
             f"--merged adds adapters to their model, and run {model.spec.run.name!r} trains all of it",
@@ -377,7 +377,7 @@ def sample(
     model = newest_model(home)
     from node.text_out import ByteText, text_of_run
 
-    places = load_settings(home).data_places(Path.cwd())
+    places = load_settings(home).data_places(home=home, folder=Path.cwd())
     text = text_of_run(model.spec, places, named=tokenizer)
     are_bytes = isinstance(text, ByteText)
     if num_bytes is not None and (num_tokens is not None or not are_bytes):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tokens_scene import END, prepared, spec_of, write_jsonl, write_tokenizer
 
-from node.island.data.opening import DataPlaces
+from node.island.data.places import DataPlaces
 from node.text_out import ByteText, files_of_tokenizer, text_of_run
 from protocol.errors import NoInputError
 from protocol.models import Description

@@ -13,7 +13,8 @@ from typing import Any
 
 import structlog
 
-from node.island.data.opening import DataPlaces, open_dataset
+from node.island.data.opening import open_dataset
+from node.island.data.places import DataPlaces
 from node.island.data.samples import SampleOrder
 from node.island.faults import LoopGoneError, TrainingDivergedError
 from node.island.hang_watch import HangWatch
@@ -146,7 +147,11 @@ class LoopIsland:
             self._no_samples = error.what
             return
         self._summary = corpus.summary()
-        self._order = SampleOrder(seed=self._spec.run.seed, num_samples=self._summary.num_samples)
+        self._order = SampleOrder(
+            seed=self._spec.run.seed,
+            num_samples=corpus.num_samples,
+            num_together=corpus.num_together,
+        )
         self._no_samples = ""
 
     async def stop(self) -> None:
