@@ -1,6 +1,7 @@
 """Tokens from a model, one after the other: to see what a run has learned."""
 
 from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,10 +31,12 @@ def sampled(
     temperature: float,
     seed: int,
     ends: Collection[int] = (),
+    base: Path | None = None,
 ) -> list[int]:
     """See `sample_tokens`, of the run's model; one of transformers goes on within its context only.
 
-    Raises UsageError where that is too short, or the model makes no tokens.
+    `base` is the folder of the model that adapters belong to. Raises UsageError where the context is too
+    short, or the model makes no tokens.
     """
     if isinstance(spec.model, DecoderModel):
         decoder = decoder_of(spec, parameters)
@@ -45,11 +48,9 @@ def sampled(
             "the run's model is a function's, and nobody knows whether what it gives is text",
             next_step="export it with 'atoll export OUT', and use it in a program of your own",
         )
-    from node.island.models.describing import fill
-    from node.island.models.transformers import random_model
+    from node.island.models.describing import model_with
 
-    model: Any = random_model(spec).eval()
-    fill(model, spec, parameters)
+    model: Any = model_with(spec, parameters, base=base).eval()
     most = getattr(model.config, "max_position_embeddings", None)
     if most is not None and len(prompt) + num_tokens > most:
         raise UsageError(
