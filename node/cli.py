@@ -369,11 +369,12 @@ def sample(
             f"--bytes {num_bytes} is for a run whose tokens are bytes, instead of --tokens",
             next_step="give --tokens alone",
         )
-    from node.island.generate import decoder_of, sample_tokens
+    from node.island.generate import sampled
 
     start_tokens = text.tokens_of(prompt)
-    written = sample_tokens(
-        decoder_of(model.spec, model.parameters),
+    written = sampled(
+        model.spec,
+        model.parameters,
         start_tokens,
         num_tokens=num_tokens or num_bytes or (300 if are_bytes else 100),
         temperature=temperature,

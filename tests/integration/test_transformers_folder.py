@@ -1,8 +1,8 @@
 """A model of transformers goes into a swarm as a folder, is trained there, and comes out as one."""
 
 import json
-import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -50,20 +50,15 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def swarm(qwen: Path, tmp_path: Path) -> Swarm:
-    made = tmp_path / "made"
-    tokens = qwen.parent / "tokens"
-    options = ("--data", tokens, "--nodes", "2", "--context", "32")
-    done(atoll("init", made, "--from", qwen, *options))
-    text = (made / "run.toml").read_text()
-    for key, value in (("rounds", 2), ("steps", 3)):
-        text, found = re.subn(rf"^{key} = \d+", f"{key} = {value}", text, flags=re.MULTILINE)
-        assert found == 1
-
-    def complete(home: Path) -> None:
-        shutil.copy(made / "description.json", home)
-
-    return Swarm(tmp_path / "swarm", text, complete=complete)
+def swarm(qwen: Path, tmp_path: Path) -> Iterator[Swarm]:
+    swarm = Swarm.made(
+        tmp_path / "swarm",
+        *("--from", qwen, "--data", qwen.parent / "tokens"),
+        *("--nodes", "2", "--context", "32", "--steps", "5"),
+        changes={"rounds": 3, "learning_rate": 3e-3},
+    )
+    yield swarm
+    swarm.end()
 
 
 def test_a_folder_is_trained_by_two_nodes_and_loads_again_as_the_same_kind_of_model(
@@ -71,27 +66,28 @@ def test_a_folder_is_trained_by_two_nodes_and_loads_again_as_the_same_kind_of_mo
 ) -> None:
     import transformers  # takes seconds
 
-    try:
-        invite = swarm.invite("--uses", "2")
-        homes = [swarm.join(name, invite) for name in ("alone", "two-ranks")]
-        nodes = [
-            swarm.start_node("alone"),
-            swarm.start_node("two-ranks", "--weights", str(qwen), "--ranks", "2", "--tp", "2"),
-        ]
-        for node in nodes:
-            node.ends(set())
-        models = [newest_model(home) for home in homes]
-        assert models[0].outer_digest == models[1].outer_digest
-        out = swarm.folder / "out"
-        done(atoll("export", out, "--dir", homes[0]))
-        written = done(atoll("sample", "--dir", homes[0], "--prompt", "word1x1", "--tokens", "5"))
-        refused(
-            atoll("sample", "--dir", homes[0], "--bytes", "5"),
-            64,
-            "--bytes 5 is for a run whose tokens",
-        )
-    finally:
-        swarm.end()
+    invite = swarm.invite("--uses", "2")
+    homes = [swarm.join(name, invite) for name in ("alone", "two-ranks")]
+    nodes = [
+        swarm.start_node("alone"),
+        swarm.start_node("two-ranks", "--weights", str(qwen), "--ranks", "2", "--tp", "2"),
+    ]
+    for node in nodes:
+        node.ends(set())
+    models = [newest_model(home) for home in homes]
+    assert models[0].outer_digest == models[1].outer_digest
+    told = json.loads(done(atoll("status", "--json", "--dir", swarm.home)))["run"]
+    first, *_, last = [measured["loss"] for measured in told["held_out_losses"]]
+    assert last < first - 0.3
+    assert " bits a byte" in done(atoll("status", "--dir", swarm.home))
+    out = swarm.folder / "out"
+    done(atoll("export", out, "--dir", homes[0]))
+    written = done(atoll("sample", "--dir", homes[0], "--prompt", "word1x1", "--tokens", "5"))
+    refused(
+        atoll("sample", "--dir", homes[0], "--bytes", "5"),
+        64,
+        "--bytes 5 is for a run whose tokens",
+    )
     assert written.startswith("word1x1")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert type(theirs) is transformers.Qwen3ForCausalLM
@@ -104,7 +100,7 @@ def test_a_folder_is_trained_by_two_nodes_and_loads_again_as_the_same_kind_of_mo
         ours = decoder_of(models[0].spec, models[0].parameters)(prompt)
         torch.testing.assert_close(theirs(prompt).logits, ours, rtol=0, atol=1e-5)
     about = json.loads((out / "atoll.json").read_text())
-    assert about["round"] == 2
+    assert about["round"] == 3
     assert about["outer_digest"] == models[0].outer_digest.hex()
     assert len(about["tokens_by_node"]) == 2
     assert sum(about["tokens_by_node"].values()) == about["tokens"] > 0
@@ -139,3 +135,25 @@ def test_a_folder_that_cannot_be_taken_makes_no_run(qwen: Path, tmp_path: Path) 
     refuses(66, "has no weights")
     (folder / "config.json").unlink()
     refuses(66, "config.json is not there")
+
+
+def test_what_a_model_was_not_made_for_is_refused_before_there_is_a_run(
+    qwen: Path, tmp_path: Path
+) -> None:
+    new = tmp_path / "new"
+    refused(
+        atoll("init", new, "--from", qwen),
+        64,
+        "is one of tokens, and no --data names any",
+        "atoll data prepare",
+    )
+    other = tmp_path / "other"
+    shutil.copytree(qwen, other)
+    text = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(text + " ")
+    refused(
+        atoll("init", new, "--from", other, "--data", qwen.parent / "tokens"),
+        65,
+        "were made with another tokenizer",
+    )
+    assert not new.exists()
