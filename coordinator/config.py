@@ -118,6 +118,11 @@ across_documents = true     # whether attention reaches from one document of "to
 # function = "data:samples" # of "function": gives (training, held out), two datasets of samples
 # arguments = {size = 8}    # of that function
 
+[lora]
+rank = 0                    # of adapters, 16 for example: they are trained, and the model stays as it is
+alpha = 32.0                # what adapters add is scaled by alpha / rank
+targets = []                # ends of names of modules, as "q_proj"; none: all linear layers but the head
+
 [inner]
 optimizer = "adamw"         # or "muon" on the layers' matrices, with adamw on all else
 steps = 15                  # inner steps of a node in a round, of slower nodes fewer

@@ -259,6 +259,24 @@ class DeadlinesSection(Section):
         return self
 
 
+class LoraSection(Section):
+    """[lora]: low-rank adapters are trained, and the model of a transformers folder stays as it is.
+
+    A rank of 0 is none of it. `targets` are ends of modules' names, as "q_proj"; without any, all linear
+    layers but the head.
+    """
+
+    rank: Annotated[int, Field(ge=0, le=4096)] = 0
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    targets: Annotated[tuple[str, ...], Field(strict=False)] = ()
+
+    @model_validator(mode="after")
+    def _targets_have_a_rank(self) -> Self:
+        if self.targets and not self.rank:
+            raise ValueError("targets have no effect without a rank, as rank = 16")
+        return self
+
+
 class EvaluationSection(Section):
     """[evaluation]: the held-out loss of the committed model."""
 
@@ -277,6 +295,7 @@ class RunSpec(Section):
     exchange: ExchangeSection = ExchangeSection()
     deadlines: DeadlinesSection = DeadlinesSection()
     evaluation: EvaluationSection = EvaluationSection()
+    lora: LoraSection = LoraSection()
     description: Description | None = None
 
     @model_validator(mode="after")
@@ -292,6 +311,14 @@ class RunSpec(Section):
             raise ValueError(
                 '[data] across_documents = false needs [model] source = "decoder": models of '
                 f'source = "{self.model.source}" see all that is before a token'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_have_a_model(self) -> Self:
+        if self.lora.rank and self.model.source != "transformers":
+            raise ValueError(
+                f'[lora] goes with [model] source = "transformers", not "{self.model.source}"'
             )
         return self
 
@@ -339,6 +366,11 @@ class RunSpec(Section):
                 '[data] source = "function" goes with [model] source = "function" or "transformers"'
             )
         return self
+
+    @property
+    def adapters(self) -> LoraSection | None:
+        """What is trained where the model itself is not."""
+        return self.lora if self.lora.rank else None
 
     @property
     def is_described(self) -> bool:

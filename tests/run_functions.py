@@ -67,6 +67,12 @@ def net_without_plan() -> Any:
     return Net(8, 40), mean_loss
 
 
+def net_with_frozen_table() -> Any:
+    module = Net(8, 40)
+    module.table.weight.requires_grad_(False)
+    return module, mean_loss
+
+
 def net_with_batch_norm() -> Any:
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)), squares
 

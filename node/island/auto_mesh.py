@@ -79,9 +79,10 @@ def need_of(shape: MeshShape, spec: RunSpec, local: LocalTraining = PLAIN) -> Ne
     of_moments, of_gradients, of_parameters = (
         folded if shape.zero >= stage else 1 for stage in (1, 2, 3)
     )
+    frozen = 0 if spec.description is None else spec.description.num_frozen // of_parameters
     gathered = 0 if of_parameters == 1 else 2 * per_layer // shape.tensor + table // shape.tensor
     return Need(
-        parameters=_VALUE_BYTES * (values // of_parameters + gathered),
+        parameters=_VALUE_BYTES * (values // of_parameters + frozen + gathered),
         gradients=_VALUE_BYTES * (values // (1 if local.accumulate == "whole" else of_gradients)),
         moments=_VALUE_BYTES * _MOMENTS[spec.inner.optimizer] * (values // of_moments),
         activations=_activation_bytes(shape, spec, layers, local),

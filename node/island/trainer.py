@@ -7,6 +7,7 @@ go back there. Processes and commands are node.island.rank's business.
 import contextlib
 import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import blake3
 import numpy as np
@@ -150,6 +151,10 @@ class Trainer:
         )
         if local.compile:
             self._compile_now()
+
+    def take_base(self, base: Path | None) -> None:
+        """Reads what the run does not train, where it leaves something as it is; raises AtollError."""
+        self._engine.take_base(base)
 
     def know_peak(self) -> None:
         """Measures what the device can do, unless a table tells."""

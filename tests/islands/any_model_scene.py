@@ -46,7 +46,13 @@ def text_run(config: Any, folder: Path, **inner: Any) -> RunSpec:
 
 
 def trained(
-    spec: RunSpec, shape: MeshShape, place: Path, data: Data, local: LocalTraining = PLAIN
+    spec: RunSpec,
+    shape: MeshShape,
+    place: Path,
+    data: Data,
+    local: LocalTraining = PLAIN,
+    *,
+    base: Path | None = None,
 ) -> Outcome:
     """Trains with a process for each rank from the run's first weights."""
     context = multiprocessing.get_context("forkserver")
@@ -62,7 +68,17 @@ def trained(
                 ours, theirs = context.Pipe()
                 process = context.Process(
                     target=_run_rank,
-                    args=(theirs, spec, shape, rank, vectors.names, Path(meeting), data, local),
+                    args=(
+                        theirs,
+                        spec,
+                        shape,
+                        rank,
+                        vectors.names,
+                        Path(meeting),
+                        data,
+                        local,
+                        base,
+                    ),
                     daemon=True,
                 )
                 process.start()
@@ -90,6 +106,7 @@ def _run_rank(
     place: Path,
     data: Data,
     local: LocalTraining,
+    base: Path | None,
 ) -> None:
     torch.set_num_threads(1)
     vectors = SharedVectors.attach(names)
@@ -103,6 +120,7 @@ def _run_rank(
         clock=lambda: 0.0,
         local=local,
     )
+    trainer.take_base(base)
     trainer.adopt(2 * vectors.parameters)
     before = trainer.evaluate_at(vectors.parameters)
     trainer.adopt(vectors.parameters)
