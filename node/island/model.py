@@ -189,7 +189,9 @@ class Attention(nn.Module):
         k = self.k_proj(x).view(heads)  # [B, T, kv heads, head size]
         v = self.v_proj(x).view(heads)  # [B, T, kv heads, head size]
         if self.has_qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
+            # In the norms' own fp32 also where products come out in bf16: no fused kernel takes both.
+            dtype = self.q_norm.weight.dtype
+            q, k = self.q_norm(q.to(dtype)), self.k_norm(k.to(dtype))
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, T, …]
         q, k = rotate(q, cosines, sines), rotate(k, cosines, sines)
         mixed = self.attend(q, k, v) if mask is None else attend_under(mask, q, k, v, self.window)
