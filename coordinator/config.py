@@ -115,6 +115,7 @@ private = false             # whether each node trains data of its own: node.tom
 # most_weight = 0.5         # with private: the largest part of a mean that one data holder has
 held_out = 0.05             # part of the files that is never trained on; of tokens it is settled
 # digest = "…"              # of "tokens": what 'atoll data prepare' printed
+across_documents = true     # whether attention reaches from one document of "tokens" into the next
 # function = "data:samples" # of "function": gives (training, held out), two datasets of samples
 # arguments = {size = 8}    # of that function
 

@@ -385,10 +385,10 @@ def sample(
             f"--bytes {num_bytes} is for a run whose tokens are bytes, instead of --tokens",
             next_step="give --tokens alone",
         )
-    from node.island.generate import sampled
+    from node.island.models.writing import written_by
 
     start_tokens = text.tokens_of(prompt)
-    written = sampled(
+    written = written_by(
         model.spec,
         model.parameters,
         start_tokens,

@@ -108,7 +108,12 @@ def _open_tokens(spec: RunSpec, places: DataPlaces) -> TokenShards:
             )
         cache = PieceCache(places.cache, limit_bytes=places.cache_bytes)
         far = FetchedFiles(origins, manifest.files, manifest.piece_bytes, cache)
-    shards = TokenShards(manifest, FoundFiles(here, far), context=spec.model.context)
+    shards = TokenShards(
+        manifest,
+        FoundFiles(here, far),
+        context=spec.model.context,
+        has_documents=not spec.data.across_documents,
+    )
     _check_enough(shards, context=spec.model.context, batch=spec.inner.batch)
     return shards
 
