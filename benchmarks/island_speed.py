@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.island_loops import Chunk, Kind, Loop
-from node.island.data.opening import DataPlaces
+from node.island.data.places import DataPlaces
 from node.island.first_weights import initial_parameters
 from node.island.island import InnerWork
 from node.island.launcher import ProcessIsland

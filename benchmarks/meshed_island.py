@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from node.island.data.opening import DataPlaces
+from node.island.data.places import DataPlaces
 from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork, Progress
 from node.island.launcher import ProcessIsland
 from node.island.mesh_shape import MeshShape

@@ -25,7 +25,8 @@ import numpy as np
 
 from benchmarks.processes import MARK, Family, atoll_command, atoll_environment
 from node.island.data.manifest import read_manifest
-from node.island.data.opening import DataPlaces, open_dataset
+from node.island.data.opening import open_dataset
+from node.island.data.places import DataPlaces
 from node.island.data.samples import SampleOrder
 from protocol.models import DecoderModel
 from protocol.run_spec import DataSection, InnerSection, RunSpec

@@ -31,7 +31,8 @@ from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
 from node.heavy import in_place
 from node.history import History
 from node.island.data.dataset import Dataset
-from node.island.data.opening import DataPlaces, open_dataset
+from node.island.data.opening import open_dataset
+from node.island.data.places import DataPlaces
 from node.island.first_weights import initial_parameters
 from node.island.inline import InlineIsland
 from node.island.island import InnerReport, InnerWork, Progress

@@ -114,6 +114,8 @@ private = false             # whether each node trains data of its own: node.tom
 # most_weight = 0.5         # with private: the largest part of a mean that one data holder has
 held_out = 0.05             # part of the files that is never trained on; of tokens it is settled
 # digest = "…"              # of "tokens": what 'atoll data prepare' printed
+# function = "data:samples" # of "function": gives (training, held out), two datasets of samples
+# arguments = {size = 8}    # of that function
 
 [inner]
 optimizer = "adamw"         # or "muon" on the layers' matrices, with adamw on all else
@@ -126,6 +128,7 @@ beta2 = 0.95                # AdamW's decay of the mean square
 weight_decay = 0.1          # AdamW's and Muon's, on matrices
 # muon_learning_rate = 1e-2 # Muon's peak; left out: learning_rate, as its steps are AdamW's size
 # muon_momentum = 0.95      # Muon's decay of the mean gradient
+sparse = false              # whether rows of a table that a batch does not touch stay as they are
 clip = 1.0                  # largest norm of a gradient
 schedule = "cosine"         # "constant", "linear" or "wsd"; on the closed rounds of the run
 # warmup_tokens = 100000    # tokens of the whole swarm over which the rate rises; left out: a tenth

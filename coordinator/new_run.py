@@ -44,6 +44,13 @@ _PORT = click.IntRange(0, 65535)
     type=_FOLDER,
     help="Begin with the model and the weights of a transformers folder.",
 )
+@click.option(
+    "--by",
+    type=click.Choice(("decoder", "transformers")),
+    default="decoder",
+    show_default=True,
+    help="Whose code builds the model of --from: Atoll's decoder, for every mesh, or transformers.",
+)
 @click.option("--context", type=click.IntRange(8), help="Tokens of a sample.")
 @click.option(
     "--data",

@@ -136,11 +136,11 @@ async def run_daemon(
                 layout=layout,
                 names=shared.names,
                 home=folder,
-                data=settings.data_places(Path.cwd()),
+                data=settings.data_places(home=folder, folder=Path.cwd()),
                 hang_seconds=settings.hang_seconds,
             )
             if settings.loop
-            else _island_of(settings, spec, devices, shape, shared, desk, checkpoints),
+            else _island_of(folder, settings, spec, devices, shape, shared, desk, checkpoints),
             outer=outer,
             disk=disk,
             history=history,
@@ -261,6 +261,7 @@ def _mesh_of(settings: NodeSettings, spec: RunSpec, usable: UsableDevices) -> Me
 
 
 def _island_of(
+    folder: Path,
     settings: NodeSettings,
     spec: RunSpec,
     devices: tuple[str, ...],
@@ -276,7 +277,7 @@ def _island_of(
         devices=devices,
         shape=shape,
         ranks=range(len(devices)),
-        data=settings.data_places(Path.cwd()),
+        data=settings.data_places(home=folder, folder=Path.cwd()),
         local=settings.local_training,
         checkpoints=checkpoints,
         hang_seconds=settings.hang_seconds,

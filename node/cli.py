@@ -237,15 +237,16 @@ def describe(directory: Path, source: Path | None, force: bool) -> None:
 
 @node.command(hidden=True)
 @click.option("--from", "source", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--by", default="decoder")
 @click.option("--context", type=int)
 @click.option("--data", multiple=True)
-def facts(source: Path | None, context: int | None, data: tuple[str, ...]) -> None:
+def facts(source: Path | None, by: str, context: int | None, data: tuple[str, ...]) -> None:
     """Print what 'atoll init' has to know of a transformers folder and of data, as JSON."""
     import json
 
     from node.describing import facts_of
 
-    click.echo(json.dumps(facts_of(source, context=context, data=data)))
+    click.echo(json.dumps(facts_of(source, by=by, context=context, data=data)))
 
 
 @node.command()
@@ -305,7 +306,7 @@ def export(out: Path, folder: Path | None, tokenizer: Path | None) -> None:
     from node.model_card import Origin, contributions_in
     from node.text_out import files_of_tokenizer
 
-    places = load_settings(home).data_places(Path.cwd())
+    places = load_settings(home).data_places(home=home, folder=Path.cwd())
     problem = export_model(
         spec=model.spec,
         parameters=model.parameters,
@@ -360,7 +361,7 @@ def sample(
     model = newest_model(home)
     from node.text_out import ByteText, text_of_run
 
-    places = load_settings(home).data_places(Path.cwd())
+    places = load_settings(home).data_places(home=home, folder=Path.cwd())
     text = text_of_run(model.spec, places, named=tokenizer)
     are_bytes = isinstance(text, ByteText)
     if num_bytes is not None and (num_tokens is not None or not are_bytes):
@@ -368,11 +369,12 @@ def sample(
             f"--bytes {num_bytes} is for a run whose tokens are bytes, instead of --tokens",
             next_step="give --tokens alone",
         )
-    from node.island.generate import decoder_of, sample_tokens
+    from node.island.generate import sampled
 
     start_tokens = text.tokens_of(prompt)
-    written = sample_tokens(
-        decoder_of(model.spec, model.parameters),
+    written = sampled(
+        model.spec,
+        model.parameters,
         start_tokens,
         num_tokens=num_tokens or num_bytes or (300 if are_bytes else 100),
         temperature=temperature,

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
-from node.island.data.opening import DataPlaces
+from node.island.data.places import DataPlaces
 from node.island.local_training import Accumulating, LocalTraining, Precision, Recomputing
 from node.island.mesh_shape import MeshShape, ScheduleName
 from protocol.credentials import COORDINATOR_FILE
@@ -24,6 +24,7 @@ SETTINGS_FILE = "node.toml"
 SNAPSHOTS_FOLDER = "snapshots"
 HISTORY_FILE = "history"
 SENT_FILE = "sent"
+DATA_CACHE_FOLDER = "data-cache"
 
 TEMPLATE = """\
 # This machine's part in the swarm. Changes count from the next 'atoll node start'.
@@ -92,10 +93,13 @@ compile = false
 # Whether the same work gives the same bits each time on one machine; slower on GPUs.
 deterministic = false
 
-# Where this machine has the run's data: for text a file or a glob, for tokens their folder. Relative paths
-# begin where 'atoll node start' is typed. Empty means [data] paths of the run file.
+# Where this machine has the run's data: for text a file or a glob, for tokens their folder, also with some
+# of the shards only. Relative paths begin where 'atoll node start' is typed. Empty means [data] paths of
+# the run file.
 data = ""
 
+# Most that fetched tokens take in this folder; what was not used for longest makes room.
+data_cache = "20GB"
 # Runs, by their names, whose own code may run on this machine: their model or their samples come from
 # Python functions. That code has all that your account has: read it first.
 allow_functions = []
@@ -165,6 +169,28 @@ def bytes_per_second_of(rate: str) -> float | None:
     return bytes_per_second
 
 
+LEAST_CACHE_BYTES = 256 * 10**6
+"""Batches draw from many pieces of 16 MiB: with fewer of them here each is fetched again and again."""
+
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(MB|GB|TB)")
+
+
+def bytes_of(size: str) -> int:
+    """What a size such as "500MB" or "1.5TB" is. Raises PydanticCustomError."""
+    match = _SIZE.fullmatch(size)
+    if match is None:
+        raise PydanticCustomError("size", "Write a size as 500MB, 20GB or 1.5TB")
+    num_bytes = round(float(match[1]) * {"MB": 10**6, "GB": 10**9, "TB": 10**12}[match[2]])
+    if num_bytes < LEAST_CACHE_BYTES:
+        raise PydanticCustomError("size", "Less than 256MB holds too few pieces of the data")
+    return num_bytes
+
+
+def _size(text: str) -> str:
+    bytes_of(text)
+    return text
+
+
 def _rate(text: str) -> str:
     bytes_per_second_of(text)
     return text
@@ -216,6 +242,7 @@ class NodeSettings(Section):
     compile: bool = False
     deterministic: bool = False
     data: str = ""
+    data_cache: Annotated[str, AfterValidator(_size)] = "20GB"
     allow_functions: Annotated[tuple[str, ...], Field(strict=False)] = ()  # TOML gives lists
     code: str = ""
     checkpoint_every_rounds: Annotated[int, Field(ge=0, lt=2**31)] = 10
@@ -307,9 +334,15 @@ class NodeSettings(Section):
         """None is no limit."""
         return bytes_per_second_of(self.max_upload)
 
-    def data_places(self, folder: Path) -> DataPlaces:
+    def data_places(self, *, home: Path, folder: Path) -> DataPlaces:
         """Where the data and the functions of the run are; relative paths begin at `folder`."""
-        return DataPlaces(folder=folder, own=self.data, code=self.code_folder(folder))
+        return DataPlaces(
+            folder=folder,
+            own=self.data,
+            code=self.code_folder(folder),
+            cache=home / DATA_CACHE_FOLDER,
+            cache_bytes=bytes_of(self.data_cache),
+        )
 
     def code_folder(self, folder: Path) -> Path | None:
         """Where functions of the run are; a relative path begins at `folder`."""

@@ -13,7 +13,7 @@ import numpy as np
 from safetensors import SafetensorError
 
 from node.first_state import FIRST_WEIGHTS, digest_of_first, write_first
-from node.model_folder import read_config, read_settings, read_weights
+from node.model_folder import CONFIG, read_config, read_json, read_settings, read_weights
 from node.outer_state import Vector
 from protocol.console import count_in_words
 from protocol.errors import BadDataError, CannotCreateError, UsageError
@@ -24,23 +24,47 @@ from protocol.run_spec import DESCRIPTION_FILE, RunSpec, load_run_file
 
 RUN_FILE = "run.toml"
 TOKENIZER = "tokenizer.json"
+LONGEST_CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len")
+"""How configurations of transformers call the most positions of a sample."""
 
 
-def facts_of(source: Path | None, *, context: int | None, data: Sequence[str]) -> dict[str, Any]:
+def facts_of(
+    source: Path | None, *, by: str, context: int | None, data: Sequence[str]
+) -> dict[str, Any]:
     """What `atoll init` writes into a run file for a transformers folder and for data."""
     facts: dict[str, Any] = {}
     if source is not None:
-        spec = RunSpec(model=read_config(source, context=context))
+        spec, vocabulary = _model_of(source, by=by, context=context)
         facts |= {
             "model": spec.model.model_dump(mode="json", exclude_none=True),
             "num_parameters": spec.num_parameters,
             "num_layers": spec.num_layers,
+            "model_vocab_size": vocabulary,
         }
     if data:
         facts |= _facts_of_data(data)
         if source is not None and facts["data"]["source"] == "tokens":
             _require_same_tokenizer(source, Path(data[0]))
     return facts
+
+
+def _model_of(source: Path, *, by: str, context: int | None) -> tuple[RunSpec, int]:
+    """The folder's model as a run has it, and its vocabulary."""
+    if by == "decoder":
+        decoder = read_config(source, context=context)
+        return RunSpec(model=decoder), decoder.vocab_size
+    from node.island.models.describing import describe
+
+    config = read_json(source / CONFIG)
+    longest = [config[key] for key in LONGEST_CONTEXT if isinstance(config.get(key), int)]
+    if context is None and not longest:
+        raise UsageError(
+            f"{source / CONFIG} does not say how long its samples may be",
+            next_step="say it with --context",
+        )
+    spec = RunSpec(model=TransformersModel(source="transformers", context=context or longest[0]))
+    description = describe(spec, source)
+    return spec.model_copy(update={"description": description}), int(config.get("vocab_size", 0))
 
 
 def _require_same_tokenizer(source: Path, tokens: Path) -> None:
@@ -86,11 +110,12 @@ def describe_run(folder: Path, *, source: Path | None, is_forced: bool) -> str:
     count = count_in_words(spec.model_copy(update={"description": description}).num_parameters)
     if description.first_digest is None:
         return f"{count} parameters, drawn from the run's seed"
+    # The folder may have another name by the time that somebody reads this.
     is_decoder = isinstance(spec.model, DecoderModel)
-    place = source if is_decoder and source is not None else folder / FIRST_WEIGHTS
+    place = str(source) if is_decoder else f"DIR/{FIRST_WEIGHTS}"
     return (
-        f"{count} parameters, which begin with the weights of {place} ({description.first_digest[:12]}); "
-        f"one node has to be started with them: atoll node start --weights {place}"
+        f"{count} parameters, which begin with given weights ({description.first_digest[:12]}); one node has "
+        f"to be started with them: atoll node start --weights {place}"
     )
 
 
@@ -116,6 +141,10 @@ def _described(spec: RunSpec, folder: Path, source: Path | None) -> Description:
     own = Path.cwd() if source is None else source
     description = describe(spec, own)
     described = spec.model_copy(update={"description": description})
+    if isinstance(spec.model, TransformersModel):
+        generation_config = read_settings(own).get("generation_config", {})
+        description = description.model_copy(update={"generation_config": generation_config})
+        described = spec.model_copy(update={"description": description})
     is_given = isinstance(spec.model, TransformersModel) and any(own.glob("*.safetensors"))
     weights = first_vector(described, own if is_given else None)
     _write_weights(folder / FIRST_WEIGHTS, described, weights)

@@ -20,7 +20,7 @@ Config = Mapping[str, Any]
 Biases = Literal["none", "qkv", "all"]
 
 _USE_TRANSFORMERS = (
-    'make the run with source = "transformers", which builds it as transformers does'
+    "add --by transformers, whose own code then builds it: on one rank, on copies and on shards"
 )
 
 
@@ -225,7 +225,7 @@ def config_of(model: DecoderModel, described: Config) -> dict[str, Any] | None:
     if family is None:
         return None
     kept = dict(described) if described.get("model_type") == family.model_type else {}
-    for key in ("dtype", "rope_parameters", "_name_or_path", "_model_name_or_path"):
+    for key in ("dtype", "rope_parameters"):
         kept.pop(key, None)
     rope = _written_rope(model)
     sizes: dict[str, Any] = {

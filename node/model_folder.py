@@ -38,8 +38,12 @@ def read_config(folder: Path, context: int | None = None) -> DecoderModel:
 
 
 def read_settings(folder: Path) -> dict[str, dict[str, Any]]:
-    """config.json and generation_config.json, where there is one, as a run's description keeps them."""
-    settings = {"config": read_json(folder / CONFIG)}
+    """config.json and generation_config.json, where there is one, as a run's description keeps them.
+
+    But for where somebody's machine had the model: every node of the run sees its description.
+    """
+    config = read_json(folder / CONFIG)
+    settings = {"config": {key: config[key] for key in config if not key.endswith("name_or_path")}}
     if (folder / GENERATION_CONFIG).exists():
         settings["generation_config"] = read_json(folder / GENERATION_CONFIG)
     return settings

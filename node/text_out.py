@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from node.island.data.manifest import TOKENIZER_FILE, Manifest, read_manifest
-from node.island.data.opening import DataPlaces
+from node.island.data.places import DataPlaces
 from node.island.data.tokenizing import open_tokenizer, tokenizer_files
 from protocol.errors import AtollError, NoInputError
 from protocol.models import BYTES_VOCABULARY

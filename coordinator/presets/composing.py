@@ -5,6 +5,7 @@ weights) is asked of a process of that side: nothing here imports torch.
 """
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -56,6 +57,7 @@ class Wanted:
     name: str | None = None
     model: str | None = None
     source: Path | None = None
+    by: str = "decoder"
     context: int | None = None
     data: tuple[str, ...] = ()
     optimizer: str | None = None
@@ -95,6 +97,7 @@ class Facts:
     data: Mapping[str, Any] = field(default_factory=dict)
     num_parameters: int = 0  # of the model, where one was asked about
     num_layers: int = 0
+    model_vocab_size: int = 0  # likewise
     vocab_size: int | None = None  # of the data's tokens
 
 
@@ -167,6 +170,8 @@ def new_run(wanted: Wanted) -> NewRun:
     text = run_text(name=wanted.name, run_file=None)
     if values:
         _, _, tables = text.partition("\n\n")
+        if trained.model.get("source") == "transformers":
+            tables = _with_other_model(tables)
         # Of tokens what is held out was settled when they were made.
         retired = {("data", "held_out")} if facts.data.get("source") == "tokens" else set()
         text = with_values(f"{HEADER}\n{tables}", values, retired=retired)
@@ -180,12 +185,27 @@ def new_run(wanted: Wanted) -> NewRun:
     )
 
 
+def _with_other_model(tables: str) -> str:
+    """The template without the decoder's sizes."""
+    table = (
+        "[model]\n"
+        'source = "transformers"     # built by transformers, from the config in description.json\n'
+        "context = 128               # tokens of a sample\n\n"
+    )
+    return re.sub(r"(?ms)^\[model\]\n.*?(?=^\[data\])", table, tables)
+
+
 def _refuse_what_says_nothing(wanted: Wanted) -> None:
     """Raises UsageError for what says one thing twice, or has no effect."""
     if wanted.model is not None and wanted.source is not None:
         raise UsageError(
             f"--model {wanted.model} and --from {wanted.source} both say what is trained",
             next_step="leave one of them out",
+        )
+    if wanted.by != "decoder" and wanted.source is None:
+        raise UsageError(
+            f"--by {wanted.by} has no effect without a model of transformers",
+            next_step="name its folder with --from",
         )
     if wanted.step is not None and wanted.tokens_per_second is not None:
         raise UsageError(
@@ -219,7 +239,7 @@ def _facts_of(wanted: Wanted) -> Facts:
     """Asked of the node's side only where files have to be read that are its business."""
     arguments = [f"--data={path}" for path in wanted.data]
     if wanted.source is not None:
-        arguments += ["--from", str(wanted.source)]
+        arguments += ["--from", str(wanted.source), "--by", wanted.by]
         if wanted.context is not None:
             arguments += ["--context", str(wanted.context)]
     return Facts(**json.loads(of_nodes_side("facts", *arguments))) if arguments else Facts()
@@ -257,16 +277,16 @@ def _trained(wanted: Wanted, facts: Facts) -> tuple[Trained, str]:
 
 def _require_tokens(source: Path, facts: Facts) -> None:
     """Raises UsageError for a model of tokens that would be trained on bytes."""
-    if facts.data.get("source") != "tokens" and facts.model.get("vocab_size") != BYTES_VOCABULARY:
+    if facts.data.get("source") != "tokens" and facts.model_vocab_size != BYTES_VOCABULARY:
         raise UsageError(
             f"the model in {source} is one of tokens, and no --data names any",
             next_step=f"make them once: atoll data prepare TEXT… --tokenizer {source} --out tokens; "
             "then add --data tokens",
         )
-    if (facts.vocab_size or 0) > facts.model.get("vocab_size", 1 << 31):
+    if (facts.vocab_size or 0) > facts.model_vocab_size:
         raise UsageError(
             f"the data have {facts.vocab_size} different tokens, and the model in {source} "
-            f"{facts.model['vocab_size']}",
+            f"{facts.model_vocab_size}",
             next_step=f"make the tokens with its own tokenizer: atoll data prepare … --tokenizer {source}",
         )
 

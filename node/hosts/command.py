@@ -10,7 +10,7 @@ from pathlib import Path
 from node.hosts.following import follow
 from node.hosts.parts import Shelf
 from node.hosts.token import HostToken
-from node.island.data.opening import DataPlaces
+from node.island.data.places import DataPlaces
 from node.island.forkserver import end_forkserver, prepare_forkserver
 from node.outer_state import tell_leftovers
 from node.stopping import StopSignals
@@ -33,7 +33,11 @@ async def run_follower(
                 name=name,
                 device=device,
                 version=metadata.version("atoll"),
-                data=DataPlaces(folder=Path.cwd(), own=data),
+                data=DataPlaces(
+                    folder=Path.cwd(),
+                    own=data,
+                    cache=checkpoints.with_name(f"{checkpoints.name}-data"),
+                ),
                 shelf=shelf,
             )
         except asyncio.CancelledError:

@@ -14,7 +14,7 @@ from node.hosts.token import HostToken
 from node.hosts.wire import Message, Wire, connect
 from node.island.checkpoints import About
 from node.island.commands import Keep, MeetingPoint
-from node.island.data.opening import DataPlaces
+from node.island.data.places import DataPlaces
 from node.island.functions import check_functions
 from node.island.island import InnerWork, Progress
 from node.island.launcher import ProcessIsland

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from node.island.checkpoints import About, CheckpointFolder
-from node.island.data.opening import DataPlaces
+from node.island.data.places import DataPlaces
 from node.island.island import InnerWork, Progress
 from node.island.local_training import LocalTraining
 from node.island.mesh_shape import MeshShape

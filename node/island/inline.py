@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from node.island.data.dataset import Dataset
-from node.island.data.opening import DataPlaces, open_dataset
+from node.island.data.opening import open_dataset
+from node.island.data.places import DataPlaces
 from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork, Progress
 from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh import Mesh

@@ -33,7 +33,7 @@ from node.island.commands import (
     Told,
     Train,
 )
-from node.island.data.opening import DataPlaces
+from node.island.data.places import DataPlaces
 from node.island.devices import default_threads
 from node.island.faults import RankDiedError, RankFailedError, RankHungError
 from node.island.forkserver import fork_rank, prepare_forkserver

@@ -59,6 +59,9 @@ from protocol.run_spec import RunSpec
 
 PROGRESS_SECONDS = 0.5
 
+EXPECTED_SAMPLES = 1 << 14
+"""Samples of a round that data which is far away is asked for ahead: they touch all pieces of a window."""
+
 Clock = Callable[[], float]
 
 
@@ -137,7 +140,9 @@ class Trainer:
         self._engine = Engine(spec=spec, mesh=mesh, device=device, local=local)
         self._optimizers = self._engine.optimizers(spec.inner)
         self._buffers: BufferWatch | None = BufferWatch(self._engine.parts)  # for the first step
-        self._order = SampleOrder(seed=spec.run.seed, num_samples=corpus.num_samples)
+        self._order = SampleOrder(
+            seed=spec.run.seed, num_samples=corpus.num_samples, num_together=corpus.num_together
+        )
         self._counted_tokens = 0  # since training of a round began
         self._rewarming = Rewarming(rewarming_steps(spec))
         self._communication = LocalCommunication(
@@ -198,6 +203,8 @@ class Trainer:
             raise ValueError(
                 f"{work.num_samples} samples in {work.inner_steps} steps are no inner step"
             )
+        num_expected = min(max_steps * batch, EXPECTED_SAMPLES)
+        self._corpus.expect("training", self._order.indices(work.first_sample, num_expected))
         begin_measuring_memory(self._device)
         if self._engine.draws:
             torch.manual_seed(self._seed_of(work))

@@ -9,7 +9,8 @@ from google.protobuf.message import Message
 from benchmarks import simulated_coordinator
 from benchmarks.simulation import Life, SimulatedRun, simulate
 from node.island.data.dataset import Dataset
-from node.island.data.opening import DataPlaces, open_dataset
+from node.island.data.opening import open_dataset
+from node.island.data.places import DataPlaces
 from protocol.errors import ConfigError
 from protocol.payload import Payload
 from protocol.rounds import BOOK_PLACES, book_of, book_of_data

@@ -11,9 +11,11 @@ from benchmarks.simulation import Life, simulate
 from node.config import SETTINGS_FILE
 from node.island.data.dataset import Dataset
 from node.island.data.manifest import read_manifest
-from node.island.data.opening import DataPlaces, open_dataset
+from node.island.data.opening import open_dataset
+from node.island.data.places import DataPlaces
 from protocol.run_spec import RunSpec
 from tests.tiny_runs import tiny, tiny_text
+from tests.unit.served_folder import serving
 from tests.unit.tokens_scene import write_jsonl, write_tokenizer
 
 VOCABULARY = 512
@@ -114,3 +116,32 @@ def test_each_sample_of_an_epoch_is_trained_once(folder: Path) -> None:
     assert committed.first == 0 and committed.end >= dataset.num_samples
     assert finished.final.token_clock == committed.num_samples * spec.model.context
     assert replace(ledger, committed=()).leased == ()
+
+
+def test_nodes_with_some_of_the_shards_and_with_none_train_together(
+    folder: Path, tmp_path: Path
+) -> None:
+    """What they lack comes from a web server."""
+    half = tmp_path / "half"
+    half.mkdir()
+    for shard in read_manifest(folder).training[::2]:
+        (half / shard.tokens).write_bytes((folder / shard.tokens).read_bytes())
+    with serving(folder) as served:
+        tables = run_on(folder, at=served.url, run={"name": "far", "rounds": 3, "min_nodes": 2})
+        swarm = Swarm(tmp_path / "swarm", tiny_text(**tables))
+        try:
+            invite = swarm.invite("--uses", "2")
+            for name in ("half", "none"):
+                swarm.join(name, invite)
+            nodes = [swarm.start_node("half", "--data", str(half)), swarm.start_node("none")]
+            for node in nodes:
+                node.ends(node.shared_memory())
+                assert "run finished" in node.log
+            run = swarm.status().run
+            assert run.committed_round == 3 and run.digests_agree
+        finally:
+            swarm.end()
+        cached = {
+            home: list((swarm.folder / home / "data-cache").iterdir()) for home in ("half", "none")
+        }
+        assert len(cached["none"]) > len(cached["half"]) > 1

@@ -19,7 +19,8 @@ from rank_scene import with_texts
 from benchmarks.lone_work import lone_work, unseen
 from node.island import engine
 from node.island.compiling import be_deterministic, compile_layers
-from node.island.data.opening import DataPlaces, open_dataset
+from node.island.data.opening import open_dataset
+from node.island.data.places import DataPlaces
 from node.island.engine import Engine
 from node.island.first_weights import initial_parameters
 from node.island.local_training import PLAIN, LocalTraining

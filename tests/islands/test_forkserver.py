@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rank_scene import initial_vectors, small_spec, with_texts
 
-from node.island.data.opening import DataPlaces
+from node.island.data.places import DataPlaces
 from node.island.faults import RankDiedError
 from node.island.forkserver import prepare_forkserver
 from node.island.launcher import ProcessIsland

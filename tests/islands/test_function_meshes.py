@@ -7,7 +7,8 @@ import pytest
 from any_model_scene import Outcome, trained
 
 from node.island.data.dataset import Dataset
-from node.island.data.opening import DataPlaces, open_dataset
+from node.island.data.opening import open_dataset
+from node.island.data.places import DataPlaces
 from node.island.forkserver import prepare_forkserver
 from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh_shape import MeshShape

@@ -26,7 +26,7 @@ from node.hosts.parts import Shelf
 from node.hosts.token import HostToken, LeaderKey
 from node.hosts.wire import connect
 from node.island.checkpoints import CheckpointFolder
-from node.island.data.opening import DataPlaces
+from node.island.data.places import DataPlaces
 from node.island.faults import RankDiedError
 from node.island.forkserver import prepare_forkserver
 from node.island.inline import InlineIsland

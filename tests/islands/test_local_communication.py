@@ -6,7 +6,7 @@ import pytest
 from rank_scene import initial_vectors, with_texts
 
 from benchmarks.lone_work import lone_work, unseen
-from node.island.data.opening import DataPlaces
+from node.island.data.places import DataPlaces
 from node.island.launcher import ProcessIsland
 from node.island.mesh_shape import MeshShape
 from protocol.models import DecoderModel

@@ -18,7 +18,7 @@ from test_restarts_of_ranks import ignore, work_of
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from node.hosts.desk import HostDesk
-from node.island.data.opening import DataPlaces
+from node.island.data.places import DataPlaces
 from node.island.forkserver import prepare_forkserver
 from node.island.inline import InlineIsland
 from node.island.island import Island

@@ -17,7 +17,7 @@ from rank_scene import initial_vectors, small_spec, with_texts
 
 from node.island import rank
 from node.island.commands import Done, RankSetup
-from node.island.data.opening import DataPlaces
+from node.island.data.places import DataPlaces
 from node.island.faults import RankDiedError, RankFailedError, TrainingDivergedError
 from node.island.first_weights import initial_parameters
 from node.island.forkserver import prepare_forkserver

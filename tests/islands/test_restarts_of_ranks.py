@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 
 from node.duties.lasting_island import LastingIsland
 from node.island.checkpoints import CheckpointFolder
-from node.island.data.opening import DataPlaces
+from node.island.data.places import DataPlaces
 from node.island.faults import RankDiedError, RankHungError
 from node.island.first_weights import initial_parameters
 from node.island.forkserver import prepare_forkserver

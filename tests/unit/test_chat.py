@@ -9,7 +9,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from node.island.data.documents import Document
-from node.island.data.opening import DataPlaces, open_dataset
+from node.island.data.opening import open_dataset
+from node.island.data.places import DataPlaces
 from node.island.data.tokenizing import FileTokenizer
 from protocol.errors import BadDataError, ConfigError
 from tests.unit.tokens_scene import prepared, spec_of, write_tokenizer

@@ -10,7 +10,8 @@ import pytest
 
 from node.island.data.foreign import Adopted, adopt
 from node.island.data.manifest import Manifest
-from node.island.data.opening import DataPlaces, open_dataset
+from node.island.data.opening import open_dataset
+from node.island.data.places import DataPlaces
 from node.island.data.token_shards import TokenShards
 from protocol import cli, console
 from protocol.errors import AtollError, BadDataError, ExitCode, UsageError

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from node.island.data.functions import FunctionData
-from node.island.data.opening import DataPlaces, open_dataset
+from node.island.data.opening import open_dataset
+from node.island.data.places import DataPlaces
 from node.island.functions import check_functions, digest_of, file_of, sources_of
 from node.island.mesh import Mesh
 from node.island.mesh_shape import MeshShape, check_shape

@@ -18,7 +18,8 @@ import torch
 import atoll
 from atoll.connection import Connection
 from node.island.data.dataset import Batch
-from node.island.data.opening import DataPlaces, open_dataset
+from node.island.data.opening import open_dataset
+from node.island.data.places import DataPlaces
 from node.island.faults import LoopGoneError, TrainingDivergedError
 from node.island.island import Ability, InnerReport, InnerWork, Progress
 from node.island.loops.door import SOCKET_FILE

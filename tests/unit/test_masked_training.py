@@ -38,6 +38,10 @@ class Masked:
 
     num_samples: int = 32
     num_held_out_samples: int = 6
+    num_together: int = 1
+
+    def expect(self, split: Split, indices: Indices) -> None:
+        pass
 
     def summary(self) -> CorpusSummary:
         return CorpusSummary(digest=Digest(bytes(32)), num_samples=self.num_samples, num_bytes=1)

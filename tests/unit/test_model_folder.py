@@ -201,8 +201,8 @@ def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
 
 
 def test_settings_are_what_the_folder_says(tmp_path: Path) -> None:
-    write(tmp_path, CONFIG)
-    assert read_settings(tmp_path) == {"config": json.loads((tmp_path / "config.json").read_text())}
+    write(tmp_path, CONFIG | {"_name_or_path": "/home/somebody/model"})
+    assert read_settings(tmp_path) == {"config": CONFIG}  # and not where somebody has it
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')
     assert read_settings(tmp_path)["generation_config"] == {"eos_token_id": 7}
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from node.island.data.samples import SampleOrder, permuted
+from node.island.data.samples import WINDOW, SampleOrder, permuted
 
 HUGE = 10**15 + 37
 
@@ -68,3 +68,38 @@ def test_the_sample_order_never_changes() -> None:
 def test_an_order_of_no_samples_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one"):
         SampleOrder(seed=0, num_samples=0)
+
+
+@pytest.mark.parametrize("num_samples", [7, 63, 640, 641, 6400, 20_000, 70_001])
+@pytest.mark.parametrize("num_together", [2, 10])
+def test_an_order_by_groups_has_every_sample_once_in_each_epoch(
+    num_samples: int, num_together: int
+) -> None:
+    order = SampleOrder(seed=3, num_samples=num_samples, num_together=num_together)
+    first, second = (order.indices(at, num_samples) for at in (0, num_samples))
+    assert np.array_equal(np.sort(first), np.arange(num_samples))
+    assert np.array_equal(np.sort(second), np.arange(num_samples))
+    assert not np.array_equal(first, second)
+    assert np.array_equal(
+        order.indices(num_samples // 3, 7),
+        np.concatenate((first, second))[num_samples // 3 : num_samples // 3 + 7],
+    )
+
+
+def test_a_stretch_of_places_draws_from_few_groups_all_over_the_data() -> None:
+    num_samples, num_together = 1_000_000, 100
+    order = SampleOrder(seed=3, num_samples=num_samples, num_together=num_together)
+    pieces = order.indices(200_000, 3000) // num_together
+    assert (
+        len(np.unique(pieces)) <= 2 * 2 * WINDOW
+    )  # groups lie across pieces, and windows across places
+    assert pieces.max() - pieces.min() > 0.8 * num_samples / num_together
+    plain = SampleOrder(seed=3, num_samples=num_samples).indices(200_000, 3000) // num_together
+    assert len(np.unique(plain)) > 2000
+
+
+def test_little_data_is_one_window() -> None:
+    """Then groups would only make the order less mixed."""
+    grouped = SampleOrder(seed=3, num_samples=640, num_together=10)
+    plain = SampleOrder(seed=3, num_samples=640)
+    assert np.array_equal(grouped.indices(0, 640), plain.indices(0, 640))

@@ -100,7 +100,7 @@ def test_an_unsettled_preset_never_becomes_a_run() -> None:
         ("[run]", "[exchange.more]\n[run]", "[exchange] more"),
         ('preset = "auto"', 'preset = "auto"\nuplink = "int5"', "int5"),
         ('preset = "auto"', 'preset = "auto"\nfragments = "4"', "fragments"),
-        ('preset = "auto"', 'preset = "auto"\nfragments = 4', "num_layers is 3"),
+        ('preset = "auto"', 'preset = "auto"\nfragments = 4', "the model has 3"),
         ('preset = "auto"', 'preset = "auto"\nblend = 1.5', "blend = 1.5"),
         (
             "[run]",

@@ -8,7 +8,8 @@ import pytest
 
 from node.island.data import manifest as manifests
 from node.island.data.manifest import manifest_of, read_manifest
-from node.island.data.opening import DataPlaces, open_dataset
+from node.island.data.opening import open_dataset
+from node.island.data.places import DataPlaces
 from node.island.data.token_shards import MappedFiles, TokenShards
 from protocol.errors import AtollError, BadDataError, ConfigError, ExitCode, NoInputError
 from protocol.models import DecoderModel

@@ -76,6 +76,14 @@ class Corpus:
         """Samples of the held-out split."""
         return _num_windows(self.held_out, self.context)
 
+    @property
+    def num_together(self) -> int:
+        """See Dataset."""
+        return 1
+
+    def expect(self, split: Split, indices: Indices) -> None:
+        """See Dataset. All is in memory."""
+
     def summary(self) -> CorpusSummary:
         """What the coordinator is told."""
         return CorpusSummary(

@@ -38,11 +38,18 @@ class Dataset(Protocol):
     def num_held_out_samples(self) -> int:
         """Samples of the held-out split, which no node trains on."""
 
+    @property
+    def num_together(self) -> int:
+        """Neighbouring samples that are as near as one: orders take them together; 1 if all are near."""
+
     def summary(self) -> CorpusSummary:
         """What the coordinator is told."""
 
     def batch(self, split: Split, indices: Indices) -> Batch | Tree:
         """Samples of a split by number: tokens, or what a function gives. Raises BadDataError."""
+
+    def expect(self, split: Split, indices: Indices) -> None:
+        """Says which samples come next, so that what is far can be on its way."""
 
     def num_counted(self, split: Split, indices: Indices) -> int:
         """Tokens of these samples that are to be predicted, at least 1."""

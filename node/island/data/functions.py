@@ -54,6 +54,14 @@ class FunctionData:
         """See Dataset."""
         return len(self._splits["held_out"])
 
+    @property
+    def num_together(self) -> int:
+        """See Dataset."""
+        return 1
+
+    def expect(self, split: Split, indices: Indices) -> None:
+        """See Dataset. Where the function has its samples is its own business."""
+
     def summary(self) -> CorpusSummary:
         """See Dataset. Samples are known by the function's code and their numbers; nobody reads them all."""
         text = f"{self._function}:{self._source}:{self.num_samples}:{self.num_held_out_samples}"

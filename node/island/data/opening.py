@@ -1,23 +1,40 @@
-"""The door to what a run trains on: bytes of text, or tokens; where the run file or this node has them."""
+"""The door to what a run trains on: bytes of text, or tokens; where the run file or this node has them.
 
-from dataclasses import dataclass
+Opening tokens reads their manifest and looks at the sizes of files, whatever their number: nodes start
+as fast with much data as with little. What a node has in a folder is mapped; all else is fetched when it
+is needed, if the run file's path is a URL.
+"""
+
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from node.island.data.corpus import read_corpus
 from node.island.data.dataset import Dataset
-from node.island.data.token_shards import open_tokens, vocabulary_of
-from protocol.errors import ConfigError
-from protocol.models import BYTES_VOCABULARY
+from node.island.data.fetching import (
+    MOST_MANIFEST_BYTES,
+    FetchedFiles,
+    Origin,
+    PieceCache,
+    fetched,
+    is_url,
+    origin_of,
+)
+from node.island.data.manifest import (
+    MANIFEST_FILE,
+    TOKENIZER_FILE,
+    FileEntry,
+    Manifest,
+    check_pieces,
+    check_sizes,
+    manifest_of,
+    read_manifest,
+)
+from node.island.data.places import DataPlaces
+from node.island.data.token_shards import Files, FoundFiles, MappedFiles, TokenShards
+from protocol.errors import BadDataError, ConfigError, NoInputError
+from protocol.files import expanded, write_atomically
+from protocol.models import BYTES_VOCABULARY, DecoderModel
 from protocol.run_spec import DataSection, RunSpec
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataPlaces:
-    """Where a node has the data of its run."""
-
-    folder: Path  # where relative paths begin
-    own: str = ""  # in place of the run file's paths; "" for none
-    code: Path | None = None  # where functions of the run are found, beside what is installed
 
 
 def open_dataset(spec: RunSpec, places: DataPlaces) -> Dataset:
@@ -28,7 +45,7 @@ def open_dataset(spec: RunSpec, places: DataPlaces) -> Dataset:
         return FunctionData(spec)
     data = _as_here(spec.data, places)
     if data.source == "tokens":
-        return open_tokens(spec, places.folder, data.paths[0])
+        return _open_tokens(spec, places)
     vocabulary = vocabulary_of(spec)
     if vocabulary is not None and vocabulary < BYTES_VOCABULARY:
         raise ConfigError(
@@ -53,3 +70,138 @@ def _as_here(data: DataSection, places: DataPlaces) -> DataSection:
             next_step="remove the key data",
         )
     return data.model_copy(update={"paths": (places.own,)})
+
+
+def vocabulary_of(spec: RunSpec) -> int | None:
+    """Tokens that the run's model has; None where nobody says."""
+    if isinstance(spec.model, DecoderModel):
+        return spec.model.vocab_size
+    config = {} if spec.description is None else spec.description.config
+    stated = config.get("vocab_size")
+    return stated if isinstance(stated, int) else None
+
+
+def _open_tokens(spec: RunSpec, places: DataPlaces) -> TokenShards:
+    """Maps what of a run's tokens is here; reads none of them.
+
+    Raises NoInputError, BadDataError, ConfigError or UnavailableError where they are not the run's.
+    """
+    paths = [path for path in (places.own, *spec.data.paths) if path]
+    folders = [places.folder / expanded(path) for path in paths if not is_url(path)]
+    origins = [origin_of(path) for path in paths if is_url(path)]
+    if origins and places.cache is None:
+        raise ConfigError(
+            f"{origins[0].name} is to be fetched, and there is no folder for what is fetched",
+            next_step="copy the data, and name its folder",
+        )
+    manifest = _manifest_of(spec, folders, origins, places.cache)
+    _check_fits(manifest, spec)
+    here = _files_here(folders, manifest)
+    missing = [name for name in manifest.files if name not in here]
+    far = None
+    if missing:
+        if not origins or places.cache is None:
+            first = folders[0] / missing[0]
+            raise NoInputError(
+                f"{first} is not there, and belongs to the run's tokens",
+                next_step="copy the whole folder again",
+            )
+        cache = PieceCache(places.cache, limit_bytes=places.cache_bytes)
+        far = FetchedFiles(origins, manifest.files, manifest.piece_bytes, cache)
+    shards = TokenShards(manifest, FoundFiles(here, far), context=spec.model.context)
+    _check_enough(shards, context=spec.model.context, batch=spec.inner.batch)
+    return shards
+
+
+def _manifest_of(
+    spec: RunSpec, folders: Sequence[Path], origins: Sequence[Origin], cache: Path | None
+) -> Manifest:
+    """The run's manifest, from the first place that has one: a folder, what was fetched before, a URL."""
+    there = [folder for folder in folders if (folder / MANIFEST_FILE).exists()]
+    if there or not origins:
+        place = there[0] if there else folders[0]
+        manifest = read_manifest(
+            place,
+            when_missing="copy the run's tokens there, or say where they are with data = in node.toml",
+        )
+        _check_is_runs(manifest, spec, str(place))
+        return manifest
+    assert cache is not None
+    kept = cache / f"{spec.data.digest}.manifest"
+    if kept.exists() and not spec.data.private:
+        manifest = manifest_of(kept.read_bytes(), origin=str(kept))
+        if manifest.digest().hex() == spec.data.digest:
+            return manifest
+    text = fetched(origins[0], MANIFEST_FILE, 0, MOST_MANIFEST_BYTES)
+    manifest = manifest_of(text, origin=f"{origins[0].name}/{MANIFEST_FILE}")
+    _check_is_runs(manifest, spec, origins[0].name)
+    PieceCache(cache, limit_bytes=0)  # makes the folder
+    write_atomically(kept, text)
+    return manifest
+
+
+def _files_here(folders: Sequence[Path], manifest: Manifest) -> Mapping[str, Files]:
+    """Files that folders have, each from the first that has it."""
+    here: dict[str, Files] = {}
+    for folder in folders:
+        own: dict[str, FileEntry] = {
+            name: entry
+            for name, entry in manifest.files.items()
+            if name not in here and (folder / name).exists()
+        }
+        check_sizes(folder, own)
+        if TOKENIZER_FILE in own and manifest.tokenizer == TOKENIZER_FILE:
+            _check_tokenizer(folder, manifest)
+        mapped = MappedFiles(folder, own, manifest.piece_bytes)
+        here |= dict.fromkeys(own, mapped)
+    return here
+
+
+def _check_is_runs(manifest: Manifest, spec: RunSpec, place: str) -> None:
+    """Raises BadDataError for other tokens than the run's."""
+    digest = manifest.digest().hex()
+    if not spec.data.private and digest != spec.data.digest:
+        raise BadDataError(
+            f"{place} holds other tokens than the run's: their digest is {digest[:12]}…, and "
+            f"[data] digest says {str(spec.data.digest)[:12]}…",
+            next_step="copy the run's tokens there, or name their folder with data = in node.toml",
+        )
+
+
+def _check_fits(manifest: Manifest, spec: RunSpec) -> None:
+    """Raises ConfigError where the run's model cannot take the tokens."""
+    vocabulary = vocabulary_of(spec)
+    if vocabulary is not None and manifest.vocab_size > vocabulary:
+        raise ConfigError(
+            f"the tokens have a vocabulary of {manifest.vocab_size}, and [model] vocab_size is {vocabulary}",
+            next_step=f"set [model] vocab_size = {manifest.vocab_size} or more",
+        )
+    context = spec.model.context
+    if manifest.row is not None and manifest.row != context + 1:
+        raise ConfigError(
+            f"the tokens are packed for a context of {manifest.row - 1}, and [model] context is {context}",
+            next_step=f"set [model] context = {manifest.row - 1}, or prepare the tokens with "
+            f"--pack {context}",
+        )
+
+
+def _check_tokenizer(place: Path, manifest: Manifest) -> None:
+    """Raises BadDataError where the tokenizer beside the tokens is not theirs."""
+    try:
+        check_pieces(place / TOKENIZER_FILE, manifest.files[TOKENIZER_FILE], manifest.piece_bytes)
+    except BadDataError as error:
+        raise BadDataError(
+            f"{place / TOKENIZER_FILE} is not the tokenizer that made these tokens",
+            next_step="copy that file again from where the tokens were made",
+        ) from error
+
+
+def _check_enough(shards: Dataset, *, context: int, batch: int) -> None:
+    """Raises NoInputError for less than a batch."""
+    if shards.num_samples < batch or shards.num_held_out_samples < 1:
+        raise NoInputError(
+            f"the tokens make {shards.num_samples:,} samples of {context + 1} to train on and "
+            f"{shards.num_held_out_samples:,} held out, but one batch takes {batch} and evaluation "
+            "at least 1",
+            next_step="prepare more text, hold out more of it, or lower [model] context or [inner] batch",
+        )

@@ -1,5 +1,9 @@
 """Which sample a place in the run's sample order means here.
 
+Where samples lie together by the thousand, in pieces of files that are fetched, the order takes them
+together: a stretch of places draws from WINDOW of such groups, chosen over all of the data, until they
+are used up. So what a node leases in a round needs a few pieces, not all.
+
 The order is endless: every `num_samples` places are one epoch, each epoch in an order of its own.
 Nodes with the same data have the same order, so places leased to one node are samples that no
 other trains in that epoch. Each place is computed by itself: nothing is kept that grows with the
@@ -19,14 +23,21 @@ NUM_PASSES = 10
 """Passes of the Feistel network. Few samples make small halves, which take more than the customary 4."""
 
 
+WINDOW = 64
+"""Groups that neighbouring places draw from. Fewer would train on less of the data at a time."""
+
+
 class SampleOrder:
     """A seeded permutation of the samples for each epoch."""
 
-    def __init__(self, *, seed: int, num_samples: int) -> None:
+    def __init__(self, *, seed: int, num_samples: int, num_together: int = 1) -> None:
+        """`num_together` neighbouring samples lie together; 1 where each is as near as any other."""
         if num_samples < 1:
             raise ValueError("a sample order needs at least one sample")
         self._seed = seed
         self._num_samples = num_samples
+        self._num_windows = 1 if num_together == 1 else -(-num_samples // (WINDOW * num_together))
+        self._group = -(-num_samples // (WINDOW * self._num_windows))
 
     def indices(self, first: int, count: int) -> Indices:
         """Samples at the places first, …, first + count − 1: [count], each below num_samples."""
@@ -36,18 +47,38 @@ class SampleOrder:
             epoch, start = divmod(place, self._num_samples)
             stop = min(self._num_samples, start + end - place)
             places = np.arange(start, stop, dtype=np.uint64)
-            samples = permuted(places, self._num_samples, self._keys_of(epoch))
-            parts.append(samples.astype(np.int64))
+            parts.append(self._samples_at(places, epoch).astype(np.int64))
             place += stop - start
         return np.concatenate(parts)
 
-    def _keys_of(self, epoch: int) -> Words:
-        text = f"{self._seed}:samples:{epoch}".encode()
-        return np.frombuffer(blake3.blake3(text).digest(length=8 * NUM_PASSES), "<u8")
+    def _samples_at(self, places: Words, epoch: int) -> Words:
+        keys = self._keys_of(f"{self._seed}:samples:{epoch}")
+        if self._num_windows == 1:
+            return permuted(places, self._num_samples, keys)
+        of_groups = self._keys_of(f"{self._seed}:groups:{epoch}")
+        found = self._in_windows(places, keys, of_groups)
+        while (beyond := np.flatnonzero(found >= self._num_samples)).size:
+            found[beyond] = self._in_windows(found[beyond], keys, of_groups)
+        return found
+
+    def _in_windows(self, places: Words, keys: Words, of_groups: Words) -> Words:
+        """A permutation of all windows' places, which are a few more than there are samples."""
+        size = WINDOW * self._group
+        window, place = np.divmod(places, np.uint64(size))
+        within = permuted(place, size, keys[:, None] ^ _mixed(window + np.uint64(1)))
+        group, sample = np.divmod(within, np.uint64(self._group))
+        groups = permuted(window * np.uint64(WINDOW) + group, WINDOW * self._num_windows, of_groups)
+        return groups * np.uint64(self._group) + sample
+
+    @staticmethod
+    def _keys_of(text: str) -> Words:
+        return np.frombuffer(blake3.blake3(text.encode()).digest(length=8 * NUM_PASSES), "<u8")
 
 
 def permuted(places: Words, num_samples: int, keys: Words) -> Words:
     """Where a keyed permutation of 0, …, num_samples − 1 takes these places.
+
+    Keys are [passes] or, for places with a permutation each, [passes, places].
 
     A Feistel network over pairs of digits to the base √num_samples, and again for what falls beyond
     the last sample (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains", section 5,
@@ -56,7 +87,8 @@ def permuted(places: Words, num_samples: int, keys: Words) -> Words:
     side = np.uint64(math.isqrt(num_samples - 1) + 1)
     found = _in_square(places, side, keys)
     while (beyond := np.flatnonzero(found >= num_samples)).size:
-        found[beyond] = _in_square(found[beyond], side, keys)
+        own = keys if keys.ndim == 1 else keys[:, beyond]
+        found[beyond] = _in_square(found[beyond], side, own)
     return found
 
 

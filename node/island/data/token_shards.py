@@ -12,26 +12,20 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from node.island.data.dataset import Batch, Dataset, Tokens
+from node.island.data.dataset import Batch, Tokens
+from node.island.data.fetching import FetchedFiles
 from node.island.data.manifest import (
     OFFSET_BYTES,
-    TOKENIZER_FILE,
     FileEntry,
     Manifest,
     ShardEntry,
     Split,
-    check_pieces,
-    check_sizes,
     damaged,
     piece_digests,
-    read_manifest,
 )
 from node.island.data.samples import Indices
-from protocol.errors import BadDataError, ConfigError, NoInputError
-from protocol.files import expanded
-from protocol.models import DecoderModel
+from protocol.errors import BadDataError, ConfigError
 from protocol.rounds import CorpusSummary
-from protocol.run_spec import RunSpec
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -66,6 +60,26 @@ class MappedFiles:
                     raise damaged(self._folder / name, number, self._piece_bytes)
                 self._checked.add((name, number))
         return mapped[start:stop]
+
+
+class FoundFiles:
+    """Files of which this node has some in folders, and fetches the others; implements Files."""
+
+    def __init__(self, here: Mapping[str, Files], far: FetchedFiles | None) -> None:
+        self._here = here
+        self._far = far
+
+    def read(self, name: str, start: int, stop: int) -> Bytes:
+        """See Files."""
+        if (mapped := self._here.get(name)) is not None:
+            return mapped.read(name, start, stop)
+        assert self._far is not None, "what is not here can be fetched"
+        return self._far.read(name, start, stop)
+
+    def expect(self, pieces: list[tuple[str, int]]) -> None:
+        """Has those that are far fetched in this order, beside the training."""
+        if self._far is not None:
+            self._far.expect([piece for piece in pieces if piece[0] not in self._here])
 
 
 class _SplitShards:
@@ -131,6 +145,24 @@ class TokenShards:
             num_held_out_bytes=self._manifest.text_bytes("held_out") or 0,
         )
 
+    @property
+    def num_together(self) -> int:
+        """See Dataset: samples in a piece of a file."""
+        stride = self._splits["training"].stride * self._manifest.token_bytes
+        return max(1, self._manifest.piece_bytes // stride)
+
+    def expect(self, split: Split, indices: Indices) -> None:
+        """See Dataset."""
+        if isinstance(self._files, FoundFiles):
+            size, most = self._manifest.piece_bytes, self._context + 1
+            pieces: dict[tuple[str, int], None] = {}  # in the order of their first use
+            for index in indices.tolist():
+                shard, start = self._splits[split].place_of(index)
+                first = shard.first + start
+                for token in (first, first + most - 1):
+                    pieces[shard.tokens, token * self._manifest.token_bytes // size] = None
+            self._files.expect(list(pieces))
+
     def batch(self, split: Split, indices: Indices) -> Batch:
         """See Dataset."""
         length = self._context + 1
@@ -193,78 +225,3 @@ class TokenShards:
             found = np.searchsorted(offsets, own, side="right")
             documents[row] = found - found[0]
         return documents
-
-
-def open_tokens(spec: RunSpec, folder: Path, path: str) -> TokenShards:
-    """Maps the tokens of a run; a relative path starts at `folder`. Reads none of them.
-
-    Raises NoInputError, BadDataError or ConfigError where they are not the run's.
-    """
-    place = folder / expanded(path)
-    manifest = read_manifest(
-        place,
-        when_missing="copy the run's tokens there, or say where they are with data = in node.toml",
-    )
-    check_is_runs(manifest, spec, place)
-    check_sizes(place, manifest.files)
-    if manifest.tokenizer == TOKENIZER_FILE:
-        check_tokenizer(place, manifest)
-    files = MappedFiles(place, manifest.files, manifest.piece_bytes)
-    shards = TokenShards(manifest, files, context=spec.model.context)
-    check_enough(shards, context=spec.model.context, batch=spec.inner.batch)
-    return shards
-
-
-def vocabulary_of(spec: RunSpec) -> int | None:
-    """Tokens that the run's model has; None where nobody says."""
-    if isinstance(spec.model, DecoderModel):
-        return spec.model.vocab_size
-    config = {} if spec.description is None else spec.description.config
-    stated = config.get("vocab_size")
-    return stated if isinstance(stated, int) else None
-
-
-def check_is_runs(manifest: Manifest, spec: RunSpec, place: Path) -> None:
-    """Raises BadDataError for other tokens than the run's, ConfigError where its model cannot take them."""
-    digest = manifest.digest().hex()
-    if not spec.data.private and digest != spec.data.digest:
-        raise BadDataError(
-            f"{place} holds other tokens than the run's: their digest is {digest[:12]}…, and "
-            f"[data] digest says {str(spec.data.digest)[:12]}…",
-            next_step="copy the run's tokens there, or name their folder with data = in node.toml",
-        )
-    vocabulary = vocabulary_of(spec)
-    if vocabulary is not None and manifest.vocab_size > vocabulary:
-        raise ConfigError(
-            f"the tokens have a vocabulary of {manifest.vocab_size}, and [model] vocab_size is {vocabulary}",
-            next_step=f"set [model] vocab_size = {manifest.vocab_size} or more",
-        )
-    context = spec.model.context
-    if manifest.row is not None and manifest.row != context + 1:
-        raise ConfigError(
-            f"the tokens are packed for a context of {manifest.row - 1}, and [model] context is {context}",
-            next_step=f"set [model] context = {manifest.row - 1}, or prepare the tokens with "
-            f"--pack {context}",
-        )
-
-
-def check_tokenizer(place: Path, manifest: Manifest) -> None:
-    """Raises BadDataError where the tokenizer beside the tokens is not theirs."""
-    try:
-        check_pieces(place / TOKENIZER_FILE, manifest.files[TOKENIZER_FILE], manifest.piece_bytes)
-    except BadDataError as error:
-        raise BadDataError(
-            f"{place / TOKENIZER_FILE} is not the tokenizer that made these tokens",
-            next_step="copy that file again from where the tokens were made",
-        ) from error
-
-
-def check_enough(shards: Dataset, *, context: int, batch: int) -> None:
-    """Raises NoInputError for less than a batch."""
-    if shards.num_samples < batch or shards.num_held_out_samples < 1:
-        raise NoInputError(
-            f"the tokens make {shards.num_samples:,} samples of {context + 1} to train on and "
-            f"{shards.num_held_out_samples:,} held out, but one batch takes {batch} and evaluation "
-            "at least 1",
-            next_step="prepare more text, hold out more of it, or lower [model] context or [inner] batch",
-        )

@@ -13,7 +13,7 @@ from typing import Any
 
 import structlog
 
-from node.island.data.opening import DataPlaces
+from node.island.data.places import DataPlaces
 from node.island.faults import LoopGoneError, TrainingDivergedError
 from node.island.hang_watch import HangWatch
 from node.island.island import Ability, Evaluation, InnerReport, InnerWork, Progress

@@ -5,7 +5,8 @@ from typing import Any
 import structlog
 
 from node.island.data.dataset import Batch, Dataset
-from node.island.data.opening import DataPlaces, open_dataset
+from node.island.data.opening import open_dataset
+from node.island.data.places import DataPlaces
 from node.island.data.samples import SampleOrder
 from node.island.island import InnerWork
 from node.island.loops.messages import no_samples, samples
@@ -38,12 +39,17 @@ class LeasedSamples:
             self._why_none = "the run's samples come from a function, which the loop calls itself"
             return
         try:
-            self.summary = open_dataset(self._spec, self._places).summary()
+            found = open_dataset(self._spec, self._places)
         except (NoInputError, ConfigError) as error:
             log.warning("the run's data is not here: loops need data of their own", why=error.what)
             self._why_none = error.what
             return
-        self._order = SampleOrder(seed=self._spec.run.seed, num_samples=self.summary.num_samples)
+        self.summary = found.summary()
+        self._order = SampleOrder(
+            seed=self._spec.run.seed,
+            num_samples=found.num_samples,
+            num_together=found.num_together,
+        )
 
     def told(self, work: InnerWork, first_step: int, *, wants_tokens: bool) -> dict[str, Any]:
         """The message with samples of as many steps as it holds, or why there are none. Heavy."""

@@ -1,0 +1,262 @@
+"""Files of tokens that a node does not have: fetched a piece at a time, checked, and kept for a while.
+
+Pieces come from the run file's path, a URL: by HTTP ranges, or by fsspec from wherever it reads. They are
+kept in a folder under their digests, within a limit; what was not used for longest goes first. All ranks
+of a host share the folder.
+"""
+
+import contextlib
+import fcntl
+import os
+import re
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from node.island.data.extras import needs_package
+from node.island.data.manifest import FileEntry, piece_digests
+from protocol.errors import AtollError, BadDataError, UnavailableError
+from protocol.files import make_folder, write_atomically
+
+Bytes = npt.NDArray[np.uint8]
+
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+
+NUM_TRIES = 5
+FIRST_PAUSE_SECONDS = 1.0
+SILENT_SECONDS = 15.0
+"""How long a server may say nothing. All tries together end before ranks count as hung."""
+
+NUM_FETCHERS = 2
+MAPPED_PIECES = 64
+"""Pieces that a rank keeps mapped; those that were removed meanwhile still take their room."""
+
+MOST_MANIFEST_BYTES = 1 << 30
+
+
+class Origin(Protocol):
+    """Where files of a run can be had, a part of them at a time."""
+
+    name: str
+
+    def fetch(self, file: str, start: int, stop: int) -> bytes:
+        """Bytes of a file, fewer where it ends before. Raises OSError or AtollError."""
+
+
+class HttpOrigin:
+    """A folder that a web server serves, with ranges."""
+
+    def __init__(self, url: str) -> None:
+        self.name = url.rstrip("/")
+
+    def fetch(self, file: str, start: int, stop: int) -> bytes:
+        """See Origin."""
+        url = f"{self.name}/{file}"
+        request = urllib.request.Request(url, headers={"Range": f"bytes={start}-{stop - 1}"})
+        with urllib.request.urlopen(request, timeout=SILENT_SECONDS) as answer:
+            found: bytes = answer.read(stop - start + 1)
+            if answer.status != 206 and (start > 0 or len(found) > stop - start):
+                raise BadDataError(
+                    f"{url} is served whole where a part is asked for",
+                    next_step="serve it by a server that knows ranges, or copy the folder",
+                )
+        return found[: stop - start]
+
+
+class FsspecOrigin:
+    """A folder that fsspec reads: s3://, gs://, hf:// and others, each with its own package."""
+
+    def __init__(self, url: str) -> None:
+        self.name = url.rstrip("/")
+        fsspec = needs_package("fsspec", what=f"{url} is read by fsspec")
+        try:
+            self._files: Any
+            self._files, self._root = fsspec.core.url_to_fs(self.name)
+        except (ImportError, ValueError) as error:
+            raise UnavailableError(
+                f"{url} cannot be read: {error}", next_step="install what it names"
+            ) from error
+
+    def fetch(self, file: str, start: int, stop: int) -> bytes:
+        """See Origin."""
+        found: bytes = self._files.cat_file(f"{self._root}/{file}", start=start, end=stop)
+        return found
+
+
+def is_url(path: str) -> bool:
+    """Whether a path of a run file is fetched from."""
+    return _URL.match(path) is not None
+
+
+def origin_of(url: str) -> Origin:
+    """What fetches from a URL."""
+    is_web = url.lower().startswith(("http://", "https://"))
+    return HttpOrigin(url) if is_web else FsspecOrigin(url)
+
+
+def fetched(origin: Origin, file: str, start: int, stop: int) -> bytes:
+    """Bytes of a file, tried several times; raises UnavailableError."""
+    pause = FIRST_PAUSE_SECONDS
+    for number in range(NUM_TRIES):
+        try:
+            return origin.fetch(file, start, stop)
+        except AtollError:
+            raise
+        except Exception as error:  # fsspec's file systems raise what their packages do
+            is_there = not isinstance(error, FileNotFoundError)
+            if isinstance(error, urllib.error.HTTPError):
+                is_there = error.code not in (403, 404, 410, 416)
+            if number == NUM_TRIES - 1 or not is_there:
+                raise UnavailableError(
+                    f"{origin.name}/{file} cannot be fetched: {error}",
+                    next_step="look whether it is served, or copy the data and name the folder with "
+                    "data = in node.toml",
+                ) from error
+        time.sleep(pause)
+        pause *= 2
+    raise AssertionError("the last try returns or raises")
+
+
+class PieceCache:
+    """Pieces of files in a folder, by their digests, within a limit."""
+
+    def __init__(self, folder: Path, *, limit_bytes: int) -> None:
+        make_folder(folder)
+        self._folder = folder
+        self._limit_bytes = limit_bytes
+
+    def path_of(self, digest: str) -> Path:
+        """Where a piece is, if it is there."""
+        return self._folder / f"{digest}.piece"
+
+    def put(self, digest: str, piece: bytes) -> None:
+        """Keeps a piece, and removes those that were not used for longest, never the last one."""
+        write_atomically(self.path_of(digest), piece)
+        kept = []
+        for entry in os.scandir(self._folder):
+            with contextlib.suppress(FileNotFoundError):
+                if entry.name.endswith(".piece"):
+                    status = entry.stat()
+                    kept.append((status.st_mtime_ns, status.st_size, Path(entry.path)))
+        total = sum(size for _, size, _ in kept)
+        for _, size, path in sorted(kept):
+            if total <= self._limit_bytes or path == self.path_of(digest):
+                break
+            path.unlink(missing_ok=True)
+            total -= size
+
+    def touch(self, digest: str) -> None:
+        """Says that a piece is used."""
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(self.path_of(digest))
+
+    @contextlib.contextmanager
+    def sole(self, digest: str) -> Iterator[None]:
+        """Keeps other ranks from fetching the same piece meanwhile."""
+        path = self._folder / f"{digest}.lock"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            path.unlink(missing_ok=True)  # whoever waits for it looks for the piece first
+            os.close(descriptor)
+
+
+class FetchedFiles:
+    """Files that come from origins through a cache; implements token_shards.Files."""
+
+    def __init__(
+        self,
+        origins: Sequence[Origin],
+        files: Mapping[str, FileEntry],
+        piece_bytes: int,
+        cache: PieceCache,
+    ) -> None:
+        self._origins = origins
+        self._files = files
+        self._piece_bytes = piece_bytes
+        self._cache = cache
+        self._mapped: OrderedDict[str, Bytes] = OrderedDict()
+        self._lock = threading.Lock()  # of what is mapped
+        self._fetchers: ThreadPoolExecutor | None = None
+        self._expected = 0  # counts expectations: a new one ends the one before
+
+    def read(self, name: str, start: int, stop: int) -> Bytes:
+        """See Files. Raises UnavailableError where no origin has them."""
+        size = self._piece_bytes
+        parts = [
+            self._piece(name, number)[max(0, start - number * size) : stop - number * size]
+            for number in range(start // size, -(-stop // size))
+        ]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def expect(self, wanted: Sequence[tuple[str, int]]) -> None:
+        """Fetches pieces (file, number) in this order beside the training; replaces what was expected."""
+        if self._fetchers is None:
+            self._fetchers = ThreadPoolExecutor(NUM_FETCHERS, thread_name_prefix="fetch-data")
+        self._expected += 1
+        for name, number in wanted:
+            self._fetchers.submit(self._fetch_expected, self._expected, name, number)
+
+    def _fetch_expected(self, expectation: int, name: str, number: int) -> None:
+        if expectation == self._expected:
+            with contextlib.suppress(AtollError):  # who reads it meets the error, and tells it
+                self._have(name, number)
+
+    def _piece(self, name: str, number: int) -> Bytes:
+        digest = self._files[name].pieces[number]
+        with self._lock:
+            if (mapped := self._mapped.get(digest)) is not None:
+                self._mapped.move_to_end(digest)
+                return mapped
+        while True:
+            self._have(name, number)
+            with contextlib.suppress(FileNotFoundError):  # another rank needed the room
+                mapped = np.memmap(self._cache.path_of(digest), np.uint8, mode="r")
+                if piece_digests([mapped.data]) == (digest,):
+                    break
+                self._cache.path_of(digest).unlink(missing_ok=True)  # the disk has changed it
+        with self._lock:
+            self._mapped[digest] = mapped
+            if len(self._mapped) > MAPPED_PIECES:
+                self._mapped.popitem(last=False)
+        self._cache.touch(digest)
+        return mapped
+
+    def _have(self, name: str, number: int) -> None:
+        """Fetches a piece that is not in the cache; raises AtollError."""
+        digest = self._files[name].pieces[number]
+        if self._cache.path_of(digest).exists():
+            return
+        start = number * self._piece_bytes
+        stop = min(start + self._piece_bytes, self._files[name].bytes)
+        with self._cache.sole(digest):
+            if self._cache.path_of(digest).exists():
+                return
+            refused: AtollError | None = None
+            for origin in self._origins:
+                try:
+                    piece = fetched(origin, name, start, stop)
+                except AtollError as error:
+                    refused = refused or error
+                    continue
+                if piece_digests([piece]) == (digest,):
+                    self._cache.put(digest, piece)
+                    return
+                refused = BadDataError(
+                    f"{origin.name}/{name} is damaged: piece {number}, from byte {start:,} on, has "
+                    "another digest than the manifest says",
+                    next_step="have its owner put that file there again; 'atoll data check DIR' reads all",
+                )
+            assert refused is not None, "there is an origin"
+            raise refused

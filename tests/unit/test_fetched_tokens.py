@@ -1,0 +1,288 @@
+"""What a node lacks of the tokens it fetches when it needs it, checked, and keeps within a limit."""
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+
+from node.island.data import fetching
+from node.island.data.dataset import Dataset
+from node.island.data.fetching import FetchedFiles, PieceCache, is_url
+from node.island.data.manifest import FileEntry, piece_digests, pieces_of_file, read_manifest
+from node.island.data.opening import open_dataset
+from node.island.data.places import DataPlaces
+from protocol.errors import BadDataError, ConfigError, NoInputError, UnavailableError
+from protocol.run_spec import RunSpec
+from tests.unit.served_folder import serving
+from tests.unit.tokens_scene import prepared, spec_of, write_jsonl
+
+PIECE = 512
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Tokens in some shards of several small pieces."""
+    monkeypatch.setattr("node.island.data.preparing.LEAST_SHARD_BYTES", 4096)
+    monkeypatch.setattr("node.island.data.preparing.SHARDS_AIMED_AT", 1 << 30)
+    monkeypatch.setattr(fetching, "FIRST_PAUSE_SECONDS", 0.0)
+    write_jsonl(tmp_path / "a.jsonl", 60)
+    prepared(tmp_path / "a.jsonl", out=tmp_path / "out")
+    tables = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    tables["piece_bytes"] = PIECE
+    for name, entry in tables["files"].items():
+        entry["pieces"] = piece_digests(pieces_of_file(tmp_path / "out" / name, PIECE))
+    (tmp_path / "out" / "manifest.json").write_text(json.dumps(tables))
+    return tmp_path / "out"
+
+
+def fetched_from(
+    url: str, spec: RunSpec, home: Path, *, own: str = "", limit: int = 10**9
+) -> Dataset:
+    """What a node opens whose run file has the URL."""
+    spec = spec.model_copy(update={"data": spec.data.model_copy(update={"paths": (url,)})})
+    places = DataPlaces(folder=home, own=own, cache=home / "cache", cache_bytes=limit)
+    return open_dataset(spec, places)
+
+
+def everything(dataset: Dataset) -> list[np.ndarray]:
+    return [
+        dataset.batch("training", np.arange(dataset.num_samples)).tokens,
+        dataset.batch("held_out", np.arange(dataset.num_held_out_samples)).tokens,
+    ]
+
+
+def same(one: Dataset, other: Dataset) -> bool:
+    return all(map(np.array_equal, everything(one), everything(other)))
+
+
+def here(folder: Path) -> Dataset:
+    return open_dataset(spec_of(folder), DataPlaces(folder=Path("/")))
+
+
+def test_a_node_without_tokens_reads_the_samples_of_one_that_has_them(
+    folder: Path, tmp_path: Path
+) -> None:
+    with serving(folder) as served:
+        dataset = fetched_from(served.url, spec_of(folder), tmp_path)
+        assert [name for name, _ in served.asked] == ["manifest.json"]  # a start waits for no data
+        assert dataset.summary() == here(folder).summary()
+        assert same(dataset, here(folder))
+        asked = served.of_tokens()
+        everything(dataset)
+        assert served.of_tokens() == asked  # each piece came once
+        pieces = sum(
+            len(e.pieces) for n, e in read_manifest(folder).files.items() if n.endswith("tokens")
+        )
+        assert len(asked) == pieces > 20
+        again = fetched_from(served.url, spec_of(folder), tmp_path)
+        assert same(again, here(folder))
+    assert same(
+        fetched_from(served.url, spec_of(folder), tmp_path), here(folder)
+    )  # without a server
+
+
+def test_nodes_with_half_of_the_shards_each_fetch_the_other_half(
+    folder: Path, tmp_path: Path
+) -> None:
+    shards = [shard.tokens for shard in read_manifest(folder).training]
+    halves = {"even": shards[::2], "odd": shards[1::2]}
+    with serving(folder) as served:
+        for name, kept in halves.items():
+            own = tmp_path / name
+            own.mkdir()
+            for each in kept:
+                (own / each).write_bytes((folder / each).read_bytes())
+            dataset = fetched_from(
+                served.url, spec_of(folder), tmp_path / f"{name}-home", own=str(own)
+            )
+            assert same(dataset, here(folder))
+            assert not set(served.of_tokens()) & set(kept)
+            assert set(served.of_tokens()) >= set(shards) - set(kept)
+            served.asked.clear()
+
+
+def test_a_shard_here_of_another_length_is_refused_though_it_could_be_fetched(
+    folder: Path, tmp_path: Path
+) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "00000.tokens").write_bytes(b"half")
+    with serving(folder) as served, pytest.raises(BadDataError, match=r"00000\.tokens has 4 bytes"):
+        fetched_from(served.url, spec_of(folder), tmp_path, own=str(own))
+
+
+def test_what_was_not_used_for_longest_makes_room(folder: Path, tmp_path: Path) -> None:
+    with serving(folder) as served:
+        dataset = fetched_from(served.url, spec_of(folder), tmp_path, limit=6 * PIECE)
+        assert same(dataset, here(folder))
+        kept = list((tmp_path / "cache").glob("*.piece"))
+        assert 0 < sum(path.stat().st_size for path in kept) <= 6 * PIECE
+        assert not list((tmp_path / "cache").glob("*.lock"))
+
+
+def test_a_cache_keeps_what_was_used_last(tmp_path: Path) -> None:
+    cache = PieceCache(tmp_path / "cache", limit_bytes=20)
+    for number, digest in enumerate("abc"):
+        cache.put(digest, bytes(8))
+        path = cache.path_of(digest)
+        if path.exists():
+            os.utime(path, (number, number))
+        if digest == "b":
+            cache.touch("a")
+    assert [digest for digest in "abc" if cache.path_of(digest).exists()] == ["a", "c"]
+    cache.put("d", bytes(100))  # larger than the limit: it is needed now
+    assert [digest for digest in "abcd" if cache.path_of(digest).exists()] == ["d"]
+
+
+def test_a_piece_that_was_changed_on_its_way_is_refused_by_name(
+    folder: Path, tmp_path: Path
+) -> None:
+    spec = spec_of(folder)
+    path = folder / "00001.tokens"
+    content = bytearray(path.read_bytes())
+    content[PIECE + 1] ^= 1
+    path.write_bytes(content)
+    with serving(folder) as served:
+        dataset = fetched_from(served.url, spec, tmp_path)
+        with pytest.raises(BadDataError, match=rf"{served.url}/00001\.tokens is damaged: piece 1"):
+            everything(dataset)
+
+
+def test_a_piece_that_the_disk_changed_is_fetched_again(folder: Path, tmp_path: Path) -> None:
+    with serving(folder) as served:
+        everything(fetched_from(served.url, spec_of(folder), tmp_path))
+        for path in (tmp_path / "cache").glob("*.piece"):
+            path.write_bytes(b"\xff" * path.stat().st_size)
+        assert same(fetched_from(served.url, spec_of(folder), tmp_path), here(folder))
+
+
+def test_a_server_that_fails_for_a_while_is_asked_again(folder: Path, tmp_path: Path) -> None:
+    with serving(folder) as served:
+        dataset = fetched_from(served.url, spec_of(folder), tmp_path)
+        served.failures = fetching.NUM_TRIES - 1
+        dataset.batch("training", np.array([0]))
+        served.failures = 10**6
+        with pytest.raises(UnavailableError, match=r"tokens cannot be fetched: HTTP Error 503"):
+            everything(dataset)
+
+
+def test_a_file_that_is_not_served_is_not_asked_for_again(folder: Path, tmp_path: Path) -> None:
+    with serving(folder) as served:
+        dataset = fetched_from(served.url, spec_of(folder), tmp_path)
+        (folder / "00000.tokens").rename(folder / "elsewhere")
+        with pytest.raises(UnavailableError, match="HTTP Error 404"):
+            dataset.batch("training", np.array([0]))
+        assert served.of_tokens() == ["00000.tokens"]
+        with pytest.raises(UnavailableError, match=r"nowhere/manifest\.json cannot be fetched"):
+            fetched_from(f"{served.url}/nowhere", spec_of(folder), tmp_path / "other")
+
+
+def test_a_server_without_ranges_is_refused(folder: Path, tmp_path: Path) -> None:
+    with serving(folder) as served:
+        dataset = fetched_from(served.url, spec_of(folder), tmp_path)
+        served.knows_ranges = False
+        with pytest.raises(BadDataError, match="is served whole where a part is asked for"):
+            everything(dataset)
+
+
+def test_other_tokens_behind_the_url_are_refused(folder: Path, tmp_path: Path) -> None:
+    spec = spec_of(folder)
+    tables = json.loads((folder / "manifest.json").read_text()) | {"vocab_size": 257}
+    (folder / "manifest.json").write_text(json.dumps(tables))
+    with serving(folder) as served, pytest.raises(BadDataError, match="holds other tokens than"):
+        fetched_from(served.url, spec, tmp_path)
+
+
+def test_fsspec_reads_from_where_it_can(folder: Path, tmp_path: Path) -> None:
+    memory = fsspec.filesystem("memory")
+    for path in folder.iterdir():
+        memory.pipe_file(f"/bucket/{path.name}", path.read_bytes())
+    try:
+        dataset = fetched_from("memory://bucket", spec_of(folder), tmp_path)
+        assert same(dataset, here(folder))
+    finally:
+        memory.rm("/bucket", recursive=True)
+    with pytest.raises(UnavailableError, match=r"nosuch://x cannot be read"):
+        fetched_from("nosuch://x", spec_of(folder), tmp_path / "other")
+
+
+def test_what_is_expected_is_on_its_way_in_the_order_of_its_use(
+    folder: Path, tmp_path: Path
+) -> None:
+    with serving(folder) as served:
+        dataset = fetched_from(served.url, spec_of(folder), tmp_path)
+        wanted = np.arange(dataset.num_samples)[::-1]
+        dataset.expect("training", wanted)
+        entries = read_manifest(folder).training
+        pieces = sum(-(-shard.num_tokens // PIECE) for shard in entries)
+        deadline = time.monotonic() + 30
+        while len(list((tmp_path / "cache").glob("*.piece"))) < pieces:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        order = list(dict.fromkeys(served.of_tokens()))
+        assert order == [shard.tokens for shard in reversed(entries)]
+        served.asked.clear()
+        dataset.batch("training", wanted)
+        assert not served.asked
+
+
+def test_ranks_of_a_host_fetch_a_piece_once(tmp_path: Path) -> None:
+    content = bytes(range(200))
+    entry = FileEntry(bytes=200, pieces=piece_digests([content]))
+    asked: list[int] = []
+    both_wait = threading.Barrier(2)
+
+    class Slow:
+        name = "slow"
+
+        def fetch(self, file: str, start: int, stop: int) -> bytes:
+            asked.append(start)
+            time.sleep(0.05)
+            return content
+
+    found: list[bytes] = []
+
+    def rank() -> None:
+        cache = PieceCache(tmp_path / "cache", limit_bytes=10**6)
+        files = FetchedFiles([Slow()], {"a": entry}, 1024, cache)
+        both_wait.wait()
+        found.append(files.read("a", 10, 20).tobytes())
+
+    threads = [threading.Thread(target=rank) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [content[10:20]] * 2
+    assert asked == [0]
+
+
+def test_what_is_missing_and_cannot_be_fetched_is_named(folder: Path, tmp_path: Path) -> None:
+    spec = spec_of(folder)
+    (folder / "00001.offsets").unlink()
+    with pytest.raises(NoInputError, match=r"00001\.offsets is not there"):
+        open_dataset(spec, DataPlaces(folder=Path("/")))
+    of_url = spec.model_copy(
+        update={"data": spec.data.model_copy(update={"paths": ("http://x/y",)})}
+    )
+    with pytest.raises(ConfigError, match="no folder for what is fetched"):
+        open_dataset(of_url, DataPlaces(folder=tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("s3://bucket/x", True),
+        ("HTTP://x", True),
+        ("./tokens", False),
+        ("C:/tokens", False),
+        ("a/b://c", False),
+    ],
+)
+def test_a_url_is_told_from_a_path(path: str, expected: bool) -> None:
+    assert is_url(path) is expected
