@@ -87,7 +87,8 @@ def log_transition(before: SwarmState, transition: Transition) -> None:
             case SendFinished(round=number, reason=reason):
                 _log.info("run finished", round=number, reason=reason)
     for held_out in after.held_out[len(before.held_out) :]:
-        _log.info("evaluated", round=held_out.round, held_out_loss=round(held_out.loss, 4))
+        own = {} if held_out.metric is None else {"metric": round(held_out.metric, 4)}
+        _log.info("evaluated", round=held_out.round, held_out_loss=round(held_out.loss, 4), **own)
     _log_start(before, after)
     _log_phases(before, after)
 

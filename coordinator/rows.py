@@ -12,7 +12,7 @@ from typing import Any
 
 from blake3 import blake3
 
-Value = int | float | str | bytes
+Value = int | float | str | bytes | None
 """What a column holds. A column of type REAL gives a float back, so it must be given one."""
 
 DIGEST_BYTES = 16
@@ -83,4 +83,6 @@ def _raw(value: object) -> tuple[bytes, bytes]:
             return b"i", b"%d" % value
         case float():
             return b"f", struct.pack("<d", value)
+        case None:
+            return b"n", b""
     return b"?", b""

@@ -114,8 +114,10 @@ class Store:
             (state,) = _STATE.validate_json(row[1])
             members = [_MEMBER.validate_json(text)[0] for _, text in rows_of(connection, "members")]
             held_out = tuple(
-                HeldOut(round=number, loss=loss, tokens=tokens)
-                for _, number, loss, tokens in rows_of(connection, "held_out", "ORDER BY place")
+                HeldOut(round=number, loss=loss, tokens=tokens, metric=metric)
+                for _, number, loss, tokens, metric in rows_of(
+                    connection, "held_out", "ORDER BY place"
+                )
             )
             open_round = load_round(connection)
             row = row_of(connection, "ledger")
@@ -213,7 +215,7 @@ class Store:
             put(
                 connection,
                 "held_out",
-                ((place, h.round, float(h.loss), h.tokens) for place, h in losses),
+                ((place, h.round, float(h.loss), h.tokens, h.metric) for place, h in losses),
             )
         if change.is_taken_back or change.closed:
             closed_rows.forget_after(connection, after.committed_round)

@@ -9,7 +9,7 @@ import click
 
 from node.config import load_settings, require_node_folder
 from protocol.credentials import Credentials, find_home
-from protocol.errors import UsageError
+from protocol.errors import NoInputError, UsageError
 from protocol.time_span import as_seconds
 
 DIRECTORY = click.option(
@@ -85,6 +85,7 @@ def node() -> None:
     help="A run whose own code may run here; instead of those in node.toml.",
 )
 @click.option("--code", help="The folder that has the functions of the run.")
+@click.option("--base", help="The transformers folder of the model that the run adapts.")
 @click.option("--listen", help="Address that peers connect to.")
 @click.option("--port", type=int, help="Port that peers connect to; 0 picks a free one.")
 @click.option("--announce", help="Host to tell peers, when a router forwards the port.")
@@ -288,11 +289,15 @@ TOKENIZER = click.option(
 @click.argument("out", type=click.Path(path_type=Path))
 @DIRECTORY
 @TOKENIZER
-def export(out: Path, folder: Path | None, tokenizer: Path | None) -> None:
+@click.option(
+    "--merged", is_flag=True, help="Add a run's adapters to their model: base of node.toml."
+)
+def export(out: Path, folder: Path | None, tokenizer: Path | None, merged: bool) -> None:
     """Write the model of this node's newest round to the folder OUT.
 
     OUT holds safetensors, a config.json that the transformers library loads, the tokenizer, and a
-    model card that says where the model comes from.
+    model card that says where the model comes from. Of a run with [lora] it holds the adapters, as the
+    peft library loads them, unless they are --merged.
 
     Example: atoll export ./model
     """
@@ -307,6 +312,16 @@ def export(out: Path, folder: Path | None, tokenizer: Path | None) -> None:
     from node.text_out import files_of_tokenizer
 
     places = load_settings(home).data_places(home=home, folder=Path.cwd())
+    if merged and model.spec.adapters is None:
+        raise UsageError(
+            f"--merged adds adapters to their model, and run {model.spec.run.name!r} trains all of it",
+            next_step="leave --merged out",
+        )
+    if merged and places.base is None:
+        raise NoInputError(
+            "--merged adds adapters to their model, and node.toml does not say where it is",
+            next_step='write base = "FOLDER" into node.toml',
+        )
     problem = export_model(
         spec=model.spec,
         parameters=model.parameters,
@@ -319,6 +334,7 @@ def export(out: Path, folder: Path | None, tokenizer: Path | None) -> None:
         ),
         out=out,
         tokenizer=files_of_tokenizer(model.spec, places, named=tokenizer),
+        base=places.base if merged else None,
     )
     click.echo(f"wrote the model at round {model.round} ({model.outer_digest.hex()[:12]}) to {out}")
     if problem:
@@ -369,13 +385,14 @@ def sample(
             f"--bytes {num_bytes} is for a run whose tokens are bytes, instead of --tokens",
             next_step="give --tokens alone",
         )
-    from node.island.generate import sampled
+    from node.island.models.writing import written_by
 
     start_tokens = text.tokens_of(prompt)
-    written = sampled(
+    written = written_by(
         model.spec,
         model.parameters,
         start_tokens,
+        base=places.base,
         num_tokens=num_tokens or num_bytes or (300 if are_bytes else 100),
         temperature=temperature,
         seed=seed,

@@ -108,6 +108,10 @@ allow_functions = []
 # 'atoll node start' is typed.
 code = ""
 
+# The transformers folder of the model that the run adapts ([lora] in its run file). A relative path begins
+# where 'atoll node start' is typed.
+base = ""
+
 # After how many rounds the inner optimizer's state is written to this folder (8 bytes for each
 # parameter, behind the training; with large models more seldom, at 20 MB/s on average), so that a
 # restart goes on from it; 0 means never.
@@ -245,6 +249,7 @@ class NodeSettings(Section):
     data_cache: Annotated[str, AfterValidator(_size)] = "20GB"
     allow_functions: Annotated[tuple[str, ...], Field(strict=False)] = ()  # TOML gives lists
     code: str = ""
+    base: str = ""
     checkpoint_every_rounds: Annotated[int, Field(ge=0, lt=2**31)] = 10
     hang_seconds: Annotated[float, Field(ge=0, le=7 * 86400)] = 120.0
     loop: bool = False
@@ -335,11 +340,12 @@ class NodeSettings(Section):
         return bytes_per_second_of(self.max_upload)
 
     def data_places(self, *, home: Path, folder: Path) -> DataPlaces:
-        """Where the data and the functions of the run are; relative paths begin at `folder`."""
+        """Where the data, the functions and the base of the run are; relative paths begin at `folder`."""
         return DataPlaces(
             folder=folder,
             own=self.data,
             code=self.code_folder(folder),
+            base=folder / expanded(self.base) if self.base else None,
             cache=home / DATA_CACHE_FOLDER,
             cache_bytes=bytes_of(self.data_cache),
         )

@@ -141,11 +141,8 @@ def _described(spec: RunSpec, folder: Path, source: Path | None) -> Description:
     own = Path.cwd() if source is None else source
     description = describe(spec, own)
     described = spec.model_copy(update={"description": description})
-    if isinstance(spec.model, TransformersModel):
-        generation_config = read_settings(own).get("generation_config", {})
-        description = description.model_copy(update={"generation_config": generation_config})
-        described = spec.model_copy(update={"description": description})
-    is_given = isinstance(spec.model, TransformersModel) and any(own.glob("*.safetensors"))
+    is_whole = isinstance(spec.model, TransformersModel) and spec.adapters is None
+    is_given = is_whole and any(own.glob("*.safetensors"))
     weights = first_vector(described, own if is_given else None)
     _write_weights(folder / FIRST_WEIGHTS, described, weights)
     return description.model_copy(update={"first_digest": digest_of_first(weights).hex()})

@@ -50,13 +50,15 @@ def export_model(
     origin: Origin,
     out: Path,
     tokenizer: Mapping[str, Path] | None = None,
+    base: Path | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> str:
     """Writes weights (fp32), config.json, the tokenizer, atoll.json and a model card.
 
-    `tokenizer` are its files by the names that they get. Returns why transformers does not load the
-    result; empty where it does. Raises CannotCreateError when `out` exists and is not an empty folder, or
-    cannot be written.
+    `tokenizer` are its files by the names that they get. Models with source = "transformers" are written
+    by transformers itself; adapters alone, as peft loads them, or added to the model in `base`. Returns
+    why transformers does not load the result; empty where it does. Raises CannotCreateError when `out`
+    exists and is not an empty folder, or cannot be written.
     """
     layout = layout_of(spec)
     if len(parameters) != layout.num_elements:
@@ -73,7 +75,7 @@ def export_model(
             # What it calls weights in memory and on disk may differ, and only it knows how.
             from node.island.models.describing import export_state
 
-            export_state(spec, parameters, beside)
+            export_state(spec, parameters, beside, base=base)
         else:
             _write_weights(beside, layout, parameters, shard_bytes)
         problem = _write_settings(beside, spec, origin, tokenizer or {})

@@ -240,17 +240,18 @@ class Description(Section):
 
     Without `tensors` those of the decoder are meant. `first_digest` is that of the outer state that
     the run begins with, where it begins with given weights; else each node draws them from the seed.
-    `activation_bytes` is what backward keeps of one sample, in fp32. `tensor_plan` names modules, with
-    `*` for a part of a name, and is empty where there is none, with the reason beside it. `sources` has
-    a digest for the file of each function that the run brings.
-    `config` and `generation_config` are the JSON files of a transformers folder that the run was made
-    from: exports begin with them.
+    `frozen_digest` is that of the `num_frozen` values that are not trained. `activation_bytes` is what
+    backward keeps of one sample, in fp32. `tensor_plan` names modules, with `*` for a part of a name, and
+    is empty where there is none, with the reason beside it. `sources` has a digest for the file of each
+    function that the run brings. `config` and `generation_config` are the JSON files of a transformers
+    folder that the run was made from: exports begin with them.
     """
 
     tensors: Annotated[tuple[TensorShape, ...], Field(strict=False)] = ()
     flops_per_token: Annotated[int, Field(gt=0)] | None = None
     first_digest: HexDigest | None = None
     frozen_digest: HexDigest | None = None
+    num_frozen: Annotated[int, Field(ge=0)] = 0
     config: dict[str, Any] = {}
     activation_bytes: Annotated[int, Field(ge=0)] | None = None
     tensor_plan: dict[str, TensorStyle] = {}

@@ -325,13 +325,15 @@ def _loss_line(status: pb.GetStatusResponse) -> RenderableType:
 
 
 def held_out_in_words(run: pb.RunStatus) -> str:
-    """The first and the latest held-out loss, nats per token; and the latest in bits per byte of text."""
+    """The first and the latest held-out loss, nats per token; the latest in bits per byte, and its metric."""
     losses = [held_out.loss for held_out in run.held_out_losses]
     if not losses:
         return ""
     words = f"{losses[0]:.3f}" if len(losses) == 1 else f"{losses[0]:.3f} → {losses[-1]:.3f}"
     bits = bits_per_byte(losses[-1], run)
-    return words if bits is None else f"{words}, {bits:.3f} bits a byte"
+    words += "" if bits is None else f", {bits:.3f} bits a byte"
+    latest = run.held_out_losses[-1]
+    return f"{words}, metric {latest.metric:.4g}" if latest.HasField("metric") else words
 
 
 def bits_per_byte(loss: float, run: pb.RunStatus) -> float | None:

@@ -76,6 +76,11 @@ RUN_METRICS = (
         meaning="The same loss in bits per byte of text, by which tokenizers are compared",
     ),
     Metric(
+        name="atoll_held_out_metric",
+        kind="gauge",
+        meaning="What the run's own function measures beside the loss",
+    ),
+    Metric(
         name="atoll_held_out_loss_round", kind="gauge", meaning="Round of that evaluation's state"
     ),
     Metric(
@@ -172,6 +177,8 @@ def _put_run(board: Board, run: pb.RunStatus, version: str) -> None:
     if run.held_out_losses:
         board.put("atoll_held_out_loss_nats", run.held_out_losses[-1].loss)
         board.put("atoll_held_out_bits_per_byte", bits_per_byte(run.held_out_losses[-1].loss, run))
+        if run.held_out_losses[-1].HasField("metric"):
+            board.put("atoll_held_out_metric", run.held_out_losses[-1].metric)
         board.put("atoll_held_out_loss_round", run.held_out_losses[-1].round)
     for counted in run.wire.counts:
         for direction, num_bytes in (

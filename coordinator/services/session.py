@@ -323,6 +323,9 @@ def _event_of(node_id: NodeId, wire: pb.Report, participants: Mapping[int, int])
                 round=number,
                 held_out_loss=checks.finite(wire.evaluated.held_out_loss, of="the held-out loss"),
                 tokens=checks.count(wire.evaluated.tokens, of="the number of tokens"),
+                metric=checks.finite(wire.evaluated.metric, of="the metric")
+                if wire.evaluated.HasField("metric")
+                else None,
             )
         case _:
             raise BadDataError(

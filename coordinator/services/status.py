@@ -111,7 +111,7 @@ class StatusDesk:
             num_parameters=0 if layout is None else sum(layout.fragment_elements),
             inner_steps=state.rules.inner_steps,
             held_out_losses=[
-                pb.HeldOutLoss(round=h.round, loss=h.loss, tokens=h.tokens)
+                pb.HeldOutLoss(round=h.round, loss=h.loss, tokens=h.tokens, metric=h.metric)
                 for h in _spread(state.held_out)
             ],
             held_out_bytes_per_token=_held_out_bytes_per_token(state),

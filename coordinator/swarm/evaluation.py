@@ -55,7 +55,12 @@ def evaluated(turn: Turn, event: Evaluated) -> None:
     asked = turn.state.evaluating
     if asked is None or (asked.node_id, asked.round) != (event.node_id, event.round):
         return
-    loss = HeldOut(round=event.round, loss=event.held_out_loss, tokens=event.tokens)
+    loss = HeldOut(
+        round=event.round,
+        loss=event.held_out_loss,
+        tokens=event.tokens,
+        metric=event.metric,
+    )
     turn.state = replace(turn.state, held_out=(*turn.state.held_out, loss), evaluating=None)
 
 

@@ -156,6 +156,7 @@ class Evaluated:
     round: int
     held_out_loss: float
     tokens: int
+    metric: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

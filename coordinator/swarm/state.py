@@ -188,11 +188,12 @@ class ClosedRound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOut:
-    """One evaluation of the committed model."""
+    """One evaluation of the committed model; the metric is what a run's own function measures."""
 
     round: int
     loss: float
     tokens: int
+    metric: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

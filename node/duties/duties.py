@@ -451,7 +451,12 @@ class Duties:
             )
             return
         self._session.report(
-            round, Evaluated(held_out_loss=evaluation.loss, tokens=evaluation.tokens)
+            round,
+            Evaluated(
+                held_out_loss=evaluation.loss,
+                tokens=evaluation.tokens,
+                metric=evaluation.metric,
+            ),
         )
 
 

@@ -60,6 +60,7 @@ class Evaluated:
 
     held_out_loss: float
     tokens: int
+    metric: float | None = None
 
 
 Report = Trained | Reduced | Held | Applied | Evaluated | Leaving

@@ -79,9 +79,10 @@ def need_of(shape: MeshShape, spec: RunSpec, local: LocalTraining = PLAIN) -> Ne
     of_moments, of_gradients, of_parameters = (
         folded if shape.zero >= stage else 1 for stage in (1, 2, 3)
     )
+    frozen = 0 if spec.description is None else spec.description.num_frozen // of_parameters
     gathered = 0 if of_parameters == 1 else 2 * per_layer // shape.tensor + table // shape.tensor
     return Need(
-        parameters=_VALUE_BYTES * (values // of_parameters + gathered),
+        parameters=_VALUE_BYTES * (values // of_parameters + frozen + gathered),
         gradients=_VALUE_BYTES * (values // (1 if local.accumulate == "whole" else of_gradients)),
         moments=_VALUE_BYTES * _MOMENTS[spec.inner.optimizer] * (values // of_moments),
         activations=_activation_bytes(shape, spec, layers, local),
@@ -141,7 +142,9 @@ def _activation_bytes(shape: MeshShape, spec: RunSpec, layers: int, local: Local
         kept /= 2  # at most: the residual stream stays fp32
     # Logits, their exponentials, their gradient; and those before a soft-cap.
     of_logits = (3 if model.logit_softcap is None else 4) * model.vocab_size
-    return int(_VALUE_BYTES * positions * (kept + of_logits) / shape.tensor)
+    # What keeps documents apart is for whole samples, and for all layers once.
+    of_mask = 0 if spec.data.across_documents else model.context
+    return int(_VALUE_BYTES * positions * ((kept + of_logits) / shape.tensor + of_mask))
 
 
 def node_bytes(spec: RunSpec) -> int:

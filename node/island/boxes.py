@@ -126,6 +126,15 @@ def extent_of(parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(start), tuple(size)
 
 
+def fill(parameter: nn.Parameter, whole: Tensor) -> None:
+    """Gives a rank's part of a tensor its values, from the whole of it on the CPU."""
+    place = TensorPlace(name="", shape=tuple(whole.shape), offset=0, num_elements=whole.numel())
+    box, _ = _box_of(place, parameter)
+    values = parameter.detach()
+    local = values.to_local() if isinstance(values, DTensor) else values
+    local.copy_(box.of(whole.reshape(-1)))
+
+
 WHOLE = slice(0, sys.maxsize)
 """The span of the whole canonical vector."""
 

@@ -7,6 +7,7 @@ model they are of is node.island.models'.
 import contextlib
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from node.island.accumulation import accumulate_gradients, plain
+from node.island.boxes import fill
 from node.island.clipping import GradientClipping
 from node.island.compiling import compile_layers
 from node.island.context import positions_of
@@ -31,12 +33,13 @@ from node.island.models.architecture import (
     Roles,
     Tree,
     architecture_of,
+    check_frozen,
 )
 from node.island.optimizers import Muon, inner_optimizers, iteration_dtype_of
 from node.island.parallel import parts_of
 from node.island.precision import LossScale, dtype_of
 from node.island.recomputing import recompute_layers
-from node.island.sharded_weights import gathered_as_they_are
+from node.island.sharded_weights import gathered_as_they_are, reshard
 from node.island.whole_matrices import WholeMatrices
 from protocol.run_spec import InnerSection, RunSpec
 
@@ -139,6 +142,7 @@ class Engine:
     ) -> None:
         self._mesh = mesh
         self._device = device
+        self._description = spec.description
         self.dtype = dtype_of(local.precision, device)
         """What matrix products are computed in."""
         self.loss_scale = LossScale(self.dtype)
@@ -202,6 +206,26 @@ class Engine:
     def copies(self) -> frozenset[nn.Parameter]:
         """Parameters of this rank whose first use is in another part of the model."""
         return frozenset().union(*(self._architecture.copies(part) for part in self.parts))
+
+    def take_base(self, base: Path | None) -> None:
+        """Fills what is not trained, from the node's own copy; raises BadDataError where it is not the run's.
+
+        All of it is in the CPU's memory for that. Nothing happens where all is trained.
+        """
+        frozen = {
+            name: parameter
+            for part in self.parts
+            for name, parameter in part.named_parameters()
+            if not parameter.requires_grad
+        }
+        if not frozen:
+            return
+        values = self._architecture.frozen_values(frozen, base)
+        theirs = None if self._description is None else self._description.frozen_digest
+        check_frozen(values, theirs, where=str(base or "what its function makes"))
+        reshard(self.parts)
+        for name, parameter in frozen.items():
+            fill(parameter, values[name])
 
     def optimizers(self, inner: InnerSection) -> list[Optimizer]:
         """The inner optimizers over the rank's parameters; with ZeRO 1 their state is spread."""

@@ -140,7 +140,7 @@ def refuse(function: str, what: str) -> BadDataError:
     """What to say of a function that returns something else than it should."""
     return BadDataError(
         f"the run's function {function} returns {what}",
-        next_step="docs/functions.md says what it should return",
+        next_step="docs/models-and-data.md says what it should return",
     )
 
 

@@ -63,6 +63,7 @@ class InlineIsland:
             clock=self._clock,
             local=self._local,
         )
+        self._trainer.take_base(None)
         return corpus.summary()
 
     async def stop(self) -> None:

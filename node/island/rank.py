@@ -122,6 +122,7 @@ class _Rank:
             clock=time.monotonic,
             local=setup.local,
         )
+        self._trainer.take_base(setup.data.base)
         self._trainer.know_peak()
         self._writer = CheckpointWriter(self._trainer, mesh)
         self._speaks = mesh.speaks

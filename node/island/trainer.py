@@ -7,6 +7,7 @@ go back there. Processes and commands are node.island.rank's business.
 import contextlib
 import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import blake3
 import numpy as np
@@ -54,6 +55,7 @@ from node.island.sharded_weights import reshard
 from node.island.utilisation import flops_per_token, measure_peak_if_unknown, measured
 from node.outer_state import Vector
 from protocol.layout import layout_of
+from protocol.models import FunctionModel
 from protocol.rounds import Digest
 from protocol.run_spec import RunSpec
 
@@ -144,6 +146,8 @@ class Trainer:
             seed=spec.run.seed, num_samples=corpus.num_samples, num_together=corpus.num_together
         )
         self._counted_tokens = 0  # since training of a round began
+        is_own = isinstance(spec.model, FunctionModel) and mesh.shape.tensor > 1
+        self._has_plan_to_check = is_own
         self._rewarming = Rewarming(rewarming_steps(spec))
         self._communication = LocalCommunication(
             device, mesh, may_trace=may_be_traced(mesh.shape, local)
@@ -151,14 +155,27 @@ class Trainer:
         if local.compile:
             self._compile_now()
 
+    def take_base(self, base: Path | None) -> None:
+        """Reads what the run does not train, where it leaves something as it is; raises AtollError."""
+        self._engine.take_base(base)
+
     def know_peak(self) -> None:
         """Measures what the device can do, unless a table tells."""
         measure_peak_if_unknown(self._device, self._engine.dtype)
         self._communication.prepare()
 
     def adopt(self, parameters: Vector) -> None:
-        """Copies the global parameters into the model; what was trained locally is gone."""
+        """Copies the global parameters into the model; what was trained locally is gone.
+
+        The first time a plan of the run's own for tensor parallel is tried; raises ConfigError.
+        """
         adopt_boxes(self._held(), parameters, copies=self._copies)
+        if self._has_plan_to_check:
+            from node.island.models.plan_check import check_plan
+
+            self._has_plan_to_check = False
+            first = np.arange(min(self._engine.rows, self._corpus.num_held_out_samples))
+            check_plan(self._engine, self._spec, parameters, self._on_device("held_out", first))
 
     def merge(
         self, parameters: Vector, published: Vector, fragment: int, *, is_taken: bool
@@ -397,16 +414,23 @@ class Trainer:
                 group["lr"] = share * group["peak_rate"]
 
     def _on_device(self, split: Split, indices: Indices) -> Tree:
-        """Windows [B, T + 1]; tokens and targets [B, T] where not all is counted; or a function's tree."""
+        """Windows [B, T + 1]; tokens and targets [B, T] where not all is counted; or a function's tree.
+
+        Where attention keeps to documents, with the document of each token, [B, T], as a third.
+        """
         batch = self._corpus.batch(split, indices)
         if not isinstance(batch, Batch):
             return tree_map(self._moved, batch)
         windows = torch.from_numpy(batch.tokens)  # [B, T + 1]
-        if batch.counted is None:
+        if batch.counted is None and batch.documents is None:
             return self._moved(windows)
-        counted = torch.from_numpy(batch.counted)  # [B, T]
-        targets = windows[:, 1:].masked_fill(~counted, NO_TARGET)
-        return self._moved(windows[:, :-1].contiguous()), self._moved(targets)
+        tokens, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+        if batch.counted is not None:
+            targets = targets.masked_fill(~torch.from_numpy(batch.counted), NO_TARGET)
+        if batch.documents is None:
+            return self._moved(tokens), self._moved(targets)
+        documents = torch.from_numpy(batch.documents)[:, :-1].contiguous()
+        return self._moved(tokens), self._moved(targets), self._moved(documents)
 
     def _moved(self, tensor: Tensor) -> Tensor:
         if carries_pinned_memory(self._device):

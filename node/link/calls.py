@@ -276,6 +276,8 @@ def _report_to_wire(round: int, report: Report) -> session_pb2.Report:
         case Evaluated():
             wire.evaluated.held_out_loss = report.held_out_loss
             wire.evaluated.tokens = report.tokens
+            if report.metric is not None:
+                wire.evaluated.metric = report.metric
         case Leaving():
             wire.draining.SetInParent()
     return wire

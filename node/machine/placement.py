@@ -12,6 +12,7 @@ from node.island.combinations import check_combination, check_local
 from node.island.devices import check_offload, kind_of
 from node.island.mesh_shape import check_batch, check_shape
 from node.machine.hardware import Hardware, least_free_bytes, likely_devices
+from protocol.errors import NoInputError
 from protocol.run_spec import RunSpec
 
 
@@ -44,6 +45,12 @@ def refuse_what_cannot_work(settings: NodeSettings, spec: RunSpec, hardware: Har
         check_node_memory(spec, hardware.memory_bytes)
         return
     shape = settings.mesh_shape
+    if spec.adapters is not None and not settings.base:
+        raise NoInputError(
+            f"run {spec.run.name!r} adapts a model that each node has, and node.toml does not say where",
+            next_step='write base = "FOLDER" into node.toml, the transformers folder of that model, or start '
+            "with --base FOLDER",
+        )
     check_local(spec, settings.local_training)
     if settings.mesh == "sizes":
         check_shape(shape, spec)

@@ -311,24 +311,30 @@ class HeldOutLoss(_message.Message):
     ROUND_FIELD_NUMBER: _builtins.int
     LOSS_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
+    METRIC_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """Round of the state."""
     loss: _builtins.float
     """Mean loss, nats per token."""
     tokens: _builtins.int
     """Tokens evaluated."""
+    metric: _builtins.float
+    """What the run's own function measures beside the loss, if it does."""
     def __init__(
         self,
         *,
         round: _builtins.int = ...,
         loss: _builtins.float = ...,
         tokens: _builtins.int = ...,
+        metric: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_metric", b"_metric", "metric", b"metric"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss", "round", b"round", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_metric", b"_metric", "loss", b"loss", "metric", b"metric", "round", b"round", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__metric: _TypeAlias = _typing.Literal["metric"]  # noqa: Y015
+    _WhichOneofArgType__metric: _TypeAlias = _typing.Literal["_metric", b"_metric"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__metric) -> _WhichOneofReturnType__metric | None: ...
 
 Global___HeldOutLoss: _TypeAlias = HeldOutLoss  # noqa: Y015
 

@@ -5,14 +5,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from any_model_scene import Outcome, text_run, trained
+from transformers import AutoModelForCausalLM
 
 from node.island.data.corpus import Corpus, read_corpus
 from node.island.forkserver import prepare_forkserver
 from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh_shape import MeshShape
-from node.island.models.describing import first_vector
-from protocol.run_spec import RunSpec
+from node.island.models.describing import describe, first_vector
+from protocol.run_spec import LoraSection, RunSpec
 from tests.transformers_configs import CONFIGS
 
 
@@ -66,6 +68,25 @@ def test_a_mesh_trains_as_one_process_and_publishes_the_same_bytes(
     assert after.loss == pytest.approx(one_after.loss, abs=1e-4)
     assert after.loss < before.loss - 0.05
     np.testing.assert_allclose(last, one_last, rtol=0, atol=3e-4)
+
+
+@pytest.mark.parametrize("shape", [MeshShape(replicate=2), MeshShape(shard=2)], ids=str)
+def test_adapters_train_on_copies_and_shards_of_a_frozen_model_as_in_one_process(
+    shape: MeshShape, tmp_path: Path
+) -> None:
+    prepare_forkserver()
+    base = tmp_path / "base"
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(CONFIGS["gpt2"], dtype=torch.float32).save_pretrained(base)
+    plain = text_run(CONFIGS["gpt2"], tmp_path)
+    spec = plain.model_copy(update={"lora": LoraSection(rank=4), "description": None})
+    spec = spec.model_copy(update={"description": describe(spec, base)})
+    one = trained(spec, MeshShape(), tmp_path, texts, base=base)
+    many = trained(spec, shape, tmp_path, texts, base=base)
+    assert many[0].loss == pytest.approx(one[0].loss, abs=1e-5)
+    assert many[1].loss == pytest.approx(one[1].loss, abs=1e-4)
+    assert many[1].loss < many[0].loss - 0.02
+    np.testing.assert_allclose(many[4], one[4], rtol=0, atol=3e-4)
 
 
 def test_muon_takes_the_matrices_of_layers_on_shards_as_in_one_process(tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ def test_what_the_decoder_cannot_be_is_refused_with_key_and_value(
     with pytest.raises(BadDataError, match=problem) as refused:
         read_config(tmp_path)
     assert str(tmp_path / "config.json") in refused.value.what
-    assert 'source = "transformers"' in refused.value.next_step
+    assert "--by transformers" in refused.value.next_step
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from node.island.optimizers import RowwiseAdamW, inner_optimizers
 from node.island.trainer import Trainer
 from protocol.errors import (
     AtollError,
+    BadDataError,
     ConfigError,
     ExitCode,
     NoInputError,
@@ -225,6 +226,18 @@ def test_tensor_parallel_without_a_plan_is_refused_and_what_works_is_said() -> N
     assert "replicate and shard work" in caught.value.next_step
     with pytest.raises(ConfigError, match=r"tp = 3 does not divide the rows of table\.weight = 40"):
         check_shape(MeshShape(tensor=3), spec_of())
+
+
+def test_frozen_parameters_are_no_part_of_the_run_and_proved_by_their_digest() -> None:
+    spec = spec_of("tests.run_functions:net_with_frozen_table")
+    assert "table.weight" not in [t.name for t in spec.tensors]
+    trainer = trainer_of(spec)
+    trainer.take_base(None)
+    trainer.train(work_of(3), lambda progress: None)
+    assert spec.description is not None and spec.description.frozen_digest is not None
+    other = spec.description.model_copy(update={"frozen_digest": "0" * 64})
+    with pytest.raises(BadDataError, match="what this run leaves as it is differs here"):
+        trainer_of(spec.model_copy(update={"description": other})).take_base(None)
 
 
 def test_samples_of_a_function_are_numbered_and_known_by_their_code() -> None:

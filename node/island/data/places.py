@@ -13,5 +13,6 @@ class DataPlaces:
     folder: Path  # where relative paths begin
     own: str = ""  # before the run file's paths; "" for none
     code: Path | None = None  # where functions of the run are found, beside what is installed
+    base: Path | None = None  # the model that the run's adapters belong to
     cache: Path | None = None  # for what is fetched; None: nothing can be
     cache_bytes: int = DEFAULT_CACHE_BYTES

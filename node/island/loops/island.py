@@ -422,6 +422,7 @@ class LoopIsland:
             round=work.round,
             inner_steps=steps,
             tokens=counted,
+            counted_tokens=counted,
             loss=sum(losses) / len(losses) if losses else 0.0,
             seconds=max(answer.seconds for answer in answers),
         )

@@ -5,18 +5,20 @@ modules that a function returns. Without torch nothing here works; what the daem
 stands in the run's description (protocol.models), and meshes are refused by it (node.island.mesh_shape).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import blake3
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from node.island.mesh import Mesh
 from node.island.precision import LossScale
-from protocol.errors import ConfigError, ProtocolMismatchError
+from protocol.errors import BadDataError, ConfigError, ProtocolMismatchError
 from protocol.models import TensorShape
 from protocol.run_spec import RunSpec
 
@@ -111,6 +113,9 @@ class Architecture(Protocol):
 
     def metric(self, part: nn.Module, inputs: tuple[Tree, ...]) -> Tensor | None:
         """A mean over the inputs that people asked for beside the loss."""
+
+    def frozen_values(self, names: Iterable[str], base: Path | None) -> dict[str, Tensor]:
+        """Values of the parameters that are not trained, whole and on the CPU; raises AtollError."""
 
     def roles(self, part: nn.Module) -> Roles:
         """What the inner optimizers do with its parameters."""
@@ -259,6 +264,27 @@ def roles_of(part: nn.Module) -> Roles:
     return Roles(
         matrices=frozenset(matrices if layers else matrices[:-1]), tables=frozenset(tables)
     )
+
+
+def digest_of_values(values: Mapping[str, Tensor]) -> str:
+    """BLAKE3, in hex, of names, shapes and fp32 values in their order: by it nodes prove what is frozen."""
+    hasher = blake3.blake3(max_threads=blake3.blake3.AUTO)
+    for name, value in values.items():
+        hasher.update(f"{name}:{tuple(value.shape)};".encode())
+        in_bytes: Any = value.to(torch.float32).contiguous().reshape(-1).view(torch.uint8).numpy()
+        hasher.update(in_bytes)
+    return hasher.hexdigest()
+
+
+def check_frozen(values: Mapping[str, Tensor], theirs: str | None, *, where: str) -> None:
+    """Raises BadDataError when what is not trained is not the run's, whose digest is `theirs`."""
+    if (ours := digest_of_values(values)) != theirs:
+        raise BadDataError(
+            f"what this run leaves as it is differs here: the digest of {where} is {ours[:12]}…, and the "
+            f"run's is {(theirs or 'not known')[:12]}…",
+            next_step="name the folder of the very model that the run was made from, as base in "
+            "node.toml",
+        )
 
 
 def check_tensors(module: nn.Module, spec: RunSpec) -> None:

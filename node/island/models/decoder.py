@@ -1,6 +1,7 @@
 """The decoder that comes with Atoll, as an architecture: every axis of a mesh can cut it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -116,6 +117,10 @@ class DecoderArchitecture(TokenInputs):
     def metric(self, part: nn.Module, inputs: tuple[Tree, ...]) -> Tensor | None:
         """See Architecture."""
         return None
+
+    def frozen_values(self, names: Iterable[str], base: Path | None) -> dict[str, Tensor]:
+        """See Architecture."""
+        raise AssertionError("all of it is trained")
 
     def roles(self, part: nn.Module) -> Roles:
         """See Architecture."""

@@ -4,8 +4,9 @@ The model is built without memory for its parameters, and computes nothing: oper
 keeps are counted on shapes alone, where the model allows it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,6 +52,7 @@ def describe(spec: RunSpec, folder: Path) -> Description:
     return found.model_copy(
         update={
             "tensors": tuple(tensors),
+            "num_frozen": sum(p.numel() for p in model.parameters() if not p.requires_grad),
             "flops_per_token": max(1, flops // spec.model.context),
             "activation_bytes": activation_bytes,
         }
@@ -64,9 +66,16 @@ def first_vector(spec: RunSpec, folder: Path | None = None) -> Vector:
     Raises AtollError where they do not fit the run's description.
     """
     from node.island.models.architecture import check_tensors
-    from node.island.models.transformers import random_model, saved_model
+    from node.island.models.transformers import built, random_model, saved_model
 
     model: nn.Module
+    if spec.adapters is not None:
+        from node.island.models.adapters import first_values
+
+        assert spec.description is not None
+        model = built(spec.description.config, spec.adapters)
+        check_tensors(model, spec)
+        return _vector_of_values(first_values(model, spec), spec)
     if spec.model.source == "function":
         from node.island.models.function import random_module
 
@@ -79,12 +88,17 @@ def first_vector(spec: RunSpec, folder: Path | None = None) -> Vector:
 
 def vector_of(model: nn.Module, spec: RunSpec) -> Vector:
     """A module's trained parameters as a canonical vector."""
+    return _vector_of_values(((n, p.detach()) for n, p in model.named_parameters()), spec)
+
+
+def _vector_of_values(values: Iterable[tuple[str, Tensor]], spec: RunSpec) -> Vector:
     layout = layout_of(spec)
     vector = np.empty(layout.num_elements, np.float32)
-    named = dict(model.named_parameters())
-    for place in layout.places:
-        values = named[place.name].detach().to(torch.float32).reshape(-1)
-        vector[place.offset : place.offset + place.num_elements] = values.numpy()
+    places = {place.name: place for place in layout.places}
+    for name, value in values:
+        if (place := places.get(name)) is not None:
+            span = slice(place.offset, place.offset + place.num_elements)
+            vector[span] = value.to(torch.float32).reshape(-1).numpy()
     return vector
 
 
@@ -98,13 +112,44 @@ def fill(model: nn.Module, spec: RunSpec, vector: Vector) -> None:
             own.copy_(torch.from_numpy(np.array(values)))
 
 
-def export_state(spec: RunSpec, vector: Vector, out: Path) -> None:
-    """Writes a folder that transformers loads, of a run's state."""
-    from node.island.models.transformers import export_model, random_model
+def export_state(spec: RunSpec, vector: Vector, out: Path, *, base: Path | None = None) -> None:
+    """Writes a folder that transformers loads, of a run's state.
 
+    Adapters are written alone, as peft loads them; with `base`, the model that they belong to, they are
+    added to its matrices and the whole is written.
+    """
+    from node.island.models.adapters import export_adapter
+    from node.island.models.transformers import built, export_model
+
+    assert spec.description is not None
+    if spec.adapters is not None and base is None:
+        adapted = built(spec.description.config, spec.adapters)
+        export_adapter(adapted, _values_of(spec, vector), out)
+    else:
+        export_model(model_with(spec, vector, base=base), out)
+
+
+def model_with(spec: RunSpec, vector: Vector, *, base: Path | None = None) -> Any:
+    """A run's model of transformers with the values of a state, in memory; adapters are added to `base`.
+
+    Raises NoInputError for a run of adapters without their base.
+    """
+    from node.island.models.transformers import merged_model, random_model
+
+    if spec.adapters is not None:
+        return merged_model(spec, base, _values_of(spec, vector))
     model = random_model(spec)
     fill(model, spec, vector)
-    export_model(model, out)
+    return model
+
+
+def _values_of(spec: RunSpec, vector: Vector) -> dict[str, Tensor]:
+    return {
+        place.name: torch.from_numpy(
+            np.array(vector[place.offset : place.offset + place.num_elements])
+        ).reshape(place.shape)
+        for place in layout_of(spec).places
+    }
 
 
 def _loss_of_tokens(model: nn.Module, spec: RunSpec) -> tuple[Callable[[Tree], Tensor], Tree]:
@@ -132,12 +177,12 @@ def _counted(
     for name, (on_meta, _) in buffers.items():
         _set_buffer(model, name, on_meta)
     versions = {name: (b, b._version) for name, b in model.named_buffers()}
-    own = {id(each) for each in (*model.parameters(), *model.buffers())}
+    own = {_memory_of(each) for each in (*model.parameters(), *model.buffers())}
     kept: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        if id(tensor) not in own and not isinstance(tensor, nn.Parameter):
-            kept[id(tensor)] = tensor  # held, so that no other gets its id
+        if (memory := _memory_of(tensor)) not in own:  # views of weights are kept too
+            kept[memory] = tensor  # held, so that no other gets its address
         return tensor
 
     try:
@@ -159,12 +204,15 @@ def _counted(
                 f"the loss does not depend on the parameter {name}: it would never be trained",
                 next_step="remove it, or set its requires_grad to False",
             )
-    views: dict[int, int] = {}
-    for tensor in kept.values():
-        storage = tensor.untyped_storage()
-        views[storage._cdata] = storage.nbytes()
+    num_bytes = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
     num_samples = len(tree_flatten(batch)[0][0])
-    return counter.get_total_flops() // num_samples, sum(views.values()) // num_samples
+    return counter.get_total_flops() // num_samples, num_bytes // num_samples
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """What tensors that are views of one another have in common; on shapes alone there is no address."""
+    address: int = tensor.untyped_storage()._cdata
+    return address
 
 
 def _set_buffer(model: nn.Module, name: str, buffer: Tensor) -> None:

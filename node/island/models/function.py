@@ -6,7 +6,7 @@ batch)` is a mean over the batch, or (sum, count); `metric(module, batch)` a mea
 around that call.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -17,7 +17,13 @@ from torch import Tensor, nn
 
 from node.island.data.functions import FunctionData
 from node.island.functions import called, find_code, refuse, sources_of
-from node.island.models.architecture import Counted, Tree, check_tensors, without_memory
+from node.island.models.architecture import (
+    Counted,
+    Tree,
+    check_tensors,
+    digest_of_values,
+    without_memory,
+)
 from node.island.models.generic import GenericArchitecture
 from node.island.models.tensor_plan import styles_of
 from protocol.errors import ConfigError
@@ -78,6 +84,10 @@ class FunctionArchitecture(GenericArchitecture):
             counts = float(num_samples > 0)
             return mean.total * counts, mean.number * counts
         return mean * num_samples, float(num_samples)
+
+    def frozen_values(self, names: Iterable[str], base: Path | None) -> dict[str, Tensor]:
+        """See Architecture: as the function itself makes them."""
+        return frozen_of(random_module(self.spec))
 
     def metric(self, part: nn.Module, inputs: tuple[Tree, ...]) -> Tensor | None:
         """See Architecture."""
@@ -146,6 +156,11 @@ def random_module(spec: RunSpec) -> nn.Module:
     return brought(spec).module
 
 
+def frozen_of(module: nn.Module) -> dict[str, Tensor]:
+    """What of a module is not trained."""
+    return {name: p.detach() for name, p in module.named_parameters() if not p.requires_grad}
+
+
 def described_function(
     spec: RunSpec, folder: Path
 ) -> tuple[nn.Module, Description, Callable[[Tree], Tensor], Tree]:
@@ -170,7 +185,11 @@ def described_function(
         return result.total if isinstance(result, Counted) else result
 
     kind = type(found.module).__name__
+    frozen = None
+    if any(not parameter.requires_grad for parameter in found.module.parameters()):
+        frozen = digest_of_values(frozen_of(random_module(spec)))
     description = Description(
+        frozen_digest=frozen,
         sources=sources,
         tensor_plan=dict(found.plan),
         no_tensor_plan=""

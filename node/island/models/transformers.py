@@ -8,7 +8,7 @@ elsewhere: the loss over windows of tokens (node.island.models.tokens), finding 
 import importlib.util
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from node.island.model import mean_nats
-from node.island.models.architecture import check_tensors, without_memory
+from node.island.models.adapters import adapt, base_name
+from node.island.models.architecture import (
+    check_frozen,
+    check_tensors,
+    digest_of_values,
+    without_memory,
+)
 from node.island.models.generic import GenericArchitecture
 from node.island.models.tokens import TokenInputs
 from protocol.errors import BadDataError, ConfigError, NoInputError
 from protocol.models import Description, TensorStyle
-from protocol.run_spec import RunSpec
+from protocol.run_spec import LoraSection, RunSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,9 +54,13 @@ class TransformersArchitecture(TokenInputs, GenericArchitecture):
     def build(self) -> nn.Module:
         """See GenericArchitecture."""
         assert self.spec.description is not None
-        model: nn.Module = built(self.spec.description.config)
+        model: nn.Module = built(self.spec.description.config, self.spec.adapters)
         check_tensors(model, self.spec)
         return model
+
+    def frozen_values(self, names: Iterable[str], base: Path | None) -> dict[str, Tensor]:
+        """See Architecture."""
+        return frozen_values(names, base)
 
     def objective(self, part: nn.Module) -> nn.Module:
         """See Architecture."""
@@ -91,6 +101,13 @@ def require_transformers() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
 
 
+def _no_base() -> NoInputError:
+    return NoInputError(
+        "this run adapts a model that each node has, and node.toml does not say where",
+        next_step='write base = "FOLDER" into node.toml, the transformers folder of that model',
+    )
+
+
 def config_of(folder: Path) -> dict[str, Any]:
     """The content of a folder's config.json, as transformers completes it."""
     require_transformers()
@@ -117,14 +134,23 @@ def config_of(folder: Path) -> dict[str, Any]:
     }
 
 
-def built(config: Mapping[str, Any]) -> "PreTrainedModel":
-    """The module of a config: parameters without memory, in training mode.
+def built(config: Mapping[str, Any], lora: LoraSection | None = None) -> "PreTrainedModel":
+    """The module of a config, adapted or not: parameters without memory, in training mode.
 
     Raises ConfigError for a config of no causal language model.
     """
     require_transformers()
     with without_memory():
-        return _from_config(config)
+        model = _from_config(config)
+        return model if lora is None else adapt(model, lora)
+
+
+def frozen_values(names: Iterable[str], base: Path | None) -> dict[str, Tensor]:
+    """Values of frozen parameters, from the folder of the model that is adapted. It is read whole."""
+    if base is None:
+        raise _no_base()
+    own = dict(saved_model(base).named_parameters())
+    return {name: own[base_name(name)].detach() for name in names}
 
 
 def _from_config(config: Mapping[str, Any]) -> "PreTrainedModel":
@@ -187,7 +213,31 @@ def described(spec: RunSpec, folder: Path) -> tuple["PreTrainedModel", Descripti
     model = built(config)
     _check_context(model, spec)
     plan, why_not = tensor_plan_of(model)
-    return model, Description(config=dict(config), tensor_plan=plan, no_tensor_plan=why_not)
+    frozen = None
+    if spec.adapters is not None:
+        model, plan, why_not = built(config, spec.adapters), {}, "adapters are not cut"
+        names = [name for name, p in model.named_parameters() if not p.requires_grad]
+        frozen = digest_of_values(frozen_values(names, folder))
+    return model, Description(
+        config={**config, "architectures": [type(model).__name__]},
+        generation_config=_generation_config_of(folder),
+        tensor_plan=plan,
+        no_tensor_plan=why_not,
+        frozen_digest=frozen,
+    )
+
+
+def _generation_config_of(folder: Path) -> dict[str, Any]:
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise BadDataError(
+            f"{path} is no JSON: {error}", next_step="copy the folder again"
+        ) from error
+    return found
 
 
 def _check_context(model: "PreTrainedModel", spec: RunSpec) -> None:
@@ -245,8 +295,37 @@ def saved_model(folder: Path) -> "PreTrainedModel":
     return saved
 
 
+def merged_model(
+    spec: RunSpec, base: Path | None, values: Mapping[str, Tensor]
+) -> "PreTrainedModel":
+    """The model of the folder `base` with adapters of these values added to its matrices.
+
+    Raises NoInputError where nobody says which folder, BadDataError for another model than the run's.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    assert spec.adapters is not None and spec.description is not None
+    if base is None:
+        raise _no_base()
+    model = adapt(saved_model(base), spec.adapters)
+    frozen = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
+    check_frozen(frozen, spec.description.frozen_digest, where=str(base))
+    with torch.no_grad():
+        for name, value in values.items():
+            model.get_parameter(name).copy_(value)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, LoraLayer):
+            module.merge()
+            owner, _, own = name.rpartition(".")
+            setattr(model.get_submodule(owner), own, module.get_base_layer())
+    return model
+
+
 def export_model(model: "PreTrainedModel", out: Path) -> None:
-    """Writes a folder that transformers loads; safetensors, 5 GB at most each."""
+    """Writes a folder that transformers loads; safetensors, 5 GB at most each.
+
+    How it generates is node.export's to write: transformers would refuse settings that folders come with.
+    """
     _quietly()
     model.save_pretrained(out, max_shard_size="5GB")
 
@@ -256,11 +335,6 @@ def _quietly() -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-
-
-def parameters_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What is trained, by canonical name, once each."""
-    return ((name, p.detach()) for name, p in model.named_parameters() if p.requires_grad)
 
 
 def _first_line(error: Exception) -> str:

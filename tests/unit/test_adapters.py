@@ -1,0 +1,184 @@
+"""Adapters of a model that is left as it is: what is trained, how the rest is proved, and what comes out."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from node.export import export_model
+from node.island.data.corpus import read_corpus
+from node.island.mesh import Mesh
+from node.island.mesh_shape import MeshShape, check_shape
+from node.island.models.describing import describe, export_state, first_vector
+from node.island.models.transformers import saved_model
+from node.island.models.writing import written_by
+from node.island.trainer import Trainer
+from node.model_card import Origin
+from protocol.errors import BadDataError, ConfigError, NoInputError
+from protocol.models import DecoderModel, TransformersModel
+from protocol.rounds import Digest
+from protocol.run_spec import (
+    DataSection,
+    EvaluationSection,
+    InnerSection,
+    LoraSection,
+    RunSpec,
+    validated,
+)
+from tests.transformers_configs import CONFIGS
+from tests.unit.test_transformers_models import published, with_text, work_of
+
+RUN = RunSpec(
+    model=TransformersModel(source="transformers", context=16),
+    data=DataSection(source="text", paths=("*.txt",), held_out=0.2),
+    inner=InnerSection(batch=4, learning_rate=1e-2, schedule="constant", warmup_tokens=0),
+    evaluation=EvaluationSection(samples=5),
+    lora=LoraSection(rank=4, alpha=8.0),
+)
+
+
+def base_in(folder: Path, kind: str, seed: int = 0) -> Path:
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(CONFIGS[kind], dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+def described(base: Path, lora: LoraSection = RUN.lora) -> RunSpec:
+    spec = RUN.model_copy(update={"lora": lora})
+    return spec.model_copy(update={"description": describe(spec, base)})
+
+
+def trainer_of(spec: RunSpec, folder: Path) -> Trainer:
+    corpus = read_corpus(spec.data, context=16, batch=4, folder=folder)
+    return Trainer(
+        spec=spec, corpus=corpus, device=torch.device("cpu"), mesh=Mesh(), clock=lambda: 0.0
+    )
+
+
+def logits_of(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        output = model.eval()(input_ids=torch.arange(12)[None])
+    logits: torch.Tensor = output.logits
+    return logits
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "qwen3"])
+def test_only_adapters_are_trained_and_they_begin_as_nothing(kind: str, tmp_path: Path) -> None:
+    base = base_in(tmp_path / "base", kind)
+    spec = described(base)
+    assert all(".lora_A." in t.name or ".lora_B." in t.name for t in spec.tensors)
+    assert {t.layer for t in spec.tensors} == {0, 1, 2}
+    trainer = trainer_of(spec, with_text(tmp_path))
+    trainer.take_base(base)
+    trainer.adopt(first_vector(spec))
+    before = trainer.evaluate()
+
+    whole = RUN.model_copy(update={"lora": LoraSection()})
+    whole = whole.model_copy(update={"description": describe(whole, base)})
+    plain = trainer_of(whole, tmp_path)
+    plain.adopt(first_vector(whole, base))
+    assert before.loss == pytest.approx(plain.evaluate().loss, abs=1e-6)
+
+    trainer.train(work_of(20), lambda progress: None)
+    assert trainer.evaluate().loss < before.loss - 0.1
+    assert len(published(trainer, spec)) == spec.num_parameters < whole.num_parameters
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "qwen3"])
+def test_adapters_load_in_peft_and_merged_ones_in_transformers(kind: str, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    base = base_in(tmp_path / "base", kind)
+    spec = described(base)
+    trainer = trainer_of(spec, with_text(tmp_path))
+    trainer.take_base(base)
+    trainer.adopt(first_vector(spec))
+    trainer.train(work_of(5), lambda progress: None)
+    trained = published(trainer, spec)
+
+    (tmp_path / "adapter").mkdir()
+    export_state(spec, trained, tmp_path / "adapter")
+    adapted = PeftModel.from_pretrained(saved_model(base), tmp_path / "adapter")
+    export_state(spec, trained, tmp_path / "merged", base=base)
+    merged = saved_model(tmp_path / "merged")
+    assert not torch.allclose(logits_of(adapted), logits_of(saved_model(base)), atol=1e-3)
+    torch.testing.assert_close(logits_of(adapted), logits_of(merged), rtol=0, atol=1e-4)
+
+
+def test_an_export_of_adapters_or_merged_is_a_whole_folder_that_loads(tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    base = base_in(tmp_path / "base", "gpt2")
+    spec = described(base)
+    trained = first_vector(spec) + np.float32(0.01)
+    origin = Origin(
+        run="my-run", run_digest=spec.digest(), round=1, outer_digest=Digest(b"\2" * 32)
+    )
+    adapter, merged = tmp_path / "adapter", tmp_path / "merged"
+    export_model(spec=spec, parameters=trained, origin=origin, out=adapter)
+    export_model(spec=spec, parameters=trained, origin=origin, out=merged, base=base)
+    assert not (adapter / "config.json").exists()  # it would be taken for a whole model
+    for out in (adapter, merged):
+        assert (out / "README.md").is_file() and (out / "atoll.json").is_file()
+    adapted = PeftModel.from_pretrained(saved_model(base), adapter)
+    torch.testing.assert_close(
+        logits_of(adapted), logits_of(saved_model(merged)), rtol=0, atol=1e-4
+    )
+    other = base_in(tmp_path / "other", "gpt2", seed=1)
+    with pytest.raises(BadDataError, match="what this run leaves as it is differs here"):
+        export_model(spec=spec, parameters=trained, origin=origin, out=tmp_path / "x", base=other)
+    assert not (tmp_path / "x").exists()
+
+
+def test_text_is_written_by_adapters_and_their_base_together(tmp_path: Path) -> None:
+    base = base_in(tmp_path / "base", "gpt2")
+    spec = described(base)
+    first = first_vector(spec)
+    other = np.random.default_rng(0).normal(0, 0.5, first.size).astype(np.float32)
+    written = [
+        written_by(spec, vector, [65, 66], num_tokens=8, temperature=0, seed=0, base=base)
+        for vector in (first, first, other)
+    ]
+    assert len(written[0]) == 8 and written[0] == written[1] != written[2]
+    drawn = [
+        written_by(spec, first, [65], num_tokens=8, temperature=1.0, seed=seed, base=base)
+        for seed in (1, 1, 2)
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_another_base_than_the_runs_is_refused_by_its_digest(tmp_path: Path) -> None:
+    spec = described(base_in(tmp_path / "base", "gpt2"))
+    trainer = trainer_of(spec, with_text(tmp_path))
+    other = base_in(tmp_path / "other", "gpt2", seed=1)
+    with pytest.raises(BadDataError, match="what this run leaves as it is differs here"):
+        trainer.take_base(other)
+    with pytest.raises(NoInputError, match=r"node\.toml does not say where") as caught:
+        trainer.take_base(None)
+    assert 'base = "FOLDER"' in caught.value.next_step
+
+
+def test_adapters_are_drawn_from_the_seed_alone(tmp_path: Path) -> None:
+    spec = described(base_in(tmp_path / "base", "gpt2"))
+    first = first_vector(spec)
+    assert np.array_equal(first, first_vector(spec))
+    other = spec.model_copy(update={"run": spec.run.model_copy(update={"seed": 1})})
+    assert not np.array_equal(first, first_vector(other))
+
+
+def test_targets_that_no_module_has_and_cuts_of_adapters_are_refused(tmp_path: Path) -> None:
+    base = base_in(tmp_path / "base", "qwen3")
+    with pytest.raises(ConfigError, match=r"\[lora\] targets = \['none_such'\]"):
+        described(base, LoraSection(rank=4, targets=("none_such",)))
+    spec = described(base, LoraSection(rank=4, targets=("q_proj",)))
+    assert len(spec.tensors) == 2 * 3
+    with pytest.raises(ConfigError, match="adapters are not cut"):
+        check_shape(MeshShape(tensor=2), spec)
+
+
+def test_adapters_of_the_built_in_decoder_are_refused_in_the_run_file() -> None:
+    tables = {"model": DecoderModel().model_dump(exclude_none=True), "lora": {"rank": 4}}
+    with pytest.raises(ConfigError, match=r'\[lora\] goes with \[model\] source = "transformers"'):
+        validated(tables, origin="the test")
