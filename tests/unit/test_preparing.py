@@ -167,7 +167,8 @@ def test_a_preparation_that_was_ended_goes_on_from_its_finished_shards(
     receipts = {path: path.stat().st_mtime_ns for path in work.glob("*.receipt")}
     assert receipts
     damaged = min(receipts)
-    (work / f"{damaged.stem}.tokens").write_bytes(b"half")
+    shard = work / f"{damaged.stem}.tokens"
+    shard.write_bytes(bytes([shard.read_bytes()[0] ^ 1]) + shard.read_bytes()[1:])
     states: list[preparing.State] = []
     preparing.prepare(wanted, on_state=states.append, say=print)
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")

@@ -11,10 +11,10 @@ from tokens_scene import END, prepared, spec_of, write_jsonl, write_tokenizer
 
 from node.export import export_model
 from node.island.data.places import DataPlaces
+from node.island.generate import sampled
 from node.island.models.describing import describe, first_vector
-from node.island.models.writing import written_by
 from node.text_out import ByteText, files_of_tokenizer, text_of_run
-from protocol.errors import ConfigError, NoInputError, UsageError
+from protocol.errors import NoInputError, UsageError
 from protocol.models import Description, FunctionModel, TransformersModel
 from protocol.run_spec import RunSpec
 
@@ -96,27 +96,27 @@ def test_a_model_of_transformers_comes_out_whole_and_writes_what_it_would(
         == json.loads((tmp_path / "out" / "config.json").read_text())["architectures"][0]
     )
     assert model.generation_config.top_p == 0.9
-    tokens = [5, 6, 7]
+    tokens = [0, 6, 7]
     with torch.no_grad():
         while len(tokens) < 12:
             tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-    written = written_by(spec, weights, [5, 6, 7], num_tokens=9, temperature=0.0, seed=0)
+    written = sampled(spec, weights, [0, 6, 7], num_tokens=9, temperature=0.0, seed=0)
     assert written == tokens[3:]
     drawn = [
-        written_by(spec, weights, [5, 6, 7], num_tokens=9, temperature=2.0, seed=seed)
+        sampled(spec, weights, [0, 6, 7], num_tokens=9, temperature=2.0, seed=seed)
         for seed in (1, 1, 2)
     ]
     assert drawn[0] == drawn[1] != drawn[2]
     end = written[3]
-    cut = written_by(spec, weights, [5, 6, 7], num_tokens=9, temperature=0.0, seed=0, ends={end})
+    cut = sampled(spec, weights, [0, 6, 7], num_tokens=9, temperature=0.0, seed=0, ends={end})
     assert cut == written[: written.index(end) + 1]
     with pytest.raises(
         UsageError, match="a prompt of 3 tokens and 30 more are beyond the model's 32"
     ):
-        written_by(spec, weights, [5, 6, 7], num_tokens=30, temperature=0.0, seed=0)
+        sampled(spec, weights, [0, 6, 7], num_tokens=30, temperature=0.0, seed=0)
 
 
 def test_a_function_of_a_run_writes_no_text() -> None:
     spec = RunSpec(model=FunctionModel(source="function", function="vision:model"))
-    with pytest.raises(ConfigError, match="how this run's function writes text"):
-        written_by(spec, np.zeros(1, np.float32), [0], num_tokens=1, temperature=0.0, seed=0)
+    with pytest.raises(UsageError, match="is a function's"):
+        sampled(spec, np.zeros(1, np.float32), [0], num_tokens=1, temperature=0.0, seed=0)
