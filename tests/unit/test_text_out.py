@@ -51,14 +51,26 @@ def test_a_model_that_was_given_says_itself_where_it_ends(tokens: Path) -> None:
 
 
 def test_a_tokenizer_that_is_not_here_can_be_named(tokens: Path, tmp_path: Path) -> None:
-    spec, elsewhere = spec_of(tokens), DataPlaces(folder=tmp_path, own="nowhere")
-    for wanted in (files_of_tokenizer, text_of_run):
-        with pytest.raises(NoInputError, match="the run's tokenizer is not here: ") as refused:
-            wanted(spec, elsewhere)
-        assert refused.value.next_step == "name it with --tokenizer PATH"
-    named = tmp_path / "tokenizer" / "tokenizer.json"
-    assert files_of_tokenizer(spec, elsewhere, named=named) == {"tokenizer.json": named}
-    assert text_of_run(spec, elsewhere, named=named).tokens_of("word3x1")
+    spec = spec_of(tokens)
+    elsewhere = DataPlaces(folder=tmp_path)
+    far = spec.data.model_copy(update={"paths": ("https://there.example/tokens",)})
+    gone = spec.data.model_copy(update={"paths": ("nowhere",)})
+    held = spec.data.model_copy(update={"paths": (), "digest": None, "private": True})
+    for data, where in (
+        (far, "it has no folder of tokens"),
+        (gone, f"there are no tokens in {tmp_path / 'nowhere'}"),
+        (held, "it has no folder of tokens"),
+    ):
+        run = spec.model_copy(update={"data": data})
+        for wanted in (files_of_tokenizer, text_of_run):
+            with pytest.raises(NoInputError, match=f"is not on this machine: {where}") as refused:
+                wanted(run, elsewhere)
+            assert refused.value.next_step == "name it with --tokenizer PATH"
+        named = tmp_path / "tokenizer" / "tokenizer.json"
+        assert files_of_tokenizer(run, elsewhere, named=named) == {"tokenizer.json": named}
+        assert text_of_run(run, elsewhere, named=named).tokens_of("word3x1")
+        own = DataPlaces(folder=tmp_path, own="tokens")
+        assert text_of_run(run, own).tokens_of("word3x1")
 
 
 def test_without_a_tokenizer_tokens_are_bytes(tmp_path: Path) -> None:
