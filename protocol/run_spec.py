@@ -16,6 +16,7 @@ from protocol.models import (
     DecoderModel,
     Description,
     FunctionName,
+    HexDigest,
     Model,
     Positive,
     Section,
@@ -75,6 +76,7 @@ class DataSection(Section):
     function: FunctionName | None = None
     arguments: dict[str, str | int | float | bool] = Field(default={})
     private: bool = False
+    tokenizer: HexDigest | None = None  # that private tokens are made with; None: bytes
     most_weight: Annotated[float, Field(gt=0, lt=1)] | None = None
 
     @model_validator(mode="after")
@@ -88,6 +90,8 @@ class DataSection(Section):
             raise ValueError(
                 "private = true goes without paths and digest: each node names its own data in node.toml"
             )
+        if self.tokenizer is not None and not (self.private and self.source == "tokens"):
+            raise ValueError('tokenizer belongs to private = true with source = "tokens"')
         if self.most_weight is not None and not self.private:
             raise ValueError(f"most_weight = {self.most_weight} belongs to private = true")
         return self

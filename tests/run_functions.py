@@ -25,15 +25,27 @@ class Net(nn.Module):
         return out
 
 
+class Gain(nn.Module):
+    """One number for all that goes through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
 class _Layer(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, 2 * width)
+        self.gain = Gain()
         self.down = nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(torch.relu(self.up(self.norm(x))))
+        out: Tensor = self.down(self.gain(torch.relu(self.up(self.norm(x)))))
         return out
 
 
@@ -54,6 +66,7 @@ def accuracy(module: nn.Module, batch: Any) -> Tensor:
 
 PLAN = {
     "layers.*.up": "column",
+    "layers.*.gain": "sequence",  # it sees a part of what is inside on each rank
     "layers.*.down": "row",
     "table": "table",
 }
@@ -61,6 +74,14 @@ PLAN = {
 
 def net(width: int = 16, rows: int = 40, counts: bool = False) -> Any:
     return Net(width, rows), summed_loss if counts else mean_loss, accuracy, PLAN
+
+
+def net_with_wrong_plan(how: str) -> Any:
+    """What sees a part of its inputs on each rank is said to see all of them; or what is cut stays so."""
+    wrong = {"gradient": {"layers.*.gain": "replicate"}, "shapes": {"layers.*.down": "replicate"}}[
+        how
+    ]
+    return Net(16, 40), mean_loss, None, {**PLAN, **wrong}
 
 
 def net_without_plan() -> Any:

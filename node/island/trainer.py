@@ -55,6 +55,7 @@ from node.island.sharded_weights import reshard
 from node.island.utilisation import flops_per_token, measure_peak_if_unknown, measured
 from node.outer_state import Vector
 from protocol.layout import layout_of
+from protocol.models import FunctionModel
 from protocol.rounds import Digest
 from protocol.run_spec import RunSpec
 
@@ -145,6 +146,8 @@ class Trainer:
             seed=spec.run.seed, num_samples=corpus.num_samples, num_together=corpus.num_together
         )
         self._counted_tokens = 0  # since training of a round began
+        is_own = isinstance(spec.model, FunctionModel) and mesh.shape.tensor > 1
+        self._has_plan_to_check = is_own
         self._rewarming = Rewarming(rewarming_steps(spec))
         self._communication = LocalCommunication(
             device, mesh, may_trace=may_be_traced(mesh.shape, local)
@@ -162,8 +165,17 @@ class Trainer:
         self._communication.prepare()
 
     def adopt(self, parameters: Vector) -> None:
-        """Copies the global parameters into the model; what was trained locally is gone."""
+        """Copies the global parameters into the model; what was trained locally is gone.
+
+        The first time a plan of the run's own for tensor parallel is tried; raises ConfigError.
+        """
         adopt_boxes(self._held(), parameters, copies=self._copies)
+        if self._has_plan_to_check:
+            from node.island.models.plan_check import check_plan
+
+            self._has_plan_to_check = False
+            first = np.arange(min(self._engine.rows, self._corpus.num_held_out_samples))
+            check_plan(self._engine, self._spec, parameters, self._on_device("held_out", first))
 
     def merge(
         self, parameters: Vector, published: Vector, fragment: int, *, is_taken: bool

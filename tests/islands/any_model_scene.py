@@ -19,11 +19,17 @@ from node.island.mesh_shape import MeshShape
 from node.island.models.describing import describe, first_vector
 from node.island.trainer import Trainer
 from node.outer_state import SharedNames, SharedVectors, Vector
+from protocol.errors import AtollError
 from protocol.models import TransformersModel
 from protocol.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
 
 STEPS = 4
 PATIENCE_SECONDS = 240  # for a hang only
+
+
+class RefusedError(Exception):
+    """A rank has refused what it is to train."""
+
 
 Outcome = tuple[Evaluation, Evaluation, InnerReport, Vector, Vector]
 """Held-out loss before and after, the report, and what the ranks published before and after."""
@@ -89,6 +95,9 @@ def trained(
             for pipe in pipes:
                 assert wait([pipe], timeout=PATIENCE_SECONDS), f"{shape} hangs"
                 said.append(pipe.recv())
+            for answer in said:
+                if isinstance(answer, str):
+                    raise RefusedError(answer)
             assert all(repr(own[:2]) == repr(said[0][:2]) for own in said[1:])
             return (*said[0], vectors.published.copy(), vectors.parameters.copy())
         finally:
@@ -120,8 +129,14 @@ def _run_rank(
         clock=lambda: 0.0,
         local=local,
     )
-    trainer.take_base(base)
-    trainer.adopt(2 * vectors.parameters)
+    try:
+        trainer.take_base(base)
+        trainer.adopt(2 * vectors.parameters)
+    except AtollError as error:
+        pipe.send(str(error))
+        pipe.close()
+        mesh.decided_by_first(True)  # the others have found the same
+        return
     before = trainer.evaluate_at(vectors.parameters)
     trainer.adopt(vectors.parameters)
     trainer.publish(vectors.published, 0)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from any_model_scene import Outcome, trained
+from any_model_scene import Outcome, RefusedError, trained
 
 from node.island.data.dataset import Dataset
 from node.island.data.opening import open_dataset
@@ -41,6 +41,25 @@ def spec_of(*, counts: bool, sparse: bool, optimizer: str = "adamw") -> RunSpec:
 
 def dataset_of(spec: RunSpec, place: Path) -> Dataset:
     return open_dataset(spec, DataPlaces(folder=place))
+
+
+@pytest.mark.parametrize("how", ["gradient", "shapes"])
+def test_a_plan_that_trains_something_else_is_refused_before_the_first_step(
+    how: str, tmp_path: Path
+) -> None:
+    prepare_forkserver()
+    spec = spec_of(counts=False, sparse=False)
+    model = FunctionModel(
+        source="function",
+        function="tests.run_functions:net_with_wrong_plan",
+        arguments={"how": how},
+    )
+    spec = spec.model_copy(update={"model": model, "description": None})
+    spec = spec.model_copy(update={"description": describe(spec, Path.cwd())})
+    with pytest.raises(RefusedError, match="the plan for tensor parallel gives") as caught:
+        trained(spec, MeshShape(tensor=2), tmp_path, dataset_of)
+    expected = {"gradient": "a gradient of", "shapes": "no loss at all"}[how]
+    assert expected in str(caught.value)
 
 
 Kind = tuple[bool, bool, str]

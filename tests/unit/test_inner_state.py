@@ -33,6 +33,7 @@ SPEC = RunSpec(
     evaluation=EvaluationSection(samples=4),
 )
 MUON = SPEC.model_copy(update={"inner": SPEC.inner.model_copy(update={"optimizer": "muon"})})
+SPARSE = SPEC.model_copy(update={"inner": SPEC.inner.model_copy(update={"sparse": True})})
 FP16 = LocalTraining(precision="fp16")
 
 
@@ -104,7 +105,9 @@ def first() -> Vector:
 
 
 @pytest.mark.parametrize(
-    ("spec", "local"), [(SPEC, PLAIN), (MUON, PLAIN), (SPEC, FP16)], ids=["adamw", "muon", "fp16"]
+    ("spec", "local"),
+    [(SPEC, PLAIN), (MUON, PLAIN), (SPARSE, PLAIN), (SPEC, FP16)],
+    ids=["adamw", "muon", "sparse", "fp16"],
 )
 def test_training_goes_on_bit_for_bit_as_if_there_had_been_no_restart(
     spec: RunSpec, local: LocalTraining, corpus: Corpus, folder: CheckpointFolder

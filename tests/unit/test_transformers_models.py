@@ -122,6 +122,20 @@ def test_training_is_what_a_loop_over_transformers_own_loss_comes_to(
         np.testing.assert_allclose(ours, parameter.detach().numpy(), rtol=0, atol=2e-4)
 
 
+def test_a_routers_own_loss_is_trained_where_the_config_asks_for_it_and_never_measured(
+    tmp_path: Path,
+) -> None:
+    plain = run_of(CONFIGS["mixtral"], with_text(tmp_path))
+    assert plain.description is not None
+    asked = plain.description.config | {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    described = plain.description.model_copy(update={"config": asked})
+    routed = plain.model_copy(update={"description": described})
+    one, other = trainer_of(plain, tmp_path), trainer_of(routed, tmp_path)
+    assert one.evaluate() == other.evaluate()
+    losses = [trainer.train(work_of(1), lambda progress: None).loss for trainer in (one, other)]
+    assert losses[1] > losses[0] + 0.5  # at least 0.5 · the number of experts that a token takes
+
+
 def test_dropout_draws_the_same_again_for_the_same_work_and_none_when_measuring(
     tmp_path: Path,
 ) -> None:
