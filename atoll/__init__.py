@@ -13,6 +13,7 @@ from atoll.errors import (
     SamplesError,
     SwarmError,
 )
+from atoll.samples import Batch
 from atoll.session import Run
 from atoll.swarm import Step, Swarm, join
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from atoll.trainer import TrainerCallback
 
 __all__ = [
+    "Batch",
     "ModelMismatchError",
     "NoNodeError",
     "Run",

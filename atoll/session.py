@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from atoll.child import ChildNode
 from atoll.connection import VERSION, Connection, Message
 from atoll.errors import ConnectionLostError, ModelMismatchError, NoNodeError, SwarmError
 from atoll.ranks import Ranks
+from atoll.samples import Chunk
+from atoll.training import Training
 from atoll.weights import Place, Weights, check_model, check_optimizer
 
 log = logging.getLogger("atoll")
@@ -43,64 +45,6 @@ class Run:
     context: int  # tokens of a sample
     tokens_per_step: int  # that the plan leases for an inner step, over all ranks
     num_samples: int  # of the training data here; 0 where there is none
-
-
-@dataclass(slots=True, kw_only=True)
-class Training:
-    """An order to train, and how far it has come."""
-
-    number: int
-    round: int
-    inner_steps: int
-    ends_at: float  # on this machine's monotonic clock
-    progress_span: tuple[float, float]  # of the run, at the first inner step and at the last
-    began_at: float
-    steps: int = 0
-    look_at: int = 1  # steps after which the ranks agree next on whether to go on
-    tokens: int = 0
-    loss_sum: Tensor | float = 0.0  # kept on the device: reading it makes a GPU wait
-    num_losses: int = 0
-    told_at: float = 0.0
-    told_losses: tuple[float, int] = (0.0, 0)  # sum and number, when they were told last
-    is_leased: bool = True  # all steps were on leased samples
-    sampled_step: int = -1  # the last one whose samples were handed out
-
-    @property
-    def progress(self) -> float:
-        """How far the run is at the next inner step."""
-        first, last = self.progress_span
-        return first + min(1.0, self.steps / max(1, self.inner_steps - 1)) * (last - first)
-
-    def add_loss(self, loss: float | Tensor) -> None:
-        """Counts the loss of a step."""
-        value = loss.detach().float() if isinstance(loss, Tensor) else float(loss)
-        self.loss_sum = self.loss_sum + value
-        self.num_losses += 1
-
-    def stepped(self, now: float) -> Message:
-        """Tells of the steps so far, with the mean loss since this was told last."""
-        loss_sum, (sum_before, num_before) = float(self.loss_sum), self.told_losses
-        num_new = self.num_losses - num_before
-        self.told_at, self.told_losses = now, (loss_sum, self.num_losses)
-        return {
-            "kind": "stepped",
-            "number": self.number,
-            "steps": self.steps,
-            "tokens": self.tokens,
-            **_loss((loss_sum - sum_before) / num_new if num_new else None),
-        }
-
-    def trained(self, now: float) -> Message:
-        """Answers the order."""
-        return {
-            "kind": "trained",
-            "number": self.number,
-            "steps": self.steps,
-            "tokens": self.tokens,
-            "seconds": now - self.began_at,
-            "is_leased": self.is_leased,
-            **_loss(float(self.loss_sum) / self.num_losses if self.num_losses else None),
-        }
 
 
 class Session:
@@ -172,6 +116,34 @@ class Session:
             self.over = order["why"]
         else:
             self._connected.close()
+
+    def samples(self, wants_tokens: bool) -> Chunk | None:
+        """The samples leased for the next steps; None when the node is gone."""
+        training = self.training
+        assert training is not None
+        try:
+            self.say(
+                {
+                    "kind": "samples",
+                    "number": training.number,
+                    "first_step": training.steps,
+                    "wants_tokens": wants_tokens,
+                }
+            )
+            while True:
+                message = self.hear()
+                assert message is not None
+                match message["kind"]:
+                    case "samples":
+                        run = self.run
+                        return Chunk.of(message, training, batch=run.batch, context=run.context)
+                    case "halt":
+                        training.ends_at = -math.inf  # after this step
+                    case "goodbye":
+                        self.take_goodbye(message)
+                        return None
+        except ConnectionLostError:
+            return None
 
     def hand_in(self) -> None:
         """Ends the training in progress, and publishes it if the node asks for it now."""
@@ -348,9 +320,3 @@ class Session:
             weights.put_back(own)
         loss, tokens = found if isinstance(found, tuple) else (found, 0)
         return float(loss), int(tokens)
-
-
-def _loss(mean: float | None) -> Message:
-    """A loss as it is told: JSON has no word for what is not a number."""
-    is_finite = mean is None or math.isfinite(mean)
-    return {"loss": mean if is_finite else None, "is_finite": is_finite}

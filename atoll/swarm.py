@@ -11,7 +11,6 @@ weights. They are carried out within `join`, `step` and the end of the block, so
 like any other; and it takes no inner step that no plan of the swarm has asked for.
 """
 
-import math
 import os
 import time
 from collections.abc import Iterator
@@ -20,14 +19,15 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 
 from atoll.child import ChildNode
 from atoll.connection import find_folder
 from atoll.errors import ConnectionLostError, RunOverError, SamplesError, SwarmError
 from atoll.ranks import Ranks
-from atoll.session import CHILD_SECONDS, Evaluate, Run, Session, Training, log
+from atoll.samples import Batch, Chunk
+from atoll.session import CHILD_SECONDS, Evaluate, Run, Session, log
+from atoll.training import Training
 
 TELL_SECONDS = 0.5
 """How often rank 0 tells the node of its steps."""
@@ -53,7 +53,6 @@ class Swarm:
         self._session = session
         self._ranks = ranks
         self._child = child
-        self._numbers: tuple[int, int, list[int]] = (-1, 0, [])  # of an order's steps from one on
         self._has_warned = False
         self._last = (0, 0.0)  # round and progress, once nothing is trained any more
 
@@ -117,18 +116,26 @@ class Swarm:
     def samples(self) -> Iterator[Tensor]:
         """Numbers of the samples that the ledger has leased for each inner step, until the run is over.
 
-        This rank's share of the step's batch, int64 [batch / ranks]. No other node trains them in this
-        epoch. Call `step` after each: the next batch depends on it, so it cannot be fetched ahead.
+        This rank's share of the step's batch, int64 [batch / ranks], each below `run.num_samples`. No
+        other node trains them in this epoch. Call `step` after each: the next batch depends on it, so
+        it cannot be fetched ahead.
         """
-        if self.run.num_samples < 1:
-            raise SamplesError("the node has no samples of the run to lease")
-        if self.run.batch % self._ranks.world_size:
+        for batch in self._leased(wants_tokens=False):
+            yield batch.numbers
+
+    def batches(self) -> Iterator[Batch]:
+        """As `samples`, with the tokens of the run's data, which the node reads."""
+        yield from self._leased(wants_tokens=True)
+
+    def _leased(self, *, wants_tokens: bool) -> Iterator[Batch]:
+        world_size = self._ranks.world_size
+        if self.run.batch % world_size:
             raise SamplesError(
-                f"[inner] batch = {self.run.batch} cannot be shared evenly by "
-                f"{self._ranks.world_size} ranks",
+                f"[inner] batch = {self.run.batch} cannot be shared evenly by {world_size} ranks",
                 next_step="start as many ranks as divide it",
             )
-        share = self.run.batch // self._ranks.world_size
+        share = self.run.batch // world_size
+        chunk: Chunk | None = None
         while not self.is_over:
             training = self._training
             if training.sampled_step == training.steps:
@@ -136,12 +143,19 @@ class Swarm:
                     "the next samples were asked for before step() told that the last ones are trained",
                     next_step="call swarm.step() after each batch; a DataLoader must not fetch ahead",
                 )
-            numbers = self._numbers_of(training)
-            if numbers is None:
+            if chunk is None or not chunk.holds(training):
+                asked = self._session.samples(wants_tokens) if self._ranks.rank == 0 else None
+                chunk = self._ranks.same_for_all(asked)
+            if chunk is None:
                 self._session.serve()  # the node is gone: it, or another one, gives other samples
                 continue
+            if chunk.why or not chunk.holds(training):
+                raise SamplesError(
+                    f"no samples are leased here: {chunk.why or 'there are too few'}"
+                )
             training.sampled_step = training.steps
-            yield torch.tensor(numbers[self._ranks.rank * share :][:share], dtype=torch.int64)
+            first = (training.steps - chunk.first_step) * self.run.batch + self._ranks.rank * share
+            yield chunk.batch_at(first, share)
 
     def leave(self, why: str = "it has ended") -> None:
         """Ends the loop's part, after contributing what it has trained of the round."""
@@ -234,47 +248,6 @@ class Swarm:
         if order is not None and order["kind"] == "goodbye":
             self._session.take_goodbye(order)
         return order is not None
-
-    # Leased samples
-
-    def _numbers_of(self, training: Training) -> list[int] | None:
-        """The batch of the step that is next; None when the node is gone.
-
-        It tells those of many steps at once, to rank 0, which tells the others.
-        """
-        order, first_step, numbers = self._numbers
-        at = (training.steps - first_step) * self.run.batch
-        if order != training.number or at >= len(numbers):
-            told = self._asked_for_numbers(training) if self._ranks.rank == 0 else None
-            told = self._ranks.same_for_all(told)
-            if told is None:
-                return None
-            if len(told) < self.run.batch:
-                raise SamplesError("the node has no samples for this step any more")
-            self._numbers = (training.number, training.steps, told)
-            at, numbers = 0, told
-        return numbers[at : at + self.run.batch]
-
-    def _asked_for_numbers(self, training: Training) -> list[int] | None:
-        session = self._session
-        try:
-            session.say(
-                {"kind": "samples", "number": training.number, "first_step": training.steps}
-            )
-            while True:
-                message = session.hear()
-                assert message is not None
-                match message["kind"]:
-                    case "samples":
-                        numbers: list[int] = message["numbers"]
-                        return numbers
-                    case "halt":
-                        training.ends_at = -math.inf  # after this step
-                    case "goodbye":
-                        session.take_goodbye(message)
-                        return None
-        except ConnectionLostError:
-            return None
 
 
 def join(

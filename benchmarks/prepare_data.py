@@ -71,7 +71,7 @@ def write_documents(folder: Path, texts: list[str], num_bytes: int) -> int:
     return number
 
 
-def train_tokenizer(path: Path, texts: list[str]) -> None:
+def train_tokenizer(path: Path, texts: list[str], *, vocab_size: int = VOCABULARY) -> None:
     """A byte-level BPE over a little of the text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -79,7 +79,7 @@ def train_tokenizer(path: Path, texts: list[str]) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
+        vocab_size=vocab_size,
         special_tokens=["<|endoftext|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

@@ -111,9 +111,11 @@ tie_embeddings = true       # whether the output layer is the embedding itself
 source = "python-stdlib"    # or "text", read as bytes; or "tokens", of 'atoll data prepare'
 paths = []                  # of "text" files or globs, of "tokens" their folder; node.toml may say other ones
 private = false             # whether each node trains data of its own: node.toml's data, not paths
+# tokenizer = "…"           # with private "tokens": what 'atoll data prepare' printed of it
 # most_weight = 0.5         # with private: the largest part of a mean that one data holder has
 held_out = 0.05             # part of the files that is never trained on; of tokens it is settled
 # digest = "…"              # of "tokens": what 'atoll data prepare' printed
+across_documents = true     # whether attention reaches from one document of "tokens" into the next
 # function = "data:samples" # of "function": gives (training, held out), two datasets of samples
 # arguments = {size = 8}    # of that function
 

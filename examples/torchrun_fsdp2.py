@@ -1,7 +1,6 @@
-"""FSDP2 on several ranks: torchrun --nproc-per-node 2 torchrun_fsdp2.py NODE_FOLDER TEXT_FILE."""
+"""FSDP2 on the run's own data: torchrun --nproc-per-node 2 torchrun_fsdp2.py NODE_FOLDER."""
 
 import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -11,7 +10,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import atoll
 
-folder, text = Path(sys.argv[1]), Path(sys.argv[2]).read_bytes()
 is_on_gpu = torch.cuda.is_available()
 dist.init_process_group("nccl" if is_on_gpu else "gloo")
 if is_on_gpu:
@@ -31,14 +29,11 @@ for layer in model.model.layers:
     fully_shard(layer)
 fully_shard(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # of what was sharded, so after it
-data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
-with atoll.join(model, optimizer, folder=folder) as swarm:
-    length = swarm.run.context + 1
-    windows = data[: len(data) // length * length].view(-1, length)
-    for numbers in swarm.samples():  # this rank's share of what the ledger leased
-        batch = windows[numbers % len(windows)].to("cuda" if is_on_gpu else "cpu")
-        loss = cross_entropy(model(batch[:, :-1]).logits.flatten(0, 1), batch[:, 1:].flatten())
+with atoll.join(model, optimizer, folder=sys.argv[1]) as swarm:
+    for batch in swarm.batches():  # this rank's share of what the ledger has leased
+        tokens = batch.tokens.to("cuda" if is_on_gpu else "cpu")  # [B, T + 1]
+        loss = cross_entropy(model(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -99,9 +99,10 @@ async def _run(
     async with open_channel(credentials, counts) as channel:
         link = CoordinatorLink(SessionServiceStub(channel))
         spec = await run_of_coordinator(link, waits=waits, rng=random.Random())
-        check_functions(
-            spec, allowed=settings.allow_functions, code=settings.code_folder(Path.cwd())
-        )
+        if not settings.loop:  # else nothing here runs them
+            check_functions(
+                spec, allowed=settings.allow_functions, code=settings.code_folder(Path.cwd())
+            )
         refuse_what_cannot_work(settings, spec, hardware)
         log.info(
             "run", name=spec.run.name, rounds=spec.run.rounds, coordinator=credentials.endpoint

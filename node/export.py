@@ -71,13 +71,14 @@ def export_model(
     except OSError as error:
         raise _cannot_write(out, error) from error
     try:
-        problem = _write_settings(beside, spec, origin, tokenizer or {})
         if isinstance(spec.model, TransformersModel):
+            # What it calls weights in memory and on disk may differ, and only it knows how.
             from node.island.models.describing import export_state
 
             export_state(spec, parameters, beside, base=base)
         else:
             _write_weights(beside, layout, parameters, shard_bytes)
+        problem = _write_settings(beside, spec, origin, tokenizer or {})
         _make_durable(beside)
         beside.chmod(0o755)
         beside.rename(out)
@@ -114,10 +115,11 @@ def _write_settings(
 ) -> str:
     """All but the weights; returns why transformers does not load it."""
     described = spec.description or Description()
-    config, problem = _config_of(spec, described)
+    problem = ""
     for name, path in tokenizer.items():
         shutil.copyfile(path, folder / name)
-    if not isinstance(spec.model, TransformersModel):  # else transformers writes it
+    if not isinstance(spec.model, TransformersModel):  # it has written its own
+        config, problem = _config_of(spec, described)
         _write_json(folder / CONFIG, config)
     if described.generation_config:
         _write_json(folder / GENERATION_CONFIG, described.generation_config)
@@ -126,7 +128,6 @@ def _write_settings(
     card = card_of(
         spec,
         origin,
-        architecture="" if problem else config["architectures"][0],
         has_tokenizer=bool(tokenizer),
         problem=problem,
     )
@@ -136,8 +137,6 @@ def _write_settings(
 
 def _config_of(spec: RunSpec, described: Description) -> tuple[dict[str, Any], str]:
     """config.json, and why transformers does not know what it says."""
-    if isinstance(spec.model, TransformersModel):
-        return described.config, ""
     if not isinstance(spec.model, DecoderModel):
         return {"model_type": "atoll-function"}, "the run's own function builds the model"
     config = config_of(spec.model, described.config)

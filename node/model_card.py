@@ -91,9 +91,7 @@ def contributions_of(commits: list[Commit], spec: RunSpec) -> Contributions:
     )
 
 
-def card_of(
-    spec: RunSpec, origin: Origin, *, architecture: str, has_tokenizer: bool, problem: str
-) -> str:
+def card_of(spec: RunSpec, origin: Origin, *, has_tokenizer: bool, problem: str) -> str:
     """README.md: front matter as model hubs read it, the facts, and how to load the model."""
     return "\n".join(
         [
@@ -111,7 +109,7 @@ def card_of(
             "|---|---|",
             *(f"| {name} | {value} |" for name, value in _rows(spec, origin)),
             "",
-            _way_to_load(spec, architecture, has_tokenizer, problem),
+            _way_to_load(spec, has_tokenizer, problem),
         ]
     )
 
@@ -140,7 +138,7 @@ def _rows(spec: RunSpec, origin: Origin) -> list[tuple[str, str]]:
     ]
 
 
-def _way_to_load(spec: RunSpec, architecture: str, has_tokenizer: bool, problem: str) -> str:
+def _way_to_load(spec: RunSpec, has_tokenizer: bool, problem: str) -> str:
     if problem:
         return (
             f"transformers has no model like it: {problem}. Weights are in the safetensors format, by "
@@ -156,7 +154,10 @@ def _way_to_load(spec: RunSpec, architecture: str, has_tokenizer: bool, problem:
             "print(tokenizer.decode(model.generate(**prompt, max_new_tokens=64)[0]))\n"
             "```\n"
         )
-    is_of_bytes = isinstance(spec.model, DecoderModel) and spec.model.vocab_size == BYTES_VOCABULARY
+    has_byte_model = (
+        isinstance(spec.model, DecoderModel) and spec.model.vocab_size == BYTES_VOCABULARY
+    )
+    is_of_bytes = has_byte_model or spec.data.source in ("python-stdlib", "text")
     if not is_of_bytes:
         return "The tokenizer is not in this folder: token numbers are those of the run's data.\n"
     return (
@@ -164,8 +165,8 @@ def _way_to_load(spec: RunSpec, architecture: str, has_tokenizer: bool, problem:
         "Token 0 separates texts.\n\n"
         "```python\n"
         "import torch\n"
-        f"from transformers import {architecture}\n\n"
-        f'model = {architecture}.from_pretrained(".")\n'
+        "from transformers import AutoModelForCausalLM\n\n"
+        'model = AutoModelForCausalLM.from_pretrained(".")\n'
         'prompt = torch.tensor([list(b"def ")])\n'
         "print(bytes(model.generate(prompt, max_new_tokens=64)[0].tolist()))\n"
         "```\n"

@@ -16,6 +16,7 @@ from protocol.models import (
     DecoderModel,
     Description,
     FunctionName,
+    HexDigest,
     Model,
     Positive,
     Section,
@@ -71,9 +72,11 @@ class DataSection(Section):
     paths: Annotated[tuple[str, ...], Field(strict=False)] = ()  # TOML gives lists
     held_out: Annotated[float, Field(gt=0, le=0.5)] = 0.05
     digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None  # of a manifest
+    across_documents: bool = True  # whether attention reaches from one into the next
     function: FunctionName | None = None
     arguments: dict[str, str | int | float | bool] = Field(default={})
     private: bool = False
+    tokenizer: HexDigest | None = None  # that private tokens are made with; None: bytes
     most_weight: Annotated[float, Field(gt=0, lt=1)] | None = None
 
     @model_validator(mode="after")
@@ -87,6 +90,8 @@ class DataSection(Section):
             raise ValueError(
                 "private = true goes without paths and digest: each node names its own data in node.toml"
             )
+        if self.tokenizer is not None and not (self.private and self.source == "tokens"):
+            raise ValueError('tokenizer belongs to private = true with source = "tokens"')
         if self.most_weight is not None and not self.private:
             raise ValueError(f"most_weight = {self.most_weight} belongs to private = true")
         return self
@@ -296,6 +301,22 @@ class RunSpec(Section):
     evaluation: EvaluationSection = EvaluationSection()
     lora: LoraSection = LoraSection()
     description: Description | None = None
+
+    @model_validator(mode="after")
+    def _documents_can_be_kept_apart(self) -> Self:
+        if self.data.across_documents:
+            return self
+        if self.data.source != "tokens":
+            raise ValueError(
+                '[data] across_documents = false needs source = "tokens", which has the places where '
+                f'documents begin, not "{self.data.source}"'
+            )
+        if not isinstance(self.model, DecoderModel):
+            raise ValueError(
+                '[data] across_documents = false needs [model] source = "decoder": models of '
+                f'source = "{self.model.source}" see all that is before a token'
+            )
+        return self
 
     @model_validator(mode="after")
     def _adapters_have_a_model(self) -> Self:

@@ -112,6 +112,10 @@ class Stage:
         """The ends of all logs."""
         return "\n".join(f"-- {name}: {self._log_tail(name)}" for name in self._started)
 
+    def process_id(self, name: str) -> int:
+        """Of a process that was started, or of what it runs in the host's namespace."""
+        return self._started[name].pid
+
     def log_text(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text(errors="replace")
 

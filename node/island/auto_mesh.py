@@ -142,7 +142,9 @@ def _activation_bytes(shape: MeshShape, spec: RunSpec, layers: int, local: Local
         kept /= 2  # at most: the residual stream stays fp32
     # Logits, their exponentials, their gradient; and those before a soft-cap.
     of_logits = (3 if model.logit_softcap is None else 4) * model.vocab_size
-    return int(_VALUE_BYTES * positions * (kept + of_logits) / shape.tensor)
+    # What keeps documents apart is for whole samples, and for all layers once.
+    of_mask = 0 if spec.data.across_documents else model.context
+    return int(_VALUE_BYTES * positions * ((kept + of_logits) / shape.tensor + of_mask))
 
 
 def node_bytes(spec: RunSpec) -> int:

@@ -153,6 +153,7 @@ def check_shape(shape: MeshShape, spec: RunSpec) -> None:
     """Raises ConfigError with the numbers when the run's model or batch does not fit the mesh."""
     for problem, next_step in itertools.chain(
         _of_model(shape, spec),
+        _of_documents(shape, spec),
         _of_pipeline(shape, spec),
         _of_schedule(shape),
         _of_zero(shape),
@@ -266,6 +267,17 @@ def _of_context(shape: MeshShape, model: DecoderModel) -> Iterator[tuple[str, st
             f"{2 * shape.context} pieces of different size",
             "choose a cp whose double divides it",
         )
+
+
+def _of_documents(shape: MeshShape, spec: RunSpec) -> Iterator[tuple[str, str]]:
+    """What masks attention is found in the tokens: whole samples of them, at the first layer and the last."""
+    for option, number in (("pp", shape.pipeline), ("cp", shape.context)):
+        if number > 1 and not spec.data.across_documents:
+            yield (
+                f"{option} = {number} does not go with [data] across_documents = false: each rank would "
+                "need the documents of tokens that others have",
+                "shard instead, or choose tp",
+            )
 
 
 def _of_pipeline(shape: MeshShape, spec: RunSpec) -> Iterator[tuple[str, str]]:

@@ -109,6 +109,29 @@ def attend_to_earlier(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Te
     )
 
 
+def within_documents(documents: Tensor) -> Tensor:
+    """What hides later positions and other documents [B, 1, T, T], to be added to scores.
+
+    `documents` [B, T] numbers them. Made once and shared by all layers, as it is the largest thing there.
+    """
+    length = documents.shape[1]
+    is_seen = causal_mask(length, length, documents.device) & (
+        documents[:, None, :, None] == documents[:, None, None, :]
+    )
+    return torch.zeros(is_seen.shape, device=documents.device).masked_fill(~is_seen, -math.inf)
+
+
+def attend_under(mask: Tensor, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    """Attention under a mask [B, 1, T, T] that is added to scores, and a window."""
+    if window is not None:
+        is_near = causal_mask(q.shape[2], k.shape[2], q.device, window)
+        mask = mask.masked_fill(~is_near, -math.inf)
+    k, v = for_each_head(k, v, q)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask.to(q.dtype), enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
 def causal_mask(
     num_queries: int, num_keys: int, device: torch.device, window: int | None = None
 ) -> Tensor:
@@ -156,17 +179,22 @@ class Attention(nn.Module):
             self.q_norm = nn.RMSNorm(self.head_size, eps=spec.norm_epsilon)
             self.k_norm = nn.RMSNorm(self.head_size, eps=spec.norm_epsilon)
 
-    def forward(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-        """Mixes x [B, T, hidden] over the positions before each."""
+    def forward(
+        self, x: Tensor, cosines: Tensor, sines: Tensor, *, mask: Tensor | None = None
+    ) -> Tensor:
+        """Mixes x [B, T, hidden] over the positions before each, or those of them that a mask leaves."""
         batch, length, _ = x.shape
         heads = (batch, length, -1, self.head_size)
         q = self.q_proj(x).view(heads)  # [B, T, heads, head size]
         k = self.k_proj(x).view(heads)  # [B, T, kv heads, head size]
         v = self.v_proj(x).view(heads)  # [B, T, kv heads, head size]
         if self.has_qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
+            # In the norms' own fp32 also where products come out in bf16: no fused kernel takes both.
+            dtype = self.q_norm.weight.dtype
+            q, k = self.q_norm(q.to(dtype)), self.k_norm(k.to(dtype))
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, T, …]
-        mixed = self.attend(rotate(q, cosines, sines), rotate(k, cosines, sines), v)
+        q, k = rotate(q, cosines, sines), rotate(k, cosines, sines)
+        mixed = self.attend(q, k, v) if mask is None else attend_under(mask, q, k, v, self.window)
         return cast("Tensor", self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1)))
 
 
@@ -194,9 +222,11 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = nn.RMSNorm(spec.hidden_size, eps=spec.norm_epsilon)
         self.post_attention_layernorm = nn.RMSNorm(spec.hidden_size, eps=spec.norm_epsilon)
 
-    def forward(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, cosines: Tensor, sines: Tensor, *, mask: Tensor | None = None
+    ) -> Tensor:
         """One layer over x [B, T, hidden]."""
-        x = x + self.self_attn(self.input_layernorm(x), cosines, sines)
+        x = x + self.self_attn(self.input_layernorm(x), cosines, sines, mask=mask)
         return cast("Tensor", x + self.mlp(self.post_attention_layernorm(x)))
 
 
@@ -243,11 +273,13 @@ class Decoder(nn.Module):
             if not self.is_tied:
                 del self.lm_head
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
         """Logits [B, T, vocabulary] of the token after each of tokens [B, T], T ≤ context.
 
-        A stage takes and gives hidden states [B, T, hidden] where the model is cut.
+        A stage takes and gives hidden states [B, T, hidden] where the model is cut. With `documents`
+        [B, T], of a model that is not, a token sees its own document only.
         """
+        mask = None if documents is None else within_documents(documents)
         stack = self.model
         # Hidden states come from a whole context, and may be one rank's part of its positions.
         length = x.shape[1] if self.is_first else len(stack.cosines)
@@ -255,7 +287,7 @@ class Decoder(nn.Module):
         if self.is_first:
             x = stack.embed_tokens(x)
         for layer in stack.layers.values():
-            x = layer(x, cosines, sines)
+            x = layer(x, cosines, sines, mask=mask)
         if not self.is_last:
             return x
         head = stack.embed_tokens.weight if self.is_tied else self.lm_head.weight
@@ -287,9 +319,9 @@ class Objective(nn.Module):
         super().__init__()
         self.decoder = decoder
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean nats per token over tokens and targets, each [B, T]."""
-        return mean_nats(self.decoder(tokens), targets)
+    def forward(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Mean nats per token over tokens and targets, each [B, T]; `documents` as in Decoder."""
+        return mean_nats(self.decoder(tokens, documents), targets)
 
 
 def copy_parameters(decoder: Decoder, layout: Layout, parameters: Vector) -> None:

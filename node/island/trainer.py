@@ -414,16 +414,23 @@ class Trainer:
                 group["lr"] = share * group["peak_rate"]
 
     def _on_device(self, split: Split, indices: Indices) -> Tree:
-        """Windows [B, T + 1]; tokens and targets [B, T] where not all is counted; or a function's tree."""
+        """Windows [B, T + 1]; tokens and targets [B, T] where not all is counted; or a function's tree.
+
+        Where attention keeps to documents, with the document of each token, [B, T], as a third.
+        """
         batch = self._corpus.batch(split, indices)
         if not isinstance(batch, Batch):
             return tree_map(self._moved, batch)
         windows = torch.from_numpy(batch.tokens)  # [B, T + 1]
-        if batch.counted is None:
+        if batch.counted is None and batch.documents is None:
             return self._moved(windows)
-        counted = torch.from_numpy(batch.counted)  # [B, T]
-        targets = windows[:, 1:].masked_fill(~counted, NO_TARGET)
-        return self._moved(windows[:, :-1].contiguous()), self._moved(targets)
+        tokens, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+        if batch.counted is not None:
+            targets = targets.masked_fill(~torch.from_numpy(batch.counted), NO_TARGET)
+        if batch.documents is None:
+            return self._moved(tokens), self._moved(targets)
+        documents = torch.from_numpy(batch.documents)[:, :-1].contiguous()
+        return self._moved(tokens), self._moved(targets), self._moved(documents)
 
     def _moved(self, tensor: Tensor) -> Tensor:
         if carries_pinned_memory(self._device):

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from own_loops_scene import Loop
 from typed_commands import ROOT, Swarm
 
 from benchmarks.run_files import toml_of
@@ -78,3 +79,52 @@ def test_a_model_of_transformers_trains_in_a_swarm_and_is_refused_where_it_canno
     swarm.join("refused", invite)
     swarm.start_node("refused", "--tp", "2").ends_with(78, "which GPT2LMHeadModel has not")
     trained_alike(swarm, invite, first=("--replicate", "2"))
+
+
+LOOP = f"""
+import sys
+
+import torch
+
+import atoll
+
+sys.path.insert(0, {str(EXAMPLES)!r})
+import recommend  # the contributor's own choice: nothing of the run makes it import this
+
+training, _ = recommend.data()
+model, loss_of = recommend.model()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+with atoll.join(model, optimizer, folder=sys.argv[1]) as swarm:
+    while not swarm.is_over:
+        numbers = torch.randint(len(training), (8,)).tolist()
+        batch = torch.utils.data.default_collate([training[number] for number in numbers])
+        loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        swarm.step(tokens=8, loss=loss)
+"""
+
+
+def test_a_loop_of_one_s_own_trains_any_model_and_its_node_runs_no_code_of_the_run(
+    swarm_of: Start, tmp_path: Path
+) -> None:
+    swarm = swarm_of(RATINGS, EXAMPLES)
+    invite = swarm.invite("--uses", "2")
+    homes = [swarm.join(name, invite) for name in ("one", "loop")]
+    allowed = ("--allow-function", "any-model", "--code", str(EXAMPLES))
+    one = swarm.start_node("one", "--weights", str(swarm.home / FIRST_WEIGHTS), *allowed)
+    node = swarm.start_node("loop", "--loop")
+    program = tmp_path / "loop.py"
+    program.write_text(LOOP)
+    loop = Loop(program, homes[1], log=tmp_path / "log")
+    try:
+        memories = one.shared_memory(), node.shared_memory()
+        assert loop.ends() == 0, loop.log
+        one.ends(memories[0])
+        node.ends(memories[1])
+        models = [newest_model(home) for home in homes]
+        assert models[0].outer_digest == models[1].outer_digest
+        assert swarm.nodes()["loop"].committed_tokens > 0 and not node.has_torch()
+    finally:
+        loop.kill()

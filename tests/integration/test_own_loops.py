@@ -2,8 +2,11 @@
 
 from pathlib import Path
 
+import torch
 from own_loops_scene import SECONDS, Scene, assert_holds
 from typed_commands import until
+
+from node.newest import newest_model
 
 RUN = {"run": {"name": "loops", "rounds": 4, "min_nodes": 2}, "evaluation": {"every_rounds": 2}}
 SHORT = {"name": "loops", "rounds": 2, "min_nodes": 2}
@@ -107,5 +110,29 @@ def test_a_loop_outlives_its_node_and_goes_on_with_the_next(tmp_path: Path) -> N
         assert loop.ends() == 0, loop.log
         scene.agree()
         assert_holds(tmp_path / "stays.pt", scene.homes["loop"])
+    finally:
+        scene.end()
+
+
+def test_a_loop_in_bf16_trains_ahead_while_bytes_travel_and_holds_the_rounded_state(
+    tmp_path: Path,
+) -> None:
+    overlap = {"overlap": "keep"}
+    scene = Scene(tmp_path, **RUN, exchange=overlap)
+    try:
+        _, node = scene.start_nodes()
+        loop = scene.start_loop("ahead", "dtype=bfloat16")
+        assert loop.ends() == 0, loop.log
+        scene.agree()
+        tensors = torch.load(tmp_path / "ahead.pt")
+        model = newest_model(scene.homes["loop"])
+        for place in model.layout.places:
+            values = model.parameters[place.offset : place.offset + place.num_elements]
+            rounded = torch.from_numpy(values.copy()).bfloat16()
+            assert torch.equal(tensors[place.name].flatten(), rounded)
+        assert scene.tokens()["loop"] == len(scene.told("ahead")) * 4 * 32, (
+            "also what it trained ahead"
+        )
+        assert "Traceback" not in node.log
     finally:
         scene.end()

@@ -9,13 +9,16 @@ from google.protobuf.message import Message
 from benchmarks import simulated_coordinator
 from benchmarks.simulation import Life, SimulatedRun, simulate
 from node.island.data.dataset import Dataset
+from node.island.data.manifest import read_manifest
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
-from protocol.errors import ConfigError
+from protocol import cli, console
+from protocol.errors import BadDataError, ConfigError
 from protocol.payload import Payload
 from protocol.rounds import BOOK_PLACES, book_of, book_of_data
 from protocol.run_spec import RunSpec
 from tests.tiny_runs import tiny
+from tests.unit.tokens_scene import write_jsonl, write_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -100,11 +103,30 @@ def test_a_node_that_names_no_data_is_told_where_to_name_them(tmp_path: Path) ->
     assert "--data PATH" in refused.value.next_step
 
 
+def test_tokens_of_another_tokenizer_than_the_other_holders_are_refused(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    write_jsonl(tmp_path / "text.jsonl", 300)
+    tokens = tmp_path / "tokens"
+    prepare = ["data", "prepare", str(tmp_path / "text.jsonl"), "--out", str(tokens)]
+    assert console.run(cli.root, [*prepare, "--tokenizer", str(tmp_path)]) == 0
+    own = DataPlaces(folder=tmp_path, own=str(tokens))
+    digest = read_manifest(tokens).tokenizer_digest
+    private = {"source": "tokens", "private": True}
+    sized = {"vocab_size": 512}
+    assert digest is not None
+    assert open_dataset(tiny(data={**private, "tokenizer": digest}, model=sized), own).num_samples
+    for other, words in ((None, "and the run's are bytes"), ("ab" * 32, "are of abababababab")):
+        spec = tiny(data={**private, "tokenizer": other}, model=sized)
+        with pytest.raises(BadDataError, match=f"are of tokenizer {digest[:12]}.*{words}"):
+            open_dataset(spec, own)
+
+
 @pytest.mark.parametrize(
     ("data", "words"),
     [
         ({"private": True}, 'private = true needs source = "text" or "tokens"'),
         ({"private": True, "source": "text", "paths": ["a.txt"]}, "goes without paths and digest"),
+        ({"tokenizer": "ab" * 32}, "tokenizer belongs to private = true with source"),
         ({"most_weight": 0.5}, "most_weight = 0.5 belongs to private = true"),
     ],
 )

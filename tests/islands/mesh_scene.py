@@ -120,10 +120,12 @@ def run_rank(
     normalise = torch.nn.RMSNorm.forward
     attend = Attention.forward
 
-    def counted(self: Attention, x: torch.Tensor, *tables: torch.Tensor) -> torch.Tensor:
+    def counted(
+        self: Attention, x: torch.Tensor, *tables: torch.Tensor, **mask: torch.Tensor | None
+    ) -> torch.Tensor:
         passes.append(len(x))
         weights.add(("matrix", self.q_proj.weight.dtype))
-        return attend(self, x, *tables)
+        return attend(self, x, *tables, **mask)
 
     def noted(self: torch.nn.RMSNorm, x: torch.Tensor) -> torch.Tensor:
         weights.add(("norm", self.weight.dtype))

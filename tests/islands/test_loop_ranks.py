@@ -99,6 +99,8 @@ def live(rank: int, mesh: str, store: str, parameters: Tensor, published: Tensor
                 torch.ones(2, SIZES[0])
             )  # leaves FSDP2's root whole, and edits of it would vanish
     weights.adopt(None, is_taken=True)
+    if mesh != "tensor parallel":
+        model(torch.ones(2, SIZES[0])).sum().backward()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(2)

@@ -10,7 +10,8 @@ from mesh_scene import Figures, spec_of, trained
 from node.island.data.manifest import read_manifest
 from node.island.forkserver import prepare_forkserver
 from node.island.local_training import PLAIN, LocalTraining
-from node.island.mesh_shape import MeshShape
+from node.island.mesh_shape import MeshShape, check_shape
+from protocol.errors import ConfigError
 from protocol.run_spec import DataSection, RunSpec
 from tests.unit.tokens_scene import prepared
 
@@ -59,3 +60,54 @@ def test_a_mesh_weighs_each_token_that_counts_alike(
     assert (before, after, loss) == pytest.approx((one_before, one_after, one_loss), abs=1e-5)
     assert norms == pytest.approx(one_norms, abs=1e-5)
     np.testing.assert_allclose(last, one_last, rtol=0, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def apart(spec: RunSpec) -> RunSpec:
+    """The same rows, and attention that keeps to the documents in them; every third layer slides."""
+    data = spec.data.model_copy(update={"across_documents": False})
+    model = spec.decoder.model_copy(update={"sliding_window": 6, "sliding_layers": (0, 3)})
+    return spec.model_copy(update={"data": data, "model": model})
+
+
+@pytest.fixture(scope="module")
+def apart_alone(
+    apart: RunSpec, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Figures, np.ndarray]:
+    prepare_forkserver()
+    figures, _, last = trained(apart, MeshShape(), tmp_path_factory.mktemp("apart"))
+    return figures, last
+
+
+@pytest.mark.parametrize(
+    ("shape", "local"),
+    [
+        (MeshShape(replicate=2), LocalTraining(micro_batch=3)),
+        (MeshShape(shard=2, zero=3), LocalTraining(activation_checkpointing="full")),
+        (MeshShape(tensor=2), PLAIN),
+        (MeshShape(shard=2, tensor=2), PLAIN),
+    ],
+    ids=str,
+)
+def test_a_mesh_keeps_documents_apart_as_one_process_does(
+    shape: MeshShape,
+    local: LocalTraining,
+    apart: RunSpec,
+    apart_alone: tuple[Figures, np.ndarray],
+    alone: tuple[Figures, np.ndarray],
+    tmp_path: Path,
+) -> None:
+    (before, after, loss, norms, *_), _, last = trained(apart, shape, tmp_path, local)
+    (one_before, one_after, one_loss, one_norms, *_), one_last = apart_alone
+    assert one_loss != pytest.approx(alone[0][2], abs=1e-5)
+    assert (before, after, loss) == pytest.approx((one_before, one_after, one_loss), abs=1e-5)
+    assert norms == pytest.approx(one_norms, abs=1e-5)
+    np.testing.assert_allclose(last, one_last, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [MeshShape(pipeline=2), MeshShape(context=2)], ids=str)
+def test_a_mesh_that_cannot_keep_documents_apart_is_refused(
+    shape: MeshShape, apart: RunSpec
+) -> None:
+    with pytest.raises(ConfigError, match=r"= 2 does not go with .* across_documents = false"):
+        check_shape(shape, apart)

@@ -23,6 +23,7 @@ def test_a_loop_that_goes_is_not_started_again_and_the_next_one_trains_the_round
             life.island.is_loop = True
             life.island.dies_in = [phase]
             assert await live_a_round(life, 1, train_seconds=20.0) == [TOKENS]
+            assert len(life.island.works) == (1 if phase == "adopt" else 2), "trained anew"
             assert await live_a_round(life, 2) == [TOKENS]
             assert life.island.calls.count("start") == 1
 

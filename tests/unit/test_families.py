@@ -209,7 +209,7 @@ def test_what_the_decoder_cannot_be_is_refused_with_key_and_value(
     with pytest.raises(BadDataError, match=problem) as refused:
         read_config(tmp_path)
     assert str(tmp_path / "config.json") in refused.value.what
-    assert 'source = "transformers"' in refused.value.next_step
+    assert "--by transformers" in refused.value.next_step
 
 
 @pytest.mark.parametrize(
@@ -250,6 +250,12 @@ def test_what_an_old_config_leaves_out_is_what_transformers_takes(tmp_path: Path
         assert ours.rope_theta == theirs.rope_parameters["rope_theta"] == 700.0
         assert ours.tie_embeddings == theirs.tie_word_embeddings
         assert ours.sliding_window == getattr(theirs, "sliding_window", None)
+        if family.windows == "layers":
+            window = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+            write(tmp_path, config | window)
+            theirs, ours = transformers.AutoConfig.from_pretrained(tmp_path), read_config(tmp_path)
+            slide = [kind == "sliding_attention" for kind in theirs.layer_types]
+            assert [ours.window_of(i) == 8 for i in range(3)] == slide == [False, True, True]
         del config["max_position_embeddings"]
         write(tmp_path, config)
         theirs = transformers.AutoConfig.from_pretrained(tmp_path)

@@ -17,6 +17,8 @@ import torch
 
 import atoll
 from atoll.connection import Connection
+from node.island.data.dataset import Batch
+from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
 from node.island.faults import LoopGoneError, TrainingDivergedError
 from node.island.island import Ability, InnerReport, InnerWork, Progress
@@ -26,7 +28,7 @@ from node.island.loops.messages import Hello, word_of
 from node.island.model import Decoder
 from node.outer_state import SharedVectors
 from protocol.layout import layout_of
-from protocol.run_spec import RunSpec
+from protocol.run_spec import DataSection, RunSpec
 from tests.islands.rank_scene import small_spec, with_texts
 
 BATCH, CONTEXT = 4, 16
@@ -160,9 +162,9 @@ async def test_samples_are_those_that_were_leased_in_the_run_s_order_and_each_on
         await one.island.stop()
         await ends(thread)
         taken = one.ended[0]
-        assert one.island._order is not None
+        assert one.island._samples._order is not None
         expected = [
-            one.island._order.indices(100 * (number - 1) + step * BATCH, BATCH).tolist()
+            one.island._samples._order.indices(100 * (number - 1) + step * BATCH, BATCH).tolist()
             for number in (1, 2)
             for step in range(3)
         ]
@@ -172,6 +174,49 @@ async def test_samples_are_those_that_were_leased_in_the_run_s_order_and_each_on
         assert [step.is_replaced for step in steps] == [False, False, True, False, False, True]
         assert [step.round for step in steps] == [1, 1, 2, 2, 2, 2]
         assert [step.is_over for step in steps] == [False] * 5 + [True]
+
+
+async def test_batches_are_the_tokens_of_the_leased_samples(tmp_path: Path) -> None:
+    async with scene(tmp_path) as one:
+        found = []
+
+        def train(swarm: atoll.Swarm) -> None:
+            for batch in swarm.batches():
+                found.append(batch)
+                swarm.step()
+
+        thread = one.loop(train)
+        await one.is_here()
+        assert (await one.train(work())).tokens == 3 * STEP_TOKENS
+        await one.island.stop()
+        await ends(thread)
+        dataset = open_dataset(one.spec, DataPlaces(folder=tmp_path))
+        assert len(found) == 3
+        for batch in found:
+            read = dataset.batch("training", batch.numbers.numpy())
+            assert isinstance(read, Batch)
+            assert torch.equal(batch.tokens, torch.from_numpy(read.tokens))
+            assert batch.tokens.shape == (BATCH, CONTEXT + 1) and batch.counted is None
+
+
+async def test_a_node_without_the_run_s_data_says_so_and_takes_loops_that_have_their_own(
+    tmp_path: Path,
+) -> None:
+    data = DataSection(source="text", paths=("nowhere/*.txt",))
+    async with scene(tmp_path, small_spec().model_copy(update={"data": data})) as one:
+
+        def train(swarm: atoll.Swarm) -> None:
+            assert swarm.run.num_samples == 0
+            with pytest.raises(atoll.SamplesError, match=r"'nowhere/\*\.txt' of \[data\] paths"):
+                next(swarm.samples())
+            swarm.step(tokens=5)
+
+        thread = one.loop(train)
+        await one.is_here()
+        assert (await one.train(work(steps=1))).tokens == 5
+        await one.island.stop()
+        await ends(thread)
+        assert one.ended == [None]
 
 
 async def test_a_loader_of_one_s_own_counts_its_tokens_and_no_more_than_were_leased(

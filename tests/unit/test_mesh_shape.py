@@ -4,14 +4,17 @@ import itertools
 from pathlib import Path
 
 import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from node.config import SETTINGS_FILE, load_settings
 from node.island.auto_mesh import check_memory, choose, need_of, wanted_bytes
 from node.island.devices import check_offload
 from node.island.mesh_shape import AXES, MeshShape, check_batch, check_shape
+from node.island.model import Decoder, Objective
 from protocol.errors import ConfigError
 from protocol.models import DecoderModel
-from protocol.run_spec import InnerSection, RunSpec
+from protocol.run_spec import DataSection, InnerSection, RunSpec
 
 SPEC = RunSpec(
     model=DecoderModel(
@@ -97,6 +100,29 @@ def test_each_stage_of_zero_needs_less() -> None:
     assert two.gradients * 4 == pytest.approx(copies.gradients, rel=1e-3)
     assert two.parameters >= copies.parameters > three.parameters
     assert copies.num_bytes > one.num_bytes > two.num_bytes > three.num_bytes
+
+
+def test_what_keeps_documents_apart_is_kept_once_for_all_layers() -> None:
+    data = DataSection(source="tokens", paths=("x",), digest="0" * 64, across_documents=False)
+    model = DecoderModel(context=256, num_layers=6)
+    estimates, measured = [], []
+    for spec in (RunSpec(model=model), RunSpec(model=model, data=data)):
+        estimates.append(need_of(MeshShape(), spec).activations)
+        documents = None if spec.data.across_documents else torch.zeros(8, 256, dtype=torch.int32)
+        tokens = torch.zeros(8, 256, dtype=torch.int64)
+        kept: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = Objective(Decoder(model))(tokens, tokens, documents)
+            measured.append(sum(kept.values()))
+        del loss
+    assert estimates[1] - estimates[0] == 4 * 8 * 256 * 256
+    assert measured[1] - measured[0] == pytest.approx(4 * 8 * 256 * 256, rel=0.1)
 
 
 LARGE = RunSpec(

@@ -110,6 +110,20 @@ def test_a_window_hides_what_lies_further_back_in_its_layers_only() -> None:
         assert torch.allclose(before[0, 3:], after[0, 3:]) is not is_seen
 
 
+@pytest.mark.parametrize("spec", [TIED, QWEN, SLIDING])
+def test_a_document_is_seen_as_if_it_stood_alone(spec: DecoderModel) -> None:
+    decoder = decoder_of(run_of(spec), 8 * initial_parameters(run_of(spec)))
+    documents = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 2], [0] * 12])
+    text = torch.stack([tokens_of(b"abcdefghijkl")[0], tokens_of(b"mnopqrstuvwx")[0]])
+    with torch.no_grad():
+        together = decoder(text, documents)
+        assert torch.allclose(together[0, :5], decoder(text[:1, :5])[0], atol=1e-4)
+        assert torch.allclose(together[1], decoder(text[1:])[0], atol=1e-4)
+        # RoPE says how far apart tokens are, so where a document stands in its row is all the same.
+        assert torch.allclose(together[0, 5:11], decoder(text[:1, 5:11])[0], atol=1e-4)
+        assert not torch.allclose(together[0, 5:11], decoder(text)[0, 5:11], atol=1e-2)
+
+
 def test_a_window_as_long_as_a_sample_is_none() -> None:
     wide = SLIDING.model_copy(update={"sliding_window": TIED.context})
     assert [wide.window_of(i) for i in range(2)] == [None, None]
@@ -143,6 +157,17 @@ def test_a_soft_cap_bends_logits_towards_it() -> None:
 def test_keys_that_do_not_fit_each_other_are_refused(keys: dict[str, object], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         validated({"model": keys}, origin="run.toml")
+
+
+def test_documents_are_kept_apart_only_where_it_is_known_where_they_begin() -> None:
+    apart = {"across_documents": False}
+    with pytest.raises(ConfigError, match='false needs source = "tokens"'):
+        validated({"data": apart}, origin="run.toml")
+    tokens = {"source": "tokens", "paths": ["x"], "digest": "0" * 64}
+    with pytest.raises(ConfigError, match=r'needs \[model\] source = "decoder"'):
+        model = {"source": "transformers", "context": 16}
+        validated({"model": model, "data": tokens | apart}, origin="run.toml")
+    assert not validated({"data": tokens | apart}, origin="run.toml").data.across_documents
 
 
 def test_first_weights_never_change_their_bits() -> None:

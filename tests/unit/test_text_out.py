@@ -1,14 +1,21 @@
 """Text goes to a model and comes back by the tokenizer that the run's tokens were made with, or as bytes."""
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from test_export import ORIGIN
 from tokens_scene import END, prepared, spec_of, write_jsonl, write_tokenizer
 
+from node.export import export_model
 from node.island.data.places import DataPlaces
+from node.island.models.describing import describe, first_vector
+from node.island.models.writing import written_by
 from node.text_out import ByteText, files_of_tokenizer, text_of_run
-from protocol.errors import NoInputError
-from protocol.models import Description
+from protocol.errors import ConfigError, NoInputError, UsageError
+from protocol.models import Description, FunctionModel, TransformersModel
 from protocol.run_spec import RunSpec
 
 
@@ -66,3 +73,50 @@ def test_without_a_tokenizer_tokens_are_bytes(tmp_path: Path) -> None:
     prepared(tmp_path / "a.jsonl", out=tmp_path / "tokens")
     spec = spec_of(tmp_path / "tokens")
     assert isinstance(text_of_run(spec, places), ByteText)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "mixtral"])
+def test_a_model_of_transformers_comes_out_whole_and_writes_what_it_would(
+    kind: str, tmp_path: Path
+) -> None:
+    import transformers  # takes seconds
+
+    from tests.transformers_configs import CONFIGS
+
+    CONFIGS[kind].save_pretrained(tmp_path)
+    spec = RunSpec(model=TransformersModel(source="transformers", context=16))
+    description = describe(spec, tmp_path).model_copy(update={"generation_config": {"top_p": 0.9}})
+    spec = spec.model_copy(update={"description": description})
+    weights = 3 * first_vector(spec)
+    assert not export_model(spec=spec, parameters=weights, origin=ORIGIN, out=tmp_path / "out")
+    assert "AutoModelForCausalLM" in (tmp_path / "out" / "README.md").read_text()
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert (
+        type(model).__name__
+        == json.loads((tmp_path / "out" / "config.json").read_text())["architectures"][0]
+    )
+    assert model.generation_config.top_p == 0.9
+    tokens = [5, 6, 7]
+    with torch.no_grad():
+        while len(tokens) < 12:
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    written = written_by(spec, weights, [5, 6, 7], num_tokens=9, temperature=0.0, seed=0)
+    assert written == tokens[3:]
+    drawn = [
+        written_by(spec, weights, [5, 6, 7], num_tokens=9, temperature=2.0, seed=seed)
+        for seed in (1, 1, 2)
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+    end = written[3]
+    cut = written_by(spec, weights, [5, 6, 7], num_tokens=9, temperature=0.0, seed=0, ends={end})
+    assert cut == written[: written.index(end) + 1]
+    with pytest.raises(
+        UsageError, match="a prompt of 3 tokens and 30 more are beyond the model's 32"
+    ):
+        written_by(spec, weights, [5, 6, 7], num_tokens=30, temperature=0.0, seed=0)
+
+
+def test_a_function_of_a_run_writes_no_text() -> None:
+    spec = RunSpec(model=FunctionModel(source="function", function="vision:model"))
+    with pytest.raises(ConfigError, match="how this run's function writes text"):
+        written_by(spec, np.zeros(1, np.float32), [0], num_tokens=1, temperature=0.0, seed=0)

@@ -222,6 +222,11 @@ def _tell(out: Path, manifest: "Manifest", *, num_empty: int = 0) -> None:
     )
     click.echo("in the run file:\n")
     click.echo(as_run_file(out, manifest), nl=False)
+    if manifest.tokenizer_digest is not None:
+        click.echo(
+            f"# or, where each node has tokens of its own: private = true, and instead of paths and "
+            f'digest\n# tokenizer = "{manifest.tokenizer_digest}"'
+        )
     context = "" if manifest.row is None else f"\ncontext = {manifest.row - 1}"
     click.echo(f"\n[model]\nvocab_size = {manifest.vocab_size}{context}")
 

@@ -87,6 +87,16 @@ class Manifest(Section):
         """The shards of a split, in order."""
         return self.training if split == "training" else self.held_out
 
+    @property
+    def tokenizer_digest(self) -> str | None:
+        """Of tokenizer.json; None where no such file made the tokens."""
+        if self.tokenizer != TOKENIZER_FILE or TOKENIZER_FILE not in self.files:
+            return None
+        pieces = self.files[TOKENIZER_FILE].pieces
+        return (
+            pieces[0] if len(pieces) == 1 else blake3.blake3("".join(pieces).encode()).hexdigest()
+        )
+
     def num_tokens(self, split: Split) -> int:
         """Tokens of a split that a model is to predict."""
         return sum(shard.num_counted for shard in self.shards(split))

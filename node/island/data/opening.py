@@ -108,7 +108,12 @@ def _open_tokens(spec: RunSpec, places: DataPlaces) -> TokenShards:
             )
         cache = PieceCache(places.cache, limit_bytes=places.cache_bytes)
         far = FetchedFiles(origins, manifest.files, manifest.piece_bytes, cache)
-    shards = TokenShards(manifest, FoundFiles(here, far), context=spec.model.context)
+    shards = TokenShards(
+        manifest,
+        FoundFiles(here, far),
+        context=spec.model.context,
+        has_documents=not spec.data.across_documents,
+    )
     _check_enough(shards, context=spec.model.context, batch=spec.inner.batch)
     return shards
 
@@ -159,12 +164,30 @@ def _files_here(folders: Sequence[Path], manifest: Manifest) -> Mapping[str, Fil
 
 def _check_is_runs(manifest: Manifest, spec: RunSpec, place: str) -> None:
     """Raises BadDataError for other tokens than the run's."""
+    if spec.data.private:
+        _check_same_tokenizer(manifest, spec, place)
+        return
     digest = manifest.digest().hex()
-    if not spec.data.private and digest != spec.data.digest:
+    if digest != spec.data.digest:
         raise BadDataError(
             f"{place} holds other tokens than the run's: their digest is {digest[:12]}…, and "
             f"[data] digest says {str(spec.data.digest)[:12]}…",
             next_step="copy the run's tokens there, or name their folder with data = in node.toml",
+        )
+
+
+def _check_same_tokenizer(manifest: Manifest, spec: RunSpec, place: str) -> None:
+    """Raises BadDataError for private tokens that mean other text than those of the other holders."""
+    if manifest.tokenizer_digest != spec.data.tokenizer:
+        made_by = {"bytes": "are bytes"}.get(
+            manifest.tokenizer, f"are of tokenizer {str(manifest.tokenizer_digest)[:12]}…"
+        )
+        wanted = spec.data.tokenizer
+        raise BadDataError(
+            f"the tokens in {place} {made_by}, and the run's "
+            + ("are bytes" if wanted is None else f"are of {wanted[:12]}…, by [data] tokenizer"),
+            next_step="ask the run owner for the tokenizer, and make them with it: atoll data prepare … "
+            "--tokenizer FILE --out NEWDIR",
         )
 
 

@@ -13,13 +13,12 @@ from typing import Any
 
 import structlog
 
-from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
-from node.island.data.samples import SampleOrder
 from node.island.faults import LoopGoneError, TrainingDivergedError
 from node.island.hang_watch import HangWatch
 from node.island.island import Ability, Evaluation, InnerReport, InnerWork, Progress
 from node.island.loops.door import SOCKET_FILE, Door, Visitor
+from node.island.loops.leased import LeasedSamples
 from node.island.loops.messages import (
     VERSION,
     Done,
@@ -32,13 +31,14 @@ from node.island.loops.messages import (
     Stepped,
     Trained,
     Word,
+    no_samples,
     train,
     welcome,
 )
 from node.outer_state import SharedNames
-from protocol.errors import AtollError, ConfigError, NoInputError
+from protocol.errors import AtollError
 from protocol.layout import Layout
-from protocol.rounds import CorpusSummary, Digest
+from protocol.rounds import CorpusSummary
 from protocol.run_spec import RunSpec
 
 log = structlog.get_logger()
@@ -47,9 +47,6 @@ RETURN_SECONDS = 20.0
 """How long a round waits here for a loop that has just ended: starting one again takes seconds."""
 
 HELLO_SECONDS = 20.0
-NUMBERS_AT_ONCE = 4096  # of samples, in one message
-
-_NO_DATA = CorpusSummary(digest=Digest(bytes(32)), num_samples=0, num_bytes=0)
 
 Answer = Done | Trained | Evaluated
 
@@ -106,7 +103,7 @@ class LoopIsland:
         """`home` is the node's folder; `data` are what `swarm.samples()` numbers."""
         self._spec = spec
         self._layout = layout
-        self._data = data
+        self._samples = LeasedSamples(spec, data)
         self._return_seconds = return_seconds
         self._door = Door(home / SOCKET_FILE, names, self._let_in)
         self._watch = HangWatch(patience_seconds=hang_seconds, on_hang=self._on_hang)
@@ -116,9 +113,6 @@ class LoopIsland:
         self._gone: LoopGoneError | None = None  # to be raised by what is asked next
         self._is_back_soon = False
         self._waiting: asyncio.Future[None] | None = None
-        self._summary = _NO_DATA
-        self._order: SampleOrder | None = None
-        self._no_samples = "the node has not looked for them yet"
         self._telling: set[asyncio.Task[None]] = set()
         self._has_told_counting = False
         self._last_round = 0
@@ -131,28 +125,12 @@ class LoopIsland:
 
     async def start(self) -> CorpusSummary:
         """See Island. Does not wait for a loop: the node can be of use without."""
-        await asyncio.to_thread(self._look_at_data)
+        await asyncio.to_thread(self._samples.look)
         self._door.open()
         log.info(
             "a training loop may come in: atoll.join(model, optimizer)", at=str(self._door.path)
         )
-        return self._summary
-
-    def _look_at_data(self) -> None:
-        """What loops may ask numbers of. One with data of its own needs none here."""
-        try:
-            corpus = open_dataset(self._spec, self._data)
-        except (NoInputError, ConfigError) as error:
-            log.warning("the run's data is not here: loops need data of their own", why=error.what)
-            self._no_samples = error.what
-            return
-        self._summary = corpus.summary()
-        self._order = SampleOrder(
-            seed=self._spec.run.seed,
-            num_samples=corpus.num_samples,
-            num_together=corpus.num_together,
-        )
-        self._no_samples = ""
+        return self._samples.summary
 
     async def stop(self) -> None:
         """See Island. The loop is told that the node ends."""
@@ -262,8 +240,7 @@ class LoopIsland:
                 welcome(
                     self._spec,
                     self._layout,
-                    num_samples=self._summary.num_samples,
-                    no_samples=self._no_samples,
+                    num_samples=self._samples.summary.num_samples,
                 )
             )
             while (word := await visitor.hear()) is not None:
@@ -457,18 +434,15 @@ class LoopIsland:
         task.add_done_callback(self._telling.discard)
 
     async def _tell_samples(self, visitor: Visitor, word: Samples) -> None:
-        """Numbers for as many steps as a message holds; none where there are none or the order is over."""
-        pending, order, batch = self._pending, self._order, self._spec.inner.batch
-        numbers: list[int] = []
-        if order is not None and pending is not None and pending.work is not None:
-            work = pending.work
-            steps = min(work.inner_steps - word.first_step, max(1, NUMBERS_AT_ONCE // batch))
-            if word.number == pending.number and steps > 0:
-                first = work.first_sample + word.first_step * batch
-                # In a thread: a new epoch's order takes seconds where there are many samples.
-                found = await asyncio.to_thread(order.indices, first, steps * batch)
-                numbers = found.tolist()
-        visitor.say({"kind": "samples", "first_step": word.first_step, "numbers": numbers})
+        pending = self._pending
+        if pending is None or pending.work is None or word.number != pending.number:
+            visitor.say(no_samples("the order to train is over"))
+            return
+        # In a thread: the data may be on a slow disk, or have to be fetched.
+        told = await asyncio.to_thread(
+            self._samples.told, pending.work, word.first_step, wants_tokens=word.wants_tokens
+        )
+        visitor.say(told)
 
     def _report_of(self, work: InnerWork, loop: _Loop, answers: list[Trained]) -> InnerReport:
         """What all ranks trained; of a step, no more tokens count than the plan leased for it."""

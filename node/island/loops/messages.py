@@ -14,14 +14,19 @@ same to all, and each rank answers with the order's number:
     evaluate   measure the held-out loss of the global parameters  →  evaluated
 
 `halt`, to rank 0, ends the training in progress after its current inner step, and is not answered.
-While a rank trains it may ask for the numbers of its samples (samples → samples). Either side may
-end it with a word: `leaving` from a loop, `goodbye` from the daemon.
+While a loop trains, rank 0 may ask for the numbers of its samples, and for their tokens (samples →
+samples). Either side may end it with a word: `leaving` from a loop, `goodbye` from the daemon.
 """
 
+import base64
 from typing import Annotated, Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import Field, TypeAdapter, ValidationError
 
+from node.island.data.dataset import Batch
+from node.island.data.samples import Indices
 from node.island.island import InnerWork
 from node.island.schedule import Position
 from protocol.layout import Layout
@@ -108,6 +113,7 @@ class Samples(Section):
     kind: Literal["samples"]
     number: Count
     first_step: Count
+    wants_tokens: bool  # and not only the samples' numbers
 
 
 class Leaving(Section):
@@ -135,8 +141,8 @@ def word_of(line: bytes) -> Word:
         raise ValueError(f"{place or 'a message'}: {problem['msg']}") from error
 
 
-def welcome(spec: RunSpec, layout: Layout, *, num_samples: int, no_samples: str) -> dict[str, Any]:
-    """What a loop must know of the run; `no_samples` says why there are none here."""
+def welcome(spec: RunSpec, layout: Layout, *, num_samples: int) -> dict[str, Any]:
+    """What a loop must know of the run."""
     return {
         "kind": "welcome",
         "run": spec.run.name,
@@ -148,7 +154,6 @@ def welcome(spec: RunSpec, layout: Layout, *, num_samples: int, no_samples: str)
         "overlap": spec.exchange.overlap,
         "local_share": spec.exchange.local_share,
         "num_samples": num_samples,
-        "no_samples": no_samples,
         "num_elements": layout.num_elements,
         "fragments": [[f.start, f.num_elements] for f in layout.fragments],
         "tensors": [[place.name, list(place.shape), place.offset] for place in layout.places],
@@ -165,3 +170,24 @@ def train(spec: RunSpec, work: InnerWork) -> dict[str, Any]:
         "max_seconds": None if work.max_seconds == float("inf") else work.max_seconds,
         "progress": [first, last],
     }
+
+
+def samples(numbers: Indices, batch: Batch | None) -> dict[str, Any]:
+    """Samples of some steps: numbers [N], tokens [N, T + 1] and what counts of them [N, T]."""
+    counted = None if batch is None else batch.counted
+    return {
+        "kind": "samples",
+        "why": "",
+        "numbers": numbers.tolist(),
+        "tokens": None if batch is None else _packed(batch.tokens.astype("<i4")),
+        "counted": None if counted is None else _packed(counted.astype("u1")),
+    }
+
+
+def no_samples(why: str) -> dict[str, Any]:
+    """Why there are none."""
+    return {"kind": "samples", "why": why, "numbers": [], "tokens": None, "counted": None}
+
+
+def _packed(values: npt.NDArray[Any]) -> str:
+    return base64.b64encode(np.ascontiguousarray(values).data).decode()

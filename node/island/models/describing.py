@@ -129,7 +129,7 @@ def export_state(spec: RunSpec, vector: Vector, out: Path, *, base: Path | None 
         adapted = built(spec.description.config, spec.adapters)
         export_adapter(adapted, _values_of(spec, vector), out)
     else:
-        export_model(model_with(spec, vector, base=base), spec, out)
+        export_model(model_with(spec, vector, base=base), out)
 
 
 def model_with(spec: RunSpec, vector: Vector, *, base: Path | None = None) -> Any:

@@ -9,17 +9,21 @@ from node.island.models.architecture import Counted
 class TokenInputs:
     """Tokens and targets of windows; the part of Architecture that is the same for all such models."""
 
-    def inputs(self, batch: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        """Tokens, and the ones after them, [B, T] each, of windows [B, T + 1]; or the two as they come."""
+    def inputs(self, batch: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Tokens, and the ones after them, [B, T] each, of windows [B, T + 1]; or the two as they come.
+
+        And their documents, [B, T], where attention keeps to those.
+        """
         return batch if isinstance(batch, tuple) else (batch[:, :-1], batch[:, 1:])
 
     def padded(self, inputs: tuple[Tensor, ...], rows: int) -> tuple[Tensor, ...]:
         """Exactly `rows` samples: pipelines have one shape, and shards are gathered by all at once."""
-        tokens, targets = inputs
+        tokens, targets, *documents = inputs
         missing = rows - len(tokens)
         return (
             nn.functional.pad(tokens, (0, 0, 0, missing)),
             nn.functional.pad(targets, (0, 0, 0, missing), value=NO_TARGET),
+            *(nn.functional.pad(each, (0, 0, 0, missing)) for each in documents),
         )
 
     def measured(

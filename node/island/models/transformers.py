@@ -326,13 +326,12 @@ def merged_model(
     return model
 
 
-def export_model(model: "PreTrainedModel", spec: RunSpec, out: Path) -> None:
-    """Writes a folder that transformers loads; safetensors, 5 GB at most each."""
-    _quietly()
-    if spec.description is not None and spec.description.generation_config:
-        from transformers import GenerationConfig
+def export_model(model: "PreTrainedModel", out: Path) -> None:
+    """Writes a folder that transformers loads; safetensors, 5 GB at most each.
 
-        model.generation_config = GenerationConfig.from_dict(spec.description.generation_config)
+    How it generates is node.export's to write: transformers would refuse settings that folders come with.
+    """
+    _quietly()
     model.save_pretrained(out, max_shard_size="5GB")
 
 

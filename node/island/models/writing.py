@@ -8,7 +8,7 @@ import torch
 
 from node.island.generate import decoder_of, sample_tokens
 from node.outer_state import Vector
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, UsageError
 from protocol.models import DecoderModel, TransformersModel
 from protocol.run_spec import RunSpec
 
@@ -27,7 +27,8 @@ def written_by(
     """Tokens that follow the prompt: `num_tokens`, or fewer that end with one of `ends`.
 
     Temperature 0 takes the likeliest each time. `base` is the model that adapters belong to. Raises
-    ConfigError for a model that a function makes: what it does with tokens is not known.
+    ConfigError for a model that a function makes: what it does with tokens is not known. Raises UsageError
+    for more tokens than a model of transformers has positions.
     """
     if isinstance(spec.model, DecoderModel):
         return sample_tokens(
@@ -46,6 +47,12 @@ def written_by(
     from node.island.models.describing import model_with
 
     model: Any = model_with(spec, parameters, base=base).eval()
+    most = getattr(model.config, "max_position_embeddings", None)
+    if most is not None and len(prompt) + num_tokens > most:
+        raise UsageError(
+            f"a prompt of {len(prompt)} tokens and {num_tokens} more are beyond the model's {most}",
+            next_step="shorten the prompt, or ask for fewer with --tokens",
+        )
     torch.manual_seed(seed)
     chances: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
