@@ -28,7 +28,14 @@ from protocol.errors import (
     ProtocolMismatchError,
 )
 from protocol.models import FunctionModel
-from protocol.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec, validated
+from protocol.run_spec import (
+    DataSection,
+    EvaluationSection,
+    InnerSection,
+    RunSpec,
+    load_run_file,
+    validated,
+)
 from tests.run_functions import Net
 from tests.unit.test_transformers_models import work_of
 
@@ -141,17 +148,16 @@ def test_training_a_function_learns_and_its_metric_is_told() -> None:
     assert report.loss < before.loss
 
 
-@pytest.mark.parametrize(
-    ("name", "inner"),
-    [("vision", {}), ("fraud", {"batch": 64}), ("recommend", {"batch": 64, "sparse": True})],
-)
-def test_each_example_learns(name: str, inner: dict[str, Any]) -> None:
-    spec = spec_of(f"{name}:model", f"{name}:data", folder=EXAMPLES, **inner)
+@pytest.mark.parametrize("name", ["vision", "fraud", "recommend"])
+def test_each_example_learns(name: str) -> None:
+    spec = load_run_file(EXAMPLES / f"{name}.toml")
+    spec = spec.model_copy(update={"description": describe(spec, EXAMPLES)})
     trainer = trainer_of(spec)
     before = trainer.evaluate()
-    trainer.train(work_of(120), lambda progress: None)
+    trainer.train(work_of(150), lambda progress: None)
     after = trainer.evaluate()
     assert after.loss < 0.8 * before.loss
+    assert (after.metric is None) == (name == "recommend")
     if before.metric is not None:
         assert after.metric is not None and after.metric > max(0.7, before.metric)
 

@@ -19,7 +19,7 @@ from node.island.data import preparing
 from node.island.data.documents import Document, parts_of
 from node.island.data.documents import documents_of as read_documents
 from node.island.data.manifest import read_manifest
-from node.island.data.shard_writing import is_held_out
+from node.island.data.shard_writing import HASHES, hash_of
 from protocol import cli, console
 from protocol.errors import (
     BadDataError,
@@ -87,7 +87,7 @@ def test_a_document_is_held_out_by_what_it_says_wherever_it_stands(tmp_path: Pat
         documents_of(tmp_path / "b", "held_out")
     )
     share = sum(
-        is_held_out(Document(text=bytes([i, j])), 0.1) for i in range(99) for j in range(99)
+        hash_of(Document(text=bytes([i, j]))) < 0.1 * HASHES for i in range(99) for j in range(99)
     )
     assert share / 99**2 == pytest.approx(0.1, abs=0.02)
 
@@ -285,7 +285,13 @@ def test_text_that_spells_a_special_token_is_no_special_token(tmp_path: Path) ->
         ("a.json", b"{}", BadDataError, "one JSON value"),
         ("a.jsonl.zst", b"x", BadDataError, "compressed"),
         ("a.txt", b"a\0b", BadDataError, "zero bytes"),
-        ("a.txt", b"a little text\n", BadDataError, "of 1 documents none is held out"),
+        (
+            "a.jsonl",
+            b'{"text": "x"}\n' * 9,
+            BadDataError,
+            "of 9 documents none is left to train on",
+        ),
+        ("a.jsonl", b'{"text": ""}\n' * 9, BadDataError, "of 0 documents none is left"),
     ],
 )
 def test_input_that_cannot_be_used_is_refused_and_leaves_no_result(
@@ -359,3 +365,39 @@ def test_the_command_prints_what_a_run_file_needs(
     capsys.readouterr()
     assert console.run(cli.root, ["data", "check", "tokens"]) == ExitCode.BAD_DATA
     assert "00000.tokens is damaged: piece 0" in capsys.readouterr().err
+
+
+def test_of_few_documents_one_is_held_out_wherever_it_stands(
+    tmp_path: Path, small_shards: None
+) -> None:
+    texts = write_jsonl(tmp_path / "a.jsonl", 30, count=100)
+    documents = [Document(text=text.encode()) for text in texts]
+    least = min(documents, key=hash_of)
+    copies = "".join(json.dumps({"text": text}) + "\n" for text in [*texts, least.text.decode()])
+    (tmp_path / "b.jsonl").write_text(copies)
+    for name in ("a", "b"):
+        made = prepared(tmp_path / f"{name}.jsonl", out=tmp_path / name, held_out=1e-9)
+        assert len(made.manifest.training) > 2
+        assert set(documents_of(tmp_path / name, "held_out")) == {least.text}
+        assert len(documents_of(tmp_path / name, "training")) == 29
+
+
+@pytest.mark.parametrize("row", [None, 33])
+def test_of_a_single_document_the_end_is_held_out(row: int | None, tmp_path: Path) -> None:
+    text = "".join(f"line {i}\n" for i in range(300))
+    (tmp_path / "a.txt").write_text(text)
+    made = prepared(tmp_path / "a.txt", out=tmp_path / "out", held_out=0.01, row=row)
+    if row is None:
+        trained, kept_back = (
+            b"".join(
+                tokens_of(tmp_path / "out", made.manifest, shard).astype("u1").tobytes()
+                for shard in shards
+            )
+            for shards in (made.manifest.training, made.manifest.held_out)
+        )
+        assert (trained + kept_back).decode() == text + "\0"
+        assert len(kept_back) == round(0.05 * (len(text) + 1))
+        assert made.manifest.text_bytes("training") + made.manifest.text_bytes("held_out") == len(  # type: ignore[operator]
+            text
+        )
+    assert made.manifest.num_tokens("held_out") > 32

@@ -1,5 +1,6 @@
 """Models of transformers: what describing them shows, what is refused, and training as transformers does."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -294,6 +295,16 @@ def test_a_config_that_asks_for_code_of_others_is_refused(key: str) -> None:
     config = {**CONFIGS["gpt2"].to_dict(), key: {"a": "b"}}
     with pytest.raises(ConfigError, match=f"'{key}', which asks for code or weights"):
         built(config)
+
+
+def test_a_known_kind_needs_no_code_of_its_folder_and_may_say_how_it_attends(
+    tmp_path: Path,
+) -> None:
+    config = CONFIGS["gpt2"].to_dict() | {"attn_implementation": "eager"}
+    assert built(config).config._attn_implementation == "eager"
+    own = json.dumps({**config, "auto_map": {"AutoModelForCausalLM": "evil.Model"}})
+    (tmp_path / "config.json").write_text(own)
+    assert "auto_map" not in config_of(tmp_path)
 
 
 def test_an_unknown_kind_of_model_is_refused(tmp_path: Path) -> None:

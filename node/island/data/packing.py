@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from node.island.data.manifest import OFFSET_BYTES, FileEntry, ShardEntry
-from node.island.data.shard_writing import ShardWriter
+from node.island.data.shard_writing import ShardWriter, bits_of
 from node.island.data.tokenizing import Encoded
 
 Lengths = npt.NDArray[np.int64]
@@ -68,7 +68,7 @@ def pack(
     for pieces in best_fit(lengths, row):
         for i, piece in enumerate(pieces):
             start, length = int(starts[piece]), int(lengths[piece])
-            counted = bits_of(bits, start, length)
+            counted = np.ones(length, np.bool_) if bits is None else bits_of(bits, start, length)
             if i == 0:
                 counted[0] = False
             own = tokens[start : start + length].astype(np.uint32)
@@ -105,12 +105,3 @@ def _pieces(offsets: Lengths, row: int) -> tuple[Lengths, Lengths]:
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     starts = first_of_document + within * row
     return starts, np.minimum(starts + row, ends) - starts
-
-
-def bits_of(bits: npt.NDArray[np.uint8] | None, start: int, length: int) -> npt.NDArray[np.bool_]:
-    """Which of these tokens are counted, by a mask file."""
-    if bits is None:
-        return np.ones(length, np.bool_)
-    first, last = start // 8, -(-(start + length) // 8)
-    found = np.unpackbits(bits[first:last], bitorder="little")[start % 8 :][:length]
-    return found.astype(np.bool_)

@@ -40,13 +40,15 @@ from node.island.data.manifest import (
     check_sizes,
     entry_of_file,
 )
-from node.island.data.packing import bits_of, pack
+from node.island.data.packing import pack
 from node.island.data.progress import State
 from node.island.data.shard_writing import (
+    HASHES,
     Encoding,
     Receipt,
     ShardJob,
     ShardWriter,
+    bits_of,
     token_bytes_of,
     write_shard,
 )
@@ -64,6 +66,9 @@ MOST_SHARD_BYTES = 256 << 20
 LEAST_SHARD_BYTES = 4 << 20
 SHARDS_AIMED_AT = 64
 HELD_OUT_SHARD_TOKENS = 64 << 20
+LEAST_END = 0.05
+"""Of a single document at least this share is held out, or there would be no sample."""
+
 _POLL_SECONDS = 0.5
 
 
@@ -114,7 +119,7 @@ def prepare(
             tokenizer=None if wanted.tokenizer is None else work,
             end_of_document=wanted.end_of_document,
             field=wanted.field,
-            held_out=0.0 if wanted.held_out_inputs else wanted.held_out,
+            held_out_below=0 if wanted.held_out_inputs else round(wanted.held_out * HASHES),
             row=wanted.row,
         )
         _begin(work, _identity(wanted, jobs, copied), say)
@@ -123,6 +128,8 @@ def prepare(
                 shutil.copyfile(path, work / name)
         tokenizer = encoding.opened()  # what is wrong with it is told before any work
         receipts = _write_all(work, jobs, encoding, wanted.jobs, on_state)
+        if not wanted.held_out_inputs:
+            receipts = _with_one_held_out(work, jobs, encoding, wanted, receipts, on_state)
         manifest = _merged(work, receipts, encoding, tokenizer, tuple(copied))
         if not (manifest.training and manifest.held_out):
             which = "held out" if manifest.training else "left to train on"
@@ -250,6 +257,31 @@ def _write_all(
     finally:
         pool.shutdown(cancel_futures=True)
     return [receipt for _, receipt in sorted(receipts.items()) if receipt is not None]
+
+
+def _with_one_held_out(
+    work: Path,
+    jobs: Sequence[ShardJob],
+    encoding: Encoding,
+    wanted: Wanted,
+    receipts: list[Receipt],
+    on_state: Callable[[State], None],
+) -> list[Receipt]:
+    """Of few documents the share may take none: then the one with the least hash is held out.
+
+    Of a single document the end is. The shards that change are written again.
+    """
+    least = min((r.least_hash for r in receipts if r.least_hash is not None), default=None)
+    if least is None or any(receipt.held_out is not None for receipt in receipts):
+        return receipts
+    changed = replace(encoding, held_out_below=int(least, 16) + 1)
+    if sum(receipt.num_documents - receipt.num_empty for receipt in receipts) == 1:
+        changed = replace(encoding, end_held_out=max(wanted.held_out, LEAST_END))
+    again = [job for job, r in zip(jobs, receipts, strict=True) if r.least_hash == least]
+    for job in again:
+        _receipt_path(work, job.number).unlink()
+    anew = iter(_write_all(work, again, changed, wanted.jobs, on_state))
+    return [next(anew) if receipt.least_hash == least else receipt for receipt in receipts]
 
 
 def _end_workers(pool: ProcessPoolExecutor) -> None:

@@ -9,11 +9,12 @@ from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Annotated, Literal
 
 import blake3
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
 from node.island.data.documents import Document, Part, documents_of
 from node.island.data.manifest import (
@@ -26,7 +27,7 @@ from node.island.data.tokenizing import ByteTokenizer, Encoded, FileTokenizer, T
 from protocol.files import refusing
 from protocol.models import Section
 
-ENCODED_BYTES = 1 << 20
+ENCODED_BYTES = 256 << 10
 """Text that is encoded together."""
 
 
@@ -37,7 +38,8 @@ class Encoding:
     tokenizer: Path | None  # a folder with tokenizer.json; None: bytes
     end_of_document: str | None
     field: str
-    held_out: float  # share of the documents
+    held_out_below: int  # documents whose hash is less are held out
+    end_held_out: float | None = None  # instead: of each document this share, at its end
     row: int | None  # tokens of a row, where rows are packed
 
     def opened(self) -> Tokenizer:
@@ -67,7 +69,9 @@ class Receipt(Section):
     training: ShardEntry | None
     held_out: ShardEntry | None
     files: dict[str, FileEntry]
-    num_empty: int  # documents without text, which are left out
+    num_documents: int
+    num_empty: int  # of them: those without text, which are left out
+    least_hash: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")] | None  # of its documents
 
 
 def token_bytes_of(vocab_size: int) -> Literal[1, 2, 4]:
@@ -212,12 +216,20 @@ def write_shard(
         False: ShardWriter(folder, name, token_bytes=token_bytes),
         True: ShardWriter(folder, f"{name}.held-out", token_bytes=token_bytes),
     }
-    num_empty = 0
+    num_documents, num_empty, least_hash = 0, 0, HASHES
     for documents in _gathered(job.parts, encoding.field, tell):
         kept = [document for document in documents if document.text]
+        num_documents += len(documents)
         num_empty += len(documents) - len(kept)
         for document, encoded in zip(kept, tokenizer.encode(kept), strict=True):
-            writers[job.is_held_out or is_held_out(document, encoding.held_out)].add(encoded)
+            value = hash_of(document)
+            least_hash = min(least_hash, value)
+            if encoding.end_held_out is not None:
+                beginning, end = _cut(encoded, encoding.end_held_out)
+                writers[False].add(beginning)
+                writers[True].add(end)
+                continue
+            writers[job.is_held_out or value < encoding.held_out_below].add(encoded)
     files: dict[str, FileEntry] = {}
     shards: dict[bool, ShardEntry | None] = {}
     for held_out, writer in writers.items():
@@ -237,19 +249,55 @@ def write_shard(
             for each in own:
                 (folder / each).unlink()
         shards[held_out] = shard if shard.num_tokens else None
-    return Receipt(training=shards[False], held_out=shards[True], files=files, num_empty=num_empty)
+    return Receipt(
+        training=shards[False],
+        held_out=shards[True],
+        files=files,
+        num_documents=num_documents,
+        num_empty=num_empty,
+        least_hash=None if least_hash == HASHES else f"{least_hash:016x}",
+    )
 
 
-def is_held_out(document: Document, share: float) -> bool:
-    """By the hash of its content: wherever it comes, and as often as it does, it is in one split."""
-    digest = blake3.blake3(document.text).digest(length=8)
-    return int.from_bytes(digest, "little") < share * 2**64
+HASHES = 2**64
+"""Hashes of documents are less."""
+
+
+def hash_of(document: Document) -> int:
+    """By its content: wherever a document comes, and as often as it does, it is in one split."""
+    return int.from_bytes(blake3.blake3(document.text).digest(length=8), "little")
+
+
+def _cut(encoded: Encoded, share: float) -> tuple[Encoded, Encoded]:
+    """A document in two, of which the second has this share of its tokens."""
+    at = len(encoded.tokens) - max(1, round(len(encoded.tokens) * share))
+    counted = encoded.counted
+    text_bytes = round(encoded.text_bytes * at / len(encoded.tokens))
+    return (
+        Encoded(
+            tokens=encoded.tokens[:at],
+            counted=None if counted is None else counted[:at],
+            text_bytes=text_bytes,
+        ),
+        Encoded(
+            tokens=encoded.tokens[at:],
+            counted=None if counted is None else counted[at:],
+            text_bytes=encoded.text_bytes - text_bytes,
+        ),
+    )
+
+
+def bits_of(bits: npt.NDArray[np.uint8], start: int, length: int) -> npt.NDArray[np.bool_]:
+    """Which of these tokens are counted, by a mask file."""
+    first, last = start // 8, -(-(start + length) // 8)
+    found = np.unpackbits(bits[first:last], bitorder="little")[start % 8 :][:length]
+    return found.astype(np.bool_)
 
 
 def _gathered(
     parts: tuple[Part, ...], field: str, tell: Callable[[int], None]
 ) -> Iterator[list[Document]]:
-    """Documents, a megabyte of text or so at a time."""
+    """Documents, a quarter of a megabyte of text or so at a time."""
     gathered: list[Document] = []
     num_bytes = 0
     for part in parts:

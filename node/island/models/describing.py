@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import structlog
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -21,6 +22,8 @@ from protocol.errors import ConfigError
 from protocol.layout import layout_of
 from protocol.models import Description, TensorShape
 from protocol.run_spec import RunSpec
+
+log = structlog.get_logger()
 
 
 def describe(spec: RunSpec, folder: Path) -> Description:
@@ -191,7 +194,11 @@ def _counted(
             with saved_tensors_hooks(keep, lambda tensor: tensor):
                 result = loss(on_shapes)
             result.backward()  # type: ignore[no-untyped-call]  # torch declares no types
-    except Exception:  # whatever a model does with values that are not there
+    except Exception as error:  # whatever a model does with values that are not there
+        log.info(
+            "operations are not counted on shapes but estimated, and activations not at all",
+            why=f"{type(error).__name__}: {' '.join(str(error).split())}"[:200],
+        )
         return None
     for name, buffer in model.named_buffers():
         was, version = versions[name]

@@ -128,10 +128,11 @@ def config_of(folder: Path) -> dict[str, Any]:
         ) from error
     found: dict[str, Any] = json.loads(config.to_json_string(use_diff=True))
     found["model_type"] = config.model_type
-    # Where and by what it was written says nothing of the model, and would change the run's digest.
-    return {
-        key: found[key] for key in found if key not in ("transformers_version", "_name_or_path")
-    }
+    return {key: found[key] for key in found if key not in _NOT_OF_THE_MODEL}
+
+
+_NOT_OF_THE_MODEL = ("transformers_version", "_name_or_path", "auto_map")
+"""Where and by what a folder was written, and its own code, which nobody runs: a known kind needs none."""
 
 
 def built(config: Mapping[str, Any], lora: LoraSection | None = None) -> "PreTrainedModel":
@@ -173,13 +174,17 @@ def _from_config(config: Mapping[str, Any]) -> "PreTrainedModel":
     return model
 
 
-_FOREIGN = ("auto_map", "implementation", "quantization_config", "kernel")
+_FOREIGN = ("auto_map", "implementation", "quantization_config")
 """Parts of keys by which a config has transformers load code of others, or weights that cannot be trained."""
+
+_OWN_IMPLEMENTATIONS = ("eager", "sdpa")
 
 
 def _refuse_foreign_code(config: Mapping[str, Any]) -> None:
     for key, value in config.items():
-        if value is not None and any(part in str(key) for part in _FOREIGN):
+        if value is None or value in _OWN_IMPLEMENTATIONS:
+            continue
+        if any(part in str(key) for part in _FOREIGN):
             raise ConfigError(
                 f"config.json has {key!r}, which asks for code or weights beside the model's own",
                 next_step="remove the key, and where it means quantised weights, save them in fp32",
@@ -322,10 +327,7 @@ def merged_model(
 
 
 def export_model(model: "PreTrainedModel", out: Path) -> None:
-    """Writes a folder that transformers loads; safetensors, 5 GB at most each.
-
-    How it generates is node.export's to write: transformers would refuse settings that folders come with.
-    """
+    """Writes weights and config as transformers loads them; safetensors, 5 GB at most each."""
     _quietly()
     model.save_pretrained(out, max_shard_size="5GB")
 
