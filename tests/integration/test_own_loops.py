@@ -32,7 +32,8 @@ def test_a_loop_and_ranks_train_one_model_bit_by_bit_and_each_sample_once(tmp_pa
         scene.agree()
         assert_holds(tmp_path / "plain.pt", scene.homes["loop"])
         told = scene.told("plain")
-        assert [step["steps_left"] for step in told[:5]] == [4, 3, 2, 1, 5]
+        # Of the round after it asks as many as this machine's speed allows.
+        assert [step["steps_left"] for step in told[:4]] == [4, 3, 2, 1] and told[4]["steps_left"]
         assert [step["is_replaced"] for step in told[:5]] == [False] * 4 + [True]
         progress = [step["progress"] for step in told]
         assert progress == sorted(progress) and 0.9 < progress[-1] <= 1
