@@ -1,8 +1,10 @@
 """A node that a loop starts for itself, given an invite: another program, in its own environment."""
 
+import fcntl
 import os
 import shutil
 import subprocess
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -14,6 +16,7 @@ LOG_FILE = "node.log"
 
 _JOIN_SECONDS = 120.0
 _END_SECONDS = 60.0  # it contributes what was trained, for as long as its drain_within says
+_POLL_SECONDS = 0.2
 _TOLD_LINES = 3
 
 
@@ -46,6 +49,7 @@ class ChildNode:
             )
             if joined.returncode != 0:
                 raise SwarmError(f"'atoll join' has failed: {_last_lines(joined.stderr)}")
+        _wait_for_folder(folder / "lock")
         log = folder / LOG_FILE
         with log.open("ab") as out:
             process = subprocess.Popen(
@@ -81,6 +85,24 @@ class ChildNode:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def _wait_for_folder(lock: Path) -> None:
+    """Waits until the node of a loop before, which was killed, has left with its work."""
+    give_up_at = time.monotonic() + _END_SECONDS
+    while lock.exists():
+        with lock.open("rb") as held:
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                pass
+        if time.monotonic() > give_up_at:
+            raise SwarmError(
+                f"another node runs in {lock.parent}",
+                next_step="stop it, or join it: leave the invite out",
+            )
+        time.sleep(_POLL_SECONDS)
 
 
 _OURS = frozenset(

@@ -135,7 +135,7 @@ def read_measured(out: Path) -> Iterator[tuple[str, object]]:
     began_at = time.monotonic()
     dataset = open_dataset(spec, DataPlaces(folder=Path("/")))
     yield "opening_seconds", round(time.monotonic() - began_at, 4)
-    order = SampleOrder(seed=0, num_samples=dataset.num_samples)
+    order = SampleOrder(seed=0, num_samples=dataset.num_samples, num_together=dataset.num_together)
     began_at = time.monotonic()
     checksum, peak = 0, 0
     for number in range(NUM_BATCHES):

@@ -385,10 +385,10 @@ def sample(
             f"--bytes {num_bytes} is for a run whose tokens are bytes, instead of --tokens",
             next_step="give --tokens alone",
         )
-    from node.island.models.writing import written_by
+    from node.island.generate import sampled
 
     start_tokens = text.tokens_of(prompt)
-    written = written_by(
+    written = sampled(
         model.spec,
         model.parameters,
         start_tokens,

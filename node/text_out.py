@@ -4,10 +4,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from node.island.data.manifest import TOKENIZER_FILE, Manifest, read_manifest
+from node.island.data.fetching import is_url
+from node.island.data.manifest import MANIFEST_FILE, TOKENIZER_FILE, Manifest, read_manifest
 from node.island.data.places import DataPlaces
 from node.island.data.tokenizing import open_tokenizer, tokenizer_files
-from protocol.errors import AtollError, NoInputError
+from protocol.errors import NoInputError
+from protocol.files import expanded
 from protocol.models import BYTES_VOCABULARY
 from protocol.run_spec import RunSpec
 
@@ -94,13 +96,16 @@ def text_of_run(spec: RunSpec, places: DataPlaces, *, named: Path | None = None)
 
 
 def _tokens_of(spec: RunSpec, places: DataPlaces) -> tuple[Path, Manifest]:
-    folder = places.folder / (places.own or spec.data.paths[0])
-    try:
-        return folder, read_manifest(folder)
-    except AtollError as error:
+    """The folder of the run's tokens on this machine: this node's own, or as the run file says."""
+    named = [path for path in (places.own, *spec.data.paths) if path and not is_url(path)]
+    folders = [places.folder / expanded(path) for path in named]
+    there = next((folder for folder in folders if (folder / MANIFEST_FILE).exists()), None)
+    if there is None:
+        where = f"there are no tokens in {folders[0]}" if folders else "it has no folder of tokens"
         raise NoInputError(
-            f"the run's tokenizer is not here: {error.what}", next_step=_NAME_IT
-        ) from error
+            f"the run's tokenizer is not on this machine: {where}", next_step=_NAME_IT
+        )
+    return there, read_manifest(there)
 
 
 def _ends_of(spec: RunSpec) -> frozenset[int]:

@@ -1,13 +1,17 @@
 """Tokens from a model, one after the other: to see what a run has learned."""
 
 from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from node.island.model import Attention, Decoder, attend_to_earlier, copy_parameters
 from node.outer_state import Vector
+from protocol.errors import UsageError
 from protocol.layout import layout_of
+from protocol.models import DecoderModel, TransformersModel
 from protocol.run_spec import RunSpec
 
 
@@ -16,6 +20,55 @@ def decoder_of(spec: RunSpec, parameters: Vector) -> Decoder:
     decoder = Decoder(spec.decoder)
     copy_parameters(decoder, layout_of(spec), parameters)
     return decoder.eval()
+
+
+def sampled(
+    spec: RunSpec,
+    parameters: Vector,
+    prompt: Sequence[int],
+    *,
+    num_tokens: int,
+    temperature: float,
+    seed: int,
+    ends: Collection[int] = (),
+    base: Path | None = None,
+) -> list[int]:
+    """See `sample_tokens`, of the run's model; one of transformers goes on within its context only.
+
+    `base` is the folder of the model that adapters belong to. Raises UsageError where the context is too
+    short, or the model makes no tokens.
+    """
+    if isinstance(spec.model, DecoderModel):
+        decoder = decoder_of(spec, parameters)
+        return sample_tokens(
+            decoder, prompt, num_tokens=num_tokens, temperature=temperature, seed=seed, ends=ends
+        )
+    if not isinstance(spec.model, TransformersModel):
+        raise UsageError(
+            "the run's model is a function's, and nobody knows whether what it gives is text",
+            next_step="export it with 'atoll export OUT', and use it in a program of your own",
+        )
+    from node.island.models.describing import model_with
+
+    model: Any = model_with(spec, parameters, base=base).eval()
+    most = getattr(model.config, "max_position_embeddings", None)
+    if most is not None and len(prompt) + num_tokens > most:
+        raise UsageError(
+            f"a prompt of {len(prompt)} tokens and {num_tokens} more are beyond the model's {most}",
+            next_step="shorten the prompt, or ask for fewer with --tokens",
+        )
+    torch.manual_seed(seed)
+    chances = {"do_sample": True, "temperature": float(temperature), "top_k": 0, "top_p": 1.0}
+    chosen = model.generate(
+        torch.tensor([list(prompt)]),
+        # Nothing is padded; left to itself, transformers would take a 0 of the prompt for padding.
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        max_new_tokens=num_tokens,
+        eos_token_id=sorted(ends) or None,
+        pad_token_id=0,
+        **(chances if temperature else {"do_sample": False}),
+    )
+    return list(chosen[0, len(prompt) :].tolist())
 
 
 def sample_tokens(

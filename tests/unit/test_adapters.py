@@ -9,11 +9,11 @@ from transformers import AutoModelForCausalLM
 
 from node.export import export_model
 from node.island.data.corpus import read_corpus
+from node.island.generate import sampled
 from node.island.mesh import Mesh
 from node.island.mesh_shape import MeshShape, check_shape
 from node.island.models.describing import describe, export_state, first_vector
 from node.island.models.transformers import saved_model
-from node.island.models.writing import written_by
 from node.island.trainer import Trainer
 from node.model_card import Origin
 from protocol.errors import BadDataError, ConfigError, NoInputError
@@ -138,12 +138,12 @@ def test_text_is_written_by_adapters_and_their_base_together(tmp_path: Path) -> 
     first = first_vector(spec)
     other = np.random.default_rng(0).normal(0, 0.5, first.size).astype(np.float32)
     written = [
-        written_by(spec, vector, [65, 66], num_tokens=8, temperature=0, seed=0, base=base)
+        sampled(spec, vector, [65, 66], num_tokens=8, temperature=0, seed=0, base=base)
         for vector in (first, first, other)
     ]
     assert len(written[0]) == 8 and written[0] == written[1] != written[2]
     drawn = [
-        written_by(spec, first, [65], num_tokens=8, temperature=1.0, seed=seed, base=base)
+        sampled(spec, first, [65], num_tokens=8, temperature=1.0, seed=seed, base=base)
         for seed in (1, 1, 2)
     ]
     assert drawn[0] == drawn[1] != drawn[2]

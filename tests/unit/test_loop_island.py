@@ -419,6 +419,27 @@ async def test_a_model_that_is_not_the_run_s_is_refused_before_anything_moves(
         await one.is_here()
 
 
+async def test_a_loop_is_here_with_its_last_rank_and_gone_with_the_first_that_goes(
+    tmp_path: Path,
+) -> None:
+    async with scene(tmp_path) as one:
+        first = await asyncio.to_thread(come_in_bare, one, rank=1, world_size=2)
+        assert not one.island.ability.trains
+        second = await asyncio.to_thread(come_in_bare, one, rank=0, world_size=2)
+        await one.is_here()
+        order = asyncio.ensure_future(one.island.adopt())
+        for rank in (first, second):
+            told = await asyncio.to_thread(rank.hear)
+            assert told is not None and (told["kind"], told["fragment"]) == ("adopt", None)
+            assert not order.done()
+            rank.say({"kind": "done", "number": told["number"]})
+        await order
+        first.close()
+        goodbye = await asyncio.to_thread(second.hear)
+        assert goodbye is not None and goodbye["kind"] == "goodbye" and not goodbye["is_over"]
+        assert "its rank 1" in goodbye["why"]
+
+
 async def test_a_second_loop_is_refused_with_the_process_that_is_there(tmp_path: Path) -> None:
     async with scene(tmp_path) as one:
         one.loop(steps_on_samples)
@@ -511,7 +532,7 @@ def test_a_word_is_read_strictly_and_refused_in_a_sentence() -> None:
         word_of(b'{"kind": "pickle"}')
 
 
-def come_in_bare(one: Scene, version: int = 1) -> Connection:
+def come_in_bare(one: Scene, version: int = 1, *, rank: int = 0, world_size: int = 1) -> Connection:
     """A rank that only says that it is ready."""
     connection = Connection.open(one.home, wait_seconds=1.0)
     connection.say(
@@ -519,8 +540,8 @@ def come_in_bare(one: Scene, version: int = 1) -> Connection:
             "kind": "hello",
             "version": version,
             "group": "bare",
-            "rank": 0,
-            "world_size": 1,
+            "rank": rank,
+            "world_size": world_size,
             "evaluates": False,
         }
     )

@@ -13,6 +13,7 @@ from atoll.child import ChildNode
 from atoll.connection import find_folder
 from benchmarks.processes import SOURCES
 from protocol.credentials import LINK_FILE, find_home
+from protocol.folder_lock import FolderLock
 
 _ALONE = """
 import sys
@@ -119,3 +120,16 @@ def test_ranks_that_are_not_connected_are_refused(
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(atoll.SwarmError, match="one of 4 ranks, and torch"):
         atoll.join(torch.nn.Linear(1, 1), folder=tmp_path)
+
+
+def test_the_node_of_a_killed_loop_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "link.toml").touch()
+    program(tmp_path, "cat", monkeypatch)
+    before = FolderLock.take(tmp_path, holder="node", next_step="")
+    monkeypatch.setattr("atoll.child._END_SECONDS", 0.0)
+    with pytest.raises(atoll.SwarmError, match="another node runs in"):
+        ChildNode.start(tmp_path, "atoll1-…")
+    before.release()
+    ChildNode.start(tmp_path, "atoll1-…").end()

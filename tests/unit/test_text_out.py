@@ -11,10 +11,10 @@ from tokens_scene import END, prepared, spec_of, write_jsonl, write_tokenizer
 
 from node.export import export_model
 from node.island.data.places import DataPlaces
+from node.island.generate import sampled
 from node.island.models.describing import describe, first_vector
-from node.island.models.writing import written_by
 from node.text_out import ByteText, files_of_tokenizer, text_of_run
-from protocol.errors import ConfigError, NoInputError, UsageError
+from protocol.errors import NoInputError, UsageError
 from protocol.models import Description, FunctionModel, TransformersModel
 from protocol.run_spec import RunSpec
 
@@ -51,14 +51,26 @@ def test_a_model_that_was_given_says_itself_where_it_ends(tokens: Path) -> None:
 
 
 def test_a_tokenizer_that_is_not_here_can_be_named(tokens: Path, tmp_path: Path) -> None:
-    spec, elsewhere = spec_of(tokens), DataPlaces(folder=tmp_path, own="nowhere")
-    for wanted in (files_of_tokenizer, text_of_run):
-        with pytest.raises(NoInputError, match="the run's tokenizer is not here: ") as refused:
-            wanted(spec, elsewhere)
-        assert refused.value.next_step == "name it with --tokenizer PATH"
-    named = tmp_path / "tokenizer" / "tokenizer.json"
-    assert files_of_tokenizer(spec, elsewhere, named=named) == {"tokenizer.json": named}
-    assert text_of_run(spec, elsewhere, named=named).tokens_of("word3x1")
+    spec = spec_of(tokens)
+    elsewhere = DataPlaces(folder=tmp_path)
+    far = spec.data.model_copy(update={"paths": ("https://there.example/tokens",)})
+    gone = spec.data.model_copy(update={"paths": ("nowhere",)})
+    held = spec.data.model_copy(update={"paths": (), "digest": None, "private": True})
+    for data, where in (
+        (far, "it has no folder of tokens"),
+        (gone, f"there are no tokens in {tmp_path / 'nowhere'}"),
+        (held, "it has no folder of tokens"),
+    ):
+        run = spec.model_copy(update={"data": data})
+        for wanted in (files_of_tokenizer, text_of_run):
+            with pytest.raises(NoInputError, match=f"is not on this machine: {where}") as refused:
+                wanted(run, elsewhere)
+            assert refused.value.next_step == "name it with --tokenizer PATH"
+        named = tmp_path / "tokenizer" / "tokenizer.json"
+        assert files_of_tokenizer(run, elsewhere, named=named) == {"tokenizer.json": named}
+        assert text_of_run(run, elsewhere, named=named).tokens_of("word3x1")
+        own = DataPlaces(folder=tmp_path, own="tokens")
+        assert text_of_run(run, own).tokens_of("word3x1")
 
 
 def test_without_a_tokenizer_tokens_are_bytes(tmp_path: Path) -> None:
@@ -96,27 +108,27 @@ def test_a_model_of_transformers_comes_out_whole_and_writes_what_it_would(
         == json.loads((tmp_path / "out" / "config.json").read_text())["architectures"][0]
     )
     assert model.generation_config.top_p == 0.9
-    tokens = [5, 6, 7]
+    tokens = [0, 6, 7]
     with torch.no_grad():
         while len(tokens) < 12:
             tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-    written = written_by(spec, weights, [5, 6, 7], num_tokens=9, temperature=0.0, seed=0)
+    written = sampled(spec, weights, [0, 6, 7], num_tokens=9, temperature=0.0, seed=0)
     assert written == tokens[3:]
     drawn = [
-        written_by(spec, weights, [5, 6, 7], num_tokens=9, temperature=2.0, seed=seed)
+        sampled(spec, weights, [0, 6, 7], num_tokens=9, temperature=2.0, seed=seed)
         for seed in (1, 1, 2)
     ]
     assert drawn[0] == drawn[1] != drawn[2]
     end = written[3]
-    cut = written_by(spec, weights, [5, 6, 7], num_tokens=9, temperature=0.0, seed=0, ends={end})
+    cut = sampled(spec, weights, [0, 6, 7], num_tokens=9, temperature=0.0, seed=0, ends={end})
     assert cut == written[: written.index(end) + 1]
     with pytest.raises(
         UsageError, match="a prompt of 3 tokens and 30 more are beyond the model's 32"
     ):
-        written_by(spec, weights, [5, 6, 7], num_tokens=30, temperature=0.0, seed=0)
+        sampled(spec, weights, [0, 6, 7], num_tokens=30, temperature=0.0, seed=0)
 
 
 def test_a_function_of_a_run_writes_no_text() -> None:
     spec = RunSpec(model=FunctionModel(source="function", function="vision:model"))
-    with pytest.raises(ConfigError, match="how this run's function writes text"):
-        written_by(spec, np.zeros(1, np.float32), [0], num_tokens=1, temperature=0.0, seed=0)
+    with pytest.raises(UsageError, match="is a function's"):
+        sampled(spec, np.zeros(1, np.float32), [0], num_tokens=1, temperature=0.0, seed=0)

@@ -34,6 +34,7 @@ from node.island.data.token_shards import Files, FoundFiles, MappedFiles, TokenS
 from protocol.errors import BadDataError, ConfigError, NoInputError
 from protocol.files import expanded, write_atomically
 from protocol.models import BYTES_VOCABULARY, DecoderModel
+from protocol.rounds import Digest
 from protocol.run_spec import DataSection, RunSpec
 
 
@@ -113,6 +114,7 @@ def _open_tokens(spec: RunSpec, places: DataPlaces) -> TokenShards:
         FoundFiles(here, far),
         context=spec.model.context,
         has_documents=not spec.data.across_documents,
+        digest=None if spec.data.digest is None else Digest(bytes.fromhex(spec.data.digest)),
     )
     _check_enough(shards, context=spec.model.context, batch=spec.inner.batch)
     return shards

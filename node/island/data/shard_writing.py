@@ -27,7 +27,7 @@ from node.island.data.tokenizing import ByteTokenizer, Encoded, FileTokenizer, T
 from protocol.files import refusing
 from protocol.models import Section
 
-ENCODED_BYTES = 1 << 20
+ENCODED_BYTES = 256 << 10
 """Text that is encoded together."""
 
 
@@ -297,7 +297,7 @@ def bits_of(bits: npt.NDArray[np.uint8], start: int, length: int) -> npt.NDArray
 def _gathered(
     parts: tuple[Part, ...], field: str, tell: Callable[[int], None]
 ) -> Iterator[list[Document]]:
-    """Documents, a megabyte of text or so at a time."""
+    """Documents, a quarter of a megabyte of text or so at a time."""
     gathered: list[Document] = []
     num_bytes = 0
     for part in parts:

@@ -19,8 +19,8 @@ from node.island.hang_watch import HangWatch
 from node.island.island import Ability, Evaluation, InnerReport, InnerWork, Progress
 from node.island.loops.door import SOCKET_FILE, Door, Visitor
 from node.island.loops.leased import LeasedSamples
+from node.island.loops.loop import Loop, refusal_of
 from node.island.loops.messages import (
-    VERSION,
     Done,
     Evaluated,
     Hello,
@@ -49,28 +49,6 @@ RETURN_SECONDS = 20.0
 HELLO_SECONDS = 20.0
 
 Answer = Done | Trained | Evaluated
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Loop:
-    """The ranks of one start of a program."""
-
-    group: str
-    world_size: int
-    evaluates: bool
-    visitors: dict[int, Visitor] = field(default_factory=dict)
-    ready: set[int] = field(default_factory=set)
-    is_fresh: bool = True  # it has not adopted the global parameters yet
-    unpublished_steps: int = 0
-    is_done: bool = False  # it has left with its work
-
-    @property
-    def is_whole(self) -> bool:
-        return len(self.ready) == self.world_size
-
-    def say(self, message: dict[str, Any]) -> None:
-        for visitor in self.visitors.values():
-            visitor.say(message)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,7 +85,7 @@ class LoopIsland:
         self._return_seconds = return_seconds
         self._door = Door(home / SOCKET_FILE, names, self._let_in)
         self._watch = HangWatch(patience_seconds=hang_seconds, on_hang=self._on_hang)
-        self._loop: _Loop | None = None
+        self._loop: Loop | None = None
         self._pending: _Pending | None = None
         self._number = 0
         self._gone: LoopGoneError | None = None  # to be raised by what is asked next
@@ -211,7 +189,7 @@ class LoopIsland:
     # The loop's comings and goings
 
     @property
-    def _whole(self) -> _Loop | None:
+    def _whole(self) -> Loop | None:
         """The loop, if all its ranks are here and stay."""
         loop = self._loop
         return loop if loop is not None and loop.is_whole and not loop.is_done else None
@@ -230,7 +208,7 @@ class LoopIsland:
             return
         loop = self._loop
         if loop is None:
-            loop = self._loop = _Loop(
+            loop = self._loop = Loop(
                 group=hello.group, world_size=hello.world_size, evaluates=hello.evaluates
             )
         loop.visitors[hello.rank] = visitor
@@ -260,25 +238,7 @@ class LoopIsland:
 
     def _is_welcome(self, hello: Hello, visitor: Visitor) -> bool:
         """Refuses in a sentence whoever is not."""
-        loop = self._loop
-        refusal = None
-        if hello.version != VERSION:
-            refusal = (
-                f"the loop's package atoll speaks version {hello.version} and the node version {VERSION}",
-                "install the same version of Atoll in both environments",
-            )
-        elif hello.rank >= hello.world_size:
-            refusal = (f"rank {hello.rank} of {hello.world_size} is none", "")
-        elif loop is not None and (
-            loop.group != hello.group
-            or loop.world_size != hello.world_size
-            or hello.rank in loop.visitors
-        ):
-            others = ", ".join(str(v.process_id) for v in loop.visitors.values())
-            refusal = (
-                f"another training loop is with this node: process {others}",
-                "end that one first; a second loop needs a node of its own, in a folder of its own",
-            )
+        refusal = refusal_of(hello, self._loop)
         if refusal is None:
             return True
         what, next_step = refusal
@@ -286,7 +246,7 @@ class LoopIsland:
         visitor.say({"kind": "refused", "what": what, "next_step": next_step})
         return False
 
-    def _take(self, loop: _Loop, rank: int, word: Word) -> None:
+    def _take(self, loop: Loop, rank: int, word: Word) -> None:
         if self._loop is not loop:
             return
         self._watch.heard()
@@ -302,7 +262,7 @@ class LoopIsland:
             case _:
                 raise ValueError(f"{word.kind} is not said here")
 
-    def _is_ready(self, loop: _Loop, rank: int) -> None:
+    def _is_ready(self, loop: Loop, rank: int) -> None:
         loop.ready.add(rank)
         if not loop.is_whole:
             return
@@ -361,7 +321,7 @@ class LoopIsland:
 
     async def _carried_out(
         self,
-        loop: _Loop,
+        loop: Loop,
         order: dict[str, Any],
         *,
         work: InnerWork | None = None,
@@ -388,10 +348,10 @@ class LoopIsland:
             self._pending = None
 
     @staticmethod
-    def _halt_rank_0(loop: _Loop) -> None:
+    def _halt_rank_0(loop: Loop) -> None:
         loop.visitors[0].say({"kind": "halt"})
 
-    def _answered(self, loop: _Loop, rank: int, answer: Answer) -> None:
+    def _answered(self, loop: Loop, rank: int, answer: Answer) -> None:
         pending = self._pending
         if pending is None or answer.number != pending.number or pending.future.done():
             return  # the order was cancelled
@@ -407,7 +367,7 @@ class LoopIsland:
                 loop.unpublished_steps = 0
             pending.future.set_result([pending.answers[r] for r in range(loop.world_size)])
 
-    def _stepped(self, loop: _Loop, word: Stepped) -> None:
+    def _stepped(self, loop: Loop, word: Stepped) -> None:
         pending = self._pending
         if pending is None or pending.work is None or word.number != pending.number:
             return
@@ -444,7 +404,7 @@ class LoopIsland:
         )
         visitor.say(told)
 
-    def _report_of(self, work: InnerWork, loop: _Loop, answers: list[Trained]) -> InnerReport:
+    def _report_of(self, work: InnerWork, loop: Loop, answers: list[Trained]) -> InnerReport:
         """What all ranks trained; of a step, no more tokens count than the plan leased for it."""
         steps = answers[0].steps
         trained = sum(answer.tokens for answer in answers)
@@ -462,6 +422,7 @@ class LoopIsland:
             round=work.round,
             inner_steps=steps,
             tokens=counted,
+            counted_tokens=counted,
             loss=sum(losses) / len(losses) if losses else 0.0,
             seconds=max(answer.seconds for answer in answers),
         )

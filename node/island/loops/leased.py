@@ -66,6 +66,10 @@ class LeasedSamples:
         try:
             if self._dataset is None:
                 self._dataset = open_dataset(self._spec, self._places)
+            # What the next message tells, too, may be far: it is on its way while the loop trains.
+            later = min(2 * steps, work.inner_steps - first_step)
+            ahead = self._order.indices(work.first_sample + first_step * batch, later * batch)
+            self._dataset.expect("training", ahead)
             found = self._dataset.batch("training", numbers)
         except AtollError as error:
             return no_samples(error.what)

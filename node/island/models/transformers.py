@@ -327,10 +327,7 @@ def merged_model(
 
 
 def export_model(model: "PreTrainedModel", out: Path) -> None:
-    """Writes a folder that transformers loads; safetensors, 5 GB at most each.
-
-    How it generates is node.export's to write: transformers would refuse settings that folders come with.
-    """
+    """Writes weights and config as transformers loads them; safetensors, 5 GB at most each."""
     _quietly()
     model.save_pretrained(out, max_shard_size="5GB")
 
