@@ -88,6 +88,16 @@ def net_without_plan() -> Any:
     return Net(8, 40), mean_loss
 
 
+def bigrams() -> Any:
+    """A language model of one's own: what follows a byte depends on that byte alone."""
+
+    def loss(module: nn.Module, batch: Any) -> Tensor:
+        tokens, targets = batch
+        return F.cross_entropy(module(tokens).flatten(0, 1), targets.flatten(), ignore_index=-100)
+
+    return nn.Embedding(256, 256), loss
+
+
 def net_with_frozen_table() -> Any:
     module = Net(8, 40)
     module.table.weight.requires_grad_(False)

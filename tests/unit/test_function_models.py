@@ -37,7 +37,7 @@ from protocol.run_spec import (
     validated,
 )
 from tests.run_functions import Net
-from tests.unit.test_transformers_models import work_of
+from tests.unit.test_transformers_models import with_text, work_of
 
 HERE = Path.cwd()
 EXAMPLES = HERE / "examples" / "functions"
@@ -160,6 +160,30 @@ def test_each_example_learns(name: str) -> None:
     assert (after.metric is None) == (name == "recommend")
     if before.metric is not None:
         assert after.metric is not None and after.metric > max(0.7, before.metric)
+
+
+def test_a_language_model_of_ones_own_trains_on_the_tokens_that_others_do(tmp_path: Path) -> None:
+    spec = RunSpec(
+        model=FunctionModel(source="function", function="tests.run_functions:bigrams", context=16),
+        data=DataSection(source="text", paths=("*.txt",), held_out=0.2),
+        inner=InnerSection(batch=4, learning_rate=0.1, schedule="constant", warmup_tokens=0),
+        evaluation=EvaluationSection(samples=5),
+    )
+    spec = spec.model_copy(update={"description": describe(spec, HERE)})
+    places = DataPlaces(folder=with_text(tmp_path))
+    trainer = Trainer(
+        spec=spec,
+        corpus=open_dataset(spec, places),
+        device=torch.device("cpu"),
+        mesh=Mesh(),
+        clock=lambda: 0.0,
+    )
+    trainer.adopt(first_vector(spec))
+    before = trainer.evaluate()
+    report = trainer.train(work_of(40), lambda progress: None)
+    assert (report.tokens, before.tokens) == (40 * 4 * 16, 5 * 16)
+    assert before.loss > 4.5
+    assert trainer.evaluate().loss < 2.0
 
 
 def test_code_of_a_run_is_refused_with_the_line_that_allows_it() -> None:
