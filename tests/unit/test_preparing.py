@@ -280,7 +280,12 @@ def test_text_that_spells_a_special_token_is_no_special_token(tmp_path: Path) ->
             ConfigError,
             "no chat template",
         ),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 99)[:-9], BadDataError, "is damaged"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(mtime=0, data=b'{"text": "x"}\n' * 99)[:-9],
+            BadDataError,
+            "is damaged",
+        ),
         ("a.parquet", b"PAR1 no", BadDataError, "is damaged"),
         ("a.json", b"{}", BadDataError, "one JSON value"),
         ("a.jsonl.zst", b"x", BadDataError, "compressed"),
