@@ -70,12 +70,12 @@ def trained(asked: RunSpec) -> None:
 
 def test_a_swarm_trains_by_the_file_that_init_wrote(tmp_path: Path) -> None:
     (tmp_path / "model.toml").write_text(MODEL)
-    written = tmp_path / "run.toml"
-    words = f"init --model {tmp_path}/model.toml --link 256kbit --step 20ms --nodes 2 --steps 4"
-    assert (
-        console.run(cli.root, [*words.split(), "--total-steps", "160", "--out", str(written)]) == 0
+    made = tmp_path / "made"
+    words = (
+        f"init {made} --model {tmp_path}/model.toml --link 256kbit --step 20ms --nodes 2 --steps 4"
     )
-    spec = load_run_file(written)
+    assert console.run(cli.root, [*words.split(), "--total-steps", "160"]) == 0
+    spec = load_run_file(made / "run.toml")
     assert spec.exchange.overlap == "blend" and spec.exchange.fragments == 2
     trained(spec)
 
