@@ -179,7 +179,7 @@ async def test_every_declared_metric_is_told_and_none_that_is_not(tmp_path: Path
         await go_through_a_round(a, b)
         asked = [asyncio.ensure_future(node.next("evaluate")) for node in (a, b)]
         await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
-        evaluated = session_pb2.EvaluatedReport(held_out_loss=3.5, tokens=64)
+        evaluated = session_pb2.EvaluatedReport(held_out_loss=3.5, tokens=64, metric=0.5)
         await (a if asked[0].done() else b).report(1, evaluated=evaluated)
         for waiting in asked:
             waiting.cancel()
