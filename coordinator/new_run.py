@@ -42,7 +42,8 @@ _PORT = click.IntRange(0, 65535)
     "source",
     metavar="FOLDER",
     type=_FOLDER,
-    help="Begin with the model and the weights of a transformers folder.",
+    help="Begin with the model and the weights of a transformers folder; with --run, the folder of its "
+    "functions.",
 )
 @click.option(
     "--by",
