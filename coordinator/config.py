@@ -374,12 +374,12 @@ def create_home(
     directory: Path,
     *,
     config: CoordinatorConfig,
-    text: str,
-    finish: Callable[[Path], None] | None = None,
+    text: str | Callable[[Path], str],
 ) -> Home:
     """Makes a coordinator's folder for the run file `text`: all of it, or nothing.
 
-    `finish` adds what else belongs to it, to the folder that is given.
+    `text` may be what returns it and writes beside it, into the folder that is given, what else belongs
+    to the run.
 
     Raises CannotCreateError when the folder exists and is not empty.
     """
@@ -390,11 +390,12 @@ def create_home(
             next_step="choose another folder, or, if it is a coordinator's, "
             f"'atoll coordinator start {directory}'",
         )
-    validated(tomllib.loads(text), origin=RUN_FILE)
     authority = Authority.create(new_swarm_id())
     server = authority.issue_server()
     operator = authority.issue_operator()
     with whole_folder(directory) as building:
+        text = text if isinstance(text, str) else text(building)
+        validated(tomllib.loads(text), origin=RUN_FILE)
         for name, content, mode in (
             (RUN_FILE, text.encode(), 0o644),
             (CONFIG_FILE, config.to_toml().encode(), 0o644),
@@ -406,8 +407,6 @@ def create_home(
             (KEY_FILE, operator.key_pem, 0o600),
         ):
             write_atomically(building / name, content, mode=mode)
-        if finish is not None:
-            finish(building)
         if config.control_port:  # otherwise the port, and so the link, is only known after a start
             Home.load(building).save_link(host=config.host, control_port=config.control_port)
     return Home.load(directory)

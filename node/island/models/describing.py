@@ -26,10 +26,11 @@ from protocol.run_spec import RunSpec
 log = structlog.get_logger()
 
 
-def describe(spec: RunSpec, folder: Path) -> Description:
+def describe(spec: RunSpec, folder: Path | None) -> Description:
     """Builds the run's model on shapes alone, and says what coordinator and nodes must know of it.
 
-    `folder` is that of a transformers model, or where a run's functions are found. Raises AtollError.
+    `folder` is that of a transformers model, or where a run's functions are found beside what is
+    installed. Raises AtollError.
     """
     match spec.model.source:
         case "decoder":
@@ -37,6 +38,7 @@ def describe(spec: RunSpec, folder: Path) -> Description:
         case "transformers":
             from node.island.models.transformers import described
 
+            assert folder is not None
             model, found = described(spec, folder)
             loss, batch = _loss_of_tokens(model, spec)
         case "function":
