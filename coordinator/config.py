@@ -344,7 +344,7 @@ def run_text(*, name: str | None, run_file: Path | None) -> str:
     except ValidationError as error:
         raise UsageError(
             f"{name!r} is not a name for a run",
-            next_step="use lower-case letters, digits and hyphens, 63 at most",
+            next_step="use lower-case letters, digits and hyphens, 63 at most: --name my-run",
         ) from error
     return RUN_TEMPLATE.replace('"my-run"', f'"{name}"', 1)
 

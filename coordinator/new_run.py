@@ -199,6 +199,9 @@ def init(
         _refuse_beside_a_run_file(run_file)
     elif sys.stdin.isatty() and not is_json and not any(map(asked.get, _NAMED)):
         wanted = _answered(wanted)
+    if wanted.function is not None and wanted.name is None:
+        # Contributors allow its code by the run's name: one that others have too would be no permission.
+        wanted = replace(wanted, name=directory.absolute().name)
     made: list[NewRun] = []
 
     def text_of(folder: Path) -> str:

@@ -22,7 +22,8 @@ Positive = Annotated[int, Field(gt=0, lt=2**31)]
 Context = Annotated[int, Field(ge=8, le=1 << 20)]
 HexDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
-FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+FUNCTION_NAME = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+FunctionName = Annotated[str, Field(pattern=FUNCTION_NAME)]
 """Such as "my_models.vision:digits"."""
 
 BYTES_VOCABULARY = 256

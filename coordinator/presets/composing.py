@@ -267,22 +267,22 @@ def _batch(wanted: Wanted, facts: Facts, usual: NamedModel) -> tuple[int, str]:
     context = int(facts.model["context"])
     wished = max(1, min(usual.batch, usual.tokens_per_inner_step // context))
     speed, nodes = wanted.tokens_per_second, "nodes of the speed told"
-    bounds = [(wished, "as for other models of this size")]
+    bounds: list[tuple[int, str]] = []
     if speed is None and wanted.step is None and facts.machine is not None:
         nodes = f"nodes like this machine ({facts.machine.name})"
         speed = _flops_of(facts.machine) / (6 * (facts.num_parameters + facts.num_frozen))
         if (fitting := facts.machine.most_samples) is not None:
-            bounds.append((fitting, f"what {nodes} have the memory for"))
+            bounds.append((fitting, f"{nodes} have the memory for"))
     if speed is not None:
         in_time = int(speed * MOST_STEP_SECONDS / context)
-        bounds.append((in_time, f"what {nodes} train in {MOST_STEP_SECONDS:g} s or less"))
-    most, why = min(bounds, key=lambda bound: bound[0])
-    batch = 1 << (max(1, most).bit_length() - 1)
+        bounds.append((in_time, f"{nodes} train in {MOST_STEP_SECONDS:g} s"))
+    most, what = min(bounds, key=lambda bound: bound[0], default=(wished, ""))
+    if most >= wished:
+        return wished, "as for other models of this size"
     if most < 1:
-        why = f"more than {why}, and there is no less; with a smaller --context a sample is shorter"
-    if most < wished:
-        why += f" ({wished} are usual for a model of this size: --batch)"
-    return batch, why
+        return 1, f"one sample is more than {what}: make it shorter with --context"
+    usual_here = f"{wished} are usual for a model of this size: --batch {wished}"
+    return 1 << (most.bit_length() - 1), f"what {what} ({usual_here})"
 
 
 def _flops_of(machine: Machine | None) -> float:

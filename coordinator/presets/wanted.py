@@ -5,6 +5,7 @@ devices) is asked of one process of it, which also writes the run's description:
 """
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from typing import Any
 
 from coordinator.presets.link_shares import CongestionControl
 from protocol.errors import UsageError
+from protocol.models import FUNCTION_NAME
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +118,8 @@ def described(folder: Path, source: Path | None, *more: str) -> Facts:
     given = () if source is None else ("--from", str(source))
     ended = subprocess.run(
         [
-            *(sys.executable, "-m", "protocol.cli", "node", "describe"),
+            # -P: what lies in the folder where this is typed is imported by nobody.
+            *(sys.executable, "-P", "-m", "protocol.cli", "node", "describe"),
             *(str(folder), *given, "--json", *more),
         ],
         stdout=subprocess.PIPE,
@@ -138,6 +141,15 @@ def refuse_what_says_nothing(wanted: Wanted) -> None:
 def _refuse_two_models(wanted: Wanted) -> None:
     if wanted.model is not None and wanted.source is not None:
         raise _twice(f"--model {wanted.model}", f"--from {wanted.source}", "what is trained")
+    for option, named in (
+        ("--function", wanted.function),
+        ("--data-function", wanted.data_function),
+    ):
+        if named is not None and re.fullmatch(FUNCTION_NAME, named) is None:
+            raise UsageError(
+                f"{option} {named} names no function",
+                next_step="name its module and itself, as vision:model",
+            )
     for option, value in (("--model", wanted.model), ("--by", wanted.by), ("--lora", wanted.lora)):
         if wanted.function is not None and value is not None:
             raise _twice(f"--function {wanted.function}", f"{option} {value}", "what is trained")
