@@ -299,8 +299,8 @@ def _way_to_start(
     """The command that nodes of this run start with, and what one of them says more."""
     run = home.run
     options: list[str] = []
-    if run.model.source == "function" or run.data.source == "function":
-        options += ["--allow-function", run.run.name]
+    if new.facts.code_digest:
+        options += ["--allow-function", f"{run.run.name}@{new.facts.code_digest}"]
         options += ["--code", str(source)] if source is not None else []
     if run.adapters is not None:
         options += ["--base", str(source)]

@@ -81,7 +81,7 @@ def node() -> None:
     multiple=True,
     metavar="RUN",
     callback=lambda context, option, runs: list(runs) or None,
-    help="A run whose own code may run here; instead of those in node.toml.",
+    help="A run whose own code may run here, as NAME@DIGEST; instead of those in node.toml.",
 )
 @click.option("--code", help="The folder that has the functions of the run.")
 @click.option("--base", help="The transformers folder of the model that the run adapts.")

@@ -85,6 +85,7 @@ class Facts:
     first_weights: str = (
         ""  # the file of the run's folder, or the transformers folder, that has them
     )
+    code_digest: str = ""  # of the run's functions, where it has any
     machine: Machine | None = None
 
     @classmethod

@@ -16,6 +16,7 @@ import numpy as np
 from safetensors import SafetensorError
 
 from node.island.auto_mesh import DeviceKind, need_of, node_bytes, wanted_bytes
+from node.island.functions import DIGITS, code_digest, functions_of
 from node.island.local_training import LocalTraining
 from node.island.mesh_shape import MeshShape
 from node.machine.hardware import Hardware, look_around
@@ -126,6 +127,7 @@ def _facts_of(spec: RunSpec, source: Path | None) -> dict[str, Any]:
         "num_layers": spec.num_layers,
         "first_digest": given,
         "first_weights": "" if not given else str(source) if is_decoder else FIRST_WEIGHTS,
+        "code_digest": code_digest(spec)[:DIGITS] if functions_of(spec) else "",
         "machine": _machine(spec, look_around("auto")),
     }
 

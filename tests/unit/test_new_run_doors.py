@@ -11,6 +11,7 @@ from coordinator import new_run as command
 from coordinator.presets import composing
 from coordinator.presets.wanted import Facts, Machine, Wanted
 from node.island.data.manifest import read_manifest
+from node.island.functions import code_digest
 from protocol import cli, console
 from protocol.run_spec import RunSpec, load_run_file, load_run_folder
 from tests.unit.tokens_scene import prepared, write_jsonl, write_tokenizer
@@ -75,7 +76,8 @@ def test_a_function_is_one_command_and_its_run_is_named_by_its_folder(
     assert (spec.run.name, spec.model.context, spec.inner.batch) == ("digits", 1, 16)
     assert spec.data.function == "vision:data"
     started = json.loads(capsys.readouterr().out)["start"]
-    assert started["nodes"] == f"atoll node start --allow-function digits --code {EXAMPLES}"
+    allowed = f"digits@{code_digest(spec)[:16]}"
+    assert started["nodes"] == f"atoll node start --allow-function {allowed} --code {EXAMPLES}"
     assert started["first_weights"] == f"--weights {home / 'first.safetensors'}"
 
 
