@@ -21,13 +21,19 @@ TOKENIZER = click.option(
 )
 
 
+BASE = click.option(
+    "--base",
+    metavar="FOLDER",
+    help="The model that a run's adapters belong to.  [default: base of node.toml]",
+)
+
+
 @click.command()
 @click.argument("out", type=click.Path(path_type=Path))
 @DIRECTORY
 @TOKENIZER
-@click.option(
-    "--merged", is_flag=True, help="Add a run's adapters to their model: base of node.toml."
-)
+@BASE
+@click.option("--merged", is_flag=True, help="Add a run's adapters to their model.")
 @click.option(
     "--dtype",
     type=click.Choice(["fp32", "bf16", "fp16"]),
@@ -38,6 +44,7 @@ def export(
     out: Path,
     folder: Path | None,
     tokenizer: Path | None,
+    base: str | None,
     merged: bool,
     dtype: "DType | None",
 ) -> None:
@@ -58,7 +65,7 @@ def export(
     from node.models.export import Origin, contributions_in, export_model, usual_dtype
     from node.models.text import files_of_tokenizer
 
-    places = load_settings(home).data_places(home=home, folder=Path.cwd())
+    places = load_settings(home, base=base).data_places(home=home, folder=Path.cwd())
     if merged and model.spec.adapters is None:
         raise UsageError(
             f"--merged adds adapters to their model, and run {model.spec.run.name!r} trains all of it",
@@ -66,8 +73,8 @@ def export(
         )
     if merged and places.base is None:
         raise NoInputError(
-            "--merged adds adapters to their model, and node.toml does not say where it is",
-            next_step='write base = "FOLDER" into node.toml',
+            "--merged adds adapters to their model, and nothing says where it is",
+            next_step="name its folder with --base, or as base in node.toml",
         )
     dtype = dtype or usual_dtype(model.spec, is_merged=merged)
     problem = export_model(
@@ -98,6 +105,7 @@ def export(
 @click.command()
 @DIRECTORY
 @TOKENIZER
+@BASE
 @click.option("--prompt", default="def ", show_default=True, help="Text to go on from.")
 @click.option(
     "--tokens",
@@ -113,6 +121,7 @@ def export(
 def sample(
     folder: Path | None,
     tokenizer: Path | None,
+    base: str | None,
     prompt: str,
     num_tokens: int | None,
     num_bytes: int | None,
@@ -131,7 +140,7 @@ def sample(
     model = newest_model(home)
     from node.models.text import ByteText, text_of_run
 
-    places = load_settings(home).data_places(home=home, folder=Path.cwd())
+    places = load_settings(home, base=base).data_places(home=home, folder=Path.cwd())
     text = text_of_run(model.spec, places, named=tokenizer)
     are_bytes = isinstance(text, ByteText)
     if num_bytes is not None and (num_tokens is not None or not are_bytes):

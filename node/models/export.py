@@ -260,10 +260,9 @@ def _config_of(spec: RunSpec, described: Description) -> tuple[dict[str, Any], s
 def _write_weights(
     folder: Path, layout: Layout, parameters: Vector, dtype: DType, shard_bytes: int
 ) -> None:
-    import torch
     from safetensors.torch import save_file
 
-    from node.island.models.describing import narrowed
+    from node.island.models.describing import narrowed, only_read
 
     value_bytes = _VALUE_BYTES[dtype]
     shards = list(_shards_of(layout, value_bytes, shard_bytes))
@@ -275,7 +274,7 @@ def _write_weights(
         tensors = {
             place.name: narrowed(
                 place.name,
-                torch.from_numpy(parameters[place.offset : place.offset + place.num_elements]),
+                only_read(parameters[place.offset : place.offset + place.num_elements]),
                 _TORCH_NAMES[dtype],
             ).reshape(place.shape)
             for place in places

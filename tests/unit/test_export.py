@@ -1,6 +1,7 @@
 """An exported model is whole or absent, and reads back to the bit."""
 
 import json
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -144,7 +145,11 @@ def test_weights_have_the_type_of_the_model_that_the_run_began_with_or_the_one_a
         update={"description": Description(config={"model_type": "llama", **said})}
     )
     out = tmp_path / "out"
-    export_model(spec=spec, parameters=WEIGHTS, origin=ORIGIN, out=out, dtype=asked)
+    frozen = WEIGHTS.copy()
+    frozen.setflags(write=False)  # as a snapshot gives them
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        export_model(spec=spec, parameters=frozen, origin=ORIGIN, out=out, dtype=asked)
     kinds = {tensor.kind for tensor in tensors_in(out / "model.safetensors").values()}
     assert kinds == {{"fp32": "F32", "bf16": "BF16", "fp16": "F16"}[written]}
     loaded = transformers.AutoModelForCausalLM.from_pretrained(out)

@@ -4,6 +4,7 @@ The model is built without memory for its parameters, and computes nothing: oper
 keeps are counted on shapes alone, where the model allows it.
 """
 
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,13 @@ def export_state(
         for name, parameter in model.named_parameters():
             parameter.data = narrowed(name, parameter.data, dtype)
         export_model(model.to(getattr(torch, dtype)), out)
+
+
+def only_read(values: Vector) -> Tensor:
+    """A tensor over values that nobody may write to, as a snapshot's: torch has no such tensors."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(values)
 
 
 def narrowed(name: str, values: Tensor, dtype: str) -> Tensor:
