@@ -277,7 +277,7 @@ class Duties:
         self._trained = trained_of(trained)
         self._session.report(plan.round, self._trained)
         if trained.tokens > 0:
-            await self._exchange.contribute(trained.tokens)
+            await self._exchange.contribute(samples=trained.samples, tokens=trained.tokens)
 
     async def _take_part_again(self, received: PlanReceived, assignment: Assignment) -> None:
         """A plan comes again after every break of the session, and then nothing need be done.
@@ -297,7 +297,9 @@ class Duties:
         self._trained = counted_anew(trained, assignment, context=self._context)
         self._session.report(plan.round, self._trained)
         if self._trained.tokens > 0:
-            await self._exchange.contribute(self._trained.tokens)
+            await self._exchange.contribute(
+                samples=self._trained.samples, tokens=self._trained.tokens
+            )
 
     def _on_progress(self, progress: Progress) -> None:
         self.progress = progress

@@ -25,7 +25,7 @@ def commit_of(number: int, *, incarnation: int = 0) -> Commit:
         start=0,
         num_elements=256,
         digest=Digest(bytes([number]) * 32),
-        contributors=(Contributor(node_id=NodeId("a"), tokens=5),),
+        contributors=(Contributor(node_id=NodeId("a"), samples=1, tokens=5),),
         holder_ids=(NodeId("a"),),
     )
     return SIGNER.signed(
