@@ -264,7 +264,7 @@ def _exchange(state: SwarmState, current: Round) -> Measured | None:
         for progress in current.slices
         if progress.digest is not None or progress.is_empty
         for node_id in set(current.trained_at) - {c.node_id for c in progress.contributors}
-        if is_present(state, node_id) and _has_work(current, node_id)
+        if is_present(state, node_id)
     }
     return Measured(
         given_seconds=given,

@@ -52,19 +52,6 @@ def test_a_slice_with_nothing_to_reduce_makes_the_exchange_longer() -> None:
     assert late_in(scene.state.phase_times.commit, scene) == set()
 
 
-def test_a_node_that_found_no_token_to_predict_makes_nothing_longer() -> None:
-    scene = swarm_of(A, B)
-    for _ in range(3):
-        a_round(scene, train_seconds=20, exchange_seconds=4)
-    scene.wait(20)
-    train(scene, A)
-    scene.train(B, tokens=0, samples=10)
-    reduce_and_hold(scene, A, B, seconds=4, of=(A,))
-    apply(scene, A, B)
-    assert late_in(scene.state.phase_times.exchange, scene) == set()
-    assert given(scene)[1] == 6
-
-
 def test_slices_that_are_all_void_are_measured_too() -> None:
     scene = swarm_of(A, B)
     for _ in range(3):

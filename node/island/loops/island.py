@@ -418,7 +418,7 @@ class LoopIsland:
         if not (is_leased or self._has_told_counting):
             self._has_told_counting = True
             log.info(
-                "the loop brings data of its own: the ledger counts its tokens, not which samples",
+                "the loop brings data of its own: its tokens weigh, and the leased samples are used up",
                 tokens_per_step=trained // max(1, steps),
                 counted_per_step=counted // max(1, steps),
             )
