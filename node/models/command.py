@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 import click
 
 from node.cli import DIRECTORY
-from node.config import load_settings
 from protocol.credentials import find_home
 from protocol.errors import NoInputError, UsageError
 
@@ -56,7 +55,7 @@ def export(
 
     Example: atoll export ./model
     """
-    from node.newest import newest_model
+    from node.newest import newest_model, places_of
     from protocol.logging import start_logging
 
     start_logging(as_json=False)  # to standard error: a damaged snapshot is told there
@@ -65,7 +64,7 @@ def export(
     from node.models.export import Origin, contributions_in, export_model, usual_dtype
     from node.models.text import files_of_tokenizer
 
-    places = load_settings(home, base=base).data_places(home=home, folder=Path.cwd())
+    places = places_of(home, base=base, typed_in=Path.cwd())
     if merged and model.spec.adapters is None:
         raise UsageError(
             f"--merged adds adapters to their model, and run {model.spec.run.name!r} trains all of it",
@@ -132,7 +131,7 @@ def sample(
 
     Example: atoll sample --prompt "class " --tokens 500
     """
-    from node.newest import newest_model
+    from node.newest import newest_model, places_of
     from protocol.logging import start_logging
 
     start_logging(as_json=False)  # to standard error: a damaged snapshot is told there
@@ -140,7 +139,7 @@ def sample(
     model = newest_model(home)
     from node.models.text import ByteText, text_of_run
 
-    places = load_settings(home, base=base).data_places(home=home, folder=Path.cwd())
+    places = places_of(home, base=base, typed_in=Path.cwd())
     text = text_of_run(model.spec, places, named=tokenizer)
     are_bytes = isinstance(text, ByteText)
     if num_bytes is not None and (num_tokens is not None or not are_bytes):
