@@ -312,9 +312,7 @@ class Trainer:
         for start in range(0, most, rows):
             own_chosen = own[start : start + rows]
             batch = self._on_device("held_out", own_chosen)
-            sums += self._engine.measure(batch, num_samples=len(own_chosen)).tallied(
-                len(own_chosen)
-            )
+            sums += self._engine.measure(batch, num_samples=len(own_chosen)).tallied()
             on_batch()
         loss, weight, metric, samples = self._mesh.summed(sums).tolist()
         return Evaluation(
