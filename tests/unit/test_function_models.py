@@ -258,6 +258,52 @@ def test_tensor_parallel_without_a_plan_is_refused_and_what_works_is_said() -> N
         check_shape(MeshShape(tensor=3), spec_of())
 
 
+@pytest.mark.parametrize(
+    ("how", "match"),
+    [
+        ("besides", r"layers\.1 takes something else than what layers\.0 gives"),
+        ("alone", "squash takes something else than what layers.3 gives"),
+        ("afterwards", "the model gives something else than what head gives"),
+        ("twice", "squash is called twice"),
+        ("left out", "the model gives something else than what squash gives"),
+        ("unknown", r"they name 'blocks\.\*', and the model has no such module"),
+        ("nested", "they name layers.0 twice, or a part of it besides"),
+        ("more than a call", "has no attribute 'head'"),
+    ],
+)
+def test_stages_that_are_no_chain_are_refused_when_described(how: str, match: str) -> None:
+    spec = undescribed("tests.run_functions:unchained", "tests.run_functions:samples")
+    model = spec.model.model_copy(update={"arguments": {"how": how}})
+    with pytest.raises(ConfigError, match=match) as caught:
+        describe(spec.model_copy(update={"model": model}), HERE)
+    assert '{"stages": ["embed", "layers.*", "head"]}' in caught.value.next_step
+
+
+def test_stages_are_described_by_what_leaves_them_and_what_they_cost() -> None:
+    described = spec_of("tests.run_functions:chain").description
+    assert described is not None
+    layers = [(f"layers.{i}",) for i in range(4)]
+    # What has nothing to train goes with what comes after it: no gradient would begin there.
+    modules = [unit.modules for unit in described.stages]
+    assert modules == [("table",), *layers, ("squash", "head")]
+    assert [unit.output for unit in described.stages] == [(16,)] * 5 + [(40,)]
+    costs = [unit.operations for unit in described.stages]
+    assert costs == [0, *[2 * 2 * 16 * 32] * 4, 2 * 16 * 40]
+
+
+def test_a_pipeline_of_a_function_is_refused_without_stages_or_with_more_ranks_than_stages() -> (
+    None
+):
+    spec = spec_of("tests.run_functions:net")
+    with pytest.raises(ConfigError, match="the function of Net names none in its plan") as caught:
+        check_shape(MeshShape(pipeline=2), spec)
+    assert "replicate and shard work, and tp" in caught.value.next_step
+    spec = spec_of("tests.run_functions:chain")
+    check_shape(MeshShape(pipeline=6), spec)
+    with pytest.raises(ConfigError, match=r"7 stages .* and it has 6 modules one after another"):
+        check_shape(MeshShape(pipeline=7), spec)
+
+
 def test_frozen_parameters_are_no_part_of_the_run_and_proved_by_their_digest() -> None:
     spec = spec_of("tests.run_functions:net_with_frozen_table")
     assert "table.weight" not in [t.name for t in spec.tensors]
