@@ -1,6 +1,6 @@
 """Configs of transformers for models that train within a test; dropout is off, to be compared."""
 
-from transformers import GemmaConfig, GPT2Config, MixtralConfig, Qwen3Config
+from transformers import GemmaConfig, GPT2Config, LlamaConfig, MixtralConfig, Qwen3Config
 
 CONFIGS = {
     "gpt2": GPT2Config(
@@ -14,6 +14,15 @@ CONFIGS = {
         attn_pdrop=0.0,
         bos_token_id=0,
         eos_token_id=0,
+    ),
+    "llama": LlamaConfig(
+        hidden_size=24,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=256,
+        max_position_embeddings=32,
     ),
     "mixtral": MixtralConfig(
         hidden_size=24,

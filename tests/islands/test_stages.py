@@ -4,8 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from any_model_scene import Outcome, RefusedError, trained
+from any_model_scene import Outcome, RefusedError, text_run, trained
 
+from node.island.data.corpus import Corpus, read_corpus
 from node.island.data.dataset import Dataset
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
@@ -15,6 +16,7 @@ from node.island.mesh_shape import MeshShape
 from node.island.models.describing import describe, first_vector
 from protocol.models import FunctionModel
 from protocol.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
+from tests.transformers_configs import CONFIGS
 
 
 def spec_of(*, tied: bool = True, counts: bool = False, optimizer: str = "adamw") -> RunSpec:
@@ -103,3 +105,48 @@ def test_a_function_of_stages_trains_in_a_pipeline_as_in_one_process_and_publish
     assert after.loss == pytest.approx(one_after.loss, abs=1e-4)
     np.testing.assert_allclose(last, one_last, rtol=0, atol=3e-4)
     assert not np.array_equal(last, first)
+
+
+def texts(spec: RunSpec, place: Path) -> Corpus:
+    return read_corpus(spec.data, context=spec.model.context, batch=spec.inner.batch, folder=place)
+
+
+@pytest.fixture(scope="module")
+def transformers_alone(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, tuple[RunSpec, Outcome]]:
+    """What one process comes to, for each kind of model."""
+    prepare_forkserver()
+    found = {}
+    for kind in ("qwen3", "llama", "mixtral"):
+        folder = tmp_path_factory.mktemp(kind)
+        spec = text_run(CONFIGS[kind], folder)
+        found[kind] = (spec, trained(spec, MeshShape(), folder, texts))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        ("qwen3", MeshShape(pipeline=2)),  # tied
+        ("qwen3", MeshShape(tensor=2, pipeline=2)),
+        ("llama", MeshShape(pipeline=2, schedule="zbv")),
+        ("llama", MeshShape(shard=2, pipeline=2)),
+        ("mixtral", MeshShape(pipeline=2)),
+    ],
+    ids=lambda value: f"{value}, {value.schedule}" if isinstance(value, MeshShape) else value,
+)
+def test_a_model_of_transformers_trains_in_a_pipeline_by_its_own_plan(
+    kind: str,
+    shape: MeshShape,
+    transformers_alone: dict[str, tuple[RunSpec, Outcome]],
+    tmp_path: Path,
+) -> None:
+    spec, (one_before, one_after, one_report, _, one_last) = transformers_alone[kind]
+    before, after, report, first, last = trained(spec, shape, tmp_path, texts)
+    assert first.tobytes() == first_vector(spec).tobytes()
+    assert before.loss == pytest.approx(one_before.loss, abs=1e-5)
+    assert report.loss == pytest.approx(one_report.loss, abs=1e-5)
+    assert after.loss == pytest.approx(one_after.loss, abs=1e-4)
+    assert after.loss < before.loss - 0.05
+    np.testing.assert_allclose(last, one_last, rtol=0, atol=3e-4)

@@ -35,7 +35,9 @@ class GenericArchitecture:
         """The whole model on the CPU, with what the run does not train and room for what it does."""
         raise NotImplementedError
 
-    def run_alone(self, part: nn.Module, modules: Sequence[nn.Module], *, is_last: bool) -> None:
+    def run_alone(
+        self, part: nn.Module, modules: Sequence[nn.Module], *, is_first: bool, is_last: bool
+    ) -> None:
         """Has a stage compute what it is of the whole model: by default its modules, one after another."""
 
         def forward(*inputs: Any, **named: Any) -> Any:
@@ -51,8 +53,12 @@ class GenericArchitecture:
         part = self.build()
         if mesh.shape.pipeline > 1:
             self._cut.leave(part, mesh.shape, stage)
-            is_last = stage == mesh.shape.num_stages - 1
-            self.run_alone(part, self._cut.modules_of(part), is_last=is_last)
+            self.run_alone(
+                part,
+                self._cut.modules_of(part),
+                is_first=stage == 0,
+                is_last=stage == mesh.shape.num_stages - 1,
+            )
         return part
 
     def cut_by_tensor(self, part: nn.Module, devices: DeviceMesh) -> None:

@@ -209,8 +209,8 @@ class Cut:
         self._tables: set[str] = set()
         self._tied: str | None = None
 
-    def leave(self, whole: nn.Module, shape: MeshShape, stage: int) -> range:
-        """Takes the parameters and buffers of other stages out of a model; says which units are left.
+    def leave(self, whole: nn.Module, shape: MeshShape, stage: int) -> None:
+        """Takes the parameters and buffers of other stages out of a model.
 
         Modules stay where they are, so names do. A parameter of both ends keeps the name that it has in
         the whole model, at both.
@@ -226,7 +226,6 @@ class Cut:
                     if value is not None and id(value) in gone:
                         del values[name]
         self._stages[whole] = own
-        return own
 
     def has(self, part: nn.Module) -> bool:
         """Whether a module is a stage, rather than a whole model."""

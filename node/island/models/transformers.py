@@ -2,13 +2,15 @@
 
 Its config stands in the run's description, and nothing of a model folder is ever executed. What lives
 elsewhere: the loss over windows of tokens (node.island.models.tokens), finding layers and roles
-(node.island.models.architecture), tensor parallel by a plan (node.island.models.tensor_plan).
+(node.island.models.architecture), tensor parallel by a plan (node.island.models.tensor_plan), what is
+alike in all pipelines (node.island.models.stages, node.island.pipeline).
 """
 
 import importlib.util
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,15 +20,18 @@ from torch import Tensor, nn
 from node.island.model import mean_nats
 from node.island.models.adapters import adapt, base_name
 from node.island.models.architecture import (
+    Tree,
     check_frozen,
     check_tensors,
     digest_of_values,
+    give_memory,
     without_memory,
 )
 from node.island.models.generic import GenericArchitecture
+from node.island.models.stages import joined
 from node.island.models.tokens import TokenInputs
 from protocol.errors import BadDataError, ConfigError, NoInputError
-from protocol.models import Description, TensorStyle
+from protocol.models import Description, StageUnit, TensorStyle
 from protocol.run_spec import LoraSection, RunSpec
 
 if TYPE_CHECKING:
@@ -50,6 +55,7 @@ class TransformersArchitecture(TokenInputs, GenericArchitecture):
     has_metric = False
     divides_by_all = True
     may_leave_parameters_out = True
+    may_count = False
 
     def build(self) -> nn.Module:
         """See GenericArchitecture."""
@@ -57,6 +63,30 @@ class TransformersArchitecture(TokenInputs, GenericArchitecture):
         model: nn.Module = built(self.spec.description.config, self.spec.adapters)
         check_tensors(model, self.spec)
         return model
+
+    def build_whole(self) -> nn.Module:
+        """See GenericArchitecture."""
+        model, on_cpu = self.build(), torch.device("cpu")
+        give_memory(model, parameters_on=on_cpu, buffers_on=on_cpu)
+        return model
+
+    def run_alone(
+        self, part: nn.Module, modules: Sequence[nn.Module], *, is_first: bool, is_last: bool
+    ) -> None:
+        """See GenericArchitecture."""
+        run_alone(part, modules, is_first=is_first, is_last=is_last)
+
+    def enter(self, inputs: tuple[Tree, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """See Ends."""
+        return inputs[:1], {}
+
+    def leave(self, output: Tensor, inputs: tuple[Tree, ...]) -> Tensor:
+        """See Ends."""
+        return mean_nats(output, inputs[1])
+
+    def leave_metric(self, output: Tensor, inputs: tuple[Tree, ...]) -> Tensor | None:
+        """See Ends."""
+        return None
 
     def frozen_values(self, names: Iterable[str], base: Path | None) -> dict[str, Tensor]:
         """See Architecture."""
@@ -212,15 +242,95 @@ def tensor_plan_of(model: nn.Module) -> tuple[dict[str, TensorStyle], str]:
     return plan, ""
 
 
+def stages_of(model: nn.Module, context: int) -> tuple[tuple[StageUnit, ...], str]:
+    """Layers with what is before and after them, where the model has a plan for pipelines; or why not.
+
+    What a layer costs goes by its parameters: those of a table only by what is looked up, which is nothing.
+    """
+    own: Any = model
+    kind, config = type(model).__name__, own.config
+    plan = list(getattr(config, "base_model_pp_plan", None) or ())
+    base, head = own.base_model_prefix, own.get_output_embeddings()
+    layers = dict(model.named_modules()).get(f"{base}.layers")
+    if "layers" not in plan or not isinstance(layers, nn.ModuleList):
+        return (), f"pp needs the model's own plan, which {kind} has not"
+    if getattr(config, "output_router_logits", False):
+        return (), "a router's own loss needs all layers in one process"
+    at = plan.index("layers")
+    heads = [name for name, module in model.named_modules() if module is head]
+    names = [
+        tuple(f"{base}.{name}" for name in plan[:at]),
+        *((f"{base}.layers.{i}",) for i in range(len(layers))),
+        (*(f"{base}.{name}" for name in plan[at + 1 :]), *heads),
+    ]
+    units = [
+        StageUnit(
+            modules=modules,
+            output=(context, config.hidden_size),
+            operations=sum(
+                parameter.numel()
+                for name in modules
+                if not isinstance(model.get_submodule(name), nn.Embedding)
+                for parameter in model.get_submodule(name).parameters()
+            ),
+        )
+        for modules in names
+    ]
+    try:
+        return joined(model, units), ""
+    except ConfigError as error:
+        return (), error.what
+
+
+def run_alone(
+    part: nn.Module, modules: Sequence[nn.Module], *, is_first: bool, is_last: bool
+) -> None:
+    """Has a stage go through the model's own code, past what other stages have.
+
+    So masks, positions and whatever a model does around its layers are its own. What comes from the stage
+    before stands in for what a layer before the stage's own ones gives.
+    """
+    own: Any = part
+    received: list[Tensor] = []
+    is_before = not is_first
+    for layer in own.base_model.layers:
+        if layer in modules:
+            is_before = False
+        else:
+            layer.forward = partial(_passed, received if is_before else None)
+    for name, module in own.base_model.named_children():
+        if name in own.config.base_model_pp_plan and name != "layers" and module not in modules:
+            module.forward = partial(_passed, None)
+    whole = part.forward
+
+    def forward(x: Tensor) -> Tensor:
+        received[:] = [x]
+        inputs = {"input_ids": x} if is_first else {"inputs_embeds": x.detach()}
+        if is_last:
+            logits: Tensor = whole(**inputs, use_cache=False).logits
+            return logits
+        hidden: Tensor = own.base_model(**inputs, use_cache=False).last_hidden_state
+        return hidden
+
+    part.forward = forward
+
+
+def _passed(received: list[Tensor] | None, x: Tensor, *_: Any, **__: Any) -> Tensor:
+    """A module that another stage has: gives what it is given, or what came from the stage before."""
+    return received[0] if received else x
+
+
 def described(spec: RunSpec, folder: Path) -> tuple["PreTrainedModel", Description]:
     """The module, and what can be said of it without computing anything."""
     config = (spec.description.config if spec.description else {}) or config_of(folder)
     model = built(config)
     _check_context(model, spec)
     plan, why_not = tensor_plan_of(model)
+    stages, no_stages = stages_of(model, spec.model.context)
     frozen = None
     if spec.adapters is not None:
         model, plan, why_not = built(config, spec.adapters), {}, "adapters are not cut"
+        stages, no_stages = (), why_not
         names = [name for name, p in model.named_parameters() if not p.requires_grad]
         frozen = digest_of_values(frozen_values(names, folder))
     return model, Description(
@@ -228,6 +338,8 @@ def described(spec: RunSpec, folder: Path) -> tuple["PreTrainedModel", Descripti
         generation_config=_generation_config_of(folder),
         tensor_plan=plan,
         no_tensor_plan=why_not,
+        stages=stages,
+        no_stages=no_stages,
         frozen_digest=frozen,
     )
 
