@@ -108,7 +108,9 @@ def _described_activations(shape: MeshShape, spec: RunSpec, local: LocalTraining
         return 0
     rows = spec.inner.batch // shape.num_data
     rows = min(rows, local.micro_batch or rows)
-    kept: float = rows * spec.description.activation_bytes
+    # A mask that keeps documents apart is for all layers once.
+    of_mask = 0 if spec.data.across_documents else spec.model.context**2
+    kept: float = rows * (spec.description.activation_bytes + of_mask)
     if local.activation_checkpointing == "full":
         kept *= min(1.0, 2 / spec.num_layers)  # each layer's input, and all of one layer
     if local.precision not in ("fp32", "tf32"):

@@ -17,15 +17,23 @@ from node.island.island import InnerWork
 from node.island.local_training import LocalTraining
 from node.island.mesh import Mesh
 from node.island.mesh_shape import MeshShape, check_shape
-from node.island.models.architecture import architecture_of, container_of_layers
+from node.island.models.architecture import architecture_of, container_of_layers, give_memory
 from node.island.models.describing import describe, export_state, first_vector
-from node.island.models.transformers import built, config_of
+from node.island.models.stages import Cut
+from node.island.models.transformers import (
+    KEEPS_DOCUMENTS_APART,
+    NextToken,
+    built,
+    config_of,
+    run_alone,
+    stages_of,
+)
 from node.island.trainer import Trainer
 from protocol.errors import AtollError, BadDataError, ConfigError, ExitCode, NoInputError
 from protocol.layout import layout_of
 from protocol.models import TransformersModel
 from protocol.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
-from tests.transformers_configs import CONFIGS
+from tests.transformers_configs import CONFIGS, small
 
 
 def run_of(config: Any, folder: Path, **inner: Any) -> RunSpec:
@@ -317,3 +325,71 @@ def test_an_unknown_kind_of_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "none-such"}')
     with pytest.raises(BadDataError, match="is not a config that transformers knows"):
         config_of(tmp_path)
+
+
+CPU = torch.device("cpu")
+
+
+def with_values(config: Any) -> nn.Module:
+    """A model to measure with, of large random weights."""
+    model = built({**config.to_dict(), "model_type": config.model_type}).eval()
+    give_memory(model, parameters_on=CPU, buffers_on=CPU)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(std=0.2).add_(float("norm" in name))
+    return model
+
+
+@pytest.mark.parametrize("model_type", KEEPS_DOCUMENTS_APART)
+def test_documents_in_a_row_come_out_as_each_by_itself(model_type: str) -> None:
+    objective = NextToken(with_values(small(model_type)))
+    tokens, targets = torch.randint(1, 64, (2, 2, 16))
+    documents = torch.tensor([[0] * 5 + [1] + [2] * 10, [0] * 16])
+    whole = objective(tokens, targets, documents)
+    spans = [(0, slice(0, 5)), (0, slice(5, 6)), (0, slice(6, 16)), (1, slice(0, 16))]
+    one_by_one = sum(
+        objective(tokens[row : row + 1, span], targets[row : row + 1, span]) * len(range(16)[span])
+        for row, span in spans
+    )
+    assert whole.item() == pytest.approx(one_by_one.item() / 32, abs=1e-5)
+    assert whole.item() != pytest.approx(objective(tokens, targets).item(), abs=1e-3)
+
+
+def test_a_model_that_is_not_known_to_keep_documents_apart_is_refused(tmp_path: Path) -> None:
+    spec = run_of(CONFIGS["gpt2"], tmp_path).model_copy(update={"description": None})
+    data = DataSection(source="tokens", paths=("x",), digest="0" * 64, across_documents=False)
+    spec = spec.model_copy(update={"data": data})
+    assert describe(spec, tmp_path).tensors
+    small("opt").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="does not go with models of type 'opt'"):
+        describe(spec, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "model_type", ["qwen2", "gemma", "gemma3_text", "granite", "cohere", "gpt_neox", "mixtral"]
+)
+def test_stages_of_a_model_one_after_another_give_what_it_gives(model_type: str) -> None:
+    config = small(model_type)
+    whole = with_values(config)
+    units, why_not = stages_of(whole, 16)
+    assert (len(units), why_not) == (6, "")
+    tokens = torch.randint(1, 64, (2, 16))
+    shape, cut, x = MeshShape(pipeline=3), Cut(units), tokens
+    held = []
+    for stage in range(3):
+        part = built({**config.to_dict(), "model_type": config.model_type}).eval()
+        cut.leave(part, shape, stage)
+        ends = {"is_first": stage == 0, "is_last": stage == 2}
+        run_alone(part, cut.modules_of(part), **ends)
+        give_memory(part, parameters_on=CPU, buffers_on=CPU)
+        with torch.no_grad():
+            for name, parameter in part.named_parameters():
+                parameter.copy_(whole.get_parameter(name))
+        own = set(dict(part.named_parameters()))
+        held.append(own - {name for name, p in part.named_parameters() if p in cut.copies(part)})
+        x = part(x)
+    torch.testing.assert_close(x, whole(input_ids=tokens, use_cache=False).logits)
+    assert sorted(name for own in held for name in own) == sorted(
+        name for name, _ in whole.named_parameters()
+    )

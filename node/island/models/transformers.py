@@ -111,13 +111,54 @@ class NextToken(nn.Module):
         asks = getattr(config, "output_router_logits", False)
         self._router_share = float(getattr(config, "router_aux_loss_coef", 0.0)) if asks else 0.0
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Over tokens and targets, each [B, T]."""
-        output: Any = self.model(input_ids=tokens, use_cache=False)
+    def forward(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Over tokens and targets, each [B, T]; with `documents` [B, T], a token sees its own one only."""
+        # Where positions begin anew, transformers makes masks that keep apart what is on either side.
+        apart = {} if documents is None else {"position_ids": positions_within(documents)}
+        output: Any = self.model(input_ids=tokens, use_cache=False, **apart)
         loss = mean_nats(output.logits, targets)
         if self._router_share and self.model.training:
             loss = loss + self._router_share * output.aux_loss
         return loss
+
+
+def positions_within(documents: Tensor) -> Tensor:
+    """The place [B, T] of each token in its document; `documents` [B, T] numbers them."""
+    places = torch.arange(documents.shape[1], device=documents.device)
+    begins = torch.diff(documents, dim=1, prepend=documents[:, :1]) != 0
+    return places - torch.where(begins, places, 0).cummax(dim=1).values
+
+
+KEEPS_DOCUMENTS_APART = (
+    *(
+        "cohere",
+        "cohere2",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "glm4",
+        "gpt2",
+        "gpt_bigcode",
+        "gpt_neox",
+    ),
+    *(
+        "granite",
+        "llama",
+        "ministral3",
+        "mistral",
+        "mixtral",
+        "olmo2",
+        "olmo3",
+        "olmoe",
+        "phi",
+        "phi3",
+    ),
+    *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2"),
+)
+"""Kinds of models of which a test shows that documents in a row come out as each by itself does.
+
+Others do not, or not so: a state that goes on from one document into the next, positions by themselves.
+"""
 
 
 def require_transformers() -> None:
@@ -325,6 +366,12 @@ def described(spec: RunSpec, folder: Path) -> tuple["PreTrainedModel", Descripti
     config = (spec.description.config if spec.description else {}) or config_of(folder)
     model = built(config)
     _check_context(model, spec)
+    if not spec.data.across_documents and config["model_type"] not in KEEPS_DOCUMENTS_APART:
+        raise ConfigError(
+            f"[data] across_documents = false does not go with models of type {config['model_type']!r}: "
+            "no test shows that they keep documents apart",
+            next_step="write across_documents = true, or choose another model",
+        )
     plan, why_not = tensor_plan_of(model)
     stages, no_stages = stages_of(model, spec.model.context)
     frozen = None
