@@ -81,6 +81,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
         ("tied", MeshShape(pipeline=2), PLAIN),
         ("tied", MeshShape(pipeline=2, schedule="interleaved-1f1b"), PLAIN),
         ("tied", MeshShape(tensor=2, pipeline=2), PLAIN),
+        ("tied", MeshShape(pipeline=2), LocalTraining(compile=True)),
         ("counted", MeshShape(shard=2, pipeline=2), PLAIN),
         ("a head of its own", MeshShape(pipeline=2, schedule="zbv"), PLAIN),
         ("a head of its own", MeshShape(replicate=2, pipeline=2), PLAIN),
@@ -131,7 +132,6 @@ def transformers_alone(
         ("qwen3", MeshShape(pipeline=2)),  # tied
         ("qwen3", MeshShape(tensor=2, pipeline=2)),
         ("llama", MeshShape(pipeline=2, schedule="zbv")),
-        ("llama", MeshShape(shard=2, pipeline=2)),
         ("mixtral", MeshShape(pipeline=2)),
     ],
     ids=lambda value: f"{value}, {value.schedule}" if isinstance(value, MeshShape) else value,

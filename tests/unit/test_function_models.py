@@ -1,5 +1,6 @@
 """Functions that a run brings: who may run them, what they may return, and what is trained with them."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,14 @@ import pytest
 import torch
 from torch import nn
 
+from node.island import engine
+from node.island.combinations import check_local
+from node.island.compiling import compile_layers
 from node.island.data.functions import FunctionData
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
 from node.island.functions import check_functions, digest_of, file_of, sources_of
+from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh import Mesh
 from node.island.mesh_shape import MeshShape, check_shape
 from node.island.models.architecture import BufferWatch
@@ -66,13 +71,14 @@ def undescribed(model: str, data: str, **inner: Any) -> RunSpec:
     )
 
 
-def trainer_of(spec: RunSpec) -> Trainer:
+def trainer_of(spec: RunSpec, local: LocalTraining = PLAIN) -> Trainer:
     trainer = Trainer(
         spec=spec,
         corpus=open_dataset(spec, DataPlaces(folder=HERE)),
         device=torch.device("cpu"),
         mesh=Mesh(),
         clock=lambda: 0.0,
+        local=local,
     )
     trainer.adopt(first_vector(spec))
     return trainer
@@ -302,6 +308,35 @@ def test_a_pipeline_of_a_function_is_refused_without_stages_or_with_more_ranks_t
     check_shape(MeshShape(pipeline=6), spec)
     with pytest.raises(ConfigError, match=r"7 stages .* and it has 6 modules one after another"):
         check_shape(MeshShape(pipeline=7), spec)
+
+
+@pytest.mark.parametrize(
+    "local",
+    [LocalTraining(activation_checkpointing="selective"), LocalTraining(compile=True)],
+    ids=["selective", "compile"],
+)
+def test_layers_of_a_function_are_recomputed_and_compiled_to_the_same_effect(
+    local: LocalTraining, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "compile_layers", partial(compile_layers, backend="aot_eager"))
+    spec = spec_of("tests.run_functions:chain")
+    losses = [
+        trainer_of(spec, each).train(work_of(5), lambda progress: None).loss
+        for each in (PLAIN, local)
+    ]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+def test_what_is_done_layer_by_layer_is_refused_where_there_are_none() -> None:
+    spec = spec_of("tests.run_functions:flat", "tests.run_functions:rows")
+    check_local(spec, LocalTraining(micro_batch=1))
+    for local in (
+        LocalTraining(activation_checkpointing="selective"),
+        LocalTraining(activation_checkpointing="full"),
+        LocalTraining(compile=True),
+    ):
+        with pytest.raises(ConfigError, match="no layers were found in this model"):
+            check_local(spec, local)
 
 
 def test_frozen_parameters_are_no_part_of_the_run_and_proved_by_their_digest() -> None:

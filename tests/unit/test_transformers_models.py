@@ -1,6 +1,7 @@
 """Models of transformers: what describing them shows, what is refused, and training as transformers does."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from node.island.combinations import check_local
+from node.island import engine
+from node.island.compiling import compile_layers
 from node.island.data.corpus import read_corpus
 from node.island.data.samples import SampleOrder
 from node.island.island import InnerWork
-from node.island.local_training import LocalTraining
+from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh import Mesh
 from node.island.mesh_shape import MeshShape, check_shape
 from node.island.models.architecture import architecture_of, container_of_layers, give_memory
@@ -55,10 +57,14 @@ def with_text(folder: Path) -> Path:
     return folder
 
 
-def trainer_of(spec: RunSpec, folder: Path) -> Trainer:
-    corpus = read_corpus(spec.data, context=16, batch=4, folder=folder)
+def trainer_of(spec: RunSpec, folder: Path, local: LocalTraining = PLAIN) -> Trainer:
     trainer = Trainer(
-        spec=spec, corpus=corpus, device=torch.device("cpu"), mesh=Mesh(), clock=lambda: 0.0
+        spec=spec,
+        corpus=read_corpus(spec.data, context=16, batch=4, folder=folder),
+        device=torch.device("cpu"),
+        mesh=Mesh(),
+        clock=lambda: 0.0,
+        local=local,
     )
     trainer.adopt(first_vector(spec))
     return trainer
@@ -254,11 +260,43 @@ def test_a_mesh_that_the_model_cannot_do_is_refused_with_what_works(
     assert "shard" in caught.value.next_step
 
 
-def test_settings_that_are_tested_with_the_decoder_alone_are_refused(tmp_path: Path) -> None:
-    spec = run_of(CONFIGS["gpt2"], tmp_path)
-    check_local(spec, LocalTraining(activation_checkpointing="full"))
-    with pytest.raises(ConfigError, match="compile = true does not go with"):
-        check_local(spec, LocalTraining(compile=True))
+SELECTIVE = LocalTraining(activation_checkpointing="selective")
+COMPILED = LocalTraining(compile=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "local"),
+    [
+        *(
+            (kind, local)
+            for kind in ("gpt2", "qwen3", "mixtral")
+            for local in (SELECTIVE, COMPILED)
+        ),
+        ("gpt2 with dropout", SELECTIVE),
+        ("gpt2 with dropout", COMPILED),
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"compile {value.compile}",
+)
+def test_recomputed_and_compiled_layers_train_as_plain_ones_do(
+    kind: str, local: LocalTraining, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Code is made of what was traced, so running the trace will do; its random numbers are as without.
+    monkeypatch.setattr(engine, "compile_layers", partial(compile_layers, backend="aot_eager"))
+    config = CONFIGS[kind.split()[0]]
+    if "dropout" in kind:
+        config = GPT2Config.from_dict(config.to_dict() | {"resid_pdrop": 0.3, "attn_pdrop": 0.3})
+    spec = run_of(config, with_text(tmp_path))
+    torch._dynamo.utils.counters.clear()
+    found = []
+    for each in (PLAIN, local):
+        trainer = trainer_of(spec, tmp_path, each)
+        report = trainer.train(work_of(4), lambda progress: None)
+        found.append((report.loss, trainer.evaluate().loss, published(trainer, spec)))
+    (loss, after, last), (one_loss, one_after, one_last) = found
+    assert (loss, after) == pytest.approx((one_loss, one_after), abs=1e-5)
+    np.testing.assert_allclose(last, one_last, rtol=0, atol=1e-4)
+    # Two kinds of code for all layers, to train and to measure; more would fall back to none one day.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (2 if local.compile else 0)
 
 
 def test_a_model_of_other_shapes_than_the_runs_is_refused_by_name_and_both_shapes(
