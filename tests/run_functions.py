@@ -246,3 +246,10 @@ def loss_of_matrix(module: nn.Module, batch: Any) -> Tensor:
 
 def flat() -> Any:
     return nn.Linear(4, 1), squares
+
+
+def chain_with_metric_of_its_own() -> Any:
+    def of_other_words(module: nn.Module, batch: Any) -> Tensor:
+        return module((batch["words"] + 1) % 40).mean()
+
+    return Chain(16, tied=True), mean_loss, of_other_words, CHAIN_PLAN

@@ -21,6 +21,7 @@ from node.island.mesh import Mesh
 from node.island.mesh_shape import MeshShape, check_shape
 from node.island.models.architecture import BufferWatch
 from node.island.models.describing import describe, first_vector
+from node.island.models.function import FunctionArchitecture, random_module
 from node.island.optimizers import RowwiseAdamW, inner_optimizers
 from node.island.trainer import Trainer
 from protocol.errors import (
@@ -295,6 +296,23 @@ def test_stages_are_described_by_what_leaves_them_and_what_they_cost() -> None:
     assert [unit.output for unit in described.stages] == [(16,)] * 5 + [(40,)]
     costs = [unit.operations for unit in described.stages]
     assert costs == [0, *[2 * 2 * 16 * 32] * 4, 2 * 16 * 40]
+
+
+@pytest.mark.parametrize("function", ["chain", "chain_with_metric_of_its_own"])
+def test_a_metric_at_the_end_of_a_pipeline_is_of_what_the_loss_asks_for(function: str) -> None:
+    spec = spec_of(f"tests.run_functions:{function}")
+    ends = FunctionArchitecture(spec)
+    module = random_module(spec)
+    ends.stages = [module]
+    batch = FunctionData(spec).batch("held_out", np.arange(7))
+    (words,), _ = ends.enter((batch,))
+    assert torch.equal(words, batch["words"])
+    output = module(words)
+    if function == "chain":
+        assert ends.leave_metric(output, (batch,)) == ends.metric(module, (batch,))
+    else:
+        with pytest.raises(ConfigError, match="with something else than the loss does"):
+            ends.leave_metric(output, (batch,))
 
 
 def test_a_pipeline_of_a_function_is_refused_without_stages_or_with_more_ranks_than_stages() -> (

@@ -27,9 +27,8 @@ from node.island.models.transformers import (
     NextToken,
     built,
     config_of,
-    run_alone,
-    stages_of,
 )
+from node.island.models.transformers_plans import run_alone, stages_of
 from node.island.trainer import Trainer
 from protocol.errors import AtollError, BadDataError, ConfigError, ExitCode, NoInputError
 from protocol.layout import layout_of

@@ -83,11 +83,15 @@ class FunctionArchitecture(GenericArchitecture):
     def leave(self, output: Tensor, inputs: tuple[Tree, ...]) -> Tensor | Counted:
         """See Ends."""
         assert isinstance(self.spec.model, FunctionModel)
-        return _checked(self._brought.loss(_Answering(output), *inputs), self.spec.model.function)
+        answering = _Answering(output).train(self.stages[-1].training)
+        return _checked(self._brought.loss(answering, *inputs), self.spec.model.function)
 
     def leave_metric(self, output: Tensor, inputs: tuple[Tree, ...]) -> Tensor | None:
         """See Ends."""
-        return self.metric(_Answering(output), inputs)
+        if not self.has_metric:
+            return None
+        answering = _Answering(output, call_of(self._brought.loss, *inputs))
+        return self.metric(answering.train(self.stages[-1].training), inputs)
 
     def objective(self, part: nn.Module) -> nn.Module:
         """See Architecture."""
@@ -155,14 +159,28 @@ class _Catching(nn.Module):
 
 
 class _Answering(nn.Module):
-    """Stands for the module where what it gives is known."""
+    """Stands for the module where what it gives is known: to one call, if told to which."""
 
-    def __init__(self, answer: Tensor) -> None:
+    def __init__(self, answer: Tensor, to: Any = None) -> None:
         super().__init__()
         self._answer = answer
+        self._to = to
 
-    def forward(self, *_: Any, **__: Any) -> Tensor:
+    def forward(self, *inputs: Any, **named: Any) -> Tensor:
+        if self._to is not None and not _are_equal((inputs, named), self._to):
+            raise ConfigError(
+                "the metric calls the module with something else than the loss does, and a pipeline goes "
+                "through the model once",
+                next_step="set pp = 1 in node.toml, or change the function",
+            )
         return self._answer
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    ones, others = (
+        [x for x in tree_leaves(each) if isinstance(x, Tensor)] for each in (one, other)
+    )
+    return len(ones) == len(others) and all(map(torch.equal, ones, others))
 
 
 def call_of(loss: Loss, batch: Tree) -> tuple[tuple[Any, ...], dict[str, Any]]:

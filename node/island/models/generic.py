@@ -26,6 +26,8 @@ class GenericArchitecture:
     def __init__(self, spec: RunSpec) -> None:
         self.spec = spec
         self._cut = Cut(spec.description.stages if spec.description else ())
+        self.stages: list[nn.Module] = []
+        """The rank's parts of a pipeline."""
 
     def build(self) -> nn.Module:
         """A whole model, its parameters without memory; raises what tells it is not the run's."""
@@ -99,6 +101,7 @@ class GenericArchitecture:
         loss_scale: LossScale,
     ) -> Pipeline:
         """See Architecture."""
+        self.stages = parts
         ends: Any = self  # a room that has stages is Ends as well
         return Pipeline(
             parts,
