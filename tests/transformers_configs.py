@@ -83,6 +83,7 @@ SIZES = {
 }
 
 _MORE: dict[str, dict[str, Any]] = {
+    "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0},
     "phi": {"partial_rotary_factor": 1.0, "num_key_value_heads": 4},
 }
 
