@@ -23,7 +23,6 @@ from node.exchange.outer import Outer
 from node.exchange.outer_optimizer import Sgd
 from node.exchange.rate_scaling import RateScale
 from node.exchange.reducer_error import ReducerError
-from node.exchange.reports import Held, Reduced, Report
 from node.exchange.residual import Residual
 from node.exchange.state.patience import Patience
 from node.exchange.transport.frames import Limits
@@ -34,6 +33,7 @@ from node.machine.freed_memory import keep_freed_memory
 from protocol import convert
 from protocol.identity import Identity
 from protocol.layout import Layout
+from protocol.messages import Held, Reduced, Report
 from protocol.rounds import Commit, Digest
 from protocol.v1 import round_pb2, session_pb2
 from protocol.wire_count import WireCounts
@@ -66,7 +66,7 @@ class BenchmarkNode:
             residual=Residual(num_elements, error_feedback=False),
             reducer_error=ReducerError(num_elements, rule="drop"),
             merge="mean",
-            rate_scale=RateScale(scaling="none", full_round_tokens=self._tokens),
+            rate_scale=RateScale(scaling="none", full_round_samples=1),
             run_digest=RUN,
             node_id=identity.node_id,
         )
@@ -118,7 +118,7 @@ class BenchmarkNode:
                 say(said="opened")
             case "contribute":
                 say(said="contributing", at=time.monotonic())
-                await self.exchange.contribute(self._tokens)
+                await self.exchange.contribute(samples=1, tokens=self._tokens)
             case "commit":
                 commit = convert.commit_from_wire(round_pb2.Commit.FromString(message))
                 self._commits.append(commit)

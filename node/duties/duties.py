@@ -17,13 +17,21 @@ from node.duties.round_times import RoundTimes
 from node.duties.work import AheadFailed, CatchUpNeeded, PlanReceived, Work
 from node.exchange.exchange import Exchange
 from node.exchange.outer import Outer
-from node.exchange.reports import Applied, Evaluated, Leaving, Trained
 from node.exchange.state.patience import Patience
 from node.history import History
 from node.island.island import Progress
-from node.link.events import EvaluationAsked, RefetchAsked, RoundCommitted, RunFinished
 from node.link.session import Session
 from protocol.errors import IncompleteError
+from protocol.messages import (
+    Applied,
+    Draining,
+    Evaluated,
+    EvaluationAsked,
+    RefetchAsked,
+    RoundCommitted,
+    RunFinished,
+    Trained,
+)
 from protocol.rounds import Assignment, Commit, Digest, NodeId
 from protocol.wire_count import WireCounts, WireTotals, grown
 
@@ -131,7 +139,7 @@ class Duties:
     def drain(self) -> None:
         """Ends the round in flight with what is trained of it, and begins nothing new."""
         self.is_draining = True
-        self._session.report(self.last_planned_round, Leaving())
+        self._session.report(self.last_planned_round, Draining())
         self._island.halt()
 
     def how_drained(self) -> str:
@@ -277,7 +285,7 @@ class Duties:
         self._trained = trained_of(trained)
         self._session.report(plan.round, self._trained)
         if trained.tokens > 0:
-            await self._exchange.contribute(trained.tokens)
+            await self._exchange.contribute(samples=trained.samples, tokens=trained.tokens)
 
     async def _take_part_again(self, received: PlanReceived, assignment: Assignment) -> None:
         """A plan comes again after every break of the session, and then nothing need be done.
@@ -297,7 +305,9 @@ class Duties:
         self._trained = counted_anew(trained, assignment, context=self._context)
         self._session.report(plan.round, self._trained)
         if self._trained.tokens > 0:
-            await self._exchange.contribute(self._trained.tokens)
+            await self._exchange.contribute(
+                samples=self._trained.samples, tokens=self._trained.tokens
+            )
 
     def _on_progress(self, progress: Progress) -> None:
         self.progress = progress

@@ -228,8 +228,8 @@ def both(first: InnerReport, second: InnerReport) -> InnerReport:
     return replace(
         second,
         inner_steps=steps,
+        samples=first.samples + second.samples,
         tokens=first.tokens + second.tokens,
-        counted_tokens=first.counted_tokens + second.counted_tokens,
         loss=loss_sum / steps,
         seconds=first.seconds + second.seconds,
         flops=first.flops + second.flops,
@@ -254,4 +254,6 @@ def _from_step(
 
 
 def _nothing(work: InnerWork, *, seconds: float) -> InnerReport:
-    return InnerReport(round=work.round, inner_steps=0, tokens=0, loss=0.0, seconds=seconds)
+    return InnerReport(
+        round=work.round, inner_steps=0, samples=0, tokens=0, loss=0.0, seconds=seconds
+    )

@@ -13,7 +13,6 @@ import structlog
 from node.exchange.held_results import KEPT_ROUNDS, HeldResults
 from node.exchange.outer import Outer
 from node.exchange.pushes import Pushes
-from node.exchange.reports import Report
 from node.exchange.round import ExchangeRound
 from node.exchange.state.catch_up import CatchUp
 from node.exchange.state.donor import Donor, State
@@ -30,6 +29,7 @@ from node.exchange.transport.transport import (
 )
 from node.heavy import Heavy
 from node.history import History
+from protocol.messages import Report
 from protocol.payload import Payload, PayloadHeader
 from protocol.rounds import Commit, Digest, NodeId, Plan, RosterEntry
 
@@ -136,10 +136,10 @@ class Exchange:
         """Whether the open round goes by this plan; who reduces may have changed since."""
         return self._round is not None and self._round.goes_by(plan)
 
-    async def contribute(self, tokens: int) -> None:
-        """Sends what the island published for the open round."""
+    async def contribute(self, *, samples: int, tokens: int) -> None:
+        """Sends what the island published for the open round: see Contributing.contribute."""
         assert self._round is not None, "contribute follows open_round"
-        await self._round.contribute(tokens)
+        await self._round.contribute(samples=samples, tokens=tokens)
 
     async def take_in(self, publish: Callable[[int], Awaitable[bool]]) -> None:
         """Has the island publish all that it trained, fragment by fragment; it is owed from then on.

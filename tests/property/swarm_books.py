@@ -7,11 +7,11 @@ stands in swarm_audit.
 from copy import deepcopy
 from dataclasses import dataclass, field
 
-from swarm_nodes import CONTEXT, Place
+from swarm_nodes import Place
 
-from coordinator.swarm.actions import SendTakeover
-from coordinator.swarm.events import Attached, Event, ResultHeld, SliceReduced
+from coordinator.swarm.events import Attached, Event, Reported
 from coordinator.swarm.state import PRESENT, MemberState, SwarmState
+from protocol.messages import Held, Reduced, SliceTakenOver
 from protocol.rounds import Assignment, Commit, Digest, LayoutSummary, NodeId, Plan
 
 LAYOUT = LayoutSummary(digest=Digest(b"l" * 32), fragment_elements=(700, 200))
@@ -28,6 +28,15 @@ def tokens_of(commit: Commit) -> dict[NodeId, int]:
         known = largest.get(contributor.node_id, 0)
         largest[contributor.node_id] = max(contributor.tokens, known)
     return largest
+
+
+def samples_of(commit: Commit) -> dict[NodeId, int]:
+    """What the commit uses up of each node's: the most that any slice names, or that held no token."""
+    everyone = (*(c for outcome in commit.slices for c in outcome.contributors),)
+    most: dict[NodeId, int] = {}
+    for contributor in (*everyone, *commit.without_tokens):
+        most[contributor.node_id] = max(contributor.samples, most.get(contributor.node_id, 0))
+    return most
 
 
 def places_of(a: Assignment) -> range:
@@ -78,19 +87,20 @@ class Books:
             for reports in (*self.held.values(), *self.told.values()):
                 reports.pop(event.node_id, None)
         current = state.open_round
-        if not isinstance(event, ResultHeld | SliceReduced) or event.digest is None:
+        if not isinstance(event, Reported) or not isinstance(event.report, Held | Reduced):
             return
-        if current is None or current.number != event.round:
+        node_id, report = event.node_id, event.report
+        if report.digest is None or current is None or current.number != event.round:
             return
-        place = (event.round, event.slice_index)
-        if isinstance(event, SliceReduced):
-            if self.reducers.get(event.slice_index) == event.node_id:
-                self.told.setdefault(place, {}).setdefault(event.node_id, set()).add(event.digest)
-                self.ever_told.setdefault(place, set()).add(event.digest)
-        elif state.members[event.node_id].state in PRESENT:
-            self.held.setdefault(place, {})[event.node_id] = event.digest
+        place = (event.round, report.slice_index)
+        if isinstance(report, Reduced):
+            if self.reducers.get(report.slice_index) == node_id:
+                self.told.setdefault(place, {}).setdefault(node_id, set()).add(report.digest)
+                self.ever_told.setdefault(place, set()).add(report.digest)
+        elif state.members[node_id].state in PRESENT:
+            self.held.setdefault(place, {})[node_id] = report.digest
 
-    def note_takeover(self, told: SendTakeover) -> None:
+    def note_takeover(self, told: SliceTakenOver) -> None:
         """What the former reducer told is void, and so is what others hold of it."""
         index, place = told.slice_index, (told.round, told.slice_index)
         for reports in (self.told, self.ever_told, self.held):
@@ -112,11 +122,10 @@ class Books:
             commit,
             *self.commits[commit.round :],
         ]
-        step_tokens = self.batch * CONTEXT
         counted: set[int] = set()
-        tokens = tokens_of(commit)
+        samples = samples_of(commit)
         for a in commit.assignments:
-            num_samples = tokens.get(a.node_id, 0) // step_tokens * self.batch
+            num_samples = samples.get(a.node_id, 0) // self.batch * self.batch
             counted |= set(range(a.first_sample, a.first_sample + num_samples))
         others = set().union(*(c for r, c in self.counted.items() if r != commit.round))
         assert not counted & others, "a sample is counted twice"

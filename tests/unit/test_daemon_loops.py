@@ -5,9 +5,15 @@ import asyncio
 import pytest
 
 from node.duties.lasting_island import MOST_DEATHS
-from node.exchange.reports import Applied, Evaluated, Trained
 from node.island.island import Ability, Evaluation, InnerReport, InnerWork
-from node.link.events import EvaluationAsked, RoundCommitted, RoundOpened
+from protocol.messages import (
+    Applied,
+    Evaluated,
+    EvaluationAsked,
+    RoundCommitted,
+    RoundOpened,
+    Trained,
+)
 from tests.unit.daemon_scene import Life
 from tests.unit.exchange_scene import TOKENS, in_virtual_time
 from tests.unit.test_daemon_dying_ranks import live_a_round
@@ -45,7 +51,9 @@ async def test_without_a_loop_the_node_reports_no_work_and_applies_the_commit() 
         life.island.able = Ability(trains=False, evaluates=False)
 
         async def nobody(work: InnerWork, _: object) -> InnerReport:
-            return InnerReport(round=work.round, inner_steps=0, tokens=0, loss=0.0, seconds=0.0)
+            return InnerReport(
+                round=work.round, inner_steps=0, samples=0, tokens=0, loss=0.0, seconds=0.0
+            )
 
         life.island.train = nobody  # type: ignore[method-assign]
         plan = life.plan(1)
