@@ -10,7 +10,7 @@ from protocol.credentials import find_home
 from protocol.errors import NoInputError, UsageError
 
 if TYPE_CHECKING:
-    from node.models.export import DType
+    from node.models.card import DType
 
 TOKENIZER = click.option(
     "--tokenizer",
@@ -61,7 +61,8 @@ def export(
     start_logging(as_json=False)  # to standard error: a damaged snapshot is told there
     home = find_home(folder)
     model = newest_model(home)
-    from node.models.export import Origin, contributions_in, export_model, usual_dtype
+    from node.models.card import Origin, contributions_in
+    from node.models.export import export_model, usual_dtype
     from node.models.text import files_of_tokenizer
 
     places = places_of(home, base=base, typed_in=Path.cwd())
