@@ -145,7 +145,8 @@ def events_of(state: SwarmState, node_ids: Sequence[NodeId]) -> list[Event]:
     ]
     asked = state.evaluating
     if asked is not None:
-        loss = Evaluated(node_id=asked.node_id, round=asked.round, held_out_loss=2.5, tokens=4096)
+        (evaluator,) = asked.node_ids
+        loss = Evaluated(node_id=evaluator, round=asked.round, held_out_loss=2.5, tokens=4096)
         trained.insert(0, loss)
     applied = [
         CommitApplied(

@@ -116,7 +116,7 @@ def what_holds_for(state: SwarmState, member: Member, now: float) -> list[Delive
         elif member.node_id in participants:
             held.append(SendPlan(plan=plan_of(open_round, time_of_round(state, now))))
             held.extend(_news_of(state, open_round, time_of_round(state, now)))
-    if state.evaluating is not None and state.evaluating.node_id == member.node_id:
+    if state.evaluating is not None and member.node_id in state.evaluating.node_ids:
         held.append(AskEvaluation(node_id=member.node_id, round=state.evaluating.round))
     if may_bring_commits(state, member) and member.state is not MemberState.DIVERGED:
         held.append(AskCommits(node_id=member.node_id, after_round=last_sure_round(state)))

@@ -227,8 +227,10 @@ async def test_who_subscribes_after_the_end_is_told_of_it() -> None:
     for node_id in (A, B):
         await driver.apply(CommitApplied(node_id=node_id, round=1, outer_digest=START))
     evaluating = driver.state.evaluating
-    assert evaluating is not None and evaluating.node_id is not None and evaluating.round == 1
-    await driver.apply(Evaluated(node_id=evaluating.node_id, round=1, held_out_loss=1.0, tokens=8))
+    assert evaluating is not None and evaluating.round == 1
+    await driver.apply(
+        Evaluated(node_id=evaluating.node_ids[0], round=1, held_out_loss=1.0, tokens=8)
+    )
     roster, finished = unread(driver.subscribe(A, session_a))
     assert isinstance(roster, RosterNow)
     assert isinstance(finished, SendFinished) and finished.outer_digest == START
