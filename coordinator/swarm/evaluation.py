@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from coordinator.swarm.actions import AskEvaluation
-from coordinator.swarm.events import Evaluated
+from coordinator.swarm.actions import Tell
 from coordinator.swarm.state import Evaluating, HeldOut, HolderLoss, Member, SwarmState
 from coordinator.swarm.turn import Turn, available_members, is_present, present_members
+from protocol.messages import Evaluated, EvaluationAsked
 from protocol.rounds import NodeId, book_of_data
 
 
@@ -54,23 +54,22 @@ def ask_somebody(turn: Turn) -> None:
     until = (turn.now if current is None else current.commit_deadline) + rules.apply_seconds
     asked = Evaluating(node_ids=tuple(chosen), round=committed, until=until)
     turn.state = replace(state, evaluating=asked)
-    for node_id in chosen:
-        turn.act(AskEvaluation(node_id=node_id, round=committed))
+    turn.act(Tell(message=EvaluationAsked(round=committed), to=asked.node_ids))
 
 
-def evaluated(turn: Turn, event: Evaluated) -> None:
+def evaluated(turn: Turn, node_id: NodeId, round: int, report: Evaluated) -> None:
     """Keeps the loss, if it is one that was asked for, once all of them are here."""
     asked = turn.state.evaluating
-    if asked is None or event.round != asked.round or event.node_id not in asked.node_ids:
+    if asked is None or round != asked.round or node_id not in asked.node_ids:
         return
     own = HolderLoss(
-        node_id=event.node_id,
-        loss=event.held_out_loss,
-        weight=turn.state.members[event.node_id].corpus.num_held_out_tokens or event.tokens,
-        tokens=event.tokens,
-        metric=event.metric,
+        node_id=node_id,
+        loss=report.held_out_loss,
+        weight=turn.state.members[node_id].corpus.num_held_out_tokens or report.tokens,
+        tokens=report.tokens,
+        metric=report.metric,
     )
-    _wait_for(turn, [n for n in asked.node_ids if n != event.node_id], found=(*asked.found, own))
+    _wait_for(turn, [n for n in asked.node_ids if n != node_id], found=(*asked.found, own))
 
 
 def give_up_evaluation(turn: Turn) -> None:

@@ -1,9 +1,10 @@
 """Which states are evaluated, by whom, and which losses are kept."""
 
 import pytest
-from swarm_scene import Scene, digest_of, of_kind
+from swarm_scene import Scene, asked_of, digest_of, of_kind
 
-from coordinator.swarm.actions import AskEvaluation, SendPlan
+from coordinator.swarm.actions import Tell
+from protocol.messages import EvaluationAsked, RoundOpened
 from protocol.rounds import CorpusSummary
 
 NODES = ("node-a", "node-b")
@@ -20,7 +21,8 @@ def test_states_that_are_due_are_evaluated_by_one_node_each_in_turn() -> None:
     scene.attach(*NODES)
     for _ in range(5):
         run_round(scene)
-    asked = [(ask.round, ask.node_id) for ask in of_kind(scene.log, AskEvaluation)]
+    rounds = [ask.round for ask in of_kind(scene.log, EvaluationAsked)]
+    asked = list(zip(rounds, asked_of(scene.log, EvaluationAsked), strict=True))
     assert asked == [(0, "node-a"), (2, "node-b"), (4, "node-a"), (5, "node-a")]
 
 
@@ -28,7 +30,8 @@ def test_who_evaluates_is_sent_its_plan_first_and_so_trains_first() -> None:
     scene = Scene(min_nodes=2, rounds=5, evaluate_every=1)
     scene.attach(*NODES)
     for _ in range(3):
-        assert [type(action) for action in scene.actions[-2:]] == [SendPlan, AskEvaluation]
+        told = [type(action.message) for action in scene.actions[-2:] if isinstance(action, Tell)]
+        assert told == [RoundOpened, EvaluationAsked]
         run_round(scene)
 
 
@@ -48,12 +51,12 @@ def test_a_state_is_evaluated_at_once_when_no_round_follows_it_yet() -> None:
     scene.apply(digest_of("state 1"), "node-a")
     scene.leave("node-b")
     assert scene.state.open_round is None
-    (asked,) = scene.asked(AskEvaluation)
-    assert (asked.node_id, asked.round) == ("node-a", 1)
+    (asked,) = scene.asked(EvaluationAsked)
+    assert asked.round == 1 and asked_of(scene.actions, EvaluationAsked) == ["node-a"]
     scene.evaluate("node-a", round=1)
     scene.attach("node-b", at=1, digest=digest_of("state 1"))
     assert scene.round.number == 2
-    assert len(of_kind(scene.log, AskEvaluation)) == 2, "once for each state"
+    assert len(of_kind(scene.log, EvaluationAsked)) == 2, "once for each state"
 
 
 def test_an_evaluation_counts_once_and_only_from_the_node_that_was_asked() -> None:
@@ -100,8 +103,7 @@ def three_holders() -> Scene:
 
 def test_of_private_data_a_node_of_each_holder_is_asked_and_held_out_tokens_weigh() -> None:
     scene = three_holders()
-    asked = [(ask.round, ask.node_id) for ask in of_kind(scene.log, AskEvaluation)]
-    assert asked == [(0, "node-a"), (0, "node-b"), (0, "node-d")]
+    assert asked_of(scene.log, EvaluationAsked) == ["node-a", "node-b", "node-d"]
     scene.evaluate("node-d", round=0, loss=3.0)
     scene.evaluate("node-d", round=0, loss=9.0)
     scene.evaluate("node-c", round=0, loss=9.0)
@@ -118,8 +120,7 @@ def test_of_private_data_a_node_of_each_holder_is_asked_and_held_out_tokens_weig
     assert scene.state.evaluating is None
     scene.commit("node-a", "node-b", "node-c", "node-d")
     scene.apply(digest_of("state 1"), "node-a", "node-b", "node-c", "node-d")
-    asked = [(ask.round, ask.node_id) for ask in of_kind(scene.log, AskEvaluation)]
-    assert asked[3:] == [(1, "node-a"), (1, "node-c"), (1, "node-d")]
+    assert asked_of(scene.log, EvaluationAsked)[3:] == ["node-a", "node-c", "node-d"]
 
 
 def test_a_holder_that_is_gone_or_late_is_left_out_of_the_mean() -> None:
