@@ -236,6 +236,17 @@ TensorStyle = Literal["column", "gathered", "row", "sequence", "replicate", "tab
 each rank, whole on each rank; or an embedding cut by its rows."""
 
 
+class StageUnit(Section):
+    """Modules that a pipeline keeps together, in their order, and what leaves the last of them.
+
+    `output` is its shape for one sample, in fp32; `operations` are what a sample costs there, in any unit.
+    """
+
+    modules: Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
+    output: Annotated[tuple[Positive, ...], Field(strict=False)]
+    operations: Annotated[int, Field(ge=0)]
+
+
 class Description(Section):
     """What building a run's model has shown. It is part of the run: its digest covers it.
 
@@ -243,9 +254,10 @@ class Description(Section):
     the run begins with, where it begins with given weights; else each node draws them from the seed.
     `frozen_digest` is that of the `num_frozen` values that are not trained. `activation_bytes` is what
     backward keeps of one sample, in fp32. `tensor_plan` names modules, with `*` for a part of a name, and
-    is empty where there is none, with the reason beside it. `sources` has a digest for each file of the
-    code that the run brings, by its path there. `config` and `generation_config` are the JSON files of a
-    transformers folder that the run was made from: exports begin with them.
+    is empty where there is none, with the reason beside it; so are `stages`, which are the whole model one
+    after another, for pipelines to cut. `sources` has a digest for each file of the code that the run
+    brings, by its path there. `config` and `generation_config` are the JSON files of a transformers folder
+    that the run was made from: exports begin with them.
     """
 
     tensors: Annotated[tuple[TensorShape, ...], Field(strict=False)] = ()
@@ -257,6 +269,8 @@ class Description(Section):
     activation_bytes: Annotated[int, Field(ge=0)] | None = None
     tensor_plan: dict[str, TensorStyle] = {}
     no_tensor_plan: str = ""
+    stages: Annotated[tuple[StageUnit, ...], Field(strict=False)] = ()
+    no_stages: str = ""
     sources: dict[str, HexDigest] = {}
     generation_config: dict[str, Any] = {}
 

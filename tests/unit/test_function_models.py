@@ -1,5 +1,6 @@
 """Functions that a run brings: who may run them, what they may return, and what is trained with them."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from node.island import engine
+from node.island.combinations import check_local
+from node.island.compiling import compile_layers
 from node.island.data.functions import FunctionData
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
@@ -19,10 +23,12 @@ from node.island.functions import (
     files_of,
     sources_of,
 )
+from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh import Mesh
 from node.island.mesh_shape import MeshShape, check_shape
 from node.island.models.architecture import BufferWatch
 from node.island.models.describing import describe, first_vector
+from node.island.models.function import FunctionArchitecture, random_module
 from node.island.optimizers import RowwiseAdamW, inner_optimizers
 from node.island.trainer import Trainer
 from protocol.errors import (
@@ -73,13 +79,14 @@ def undescribed(model: str, data: str, **inner: Any) -> RunSpec:
     )
 
 
-def trainer_of(spec: RunSpec) -> Trainer:
+def trainer_of(spec: RunSpec, local: LocalTraining = PLAIN) -> Trainer:
     trainer = Trainer(
         spec=spec,
         corpus=open_dataset(spec, DataPlaces(folder=HERE)),
         device=torch.device("cpu"),
         mesh=Mesh(),
         clock=lambda: 0.0,
+        local=local,
     )
     trainer.adopt(first_vector(spec))
     return trainer
@@ -341,6 +348,98 @@ def test_tensor_parallel_without_a_plan_is_refused_and_what_works_is_said() -> N
     assert "replicate and shard work" in caught.value.next_step
     with pytest.raises(ConfigError, match=r"tp = 3 does not divide the rows of table\.weight = 40"):
         check_shape(MeshShape(tensor=3), spec_of())
+
+
+@pytest.mark.parametrize(
+    ("how", "match"),
+    [
+        ("besides", r"layers\.1 takes something else than what layers\.0 gives"),
+        ("alone", "squash takes something else than what layers.3 gives"),
+        ("afterwards", "the model gives something else than what head gives"),
+        ("twice", "squash is called twice"),
+        ("left out", "the model gives something else than what squash gives"),
+        ("unknown", r"they name 'blocks\.\*', and the model has no such module"),
+        ("nested", "they name layers.0 twice, or a part of it besides"),
+        ("more than a call", "has no attribute 'head'"),
+    ],
+)
+def test_stages_that_are_no_chain_are_refused_when_described(how: str, match: str) -> None:
+    spec = undescribed("tests.run_functions:unchained", "tests.run_functions:samples")
+    model = spec.model.model_copy(update={"arguments": {"how": how}})
+    with pytest.raises(ConfigError, match=match) as caught:
+        describe(spec.model_copy(update={"model": model}), HERE)
+    assert '{"stages": ["embed", "layers.*", "head"]}' in caught.value.next_step
+
+
+def test_stages_are_described_by_what_leaves_them_and_what_they_cost() -> None:
+    described = spec_of("tests.run_functions:chain").description
+    assert described is not None
+    layers = [(f"layers.{i}",) for i in range(4)]
+    # What has nothing to train goes with what comes after it: no gradient would begin there.
+    modules = [unit.modules for unit in described.stages]
+    assert modules == [("table",), *layers, ("squash", "head")]
+    assert [unit.output for unit in described.stages] == [(16,)] * 5 + [(40,)]
+    costs = [unit.operations for unit in described.stages]
+    assert costs == [0, *[2 * 2 * 16 * 32] * 4, 2 * 16 * 40]
+
+
+@pytest.mark.parametrize("function", ["chain", "chain_with_metric_of_its_own"])
+def test_a_metric_at_the_end_of_a_pipeline_is_of_what_the_loss_asks_for(function: str) -> None:
+    spec = spec_of(f"tests.run_functions:{function}")
+    ends = FunctionArchitecture(spec)
+    module = random_module(spec)
+    ends.stages = [module]
+    batch = FunctionData(spec).batch("held_out", np.arange(7))
+    (words,), _ = ends.enter((batch,))
+    assert torch.equal(words, batch["words"])
+    output = module(words)
+    if function == "chain":
+        assert ends.leave_metric(output, (batch,)) == ends.metric(module, (batch,))
+    else:
+        with pytest.raises(ConfigError, match="with something else than the loss does"):
+            ends.leave_metric(output, (batch,))
+
+
+def test_a_pipeline_of_a_function_is_refused_without_stages_or_with_more_ranks_than_stages() -> (
+    None
+):
+    spec = spec_of("tests.run_functions:net")
+    with pytest.raises(ConfigError, match="the function of Net names none in its plan") as caught:
+        check_shape(MeshShape(pipeline=2), spec)
+    assert "replicate and shard work, and tp" in caught.value.next_step
+    spec = spec_of("tests.run_functions:chain")
+    check_shape(MeshShape(pipeline=6), spec)
+    with pytest.raises(ConfigError, match=r"7 stages .* and it has 6 modules one after another"):
+        check_shape(MeshShape(pipeline=7), spec)
+
+
+@pytest.mark.parametrize(
+    "local",
+    [LocalTraining(activation_checkpointing="selective"), LocalTraining(compile=True)],
+    ids=["selective", "compile"],
+)
+def test_layers_of_a_function_are_recomputed_and_compiled_to_the_same_effect(
+    local: LocalTraining, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "compile_layers", partial(compile_layers, backend="aot_eager"))
+    spec = spec_of("tests.run_functions:chain")
+    losses = [
+        trainer_of(spec, each).train(work_of(5), lambda progress: None).loss
+        for each in (PLAIN, local)
+    ]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+def test_what_is_done_layer_by_layer_is_refused_where_there_are_none() -> None:
+    spec = spec_of("tests.run_functions:flat", "tests.run_functions:rows")
+    check_local(spec, LocalTraining(micro_batch=1))
+    for local in (
+        LocalTraining(activation_checkpointing="selective"),
+        LocalTraining(activation_checkpointing="full"),
+        LocalTraining(compile=True),
+    ):
+        with pytest.raises(ConfigError, match="no layers were found in this model"):
+            check_local(spec, local)
 
 
 def test_frozen_parameters_are_no_part_of_the_run_and_proved_by_their_digest() -> None:
