@@ -24,11 +24,15 @@ from node.exchange.transport.transport import (
     WantChunk,
     WantManifest,
     WantResult,
+    WantTokens,
 )
 from protocol.payload import (
     CHUNK,
     MANIFEST,
+    PIECE,
+    PIECE_MAP,
     RESULT,
+    TOKENS_MANIFEST,
     Payload,
     PayloadError,
     PayloadHeader,
@@ -62,6 +66,8 @@ def _is_wanted(want: Want, header: PayloadHeader) -> bool:
             return want.includes(header.round)
         case WantChunk(round=round_, digest=digest):
             return (header.round, header.body_digest) == (round_, digest)
+        case WantTokens(kind=kind, digest=digest):
+            return kind != PIECE or header.body_digest == digest
 
 
 def _kind_of(want: Want) -> "wire.PayloadKind.ValueType":
@@ -72,6 +78,8 @@ def _kind_of(want: Want) -> "wire.PayloadKind.ValueType":
             return MANIFEST
         case WantChunk():
             return CHUNK
+        case WantTokens(kind=kind):
+            return kind
 
 
 async def verify_inline(header: PayloadHeader, body: bytes) -> Payload:
@@ -116,9 +124,9 @@ async def serve(
                 if is_crowded and inbounds.has_stripe(sender):
                     raise TransferRefusedError("busy; go on with the streams that you have")
                 await take_stripe(stream, sender, inbounds)
-            case "want_result" | "want_chunk" if is_served_enough:
+            case "want_result" | "want_chunk" | "want_tokens" if is_served_enough:
                 raise TransferRefusedError("busy; go on with the transfers that you have")
-            case "want_result" | "want_manifest" | "want_chunk":
+            case "want_result" | "want_manifest" | "want_chunk" | "want_tokens":
                 await _give(stream, handler, sender, _decode_want(request), limits)
             case _:
                 raise TransferRefusedError("the request is empty, or of a newer version of Atoll")
@@ -261,6 +269,10 @@ def _encode_want(want: Want) -> wire.TransferRequest:
             return wire.TransferRequest(
                 want_chunk=wire.WantChunk(round=want.round, index=want.index, digest=want.digest)
             )
+        case WantTokens():
+            return wire.TransferRequest(
+                want_tokens=wire.WantTokens(kind=want.kind, digest=want.digest)
+            )
 
 
 def _decode_want(request: wire.TransferRequest) -> Want:
@@ -277,6 +289,11 @@ def _decode_want(request: wire.TransferRequest) -> Want:
                 oldest_round=manifest.oldest_round,
                 newest_round=manifest.newest_round if has_newest else None,
             )
+        case "want_tokens":
+            tokens = request.want_tokens
+            if tokens.kind not in (TOKENS_MANIFEST, PIECE_MAP, PIECE):
+                raise TransferRefusedError(f"payload kind {tokens.kind} is nothing of the tokens")
+            return WantTokens(kind=tokens.kind, digest=Digest(tokens.digest))
         case _:
             chunk = request.want_chunk
             return WantChunk(round=chunk.round, index=chunk.index, digest=Digest(chunk.digest))

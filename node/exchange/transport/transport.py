@@ -11,6 +11,7 @@ from typing import Protocol
 from node.exchange.transport.rates.link_rates import LinkRates
 from protocol.payload import Payload, PayloadHeader
 from protocol.rounds import Digest, NodeId, RosterEntry
+from protocol.v1 import transfer_pb2
 
 
 class PeerUnreachableError(Exception):
@@ -64,7 +65,18 @@ class WantChunk:
     digest: Digest
 
 
-Want = WantResult | WantManifest | WantChunk
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WantTokens:
+    """Asks for something of the run's tokens: their manifest, the map of a peer's pieces, or a piece.
+
+    The digest is a piece's own, and else the manifest's.
+    """
+
+    kind: "transfer_pb2.PayloadKind.ValueType"
+    digest: Digest
+
+
+Want = WantResult | WantManifest | WantChunk | WantTokens
 
 
 def _do_nothing() -> None:
