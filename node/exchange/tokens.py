@@ -26,6 +26,7 @@ from node.exchange.transport.transport import (
     WantTokens,
 )
 from node.heavy import Heavy
+from protocol.errors import BadDataError
 from protocol.payload import PIECE, PIECE_MAP, TOKENS_MANIFEST, Payload
 from protocol.rounds import Digest, NodeId, RosterEntry
 
@@ -48,10 +49,6 @@ MOST_MAP_BYTES = 1 << 20
 USUAL_MANIFEST_BYTES = 4 << 20  # of a terabyte
 
 
-class DamagedPieceError(Exception):
-    """What lies on this machine is not what the manifest says; the text is for people."""
-
-
 class HeldTokens(Protocol):
     """What this node has of the run's tokens: node.island.data.held implements it. Calls are heavy."""
 
@@ -66,7 +63,7 @@ class HeldTokens(Protocol):
         """A bit for each piece, by node.island.data.manifest's order; empty without a manifest."""
 
     def piece(self, digest: Digest) -> bytes | None:
-        """A piece, None where it is not here; raises DamagedPieceError."""
+        """A piece, None where it is not here; raises BadDataError where it is damaged."""
 
 
 def is_in(piece_map: bytes, number: int) -> bool:
@@ -150,9 +147,9 @@ class PeerTokens:
             await self._give_way()
             try:
                 return await self._heavy(partial(self._sealed_piece, digest))
-            except DamagedPieceError as error:
+            except BadDataError as error:
                 log.error("not given to a peer", why=str(error), to=self._name(sender))
-                raise TransferRefusedError(str(error)) from error
+                raise TransferRefusedError(error.what) from error
 
     def _sealed_piece(self, digest: Digest) -> Payload | None:
         body = self._held.piece(digest)
