@@ -22,7 +22,6 @@ from node.exchange.preparing import prepare_kernels
 from node.exchange.state.on_disk import StateOnDisk, most_result_bytes
 from node.exchange.state.sent_log import SentLog
 from node.exchange.transport.libp2p import Libp2pTransport
-from node.first_state import read_first
 from node.heavy import in_thread
 from node.history import History
 from node.hosts.desk import HostDesk
@@ -43,6 +42,7 @@ from node.machine.disk import seconds_between
 from node.machine.hardware import Hardware, likely_devices
 from node.machine.kernel import congestion_control
 from node.machine.placement import mesh_for, num_ranks_of
+from node.models.reading import read_first
 from node.newest import keep_run
 from node.outer_state import SharedVectors, Vector
 from node.own_metrics import own_metrics

@@ -55,12 +55,12 @@ SECTIONS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             ),
             Entry(
                 name="export",
-                target="node.cli:export",
+                target="node.models.command:export",
                 summary="Write the model out for other software.",
             ),
             Entry(
                 name="sample",
-                target="node.cli:sample",
+                target="node.models.command:sample",
                 summary="Let the model write a little text.",
             ),
         ),

@@ -3,7 +3,7 @@
 Names, shapes and arithmetic follow `LlamaForCausalLM`, and with the keys for them `Qwen2ForCausalLM`,
 `Qwen3ForCausalLM` and `MistralForCausalLM`, so that an export loads there unchanged.
 What lives elsewhere: names and shapes in the canonical vector (protocol.layout), the first weights
-(node.island.first_weights), training (node.island.trainer), folders of transformers (node.families).
+(node.island.first_weights), training (node.island.trainer), folders of transformers (node.models.families).
 """
 
 import math

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from typed_commands import Swarm, atoll, done
 
-from node.first_state import FIRST_WEIGHTS, digest_of_first, write_first
+from node.models.reading import FIRST_WEIGHTS, digest_of_first, write_first
 from node.newest import newest_model
 from protocol.layout import layout_of
 from protocol.models import Description

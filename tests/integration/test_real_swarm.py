@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from typed_commands import Swarm, atoll, done, refused
 
-from node.export import load_exported
 from node.machine.kernel import congestion_control
+from node.models.export import load_exported
 from node.newest import newest_model
 from tests.tiny_runs import tiny_text
 

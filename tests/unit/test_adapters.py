@@ -7,7 +7,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from node.export import export_model
 from node.island.data.corpus import read_corpus
 from node.island.generate import sampled
 from node.island.mesh import Mesh
@@ -15,7 +14,7 @@ from node.island.mesh_shape import MeshShape, check_shape
 from node.island.models.describing import describe, export_state, first_vector
 from node.island.models.transformers import saved_model
 from node.island.trainer import Trainer
-from node.model_card import Origin
+from node.models.export import Origin, export_model
 from protocol.errors import BadDataError, ConfigError, NoInputError
 from protocol.models import DecoderModel, TransformersModel
 from protocol.rounds import Digest

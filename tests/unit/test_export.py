@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from node.export import export_model, load_exported
 from node.island.first_weights import initial_parameters
-from node.model_card import Origin, contributions_of
+from node.models.export import Origin, contributions_of, export_model, load_exported
 from protocol.errors import BadDataError, CannotCreateError, NoInputError
 from protocol.layout import layout_of
 from protocol.models import DecoderModel, Description

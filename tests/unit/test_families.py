@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812 — its usual name
 from test_export import ORIGIN
 
-from node.export import export_model, load_exported
-from node.families import FAMILIES, config_of
 from node.island.generate import decoder_of
-from node.model_folder import read_config, read_settings, read_weights
+from node.models.export import export_model, load_exported
+from node.models.families import FAMILIES, config_of
+from node.models.reading import read_config, read_settings, read_weights
 from protocol.errors import BadDataError
 from protocol.models import DecoderModel, Description, RopeScaling
 from protocol.run_spec import RunSpec

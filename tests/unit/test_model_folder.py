@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from test_families import SIZES, write
 
-from node.model_folder import read_config, read_settings, read_weights
+from node.models.reading import read_config, read_settings, read_weights
 from node.outer_state import Vector
 from protocol.errors import AtollError, BadDataError, NoInputError
 from protocol.layout import layout_of
@@ -43,7 +43,7 @@ def weights_in(folder: Path, spec: RunSpec) -> Vector:
 def test_weights_of_every_precision_lie_where_the_layout_has_them(
     dtype: torch.dtype, fragments: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("node.tensor_file._ELEMENTS_AT_ONCE", 100)  # blocks of uneven size
+    monkeypatch.setattr("node.models.reading._ELEMENTS_AT_ONCE", 100)  # blocks of uneven size
     spec = spec_in(tmp_path, fragments=fragments)
     tensors = tensors_of(spec, dtype)
     save_file(tensors, tmp_path / "model.safetensors")

@@ -9,11 +9,11 @@ import torch
 from test_export import ORIGIN
 from tokens_scene import END, prepared, spec_of, write_jsonl, write_tokenizer
 
-from node.export import export_model
 from node.island.data.places import DataPlaces
 from node.island.generate import sampled
 from node.island.models.describing import describe, first_vector
-from node.text_out import ByteText, files_of_tokenizer, text_of_run
+from node.models.export import export_model
+from node.models.text import ByteText, files_of_tokenizer, text_of_run
 from protocol.errors import NoInputError, UsageError
 from protocol.models import Description, FunctionModel, TransformersModel
 from protocol.run_spec import RunSpec

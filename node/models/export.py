@@ -1,14 +1,16 @@
-"""Writes a committed model as a folder that transformers loads, and reads it back.
+"""Writes a committed model as a folder that transformers loads, with a model card, and reads it back.
 
 The folder is complete or absent: it is written beside its place and renamed. What config.json says of a
-model is node.families' business, the words for people are node.model_card's.
+model is node.models.families' business.
 """
 
 import json
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,11 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from node.families import config_of, why_none
-from node.model_card import Origin, card_of
-from node.model_folder import (
+from node.config import HISTORY_FILE
+from node.exchange.codecs.registry import codec_named
+from node.history import History
+from node.models.families import config_of, why_none
+from node.models.reading import (
     CONFIG,
     GENERATION_CONFIG,
     INDEX,
@@ -28,9 +32,11 @@ from node.model_folder import (
     read_weights,
 )
 from node.outer_state import Vector
+from protocol.console import bytes_in_words, count_in_words
 from protocol.errors import BadDataError, CannotCreateError, NoInputError
 from protocol.layout import Layout, TensorPlace, layout_of
-from protocol.models import DecoderModel, Description, TransformersModel
+from protocol.models import BYTES_VOCABULARY, DecoderModel, Description, TransformersModel
+from protocol.rounds import Commit, Digest, NodeId
 from protocol.run_spec import RunSpec
 
 ABOUT = "atoll.json"
@@ -41,6 +47,82 @@ SHARD_BYTES = 5_000_000_000
 
 _VALUE_BYTES = 4
 _OWN_TYPE = "atoll-decoder"  # transformers does not know it, and says so by this name
+_ALL = 1 << 62
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contributions:
+    """Of the rounds that a node's folder still has the commits of."""
+
+    rounds: range  # from the first to the last
+    tokens_of: Mapping[NodeId, int]
+    most_bytes: int  # of contributions and results on the wire, all nodes together
+
+    @property
+    def tokens(self) -> int:
+        """What commits took, of all nodes."""
+        return sum(self.tokens_of.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where a model comes from."""
+
+    run: str
+    run_digest: Digest
+    round: int
+    outer_digest: Digest
+    contributions: Contributions | None = field(default=None)
+
+    def facts(self) -> dict[str, object]:
+        """For machines."""
+        facts: dict[str, object] = {
+            "run": self.run,
+            "run_digest": self.run_digest.hex(),
+            "round": self.round,
+            "outer_digest": self.outer_digest.hex(),
+        }
+        if self.contributions is not None:
+            facts |= {
+                "first_counted_round": self.contributions.rounds.start,
+                "tokens": self.contributions.tokens,
+                "most_exchanged_bytes": self.contributions.most_bytes,
+                "tokens_by_node": dict(self.contributions.tokens_of),
+            }
+        return facts
+
+
+def contributions_in(folder: Path, spec: RunSpec, *, until: int) -> Contributions | None:
+    """Adds up the commits in a node's folder, up to a round; None where it has none of them."""
+    if not (folder / HISTORY_FILE).is_file():
+        return None
+    history = History(folder / HISTORY_FILE)
+    commits = [each for each in history.after(0, max_bytes=_ALL) if each.round <= until]
+    return contributions_of(commits, spec) if commits else None
+
+
+def contributions_of(commits: list[Commit], spec: RunSpec) -> Contributions:
+    """Adds up commits, in the order of their rounds."""
+    up, down = codec_named(spec.exchange.uplink), codec_named(spec.exchange.downlink)
+    tokens_of: Counter[NodeId] = Counter()
+    most_bytes = 0
+    for commit in commits:
+        in_round: dict[NodeId, int] = {}
+        for taken in commit.slices:
+            if taken.digest is None:
+                continue
+            for contributor in taken.contributors:
+                before = in_round.get(contributor.node_id, 0)
+                in_round[contributor.node_id] = max(before, contributor.tokens)
+            # Its reducer is one of the contributors and one of the holders, and sends itself nothing.
+            most_bytes += max(0, len(taken.contributors) - 1) * up.most_bytes(taken.num_elements)
+            most_bytes += max(0, len(taken.holder_ids) - 1) * down.most_bytes(taken.num_elements)
+        tokens_of.update(in_round)
+    return Contributions(
+        rounds=range(commits[0].round, commits[-1].round + 1),
+        tokens_of=dict(sorted(tokens_of.items(), key=lambda item: (-item[1], item[0]))),
+        most_bytes=most_bytes,
+    )
 
 
 def export_model(
@@ -196,4 +278,86 @@ def _cannot_write(out: Path, error: Exception) -> CannotCreateError:
     return CannotCreateError(
         f"{out} cannot be written: {getattr(error, 'strerror', None) or error}",
         next_step="name a folder that you can write",
+    )
+
+
+def card_of(spec: RunSpec, origin: Origin, *, has_tokenizer: bool, problem: str) -> str:
+    """README.md: front matter as model hubs read it, the facts, and how to load the model."""
+    return "\n".join(
+        [
+            "---",
+            *([] if problem else ["library_name: transformers", "pipeline_tag: text-generation"]),
+            "tags:",
+            "- atoll",
+            "---",
+            "",
+            f"# {origin.run}, round {origin.round}",
+            "",
+            "A model trained with Atoll, by nodes far apart.",
+            "",
+            "| | |",
+            "|---|---|",
+            *(f"| {name} | {value} |" for name, value in _rows(spec, origin)),
+            "",
+            _way_to_load(spec, has_tokenizer, problem),
+        ]
+    )
+
+
+def _rows(spec: RunSpec, origin: Origin) -> list[tuple[str, str]]:
+    rows = [
+        ("parameters", f"{spec.num_parameters:,} ({count_in_words(spec.num_parameters)}), float32"),
+        ("context", f"{spec.model.context} tokens a sample"),
+        ("run", f"`{origin.run}`, digest `{origin.run_digest.hex()}`"),
+        ("round", f"{origin.round} of {spec.run.rounds}"),
+        ("digest of the outer state", f"`{origin.outer_digest.hex()}`"),
+        ("data", spec.data.source),
+    ]
+    of = origin.contributions
+    if of is None:
+        return rows
+    since = "" if of.rounds.start == 1 else f", rounds {of.rounds.start} to {of.rounds[-1]}"
+    shares = ", ".join(
+        f"`{node_id[:12]}` {tokens:,}" for node_id, tokens in of.tokens_of.items() if tokens
+    )
+    return [
+        *rows,
+        (f"tokens trained{since}", f"{of.tokens:,}"),
+        (f"bytes exchanged{since}", f"{bytes_in_words(of.most_bytes)} at most, all nodes together"),
+        (f"tokens by node{since}", shares or "none"),
+    ]
+
+
+def _way_to_load(spec: RunSpec, has_tokenizer: bool, problem: str) -> str:
+    if problem:
+        return (
+            f"transformers has no model like it: {problem}. Weights are in the safetensors format, by "
+            "their names in Atoll.\n"
+        )
+    if has_tokenizer:
+        return (
+            "```python\n"
+            "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+            'tokenizer = AutoTokenizer.from_pretrained(".")\n'
+            'model = AutoModelForCausalLM.from_pretrained(".")\n'
+            'prompt = tokenizer("The sea", return_tensors="pt")\n'
+            "print(tokenizer.decode(model.generate(**prompt, max_new_tokens=64)[0]))\n"
+            "```\n"
+        )
+    has_byte_model = (
+        isinstance(spec.model, DecoderModel) and spec.model.vocab_size == BYTES_VOCABULARY
+    )
+    is_of_bytes = has_byte_model or spec.data.source in ("python-stdlib", "text")
+    if not is_of_bytes:
+        return "The tokenizer is not in this folder: token numbers are those of the run's data.\n"
+    return (
+        "Tokens are bytes: token i is the byte i, there is no tokenizer and no special token.\n"
+        "Token 0 separates texts.\n\n"
+        "```python\n"
+        "import torch\n"
+        "from transformers import AutoModelForCausalLM\n\n"
+        'model = AutoModelForCausalLM.from_pretrained(".")\n'
+        'prompt = torch.tensor([list(b"def ")])\n'
+        "print(bytes(model.generate(prompt, max_new_tokens=64)[0].tolist()))\n"
+        "```\n"
     )

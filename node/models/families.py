@@ -2,7 +2,7 @@
 
 Pure: dictionaries and sizes go in and come out. A setting under which the two would compute something
 else is refused with its key and value; one that says nothing of the arithmetic is left alone. Files are
-node.model_folder's business.
+node.models.reading's business.
 """
 
 from collections.abc import Iterator, Mapping

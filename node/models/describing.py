@@ -12,8 +12,16 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError
 
-from node.first_state import FIRST_WEIGHTS, digest_of_first, write_first
-from node.model_folder import CONFIG, read_config, read_json, read_settings, read_weights
+from node.models.reading import (
+    CONFIG,
+    FIRST_WEIGHTS,
+    digest_of_first,
+    read_config,
+    read_json,
+    read_settings,
+    read_weights,
+    write_first,
+)
 from node.outer_state import Vector
 from protocol.console import count_in_words
 from protocol.errors import BadDataError, CannotCreateError, UsageError

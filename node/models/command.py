@@ -1,0 +1,132 @@
+"""The commands about the model itself: export and sample. Heavy imports happen inside them."""
+
+from pathlib import Path
+
+import click
+
+from node.cli import DIRECTORY
+from node.config import load_settings
+from protocol.credentials import find_home
+from protocol.errors import NoInputError, UsageError
+
+TOKENIZER = click.option(
+    "--tokenizer",
+    metavar="PATH",
+    type=click.Path(path_type=Path),
+    help="A tokenizer.json, or a folder with one. Default: that of the run's tokens, or bytes.",
+)
+
+
+@click.command()
+@click.argument("out", type=click.Path(path_type=Path))
+@DIRECTORY
+@TOKENIZER
+@click.option(
+    "--merged", is_flag=True, help="Add a run's adapters to their model: base of node.toml."
+)
+def export(out: Path, folder: Path | None, tokenizer: Path | None, merged: bool) -> None:
+    """Write the model of this node's newest round to the folder OUT.
+
+    OUT holds safetensors, a config.json that the transformers library loads, the tokenizer, and a
+    model card that says where the model comes from. Of a run with [lora] it holds the adapters, as the
+    peft library loads them, unless they are --merged.
+
+    Example: atoll export ./model
+    """
+    from node.newest import newest_model
+    from protocol.logging import start_logging
+
+    start_logging(as_json=False)  # to standard error: a damaged snapshot is told there
+    home = find_home(folder)
+    model = newest_model(home)
+    from node.models.export import Origin, contributions_in, export_model
+    from node.models.text import files_of_tokenizer
+
+    places = load_settings(home).data_places(home=home, folder=Path.cwd())
+    if merged and model.spec.adapters is None:
+        raise UsageError(
+            f"--merged adds adapters to their model, and run {model.spec.run.name!r} trains all of it",
+            next_step="leave --merged out",
+        )
+    if merged and places.base is None:
+        raise NoInputError(
+            "--merged adds adapters to their model, and node.toml does not say where it is",
+            next_step='write base = "FOLDER" into node.toml',
+        )
+    problem = export_model(
+        spec=model.spec,
+        parameters=model.parameters,
+        origin=Origin(
+            run=model.spec.run.name,
+            run_digest=model.spec.digest(),
+            round=model.round,
+            outer_digest=model.outer_digest,
+            contributions=contributions_in(home, model.spec, until=model.round),
+        ),
+        out=out,
+        tokenizer=files_of_tokenizer(model.spec, places, named=tokenizer),
+        base=places.base if merged else None,
+    )
+    click.echo(f"wrote the model at round {model.round} ({model.outer_digest.hex()[:12]}) to {out}")
+    if problem:
+        click.echo(f"transformers does not load it: {problem}")
+
+
+@click.command()
+@DIRECTORY
+@TOKENIZER
+@click.option("--prompt", default="def ", show_default=True, help="Text to go on from.")
+@click.option(
+    "--tokens",
+    "num_tokens",
+    type=click.IntRange(1, 100_000),
+    help="Most tokens to write. Default: 300 where they are bytes, else 100.",
+)
+@click.option(
+    "--bytes", "num_bytes", type=click.IntRange(1, 100_000), help="The same, where they are bytes."
+)
+@click.option("--temperature", default=0.7, show_default=True, type=click.FloatRange(0, 10))
+@click.option("--seed", default=0, show_default=True, type=int)
+def sample(
+    folder: Path | None,
+    tokenizer: Path | None,
+    prompt: str,
+    num_tokens: int | None,
+    num_bytes: int | None,
+    temperature: float,
+    seed: int,
+) -> None:
+    """Let the model of this node's newest round write a little text.
+
+    Example: atoll sample --prompt "class " --tokens 500
+    """
+    from node.newest import newest_model
+    from protocol.logging import start_logging
+
+    start_logging(as_json=False)  # to standard error: a damaged snapshot is told there
+    home = find_home(folder)
+    model = newest_model(home)
+    from node.models.text import ByteText, text_of_run
+
+    places = load_settings(home).data_places(home=home, folder=Path.cwd())
+    text = text_of_run(model.spec, places, named=tokenizer)
+    are_bytes = isinstance(text, ByteText)
+    if num_bytes is not None and (num_tokens is not None or not are_bytes):
+        raise UsageError(
+            f"--bytes {num_bytes} is for a run whose tokens are bytes, instead of --tokens",
+            next_step="give --tokens alone",
+        )
+    from node.island.generate import sampled
+
+    start_tokens = text.tokens_of(prompt)
+    written = sampled(
+        model.spec,
+        model.parameters,
+        start_tokens,
+        base=places.base,
+        num_tokens=num_tokens or num_bytes or (300 if are_bytes else 100),
+        temperature=temperature,
+        seed=seed,
+        ends=text.ends,
+    )
+    click.echo(text.text_of([*(start_tokens if prompt else ()), *written]))
