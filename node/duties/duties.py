@@ -95,7 +95,7 @@ class Duties:
     def activity(self) -> str:
         """What is being done, for people."""
         if self._doing in ("waiting", "training") and not self._island.ability.trains:
-            return "waiting for a training loop"
+            return f"waiting for {self._island.ability.waits_for}"
         is_ahead = self._doing == "waiting" and self._ahead.is_training
         return "training ahead" if is_ahead else self._doing
 
@@ -447,7 +447,9 @@ class Duties:
         evaluation = await self._island.evaluate()
         if evaluation is None:
             log.warning(
-                "not evaluated: the training loop gave nothing to evaluate with", round=round
+                "not evaluated: there is nothing here to evaluate with now",
+                round=round,
+                waits_for=self._island.ability.waits_for,
             )
             return
         self._session.report(

@@ -227,9 +227,7 @@ class Exchange:
     @property
     def is_sending(self) -> bool:
         """Whether contributions or results are on their way to peers."""
-        return not self._results_out.is_idle or (
-            self._round is not None and self._round.is_sending
-        )
+        return not self._results_out.is_idle or (self._round is not None and self._round.is_sending)
 
     def waiting_for(self) -> str:
         """What the exchange waits for, in words; empty when for nothing."""

@@ -6,7 +6,6 @@ Of private data there is no HeldTokens, so there is nothing to give.
 """
 
 import asyncio
-import contextlib
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -78,7 +77,7 @@ class PeerTokens:
         self,
         *,
         held: HeldTokens,
-        serves: bool,
+        is_given: bool,
         node_id: NodeId,
         run_digest: Digest,
         transport: Transport,
@@ -86,9 +85,10 @@ class PeerTokens:
         is_exchanging: Callable[[], bool],
         rng: random.Random,
     ) -> None:
-        """`serves` is the owner's word; without it the node only asks."""
+        """`is_given` is the owner's word; without it the node only asks."""
         self._held = held
-        self._serves = serves
+        self._is_given = is_given
+        self._node_id = node_id
         self._transport = transport
         self._heavy = heavy
         self._is_exchanging = is_exchanging
@@ -114,9 +114,9 @@ class PeerTokens:
         self._busy: Counter[NodeId] = Counter()
         self._patience = Patience(rng)
 
-    def set_roster(self, members: tuple[RosterEntry, ...], *, but: NodeId) -> None:
+    def set_roster(self, members: tuple[RosterEntry, ...]) -> None:
         """Says whom to ask. Somebody new ends a pause."""
-        names = {member.node_id: member.node_name for member in members if member.node_id != but}
+        names = {m.node_id: m.node_name for m in members if m.node_id != self._node_id}
         if names.keys() - self._names.keys():
             self._patience.tell()
         self._names = names
@@ -128,7 +128,7 @@ class PeerTokens:
 
     async def supply(self, sender: NodeId, want: WantTokens) -> Payload | None:
         """What a member asks for; None where it is not here. Raises TransferRefusedError."""
-        if not self._serves:
+        if not self._is_given:
             raise TransferRefusedError("this node's owner does not let it give tokens")
         if want.kind != PIECE and want.digest != self._held.digest:
             return None
@@ -156,10 +156,11 @@ class PeerTokens:
         return None if body is None else self._seal(kind=PIECE, body=body)
 
     async def _give_way(self) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(GIVE_WAY_SECONDS):
-                while self._is_exchanging():
-                    await asyncio.sleep(LOOK_SECONDS)
+        """Small steps rather than an event: exchanges begin and end all the time."""
+        for _ in range(round(GIVE_WAY_SECONDS / LOOK_SECONDS)):
+            if not self._is_exchanging():
+                return
+            await asyncio.sleep(LOOK_SECONDS)
 
     # What this node asks for
 
@@ -241,7 +242,10 @@ class PeerTokens:
         """What a member answers; None where that is nothing."""
         try:
             payload = await self._transport.fetch(
-                peer, want, max_body_bytes=most_bytes, timeout_seconds=_patience_for(want, most_bytes)
+                peer,
+                want,
+                max_body_bytes=most_bytes,
+                timeout_seconds=_patience_for(want, most_bytes),
             )
         except FalseAnswerError as error:
             self.distrust(peer, str(error))

@@ -6,13 +6,13 @@ the node until the piece comes.
 """
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 
 import structlog
 
 from node.island.data.manifest import Piece
-from node.island.data.supply import TokenSource, TokenSupply
+from node.island.data.supply import Needs, TokenSource, TokenSupply
 from node.island.island import (
     Ability,
     Evaluation,
@@ -63,7 +63,8 @@ class SuppliedIsland:
 
     async def start(self) -> CorpusSummary:
         """See Island. Without a manifest there is nothing to start yet: `supplied_by` does it then."""
-        if not await self._supply.has_manifest() or await self._missing_at_start():
+        is_ready = await self._supply.has_manifest() and not await self._missing_at_start()
+        if not (self._is_up or is_ready):
             assert self._spec.data.digest is not None
             digest = Digest(bytes.fromhex(self._spec.data.digest))
             return CorpusSummary(digest=digest, num_samples=0, num_bytes=0)
@@ -129,39 +130,39 @@ class SuppliedIsland:
             return done
         if self._is_fresh:
             await self.adopt()
+        if self._supply.has_all:
+            return await self._island.train(work, on_progress)
         batch = self._spec.inner.batch
         num_steps = min(work.inner_steps, work.num_samples // batch)
+        needs: Needs = ()
         while done.inner_steps < num_steps and not self._halted.is_set() and clock() < ends_at:
-            needs = await self._supply.needs_of(work, done.inner_steps)
-            if not any(needs) and done.inner_steps == 0 and len(needs) == num_steps:
-                return await self._island.train(work, on_progress)  # all of it is here
+            first = done.inner_steps
+            needs = needs or await self._supply.needs_of(work, first)
             num_ready = await self._ready(needs, ends_at)
             if num_ready == 0 or self._halted.is_set():
                 break
-            first = done.inner_steps
-            report = await self._island.train(
-                replace(
-                    work,
-                    inner_steps=num_ready,
-                    first_sample=work.first_sample + first * batch,
-                    num_samples=num_ready * batch,
-                    steps_before=work.steps_before + first,
-                    max_seconds=ends_at - clock(),
-                ),
-                _from_step(first, on_progress),
+            part = replace(
+                work,
+                inner_steps=num_ready,
+                first_sample=work.first_sample + first * batch,
+                num_samples=num_ready * batch,
+                steps_before=work.steps_before + first,
+                max_seconds=ends_at - clock(),
             )
-            done = both(done, report) if report.inner_steps else done
+            report = await self._island.train(part, _from_step(first, on_progress))
+            if report.inner_steps:
+                done = both(done, report) if done.inner_steps else report
             if report.inner_steps < num_ready:
                 break
+            needs = needs[num_ready:]
         return replace(done, seconds=clock() - began_at)
 
-    async def _ready(self, needs: Collection[frozenset[Piece]], ends_at: float) -> int:
+    async def _ready(self, needs: Needs, ends_at: float) -> int:
         """Steps that can be taken now; waits for the first, and returns 0 where that is in vain."""
-        ordered = tuple(needs)
         while True:
             self._supply.changed.clear()
-            num_ready = await self._supply.arrange(ordered)
-            if num_ready or self._supply.lacks_any(ordered[0]):
+            num_ready = await self._supply.arrange(needs)
+            if num_ready or self._supply.lacks_any(needs[0]):
                 return num_ready
             if not await self._changed(ends_at):
                 return 0

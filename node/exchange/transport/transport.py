@@ -6,12 +6,14 @@ node.exchange.transport.memory within one process. One contract test suite runs 
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from node.exchange.transport.rates.link_rates import LinkRates
 from protocol.payload import Payload, PayloadHeader
 from protocol.rounds import Digest, NodeId, RosterEntry
-from protocol.v1 import transfer_pb2
+
+if TYPE_CHECKING:
+    from protocol.v1 import transfer_pb2
 
 
 class PeerUnreachableError(Exception):

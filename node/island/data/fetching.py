@@ -156,7 +156,11 @@ class PieceCache:
 
     def digests(self) -> set[str]:
         """Those of all pieces that are there."""
-        return {e.name.removesuffix(".piece") for e in os.scandir(self.folder) if e.name.endswith(".piece")}
+        return {
+            e.name.removesuffix(".piece")
+            for e in os.scandir(self.folder)
+            if e.name.endswith(".piece")
+        }
 
     def touch(self, digest: str) -> None:
         """Says that a piece is used."""
@@ -263,6 +267,6 @@ class FetchedFiles:
                     next_step="have its owner put that file there again; 'atoll data check DIR' reads all",
                 )
             raise refused or UnavailableError(
-                f"piece {number} of {name} was fetched from peers and is not in {self._cache.folder} any more",
+                f"piece {number} of {name} came from peers and is not in {self._cache.folder} any more",
                 next_step="let 'data_cache' in node.toml be larger",
             )

@@ -1,7 +1,7 @@
 """What this node has of the run's tokens, for the daemon: to give it to peers, and to add what they give.
 
 Its ranks read the same files by themselves (node.island.data.opening). Of private data there is no
-HeldTokens: nothing can be asked of it.
+TokensHere: nothing can be asked of it.
 """
 
 import threading
@@ -14,6 +14,7 @@ import numpy as np
 from node.island.data.fetching import PieceCache, is_url
 from node.island.data.manifest import (
     MANIFEST_FILE,
+    TOKENIZER_FILE,
     Manifest,
     Piece,
     damaged,
@@ -33,14 +34,20 @@ MOST_PIECE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Listed:
+class Listed:
     """The run's manifest, and which of its files folders here have whole."""
 
     manifest: Manifest
     files: dict[str, Path]
 
     @cached_property
+    def is_whole(self) -> bool:
+        """Whether folders have all that is trained on."""
+        return self.manifest.files.keys() - {TOKENIZER_FILE} <= self.files.keys()
+
+    @cached_property
     def pieces(self) -> tuple[Piece, ...]:
+        """In the order of their places."""
         return self.manifest.pieces()
 
     @cached_property
@@ -55,7 +62,7 @@ class _Listed:
         return {piece.digest: piece for piece in (*self.pieces, *own)}
 
 
-class HeldTokens:
+class TokensHere:
     """Files of folders and pieces of the cache, by digest; see node.exchange.tokens. Calls are heavy."""
 
     def __init__(self, spec: RunSpec, places: DataPlaces) -> None:
@@ -79,21 +86,21 @@ class HeldTokens:
                 next_step="correct data in node.toml, or leave it out: then peers give the tokens",
             )
         self._lock = threading.Lock()
-        self._found: _Listed | None = None
+        self.found: Listed | None = None
         self._damaged: set[str] = set()
 
-    def listed(self) -> _Listed | None:
+    def listed(self) -> Listed | None:
         """What there is; None without a manifest. Raises BadDataError for that of other tokens."""
         with self._lock:
-            if self._found is None and (manifest := self._look()) is not None:
+            if self.found is None and (manifest := self._look()) is not None:
                 if manifest.piece_bytes > MOST_PIECE_BYTES:
                     raise ConfigError(
                         f"the tokens are in pieces of {manifest.piece_bytes:,} bytes, and peers give none of "
                         f"more than {MOST_PIECE_BYTES:,}",
                         next_step="copy them to each node, and name their folder with data = in node.toml",
                     )
-                self._found = _Listed(manifest=manifest, files=self._files_of(manifest))
-            return self._found
+                self.found = Listed(manifest=manifest, files=self._files_of(manifest))
+            return self.found
 
     def manifest(self) -> bytes | None:
         """See node.exchange.tokens."""

@@ -12,7 +12,7 @@ from typing import Protocol
 import structlog
 
 from node.heavy import Heavy
-from node.island.data.held import HeldTokens
+from node.island.data.held import TokensHere
 from node.island.data.manifest import Piece, Split
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
@@ -57,7 +57,7 @@ class TokenSupply:
     """Fetches what is wanted, in that order, and tells what nobody gives."""
 
     def __init__(
-        self, *, spec: RunSpec, places: DataPlaces, held: HeldTokens, heavy: Heavy
+        self, *, spec: RunSpec, places: DataPlaces, held: TokensHere, heavy: Heavy
     ) -> None:
         self._spec = spec
         self._places = places
@@ -81,6 +81,12 @@ class TokenSupply:
         """Whether ranks can be started."""
         self._has_manifest = await self._heavy(self._held.listed) is not None
         return self._has_manifest
+
+    @property
+    def has_all(self) -> bool:
+        """Whether folders of this node have every shard: then nothing has to come."""
+        listed = self._held.found
+        return listed is not None and listed.is_whole
 
     @property
     def lacks(self) -> str:
@@ -212,7 +218,9 @@ class TokenSupply:
                 continue
             peer, text = found
             try:
-                await self._heavy(partial(self._held.keep_manifest, text, origin=f"what {peer} gave"))
+                await self._heavy(
+                    partial(self._held.keep_manifest, text, origin=f"what {peer} gave")
+                )
             except BadDataError as error:
                 source.distrust(peer, error.what)
             else:
@@ -245,7 +253,9 @@ class TokenSupply:
                     pausing = None
                     self._resting.clear()
         finally:
-            for task in (*tasks, *([pausing] if pausing is not None else [])):
+            if pausing is not None:
+                pausing.cancel()
+            for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -278,11 +288,10 @@ class TokenSupply:
 def ready_steps(
     needs: Needs, here: Container[str], *, most_bytes: int
 ) -> tuple[int, list[Piece], list[Piece]]:
-    """How many first steps can be taken with the pieces that are here (by digest), what they read, and
-    what to fetch for the steps after them.
+    """How many first steps can be taken now, what they read, and what to fetch for the next ones.
 
-    Each of the two is so many bytes at most, or one step: together they fit into the cache, and neither
-    drives the other out.
+    `here` are digests. Each of the two lists is so many bytes at most, or one step's: together they fit
+    into the cache, and neither drives the other out.
     """
     num_ready = 0
     ready: dict[Piece, None] = {}
