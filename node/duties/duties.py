@@ -275,9 +275,13 @@ class Duties:
         log.debug("phase", phase="contributing", round=plan.round)
         await self._be_saved()
         self._trained = trained_of(trained)
+        if not self._island.ability.trains:  # before this round can close, and the next count on it
+            await self._session.tell_vitals()
         self._session.report(plan.round, self._trained)
         if trained.tokens > 0:
             await self._exchange.contribute(trained.tokens)
+        else:  # others hear of it from the coordinator; slices that this node reduces wait for it too
+            self._exchange.tell(plan.round, lambda open_: open_.excuse((self._node_id,)))
 
     async def _take_part_again(self, received: PlanReceived, assignment: Assignment) -> None:
         """A plan comes again after every break of the session, and then nothing need be done.

@@ -98,7 +98,7 @@ def test_a_flipped_byte_is_named_by_the_node_that_asked_which_waits_for_a_member
     content = bytearray((library / file).read_bytes())
     content[number * 2048 + 7] ^= 1
     (library / file).write_bytes(content)
-    swarm = Swarm(tmp_path / "swarm", run_text(folder, rounds=2, min_nodes=1))
+    swarm = Swarm(tmp_path / "swarm", run_text(folder, rounds=3, min_nodes=1))
     try:
         invite = swarm.invite("--uses", "3")
         for name in ("library", "student", "second"):
@@ -109,18 +109,19 @@ def test_a_flipped_byte_is_named_by_the_node_that_asked_which_waits_for_a_member
         student.says(f"no member gives piece {number} of {file}")
         swarm.does("waiting for the run's tokens", "student")
 
-        def says_what_to_do() -> bool:
-            return "data = in node.toml" in swarm.nodes()["student"].heartbeat.waiting_for
+        def status_tells() -> bool:
+            return (
+                "data = in node.toml" in swarm.nodes()["student"].heartbeat.waiting_for
+                and "student waits for its owner's training loop, or for the run's tokens"
+                in swarm.status().run.reason
+            )
 
-        until(says_what_to_do, student.log)
-        assert "student waits for its owner's training loop, or for the run's tokens" in (
-            swarm.status().run.waiting_for
-        )
+        until(status_tells, student.log)
         second = swarm.start_node("second", "--loop", "--data", str(folder))
         for node in (student, second):
             node.ends(node.shared_memory())
             assert "run finished" in node.log
-        assert swarm.status().run.committed_round == 2
+        assert swarm.status().run.committed_round == 3
     finally:
         swarm.end()
 
@@ -130,8 +131,5 @@ def _first_piece(folder: Path) -> tuple[str, int]:
     tokens = {"source": "tokens", "paths": [NOWHERE], "digest": digest_of(folder)}
     dataset = open_dataset(tiny(data=tokens), DataPlaces(folder=folder, own=str(folder)))
     assert isinstance(dataset, TokenShards)
-    order = SampleOrder(
-        seed=1, num_samples=dataset.num_samples, num_together=dataset.num_together
-    )
+    order = SampleOrder(seed=1, num_samples=dataset.num_samples, num_together=dataset.num_together)
     return next(iter(dataset.pieces_of("training", order.indices(0, 1))))
-

@@ -119,10 +119,13 @@ class TokensHere:
         return np.packbits(np.array(has, bool), bitorder="little").tobytes()
 
     def piece(self, digest: Digest) -> bytes | None:
-        """See node.exchange.tokens. Nothing that the run's manifest does not name is ever read."""
+        """See node.exchange.tokens. Nothing that the run's manifest does not name is ever read.
+
+        Damage is told once; until the next start the piece is none that this node has.
+        """
         listed, name = self.listed(), digest.hex()
         piece = None if listed is None else listed.by_digest.get(name)
-        if listed is None or piece is None:
+        if listed is None or piece is None or name in self._damaged:
             return None
         path = listed.files.get(piece.file)
         try:

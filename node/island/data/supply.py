@@ -213,7 +213,8 @@ class TokenSupply:
             found = await source.manifest()
             if found is None:
                 asked += 1
-                self._tell(self.lacks)
+                if asked > 1:  # at first the node has yet to hear of any member
+                    self._tell(self.lacks)
                 await source.pause(asked)
                 continue
             peer, text = found
