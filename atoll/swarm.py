@@ -81,8 +81,9 @@ class Swarm:
         """Counts an inner step; call it after each step of the optimizer, on all ranks.
 
         When the plan wants no more steps, what was trained is exchanged, and this returns with the next
-        plan. `tokens` are those that this rank trained and no other rank counts; the steps on `samples`
-        know theirs. `loss` is in nats per token, for people to see.
+        plan. `tokens` are the targets that this rank trained and no other rank counts, without padding and
+        what is masked: they are what the work weighs. The steps on `samples` and `batches` know theirs,
+        and may tell fewer. `loss` is in nats per token, for people to see.
 
         Once it has returned `is_over`, calling it again raises RunOverError, which leaves the `with`
         block of `join` and is not seen outside of it.
@@ -124,7 +125,7 @@ class Swarm:
             yield batch.numbers
 
     def batches(self) -> Iterator[Batch]:
-        """As `samples`, with the tokens of the run's data, which the node reads."""
+        """As `samples`, with the tokens of the run's data, which the node reads, and which of them count."""
         yield from self._leased(wants_tokens=True)
 
     def _leased(self, *, wants_tokens: bool) -> Iterator[Batch]:
@@ -155,7 +156,10 @@ class Swarm:
                 )
             training.sampled_step = training.steps
             first = (training.steps - chunk.first_step) * self.run.batch + self._ranks.rank * share
-            yield chunk.batch_at(first, share)
+            batch = chunk.batch_at(first, share)
+            most = share * self.run.context
+            training.sampled_tokens = most if batch.counted is None else int(batch.counted.sum())
+            yield batch
 
     def leave(self, why: str = "it has ended") -> None:
         """Ends the loop's part, after contributing what it has trained of the round."""
@@ -196,15 +200,16 @@ class Swarm:
         return training
 
     def _tokens_of(self, training: Training, tokens: int | None) -> int:
-        """Tokens that a step counts; those on leased samples are what the ledger takes them for."""
+        """Tokens that a step counts; on leased samples no more than count in them."""
         leased = self.run.tokens_per_step // self._ranks.world_size
         if training.sampled_step == training.steps:
-            if tokens not in (None, leased):
+            most = training.sampled_tokens
+            if tokens is not None and not 0 <= tokens <= most:
                 raise ValueError(
-                    f"a step on leased samples counts the {leased} tokens that the ledger counts, not "
-                    f"{tokens}: leave tokens out"
+                    f"the leased samples of this step have {most} tokens to predict, not {tokens}: leave "
+                    "tokens out, or tell fewer where the loop masks more"
                 )
-            return leased
+            return most if tokens is None else int(tokens)
         if tokens is None:
             raise ValueError(
                 "step() wants tokens=…: how many this rank trained. Only steps on swarm.samples() know"

@@ -28,6 +28,7 @@ class Training:
     told_losses: tuple[float, int] = (0.0, 0)  # sum and number, when they were told last
     is_leased: bool = True  # all steps were on leased samples
     sampled_step: int = -1  # the last one whose samples were handed out
+    sampled_tokens: int = 0  # most that count in those samples, of this rank
 
     @property
     def progress(self) -> float:

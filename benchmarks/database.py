@@ -106,8 +106,10 @@ def events_of(state: SwarmState, node_ids: Sequence[NodeId]) -> list[Event]:
     current = state.open_round
     assert current is not None
     number = current.number
-    tokens = {a.node_id: a.num_samples * CONTEXT for a in current.assignments}
-    contributors = tuple(Contributor(node_id=n, tokens=count) for n, count in tokens.items())
+    contributors = tuple(
+        Contributor(node_id=a.node_id, samples=a.num_samples, tokens=a.num_samples * CONTEXT)
+        for a in current.assignments
+    )
     results = {p.slice.index: digest_of(number, p.slice.index) for p in current.slices}
     reduced = [
         SliceReduced(
@@ -129,11 +131,17 @@ def events_of(state: SwarmState, node_ids: Sequence[NodeId]) -> list[Event]:
     ]
     trained: list[Event] = [
         TrainingDone(
-            node_id=node_id,
+            node_id=each.node_id,
             round=number,
-            trained=Trained(inner_steps=INNER_STEPS, tokens=count, loss=2.5, seconds=1.25),
+            trained=Trained(
+                inner_steps=INNER_STEPS,
+                samples=each.samples,
+                tokens=each.tokens,
+                loss=2.5,
+                seconds=1.25,
+            ),
         )
-        for node_id, count in tokens.items()
+        for each in contributors
     ]
     asked = state.evaluating
     if asked is not None:

@@ -66,7 +66,7 @@ class BenchmarkNode:
             residual=Residual(num_elements, error_feedback=False),
             reducer_error=ReducerError(num_elements, rule="drop"),
             merge="mean",
-            rate_scale=RateScale(scaling="none", full_round_tokens=self._tokens),
+            rate_scale=RateScale(scaling="none", full_round_samples=1),
             run_digest=RUN,
             node_id=identity.node_id,
         )
@@ -118,7 +118,7 @@ class BenchmarkNode:
                 say(said="opened")
             case "contribute":
                 say(said="contributing", at=time.monotonic())
-                await self.exchange.contribute(self._tokens)
+                await self.exchange.contribute(samples=1, tokens=self._tokens)
             case "commit":
                 commit = convert.commit_from_wire(round_pb2.Commit.FromString(message))
                 self._commits.append(commit)

@@ -189,7 +189,7 @@ class Swarm:
         began_at, processor_before = time.monotonic(), processor_time(os.getpid())
         await self._all("plan", convert.plan_to_wire(plan), answer="opened")
         seen_before = self._seen()
-        trained = Trained(inner_steps=1, tokens=TOKENS, loss=1.0, seconds=1.0)
+        trained = Trained(inner_steps=1, samples=1, tokens=TOKENS, loss=1.0, seconds=1.0)
         for node in self.nodes:
             self._step(TrainingDone(node_id=node.node_id, round=plan.round, trained=trained))
         for node in self.nodes:
@@ -225,7 +225,8 @@ class Swarm:
                 case "reduced":
                     digest = told["digest"]
                     contributors = tuple(
-                        Contributor(node_id=NodeId(n), tokens=t) for n, t, _ in told["contributors"]
+                        Contributor(node_id=NodeId(n), samples=1, tokens=t)
+                        for n, t, _ in told["contributors"]
                     )
                     self._step(
                         SliceReduced(

@@ -72,11 +72,7 @@ def gather(swarm: RealSwarm) -> Evidence:
         run=run,
         nodes=nodes,
         data=data,
-        taken=[
-            places
-            for one in closed
-            for places in _taken(one, batch=spec.inner.batch, context=spec.model.context)
-        ],
+        taken=[places for one in closed for places in _taken(one, batch=spec.inner.batch)],
         contributors={
             one.commit.round: frozenset(
                 names[contributor.node_id]
@@ -88,8 +84,8 @@ def gather(swarm: RealSwarm) -> Evidence:
     )
 
 
-def _taken(closed: ClosedRound, *, batch: int, context: int) -> list[Places]:
-    samples = committed_samples(closed.commit, batch=batch, context=context)
+def _taken(closed: ClosedRound, *, batch: int) -> list[Places]:
+    samples = committed_samples(closed.commit, batch=batch)
     return [
         Places(
             round=closed.commit.round,
@@ -194,7 +190,10 @@ def samples_of(evidence: Evidence) -> Samples:
 
 
 def broken_ledger(evidence: Evidence) -> list[str]:
-    """No sample is lost or counted twice, and all who count tokens come to the same sum."""
+    """No sample is lost or counted twice, and all who count tokens come to the same sum.
+
+    Of text as it is, where every place in a sample counts.
+    """
     found = []
     samples = samples_of(evidence)
     if samples.double_counted:

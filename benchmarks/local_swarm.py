@@ -105,10 +105,13 @@ class LocalNode:
         self.outer.apply(commit, results)
         self._not_adopted, self._is_taken = commit.fragment, is_taken
 
-    def contributions(self, plan: Plan, tokens: int) -> dict[int, Payload]:
+    def contributions(self, plan: Plan, *, samples: int, tokens: int) -> dict[int, Payload]:
         """What it owes, as it is sent, by slice."""
         self.outer.owing.accumulate(round=plan.round, fragment=plan.fragment)
-        sent = {p.index: self.outer.owing.contribution_to(p, tokens) for p in plan.slices}
+        owing = self.outer.owing
+        sent = {
+            p.index: owing.contribution_to(p, samples=samples, tokens=tokens) for p in plan.slices
+        }
         self.contributed_bytes += sum(len(payload.body) for payload in sent.values())
         return sent
 
@@ -149,7 +152,6 @@ def swarm_at_end(
     texts = parts_of(corpus, num_nodes) if setting.own_text else [corpus] * num_nodes
     nodes = [LocalNode(spec, place, text) for place, text in enumerate(texts)]
     rng = random.Random(f"drops of seed {spec.run.seed}")
-    tokens = steps * spec.tokens_per_inner_step
     watch(0, nodes)
     for round in range(1, spec.run.rounds + 1):
         plan = _plan(spec, round, nodes)
@@ -175,17 +177,21 @@ def swarm_at_end(
         if len(late) == num_nodes:  # a round in which nobody contributes would only shorten the run
             late.remove(max(late, key=draws.__getitem__))
         late |= {node.node_id for place, node in enumerate(nodes) if is_late(place, round)}
-        exchange(plan, nodes, tokens=tokens, late=late)
+        exchange(plan, nodes, context=spec.model.context, late=late)
         watch(round, nodes)
     if len({node.outer.digest for node in nodes}) != 1:
         raise AssertionError(f"{setting.name}: the nodes' outer states differ")
     return nodes
 
 
-def exchange(plan: Plan, nodes: Sequence[LocalNode], *, tokens: int, late: set[NodeId]) -> None:
+def exchange(plan: Plan, nodes: Sequence[LocalNode], *, context: int, late: set[NodeId]) -> None:
     """One round's exchange; the contributions of those who are late reach nobody in time."""
     by_id = {node.node_id: node for node in nodes}
-    sent = {node.node_id: node.contributions(plan, tokens) for node in nodes}
+    samples = {assignment.node_id: assignment.num_samples for assignment in plan.assignments}
+    sent = {
+        n: node.contributions(plan, samples=samples[n], tokens=samples[n] * context)
+        for n, node in by_id.items()
+    }
     outcomes: list[SliceOutcome] = []
     results: dict[int, Payload] = {}
     for part in plan.slices:
@@ -194,7 +200,7 @@ def exchange(plan: Plan, nodes: Sequence[LocalNode], *, tokens: int, late: set[N
             plan=plan,
             slice_=part,
             uplink=outer.uplink,
-            max_tokens={assignment.node_id: tokens for assignment in plan.assignments},
+            context=context,
         )
         for node_id, payloads in sent.items():
             if node_id not in late:

@@ -126,12 +126,12 @@ class RoundsOfOneNode:
             pending = outer.owing.accumulate(round=plan.round, fragment=plan.fragment)
         for part in self._slices:
             with stages.stage("encode"):
-                outer.owing.contribution_to(part, TOKENS)
+                outer.owing.contribution_to(part, samples=TOKENS, tokens=TOKENS)
         reduction = Reduction(
             plan=plan,
             slice_=own,
             uplink=outer.uplink,
-            max_tokens=dict.fromkeys(self._ids, TOKENS),
+            context=1,
         )
         for sender in self._ids:
             body = pending.bodies[0] if sender == self._ids[0] else self._arriving
@@ -175,7 +175,9 @@ class RoundsOfOneNode:
         pending = self.outer.owing.pending
         assert pending is not None
         sent = pending.sent
-        contributors = tuple(Contributor(node_id=each, tokens=TOKENS) for each in self._ids)
+        contributors = tuple(
+            Contributor(node_id=each, samples=TOKENS, tokens=TOKENS) for each in self._ids
+        )
         return Commit(
             round=plan.round,
             fragment=plan.fragment,
@@ -211,6 +213,7 @@ def _sealed(kind: int, plan: Plan, part: Slice, sender: NodeId, body: bytes, cod
         start=part.start,
         num_elements=part.num_elements,
         codec=codec,
+        samples=TOKENS,
         tokens=TOKENS,
         sender_id=sender,
         body=body,

@@ -157,7 +157,11 @@ class SimulatedNode:
         own = next(a for a in plan.assignments if a.node_id == self.node_id)
         yield session_pb2.Report(
             trained=session_pb2.TrainedReport(
-                inner_steps=own.inner_steps, tokens=1, loss=2.5, seconds=1.0
+                inner_steps=own.inner_steps,
+                samples=own.num_samples,
+                tokens=1,
+                loss=2.5,
+                seconds=1.0,
             )
         )
         for part in plan.slices:
@@ -166,6 +170,7 @@ class SimulatedNode:
                 contributors = [
                     round_pb2.Contributor(
                         node_id=a.node_id,
+                        samples=a.num_samples,
                         tokens=1,
                         contribution=_digest(f"{a.node_id} {plan.round}/{part.index}")[:16],
                     )

@@ -19,7 +19,7 @@ from protocol.folder_lock import FolderLock
 
 DATABASE_NAME = "atoll.db"
 
-VERSION = 7
+VERSION = 8
 
 TABLES = """
 CREATE TABLE swarm (only_row INTEGER PRIMARY KEY CHECK (only_row = 1), state, digest);

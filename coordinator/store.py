@@ -146,10 +146,7 @@ class Store:
             leased = open_round.assignments
         closed = self.latest_rounds(1 << 60)[::-1]
         return ledger_of(
-            ((done.plan.assignments, done.commit) for done in closed),
-            leased,
-            batch=rules.batch,
-            context=rules.context,
+            ((done.plan.assignments, done.commit) for done in closed), leased, batch=rules.batch
         )
 
     def _with_fresh_lease(self, member: Member, rules: Rules) -> Member:

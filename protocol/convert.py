@@ -132,7 +132,10 @@ def contributors_to_wire(
     """Who contributed what to a result."""
     return [
         round_pb2.Contributor(
-            node_id=contributor.node_id, tokens=contributor.tokens, contribution=contribution
+            node_id=contributor.node_id,
+            samples=contributor.samples,
+            tokens=contributor.tokens,
+            contribution=contribution,
         )
         for contributor, contribution in zip(contributors, contributions, strict=True)
     ]
@@ -146,7 +149,10 @@ def contributors_from_wire(
         if len(contributor.contribution) != CONTRIBUTION_DIGEST_BYTES:
             raise _unnamed_contributions(f"the contribution of {contributor.node_id}")
     return (
-        tuple(Contributor(node_id=NodeId(each.node_id), tokens=each.tokens) for each in wire),
+        tuple(
+            Contributor(node_id=NodeId(each.node_id), samples=each.samples, tokens=each.tokens)
+            for each in wire
+        ),
         tuple(ContributionDigest(each.contribution) for each in wire),
     )
 
@@ -160,7 +166,8 @@ def commit_to_wire(commit: Commit) -> round_pb2.Commit:
     places_of_sets = {
         key: sets.setdefault(contributors, len(sets)) for key, contributors in told.items()
     }
-    contributor_ids = {c.node_id for contributors in sets for c in contributors}
+    named = (*sets, commit.without_tokens)
+    contributor_ids = {c.node_id for contributors in named for c in contributors}
     holder_ids = {node_id for outcome in commit.slices for node_id in outcome.holder_ids}
     node_ids = sorted(contributor_ids | holder_ids)
     places = {node_id: place for place, node_id in enumerate(node_ids)}
@@ -177,13 +184,10 @@ def commit_to_wire(commit: Commit) -> round_pb2.Commit:
         assignments=[assignment_to_wire(assignment) for assignment in commit.assignments],
         signature=commit.signature,
         node_ids=node_ids,
-        contributor_sets=[
-            round_pb2.ContributorSet(
-                nodes=[places[contributor.node_id] for contributor in contributors],
-                tokens=[contributor.tokens for contributor in contributors],
-            )
-            for contributors in sets
-        ],
+        contributor_sets=[_contributor_set_to_wire(contributors, places) for contributors in sets],
+        without_tokens=_contributor_set_to_wire(commit.without_tokens, places)
+        if commit.without_tokens
+        else None,
     )
 
 
@@ -201,6 +205,7 @@ def commit_from_wire(wire: round_pb2.Commit) -> Commit:
         outer_digest=optional_digest_from_wire(wire.outer_digest, of="a commit's outer state"),
         incarnation=wire.incarnation,
         assignments=tuple(assignment_from_wire(assignment) for assignment in wire.assignments),
+        without_tokens=_contributors_from_wire(wire.without_tokens, node_ids),
         signature=wire.signature,
     )
 
@@ -235,14 +240,30 @@ def _unnamed_contributions(what: str) -> ProtocolMismatchError:
     )
 
 
+def _contributor_set_to_wire(
+    contributors: Sequence[Contributor], places: Mapping[NodeId, int]
+) -> round_pb2.ContributorSet:
+    return round_pb2.ContributorSet(
+        nodes=[places[contributor.node_id] for contributor in contributors],
+        tokens=[contributor.tokens for contributor in contributors],
+        samples=[contributor.samples for contributor in contributors],
+    )
+
+
 def _contributors_from_wire(
     wire: round_pb2.ContributorSet, node_ids: Sequence[NodeId]
 ) -> tuple[Contributor, ...]:
-    if len(wire.nodes) != len(wire.tokens) or any(place >= len(node_ids) for place in wire.nodes):
+    if any(place >= len(node_ids) for place in wire.nodes):
         raise _names_nobody("a set of contributors")
+    if not len(wire.nodes) == len(wire.tokens) == len(wire.samples):
+        raise ProtocolMismatchError(
+            f"a set of contributors of a commit has {len(wire.nodes)} nodes, {len(wire.tokens)} "
+            f"counts of tokens and {len(wire.samples)} of samples",
+            next_step="use the same version of Atoll on both sides",
+        )
     return tuple(
-        Contributor(node_id=node_ids[place], tokens=tokens)
-        for place, tokens in zip(wire.nodes, wire.tokens, strict=True)
+        Contributor(node_id=node_ids[place], samples=samples, tokens=tokens)
+        for place, samples, tokens in zip(wire.nodes, wire.samples, wire.tokens, strict=True)
     )
 
 

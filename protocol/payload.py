@@ -51,6 +51,7 @@ class PayloadHeader:
     start: int
     num_elements: int
     codec: str
+    samples: int
     tokens: int
     sender_id: NodeId
     body_bytes: int
@@ -72,6 +73,7 @@ class PayloadHeader:
             start=self.start,
             num_elements=self.num_elements,
             codec=self.codec,
+            samples=self.samples,
             tokens=self.tokens,
             sender_id=self.sender_id,
             body_bytes=self.body_bytes,
@@ -102,6 +104,7 @@ class PayloadHeader:
             start=wire.start,
             num_elements=wire.num_elements,
             codec=wire.codec,
+            samples=wire.samples,
             tokens=wire.tokens,
             sender_id=NodeId(wire.sender_id),
             body_bytes=wire.body_bytes,
@@ -138,11 +141,12 @@ class Payload:
         start: int,
         num_elements: int,
         codec: str,
-        tokens: int,
         sender_id: NodeId,
         body: bytes,
+        samples: int = 0,
+        tokens: int = 0,
     ) -> "Payload":
-        """Wraps a body that we encoded."""
+        """Wraps a body that we encoded; only contributions have samples and tokens."""
         header = PayloadHeader(
             kind=kind,
             run_digest=run_digest,
@@ -152,6 +156,7 @@ class Payload:
             start=start,
             num_elements=num_elements,
             codec=codec,
+            samples=samples,
             tokens=tokens,
             sender_id=sender_id,
             body_bytes=len(body),

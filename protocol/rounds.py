@@ -108,9 +108,14 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contributor:
-    """A participant whose pseudo-gradient is in a result, with its weight in tokens."""
+    """A participant whose pseudo-gradient is in a result.
+
+    `samples` are those that it used up of its assignment, from the first on: what the ledger counts.
+    `tokens` are the targets among them that it learned to predict: what it weighs.
+    """
 
     node_id: NodeId
+    samples: int
     tokens: int
 
 
@@ -143,8 +148,9 @@ class Commit:
     """Closes a round. `outer_digest` is None until nodes have agreed on the state after it.
 
     `incarnation` counts how often history was taken back before: of two commits of a round the one
-    with the higher incarnation holds. `assignments` are the plan's. `signature` is empty where
-    nobody needs it (protocol.signing).
+    with the higher incarnation holds. `assignments` are the plan's. `without_tokens` are participants
+    whose samples held no token to predict: used up, and in no result. `signature` is empty where nobody
+    needs it (protocol.signing).
     """
 
     round: int
@@ -154,6 +160,7 @@ class Commit:
     outer_digest: Digest | None = None
     incarnation: int = 0
     assignments: tuple[Assignment, ...] = ()
+    without_tokens: tuple[Contributor, ...] = ()
     signature: bytes = b""
 
 

@@ -10,7 +10,7 @@ from protocol.convert import commit_to_wire
 from protocol.rounds import Commit
 from protocol.v1 import round_pb2
 
-_TAG = b"atoll commit 3\n"
+_TAG = b"atoll commit 4\n"
 """What is signed begins with this, so that no signature can be taken for one of another kind."""
 
 

@@ -276,6 +276,7 @@ def _event_of(node_id: NodeId, wire: pb.Report, participants: Mapping[int, int])
                 round=number,
                 trained=Trained(
                     inner_steps=trained.inner_steps,
+                    samples=checks.count(trained.samples, of="the number of samples"),
                     tokens=checks.count(trained.tokens, of="the number of tokens"),
                     loss=checks.finite(trained.loss, of="the loss"),
                     seconds=checks.finite(trained.seconds, of="the training time"),
@@ -288,6 +289,7 @@ def _event_of(node_id: NodeId, wire: pb.Report, participants: Mapping[int, int])
             is_of_plan = len(reduced.contributors) <= participants.get(number, 0)
             told = reduced.contributors if is_of_plan else ()
             for contributor in told:
+                checks.count(contributor.samples, of="the number of samples")
                 checks.count(contributor.tokens, of="the number of tokens")
             contributors, contributions = convert.contributors_from_wire(told)
             return SliceReduced(

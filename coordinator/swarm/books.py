@@ -1,6 +1,5 @@
 """What a commit counts: tokens, per member and in all, samples in the ledger, bytes saved. Pure."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from coordinator.swarm.ledger import (
@@ -12,19 +11,19 @@ from coordinator.swarm.ledger import (
 )
 from coordinator.swarm.state import SwarmState
 from coordinator.swarm.wire_ledger import all_reduce_bytes
-from protocol.rounds import Commit, NodeId
+from protocol.rounds import Commit
 
 
 def book(state: SwarmState, commit: Commit) -> SwarmState:
     """Counts what the commit took; the rest of its leases is free again."""
-    samples = _samples(state, commit)
+    samples = committed_samples(commit, batch=state.rules.batch)
     state = _with_tokens(state, commit, sign=1)
     return replace(state, ledger=settle(state.ledger, commit.assignments, samples))
 
 
 def unbook(state: SwarmState, commit: Commit) -> SwarmState:
     """Undoes `book`: its samples are leased as they were when the round was in flight."""
-    samples = _samples(state, commit)
+    samples = committed_samples(commit, batch=state.rules.batch)
     state = _with_tokens(state, commit, sign=-1)
     return replace(state, ledger=reopen(state.ledger, commit.assignments, samples))
 
@@ -33,11 +32,6 @@ def book_learned(state: SwarmState, commit: Commit) -> SwarmState:
     """Books a commit whose plan this coordinator has no memory of."""
     state = replace(state, ledger=lease_again(state.ledger, commit.assignments))
     return book(state, commit)
-
-
-def _samples(state: SwarmState, commit: Commit) -> Mapping[NodeId, int]:
-    rules = state.rules
-    return committed_samples(commit, batch=rules.batch, context=rules.context)
 
 
 def _with_tokens(state: SwarmState, commit: Commit, *, sign: int) -> SwarmState:

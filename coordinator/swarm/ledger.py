@@ -9,7 +9,8 @@ Where data is private each data holder has a book of its own: a stretch of place
 whose number is taken from the digest of the data. So nodes that hold the same data share its book.
 
 A sample counts by the commit that took it. The work of a contribution that no commit took stays in
-its node's residual and is not undone when its samples are trained again elsewhere.
+its node's residual and is not undone when its samples are trained again elsewhere. How many of a sample's
+targets counted (chat templates and padding leave some out) is no business of the ledger's.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -203,14 +204,18 @@ def committed_tokens(commit: Commit) -> Mapping[NodeId, int]:
     return tokens
 
 
-def committed_samples(commit: Commit, *, batch: int, context: int) -> Mapping[NodeId, int]:
-    """Samples that the commit takes from each contributor: those of whole inner steps.
+def committed_samples(commit: Commit, *, batch: int) -> Mapping[NodeId, int]:
+    """Samples that the commit counts of each node, as `committed_tokens` its tokens.
 
-    `batch` is samples in an inner step, `context` tokens of a sample. Honest nodes train nothing
-    else than whole steps.
+    Those of nodes that found no token to predict in theirs too: they are used up. Of whole inner steps,
+    each of `batch` samples; honest nodes train nothing else.
     """
-    tokens = committed_tokens(commit)
-    return {node_id: count // (batch * context) * batch for node_id, count in tokens.items()}
+    samples = {one.node_id: one.samples for one in commit.without_tokens}
+    for outcome in commit.slices:
+        for contributor in outcome.contributors:
+            known = samples.get(contributor.node_id, 0)
+            samples[contributor.node_id] = max(known, contributor.samples)
+    return {node_id: count // batch * batch for node_id, count in samples.items()}
 
 
 def ledger_of(
@@ -218,15 +223,12 @@ def ledger_of(
     in_flight: Sequence[Assignment],
     *,
     batch: int,
-    context: int,
 ) -> Ledger:
     """What the ledger is after these rounds: for databases written before there was one."""
     ledger = Ledger()
     for assignments, commit in closed:
         ledger = lease_again(ledger, assignments)
-        ledger = settle(
-            ledger, assignments, committed_samples(commit, batch=batch, context=context)
-        )
+        ledger = settle(ledger, assignments, committed_samples(commit, batch=batch))
     return lease_again(ledger, in_flight)
 
 

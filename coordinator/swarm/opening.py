@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from coordinator.swarm.actions import SendPlan
 from coordinator.swarm.deadlines import next_deadlines
-from coordinator.swarm.ledger import Places, end_ahead, lease
+from coordinator.swarm.ledger import Places, end_ahead, lease, num_samples_of
 from coordinator.swarm.reach import best_reducers
 from coordinator.swarm.rounds import plan_of
 from coordinator.swarm.shares import reducer_shares, shares_in_words
@@ -66,7 +66,8 @@ def open_round(turn: Turn) -> None:
     ahead = _lease_ahead(turn, ready) if number < rules.total_rounds else ()
     steps = [assignment.inner_steps for assignment in assignments]
     clock = _clock_told(state)
-    clock_after = state.token_clock + rules.batch * rules.context * sum(steps)
+    places = rules.batch * rules.context * sum(steps)
+    clock_after = state.token_clock + expected_tokens(state, places)
     deadlines = next_deadlines(state, assignments)
     num_ready = "1 node is ready" if len(ready) == 1 else f"{len(ready)} nodes are ready"
     if len(reducers) == MOST_REDUCERS < len(ready):
@@ -100,6 +101,7 @@ def open_round(turn: Turn) -> None:
         round_tokens=max(0, clock_after - clock),
         reason=num_ready
         + budgets_in_words(steps, rules)
+        + _expected_in_words(state, places)
         + schedule_in_words(rules, clock)
         + deadlines.reason,
         ahead=ahead,
@@ -109,6 +111,23 @@ def open_round(turn: Turn) -> None:
     turn.put_round(current)
     turn.has_new_state |= state.committed_round == 0  # the initial state, which no round led to
     turn.act(SendPlan(plan=plan_of(current, turn.now)))
+
+
+def expected_tokens(state: SwarmState, places: int) -> int:
+    """How many of so many places in samples will count: the same part as of all that commits took.
+
+    All of them before anything did.
+    """
+    committed = num_samples_of(state.ledger.committed) * state.rules.context
+    is_known = state.token_clock > 0 and committed > 0
+    return places * state.token_clock // committed if is_known else places
+
+
+def _expected_in_words(state: SwarmState, places: int) -> str:
+    expected = expected_tokens(state, places)
+    if 100 * expected > 99 * places:
+        return ""
+    return f"; of {places} tokens in their samples about {expected} count"
 
 
 def _clock_told(state: SwarmState) -> int:

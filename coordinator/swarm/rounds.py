@@ -19,6 +19,7 @@ from coordinator.swarm.state import (
     RoundPhase,
     SliceProgress,
     SwarmState,
+    Trained,
     trimmed,
 )
 from coordinator.swarm.turn import (
@@ -34,7 +35,9 @@ from coordinator.swarm.turn import (
     ready_members,
 )
 from protocol.rounds import (
+    Assignment,
     Commit,
+    Contributor,
     Digest,
     NodeId,
     Plan,
@@ -69,7 +72,7 @@ def training_done(turn: Turn, event: TrainingDone) -> None:
     if current is None or event.node_id in current.trained:
         return
     asked = assignments_of(current)[event.node_id]
-    if not 0 <= event.trained.tokens <= asked.num_samples * turn.state.rules.context:
+    if not _is_possible(event.trained, asked, turn.state.rules.context):
         return
     if event.trained.inner_steps > asked.inner_steps:
         return
@@ -89,8 +92,8 @@ def slice_reduced(turn: Turn, event: SliceReduced) -> None:
     """Fixes a slice's digest or that it is empty: the first valid report of its reducer counts.
 
     Who encoded a result holds it, so the report counts as the reducer's ResultHeld too. A report
-    with contributors who did not take part, with more tokens than they were leased, or without
-    saying which bytes each of them contributed, leaves the slice open.
+    with contributors who did not take part, with more samples than they were leased or more tokens than
+    these have, or without saying which bytes each of them contributed, leaves the slice open.
     """
     current = _in_exchange(turn.state, event.round, event.node_id)
     if current is None or not 0 <= event.slice_index < len(current.slices):
@@ -103,14 +106,14 @@ def slice_reduced(turn: Turn, event: SliceReduced) -> None:
             current = replace(current, reduced_at=turn.now)
             _put_slice(turn, current, replace(progress, is_empty=True))
             return
-        limits = _token_limits(turn.state, current)
+        asked, context = assignments_of(current), turn.state.rules.context
         if not event.contributors or len(event.contributions) != len(event.contributors):
             return
         told = zip(event.contributors, event.contributions, strict=True)
         contributors, contributions = zip(*sorted(told, key=lambda c: c[0].node_id), strict=True)
         if len({c.node_id for c in contributors}) < len(contributors):
             return
-        if any(not 0 <= c.tokens <= limits.get(c.node_id, -1) for c in contributors):
+        if not all(_is_possible(c, asked.get(c.node_id), context) for c in contributors):
             return
         progress = replace(
             progress,
@@ -227,6 +230,7 @@ def close_round(turn: Turn) -> None:
         slices=tuple(_outcome(state, current, progress) for progress in current.slices),
         incarnation=state.incarnation,
         assignments=current.assignments,
+        without_tokens=_without_tokens(current),
     )
     is_void = all(outcome.digest is None for outcome in commit.slices)
     if is_void:  # the state does not change, so there is nothing to agree on
@@ -344,9 +348,25 @@ def _in_exchange(state: SwarmState, number: int, node_id: NodeId) -> Round | Non
     return current if is_participant and is_present(state, node_id) else None
 
 
-def _token_limits(state: SwarmState, current: Round) -> Mapping[NodeId, int]:
-    """The tokens that each participant can have trained: all that it was leased."""
-    return {a.node_id: a.num_samples * state.rules.context for a in current.assignments}
+def _is_possible(told: Trained | Contributor, asked: Assignment | None, context: int) -> bool:
+    """Whether a participant can have used up so many samples, and found so many tokens in them."""
+    return (
+        asked is not None
+        and 0 <= told.samples <= asked.num_samples
+        and 0 <= told.tokens <= told.samples * context
+    )
+
+
+def _without_tokens(current: Round) -> tuple[Contributor, ...]:
+    """Participants that found nothing to learn in their samples, which count as used up all the same.
+
+    Leased again they would be the same samples, and a node alone would never come past them.
+    """
+    return tuple(
+        Contributor(node_id=node_id, samples=trained.samples, tokens=0)
+        for node_id, trained in sorted(current.trained.items())
+        if trained.tokens == 0 and trained.samples > 0
+    )
 
 
 def _put_slice(turn: Turn, current: Round, progress: SliceProgress) -> None:

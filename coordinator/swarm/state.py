@@ -84,9 +84,10 @@ class RoundPhase(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """What a participant reported of its inner steps."""
+    """What a participant reported of its inner steps; see protocol.rounds.Contributor."""
 
     inner_steps: int
+    samples: int
     tokens: int
     loss: float
     seconds: float

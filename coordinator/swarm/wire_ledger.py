@@ -6,7 +6,7 @@ is lost or comes twice changes nothing: what counts is how far the totals have g
 
 from dataclasses import replace
 
-from coordinator.swarm.ledger import committed_tokens
+from coordinator.swarm.ledger import committed_samples
 from coordinator.swarm.state import SwarmState
 from coordinator.swarm.turn import Turn
 from protocol.rounds import Commit, NodeId
@@ -38,8 +38,8 @@ def all_reduce_bytes(state: SwarmState, commit: Commit) -> int:
     if state.layout is None or not commit.assignments:
         return 0
     num_nodes = len(commit.assignments)
-    step_tokens = state.rules.batch * state.rules.context
-    num_node_steps = sum(committed_tokens(commit).values()) / step_tokens
+    batch = state.rules.batch
+    num_node_steps = sum(committed_samples(commit, batch=batch).values()) / batch
     vector_bytes = FP32_BYTES * sum(state.layout.fragment_elements)
     return round(num_node_steps * 2 * (num_nodes - 1) / num_nodes * vector_bytes)
 

@@ -279,7 +279,7 @@ class Duties:
             await self._session.tell_vitals()
         self._session.report(plan.round, self._trained)
         if trained.tokens > 0:
-            await self._exchange.contribute(trained.tokens)
+            await self._exchange.contribute(samples=trained.samples, tokens=trained.tokens)
         else:  # others hear of it from the coordinator; slices that this node reduces wait for it too
             self._exchange.tell(plan.round, lambda open_: open_.excuse((self._node_id,)))
 
@@ -301,7 +301,9 @@ class Duties:
         self._trained = counted_anew(trained, assignment, context=self._context)
         self._session.report(plan.round, self._trained)
         if self._trained.tokens > 0:
-            await self._exchange.contribute(self._trained.tokens)
+            await self._exchange.contribute(
+                samples=self._trained.samples, tokens=self._trained.tokens
+            )
 
     def _on_progress(self, progress: Progress) -> None:
         self.progress = progress

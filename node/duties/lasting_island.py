@@ -226,4 +226,6 @@ def _from_step(
 
 
 def _nothing(work: InnerWork, *, seconds: float) -> InnerReport:
-    return InnerReport(round=work.round, inner_steps=0, tokens=0, loss=0.0, seconds=seconds)
+    return InnerReport(
+        round=work.round, inner_steps=0, samples=0, tokens=0, loss=0.0, seconds=seconds
+    )

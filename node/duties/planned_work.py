@@ -40,15 +40,18 @@ def work_ahead_of(plan: Plan, node_id: NodeId) -> InnerWork | None:
 
 
 def counted(report: InnerReport, assignment: Assignment) -> InnerReport:
-    """No more than was asked: a plan may ask less than was trained ahead, and reports are checked."""
+    """No more than was asked: a plan may ask less than was trained ahead, and reports are checked.
+
+    Of the tokens an even part, as nobody keeps those of each step.
+    """
     if report.inner_steps <= assignment.inner_steps:
         return report
     steps = assignment.inner_steps
     return replace(
         report,
         inner_steps=steps,
-        tokens=report.tokens // report.inner_steps * steps,
-        counted_tokens=report.counted_tokens // report.inner_steps * steps,
+        samples=report.samples // report.inner_steps * steps,
+        tokens=-(-report.tokens * steps // report.inner_steps),  # rounded up: there is work
     )
 
 
@@ -56,6 +59,7 @@ def trained_of(report: InnerReport) -> Trained:
     """What the coordinator is told of it."""
     return Trained(
         inner_steps=report.inner_steps,
+        samples=report.samples,
         tokens=report.tokens,
         loss=report.loss,
         seconds=report.seconds,
@@ -64,8 +68,10 @@ def trained_of(report: InnerReport) -> Trained:
 
 def counted_anew(trained: Trained, assignment: Assignment, *, context: int) -> Trained:
     """No more than another plan of the same round asks, which may be for other samples."""
+    samples = min(trained.samples, assignment.num_samples)
     return replace(
         trained,
         inner_steps=min(trained.inner_steps, assignment.inner_steps),
-        tokens=min(trained.tokens, assignment.num_samples * context),
+        samples=samples,
+        tokens=min(trained.tokens, samples * context),
     )

@@ -28,7 +28,7 @@ class Contributing:
         transport: Transport,
         heavy: Heavy,
         deadline: float,  # of the reducers that the plan names, by the loop's clock
-        assigned_tokens: int,
+        assigned_samples: int,
         keep_own: Callable[[Payload], None],
     ) -> None:
         self._plan = plan
@@ -38,7 +38,7 @@ class Contributing:
         self._owing = owing
         self._heavy = heavy
         self._deadline = deadline
-        self._assigned_tokens = assigned_tokens
+        self._assigned_samples = assigned_samples
         self._keep_own = keep_own  # for the slices that we reduce ourselves
         self._encoded: dict[int, Payload] = {}
         self._pushes = Pushes(transport)
@@ -49,20 +49,22 @@ class Contributing:
         """Whether contributions are on their way."""
         return not self._pushes.is_idle
 
-    async def contribute(self, tokens: int) -> None:
+    async def contribute(self, *, samples: int, tokens: int) -> None:
         """Encodes what this node owes for the fragment and sends each slice to its reducer.
+
+        `samples` were used up for it, and `tokens` in them are what it weighs.
 
         Returns once everything is encoded and on its way; transfers go on in the background until
         they succeed or the reducers' deadline passes. Raises BadDataError when what it owes is not
         finite.
         """
         round, fragment = self._plan.round, self._plan.fragment
-        share = tokens / max(tokens, self._assigned_tokens)
+        share = samples / max(samples, self._assigned_samples)
         await self._heavy(
             lambda: self._owing.accumulate(round=round, fragment=fragment, share=share)
         )
         for part in in_order_of_sending(self._plan.slices, self._node_id):
-            encode = partial(self._owing.contribution_to, part, tokens)
+            encode = partial(self._owing.contribution_to, part, samples=samples, tokens=tokens)
             try:
                 payload = await self._heavy(encode)
             except CodecError as error:

@@ -143,10 +143,10 @@ class Exchange:
         """Whether the open round goes by this plan; who reduces may have changed since."""
         return self._round is not None and self._round.goes_by(plan)
 
-    async def contribute(self, tokens: int) -> None:
-        """Sends what the island published for the open round."""
+    async def contribute(self, *, samples: int, tokens: int) -> None:
+        """Sends what the island published for the open round: see Contributing.contribute."""
         assert self._round is not None, "contribute follows open_round"
-        await self._round.contribute(tokens)
+        await self._round.contribute(samples=samples, tokens=tokens)
 
     async def take_in(self, publish: Callable[[int], Awaitable[bool]]) -> None:
         """Has the island publish all that it trained, fragment by fragment; it is owed from then on.

@@ -113,7 +113,7 @@ class Owing:
         self.pending = Pending(round=round, fragment=fragment, accumulated=accumulated, share=share)
         return self.pending
 
-    def contribution_to(self, part: Slice, tokens: int) -> Payload:
+    def contribution_to(self, part: Slice, *, samples: int, tokens: int) -> Payload:
         """What is pending of a slice, encoded. Heavy; raises CodecError when it is not finite."""
         assert self.pending is not None, "accumulate comes first"
         end = part.start + part.num_elements
@@ -127,6 +127,7 @@ class Owing:
             start=part.start,
             num_elements=part.num_elements,
             codec=self._uplink.name,
+            samples=samples,
             tokens=tokens,
             sender_id=self._node_id,
             body=body,

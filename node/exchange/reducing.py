@@ -11,7 +11,7 @@ from node.exchange.fitting import place_of
 from node.exchange.held_results import HeldResults
 from node.exchange.outer import Outer
 from node.exchange.pushes import Pushes
-from node.exchange.reduction import Reduction, most_tokens
+from node.exchange.reduction import Reduction
 from node.exchange.reports import Held, Reduced, Report
 from node.exchange.transport.transport import Admission, TransferRefusedError
 from node.heavy import Heavy
@@ -41,7 +41,7 @@ class Reducing:
         hand_out_deadline: float,  # of results; nobody waits for a push after that
     ) -> None:
         self._plan = plan
-        self._max_tokens = most_tokens(plan.assignments, context=context)
+        self._context = context
         self._node_id = node_id
         self._departed = departed
         self._outer = outer
@@ -59,7 +59,7 @@ class Reducing:
 
     def _begin(self, part: Slice, deadline: float) -> None:
         reduction = Reduction(
-            plan=self._plan, slice_=part, uplink=self._outer.uplink, max_tokens=self._max_tokens
+            plan=self._plan, slice_=part, uplink=self._outer.uplink, context=self._context
         )
         reduction.depart(self._silent)
         self._reductions[part.index] = reduction

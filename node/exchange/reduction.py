@@ -14,7 +14,6 @@ from node.exchange.transport.transport import Admission, TransferRefusedError
 from node.outer_state import Vector
 from protocol.payload import RESULT, Payload, PayloadHeader
 from protocol.rounds import (
-    Assignment,
     Commit,
     ContributionDigest,
     Contributor,
@@ -52,12 +51,13 @@ class Reduction:
         plan: Plan,
         slice_: Slice,
         uplink: Codec,
-        max_tokens: dict[NodeId, int],
+        context: int,  # tokens of a sample
     ) -> None:
         self.slice = slice_
         self._plan = plan
         self._uplink = uplink
-        self._max_tokens = max_tokens  # what each participant can have trained at most
+        self._context = context
+        self._assigned = {a.node_id: a.num_samples for a in plan.assignments}
         self._holders = {a.node_id: book_of(a.first_sample) for a in plan.assignments}
         self._contributions: dict[NodeId, Payload] = {}
         self._departed: frozenset[NodeId] = frozenset()
@@ -73,12 +73,17 @@ class Reduction:
             raise TransferRefusedError(
                 f"{sender} offers a contribution in the name of {header.sender_id}"
             )
-        if sender not in self._max_tokens:
+        if sender not in self._assigned:
             raise TransferRefusedError(f"{sender} takes no part in round {self._plan.round}")
         check_fits(header, self.slice, self._uplink)
-        if not 0 < header.tokens <= self._max_tokens[sender]:
+        if header.samples > self._assigned[sender]:
             raise TransferRefusedError(
-                f"{header.tokens} tokens for {place}, where at most {self._max_tokens[sender]} were assigned"
+                f"{header.samples} samples for {place}, where {self._assigned[sender]} were assigned"
+            )
+        if not 0 < header.tokens <= header.samples * self._context:
+            raise TransferRefusedError(
+                f"{header.tokens} tokens in {header.samples} samples for {place}, which have "
+                f"{header.samples * self._context}"
             )
         known = self._contributions.get(sender)
         if known is not None and known.header.body_digest != header.body_digest:
@@ -104,13 +109,13 @@ class Reduction:
         self._check_complete()
 
     def _check_complete(self) -> None:
-        if set(self._max_tokens) <= self._contributions.keys() | self._departed:
+        if set(self._assigned) <= self._contributions.keys() | self._departed:
             self._complete.set()
 
     @property
     def missing(self) -> tuple[NodeId, ...]:
         """Who is still waited for."""
-        return tuple(sorted(set(self._max_tokens) - self._contributions.keys() - self._departed))
+        return tuple(sorted(set(self._assigned) - self._contributions.keys() - self._departed))
 
     @property
     def is_closed(self) -> bool:
@@ -169,20 +174,23 @@ class Reduction:
 
         `carried` [slice] is added to the mean before it is encoded (node.exchange.reducer_error).
 
-        Who is still waited for will contribute in a later round: their tokens count now, as many as
-        they were assigned, unless they are `long_missed`: of what these owe no more is kept
-        (node.exchange.residual). Who is gone or excused has nothing to bring.
+        Who is still waited for will contribute in a later round: their tokens count now, those of all
+        samples that they were assigned, unless they are `long_missed`: of what these owe no more is
+        kept (node.exchange.residual). Who is gone or excused has nothing to bring.
 
         Contributions are added in the order of node ids, so that equal contributions give equal
         bytes. One that does not decode is left out, and said. Heavy; call it once, when collected.
         """
         contributions = self._contributions  # in a thread: the reduction may be given up meanwhile
-        late_tokens = sum(self._max_tokens[n] for n in self.missing if n not in long_missed)
+        late_samples = sum(self._assigned[n] for n in self.missing if n not in long_missed)
         contributors = [
-            Contributor(node_id=sender, tokens=contributions[sender].header.tokens)
-            for sender in sorted(contributions)
+            Contributor(
+                node_id=sender, samples=payload.header.samples, tokens=payload.header.tokens
+            )
+            for sender, payload in sorted(contributions.items())
         ]
         while contributors:
+            late_tokens = tokens_of_late(late_samples, contributors, context=self._context)
             try:
                 bodies = [contributions[each.node_id].body for each in contributors]
                 weights = [each.tokens for each in contributors]
@@ -279,9 +287,13 @@ def bounded_weights(tokens: Sequence[int], holders: Sequence[int], *, most: floa
     ]
 
 
-def most_tokens(assignments: Iterable[Assignment], *, context: int) -> dict[NodeId, int]:
-    """What each participant can have trained at most, by its assignment."""
-    return {a.node_id: a.num_samples * context for a in assignments}
+def tokens_of_late(samples: int, contributors: Sequence[Contributor], *, context: int) -> int:
+    """What samples will weigh that come too late: as many tokens of each count as of those that are here.
+
+    How many of its own will count only the node knows that trains them. Where all do, all are told.
+    """
+    here = sum(each.samples for each in contributors) * context
+    return samples * context * sum(each.tokens for each in contributors) // here
 
 
 COUNTED_ROUNDS = 3

@@ -8,9 +8,13 @@ from protocol.wire_count import WireTotals
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """Inner steps are done; `tokens` is the weight of the contributions that follow."""
+    """Inner steps are done. `samples` they have used up, `tokens` is what contributions will weigh.
+
+    With 0 tokens none follow.
+    """
 
     inner_steps: int
+    samples: int
     tokens: int
     loss: float
     seconds: float

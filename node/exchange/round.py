@@ -20,7 +20,6 @@ from node.exchange.holding import FetchResults, Holding
 from node.exchange.outer import Outer
 from node.exchange.pushes import Pushes
 from node.exchange.reducing import Reducing
-from node.exchange.reduction import most_tokens
 from node.exchange.reports import Report
 from node.exchange.transport.transport import Admission, TransferRefusedError, Transport
 from node.heavy import Heavy
@@ -92,7 +91,7 @@ class ExchangeRound:
             transport=transport,
             heavy=heavy,
             deadline=opened_at + plan.contribute_seconds,
-            assigned_tokens=most_tokens(plan.assignments, context=context).get(node_id, 0),
+            assigned_samples=0 if (own := plan.assignment_of(node_id)) is None else own.num_samples,
             keep_own=self._reducing.add_own,
         )
 
@@ -126,9 +125,9 @@ class ExchangeRound:
         """Whether contributions are on their way."""
         return self._contributing.is_sending
 
-    async def contribute(self, tokens: int) -> None:
+    async def contribute(self, *, samples: int, tokens: int) -> None:
         """See Contributing.contribute."""
-        await self._contributing.contribute(tokens)
+        await self._contributing.contribute(samples=samples, tokens=tokens)
 
     async def complete(self, commit: Commit, fetch: FetchResults) -> None:
         """See Holding.complete."""

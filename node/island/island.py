@@ -44,16 +44,16 @@ class InnerReport:
 
     round: int
     inner_steps: int
-    tokens: int  # of all samples: what the ledger counts
+    samples: int  # used up of those leased: what the ledger counts
+    tokens: int  # of their targets those that count: what the work weighs; 0: there is none
     loss: float  # nats per token, mean over the round
     seconds: float
-    flops: float = 0.0  # of the tokens, by node.island.utilisation
+    flops: float = 0.0  # of all places in the samples, by node.island.utilisation
     peak_flops_per_second: float | None = None  # of the island's devices; None: not known
     is_peak_measured: bool = False  # by matrix products, for no table names the devices
     peak_memory_bytes: int = 0  # of the rank that took most
     publish_seconds: float = 0.0  # afterwards
     communication_seconds: float | None = None  # of `seconds`, exposed; None: not measured
-    counted_tokens: int = 0  # of `tokens`: those that were to be predicted
     skipped_steps: int = 0  # of the inner steps: their gradients did not fit into fp16
 
 
@@ -150,8 +150,8 @@ def both(first: InnerReport, second: InnerReport) -> InnerReport:
     return replace(
         second,
         inner_steps=steps,
+        samples=first.samples + second.samples,
         tokens=first.tokens + second.tokens,
-        counted_tokens=first.counted_tokens + second.counted_tokens,
         loss=loss_sum / steps,
         seconds=first.seconds + second.seconds,
         flops=first.flops + second.flops,

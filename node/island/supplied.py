@@ -125,7 +125,9 @@ class SuppliedIsland:
         began_at = clock()
         ends_at = began_at + work.max_seconds
         is_ahead = work.max_seconds == float("inf")
-        done = InnerReport(round=work.round, inner_steps=0, tokens=0, loss=0.0, seconds=0.0)
+        done = InnerReport(
+            round=work.round, inner_steps=0, samples=0, tokens=0, loss=0.0, seconds=0.0
+        )
         if not self._is_up or (is_ahead and self._is_fresh):
             return done
         if self._is_fresh:

@@ -74,18 +74,26 @@ class _Tally:
         self._sums = torch.zeros(2, dtype=tally_dtype(device), device=device)
         self._loss_before = 0.0
         self._steps_before = 0
+        self._losses_before = 0
+        self._mean = 0.0
         self.steps = 0
+        self.num_losses = 0
         self.skipped_steps = 0
         self.loss_sum = 0.0
 
-    def add(self, loss: Tensor, norm: Tensor | None) -> None:
-        """Without a norm the step was skipped: its loss counts, if it is finite."""
-        self._sums += torch.stack((loss, torch.zeros_like(loss) if norm is None else norm))
+    def add(self, loss: Tensor | None, norm: Tensor | None) -> None:
+        """Without a norm the step was skipped: its loss counts, if it is finite.
+
+        Without a loss there was nothing to learn from.
+        """
         self.steps += 1
-        self.skipped_steps += norm is None
+        if loss is not None:
+            self._sums += torch.stack((loss, torch.zeros_like(loss) if norm is None else norm))
+            self.num_losses += 1
+            self.skipped_steps += norm is None
 
     def read(self, training_round: int) -> float:
-        """Mean loss since the last reading; raises TrainingDivergedError."""
+        """Mean loss since the last reading that found any; raises TrainingDivergedError."""
         self.loss_sum, norm_sum = self._sums.tolist()
         # A finite loss with an infinite gradient has ruined the weights as well.
         if not (math.isfinite(self.loss_sum) and math.isfinite(norm_sum)):
@@ -94,9 +102,12 @@ class _Tally:
                 f"(inner step {self._steps_before + 1} to {self.steps})",
                 next_step="lower [inner] learning_rate or [outer] learning_rate in run.toml",
             )
-        mean = (self.loss_sum - self._loss_before) / (self.steps - self._steps_before)
-        self._loss_before, self._steps_before = self.loss_sum, self.steps
-        return mean
+        if self.num_losses > self._losses_before:
+            num_new = self.num_losses - self._losses_before
+            self._mean = (self.loss_sum - self._loss_before) / num_new
+        self._loss_before, self._losses_before = self.loss_sum, self.num_losses
+        self._steps_before = self.steps
+        return self._mean
 
 
 LOOK_SECONDS = 0.1
@@ -267,20 +278,19 @@ class Trainer:
         if tally.steps > told_steps:
             tally.read(work.round)
         loss_sum = self._mesh.summed(torch.tensor(tally.loss_sum, dtype=torch.float64)).item()
-        num_losses = self._mesh.shape.num_data * self._mesh.shape.context
+        num_losses = tally.num_losses * self._mesh.shape.num_data * self._mesh.shape.context
         seconds = self._clock() - started
         self._communication.trained(seconds)
         share = self._communication.share
         hardware = measured(self._device, self._engine.dtype, self._mesh)
-        tokens = tally.steps * step_tokens
         return InnerReport(
             round=work.round,
             inner_steps=tally.steps,
-            tokens=tokens,
-            counted_tokens=self._counted_tokens,
-            loss=loss_sum / (tally.steps * num_losses),
+            samples=tally.steps * batch,
+            tokens=self._counted_tokens,
+            loss=loss_sum / max(1, num_losses),
             seconds=seconds,
-            flops=float(tokens * flops_per_token(self._spec)),
+            flops=float(tally.steps * step_tokens * flops_per_token(self._spec)),
             peak_flops_per_second=hardware.peak_flops_per_second,
             is_peak_measured=hardware.is_peak_measured,
             peak_memory_bytes=hardware.peak_memory_bytes,
@@ -366,12 +376,15 @@ class Trainer:
         self._engine.forget_gradients()
         self.evaluate()
 
-    def _inner_step(self, first_sample: int) -> tuple[Tensor, Tensor | None]:
+    def _inner_step(self, first_sample: int) -> tuple[Tensor | None, Tensor | None]:
         """One step on this rank's share of a batch: loss, and gradient norm before clipping.
 
-        None for the norm says that the step was left out.
+        None for the norm says that the step was left out. So it is on a batch without a target that
+        counts, which has no loss: momentum and weight decay would move the weights by nothing learned.
         """
         loss = self._add_gradients(first_sample)
+        if loss is None:
+            return None, None
         if self._buffers is not None:
             self._buffers.check()
             self._buffers = None
@@ -383,16 +396,19 @@ class Trainer:
         self._engine.forget_gradients()
         return loss, norm if is_taken else None
 
-    def _add_gradients(self, first_sample: int) -> Tensor:
+    def _add_gradients(self, first_sample: int) -> Tensor | None:
         """Leaves the scaled gradients of this rank's share of a batch; returns its loss.
 
         Both are means over what counts in the whole batch: a rank with fewer counted targets weighs less.
+        None where nothing counts in it, which all ranks find alike: there are no gradients then.
         """
         batch = self._spec.inner.batch
         indices = self._order.indices(first_sample, batch)
+        counted = self._corpus.num_counted("training", indices)
+        if counted == 0:
+            return None
         own = indices[self._mesh.share(batch)]
         loss = self._engine.train(self._on_device("training", own))
-        counted = self._corpus.num_counted("training", indices)
         self._counted_tokens += counted
         if self._engine.divides_by_all and counted != batch * self._spec.model.context:
             factor = batch * self._spec.model.context / counted

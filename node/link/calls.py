@@ -257,6 +257,7 @@ def _report_to_wire(round: int, report: Report) -> session_pb2.Report:
     match report:
         case Trained():
             wire.trained.inner_steps = report.inner_steps
+            wire.trained.samples = report.samples
             wire.trained.tokens = report.tokens
             wire.trained.loss = report.loss
             wire.trained.seconds = report.seconds

@@ -173,22 +173,26 @@ class Contributor(_message.Message):
     NODE_ID_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     CONTRIBUTION_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """The participant."""
     tokens: _builtins.int
-    """Its weight: tokens trained."""
+    """Its weight: tokens that it learned to predict. Padding and what a mask leaves out are none."""
     contribution: _builtins.bytes
     """The first 16 bytes of the digest of its contribution's body, as the reducer took it into the mean."""
+    samples: _builtins.int
+    """Of the samples leased to it, how many it has used up, from the first on."""
     def __init__(
         self,
         *,
         node_id: _builtins.str = ...,
         tokens: _builtins.int = ...,
         contribution: _builtins.bytes = ...,
+        samples: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contribution", b"contribution", "node_id", b"node_id", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contribution", b"contribution", "node_id", b"node_id", "samples", b"samples", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -202,6 +206,7 @@ class ContributorSet(_message.Message):
 
     NODES_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def nodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Places in the commit's node_ids."""
@@ -210,15 +215,20 @@ class ContributorSet(_message.Message):
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens of each of them, in the same order."""
 
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The samples of each of them, in the same order."""
+
     def __init__(
         self,
         *,
         nodes: _abc.Iterable[_builtins.int] | None = ...,
         tokens: _abc.Iterable[_builtins.int] | None = ...,
+        samples: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["nodes", b"nodes", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nodes", b"nodes", "samples", b"samples", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -298,6 +308,7 @@ class Commit(_message.Message):
     SIGNATURE_FIELD_NUMBER: _builtins.int
     NODE_IDS_FIELD_NUMBER: _builtins.int
     CONTRIBUTOR_SETS_FIELD_NUMBER: _builtins.int
+    WITHOUT_TOKENS_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """Round number."""
     fragment: _builtins.int
@@ -316,7 +327,7 @@ class Commit(_message.Message):
 
     @_builtins.property
     def assignments(self) -> _containers.RepeatedCompositeFieldContainer[Global___Assignment]:
-        """What the plan asked of each participant: which samples the commit counts."""
+        """What the plan asked of each participant: of which samples the commit counts the first ones."""
 
     @_builtins.property
     def node_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -325,6 +336,10 @@ class Commit(_message.Message):
     @_builtins.property
     def contributor_sets(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContributorSet]:
         """Whose pseudo-gradients are in slices' results, each set once."""
+
+    @_builtins.property
+    def without_tokens(self) -> Global___ContributorSet:
+        """Participants whose samples held no token to predict: used up, and in no result."""
 
     def __init__(
         self,
@@ -339,10 +354,11 @@ class Commit(_message.Message):
         signature: _builtins.bytes = ...,
         node_ids: _abc.Iterable[_builtins.str] | None = ...,
         contributor_sets: _abc.Iterable[Global___ContributorSet] | None = ...,
+        without_tokens: Global___ContributorSet | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["without_tokens", b"without_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignments", b"assignments", "base_digest", b"base_digest", "contributor_sets", b"contributor_sets", "fragment", b"fragment", "incarnation", b"incarnation", "node_ids", b"node_ids", "outer_digest", b"outer_digest", "round", b"round", "signature", b"signature", "slices", b"slices"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignments", b"assignments", "base_digest", b"base_digest", "contributor_sets", b"contributor_sets", "fragment", b"fragment", "incarnation", b"incarnation", "node_ids", b"node_ids", "outer_digest", b"outer_digest", "round", b"round", "signature", b"signature", "slices", b"slices", "without_tokens", b"without_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

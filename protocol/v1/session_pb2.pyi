@@ -999,14 +999,17 @@ class TrainedReport(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     LOSS_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
     inner_steps: _builtins.int
     """Inner steps taken."""
     tokens: _builtins.int
-    """Tokens trained: the weight of the node's contributions."""
+    """Tokens learned to predict: the weight of the node's contributions. 0: there are none."""
     loss: _builtins.float
     """Mean training loss, nats per token."""
     seconds: _builtins.float
     """Seconds of training."""
+    samples: _builtins.int
+    """Samples used up of those that the plan leases to the node."""
     def __init__(
         self,
         *,
@@ -1014,10 +1017,11 @@ class TrainedReport(_message.Message):
         tokens: _builtins.int = ...,
         loss: _builtins.float = ...,
         seconds: _builtins.float = ...,
+        samples: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["inner_steps", b"inner_steps", "loss", b"loss", "seconds", b"seconds", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["inner_steps", b"inner_steps", "loss", b"loss", "samples", b"samples", "seconds", b"seconds", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

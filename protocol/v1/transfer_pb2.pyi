@@ -133,6 +133,7 @@ class PayloadHeader(_message.Message):
     SENDER_ID_FIELD_NUMBER: _builtins.int
     BODY_BYTES_FIELD_NUMBER: _builtins.int
     BODY_DIGEST_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
     kind: Global___PayloadKind.ValueType
     """What the body holds."""
     run_digest: _builtins.bytes
@@ -150,13 +151,15 @@ class PayloadHeader(_message.Message):
     codec: _builtins.str
     """Codec of the body, with its version: "int4/1"."""
     tokens: _builtins.int
-    """Weight of a contribution, tokens; 0 for other kinds."""
+    """Weight of a contribution: tokens that its node learned to predict; 0 for other kinds."""
     sender_id: _builtins.str
     """Node that encoded the body, or that supplies the manifest or the chunk."""
     body_bytes: _builtins.int
     """Size of the body, bytes."""
     body_digest: _builtins.bytes
     """BLAKE3 of the body, 32 bytes."""
+    samples: _builtins.int
+    """Samples that a contribution has used up of those leased to its node; 0 for other kinds."""
     def __init__(
         self,
         *,
@@ -172,10 +175,11 @@ class PayloadHeader(_message.Message):
         sender_id: _builtins.str = ...,
         body_bytes: _builtins.int = ...,
         body_digest: _builtins.bytes = ...,
+        samples: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body_bytes", b"body_bytes", "body_digest", b"body_digest", "codec", b"codec", "fragment", b"fragment", "kind", b"kind", "num_elements", b"num_elements", "round", b"round", "run_digest", b"run_digest", "sender_id", b"sender_id", "slice_index", b"slice_index", "start", b"start", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body_bytes", b"body_bytes", "body_digest", b"body_digest", "codec", b"codec", "fragment", b"fragment", "kind", b"kind", "num_elements", b"num_elements", "round", b"round", "run_digest", b"run_digest", "samples", b"samples", "sender_id", b"sender_id", "slice_index", b"slice_index", "start", b"start", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

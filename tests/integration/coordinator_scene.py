@@ -133,13 +133,17 @@ class FakeNode:
         await self.session.Report(request)
 
     async def trained(self, number: int) -> None:
-        report = session_pb2.TrainedReport(inner_steps=15, tokens=1000, loss=2.0, seconds=1.0)
+        report = session_pb2.TrainedReport(
+            inner_steps=15, samples=120, tokens=1000, loss=2.0, seconds=1.0
+        )
         await self.report(number, trained=report)
 
     async def reduced(self, plan: round_pb2.Plan) -> None:
         """Reduces its slices, with a contribution of every participant."""
         contributors = [
-            round_pb2.Contributor(node_id=a.node_id, tokens=1000, contribution=bytes(16))
+            round_pb2.Contributor(
+                node_id=a.node_id, samples=120, tokens=1000, contribution=bytes(16)
+            )
             for a in plan.assignments
         ]
         for part in plan.slices:

@@ -1,5 +1,6 @@
 """Data that stay with their holders: each node trains its own, and nothing of them leaves it."""
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -8,17 +9,20 @@ from google.protobuf.message import Message
 
 from benchmarks import simulated_coordinator
 from benchmarks.simulation import Life, SimulatedRun, simulate
+from node.exchange.reduction import Reduction
 from node.island.data.dataset import Dataset
 from node.island.data.manifest import read_manifest
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
+from node.island.data.samples import SampleOrder
+from node.outer_state import Vector
 from protocol import cli, console
 from protocol.errors import BadDataError, ConfigError
 from protocol.payload import Payload
 from protocol.rounds import BOOK_PLACES, book_of, book_of_data
 from protocol.run_spec import RunSpec
 from tests.tiny_runs import tiny
-from tests.unit.tokens_scene import write_jsonl, write_tokenizer
+from tests.unit.tokens_scene import prepared, words, write_jsonl, write_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -97,6 +101,74 @@ def _each_book_is_its_holders(run: SimulatedRun, held: dict[str, Dataset]) -> No
     assert min(samples.values()) > 0
 
 
+def test_conversations_weigh_by_their_answers_and_use_their_samples_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = write_tokenizer(tmp_path / "chat", is_chat=True)
+    for name, length in (("brief", 2), ("wordy", 30)):
+        made = prepared(_talks(tmp_path / name, length), out=tmp_path / name, tokenizer=tokenizer)
+    spec = tiny(
+        run={"rounds": ROUNDS, "min_nodes": 2},
+        model={"vocab_size": 512},
+        data={"source": "tokens", "private": True, "tokenizer": made.manifest.tokenizer_digest},
+    )
+    held = [
+        open_dataset(spec, DataPlaces(folder=tmp_path, own=str(tmp_path / name)))
+        for name in ("brief", "wordy")
+    ]
+    by_book = {book_of_data(data.summary().digest): data for data in held}
+    weighed: list[tuple[list[int], int]] = []
+    merge = Reduction._merged
+
+    def merged(self: Reduction, weights: list[int], *rest: Any) -> Vector:
+        weighed.append((weights, self._plan.round))
+        return merge(self, weights, *rest)
+
+    monkeypatch.setattr(Reduction, "_merged", merged)
+    run = simulate(spec, lives=[Life(corpus=data) for data in held])
+
+    samples = tokens = 0
+    for commit in run.commits:
+        (contributors,) = {outcome.contributors for outcome in commit.slices}
+        asked = {a.node_id: a for a in commit.assignments}
+        expected = []
+        for one in contributors:
+            first, count = asked[one.node_id].first_sample, asked[one.node_id].num_samples
+            data = by_book[book_of(first)]
+            order = SampleOrder(
+                seed=spec.run.seed, num_samples=data.num_samples, num_together=data.num_together
+            )
+            numbers = order.indices(first % BOOK_PLACES, count)
+            assert one.samples == count
+            expected.append(data.num_counted("training", numbers))
+        assert [one.tokens for one in contributors] == expected
+        assert 2 * min(expected) < max(expected) < count * spec.model.context
+        weights = [weights for weights, number in weighed if number == commit.round]
+        assert weights == [expected] * len(commit.slices)
+        samples += sum(one.samples for one in contributors)
+        tokens += sum(expected)
+    assert run.final.token_clock == tokens
+    assert sum(piece.num_samples for piece in run.final.ledger.committed) == samples
+    # Plans go by what counts: the clock that steps are told of leads by less than a round of places.
+    told = run.final.recent[-1].plan
+    places = len(held) * spec.inner.steps * spec.tokens_per_inner_step
+    assert 0 <= told.token_clock + told.round_tokens - tokens < places
+
+
+def _talks(folder: Path, length: int) -> Path:
+    """Conversations with long questions, and answers of so many words."""
+    path = folder.with_suffix(".jsonl")
+    talks = [
+        [
+            {"role": "user", "content": words(i, 30)},
+            {"role": "assistant", "content": words(i + 1, length)},
+        ]
+        for i in range(120)
+    ]
+    path.write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in talks))
+    return path
+
+
 def test_a_node_that_names_no_data_is_told_where_to_name_them(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="each node trains data of its own") as refused:
         open_dataset(SPEC, DataPlaces(folder=tmp_path))
@@ -115,9 +187,9 @@ def test_tokens_of_another_tokenizer_than_the_other_holders_are_refused(tmp_path
     sized = {"vocab_size": 512}
     assert digest is not None
     assert open_dataset(tiny(data={**private, "tokenizer": digest}, model=sized), own).num_samples
-    for other, words in ((None, "and the run's are bytes"), ("ab" * 32, "are of abababababab")):
+    for other, why in ((None, "and the run's are bytes"), ("ab" * 32, "are of abababababab")):
         spec = tiny(data={**private, "tokenizer": other}, model=sized)
-        with pytest.raises(BadDataError, match=f"are of tokenizer {digest[:12]}.*{words}"):
+        with pytest.raises(BadDataError, match=f"are of tokenizer {digest[:12]}.*{why}"):
             open_dataset(spec, own)
 
 

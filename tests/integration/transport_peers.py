@@ -33,6 +33,7 @@ def make_payload(
         start=256,
         num_elements=4,
         codec="fp32/1",
+        samples=1,
         tokens=5,
         sender_id=NodeId(sender_id),
         body=body,

@@ -1,7 +1,9 @@
 """What must hold of plans, takeovers, commits and the ledger, by the world's own books."""
 
+import math
 from collections.abc import Collection
 from dataclasses import replace
+from fractions import Fraction
 
 from swarm_books import LAYOUT, Books, is_void, places_of, tokens_of
 
@@ -36,7 +38,10 @@ def _check_clock(plan: Plan, state: SwarmState) -> None:
     last = state.last_closed
     left_at = 0 if last is None else last.plan.token_clock + last.plan.round_tokens
     assert plan.token_clock == max(state.token_clock, left_at), "a schedule goes back"
-    counted = state.token_clock + rules.batch * rules.context * asked
+    places = sum(p.end - p.first for p in state.ledger.committed) * rules.context
+    is_known = state.token_clock > 0 and places > 0
+    share = Fraction(state.token_clock, places) if is_known else 1
+    counted = state.token_clock + math.floor(rules.batch * rules.context * asked * share)
     assert plan.token_clock + plan.round_tokens == max(plan.token_clock, counted)
 
 
@@ -148,8 +153,10 @@ def check_commit(books: Books, commit: Commit, before: SwarmState, after: SwarmS
     assert commit.incarnation == books.incarnation
     assert current is not None and current.number == commit.round
     assert commit.assignments == current.assignments
-    leased = {n: len(places) * before.rules.context for n, places in books.leased.items()}
+    leased = {n: len(places) for n, places in books.leased.items()}
     assert leased.keys() == {a.node_id for a in commit.assignments}
+    idle = {n: t.samples for n, t in current.trained.items() if t.tokens == 0 and t.samples}
+    assert {c.node_id: c.samples for c in commit.without_tokens} == idle
     present = {n for n in leased if after.members[n].state in PRESENT}
     for outcome in commit.slices:
         place = (commit.round, outcome.index)
@@ -169,7 +176,8 @@ def check_commit(books: Books, commit: Commit, before: SwarmState, after: SwarmS
         assert len(outcome.contributions) == len(outcome.contributors)
         names = [c.node_id for c in outcome.contributors]
         assert len(set(names)) == len(names) > 0
-        assert all(0 <= c.tokens <= leased[c.node_id] for c in outcome.contributors)
+        assert all(0 <= c.tokens <= c.samples * before.rules.context for c in outcome.contributors)
+        assert all(0 <= c.samples <= leased[c.node_id] for c in outcome.contributors)
 
 
 def check_retraction(

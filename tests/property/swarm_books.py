@@ -7,7 +7,7 @@ stands in swarm_audit.
 from copy import deepcopy
 from dataclasses import dataclass, field
 
-from swarm_nodes import CONTEXT, Place
+from swarm_nodes import Place
 
 from coordinator.swarm.actions import SendTakeover
 from coordinator.swarm.events import Attached, Event, ResultHeld, SliceReduced
@@ -28,6 +28,15 @@ def tokens_of(commit: Commit) -> dict[NodeId, int]:
         known = largest.get(contributor.node_id, 0)
         largest[contributor.node_id] = max(contributor.tokens, known)
     return largest
+
+
+def samples_of(commit: Commit) -> dict[NodeId, int]:
+    """What the commit uses up of each node's: the most that any slice names, or that held no token."""
+    everyone = (*(c for outcome in commit.slices for c in outcome.contributors),)
+    most: dict[NodeId, int] = {}
+    for contributor in (*everyone, *commit.without_tokens):
+        most[contributor.node_id] = max(contributor.samples, most.get(contributor.node_id, 0))
+    return most
 
 
 def places_of(a: Assignment) -> range:
@@ -112,11 +121,10 @@ class Books:
             commit,
             *self.commits[commit.round :],
         ]
-        step_tokens = self.batch * CONTEXT
         counted: set[int] = set()
-        tokens = tokens_of(commit)
+        samples = samples_of(commit)
         for a in commit.assignments:
-            num_samples = tokens.get(a.node_id, 0) // step_tokens * self.batch
+            num_samples = samples.get(a.node_id, 0) // self.batch * self.batch
             counted |= set(range(a.first_sample, a.first_sample + num_samples))
         others = set().union(*(c for r, c in self.counted.items() if r != commit.round))
         assert not counted & others, "a sample is counted twice"

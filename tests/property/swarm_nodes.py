@@ -163,10 +163,13 @@ class SimulatedNode:
         self.is_taking_part = True
         self.unsaved_since = None  # the base is on the disk before anything of the round is told
         if self.trained is None:
-            num_steps = 0 if is_idle else own.inner_steps
+            # Who is idle has taken no step, or has steps behind it without a token to predict.
+            num_steps = 0 if is_idle and plan.round % 2 else own.inner_steps
+            samples = own.num_samples * num_steps // own.inner_steps
             self.trained = Trained(
                 inner_steps=num_steps,
-                tokens=own.num_samples * CONTEXT * num_steps // own.inner_steps,
+                samples=samples,
+                tokens=0 if is_idle else samples * CONTEXT - plan.round % 3,
                 loss=1.0,
                 seconds=num_steps * self.seconds_per_inner_step,
             )
@@ -199,11 +202,15 @@ class SimulatedNode:
         missing: NodeId | None,
     ) -> SliceReduced:
         place = (plan.round, index)
-        limits = {a.node_id: a.num_samples * CONTEXT for a in plan.assignments}
+        leased = {a.node_id: a.num_samples for a in plan.assignments}
         idle = {n for n, peer in peers.items() if peer.trained and peer.trained.tokens == 0}
         names = [n for n in plan.participants if n != missing and n not in idle]
         contributors = tuple(
-            Contributor(node_id=name, tokens=max(0, limits[name] - 7 * i))
+            Contributor(
+                node_id=name,
+                samples=max(0, leased[name] - i),
+                tokens=max(0, (leased[name] - i) * CONTEXT - 7 * i),
+            )
             for i, name in enumerate(names)
         )
         told = f"{place} {self.attempts.get(index, 0)} by {self.node_id}: {contributors}"
@@ -314,7 +321,10 @@ def spoiled(event: Event, digest: Digest, node: SimulatedNode) -> Event:
     """The event as a liar would send it: what it says to hold are its own wrong bytes."""
     match event:
         case SliceReduced():
-            greedy = tuple(replace(c, tokens=c.tokens * 1000) for c in event.contributors)
+            greedy = tuple(
+                replace(c, samples=c.samples * (1 + place), tokens=c.tokens * 1000)
+                for place, c in enumerate(event.contributors)
+            )
             return replace(event, contributors=greedy)
         case ResultHeld():
             node.held.setdefault((event.round, event.slice_index), set()).add(digest)

@@ -103,7 +103,7 @@ class World:
             outer.owing._published[:] = outer._parameters - work_of(place, plan.round)
             pendings[node_id] = outer.owing.accumulate(round=plan.round, fragment=0)
             for part in plan.slices:
-                outer.owing.contribution_to(part, drawn["tokens"][node_id])
+                outer.owing.contribution_to(part, samples=TOKENS, tokens=drawn["tokens"][node_id])
         return pendings
 
     def reduce(
@@ -122,7 +122,7 @@ class World:
                     plan=plan,
                     slice_=part,
                     uplink=self.outers[reducer].uplink,
-                    max_tokens=dict.fromkeys(IDS, TOKENS),
+                    context=1,
                 )
                 for node_id, pending in pendings.items():
                     if drawn["acts"][node_id] != "late":
@@ -211,6 +211,7 @@ def contribution(plan: Plan, index: int, sender: NodeId, body: bytes, tokens: in
         start=part.start,
         num_elements=part.num_elements,
         codec="",
+        samples=TOKENS,
         tokens=tokens,
         sender_id=sender,
         body=body,

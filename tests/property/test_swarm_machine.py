@@ -194,7 +194,7 @@ class SwarmMachine(RuleBasedStateMachine):
                 round=current.number,
                 slice_index=index,
                 digest=lie,
-                contributors=(Contributor(node_id=NodeId("n0"), tokens=1),),
+                contributors=(Contributor(node_id=NodeId("n0"), samples=1, tokens=1),),
                 contributions=(ContributionDigest(bytes(16)),),
             ),
         )

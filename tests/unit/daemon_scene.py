@@ -79,7 +79,14 @@ class FakeIsland:
             tokens //= 2
         except TimeoutError:
             pass
-        return InnerReport(round=work.round, inner_steps=1, tokens=tokens, loss=1.0, seconds=5.0)
+        return InnerReport(
+            round=work.round,
+            inner_steps=1,
+            samples=tokens,
+            tokens=tokens,
+            loss=1.0,
+            seconds=5.0,
+        )
 
     def halt(self) -> None:
         self._halted.set()

@@ -95,7 +95,7 @@ def outer_of(
         ),
         reducer_error=ReducerError(layout.num_elements, rule=reducer_error),
         merge="mean",
-        rate_scale=RateScale(scaling="none", full_round_tokens=1),
+        rate_scale=RateScale(scaling="none", full_round_samples=1),
         run_digest=RUN,
         node_id=node_id,
         sent=sent,
@@ -182,6 +182,7 @@ def _sealed(
         start=start,
         num_elements=num_elements,
         codec=codec,
+        samples=tokens,
         tokens=tokens,
         sender_id=sender_id,
         body=body,
@@ -196,7 +197,7 @@ def commit_of(outer: Outer, result: Payload, *, fragment: int = 0) -> Commit:
         start=header.start,
         num_elements=header.num_elements,
         digest=result.digest,
-        contributors=(Contributor(node_id=header.sender_id, tokens=1),),
+        contributors=(Contributor(node_id=header.sender_id, samples=1, tokens=1),),
     )
     return Commit(
         round=header.round, fragment=fragment, base_digest=outer.digest, slices=(outcome,)
@@ -248,7 +249,7 @@ class Node:
     async def contribute(self, work: Vector | float, *, tokens: int = TOKENS) -> None:
         """As if the island had trained its way to global parameters minus `work`."""
         self.outer.owing._published[:] = self.outer._parameters - np.float32(1) * work
-        await self.exchange.contribute(tokens)
+        await self.exchange.contribute(samples=tokens, tokens=tokens)
 
     async def receive(self, sender: NodeId, payload: Payload) -> None:
         """As a transport does it: the payload is offered, and comes whole."""

@@ -92,6 +92,7 @@ class CountingIsland:
         return InnerReport(
             round=work.round,
             inner_steps=taken,
+            samples=taken * BATCH,
             tokens=taken * STEP_TOKENS,
             loss=1.0,
             seconds=float(taken),

@@ -195,15 +195,40 @@ class Scene:
         self.do(Detached(node_id=NodeId(name), session_id=session_id, reason="tired"))
 
     def train(
-        self, name: str, *, tokens: int = TOKENS, inner_steps: int = 5, seconds: float = 1.0
+        self,
+        name: str,
+        *,
+        tokens: int = TOKENS,
+        samples: int | None = None,
+        inner_steps: int = 5,
+        seconds: float = 1.0,
     ) -> None:
-        trained = Trained(inner_steps=inner_steps, tokens=tokens, loss=2.0, seconds=seconds)
+        """All tokens of its samples count, unless `samples` says how many there were."""
+        trained = Trained(
+            inner_steps=inner_steps,
+            samples=self._samples_of(tokens) if samples is None else samples,
+            tokens=tokens,
+            loss=2.0,
+            seconds=seconds,
+        )
         self.do(TrainingDone(node_id=NodeId(name), round=self.round.number, trained=trained))
 
+    def _samples_of(self, tokens: int) -> int:
+        return -(-tokens // self.state.rules.context)
+
     def reduce(
-        self, name: str, index: int, digest: Digest | None, tokens: dict[str, int] | None = None
+        self,
+        name: str,
+        index: int,
+        digest: Digest | None,
+        tokens: dict[str, int] | None = None,
+        samples: dict[str, int] | None = None,
     ) -> None:
-        """`tokens` by contributor; all participants with their full budget unless told."""
+        """`tokens` by contributor; all participants with their full budget unless told.
+
+        All of their samples count, unless `samples` says of some how many there were.
+        """
+        samples = samples or {}
         if tokens is None:
             context = self.state.rules.context
             tokens = {str(a.node_id): a.num_samples * context for a in self.round.assignments}
@@ -214,7 +239,11 @@ class Scene:
                 slice_index=index,
                 digest=digest,
                 contributors=tuple(
-                    Contributor(node_id=NodeId(node), tokens=count)
+                    Contributor(
+                        node_id=NodeId(node),
+                        samples=samples.get(node, self._samples_of(count)),
+                        tokens=count,
+                    )
                     for node, count in tokens.items()
                 ),
                 contributions=tuple(contribution_from(node, index) for node in tokens),
@@ -248,13 +277,18 @@ class Scene:
     def evaluate(self, name: str, *, round: int, loss: float = 1.5) -> None:
         self.do(Evaluated(node_id=NodeId(name), round=round, held_out_loss=loss, tokens=64))
 
-    def commit(self, *holders: str, tokens: dict[str, int] | None = None) -> None:
+    def commit(
+        self,
+        *holders: str,
+        tokens: dict[str, int] | None = None,
+        samples: dict[str, int] | None = None,
+    ) -> None:
         """Every slice is reduced, and held by `holders`: the round commits."""
         number = self.round.number
         for progress in self.round.slices:
             index = progress.slice.index
             result = digest_of(f"result {number}/{index}")
-            self.reduce(progress.slice.reducer_id, index, result, tokens)
+            self.reduce(progress.slice.reducer_id, index, result, tokens, samples)
             for holder in holders:
                 if self.state.committed_round < number:
                     self.hold(holder, index, result)

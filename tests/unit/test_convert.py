@@ -92,12 +92,12 @@ def test_rosters_and_counts_cross_the_wire() -> None:
     "damage",
     [
         lambda wire: wire.contributor_sets[0].nodes.__setitem__(0, 2),
-        lambda wire: wire.contributor_sets[0].tokens.append(6),
+        lambda wire: wire.without_tokens.nodes.__setitem__(0, 2),
         lambda wire: wire.slices[0].holders.append(2),
         lambda wire: setattr(wire.slices[0], "contributor_set", 1),
         lambda wire: wire.ClearField("contributor_sets"),
     ],
-    ids=["contributor", "tokens", "holder", "set", "no sets"],
+    ids=["contributor", "without tokens", "holder", "set", "no sets"],
 )
 def test_a_commit_that_speaks_of_nodes_which_it_does_not_name_is_refused(
     damage: Callable[[round_pb2.Commit], object],
@@ -108,14 +108,32 @@ def test_a_commit_that_speaks_of_nodes_which_it_does_not_name_is_refused(
         start=0,
         num_elements=1,
         digest=Digest(bytes(32)),
-        contributors=(rounds.Contributor(node_id=nodes[0], tokens=5),),
+        contributors=(rounds.Contributor(node_id=nodes[0], samples=1, tokens=5),),
         holder_ids=nodes,
     )
-    commit = rounds.Commit(round=1, fragment=0, base_digest=Digest(bytes(32)), slices=(outcome,))
+    commit = rounds.Commit(
+        round=1,
+        fragment=0,
+        base_digest=Digest(bytes(32)),
+        slices=(outcome,),
+        without_tokens=(rounds.Contributor(node_id=nodes[1], samples=4, tokens=0),),
+    )
     wire = convert.commit_to_wire(commit)
     assert list(wire.node_ids) == list(nodes)
     damage(wire)
     with pytest.raises(ProtocolMismatchError, match="does not name"):
+        convert.commit_from_wire(wire)
+
+
+@pytest.mark.parametrize("field", ["tokens", "samples"])
+def test_contributors_without_their_samples_and_tokens_are_refused(field: str) -> None:
+    """As those of commits from before samples were counted apart are."""
+    commit = rounds.Commit(
+        round=1, fragment=0, base_digest=Digest(bytes(32)), slices=(outcome_of_two(),)
+    )
+    wire = convert.commit_to_wire(commit)
+    del getattr(wire.contributor_sets[0], field)[0]
+    with pytest.raises(ProtocolMismatchError, match=r"has 2 nodes, \d counts of tokens and \d of"):
         convert.commit_from_wire(wire)
 
 
@@ -177,7 +195,7 @@ def outcome_of_two() -> rounds.SliceOutcome:
         num_elements=1,
         digest=Digest(bytes(32)),
         contributors=tuple(
-            rounds.Contributor(node_id=rounds.NodeId(name), tokens=5) for name in "ab"
+            rounds.Contributor(node_id=rounds.NodeId(name), samples=1, tokens=5) for name in "ab"
         ),
         contributions=tuple(rounds.ContributionDigest(bytes([n]) * 16) for n in (1, 2)),
     )

@@ -45,7 +45,9 @@ async def test_without_a_loop_the_node_reports_no_work_and_applies_the_commit() 
         life.island.able = Ability(trains=False, evaluates=False)
 
         async def nobody(work: InnerWork, _: object) -> InnerReport:
-            return InnerReport(round=work.round, inner_steps=0, tokens=0, loss=0.0, seconds=0.0)
+            return InnerReport(
+                round=work.round, inner_steps=0, samples=0, tokens=0, loss=0.0, seconds=0.0
+            )
 
         life.island.train = nobody  # type: ignore[method-assign]
         plan = life.plan(1)

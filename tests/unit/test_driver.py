@@ -202,7 +202,7 @@ async def test_a_participant_that_subscribes_late_gets_the_plan_with_the_time_th
 
 async def test_who_subscribes_while_a_round_is_applied_gets_its_commit() -> None:
     driver, session_a, session_b = await opened()
-    share = (Contributor(node_id=A, tokens=80),)
+    share = (Contributor(node_id=A, samples=10, tokens=80),)
     await driver.apply(
         SliceReduced(
             node_id=A,

@@ -158,7 +158,9 @@ def test_weights_are_shared_out_to_files_of_a_size_and_an_index(tmp_path: Path) 
 
 
 def commit_of(number: int, tokens: dict[str, int]) -> Commit:
-    contributors = tuple(Contributor(node_id=NodeId(n), tokens=t) for n, t in tokens.items())
+    contributors = tuple(
+        Contributor(node_id=NodeId(n), samples=t, tokens=t) for n, t in tokens.items()
+    )
     digest = Digest(bytes(32))
 
     def outcome(index: int, digest: Digest | None) -> SliceOutcome:

@@ -25,7 +25,7 @@ def commit_of(number: int, *, incarnation: int = 0) -> Commit:
         start=0,
         num_elements=256,
         digest=Digest(bytes([number]) * 32),
-        contributors=(Contributor(node_id=NodeId("a"), tokens=5),),
+        contributors=(Contributor(node_id=NodeId("a"), samples=1, tokens=5),),
         holder_ids=(NodeId("a"),),
     )
     return SIGNER.signed(
@@ -185,6 +185,6 @@ def test_a_signature_covers_all_but_the_digest_that_nodes_agree_on_later() -> No
     assert not other.has_signed(commit)
     # Golden: nodes keep statements over versions of Atoll, and of protobuf.
     assert commit_statement(commit).hex() == (
-        "61746f6c6c20636f6d6d697420330a0803" + "1a20" + "62" * 32 + "2228188002"
-        "2220" + "03" * 32 + "320100" + "3a070a0161100120" + "044a0161" + "52060a0100120105"
+        "61746f6c6c20636f6d6d697420340a0803" + "1a20" + "62" * 32 + "2228188002"
+        "2220" + "03" * 32 + "320100" + "3a070a0161100120" + "044a0161" + "52090a01001201051a0101"
     )

@@ -163,15 +163,15 @@ async def test_an_event_of_a_newer_version_is_not_passed_over_in_silence() -> No
     ("report", "kind", "fields"),
     [
         (
-            Trained(inner_steps=3, tokens=96, loss=1.5, seconds=2.0),
+            Trained(inner_steps=3, samples=12, tokens=96, loss=1.5, seconds=2.0),
             "trained",
-            {"inner_steps": 3, "tokens": 96, "loss": 1.5, "seconds": 2.0},
+            {"inner_steps": 3, "samples": 12, "tokens": 96, "loss": 1.5, "seconds": 2.0},
         ),
         (
             Reduced(
                 slice_index=1,
                 digest=DIGEST,
-                contributors=(Contributor(node_id=A, tokens=96),),
+                contributors=(Contributor(node_id=A, samples=12, tokens=96),),
                 contributions=(ContributionDigest(bytes(range(16))),),
             ),
             "reduced",

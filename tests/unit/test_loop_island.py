@@ -9,17 +9,22 @@ import stat
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import atoll
 from atoll.connection import Connection
+from node.island.data.corpus import Corpus
 from node.island.data.dataset import Batch
+from node.island.data.manifest import Split
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
+from node.island.data.samples import Indices
 from node.island.faults import LoopGoneError, TrainingDivergedError
 from node.island.island import Ability, InnerReport, InnerWork, Progress
 from node.island.loops.door import SOCKET_FILE
@@ -199,6 +204,40 @@ async def test_batches_are_the_tokens_of_the_leased_samples(tmp_path: Path) -> N
             assert batch.tokens.shape == (BATCH, CONTEXT + 1) and batch.counted is None
 
 
+async def test_batches_weigh_by_what_counts_in_them_and_use_their_samples_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = Corpus.batch
+
+    def masked(corpus: Corpus, split: Split, indices: Indices) -> Batch:
+        counted = np.arange(CONTEXT)[None, :] < 1 + indices[:, None] % 3
+        return replace(read(corpus, split, indices), counted=counted)
+
+    monkeypatch.setattr(Corpus, "batch", masked)
+    async with scene(tmp_path) as one:
+        numbers: list[int] = []
+
+        def train(swarm: atoll.Swarm) -> None:
+            batches = swarm.batches()
+            for _ in range(3):
+                numbers.extend(next(batches).numbers.tolist())
+                swarm.step()
+            few = next(batches)
+            assert few.counted is not None
+            swarm.step(tokens=int(few.counted.sum()) - 1)  # the loop masks one more
+
+        thread = one.loop(train)
+        await one.is_here()
+        report = await one.train(work())
+        assert report.samples == 3 * BATCH
+        assert report.tokens == sum(1 + number % 3 for number in numbers)
+        report = await one.train(work(2, steps=1))
+        assert report.samples == BATCH
+        await one.island.stop()
+        await ends(thread)
+        assert one.ended == [None]
+
+
 async def test_a_node_without_the_run_s_data_says_so_and_takes_loops_that_have_their_own(
     tmp_path: Path,
 ) -> None:
@@ -230,7 +269,8 @@ async def test_a_loader_of_one_s_own_counts_its_tokens_and_no_more_than_were_lea
 
         thread = one.loop(train)
         await one.is_here()
-        assert (await one.train(work())).tokens == 60
+        report = await one.train(work())
+        assert (report.tokens, report.samples) == (60, 3 * BATCH), "what was leased is used up"
         assert (await one.train(work(2))).tokens == 3 * STEP_TOKENS
         await one.island.stop()
         await ends(thread)
@@ -245,7 +285,7 @@ async def test_step_wants_tokens_and_samples_want_step(tmp_path: Path) -> None:
                 swarm.step()
             samples = swarm.samples()
             next(samples)
-            with pytest.raises(ValueError, match="leased samples counts the 64 tokens"):
+            with pytest.raises(ValueError, match="have 64 tokens to predict, not 65"):
                 swarm.step(tokens=65)
             with pytest.raises(atoll.SamplesError, match="must not fetch ahead"):
                 next(samples)

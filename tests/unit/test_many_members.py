@@ -200,7 +200,9 @@ async def test_a_result_of_more_than_a_thousand_contributors_is_reported_and_com
         reduced = request.reports.add(round=number).reduced
         reduced.digest = digest_of("result")
         for name in names_of(num_contributors):
-            reduced.contributors.add(node_id=name, tokens=TOKENS, contribution=bytes(16))
+            reduced.contributors.add(
+                node_id=name, samples=TOKENS // 8, tokens=TOKENS, contribution=bytes(16)
+            )
         return request
 
     await desk.report(reducer_id, report(MANY + 1))  # of another plan of the round

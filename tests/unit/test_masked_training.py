@@ -16,6 +16,8 @@ from node.island.island import InnerWork
 from node.island.local_training import LocalTraining
 from node.island.mesh import Mesh
 from node.island.trainer import Trainer
+from node.island.utilisation import flops_per_token
+from node.outer_state import Vector
 from protocol.models import DecoderModel
 from protocol.rounds import CorpusSummary, Digest
 from protocol.run_spec import EvaluationSection, InnerSection, RunSpec
@@ -36,6 +38,9 @@ class Masked:
     garbage: int = 0
     """What stands where nothing is counted; nothing may depend on it."""
 
+    without: frozenset[int] = frozenset()
+    """Samples in which nothing counts."""
+
     num_samples: int = 32
     num_held_out_samples: int = 6
     num_together: int = 1
@@ -50,6 +55,7 @@ class Masked:
         rows = [np.random.Generator(np.random.Philox(int(i))) for i in indices]
         tokens = np.stack([row.integers(0, 256, 17) for row in rows])
         lengths = 3 + indices % 11
+        lengths = np.where(np.isin(indices, list(self.without)), 0, lengths)
         counted = np.arange(16) < lengths[:, None]
         tokens[:, 1:][~counted] = self.garbage
         return Batch(tokens=tokens, counted=counted)
@@ -124,8 +130,11 @@ def test_what_does_not_count_as_a_target_is_not_learned() -> None:
 def test_tokens_that_count_are_told_apart_from_those_of_the_ledger() -> None:
     report = trainer_of(Masked()).train(work_of(3), lambda progress: None)
     indices = SampleOrder(seed=0, num_samples=32).indices(0, 12)
-    assert report.tokens == 3 * 4 * 16
-    assert report.counted_tokens == Masked().num_counted("training", indices) < report.tokens
+    assert report.samples == 3 * 4
+    assert report.tokens == Masked().num_counted("training", indices) < 3 * 4 * 16
+    assert report.flops == 3 * 4 * 16 * flops_per_token(SPEC), (
+        "what is masked is computed all the same"
+    )
 
 
 def test_the_held_out_loss_is_the_mean_over_what_counts() -> None:
@@ -149,3 +158,35 @@ def test_parts_of_a_batch_come_to_the_same() -> None:
     parts.adopt(initial_parameters(SPEC))
     losses = [each.train(work_of(4), lambda p: None).loss for each in (whole, parts)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def numbers_of(first: int, count: int) -> frozenset[int]:
+    return frozenset(SampleOrder(seed=0, num_samples=32).indices(first, count).tolist())
+
+
+def weights_of(trainer: Trainer) -> Vector:
+    into = np.empty(initial_parameters(SPEC).size, np.float32)
+    trainer.publish(into, 0)
+    return into
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_batch_in_which_nothing_counts_moves_nothing(optimizer: str) -> None:
+    """Momentum and weight decay would: so the weights after it are those before it, to the bit."""
+    inner = SPEC.inner.model_copy(update={"optimizer": optimizer, "weight_decay": 0.1})
+    spec = SPEC.model_copy(update={"inner": inner})
+    trainer = trainer_of(Masked(without=numbers_of(4, 4)), spec)
+    report = trainer.train(work_of(2), lambda progress: None)
+    alone = trainer_of(Masked(), spec)
+    first = alone.train(work_of(1), lambda progress: None)
+    assert np.array_equal(weights_of(trainer), weights_of(alone))
+    assert (report.inner_steps, report.samples) == (2, 8)
+    assert (report.tokens, report.loss) == (first.tokens, first.loss)
+
+
+def test_a_round_in_which_nothing_counts_is_no_work_and_has_used_its_samples() -> None:
+    trainer = trainer_of(Masked(without=frozenset(range(32))))
+    told: list[float] = []
+    report = trainer.train(work_of(3), lambda progress: told.append(progress.loss))
+    assert (report.inner_steps, report.samples, report.tokens, report.loss) == (3, 12, 0, 0.0)
+    assert np.array_equal(weights_of(trainer), initial_parameters(SPEC))

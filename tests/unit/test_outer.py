@@ -33,7 +33,7 @@ def pending_of(outer: Outer, work: Vector) -> Pending:
     outer.owing._published[:] = outer._parameters - work
     pending = outer.owing.accumulate(round=outer.round + 1, fragment=0)
     for part in plan_for(A, B, C).slices:
-        outer.owing.contribution_to(part, TOKENS)
+        outer.owing.contribution_to(part, samples=TOKENS, tokens=TOKENS)
     return pending
 
 
@@ -55,7 +55,9 @@ def commit_on(outer: Outer, results: dict[int, Payload], *, taken_from: str = A)
                 start=index * BLOCK,
                 num_elements=BLOCK,
                 digest=results[index].digest if index in results else None,
-                contributors=(Contributor(node_id=A if taken_from == A else B, tokens=1),)
+                contributors=(
+                    Contributor(node_id=A if taken_from == A else B, samples=1, tokens=1),
+                )
                 if index in results
                 else (),
                 contributions=(contribution_in(outer, index),) if index in results else (),
@@ -156,13 +158,15 @@ def reduced_by(outer: Outer, pending: Pending, *, index: int) -> Payload:
         plan=plan,
         slice_=plan.slices[index],
         uplink=outer.uplink,
-        max_tokens=dict.fromkeys((A, B, C), 4),
+        context=1,
     )
     reduction.depart([C])
     bodies = {A: pending.bodies[index], B: outer.uplink.encode(OTHERS)}
     for sender, body in bodies.items():
         header = result_of(ONES, sender_id=sender, index=index).header
-        reduction.add(Payload(header=replace(header, tokens=1 if sender == A else 3), body=body))
+        count = 1 if sender == A else 3
+        header = replace(header, samples=count, tokens=count)
+        reduction.add(Payload(header=header, body=body))
     result = outer.result_of(reduction, 0)
     assert result is not None
     outer.owing.note_result(result)
@@ -178,7 +182,10 @@ def mean_with(outer: Outer, pending: Pending) -> Vector:
 
 def committed(outer: Outer, results: dict[int, Payload]) -> Commit:
     """Both nodes of `reduced_by` are in it."""
-    both = (Contributor(node_id=A, tokens=1), Contributor(node_id=B, tokens=3))
+    both = (
+        Contributor(node_id=A, samples=1, tokens=1),
+        Contributor(node_id=B, samples=3, tokens=3),
+    )
     commit = commit_on(outer, results)
     return replace(
         commit,
@@ -276,10 +283,10 @@ def test_a_leap_past_its_own_result_counts_nothing_twice(is_restarted: bool) -> 
 
 def test_the_rate_follows_the_contributors_of_each_slice() -> None:
     outer = outer_of(A)
-    outer._rate_scale = RateScale(scaling="sqrt", full_round_tokens=1)
+    outer._rate_scale = RateScale(scaling="sqrt", full_round_samples=1)
     results = {index: result_of(ONES, sender_id=B, index=index) for index in (0, 1)}
     commit = commit_on(outer, results)
-    more = (*commit.slices[1].contributors, Contributor(node_id=B, tokens=3))
+    more = (*commit.slices[1].contributors, Contributor(node_id=B, samples=3, tokens=3))
     commit = replace(
         commit,
         slices=(commit.slices[0], replace(commit.slices[1], contributors=more), commit.slices[2]),
@@ -302,10 +309,10 @@ def test_a_run_file_makes_its_replica() -> None:
     assert outer.owed().reducer_error is not None
     body = outer.downlink.encode(ONES)
     results = {0: Payload(header=result_of(ONES, sender_id=B).header, body=body)}
-    full_round = spec.run.min_nodes * spec.inner.steps * spec.tokens_per_inner_step
+    full_round = spec.run.min_nodes * spec.inner.steps * spec.inner.batch
     pending = pending_of(outer, normal(0))
     commit = commit_on(outer, results)
-    contributors = (Contributor(node_id=A, tokens=4 * full_round),)
+    contributors = (Contributor(node_id=A, samples=4 * full_round, tokens=1),)
     first = replace(commit.slices[0], contributors=contributors)
     outer.apply(replace(commit, slices=(first, *commit.slices[1:])), results)
     np.testing.assert_array_equal(parameters[:BLOCK], -1)  # twice a half

@@ -208,8 +208,9 @@ def test_a_mean_is_as_if_what_does_not_decode_had_not_come() -> None:
     bodies[C] = INT4.encode(bell(2 * LARGE)[LARGE:])
 
     def result(*senders: NodeId) -> tuple[bytes, tuple[Contributor, ...], int]:
+        asked = tuple(a for a in plan.assignments if a.node_id in senders)
         reduction = Reduction(
-            plan=plan, slice_=part, uplink=INT4, max_tokens=dict.fromkeys(senders, 9)
+            plan=replace(plan, assignments=asked), slice_=part, uplink=INT4, context=1
         )
         for sender in senders:
             body, weight = bodies[sender], 5 if sender == B else 2 + (sender == C)

@@ -44,7 +44,9 @@ def contributed(outer: Outer, work: Vector, *, slices: int = 3) -> list[Contribu
     """Sends so many slices of the work in the next round; returns what names them."""
     outer.owing._published[:] = outer._parameters - work
     outer.owing.accumulate(round=outer.round + 1, fragment=0)
-    sent = [outer.owing.contribution_to(part, TOKENS) for part in SLICES[:slices]]
+    sent = [
+        outer.owing.contribution_to(part, samples=TOKENS, tokens=TOKENS) for part in SLICES[:slices]
+    ]
     return [contribution_digest(payload.header.body_digest) for payload in sent]
 
 
@@ -70,7 +72,7 @@ def commit_naming(
                 start=index * BLOCK,
                 num_elements=BLOCK,
                 digest=result.digest,
-                contributors=(Contributor(node_id=A if named else B, tokens=TOKENS),),
+                contributors=(Contributor(node_id=A if named else B, samples=1, tokens=TOKENS),),
                 contributions=(named[index] if named else OTHER_BYTES,),
             )
             for index, result in results.items()

@@ -11,7 +11,8 @@ RUN = Digest(bytes(range(32)))
 
 
 def header_of(**changes: int) -> PayloadHeader:
-    values = {"round": 7, "fragment": 0, "slice_index": 1, "start": 256, "tokens": 5} | changes
+    values = {"round": 7, "fragment": 0, "slice_index": 1, "start": 256} | changes
+    values = {"samples": 2, "tokens": 5} | values
     return Payload.seal(
         kind=CONTRIBUTION,
         run_digest=RUN,
@@ -33,8 +34,20 @@ ROUND = bytes([3 << 3, 7])
 
 
 def test_a_header_reads_as_it_was_written() -> None:
-    for header in (header_of(), header_of(round=0, tokens=0), header_of(start=2**64 - 1)):
+    for header in (
+        *(header_of(), header_of(round=0, samples=0, tokens=0)),
+        *(header_of(start=2**64 - 1), header_of(samples=7), header_of(tokens=7)),
+    ):
         assert PayloadHeader.decode(header.encode()) == header
+
+
+def test_the_bytes_of_a_header_are_the_ones_that_they_have_always_been() -> None:
+    """Digests in commits are of these bytes; whoever changes them begins another version of Atoll."""
+    assert header_of().encode().hex() == (
+        "08011220000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f18072801"
+        "30800238044206667033322f314805520161580462200be9c598ae63835518e7fb422dc3027f452d"
+        "75f3dbdb94c90d843298b1180ad96802"
+    )
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ PLAN = plan_for(
     assignments=(leased(A, 5, 100), leased(B, 3, 120)),
     ahead=(leased(A, 2, 132),),
 )
-REPORT = InnerReport(round=7, inner_steps=5, tokens=500, loss=1.5, seconds=2.0)
+REPORT = InnerReport(round=7, inner_steps=5, samples=20, tokens=301, loss=1.5, seconds=2.0)
 
 
 def test_the_round_is_trained_as_assigned_within_the_plans_time() -> None:
@@ -51,14 +51,24 @@ def test_a_node_without_a_lease_trains_nothing_ahead(node_id: NodeId) -> None:
     assert work_ahead_of(PLAN, node_id) is None
 
 
-@pytest.mark.parametrize(("asked", "steps", "tokens"), [(7, 5, 500), (5, 5, 500), (2, 2, 200)])
+@pytest.mark.parametrize(("asked", "steps", "tokens"), [(7, 5, 301), (5, 5, 301), (2, 2, 121)])
 def test_no_more_inner_steps_count_than_were_asked(asked: int, steps: int, tokens: int) -> None:
-    assert counted(REPORT, leased(A, asked, 0)) == replace(REPORT, inner_steps=steps, tokens=tokens)
+    less = replace(REPORT, inner_steps=steps, samples=4 * steps, tokens=tokens)
+    assert counted(REPORT, leased(A, asked, 0)) == less
+
+
+def test_a_part_of_work_on_few_tokens_is_work_still() -> None:
+    few = replace(REPORT, tokens=1)
+    assert counted(few, leased(A, 2, 0)).tokens == 1
+    assert counted(replace(few, tokens=0), leased(A, 2, 0)).tokens == 0
 
 
 def test_another_plan_of_the_round_counts_no_more_than_it_leases() -> None:
     trained = trained_of(REPORT)
-    assert trained == Trained(inner_steps=5, tokens=500, loss=1.5, seconds=2.0)
+    assert trained == Trained(inner_steps=5, samples=20, tokens=301, loss=1.5, seconds=2.0)
     less = counted_anew(trained, leased(A, 3, 0), context=16)
-    assert less == replace(trained, inner_steps=3, tokens=3 * 4 * 16)
+    assert less == replace(trained, inner_steps=3, samples=12, tokens=12 * 16)
+    assert counted_anew(trained, leased(A, 4, 0), context=16) == replace(
+        trained, inner_steps=4, samples=16, tokens=16 * 16
+    )
     assert counted_anew(trained, leased(A, 9, 0), context=16) == trained

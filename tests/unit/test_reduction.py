@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from node.exchange.codecs.codec import Codec
 from node.exchange.codecs.registry import codec_named
-from node.exchange.reduction import Reduction, bounded_weights, missed_in_a_row, most_tokens
+from node.exchange.reduction import Reduction, bounded_weights, missed_in_a_row
 from node.exchange.transport.transport import TransferRefusedError
 from protocol.payload import Payload
 from protocol.rounds import BLOCK, Commit, Contributor, NodeId, SliceOutcome
@@ -36,7 +36,7 @@ def reduction_at_a(uplink: Codec = FP32) -> Reduction:
         plan=PLAN,
         slice_=PLAN.slices[0],
         uplink=uplink,
-        max_tokens=most_tokens(PLAN.assignments, context=1),
+        context=1,
     )
 
 
@@ -65,8 +65,10 @@ def mean_of(reduction: Reduction) -> tuple[Payload, tuple[Contributor, ...]]:
         ({"num_elements": BLOCK - 1}, "elements"),
         ({"codec": "int8/1"}, "fp32/1"),
         ({"body_bytes": 4 * BLOCK + 1}, "no body"),
-        ({"tokens": 0}, "assigned"),
-        ({"tokens": TOKENS + 1}, "assigned"),
+        ({"samples": TOKENS + 1, "tokens": TOKENS}, f"{TOKENS + 1} samples .* were assigned"),
+        ({"tokens": 0}, "0 tokens in 8 samples"),
+        ({"tokens": TOKENS + 1}, "9 tokens in 8 samples"),
+        ({"samples": 1, "tokens": 2}, "2 tokens in 1 samples .* have 1"),
     ],
 )
 def test_a_header_that_does_not_fit_is_refused_unread(change: dict[str, Any], why: str) -> None:
@@ -117,7 +119,7 @@ def test_a_node_cannot_change_its_contribution_and_may_repeat_it() -> None:
     reduction.add(contribution(B, 2))  # two that were admitted at the same time
     payload, contributors = mean_of(reduction)
     assert FP32.decode(payload.body, BLOCK)[0] == 1
-    assert contributors == (Contributor(node_id=B, tokens=TOKENS),)
+    assert contributors == (Contributor(node_id=B, samples=TOKENS, tokens=TOKENS),)
 
 
 def test_the_order_of_arrival_changes_no_bit_and_tokens_are_the_weights() -> None:
@@ -186,7 +188,20 @@ def test_late_work_counts_in_a_later_mean_and_not_twice_by_its_absence() -> None
     give(reduction, contribution(B, 5, tokens=4))
     payload, contributors = mean_of(reduction)
     assert FP32.decode(payload.body, BLOCK)[0] == 1
-    assert contributors == (Contributor(node_id=B, tokens=4),)
+    assert contributors == (Contributor(node_id=B, samples=4, tokens=4),)
+
+
+def test_late_work_weighs_as_if_as_much_of_it_counted_as_of_what_is_here() -> None:
+    """Of A's 8 tokens 1 counts and of B's 3, so of C's 2 may: it is late, and nobody knows better."""
+    reduction = reduction_at_a()
+    for sender, value, tokens in ((A, 6, 1), (B, 10, 3)):
+        given = contribution(sender, value)
+        give(reduction, replace(given, header=replace(given.header, tokens=tokens)))
+    reduced = reduction.result(downlink=FP32, run_digest=RUN, node_id=A)
+    assert reduced is not None
+    assert reduced.weighed_tokens == 1 + 3 + 2
+    assert FP32.decode(reduced.payload.body, BLOCK)[0] == pytest.approx((6 * 1 + 10 * 3) / 6)
+    assert [(c.samples, c.tokens) for c in reduced.contributors] == [(TOKENS, 1), (TOKENS, 3)]
 
 
 def test_a_reducer_divides_its_own_error_by_the_share_that_it_has_beside_late_work() -> None:
@@ -240,7 +255,8 @@ def missed_after(*rounds: tuple[str, str], own_slices: tuple[int, ...] = ()) -> 
                     num_elements=BLOCK,
                     digest=None if names == "-" else RUN,
                     contributors=tuple(
-                        Contributor(node_id=NodeId(name), tokens=1) for name in names.strip("-")
+                        Contributor(node_id=NodeId(name), samples=1, tokens=1)
+                        for name in names.strip("-")
                     ),
                 )
                 for index, names in enumerate(slices)

@@ -17,6 +17,7 @@ def report_of(
     return InnerReport(
         round=round_,
         inner_steps=2,
+        samples=tokens,
         tokens=tokens,
         loss=1.0,
         seconds=4.0,

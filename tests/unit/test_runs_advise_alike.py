@@ -101,5 +101,5 @@ def test_shared_tokens_are_the_full_round_that_all_else_goes_by() -> None:
     assert (spec.round_steps, spec.node_steps) == (30, 10)
     rules = rules_of(spec)
     assert (rules.round_steps, rules.inner_steps) == (30, 10)
-    full = (Contributor(node_id=NodeId("a"), tokens=30720),)
+    full = (Contributor(node_id=NodeId("a"), samples=30720 // spec.model.context, tokens=1),)
     assert rate_scale_of(spec).of(full) == 1

@@ -76,8 +76,8 @@ def detached(node_id: NodeId) -> Detached:
 
 
 def reports_up_to_commit(number: int) -> list[Event]:
-    trained = Trained(inner_steps=5, tokens=80, loss=2.5, seconds=1.5)
-    contributors = (Contributor(node_id=A, tokens=80), Contributor(node_id=B, tokens=80))
+    trained = Trained(inner_steps=5, samples=10, tokens=80, loss=2.5, seconds=1.5)
+    contributors = tuple(Contributor(node_id=n, samples=10, tokens=80) for n in (A, B))
     reduced = [
         SliceReduced(
             node_id=node_id,

@@ -1,8 +1,11 @@
 """Samples: counted once when a commit took them, else leased again before new ones."""
 
+from dataclasses import replace
+
 from swarm_scene import INITIAL, STEP_TOKENS, TOKENS, Scene, digest_of, of_kind
 
-from coordinator.swarm.actions import AskRefetch, SendPlan
+from coordinator.swarm.actions import AskRefetch, SendIdle, SendPlan
+from coordinator.swarm.books import book, unbook
 from coordinator.swarm.events import SamplesSkipped
 from coordinator.swarm.ledger import Places, free_again, num_reached
 from protocol.rounds import BOOK_PLACES, CorpusSummary, book_of_data
@@ -17,8 +20,10 @@ def two_nodes() -> Scene:
     return scene
 
 
-def next_round(scene: Scene, *names: str, tokens: dict[str, int]) -> None:
-    scene.commit(*names, tokens=tokens)
+def next_round(
+    scene: Scene, *names: str, tokens: dict[str, int], samples: dict[str, int] | None = None
+) -> None:
+    scene.commit(*names, tokens=tokens, samples=samples)
     scene.apply(digest_of(f"after {scene.state.committed_round}"), *names)
 
 
@@ -95,9 +100,68 @@ def test_a_slower_node_takes_the_short_piece() -> None:
 
 def test_a_part_of_an_inner_step_is_not_counted() -> None:
     scene = two_nodes()
-    partial = 3 * STEP_TOKENS - 1
-    next_round(scene, "node-a", "node-b", tokens={"node-a": partial, "node-b": partial})
+    partial = {"node-a": 5, "node-b": 5}
+    next_round(scene, "node-a", "node-b", tokens={"node-a": 9, "node-b": 40}, samples=partial)
     assert pieces(scene.state.ledger.committed) == [(0, 4), (10, 14)]
+
+
+def test_samples_are_counted_whole_however_few_of_their_tokens_count() -> None:
+    scene = two_nodes()
+    tokens, samples = {"node-a": 1, "node-b": 30}, {"node-a": 10, "node-b": 6}
+    next_round(scene, "node-a", "node-b", tokens=tokens, samples=samples)
+    assert pieces(scene.state.ledger.committed) == [(0, 16)]
+    assert scene.state.token_clock == 31
+    assert scene.member("node-a").committed_tokens == 1
+    assert scene.state.last_closed is not None
+    assert scene.state.last_closed.tokens == 31
+
+
+def test_samples_without_a_token_to_predict_are_used_up_and_trained_by_nobody_else() -> None:
+    scene = two_nodes()
+    scene.train("node-a", tokens=0, samples=10)
+    scene.train("node-b")
+    assert of_kind(scene.log, SendIdle)[-1].node_ids == ("node-a",)
+    next_round(scene, "node-a", "node-b", tokens={"node-b": TOKENS})
+    assert pieces(scene.state.ledger.committed) == [(0, 20)]
+    assert scene.state.token_clock == TOKENS
+
+
+def test_a_node_alone_comes_past_samples_without_a_token_to_predict() -> None:
+    scene = Scene(min_nodes=1)
+    scene.attach("node-a")
+    scene.train("node-a", tokens=0, samples=10)
+    scene.reduce("node-a", 0, None)
+    closed = scene.state.last_closed
+    assert closed is not None and closed.is_void and closed.tokens == 0
+    assert pieces(scene.state.ledger.committed) == [(0, 10)]
+    assert leases(scene) == [(10, 10)]
+
+
+def test_samples_that_nobody_trained_are_leased_again() -> None:
+    """As those of a node whose time was over before its first step."""
+    scene = Scene(min_nodes=1)
+    scene.attach("node-a")
+    scene.train("node-a", tokens=0, samples=0, inner_steps=0)
+    scene.reduce("node-a", 0, None)
+    assert leases(scene) == [(0, 10)]
+
+
+def test_what_is_taken_back_leaves_samples_without_tokens_used_up() -> None:
+    scene = two_nodes()
+    scene.train("node-b", tokens=0, samples=10)
+    scene.commit("node-a", "node-b", tokens={"node-a": TOKENS})
+    assert pieces(scene.state.ledger.committed) == [(0, 20)]
+    commit = scene.round.commit
+    assert commit is not None
+    again = book(unbook(scene.state, commit), commit)
+    assert (again.ledger, again.token_clock) == (scene.state.ledger, scene.state.token_clock)
+    void = replace(
+        commit,
+        slices=tuple(replace(one, digest=None, contributors=()) for one in commit.slices),
+    )
+    taken_back = book(unbook(scene.state, commit), void)
+    assert pieces(taken_back.ledger.committed) == [(10, 20)]
+    assert taken_back.token_clock == 0
 
 
 def test_samples_count_by_the_largest_weight_in_any_slice() -> None:

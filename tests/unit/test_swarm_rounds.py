@@ -138,7 +138,7 @@ def test_a_result_that_does_not_name_what_each_has_contributed_leaves_its_slice_
     scene = two_nodes()
     before = scene.state
     contributors = tuple(
-        Contributor(node_id=NodeId(name), tokens=1) for name in ("node-b", "node-a")
+        Contributor(node_id=NodeId(name), samples=1, tokens=1) for name in ("node-b", "node-a")
     )
     reduced = SliceReduced(
         node_id=NodeId("node-a"),
@@ -339,7 +339,12 @@ def test_reports_of_other_rounds_and_of_strangers_change_nothing() -> None:
     scene.hold("node-a", 9, RESULT)
     scene.reduce("node-z", 0, RESULT)
     scene.train("node-z")
-    scene.train("node-a", tokens=TOKENS + 1)
+    scene.train("node-a", tokens=TOKENS, samples=11)
+    scene.train("node-a", tokens=TOKENS + 1, samples=10)
+    scene.train("node-a", tokens=9, samples=1)
+    scene.reduce("node-a", 0, RESULT, {"node-b": TOKENS}, samples={"node-b": 11})
+    scene.reduce("node-a", 0, RESULT, {"node-b": TOKENS + 1}, samples={"node-b": 10})
+    scene.reduce("node-a", 0, RESULT, {"node-b": 9}, samples={"node-b": 1})
     assert scene.state == before
 
 
@@ -395,3 +400,36 @@ def test_the_next_plan_begins_where_schedules_were_told_that_they_would_be() -> 
     assert scene.state.token_clock == TOKENS
     late = of_kind(scene.log, SendPlan)[-1].plan
     assert (late.token_clock, late.round_tokens) == (2 * TOKENS, TOKENS)
+
+
+def test_schedules_in_tokens_expect_of_a_plan_what_counted_of_those_before() -> None:
+    """A quarter of the places in chats, say: the clock that steps go by must not run four times as fast."""
+    scene = two_nodes()
+    few, all_samples = (
+        dict.fromkeys(("node-a", "node-b"), TOKENS // 4),
+        {"node-a": 10, "node-b": 10},
+    )
+    scene.commit("node-a", "node-b", tokens=few, samples=all_samples)
+    scene.apply(digest_of("one"), "node-a", "node-b")
+    plan = of_kind(scene.log, SendPlan)[-1].plan
+    # The first plan could not know, and what it told stays the least.
+    assert plan.token_clock == 2 * TOKENS and plan.round_tokens == 0
+    assert scene.state.token_clock == TOKENS // 2
+    assert "; of 160 tokens in their samples about 40 count" in plan.reason
+    for number in range(2, 6):
+        scene.commit("node-a", "node-b", tokens=few, samples=all_samples)
+        scene.apply(digest_of(str(number)), "node-a", "node-b")
+    plan = of_kind(scene.log, SendPlan)[-1].plan
+    assert scene.state.token_clock == 5 * TOKENS // 2
+    assert (plan.token_clock, plan.round_tokens) == (scene.state.token_clock, TOKENS // 2)
+
+
+def test_before_anything_counted_all_of_a_plan_is_expected_to() -> None:
+    scene = Scene(min_nodes=1)
+    scene.attach("node-a")
+    scene.attach("node-b", at=0)
+    scene.train("node-a", tokens=0, samples=10)
+    scene.reduce("node-a", 0, None)
+    plan = of_kind(scene.log, SendPlan)[-1].plan
+    assert (plan.round, len(plan.assignments)) == (2, 2)
+    assert (plan.token_clock, plan.round_tokens) == (TOKENS, TOKENS)

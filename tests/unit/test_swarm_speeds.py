@@ -91,9 +91,9 @@ def test_a_report_counts_as_a_measurement_once() -> None:
 
 
 def test_the_first_measurement_counts_fully_and_later_ones_half() -> None:
-    first = measured(None, Trained(inner_steps=6, tokens=1, loss=1.0, seconds=2.0))
+    first = measured(None, Trained(inner_steps=6, samples=1, tokens=1, loss=1.0, seconds=2.0))
     assert first == 3.0
-    second = measured(first, Trained(inner_steps=5, tokens=1, loss=1.0, seconds=1.0))
+    second = measured(first, Trained(inner_steps=5, samples=1, tokens=1, loss=1.0, seconds=1.0))
     assert second == 4.0
 
 

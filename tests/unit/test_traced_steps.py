@@ -119,6 +119,7 @@ def test_two_parts_of_a_rounds_training_add_up_if_both_were_measured(
         return InnerReport(
             round=1,
             inner_steps=1,
+            samples=1,
             tokens=8,
             loss=1.0,
             seconds=4.0,

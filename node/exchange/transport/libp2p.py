@@ -38,7 +38,7 @@ from protocol.rounds import NodeId, RosterEntry
 from protocol.v1 import transfer_pb2 as wire
 from protocol.wire_count import WireCounts
 
-PROTOCOL = "atoll/5/transfer"
+PROTOCOL = "atoll/6/transfer"
 """What libp2p calls our streams; a change on the wire is a new number."""
 
 MOST_AT_REST = 16

@@ -52,4 +52,4 @@ class Dataset(Protocol):
         """Says which samples come next, so that what is far can be on its way."""
 
     def num_counted(self, split: Split, indices: Indices) -> int:
-        """Tokens of these samples that are to be predicted, at least 1."""
+        """Tokens of these samples that are to be predicted; 0 where masks leave none."""

@@ -215,7 +215,7 @@ class TokenShards:
     def num_counted(self, split: Split, indices: Indices) -> int:
         """See Dataset."""
         counted = self._counted(split, indices)
-        return len(indices) * self._context if counted is None else max(1, int(counted.sum()))
+        return len(indices) * self._context if counted is None else int(counted.sum())
 
     def _tokens(self, shard: ShardEntry, start: int, stop: int) -> Tokens:
         size = self._manifest.token_bytes

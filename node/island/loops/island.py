@@ -144,7 +144,9 @@ class LoopIsland:
             await self._wait_for_loop(min(work.max_seconds, self._return_seconds))
         loop = self._whole
         if loop is None or (is_ahead and loop.is_fresh):
-            return InnerReport(round=work.round, inner_steps=0, tokens=0, loss=0.0, seconds=0.0)
+            return InnerReport(
+                round=work.round, inner_steps=0, samples=0, tokens=0, loss=0.0, seconds=0.0
+            )
         if loop.is_fresh:
             await self.adopt()
         self._last_round = work.round
@@ -405,7 +407,10 @@ class LoopIsland:
         visitor.say(told)
 
     def _report_of(self, work: InnerWork, loop: Loop, answers: list[Trained]) -> InnerReport:
-        """What all ranks trained; of a step, no more tokens count than the plan leased for it."""
+        """What all ranks trained; of a step, no more tokens count than the plan leased for it.
+
+        Its samples are used up, whatever the loop trained instead of them.
+        """
         steps = answers[0].steps
         trained = sum(answer.tokens for answer in answers)
         counted = min(trained, steps * self._spec.tokens_per_inner_step)
@@ -413,7 +418,7 @@ class LoopIsland:
         if not (is_leased or self._has_told_counting):
             self._has_told_counting = True
             log.info(
-                "the loop brings data of its own: the ledger counts its tokens, not which samples",
+                "the loop brings data of its own: its tokens weigh, and the leased samples are used up",
                 tokens_per_step=trained // max(1, steps),
                 counted_per_step=counted // max(1, steps),
             )
@@ -421,8 +426,8 @@ class LoopIsland:
         return InnerReport(
             round=work.round,
             inner_steps=steps,
+            samples=steps * self._spec.inner.batch,
             tokens=counted,
-            counted_tokens=counted,
             loss=sum(losses) / len(losses) if losses else 0.0,
             seconds=max(answer.seconds for answer in answers),
         )
