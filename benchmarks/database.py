@@ -18,18 +18,10 @@ from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from coordinator.store import Store
-from coordinator.swarm.events import (
-    Attached,
-    CommitApplied,
-    Evaluated,
-    Event,
-    Reported,
-    ResultHeld,
-    SliceReduced,
-    TrainingDone,
-)
-from coordinator.swarm.state import Rules, SwarmState, Trained
+from coordinator.swarm.events import Attached, Event, Reported, ReportedTogether
+from coordinator.swarm.state import Rules, SwarmState
 from coordinator.swarm.transition import step
+from protocol.messages import Applied, Evaluated, Held, Reduced, Trained
 from protocol.rounds import (
     CONTRIBUTION_DIGEST_BYTES,
     ContributionDigest,
@@ -112,28 +104,31 @@ def events_of(state: SwarmState, node_ids: Sequence[NodeId]) -> list[Event]:
     )
     results = {p.slice.index: digest_of(number, p.slice.index) for p in current.slices}
     reduced = [
-        SliceReduced(
+        Reported(
             node_id=progress.slice.reducer_id,
             round=number,
-            slice_index=progress.slice.index,
-            digest=results[progress.slice.index],
-            contributors=contributors,
-            contributions=tuple(
-                contribution_of(number, progress.slice.index, each.node_id) for each in contributors
+            report=Reduced(
+                slice_index=progress.slice.index,
+                digest=results[progress.slice.index],
+                contributors=contributors,
+                contributions=tuple(
+                    contribution_of(number, progress.slice.index, each.node_id)
+                    for each in contributors
+                ),
             ),
         )
         for progress in current.slices
     ]
     held = [
-        ResultHeld(node_id=node_id, round=number, slice_index=index, digest=digest)
+        Reported(node_id=node_id, round=number, report=Held(slice_index=index, digest=digest))
         for node_id in node_ids
         for index, digest in results.items()
     ]
     trained: list[Event] = [
-        TrainingDone(
+        Reported(
             node_id=each.node_id,
             round=number,
-            trained=Trained(
+            report=Trained(
                 inner_steps=INNER_STEPS,
                 samples=each.samples,
                 tokens=each.tokens,
@@ -145,18 +140,24 @@ def events_of(state: SwarmState, node_ids: Sequence[NodeId]) -> list[Event]:
     ]
     asked = state.evaluating
     if asked is not None:
-        loss = Evaluated(node_id=asked.node_id, round=asked.round, held_out_loss=2.5, tokens=4096)
+        loss = Reported(
+            node_id=asked.node_id,
+            round=asked.round,
+            report=Evaluated(held_out_loss=2.5, tokens=4096),
+        )
         trained.insert(0, loss)
     applied = [
-        CommitApplied(
+        Reported(
             node_id=node_id,
             round=number,
-            outer_digest=digest_of(number, -1),
-            wire={"contribution": (number * 1000, number * 1000)},
+            report=Applied(
+                outer_digest=digest_of(number, -1),
+                wire={"contribution": (number * 1000, number * 1000)},
+            ),
         )
         for node_id in node_ids
     ]
-    return [*trained, Reported(events=(*reduced, *held)), *applied]
+    return [*trained, ReportedTogether(reports=(*reduced, *held)), *applied]
 
 
 def digest_of(number: int, index: int) -> Digest:

@@ -23,7 +23,6 @@ from node.exchange.outer import Outer
 from node.exchange.outer_optimizer import Sgd
 from node.exchange.rate_scaling import RateScale
 from node.exchange.reducer_error import ReducerError
-from node.exchange.reports import Held, Reduced, Report
 from node.exchange.residual import Residual
 from node.exchange.state.patience import Patience
 from node.exchange.transport.frames import Limits
@@ -34,6 +33,7 @@ from node.machine.freed_memory import keep_freed_memory
 from protocol import convert
 from protocol.identity import Identity
 from protocol.layout import Layout
+from protocol.messages import Held, Reduced, Report
 from protocol.rounds import Commit, Digest
 from protocol.v1 import round_pb2, session_pb2
 from protocol.wire_count import WireCounts

@@ -17,22 +17,15 @@ from google.protobuf.message import Message
 from benchmarks.exchange_case import Case
 from benchmarks.network_lab import NetworkLab
 from benchmarks.processor_time import ProcessorTime, processor_time
-from coordinator.swarm.actions import SendCommit, SendPlan
-from coordinator.swarm.events import (
-    Attached,
-    CommitApplied,
-    Event,
-    HeartbeatSeen,
-    ResultHeld,
-    SliceReduced,
-    TrainingDone,
-)
+from coordinator.swarm.actions import Tell
+from coordinator.swarm.events import Attached, Event, HeartbeatSeen, Reported
 from coordinator.swarm.shares import Rates
-from coordinator.swarm.state import Rules, Trained
+from coordinator.swarm.state import Rules
 from coordinator.swarm.transition import initial_state, step
 from protocol import convert
 from protocol.errors import SystemRefusedError
 from protocol.identity import node_id_of
+from protocol.messages import Applied, Held, Reduced, RoundCommitted, RoundOpened, Trained
 from protocol.rounds import (
     Commit,
     ContributionDigest,
@@ -191,7 +184,7 @@ class Swarm:
         seen_before = self._seen()
         trained = Trained(inner_steps=1, samples=1, tokens=TOKENS, loss=1.0, seconds=1.0)
         for node in self.nodes:
-            self._step(TrainingDone(node_id=node.node_id, round=plan.round, trained=trained))
+            self._step(Reported(node_id=node.node_id, round=plan.round, report=trained))
         for node in self.nodes:
             self._tell(node, do="contribute")
         began: list[float] = []
@@ -229,26 +222,30 @@ class Swarm:
                         for n, t, _ in told["contributors"]
                     )
                     self._step(
-                        SliceReduced(
+                        Reported(
                             node_id=node.node_id,
                             round=told["round"],
-                            slice_index=told["slice"],
-                            digest=None if digest is None else Digest(bytes.fromhex(digest)),
-                            contributors=contributors,
-                            contributions=tuple(
-                                ContributionDigest(bytes.fromhex(each))
-                                for *_, each in told["contributors"]
+                            report=Reduced(
+                                slice_index=told["slice"],
+                                digest=None if digest is None else Digest(bytes.fromhex(digest)),
+                                contributors=contributors,
+                                contributions=tuple(
+                                    ContributionDigest(bytes.fromhex(each))
+                                    for *_, each in told["contributors"]
+                                ),
                             ),
                         )
                     )
                 case "held":
                     held[told["slice"]] = told["at"]
                     self._step(
-                        ResultHeld(
+                        Reported(
                             node_id=node.node_id,
                             round=told["round"],
-                            slice_index=told["slice"],
-                            digest=Digest(bytes.fromhex(told["digest"])),
+                            report=Held(
+                                slice_index=told["slice"],
+                                digest=Digest(bytes.fromhex(told["digest"])),
+                            ),
                         )
                     )
                 case "applied":
@@ -301,17 +298,20 @@ class Swarm:
                 )
             )
         digest = Digest(bytes.fromhex(told["digest"]))
-        self._step(CommitApplied(node_id=node.node_id, round=told["round"], outer_digest=digest))
+        self._step(
+            Reported(node_id=node.node_id, round=told["round"], report=Applied(outer_digest=digest))
+        )
 
     def _step(self, event: Event) -> None:
         transition = step(self._state, event, time.monotonic())
         self._state = transition.state
         for action in transition.actions:
-            if isinstance(action, SendCommit):
-                for node in self.nodes:
-                    self._tell(node, do="commit", message=_encoded(action.commit))
-            elif isinstance(action, SendPlan):
-                self._next_plan = action.plan
+            match action:
+                case Tell(message=RoundCommitted(commit=commit)):
+                    for node in self.nodes:
+                        self._tell(node, do="commit", message=_encoded(commit))
+                case Tell(message=RoundOpened(plan=plan)):
+                    self._next_plan = plan
 
     def _seen(self) -> int:
         """Bytes between all hosts so far, as the lab counts packets."""

@@ -19,11 +19,12 @@ from coordinator.database import DATABASE_NAME
 from coordinator.driver import Driver
 from coordinator.services.session import SessionDesk
 from coordinator.store import Store
-from coordinator.swarm.actions import SendPlan
+from coordinator.swarm.actions import Tell
 from coordinator.swarm.state import SwarmState
 from coordinator.swarm.transition import Transition
 from coordinator.telemetry import Telemetry
 from protocol.errors import UnavailableError
+from protocol.messages import RoundOpened
 from protocol.rounds import NodeId
 from protocol.run_spec import RunSpec
 from protocol.signing import CommitSigner
@@ -118,8 +119,9 @@ class SimulatedCoordinator:
     def _note(self, _: SwarmState, transition: Transition) -> None:
         now = asyncio.get_running_loop().time()
         for action in transition.actions:
-            if isinstance(action, SendPlan):
-                self.begins[action.plan.round] = now
+            match action:
+                case Tell(message=RoundOpened(plan=plan)):
+                    self.begins[plan.round] = now
 
     async def end(self) -> None:
         """Serves nobody any more."""

@@ -14,9 +14,10 @@ from pydantic import TypeAdapter
 
 from coordinator.round_rows import JSON
 from coordinator.rows import packed, put, row_of, rows_of, unpacked
-from coordinator.swarm.state import KEPT_ROUNDS, ClosedRound, SwarmState, Trained
+from coordinator.swarm.state import KEPT_ROUNDS, ClosedRound, SwarmState
 from coordinator.swarm.wire_ledger import all_reduce_bytes
 from protocol import convert
+from protocol.messages import Trained
 from protocol.rounds import Digest, NodeId
 from protocol.signing import statement_of
 from protocol.v1 import round_pb2

@@ -16,33 +16,19 @@ from typing import Any, TypeVar
 
 from coordinator.clock import Clock
 from coordinator.store import Store
-from coordinator.streams import Delivery, RosterDiffers, RosterNow, Stream, what_holds_for
-from coordinator.swarm.actions import (
-    Action,
-    AskCommits,
-    AskEvaluation,
-    AskRefetch,
-    EndSession,
-    OpenSession,
-    SendCommit,
-    SendDeparted,
-    SendFinished,
-    SendIdle,
-    SendPlan,
-    SendResultOffered,
-    SendRoster,
-    SendTakeover,
-)
+from coordinator.streams import Stream, what_holds_for
+from coordinator.swarm.actions import Action, EndSession, OpenSession, SendRoster, Tell
 from coordinator.swarm.events import Event, Started, StreamBroken, Ticked, Woke
 from coordinator.swarm.membership import require_session, roster_of
 from coordinator.swarm.state import Member, SwarmState
 from coordinator.swarm.transition import Transition, next_deadline, step
 from protocol.channel import DEADLINE_SECONDS, RETRY_CAP_SECONDS
 from protocol.errors import AtollError, SessionEndedError, SystemRefusedError
+from protocol.messages import Message, RosterChanged, RosterTold
 from protocol.rounds import NodeId
 
 MAX_UNREAD = 1000
-"""Deliveries that may wait in a session; a node that reads slower than this is better off anew."""
+"""Messages that may wait in a session; a node that reads slower than this is better off anew."""
 
 UNNOTICED_SECONDS = DEADLINE_SECONDS / 2
 """A coordinator that was stopped for less has answered all calls in time: no node has left it."""
@@ -112,7 +98,7 @@ class Driver:
         self._slept = 0.0  # seconds that the core has yet to be told of
         self._streams: dict[NodeId, Stream] = {}
         self._roster_told: SwarmState | None = None  # whose roster they know, once it has changed
-        self._roster_now: RosterNow | None = None  # that roster, once a stream has begun with it
+        self._roster_now: RosterTold | None = None  # that roster, once a stream has begun with it
         self._roster_timer: asyncio.TimerHandle | None = None  # until the next change may be told
         self._changed = asyncio.Event()
         self.is_keeping_time = False
@@ -286,10 +272,10 @@ class Driver:
         self._end(node_id, "its events are read by a newer call")
         stream = Stream(node_id=node_id, session_id=session_id)
         if self._roster_now is None:  # the one that the others know, for changes are told to all
-            self._roster_now = RosterNow(members=roster_of(self._roster_told or self._state))
+            self._roster_now = RosterTold(members=roster_of(self._roster_told or self._state))
         stream.put(self._roster_now)
-        for delivery in what_holds_for(self._state, member, self.clock.now()):
-            stream.put(delivery)
+        for message in what_holds_for(self._state, member, self.clock.now()):
+            stream.put(message)
         self._streams[node_id] = stream
         return stream
 
@@ -329,7 +315,7 @@ class Driver:
         for one in taken:
             for action in one.transition.actions:
                 if not isinstance(action, SendRoster):
-                    self._deliver(action, one.before, one.transition.state)
+                    self._deliver(action)
                     continue
                 self._roster_told = self._roster_told or one.before
                 if self._roster_timer is None:
@@ -337,27 +323,14 @@ class Driver:
             if self._watch is not None:
                 self._watch(one.before, one.transition)
 
-    def _deliver(self, action: Action, before: SwarmState, after: SwarmState) -> None:
+    def _deliver(self, action: Action) -> None:
         match action:
             case OpenSession(node_id=node_id):
                 self._end(node_id, "the node attached anew")
             case EndSession(node_id=node_id, reason=reason):
                 self._end(node_id, reason)
-            case SendPlan(plan=plan):
-                self._send(action, plan.participants)
-            case SendCommit() | SendFinished():
-                self._send(action, tuple(self._streams))
-            case SendDeparted(node_ids=concerned) | SendIdle(node_ids=concerned):
-                participants = _participants(action.round, before, after)
-                self._send(action, tuple(n for n in participants if n not in concerned))
-            case SendTakeover() | SendResultOffered():
-                self._send(action, _participants(action.round, before, after))
-            case (
-                AskEvaluation(node_id=node_id)
-                | AskRefetch(node_id=node_id)
-                | AskCommits(node_id=node_id)
-            ):
-                self._send(action, (node_id,))
+            case Tell(message=message, to=to):
+                self._send(message, tuple(self._streams) if to is None else to)
 
     def _tell_roster(self) -> None:
         """Tells all sessions what has changed in the roster, if anything has."""
@@ -367,7 +340,7 @@ class Driver:
         self._roster_now = None
         was = {entry.node_id: entry for entry in roster_of(before)}
         now = {entry.node_id: entry for entry in roster_of(self._state)}
-        change = RosterDiffers(
+        change = RosterChanged(
             joined=tuple(entry for node_id, entry in now.items() if was.get(node_id) != entry),
             gone=tuple(node_id for node_id in was if node_id not in now),
         )
@@ -382,37 +355,26 @@ class Driver:
         self._roster_timer = None
         self._tell_roster()
 
-    def _send(self, delivery: Delivery, node_ids: tuple[NodeId, ...]) -> None:
+    def _send(self, message: Message, node_ids: tuple[NodeId, ...]) -> None:
         """What is said of members comes after their names."""
         self._tell_roster()
-        self._put(delivery, node_ids)
+        self._put(message, node_ids)
 
-    def _put(self, delivery: Delivery, node_ids: tuple[NodeId, ...]) -> None:
+    def _put(self, message: Message, node_ids: tuple[NodeId, ...]) -> None:
         for node_id in node_ids:
             stream = self._streams.get(node_id)
             if stream is None:
                 continue  # not subscribed: it is told what holds when it subscribes
             if stream.num_unread >= MAX_UNREAD:
-                self._end(node_id, f"{MAX_UNREAD} events wait unread")
+                self._end(node_id, f"{MAX_UNREAD} messages wait unread")
             else:
-                stream.put(delivery)
+                stream.put(message)
 
     def _end(self, node_id: NodeId, reason: str) -> None:
         stream = self._streams.pop(node_id, None)
         if stream is not None:
             what = f"session {stream.session_id} of node {node_id} has ended: {reason}"
             stream.end(SessionEndedError(what, next_step="attach again"))
-
-
-def _participants(number: int, before: SwarmState, after: SwarmState) -> tuple[NodeId, ...]:
-    """Who takes part in a round that was in flight before the step or is after it."""
-    participants = (
-        assignment.node_id
-        for state in (before, after)
-        if state.open_round is not None and state.open_round.number == number
-        for assignment in state.open_round.assignments
-    )
-    return tuple(dict.fromkeys(participants))
 
 
 def _refuse(asked: _Asked, error: Exception) -> None:

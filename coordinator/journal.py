@@ -5,21 +5,21 @@ from pathlib import Path
 import structlog
 
 from coordinator.presets.choosing import Plan
-from coordinator.swarm.actions import (
-    Action,
-    AskCommits,
-    AskRefetch,
-    SendCommit,
-    SendFinished,
-    SendPlan,
-    SendResultOffered,
-    SendTakeover,
-)
+from coordinator.swarm.actions import Tell
 from coordinator.swarm.reach import newly_cut_pairs
 from coordinator.swarm.start import missing
 from coordinator.swarm.state import PRESENT, Member, MemberState, RoundPhase, SwarmState
 from coordinator.swarm.transition import Transition
 from protocol.errors import AtollError
+from protocol.messages import (
+    CommitsWanted,
+    RefetchAsked,
+    ResultOffered,
+    RoundCommitted,
+    RoundOpened,
+    RunFinished,
+    SliceTakenOver,
+)
 from protocol.rounds import NodeId
 
 _log = structlog.get_logger()
@@ -56,36 +56,14 @@ def log_transition(before: SwarmState, transition: Transition) -> None:
         )
     for one, other in newly_cut_pairs(before, after, (node_id for node_id, _, _ in changed)):
         _log.warning("two nodes do not reach each other", nodes=[one.node_name, other.node_name])
-    has_decided = any(_is_decided(action) for action in transition.actions)
+    told = [action for action in transition.actions if isinstance(action, Tell)]
+    has_decided = any(
+        isinstance(news.message, RoundCommitted) and not news.is_learned for news in told
+    )
     if after.committed_round > before.committed_round and not has_decided:
         _log.info("round learned", round=after.committed_round, reason=_reason(after))
-    for action in transition.actions:
-        match action:
-            case SendPlan(plan=plan):
-                nodes = len(plan.participants)
-                _log.info("round opened", round=plan.round, nodes=nodes, reason=plan.reason)
-            case SendCommit(commit=commit) if _is_decided(action):
-                _log_commit(after, commit.round)
-            case SendTakeover():
-                _log.info(
-                    "slice taken over",
-                    round=action.round,
-                    slice=action.slice_index,
-                    reducer=_name(after, action.reducer_id),
-                )
-            case SendResultOffered():
-                _log.info(
-                    "result offered by holders",
-                    round=action.round,
-                    slice=action.slice_index,
-                    holders=[_name(after, node_id) for node_id in action.holder_ids],
-                )
-            case AskCommits(node_id=node_id, after_round=number):
-                _log.warning("node is ahead of us", node=_name(after, node_id), our_round=number)
-            case AskRefetch(node_id=node_id, reason=reason):
-                _log.warning("node told to refetch", node=_name(after, node_id), reason=reason)
-            case SendFinished(round=number, reason=reason):
-                _log.info("run finished", round=number, reason=reason)
+    for news in told:
+        _log_message(after, news)
     for held_out in after.held_out[len(before.held_out) :]:
         own = {} if held_out.metric is None else {"metric": round(held_out.metric, 4)}
         _log.info("evaluated", round=held_out.round, held_out_loss=round(held_out.loss, 4), **own)
@@ -93,9 +71,28 @@ def log_transition(before: SwarmState, transition: Transition) -> None:
     _log_phases(before, after)
 
 
-def _is_decided(action: Action) -> bool:
-    """Whether it is a commit that this coordinator has just made."""
-    return isinstance(action, SendCommit) and not action.is_learned
+def _log_message(after: SwarmState, told: Tell) -> None:
+    """What nodes are told of, as far as it is news to who runs the swarm."""
+    match told.message:
+        case RoundOpened(plan=plan):
+            nodes = len(plan.participants)
+            _log.info("round opened", round=plan.round, nodes=nodes, reason=plan.reason)
+        case RoundCommitted(commit=commit) if not told.is_learned:
+            _log_commit(after, commit.round)
+        case SliceTakenOver(round=number, slice_index=index, reducer_id=reducer_id):
+            reducer = _name(after, reducer_id)
+            _log.info("slice taken over", round=number, slice=index, reducer=reducer)
+        case ResultOffered(round=number, slice_index=index, holder_ids=holder_ids):
+            holders = [_name(after, node_id) for node_id in holder_ids]
+            _log.info("result offered by holders", round=number, slice=index, holders=holders)
+        case CommitsWanted(after_round=number):
+            for node_id in told.to or ():
+                _log.warning("node is ahead of us", node=_name(after, node_id), our_round=number)
+        case RefetchAsked(reason=reason):
+            for node_id in told.to or ():
+                _log.warning("node told to refetch", node=_name(after, node_id), reason=reason)
+        case RunFinished(round=number, reason=reason):
+            _log.info("run finished", round=number, reason=reason)
 
 
 def _log_start(before: SwarmState, after: SwarmState) -> None:

@@ -12,8 +12,9 @@ from typing import TypeVar
 from pydantic import ConfigDict, TypeAdapter
 
 from coordinator.rows import packed, put, row_of, rows_of, unpacked
-from coordinator.swarm.state import Round, SliceProgress, Trained
+from coordinator.swarm.state import Round, SliceProgress
 from protocol import convert
+from protocol.messages import Trained
 from protocol.rounds import Digest, NodeId
 from protocol.v1 import round_pb2
 

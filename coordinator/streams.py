@@ -1,23 +1,10 @@
 """What sessions are told: what holds when one begins to listen, and then each thing that happens.
 
-Who is told what of a step is the driver's; how it looks on the wire is coordinator.services.deliveries'.
+Who is told what of a step is the driver's; how it looks on the wire is protocol.messages'.
 """
 
 import asyncio
-from dataclasses import dataclass
 
-from coordinator.swarm.actions import (
-    AskCommits,
-    AskEvaluation,
-    AskRefetch,
-    SendCommit,
-    SendDeparted,
-    SendFinished,
-    SendIdle,
-    SendPlan,
-    SendResultOffered,
-    SendTakeover,
-)
 from coordinator.swarm.agreement import may_bring_commits
 from coordinator.swarm.explain import explain
 from coordinator.swarm.rounds import holders_of, plan_of
@@ -33,38 +20,19 @@ from coordinator.swarm.state import (
 from coordinator.swarm.takeover import takeover_of
 from coordinator.swarm.turn import is_present
 from protocol.errors import AtollError
-from protocol.rounds import NodeId, RosterEntry
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RosterNow:
-    """The present members, in the order of their node ids."""
-
-    members: tuple[RosterEntry, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RosterDiffers:
-    """What changed in the roster: a thousand nodes are not told of all others when one joins."""
-
-    joined: tuple[RosterEntry, ...]
-    gone: tuple[NodeId, ...]
-
-
-Delivery = (
-    RosterNow
-    | RosterDiffers
-    | SendPlan
-    | SendCommit
-    | SendDeparted
-    | SendIdle
-    | SendTakeover
-    | SendResultOffered
-    | AskCommits
-    | AskEvaluation
-    | AskRefetch
-    | SendFinished
+from protocol.messages import (
+    CommitsWanted,
+    EvaluationAsked,
+    Message,
+    ParticipantsDeparted,
+    ParticipantsIdle,
+    RefetchAsked,
+    ResultOffered,
+    RoundCommitted,
+    RoundOpened,
+    RunFinished,
 )
+from protocol.rounds import NodeId
 
 
 class Stream:
@@ -73,10 +41,10 @@ class Stream:
     def __init__(self, *, node_id: NodeId, session_id: int) -> None:
         self.node_id = node_id
         self.session_id = session_id
-        self._unread: asyncio.Queue[Delivery | AtollError] = asyncio.Queue()
+        self._unread: asyncio.Queue[Message | AtollError] = asyncio.Queue()
 
-    async def next(self) -> Delivery:
-        """Waits for the next delivery; raises SessionEndedError, or another reason, at the end."""
+    async def next(self) -> Message:
+        """Waits for the next message; raises SessionEndedError, or another reason, at the end."""
         item = await self._unread.get()
         if isinstance(item, AtollError):
             self._unread.put_nowait(item)  # an ended stream stays ended
@@ -85,12 +53,12 @@ class Stream:
 
     @property
     def num_unread(self) -> int:
-        """Deliveries that wait."""
+        """Messages that wait."""
         return self._unread.qsize()
 
-    def put(self, delivery: Delivery) -> None:
-        """Adds a delivery."""
-        self._unread.put_nowait(delivery)
+    def put(self, message: Message) -> None:
+        """Adds a message."""
+        self._unread.put_nowait(message)
 
     def end(self, error: AtollError) -> None:
         """Ends the stream at once; what was not read is void."""
@@ -99,11 +67,11 @@ class Stream:
         self._unread.put_nowait(error)
 
 
-def what_holds_for(state: SwarmState, member: Member, now: float) -> list[Delivery]:
+def what_holds_for(state: SwarmState, member: Member, now: float) -> list[Message]:
     """What a session has to know that subscribes now, after whatever it missed; all but the roster."""
-    held: list[Delivery] = []
+    held: list[Message] = []
     if state.is_finished and state.outer_digest is not None:
-        finished = SendFinished(
+        finished = RunFinished(
             round=state.committed_round,
             outer_digest=state.outer_digest,
             reason=explain(state, now),
@@ -112,32 +80,32 @@ def what_holds_for(state: SwarmState, member: Member, now: float) -> list[Delive
     elif (open_round := state.open_round) is not None:
         participants = tuple(assignment.node_id for assignment in open_round.assignments)
         if open_round.commit is not None:
-            held.append(SendCommit(commit=open_round.commit))
+            held.append(RoundCommitted(commit=open_round.commit))
         elif member.node_id in participants:
-            held.append(SendPlan(plan=plan_of(open_round, time_of_round(state, now))))
+            held.append(RoundOpened(plan=plan_of(open_round, time_of_round(state, now))))
             held.extend(_news_of(state, open_round, time_of_round(state, now)))
     if state.evaluating is not None and state.evaluating.node_id == member.node_id:
-        held.append(AskEvaluation(node_id=member.node_id, round=state.evaluating.round))
+        held.append(EvaluationAsked(round=state.evaluating.round))
     if may_bring_commits(state, member) and member.state is not MemberState.DIVERGED:
-        held.append(AskCommits(node_id=member.node_id, after_round=last_sure_round(state)))
+        held.append(CommitsWanted(after_round=last_sure_round(state)))
     if (refetch := _refetch_due(state, member)) is not None:
         held.append(refetch)
     return held
 
 
-def _news_of(state: SwarmState, current: Round, now: float) -> list[Delivery]:
+def _news_of(state: SwarmState, current: Round, now: float) -> list[Message]:
     """What happened to the round since its plan was sent."""
-    news: list[Delivery] = []
+    news: list[Message] = []
     participants = tuple(assignment.node_id for assignment in current.assignments)
     if departed := tuple(n for n in participants if not is_present(state, n)):
-        news.append(SendDeparted(round=current.number, node_ids=departed))
+        news.append(ParticipantsDeparted(round=current.number, node_ids=departed))
     if idle := tuple(n for n, trained in current.trained.items() if trained.tokens == 0):
-        news.append(SendIdle(round=current.number, node_ids=idle))
+        news.append(ParticipantsIdle(round=current.number, node_ids=idle))
     for progress in current.slices:
         if progress.attempt:
             news.append(takeover_of(current.number, progress, now))
         if progress.is_offered and progress.digest is not None:
-            offered = SendResultOffered(
+            offered = ResultOffered(
                 round=current.number,
                 slice_index=progress.slice.index,
                 digest=progress.digest,
@@ -147,22 +115,20 @@ def _news_of(state: SwarmState, current: Round, now: float) -> list[Delivery]:
     return news
 
 
-def _refetch_due(state: SwarmState, member: Member) -> AskRefetch | None:
+def _refetch_due(state: SwarmState, member: Member) -> RefetchAsked | None:
     """What a member must fetch whose state cannot become the swarm's by replaying commits."""
     if member.state is not MemberState.DIVERGED:
         return None
     reason = f"the state it holds at round {member.outer_round} is not the swarm's"
     if state.outer_digest is not None:
-        return AskRefetch(
-            node_id=member.node_id,
+        return RefetchAsked(
             round=state.committed_round,
             outer_digest=state.outer_digest,
             reason=reason,
         )
     if state.open_round is not None and state.open_round.phase is RoundPhase.APPLYING:
         # The nodes have yet to agree on the newest state; the one it builds on is certain.
-        return AskRefetch(
-            node_id=member.node_id,
+        return RefetchAsked(
             round=state.open_round.number - 1,
             outer_digest=state.open_round.base_digest,
             reason=reason,

@@ -17,7 +17,6 @@ from node.duties.lasting_island import LastingIsland
 from node.duties.work import CatchUpNeeded, PlanReceived
 from node.exchange.exchange import Exchange
 from node.exchange.outer import Outer
-from node.exchange.reports import Report
 from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.state.patience import Patience
 from node.exchange.tokens import HeldTokens, PeerTokens
@@ -27,20 +26,24 @@ from node.history import History
 from node.island.island import Island
 from node.island.supplied import SuppliedIsland
 from node.link.calls import Announcement, Attachment, CoordinatorLink, Vitals
-from node.link.events import (
-    CommitsWanted,
-    Event,
-    ParticipantsDeparted,
-    ParticipantsIdle,
-    ResultOffered,
-    RosterChanged,
-    RoundCommitted,
-    RoundOpened,
-    SliceTakenOver,
-)
 from node.link.session import Session
 from protocol.channel import retried
 from protocol.errors import AtollError, SystemRefusedError
+from protocol.messages import (
+    CommitsWanted,
+    EvaluationAsked,
+    Message,
+    ParticipantsDeparted,
+    ParticipantsIdle,
+    RefetchAsked,
+    Report,
+    ResultOffered,
+    RosterTold,
+    RoundCommitted,
+    RoundOpened,
+    RunFinished,
+    SliceTakenOver,
+)
 from protocol.rounds import Commit, CorpusSummary, NodeId, PeerAddress
 from protocol.run_spec import RunSpec
 from protocol.wire_count import WireCounts
@@ -141,7 +144,7 @@ class Daemon:
             announce=self._announcement,
             vitals=self.vitals,
             on_attached=self._on_attached,
-            on_event=self._on_event,
+            on_message=self._on_message,
             rng=rng,
         )
         self._corpus: CorpusSummary | None = None
@@ -319,36 +322,36 @@ class Daemon:
         if attachment.committed_round > self._outer.round:
             self._duties.put(CatchUpNeeded(round=attachment.committed_round))
 
-    def _on_event(self, event: Event) -> None:
+    def _on_message(self, message: Message) -> None:
         self._asking.tell()
-        match event:
-            case RosterChanged(members=members):
+        match message:
+            case RosterTold(members=members):
                 self._exchange.set_roster(members)
                 if self._peer_tokens is not None:
                     self._peer_tokens.set_roster(members)
             case ParticipantsDeparted(node_ids=node_ids):
-                self._exchange.tell(event.round, lambda open_: open_.depart(node_ids))
+                self._exchange.tell(message.round, lambda open_: open_.depart(node_ids))
             case ParticipantsIdle(node_ids=node_ids):
-                self._exchange.tell(event.round, lambda open_: open_.excuse(node_ids))
+                self._exchange.tell(message.round, lambda open_: open_.excuse(node_ids))
             case SliceTakenOver(slice_index=index, reducer_id=reducer, attempt=attempt):
-                deadline = asyncio.get_running_loop().time() + event.contribute_seconds
+                deadline = asyncio.get_running_loop().time() + message.contribute_seconds
                 self._exchange.tell(
-                    event.round, lambda open_: open_.take_over(index, reducer, attempt, deadline)
+                    message.round, lambda open_: open_.take_over(index, reducer, attempt, deadline)
                 )
             case ResultOffered(slice_index=index, digest=digest, holder_ids=holders):
                 self._exchange.tell(
-                    event.round, lambda open_: open_.fetch_offered(index, digest, holders)
+                    message.round, lambda open_: open_.fetch_offered(index, digest, holders)
                 )
             case CommitsWanted(after_round=after_round):
                 self._bring_back(after_round)
             case RoundCommitted(commit=commit):
                 self._duties.decided(commit.round)
-                self._duties.put(event)
+                self._duties.put(message)
             case RoundOpened(plan=plan):
                 now = asyncio.get_running_loop().time()
                 self._duties.put(PlanReceived(plan=plan, at=now))
-            case _:
-                self._duties.put(event)
+            case EvaluationAsked() | RefetchAsked() | RunFinished():
+                self._duties.put(message)
 
     def _bring_back(self, after_round: int) -> None:
         """Gives a coordinator that lost commits those that our state builds on."""

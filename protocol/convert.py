@@ -4,7 +4,7 @@ What comes from the wire is checked for the size of its digests and keys and rai
 ProtocolMismatchError. Whether the values make sense is for who uses them to say.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from protocol.errors import ProtocolMismatchError
 from protocol.identity import PUBLIC_KEY_BYTES
@@ -377,3 +377,8 @@ def wire_counts_to_wire(totals: WireTotals) -> list[session_pb2.WireCount]:
         session_pb2.WireCount(kind=kind, sent_bytes=sent, received_bytes=received)
         for kind, (sent, received) in sorted(totals.items())
     ]
+
+
+def wire_counts_from_wire(wire: Iterable[session_pb2.WireCount]) -> WireTotals:
+    """Bytes sent and received by kind."""
+    return {count.kind: (count.sent_bytes, count.received_bytes) for count in wire}

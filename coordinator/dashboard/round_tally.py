@@ -4,9 +4,10 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from coordinator.swarm.actions import SendCommit, SendTakeover
+from coordinator.swarm.actions import Tell
 from coordinator.swarm.state import SwarmState
 from coordinator.swarm.transition import Transition
+from protocol.messages import RoundCommitted, SliceTakenOver
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +34,12 @@ class RoundTally:
     def hear(self, transition: Transition) -> None:
         """A step was taken."""
         for action in transition.actions:
-            if isinstance(action, SendCommit):
-                self._commits += 1
-                self._void_slices += sum(s.digest is None for s in action.commit.slices)
-            elif isinstance(action, SendTakeover):
-                self._takeovers += 1
+            match action:
+                case Tell(message=RoundCommitted(commit=commit)):
+                    self._commits += 1
+                    self._void_slices += sum(s.digest is None for s in commit.slices)
+                case Tell(message=SliceTakenOver()):
+                    self._takeovers += 1
         self._count_up_to(transition.at)
         self._phase = _phase_of(transition.state)
 

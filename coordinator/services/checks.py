@@ -5,8 +5,9 @@ from collections.abc import Iterable, Sequence
 
 from protocol.errors import BadDataError
 from protocol.identity import node_id_of
+from protocol.messages import Applied, Evaluated, Reduced, Report, Trained
 from protocol.rounds import LayoutSummary, NodeId, PeerAddress
-from protocol.v1.session_pb2 import Utilisation, WireCount
+from protocol.v1.session_pb2 import Utilisation
 from protocol.wire_count import WIRE_KINDS, WireTotals
 
 MAX_NAME_LENGTH = 64
@@ -14,7 +15,6 @@ MAX_WORDS_LENGTH = 256
 MAX_MULTIADDRS = 16
 MAX_MULTIADDR_LENGTH = 256
 MAX_FRAGMENTS = 1024
-MAX_WIRE_KINDS = 16
 MAX_RANKS = 1 << 16
 MAX_COUNT = 1 << 53
 """Of anything that is counted: beyond it JSON readers lose digits, and no honest run comes near."""
@@ -88,18 +88,35 @@ def codecs(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(words(name, of="a codec", max_length=MAX_NAME_LENGTH) for name in names)
 
 
-def wire(counts: Sequence[WireCount]) -> WireTotals:
+def wire(totals: WireTotals) -> WireTotals:
     """Bytes by kind, of kinds that there are."""
-    at_most(counts, MAX_WIRE_KINDS, of="kinds of bytes")
-    totals: dict[str, tuple[int, int]] = {}
-    for counted in counts:
-        if counted.kind not in WIRE_KINDS:
-            raise BadDataError(f"there is no kind of bytes {name(counted.kind, of='a kind')!r}")
-        totals[counted.kind] = (
-            count(counted.sent_bytes, of="the bytes sent"),
-            count(counted.received_bytes, of="the bytes received"),
-        )
+    for kind, (sent, received) in totals.items():
+        if kind not in WIRE_KINDS:
+            raise BadDataError(f"there is no kind of bytes {name(kind, of='a kind')!r}")
+        count(sent, of="the bytes sent")
+        count(received, of="the bytes received")
     return totals
+
+
+def report(told: Report) -> Report:
+    """A report whose figures can be."""
+    match told:
+        case Trained():
+            count(told.samples, of="the number of samples")
+            count(told.tokens, of="the number of tokens")
+            finite(told.loss, of="the loss")
+            finite(told.seconds, of="the training time")
+        case Reduced(contributors=contributors):
+            for contributor in contributors:
+                count(contributor.samples, of="the number of samples")
+                count(contributor.tokens, of="the number of tokens")
+        case Applied():
+            wire(told.wire)
+        case Evaluated():
+            finite(told.held_out_loss, of="the held-out loss")
+            count(told.tokens, of="the number of tokens")
+            finite(told.metric or 0.0, of="the metric")
+    return told
 
 
 def utilisation(said: Utilisation) -> Utilisation:

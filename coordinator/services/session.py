@@ -7,6 +7,7 @@
 # ruff: noqa: N802 (gRPC calls methods by the names that stand in the .proto files)
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -15,32 +16,25 @@ from coordinator.driver import Driver
 from coordinator.journal import log_copy
 from coordinator.services import checks
 from coordinator.services.answering import Context, Gate, answered, answered_when_durable, refuse
-from coordinator.services.deliveries import Messages
 from coordinator.swarm.events import (
     Attached,
     BaseLearned,
-    CommitApplied,
     CommitLearned,
     Detached,
-    Draining,
-    Evaluated,
     HeartbeatSeen,
     HistoryTold,
-    Report,
     Reported,
-    ResultHeld,
-    SliceReduced,
-    TrainingDone,
+    ReportedTogether,
 )
 from coordinator.swarm.membership import HEARTBEATS_PER_LEASE
 from coordinator.swarm.shares import Rates
-from coordinator.swarm.state import Trained
 from coordinator.telemetry import Telemetry
 from protocol import convert
 from protocol.errors import AtollError, BadDataError, CopyAttachedError
+from protocol.messages import Message, RoundCommitted, message_to_wire, report_from_wire
 from protocol.rounds import Commit, NodeId
 from protocol.run_spec import RunSpec
-from protocol.signing import CommitSigner
+from protocol.signing import CommitSigner, statement_of
 from protocol.v1 import round_pb2
 from protocol.v1 import session_pb2 as pb
 from protocol.v1.session_pb2_grpc import SessionServiceServicer
@@ -60,6 +54,27 @@ MAX_STRANGERS = 1024
 yet to a coordinator that was started from an older copy. Those are left out."""
 
 
+class SentMessages:
+    """Messages as they go out, each made once: a plan for a thousand nodes names a thousand nodes."""
+
+    KEPT = 8
+
+    def __init__(self, signer: CommitSigner) -> None:
+        self._signer = signer
+        self._made: deque[tuple[Message, pb.SubscribeResponse]] = deque(maxlen=self.KEPT)
+
+    def made_of(self, message: Message) -> pb.SubscribeResponse:
+        """The message on the wire, a commit with its signature; do not change it."""
+        for known, wire in self._made:
+            if known is message:
+                return wire
+        wire = message_to_wire(message)
+        if isinstance(message, RoundCommitted):
+            wire.commit.signature = self._signer.signature_of(statement_of(wire.commit))
+        self._made.appendleft((message, wire))
+        return wire
+
+
 class SessionDesk:
     """Answers nodes, whose identity the caller has checked. Everything raises AtollError."""
 
@@ -70,7 +85,7 @@ class SessionDesk:
         self._telemetry = telemetry
         self._run = run
         self._signer = signer
-        self._on_wire = Messages(signer)
+        self._sent = SentMessages(signer)
         self._brought: dict[NodeId, Commit] = {}  # the last one that each node brought back
 
     def get_run(self, request: pb.GetRunRequest) -> pb.GetRunResponse:
@@ -156,7 +171,7 @@ class SessionDesk:
         checks.finite(request.let_go_rounds, of="the late work let go")
         if request.HasField("utilisation"):
             checks.utilisation(request.utilisation)
-        checks.wire(request.wire)
+        checks.wire(convert.wire_counts_from_wire(request.wire))
         state = (await self._driver.apply(event)).state
         now = self._driver.clock.now()
         self._telemetry.heartbeat(node_id, request, now=now)
@@ -175,8 +190,8 @@ class SessionDesk:
         checks.at_most(request.reports, MAX_REPORTS, of="reports")
         current = self._driver.state.open_round
         participants = {} if current is None else {current.number: len(current.assignments)}
-        events = tuple(_event_of(node_id, report, participants) for report in request.reports)
-        await self._driver.apply(Reported(events=events), session=session)
+        reports = tuple(_reported(node_id, report, participants) for report in request.reports)
+        await self._driver.apply(ReportedTogether(reports=reports), session=session)
         self._telemetry.heard(node_id, now=self._driver.clock.now())
         return pb.ReportResponse()
 
@@ -254,7 +269,7 @@ class SessionDesk:
         stream = self._driver.subscribe(node_id, request.session_id)
         try:
             while True:
-                yield self._on_wire.message(await stream.next())
+                yield self._sent.made_of(await stream.next())
         except (GeneratorExit, asyncio.CancelledError):  # the reader is gone
             self._driver.stream_broken(stream)
             raise
@@ -262,78 +277,15 @@ class SessionDesk:
             self._driver.unsubscribe(stream)
 
 
-def _event_of(node_id: NodeId, wire: pb.Report, participants: Mapping[int, int]) -> Report:
-    """What a report tells the core.
+def _reported(node_id: NodeId, wire: pb.Report, participants: Mapping[int, int]) -> Reported:
+    """A report that can be. `participants` says how many rounds have whose reports can still matter.
 
-    `participants` says of rounds whose reports can still matter how many they have.
+    Of a round that is over, or has another plan here, nothing but its number is looked at: the plan is
+    another where the coordinator goes on from an older copy.
     """
     number = checks.count(wire.round, of="the round")
-    match wire.WhichOneof("report"):
-        case "trained":
-            trained = wire.trained
-            return TrainingDone(
-                node_id=node_id,
-                round=number,
-                trained=Trained(
-                    inner_steps=trained.inner_steps,
-                    samples=checks.count(trained.samples, of="the number of samples"),
-                    tokens=checks.count(trained.tokens, of="the number of tokens"),
-                    loss=checks.finite(trained.loss, of="the loss"),
-                    seconds=checks.finite(trained.seconds, of="the training time"),
-                ),
-            )
-        case "reduced":
-            reduced = wire.reduced
-            # Of a round that is over, or has another plan here, nothing but its number is looked at:
-            # the plan is another where the coordinator goes on from an older copy.
-            is_of_plan = len(reduced.contributors) <= participants.get(number, 0)
-            told = reduced.contributors if is_of_plan else ()
-            for contributor in told:
-                checks.count(contributor.samples, of="the number of samples")
-                checks.count(contributor.tokens, of="the number of tokens")
-            contributors, contributions = convert.contributors_from_wire(told)
-            return SliceReduced(
-                node_id=node_id,
-                round=number,
-                slice_index=reduced.slice_index,
-                digest=convert.optional_digest_from_wire(reduced.digest, of="a result"),
-                contributors=contributors,
-                contributions=contributions,
-            )
-        case "held":
-            return ResultHeld(
-                node_id=node_id,
-                round=number,
-                slice_index=wire.held.slice_index,
-                digest=convert.digest_from_wire(wire.held.digest, of="a result"),
-            )
-        case "applied":
-            return CommitApplied(
-                node_id=node_id,
-                round=number,
-                outer_digest=convert.digest_from_wire(
-                    wire.applied.outer_digest, of="the outer state"
-                ),
-                incarnation=wire.applied.incarnation,
-                wire=checks.wire(wire.applied.wire),
-            )
-        case "draining":
-            return Draining(node_id=node_id)
-        case "evaluated":
-            return Evaluated(
-                node_id=node_id,
-                round=number,
-                held_out_loss=checks.finite(wire.evaluated.held_out_loss, of="the held-out loss"),
-                tokens=checks.count(wire.evaluated.tokens, of="the number of tokens"),
-                metric=checks.finite(wire.evaluated.metric, of="the metric")
-                if wire.evaluated.HasField("metric")
-                else None,
-            )
-        case _:
-            raise BadDataError(
-                "the report is of no kind that this coordinator knows",
-                next_step="use the same version of Atoll on both sides",
-            )
+    report = report_from_wire(wire, most_contributors=participants.get(number, 0))
+    return Reported(node_id=node_id, round=number, report=checks.report(report))
 
 
 def _rates_of(request: pb.HeartbeatRequest) -> Rates:

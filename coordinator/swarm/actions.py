@@ -1,8 +1,9 @@
-"""What the core asks the edge to do: deliver these to sessions. All state is in SwarmState."""
+"""What the core asks the edge to do. All state is in SwarmState; these only say what follows from it."""
 
 from dataclasses import dataclass
 
-from protocol.rounds import Commit, Digest, NodeId, Plan
+from protocol.messages import Message
+from protocol.rounds import NodeId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,108 +24,16 @@ class EndSession:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendRoster:
-    """The present members changed: every session gets the new roster."""
+    """The present members changed: every session is told how."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SendPlan:
-    """Every participant gets the plan."""
+class Tell:
+    """A message to the sessions of these nodes, or of all."""
 
-    plan: Plan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendCommit:
-    """Every session gets the commit."""
-
-    commit: Commit
-    is_learned: bool = False  # made before this coordinator's database was copied, or in another
+    message: Message
+    to: tuple[NodeId, ...] | None = None  # None: all
+    is_learned: bool = False  # a commit that was made before the database was copied, or in another
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendDeparted:
-    """The other participants of the round learn not to wait for these."""
-
-    round: int
-    node_ids: tuple[NodeId, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendIdle:
-    """The other participants of the round learn not to wait for contributions of these."""
-
-    round: int
-    node_ids: tuple[NodeId, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendTakeover:
-    """All participants learn that a slice has another reducer."""
-
-    round: int
-    slice_index: int
-    reducer_id: NodeId
-    attempt: int
-    contribute_seconds: float  # from its receipt
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendResultOffered:
-    """All participants learn where to fetch a result that its reducer did not hand out."""
-
-    round: int
-    slice_index: int
-    digest: Digest
-    holder_ids: tuple[NodeId, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AskCommits:
-    """One node brings back the commits that its state builds on."""
-
-    node_id: NodeId
-    after_round: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AskEvaluation:
-    """One node measures the held-out loss of the state at this round, before it trains on."""
-
-    node_id: NodeId
-    round: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AskRefetch:
-    """One node fetches its outer state anew."""
-
-    node_id: NodeId
-    round: int
-    outer_digest: Digest
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendFinished:
-    """The run is complete; every session learns it."""
-
-    round: int
-    outer_digest: Digest
-    reason: str
-
-
-Action = (
-    OpenSession
-    | EndSession
-    | SendRoster
-    | SendPlan
-    | SendCommit
-    | SendDeparted
-    | SendIdle
-    | SendTakeover
-    | SendResultOffered
-    | AskCommits
-    | AskEvaluation
-    | AskRefetch
-    | SendFinished
-)
+Action = OpenSession | EndSession | SendRoster | Tell

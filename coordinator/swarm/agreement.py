@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from coordinator.swarm.actions import AskCommits, AskRefetch
+from coordinator.swarm.actions import Tell
 from coordinator.swarm.events import HistoryTold
 from coordinator.swarm.state import (
     PRESENT,
@@ -15,6 +15,7 @@ from coordinator.swarm.state import (
     last_sure_round,
 )
 from coordinator.swarm.turn import Turn, present_members, ready_members, without
+from protocol.messages import CommitsWanted, RefetchAsked
 from protocol.rounds import Digest, NodeId
 
 
@@ -166,7 +167,8 @@ def may_bring_commits(state: SwarmState, member: Member) -> bool:
 
 def _ask_commits(turn: Turn, node_id: NodeId) -> None:
     turn.put_member(replace(turn.state.members[node_id], has_told_history=False))
-    turn.act(AskCommits(node_id=node_id, after_round=last_sure_round(turn.state)))
+    wanted = CommitsWanted(after_round=last_sure_round(turn.state))
+    turn.act(Tell(message=wanted, to=(node_id,)))
 
 
 def _differs(state: SwarmState, member: Member) -> str:
@@ -200,11 +202,6 @@ def _ask_refetch(turn: Turn, member: Member, what: str) -> None:
         target, digest = state.open_round.number - 1, state.open_round.base_digest
     else:
         return
-    turn.act(
-        AskRefetch(
-            node_id=member.node_id,
-            round=target,
-            outer_digest=digest,
-            reason=f"the outer state of {member.node_name} was refused: {what}",
-        )
-    )
+    reason = f"the outer state of {member.node_name} was refused: {what}"
+    refetch = RefetchAsked(round=target, outer_digest=digest, reason=reason)
+    turn.act(Tell(message=refetch, to=(member.node_id,)))

@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 
-from coordinator.swarm.actions import SendFinished
+from coordinator.swarm.actions import Tell
 from coordinator.swarm.deadlines import next_apply_seconds
 from coordinator.swarm.evaluation import ask_somebody, may_be_evaluated
 from coordinator.swarm.state import Member, MemberState, SwarmState
 from coordinator.swarm.turn import Turn, present_members
+from protocol.messages import RunFinished
 
 
 def end_run(turn: Turn) -> None:
@@ -94,10 +95,9 @@ def _finish(turn: Turn) -> None:
     )
     assert state.outer_digest is not None
     turn.state = state
-    turn.act(
-        SendFinished(
-            round=state.committed_round,
-            outer_digest=state.outer_digest,
-            reason=finished_reason(state),
-        )
+    finished = RunFinished(
+        round=state.committed_round,
+        outer_digest=state.outer_digest,
+        reason=finished_reason(state),
     )
+    turn.act(Tell(message=finished))

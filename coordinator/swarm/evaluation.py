@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 
-from coordinator.swarm.actions import AskEvaluation
-from coordinator.swarm.events import Evaluated
+from coordinator.swarm.actions import Tell
 from coordinator.swarm.state import Evaluating, HeldOut, SwarmState
 from coordinator.swarm.turn import Turn, available_members, is_present, present_members
+from protocol.messages import Evaluated, EvaluationAsked
+from protocol.rounds import NodeId
 
 
 def ask_if_due(turn: Turn) -> None:
@@ -47,19 +48,16 @@ def ask_somebody(turn: Turn) -> None:
     until = (turn.now if current is None else current.commit_deadline) + rules.apply_seconds
     asked = Evaluating(node_id=chosen, round=committed, until=until)
     turn.state = replace(state, evaluating=asked)
-    turn.act(AskEvaluation(node_id=chosen, round=committed))
+    turn.act(Tell(message=EvaluationAsked(round=committed), to=(chosen,)))
 
 
-def evaluated(turn: Turn, event: Evaluated) -> None:
+def evaluated(turn: Turn, node_id: NodeId, round: int, report: Evaluated) -> None:
     """Keeps the loss, if it is the one that was asked for."""
     asked = turn.state.evaluating
-    if asked is None or (asked.node_id, asked.round) != (event.node_id, event.round):
+    if asked is None or (asked.node_id, asked.round) != (node_id, round):
         return
     loss = HeldOut(
-        round=event.round,
-        loss=event.held_out_loss,
-        tokens=event.tokens,
-        metric=event.metric,
+        round=round, loss=report.held_out_loss, tokens=report.tokens, metric=report.metric
     )
     turn.state = replace(turn.state, held_out=(*turn.state.held_out, loss), evaluating=None)
 

@@ -1,21 +1,18 @@
 """What can happen to a swarm. Each event is one fact, already authenticated by the edge."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from coordinator.swarm.ledger import Places
 from coordinator.swarm.shares import UNKNOWN, Rates
-from coordinator.swarm.state import Trained
+from protocol.messages import Report
 from protocol.rounds import (
     Commit,
-    ContributionDigest,
-    Contributor,
     CorpusSummary,
     Digest,
     LayoutSummary,
     NodeId,
     PeerAddress,
 )
-from protocol.wire_count import WireTotals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,55 +78,19 @@ class Detached:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingDone:
-    """A participant has taken its inner steps."""
+class Reported:
+    """A node says something about its part in a round."""
 
     node_id: NodeId
     round: int
-    trained: Trained
+    report: Report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SliceReduced:
-    """A reducer has encoded a result, or had nothing to reduce (digest None).
+class ReportedTogether:
+    """Several reports of one node, taken in together before anything is decided by them."""
 
-    `contributions` says of each contributor, in their order, which bytes are in the mean.
-    """
-
-    node_id: NodeId
-    round: int
-    slice_index: int
-    digest: Digest | None
-    contributors: tuple[Contributor, ...]
-    contributions: tuple[ContributionDigest, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResultHeld:
-    """A node holds a slice's result."""
-
-    node_id: NodeId
-    round: int
-    slice_index: int
-    digest: Digest
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommitApplied:
-    """A node has the state at this round, with this digest, and tells what crossed its network."""
-
-    node_id: NodeId
-    round: int
-    outer_digest: Digest
-    incarnation: int = 0
-    wire: WireTotals = field(default_factory=dict)  # since its process started
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Draining:
-    """A node leaves after the round in flight."""
-
-    node_id: NodeId
+    reports: tuple[Reported, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,32 +110,10 @@ class CommitLearned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluated:
-    """A node has measured the held-out loss of the state at a round."""
-
-    node_id: NodeId
-    round: int
-    held_out_loss: float
-    tokens: int
-    metric: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryTold:
     """A node has brought back all the commits that it keeps."""
 
     node_id: NodeId
-
-
-Report = TrainingDone | SliceReduced | ResultHeld | CommitApplied | Evaluated | Draining
-"""What nodes say of their part in a round."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reported:
-    """Several reports of one node, taken in together before anything is decided by them."""
-
-    events: tuple[Report, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,16 +139,11 @@ Event = (
     | SamplesSkipped
     | StreamBroken
     | Detached
-    | TrainingDone
-    | SliceReduced
-    | ResultHeld
-    | CommitApplied
-    | Evaluated
-    | Draining
+    | Reported
+    | ReportedTogether
     | BaseLearned
     | CommitLearned
     | HistoryTold
-    | Reported
     | Started
     | Ticked
     | Woke

@@ -11,7 +11,7 @@ nothing was committed since. The end of the run changes none of this.
 
 from dataclasses import replace
 
-from coordinator.swarm.actions import SendCommit
+from coordinator.swarm.actions import Tell
 from coordinator.swarm.agreement import judge_all
 from coordinator.swarm.books import book_learned, unbook
 from coordinator.swarm.evaluation import without_evaluations_since
@@ -33,6 +33,7 @@ from coordinator.swarm.state import (
     trimmed,
 )
 from coordinator.swarm.turn import Turn, name_of, present_members
+from protocol.messages import RoundCommitted
 from protocol.rounds import Commit, Plan, Slice
 
 
@@ -195,7 +196,7 @@ def tell_learned(turn: Turn) -> None:
     if not state.has_untold or not state.recent:
         return
     turn.state = replace(state, has_untold=False)
-    turn.act(SendCommit(commit=state.recent[-1].commit, is_learned=True))
+    turn.act(Tell(message=RoundCommitted(commit=state.recent[-1].commit), is_learned=True))
 
 
 def _before_what_gives_way(state: SwarmState, event: CommitLearned) -> SwarmState:

@@ -4,13 +4,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain, count
 
-from coordinator.swarm.actions import EndSession, OpenSession, SendDeparted, SendRoster
+from coordinator.swarm.actions import EndSession, OpenSession, SendRoster, Tell
 from coordinator.swarm.agreement import judge, note_outer_state
 from coordinator.swarm.events import (
     Attached,
-    CommitApplied,
     Detached,
-    Draining,
     HeartbeatSeen,
     StreamBroken,
     Woke,
@@ -24,7 +22,7 @@ from coordinator.swarm.state import (
     RoundPhase,
     SwarmState,
 )
-from coordinator.swarm.turn import Turn, members_of, present_members, without
+from coordinator.swarm.turn import Turn, members_of, others_in, present_members, without
 from coordinator.swarm.wire_ledger import note_wire
 from protocol.errors import (
     BadDataError,
@@ -32,6 +30,7 @@ from protocol.errors import (
     ProtocolMismatchError,
     SessionEndedError,
 )
+from protocol.messages import Applied, ParticipantsDeparted
 from protocol.rounds import NodeId, RosterEntry
 from protocol.wire_count import WireTotals
 
@@ -156,17 +155,17 @@ def stream_broken(turn: Turn, event: StreamBroken) -> None:
     )
 
 
-def applied(turn: Turn, event: CommitApplied) -> None:
+def applied(turn: Turn, node_id: NodeId, round: int, report: Applied) -> None:
     """Takes note of the outer state. A round that is not committed yet cannot have been applied."""
-    member = turn.state.members.get(event.node_id)
-    if member and member.state in PRESENT and event.round <= turn.state.committed_round:
-        note_wire(turn, event.node_id, event.round, event.wire)
-        note_outer_state(turn, event.node_id, event.round, event.outer_digest, event.incarnation)
+    member = turn.state.members.get(node_id)
+    if member and member.state in PRESENT and round <= turn.state.committed_round:
+        note_wire(turn, node_id, round, report.wire)
+        note_outer_state(turn, node_id, round, report.outer_digest, report.incarnation)
 
 
-def drain(turn: Turn, event: Draining) -> None:
+def drain(turn: Turn, node_id: NodeId) -> None:
     """A present member leaves after this round: others reduce for it, and no plan counts on it."""
-    member = turn.state.members.get(event.node_id)
+    member = turn.state.members.get(node_id)
     if member and member.state in PRESENT:
         turn.put_member(replace(member, is_draining=True))
 
@@ -353,4 +352,5 @@ def _announce_departed(turn: Turn, node_ids: Iterable[NodeId]) -> None:
     if gone or is_applying:  # whoever waited for them did so until now
         turn.put_round(replace(current, gone_at=turn.now))
     if gone and not is_applying:
-        turn.act(SendDeparted(round=current.number, node_ids=gone))
+        departed = ParticipantsDeparted(round=current.number, node_ids=gone)
+        turn.act(Tell(message=departed, to=others_in(current, gone)))

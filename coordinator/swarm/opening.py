@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from coordinator.swarm.actions import SendPlan
+from coordinator.swarm.actions import Tell
 from coordinator.swarm.deadlines import next_deadlines
 from coordinator.swarm.ledger import Places, end_ahead, lease, num_samples_of
 from coordinator.swarm.reach import best_reducers
@@ -18,6 +18,7 @@ from coordinator.swarm.state import (
     SwarmState,
 )
 from coordinator.swarm.turn import Turn, available_members
+from protocol.messages import RoundOpened
 from protocol.rounds import Assignment, NodeId, book_of_data, cut_into_slices
 
 MOST_REDUCERS = 64
@@ -110,7 +111,8 @@ def open_round(turn: Turn) -> None:
     )
     turn.put_round(current)
     turn.has_new_state |= state.committed_round == 0  # the initial state, which no round led to
-    turn.act(SendPlan(plan=plan_of(current, turn.now)))
+    plan = plan_of(current, turn.now)
+    turn.act(Tell(message=RoundOpened(plan=plan), to=plan.participants))
 
 
 def expected_tokens(state: SwarmState, places: int) -> int:

@@ -11,13 +11,14 @@ wrong. Then the others agree anew, and nothing is lost.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from coordinator.swarm.actions import SendCommit
+from coordinator.swarm.actions import Tell
 from coordinator.swarm.agreement import agree_on
 from coordinator.swarm.books import book, unbook
 from coordinator.swarm.evaluation import without_evaluations_since
 from coordinator.swarm.ledger import committed_tokens
 from coordinator.swarm.state import ClosedRound, Member, MemberState, Round, SwarmState
 from coordinator.swarm.turn import Turn, is_present, name_of, present_members
+from protocol.messages import RoundCommitted
 from protocol.rounds import Digest, SliceOutcome
 
 
@@ -85,7 +86,7 @@ def retract_lost(turn: Turn) -> bool:
         ),
         recent=(*earlier, closed),
     )
-    turn.act(SendCommit(commit=commit))
+    turn.act(Tell(message=RoundCommitted(commit=commit)))
     return True
 
 
@@ -208,7 +209,7 @@ def _commit_void(turn: Turn, rounds: Sequence[ClosedRound], *, base: Digest) -> 
         )
         state = book(unbook(state, closed.commit), commit)
         state = replace(state, recent=(*state.recent, replace(closed, commit=commit)))
-        turn.act(SendCommit(commit=commit))
+        turn.act(Tell(message=RoundCommitted(commit=commit)))
     turn.state = state
 
 

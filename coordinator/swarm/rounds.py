@@ -4,11 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
-from coordinator.swarm.actions import SendCommit, SendIdle
+from coordinator.swarm.actions import Tell
 from coordinator.swarm.agreement import agree_on, most_reported
 from coordinator.swarm.books import book
 from coordinator.swarm.deadlines import times_at_commit, times_when_applied
-from coordinator.swarm.events import ResultHeld, SliceReduced, TrainingDone
 from coordinator.swarm.ledger import committed_tokens
 from coordinator.swarm.retraction import retract_lost
 from coordinator.swarm.speeds import measured
@@ -19,7 +18,6 @@ from coordinator.swarm.state import (
     RoundPhase,
     SliceProgress,
     SwarmState,
-    Trained,
     trimmed,
 )
 from coordinator.swarm.turn import (
@@ -30,10 +28,12 @@ from coordinator.swarm.turn import (
     is_present,
     members_of,
     name_of,
+    others_in,
     participants_of,
     present_participants,
     ready_members,
 )
+from protocol.messages import Held, ParticipantsIdle, Reduced, RoundCommitted, Trained
 from protocol.rounds import (
     Assignment,
     Commit,
@@ -63,53 +63,54 @@ def plan_of(current: Round, now: float) -> Plan:
     )
 
 
-def training_done(turn: Turn, event: TrainingDone) -> None:
+def training_done(turn: Turn, node_id: NodeId, round: int, report: Trained) -> None:
     """Remembers a participant's first report of its training; impossible ones are ignored.
 
     How fast it was decides how many inner steps the next plans ask of it.
     """
-    current = _in_exchange(turn.state, event.round, event.node_id)
-    if current is None or event.node_id in current.trained:
+    current = _in_exchange(turn.state, round, node_id)
+    if current is None or node_id in current.trained:
         return
-    asked = assignments_of(current)[event.node_id]
-    if not _is_possible(event.trained, asked, turn.state.rules.context):
+    asked = assignments_of(current)[node_id]
+    if not _is_possible(report, asked, turn.state.rules.context):
         return
-    if event.trained.inner_steps > asked.inner_steps:
+    if report.inner_steps > asked.inner_steps:
         return
-    member = turn.state.members[event.node_id]
-    speed = measured(member.inner_steps_per_second, event.trained)
+    member = turn.state.members[node_id]
+    speed = measured(member.inner_steps_per_second, report)
     turn.put_member(replace(member, inner_steps_per_second=speed))
-    trained = {**current.trained, event.node_id: event.trained}
-    trained_at = {**current.trained_at, event.node_id: turn.now}
+    trained = {**current.trained, node_id: report}
+    trained_at = {**current.trained_at, node_id: turn.now}
     turn.put_round(
         replace(current, trained=trained, trained_at=trained_at, phase=RoundPhase.EXCHANGING)
     )
-    if event.trained.tokens == 0:
-        turn.act(SendIdle(round=current.number, node_ids=(event.node_id,)))
+    if report.tokens == 0:
+        idle = ParticipantsIdle(round=current.number, node_ids=(node_id,))
+        turn.act(Tell(message=idle, to=others_in(current, (node_id,))))
 
 
-def slice_reduced(turn: Turn, event: SliceReduced) -> None:
+def slice_reduced(turn: Turn, node_id: NodeId, round: int, report: Reduced) -> None:
     """Fixes a slice's digest or that it is empty: the first valid report of its reducer counts.
 
-    Who encoded a result holds it, so the report counts as the reducer's ResultHeld too. A report
-    with contributors who did not take part, with more samples than they were leased or more tokens than
+    Who encoded a result holds it, so the report counts as the reducer's Held too. A report with
+    contributors who did not take part, with more samples than they were leased or more tokens than
     these have, or without saying which bytes each of them contributed, leaves the slice open.
     """
-    current = _in_exchange(turn.state, event.round, event.node_id)
-    if current is None or not 0 <= event.slice_index < len(current.slices):
+    current = _in_exchange(turn.state, round, node_id)
+    if current is None or not 0 <= report.slice_index < len(current.slices):
         return
-    progress = current.slices[event.slice_index]
-    if progress.slice.reducer_id != event.node_id:
+    progress = current.slices[report.slice_index]
+    if progress.slice.reducer_id != node_id:
         return
     if not progress.is_empty and progress.digest is None:
-        if event.digest is None:
+        if report.digest is None:
             current = replace(current, reduced_at=turn.now)
             _put_slice(turn, current, replace(progress, is_empty=True))
             return
         asked, context = assignments_of(current), turn.state.rules.context
-        if not event.contributors or len(event.contributions) != len(event.contributors):
+        if not report.contributors or len(report.contributions) != len(report.contributors):
             return
-        told = zip(event.contributors, event.contributions, strict=True)
+        told = zip(report.contributors, report.contributions, strict=True)
         contributors, contributions = zip(*sorted(told, key=lambda c: c[0].node_id), strict=True)
         if len({c.node_id for c in contributors}) < len(contributors):
             return
@@ -117,33 +118,31 @@ def slice_reduced(turn: Turn, event: SliceReduced) -> None:
             return
         progress = replace(
             progress,
-            digest=event.digest,
+            digest=report.digest,
             contributors=contributors,
             contributions=contributions,
         )
         current = replace(current, reduced_at=turn.now)
-    if event.digest is not None and event.digest == progress.digest:
-        held = _with_held(current.held, event.node_id, {event.slice_index: event.digest})
+    if report.digest is not None and report.digest == progress.digest:
+        held = _with_held(current.held, node_id, {report.slice_index: report.digest})
         _put_slice(turn, replace(current, held=held), progress)
 
 
-def results_held(turn: Turn, events: Sequence[ResultHeld]) -> None:
-    """Remembers what participants hold; it may come before the reducer's own report.
+def results_held(turn: Turn, node_id: NodeId, told: Sequence[tuple[int, Held]]) -> None:
+    """Remembers what a participant holds, by round; it may come before the reducer's own report.
 
     After the commit as well: who holds a result then can supply it to others.
     """
     current = turn.state.open_round
-    if current is None:
+    if current is None or node_id not in participants_of(current):
         return
-    news: dict[NodeId, dict[int, Digest]] = {}
-    for event in events:
-        is_slice = 0 <= event.slice_index < len(current.slices)
-        if event.round == current.number and is_slice:
-            news.setdefault(event.node_id, {})[event.slice_index] = event.digest
-    for node_id, results in news.items():
-        if node_id in participants_of(current) and is_present(turn.state, node_id):
-            current = replace(current, held=_with_held(current.held, node_id, results))
-    turn.put_round(current)
+    news = {
+        report.slice_index: report.digest
+        for round, report in told
+        if round == current.number and 0 <= report.slice_index < len(current.slices)
+    }
+    if news and is_present(turn.state, node_id):
+        turn.put_round(replace(current, held=_with_held(current.held, node_id, news)))
 
 
 def _with_held(
@@ -258,7 +257,7 @@ def close_round(turn: Turn) -> None:
         ),
         recent=trimmed((*state.recent, closed)),
     )
-    turn.act(SendCommit(commit=commit))
+    turn.act(Tell(message=RoundCommitted(commit=commit)))
     if is_void:
         for member in ready_members(turn.state):
             turn.put_member(replace(member, outer_round=current.number))

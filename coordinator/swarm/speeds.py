@@ -7,7 +7,8 @@ counts tokens, is smaller by as much.
 import math
 from collections.abc import Mapping, Sequence
 
-from coordinator.swarm.state import Member, Rules, Trained
+from coordinator.swarm.state import Member, Rules
+from protocol.messages import Trained
 from protocol.rounds import NodeId
 
 SMOOTHING = 0.5

@@ -13,6 +13,7 @@ from operator import attrgetter
 
 from coordinator.swarm.ledger import Ledger
 from coordinator.swarm.shares import UNKNOWN, Rates
+from protocol.messages import Trained
 from protocol.rounds import (
     Assignment,
     Commit,
@@ -80,17 +81,6 @@ class RoundPhase(StrEnum):
     TRAINING = "training"
     EXCHANGING = "exchanging"  # at least one participant has finished training
     APPLYING = "applying"  # committed; participants apply
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trained:
-    """What a participant reported of its inner steps; see protocol.rounds.Contributor."""
-
-    inner_steps: int
-    samples: int
-    tokens: int
-    loss: float
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

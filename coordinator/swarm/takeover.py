@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 
-from coordinator.swarm.actions import SendResultOffered, SendTakeover
+from coordinator.swarm.actions import Tell
 from coordinator.swarm.reach import cut_off_from
 from coordinator.swarm.rounds import holders_of
 from coordinator.swarm.state import (
@@ -20,7 +20,8 @@ from coordinator.swarm.state import (
     SliceProgress,
     SwarmState,
 )
-from coordinator.swarm.turn import Turn, is_present, present_participants
+from coordinator.swarm.turn import Turn, is_present, others_in, present_participants
+from protocol.messages import ResultOffered, SliceTakenOver
 from protocol.rounds import NodeId
 
 LEAST_SECONDS = 1.0
@@ -98,14 +99,13 @@ def _offer(
         return
     _put(turn, current, replace(progress, is_offered=True))
     assert progress.digest is not None
-    turn.act(
-        SendResultOffered(
-            round=current.number,
-            slice_index=progress.slice.index,
-            digest=progress.digest,
-            holder_ids=holders,
-        )
+    offered = ResultOffered(
+        round=current.number,
+        slice_index=progress.slice.index,
+        digest=progress.digest,
+        holder_ids=holders,
     )
+    turn.act(Tell(message=offered, to=others_in(current, ())))
 
 
 def _hand_over(turn: Turn, current: Round, progress: SliceProgress) -> None:
@@ -132,13 +132,14 @@ def _hand_over(turn: Turn, current: Round, progress: SliceProgress) -> None:
         for node_id, results in current.held.items()
     }  # what was held is of no use any more: the backup makes another result
     _put(turn, replace(current, held=held), taken_over)
-    turn.act(takeover_of(current.number, taken_over, turn.now))
+    told = takeover_of(current.number, taken_over, turn.now)
+    turn.act(Tell(message=told, to=others_in(current, ())))
 
 
-def takeover_of(number: int, progress: SliceProgress, now: float) -> SendTakeover:
+def takeover_of(number: int, progress: SliceProgress, now: float) -> SliceTakenOver:
     """What participants are told of a slice that was taken over, with the time that is left."""
     assert progress.contribute_deadline is not None
-    return SendTakeover(
+    return SliceTakenOver(
         round=number,
         slice_index=progress.slice.index,
         reducer_id=progress.slice.reducer_id,

@@ -12,23 +12,17 @@ from coordinator.swarm.evaluation import ask_if_due, evaluated, give_up_evaluati
 from coordinator.swarm.events import (
     Attached,
     BaseLearned,
-    CommitApplied,
     CommitLearned,
     Detached,
-    Draining,
-    Evaluated,
     Event,
     HeartbeatSeen,
     HistoryTold,
-    Report,
     Reported,
-    ResultHeld,
+    ReportedTogether,
     SamplesSkipped,
-    SliceReduced,
     Started,
     StreamBroken,
     Ticked,
-    TrainingDone,
     Woke,
 )
 from coordinator.swarm.explain import explain
@@ -63,6 +57,7 @@ from coordinator.swarm.start import end_waiting, start, wait_longer
 from coordinator.swarm.state import RoundPhase, Rules, SwarmState
 from coordinator.swarm.takeover import next_overdue, take_over
 from coordinator.swarm.turn import Turn, members_of
+from protocol.messages import Applied, Draining, Evaluated, Held, Reduced, Trained
 from protocol.rounds import Digest
 
 
@@ -158,18 +153,11 @@ def _take_in(turn: Turn, event: Event) -> None:
             stream_broken(turn, event)
         case Detached():
             detach(turn, event)
-        case TrainingDone():
-            training_done(turn, event)
-        case SliceReduced():
-            slice_reduced(turn, event)
-        case ResultHeld():
-            results_held(turn, (event,))
-        case CommitApplied():
-            applied(turn, event)
-        case Evaluated():
-            evaluated(turn, event)
-        case Draining():
-            drain(turn, event)
+        case Reported():
+            _take_in_row(turn, (event,))
+        case ReportedTogether(reports=reports):
+            for _, in_a_row in groupby(reports, key=lambda r: (r.node_id, type(r.report))):
+                _take_in_row(turn, tuple(in_a_row))
         case BaseLearned():
             learn_base(turn, event)
         case CommitLearned():
@@ -177,9 +165,6 @@ def _take_in(turn: Turn, event: Event) -> None:
         case HistoryTold():
             history_told(turn, event)
             tell_learned(turn)  # whoever is ahead still has nothing to bring
-        case Reported(events=events):
-            for _, in_a_row in groupby(events, key=type):
-                _take_in_row(turn, tuple(in_a_row))
         case Ticked():
             pass
         case Started():
@@ -189,11 +174,21 @@ def _take_in(turn: Turn, event: Event) -> None:
             wait_longer(turn, event.pause_seconds)
 
 
-def _take_in_row(turn: Turn, reports: Sequence[Report]) -> None:
-    """Reports of one kind in a row. A node holds as many results at once as there are slices."""
-    held = [report for report in reports if isinstance(report, ResultHeld)]
+def _take_in_row(turn: Turn, row: Sequence[Reported]) -> None:
+    """Reports of one node and kind in a row. It holds as many results at once as there are slices."""
+    held = [(told.round, told.report) for told in row if isinstance(told.report, Held)]
     if held:
-        results_held(turn, held)
+        results_held(turn, row[0].node_id, held)
         return
-    for report in reports:
-        _take_in(turn, report)
+    for told in row:
+        match told.report:
+            case Trained():
+                training_done(turn, told.node_id, told.round, told.report)
+            case Reduced():
+                slice_reduced(turn, told.node_id, told.round, told.report)
+            case Applied():
+                applied(turn, told.node_id, told.round, told.report)
+            case Evaluated():
+                evaluated(turn, told.node_id, told.round, told.report)
+            case Draining():
+                drain(turn, told.node_id)

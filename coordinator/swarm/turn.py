@@ -4,7 +4,7 @@ A step passes through several decisions, each of which sees what the ones before
 share a Turn, which never leaves the step, so `step` stays a function.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Generic, TypeVar
@@ -92,6 +92,12 @@ def is_held_by(node_id: NodeId, current: Round, progress: SliceProgress) -> bool
 def participants_of(current: Round) -> frozenset[NodeId]:
     """Who takes part in the round, present or not."""
     return _all_among(_Same(current.assignments))
+
+
+def others_in(current: Round, node_ids: Iterable[NodeId]) -> tuple[NodeId, ...]:
+    """Who takes part in the round beside these, in the order of the plan."""
+    left_out = frozenset(node_ids)
+    return tuple(a.node_id for a in current.assignments if a.node_id not in left_out)
 
 
 def present_participants(state: SwarmState, current: Round) -> tuple[NodeId, ...]:

@@ -17,13 +17,21 @@ from node.duties.round_times import RoundTimes
 from node.duties.work import AheadFailed, CatchUpNeeded, PlanReceived, Work
 from node.exchange.exchange import Exchange
 from node.exchange.outer import Outer
-from node.exchange.reports import Applied, Evaluated, Leaving, Trained
 from node.exchange.state.patience import Patience
 from node.history import History
 from node.island.island import Progress
-from node.link.events import EvaluationAsked, RefetchAsked, RoundCommitted, RunFinished
 from node.link.session import Session
 from protocol.errors import IncompleteError
+from protocol.messages import (
+    Applied,
+    Draining,
+    Evaluated,
+    EvaluationAsked,
+    RefetchAsked,
+    RoundCommitted,
+    RunFinished,
+    Trained,
+)
 from protocol.rounds import Assignment, Commit, Digest, NodeId
 from protocol.wire_count import WireCounts, WireTotals, grown
 
@@ -131,7 +139,7 @@ class Duties:
     def drain(self) -> None:
         """Ends the round in flight with what is trained of it, and begins nothing new."""
         self.is_draining = True
-        self._session.report(self.last_planned_round, Leaving())
+        self._session.report(self.last_planned_round, Draining())
         self._island.halt()
 
     def how_drained(self) -> str:

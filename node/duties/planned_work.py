@@ -3,8 +3,8 @@
 import math
 from dataclasses import replace
 
-from node.exchange.reports import Trained
 from node.island.island import InnerReport, InnerWork
+from protocol.messages import Trained
 from protocol.rounds import BOOK_PLACES, Assignment, NodeId, Plan
 
 

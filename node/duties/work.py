@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from node.link.events import EvaluationAsked, RefetchAsked, RoundCommitted, RunFinished
+from protocol.messages import EvaluationAsked, RefetchAsked, RoundCommitted, RunFinished
 from protocol.rounds import Plan
 
 

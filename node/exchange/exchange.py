@@ -13,7 +13,6 @@ import structlog
 from node.exchange.held_results import KEPT_ROUNDS, HeldResults
 from node.exchange.outer import Outer
 from node.exchange.pushes import Pushes
-from node.exchange.reports import Report
 from node.exchange.round import ExchangeRound
 from node.exchange.state.catch_up import CatchUp
 from node.exchange.state.donor import Donor, State
@@ -31,6 +30,7 @@ from node.exchange.transport.transport import (
 )
 from node.heavy import Heavy
 from node.history import History
+from protocol.messages import Report
 from protocol.payload import Payload, PayloadHeader
 from protocol.rounds import Commit, Digest, NodeId, Plan, RosterEntry
 

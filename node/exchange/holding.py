@@ -14,7 +14,6 @@ from node.exchange.codecs.codec import CodecError
 from node.exchange.fitting import check_fits, place_of
 from node.exchange.held_results import HeldResults
 from node.exchange.outer import Outer
-from node.exchange.reports import Held, Report
 from node.exchange.transport.transport import (
     Admission,
     NotHeldError,
@@ -24,6 +23,7 @@ from node.exchange.transport.transport import (
     WantResult,
 )
 from node.heavy import Heavy
+from protocol.messages import Held, Report
 from protocol.payload import Payload, PayloadHeader
 from protocol.rounds import Commit, Digest, NodeId, Slice, SliceOutcome
 

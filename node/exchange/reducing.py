@@ -12,9 +12,9 @@ from node.exchange.held_results import HeldResults
 from node.exchange.outer import Outer
 from node.exchange.pushes import Pushes
 from node.exchange.reduction import Reduction
-from node.exchange.reports import Held, Reduced, Report
 from node.exchange.transport.transport import Admission, TransferRefusedError
 from node.heavy import Heavy
+from protocol.messages import Held, Reduced, Report
 from protocol.payload import Payload, PayloadHeader
 from protocol.rounds import NodeId, Plan, Slice
 

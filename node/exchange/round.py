@@ -20,9 +20,9 @@ from node.exchange.holding import FetchResults, Holding
 from node.exchange.outer import Outer
 from node.exchange.pushes import Pushes
 from node.exchange.reducing import Reducing
-from node.exchange.reports import Report
 from node.exchange.transport.transport import Admission, TransferRefusedError, Transport
 from node.heavy import Heavy
+from protocol.messages import Report
 from protocol.payload import CONTRIBUTION, RESULT, PayloadHeader
 from protocol.rounds import Commit, Digest, NodeId, Plan
 

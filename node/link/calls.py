@@ -4,13 +4,19 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from node.exchange.reports import Applied, Evaluated, Held, Leaving, Reduced, Report, Trained
 from node.exchange.transport.rates.link_rates import UNMEASURED, LinkRates
 from node.island.island import ALL, Ability
-from node.link.events import Event, Members, event_from_wire
 from node.link.utilisation import Utilisation
 from protocol import convert
 from protocol.errors import ProtocolMismatchError
+from protocol.messages import (
+    Message,
+    Report,
+    RosterChanged,
+    RosterTold,
+    message_from_wire,
+    report_to_wire,
+)
 from protocol.rounds import (
     Commit,
     CorpusSummary,
@@ -18,6 +24,7 @@ from protocol.rounds import (
     LayoutSummary,
     NodeId,
     PeerAddress,
+    RosterEntry,
 )
 from protocol.run_spec import RunSpec, run_from_json
 from protocol.v1 import session_pb2
@@ -158,23 +165,25 @@ class CoordinatorLink:
         await self._stub.Report(
             session_pb2.ReportRequest(
                 session_id=session_id,
-                reports=[_report_to_wire(round, report) for round, report in reports],
+                reports=[report_to_wire(round, report) for round, report in reports],
             )
         )
 
-    async def events(self, session_id: int) -> AsyncIterator[Event]:
-        """What happens, as it happens, beginning with what holds now."""
+    async def messages(self, session_id: int) -> AsyncIterator[Message]:
+        """What happens, as it happens, beginning with what holds now; the roster always whole."""
         call = self._stub.Subscribe(session_pb2.SubscribeRequest(session_id=session_id))
-        roster = Members()
+        members: dict[NodeId, RosterEntry] = {}
         try:
-            async for message in call:
-                match message.WhichOneof("event"):
-                    case "roster":
-                        yield roster.replaced(message.roster)
-                    case "roster_change":
-                        yield roster.changed(message.roster_change)
-                    case _:
-                        yield event_from_wire(message)
+            async for wire in call:
+                message = message_from_wire(wire)
+                match message:
+                    case RosterTold():
+                        members = {entry.node_id: entry for entry in message.members}
+                    case RosterChanged(joined=joined, gone=gone):
+                        members = {n: entry for n, entry in members.items() if n not in gone}
+                        members |= {entry.node_id: entry for entry in joined}
+                        message = RosterTold(members=tuple(m for _, m in sorted(members.items())))
+                yield message
         finally:
             call.cancel()  # gRPC keeps a stream open whose reader merely went away
 
@@ -250,35 +259,3 @@ def _rates_to_wire(rates: LinkRates) -> session_pb2.LinkRates | None:
         up_bytes_per_second=rates.up_bytes_per_second or 0.0,
         down_bytes_per_second=rates.down_bytes_per_second or 0.0,
     )
-
-
-def _report_to_wire(round: int, report: Report) -> session_pb2.Report:
-    wire = session_pb2.Report(round=round)
-    match report:
-        case Trained():
-            wire.trained.inner_steps = report.inner_steps
-            wire.trained.samples = report.samples
-            wire.trained.tokens = report.tokens
-            wire.trained.loss = report.loss
-            wire.trained.seconds = report.seconds
-        case Reduced():
-            wire.reduced.slice_index = report.slice_index
-            wire.reduced.digest = report.digest or b""
-            wire.reduced.contributors.extend(
-                convert.contributors_to_wire(report.contributors, report.contributions)
-            )
-        case Held():
-            wire.held.slice_index = report.slice_index
-            wire.held.digest = report.digest
-        case Applied():
-            wire.applied.outer_digest = report.outer_digest
-            wire.applied.incarnation = report.incarnation
-            wire.applied.wire.extend(convert.wire_counts_to_wire(report.wire))
-        case Evaluated():
-            wire.evaluated.held_out_loss = report.held_out_loss
-            wire.evaluated.tokens = report.tokens
-            if report.metric is not None:
-                wire.evaluated.metric = report.metric
-        case Leaving():
-            wire.draining.SetInParent()
-    return wire

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 
 import structlog
 
-from node.exchange.reports import Report
 from node.link.calls import Announcement, Attachment, CoordinatorLink, Vitals
-from node.link.events import Event
 from protocol.channel import RETRY_CAP_SECONDS
 from protocol.errors import AtollError, CopyAttachedError, TemporaryError, UnavailableError
+from protocol.messages import Message, Report
 from protocol.rounds import Commit
 
 log = structlog.get_logger()
@@ -56,14 +55,14 @@ class Session:
         announce: Callable[[], Announcement],
         vitals: Callable[[], Vitals],
         on_attached: Callable[[Attachment], None],
-        on_event: Callable[[Event], None],
+        on_message: Callable[[Message], None],
         rng: random.Random,
     ) -> None:
         self._link = link
         self._announce = announce
         self._vitals = vitals
         self._on_attached = on_attached
-        self._on_event = on_event
+        self._on_message = on_message
         self._rng = rng
         self._reports: list[_Queued] = []  # of the latest rounds, in order
         self._reports_changed = asyncio.Event()
@@ -188,7 +187,7 @@ class Session:
             for conversation in (
                 self._send_heartbeats(attachment),
                 self._send_reports(attachment.session_id),
-                self._take_events(attachment.session_id),
+                self._take_messages(attachment.session_id),
             )
         ]
         try:
@@ -227,7 +226,7 @@ class Session:
                 self._all_answered.set()
                 await self._reports_changed.wait()
 
-    async def _take_events(self, session_id: int) -> None:
-        async for event in self._link.events(session_id):
-            self._on_event(event)
-        raise TemporaryError("the coordinator ended the stream of events")
+    async def _take_messages(self, session_id: int) -> None:
+        async for message in self._link.messages(session_id):
+            self._on_message(message)
+        raise TemporaryError("the coordinator ended the stream of messages")

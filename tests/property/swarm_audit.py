@@ -7,9 +7,9 @@ from fractions import Fraction
 
 from swarm_books import LAYOUT, Books, is_void, places_of, tokens_of
 
-from coordinator.swarm.actions import SendTakeover
 from coordinator.swarm.ledger import Places, free_again
 from coordinator.swarm.state import PRESENT, MemberState, RoundPhase, SwarmState
+from protocol.messages import SliceTakenOver
 from protocol.rounds import Assignment, Commit, NodeId, Plan
 
 
@@ -128,7 +128,9 @@ def _check_lease(a: Assignment, taken: set[int], leased_until: int, batch: int) 
     return max(leased_until, places.stop)
 
 
-def check_takeover(books: Books, told: SendTakeover, before: SwarmState, after: SwarmState) -> None:
+def check_takeover(
+    books: Books, told: SliceTakenOver, before: SwarmState, after: SwarmState
+) -> None:
     """Somebody who takes part and is here reduces a slice whose result nobody here has."""
     assert len(books.commits) + 1 == told.round, "a committed round is not taken over"
     index = told.slice_index

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from swarm_nodes import Place
 
-from coordinator.swarm.actions import SendTakeover
-from coordinator.swarm.events import Attached, Event, ResultHeld, SliceReduced
+from coordinator.swarm.events import Attached, Event, Reported
 from coordinator.swarm.state import PRESENT, MemberState, SwarmState
+from protocol.messages import Held, Reduced, SliceTakenOver
 from protocol.rounds import Assignment, Commit, Digest, LayoutSummary, NodeId, Plan
 
 LAYOUT = LayoutSummary(digest=Digest(b"l" * 32), fragment_elements=(700, 200))
@@ -87,19 +87,20 @@ class Books:
             for reports in (*self.held.values(), *self.told.values()):
                 reports.pop(event.node_id, None)
         current = state.open_round
-        if not isinstance(event, ResultHeld | SliceReduced) or event.digest is None:
+        if not isinstance(event, Reported) or not isinstance(event.report, Held | Reduced):
             return
-        if current is None or current.number != event.round:
+        node_id, report = event.node_id, event.report
+        if report.digest is None or current is None or current.number != event.round:
             return
-        place = (event.round, event.slice_index)
-        if isinstance(event, SliceReduced):
-            if self.reducers.get(event.slice_index) == event.node_id:
-                self.told.setdefault(place, {}).setdefault(event.node_id, set()).add(event.digest)
-                self.ever_told.setdefault(place, set()).add(event.digest)
-        elif state.members[event.node_id].state in PRESENT:
-            self.held.setdefault(place, {})[event.node_id] = event.digest
+        place = (event.round, report.slice_index)
+        if isinstance(report, Reduced):
+            if self.reducers.get(report.slice_index) == node_id:
+                self.told.setdefault(place, {}).setdefault(node_id, set()).add(report.digest)
+                self.ever_told.setdefault(place, set()).add(report.digest)
+        elif state.members[node_id].state in PRESENT:
+            self.held.setdefault(place, {})[node_id] = report.digest
 
-    def note_takeover(self, told: SendTakeover) -> None:
+    def note_takeover(self, told: SliceTakenOver) -> None:
         """What the former reducer told is void, and so is what others hold of it."""
         index, place = told.slice_index, (told.round, told.slice_index)
         for reports in (self.told, self.ever_told, self.held):

@@ -4,21 +4,20 @@ from collections.abc import Iterable, Mapping
 
 from swarm_nodes import SimulatedNode
 
-from coordinator.swarm.actions import (
-    Action,
-    AskCommits,
-    AskRefetch,
-    EndSession,
-    OpenSession,
-    SendPlan,
-    SendResultOffered,
-    SendTakeover,
-)
+from coordinator.swarm.actions import Action, EndSession, OpenSession, Tell
 from coordinator.swarm.agreement import may_bring_commits
 from coordinator.swarm.rounds import holders_of, plan_of
 from coordinator.swarm.start import time_of_round
 from coordinator.swarm.state import MemberState, SwarmState, last_sure_round
 from coordinator.swarm.takeover import takeover_of
+from protocol.messages import (
+    CommitsWanted,
+    Message,
+    RefetchAsked,
+    ResultOffered,
+    RoundOpened,
+    SliceTakenOver,
+)
 from protocol.rounds import NodeId
 
 Nodes = Mapping[NodeId, SimulatedNode]
@@ -35,19 +34,25 @@ def obey(
             _tell_what_holds(node, leased, state, now)
         case EndSession():
             nodes[action.node_id].session_id = None
-        case SendPlan():
-            for node in _listening(nodes, action.plan.participants):
-                node.hear_plan(action.plan)
-        case SendTakeover():
-            for node in _listening(nodes, leased):
-                node.hear_takeover(action)
-        case SendResultOffered():
-            for node in _listening(nodes, leased):
-                node.hear_offer(action)
-        case AskRefetch():
-            nodes[action.node_id].refetch = (action.round, action.outer_digest)
-        case AskCommits():
-            nodes[action.node_id].asked_after = action.after_round
+        case Tell(message=message, to=to):
+            for node in _listening(nodes, nodes if to is None else to):
+                _hear(node, message)
+        case _:
+            pass
+
+
+def _hear(node: SimulatedNode, message: Message) -> None:
+    match message:
+        case RoundOpened(plan=plan):
+            node.hear_plan(plan)
+        case SliceTakenOver():
+            node.hear_takeover(message)
+        case ResultOffered():
+            node.hear_offer(message)
+        case RefetchAsked(round=number, outer_digest=digest):
+            node.refetch = (number, digest)
+        case CommitsWanted(after_round=after_round):
+            node.asked_after = after_round
         case _:
             pass
 
@@ -70,7 +75,7 @@ def _tell_what_holds(
                 node.hear_takeover(takeover_of(current.number, progress, now))
             if progress.is_offered and progress.digest is not None:
                 node.hear_offer(
-                    SendResultOffered(
+                    ResultOffered(
                         round=current.number,
                         slice_index=progress.slice.index,
                         digest=progress.digest,

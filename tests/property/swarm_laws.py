@@ -2,11 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from coordinator.swarm.events import Draining, Event, HeartbeatSeen, StreamBroken, Ticked, Woke
+from coordinator.swarm.events import Event, HeartbeatSeen, Reported, StreamBroken, Ticked, Woke
 from coordinator.swarm.membership import HEARTBEATS_PER_LEASE
 from coordinator.swarm.state import PRESENT, Member, SwarmState
 from coordinator.swarm.transition import next_deadline, step
 from coordinator.swarm.turn import members_of
+from protocol.messages import Draining
 
 if TYPE_CHECKING:
     from protocol.rounds import NodeId
@@ -50,7 +51,7 @@ def check_leases(before: SwarmState, event: Event, after: SwarmState, now: float
                 if member.state in PRESENT and not is_awaited:
                     renewed = after.members[node_id]
                     assert renewed.state in PRESENT and renewed.lease_until >= until
-        case Draining():
+        case Reported(report=Draining()):
             member = after.members[event.node_id]
             assert member.is_draining or member.state not in PRESENT
         case _:

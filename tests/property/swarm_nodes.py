@@ -9,19 +9,16 @@ from dataclasses import dataclass, field, replace
 
 import blake3
 
-from coordinator.swarm.actions import SendResultOffered, SendTakeover
-from coordinator.swarm.events import (
-    CommitApplied,
+from coordinator.swarm.events import Event, HeartbeatSeen, Reported, Ticked, Woke
+from protocol.messages import (
+    Applied,
     Draining,
-    Event,
-    HeartbeatSeen,
-    ResultHeld,
-    SliceReduced,
-    Ticked,
-    TrainingDone,
-    Woke,
+    Held,
+    Reduced,
+    ResultOffered,
+    SliceTakenOver,
+    Trained,
 )
-from coordinator.swarm.state import Trained
 from protocol.rounds import Commit, ContributionDigest, Contributor, Digest, NodeId, Plan
 
 INITIAL = Digest(b"initial")
@@ -66,7 +63,7 @@ class SimulatedNode:
     reducers: dict[int, NodeId] = field(default_factory=dict)
     attempts: dict[int, int] = field(default_factory=dict)
     reduced: dict[Place, Digest] = field(default_factory=dict)
-    offers: dict[Place, SendResultOffered] = field(default_factory=dict)
+    offers: dict[Place, ResultOffered] = field(default_factory=dict)
     # In memory, of all rounds.
     held: dict[Place, set[Digest]] = field(default_factory=dict)
     asked_after: int | None = None  # the coordinator lacks the commits after this round
@@ -119,7 +116,7 @@ class SimulatedNode:
             self.plan = plan
             self.reducers = {part.index: part.reducer_id for part in plan.slices}
 
-    def hear_takeover(self, told: SendTakeover) -> None:
+    def hear_takeover(self, told: SliceTakenOver) -> None:
         """What its former reducer made of the slice counts no more; old messages change nothing."""
         index, place = told.slice_index, (told.round, told.slice_index)
         if self.plan is None or self.plan.round != told.round:
@@ -131,7 +128,7 @@ class SimulatedNode:
             self.held.pop(place, None)
             self.offers.pop(place, None)
 
-    def hear_offer(self, told: SendResultOffered) -> None:
+    def hear_offer(self, told: ResultOffered) -> None:
         self.offers[told.round, told.slice_index] = told
 
     # ---- what it reports
@@ -152,7 +149,9 @@ class SimulatedNode:
     def work(self, swarm: Swarm, *, missing: NodeId | None, is_idle: bool) -> list[Event]:
         """What it can report of the round it knows: trained, reduced, held."""
         plan = self.plan
-        events: list[Event] = [Draining(node_id=self.node_id)] if self.is_draining else []
+        events: list[Event] = (
+            [Reported(node_id=self.node_id, round=0, report=Draining())] if self.is_draining else []
+        )
         if plan is None or plan.round <= len(swarm.commits):
             return events
         own = plan.assignment_of(self.node_id)
@@ -173,7 +172,7 @@ class SimulatedNode:
                 loss=1.0,
                 seconds=num_steps * self.seconds_per_inner_step,
             )
-        events.append(TrainingDone(node_id=self.node_id, round=plan.round, trained=self.trained))
+        events.append(Reported(node_id=self.node_id, round=plan.round, report=self.trained))
         peers = {peer.node_id: peer for peer in (*swarm.peers, self)}
         for part in plan.slices:
             place = (plan.round, part.index)
@@ -187,8 +186,10 @@ class SimulatedNode:
             ):
                 self.held.setdefault(place, set()).add(offer.digest)
             events += [
-                ResultHeld(
-                    node_id=self.node_id, round=plan.round, slice_index=part.index, digest=digest
+                Reported(
+                    node_id=self.node_id,
+                    round=plan.round,
+                    report=Held(slice_index=part.index, digest=digest),
                 )
                 for digest in sorted(self.held.get(place, ()))
             ]
@@ -200,7 +201,7 @@ class SimulatedNode:
         index: int,
         peers: Mapping[NodeId, "SimulatedNode"],
         missing: NodeId | None,
-    ) -> SliceReduced:
+    ) -> Reduced:
         place = (plan.round, index)
         leased = {a.node_id: a.num_samples for a in plan.assignments}
         idle = {n for n, peer in peers.items() if peer.trained and peer.trained.tokens == 0}
@@ -217,15 +218,17 @@ class SimulatedNode:
         digest = Digest(plan.base_digest[:8] + blake3.blake3(told.encode()).digest()[:8])
         if names:
             self.reduced.setdefault(place, digest)
-        return SliceReduced(
+        return Reported(
             node_id=self.node_id,
             round=plan.round,
-            slice_index=index,
-            digest=self.reduced[place] if names else None,
-            contributors=contributors,
-            contributions=tuple(
-                ContributionDigest(f"{place} {each.node_id}"[:16].ljust(16).encode())
-                for each in contributors
+            report=Reduced(
+                slice_index=index,
+                digest=self.reduced[place] if names else None,
+                contributors=contributors,
+                contributions=tuple(
+                    ContributionDigest(f"{place} {each.node_id}"[:16].ljust(16).encode())
+                    for each in contributors
+                ),
             ),
         )
 
@@ -242,8 +245,10 @@ class SimulatedNode:
             self.unsaved_since = before if before[0] < self.state[0] else None
         number, digest, incarnation = self.state
         return [
-            CommitApplied(
-                node_id=self.node_id, round=number, outer_digest=digest, incarnation=incarnation
+            Reported(
+                node_id=self.node_id,
+                round=number,
+                report=Applied(outer_digest=digest, incarnation=incarnation),
             )
         ]
 
@@ -320,18 +325,18 @@ class SimulatedNode:
 def spoiled(event: Event, digest: Digest, node: SimulatedNode) -> Event:
     """The event as a liar would send it: what it says to hold are its own wrong bytes."""
     match event:
-        case SliceReduced():
+        case Reported(report=Reduced() as report):
             greedy = tuple(
                 replace(c, samples=c.samples * (1 + place), tokens=c.tokens * 1000)
-                for place, c in enumerate(event.contributors)
+                for place, c in enumerate(report.contributors)
             )
-            return replace(event, contributors=greedy)
-        case ResultHeld():
-            node.held.setdefault((event.round, event.slice_index), set()).add(digest)
-            return replace(event, digest=digest)
-        case CommitApplied() if event.round == node.state[0]:
+            return replace(event, report=replace(report, contributors=greedy))
+        case Reported(report=Held() as report):
+            node.held.setdefault((event.round, report.slice_index), set()).add(digest)
+            return replace(event, report=replace(report, digest=digest))
+        case Reported(report=Applied() as report) if event.round == node.state[0]:
             node.go_astray(event.round, digest)
-            return replace(event, outer_digest=digest)
+            return replace(event, report=replace(report, outer_digest=digest))
         case HeartbeatSeen() if event.outer_round == node.state[0]:
             node.go_astray(event.outer_round, digest)
             return replace(event, outer_digest=digest)

@@ -16,25 +16,16 @@ from swarm_edge import obey
 from swarm_laws import MembersStay, check_deadline, check_leases
 from swarm_nodes import CONTEXT, SimulatedNode, Swarm, sender_of
 
-from coordinator.swarm.actions import (
-    Action,
-    AskEvaluation,
-    OpenSession,
-    SendCommit,
-    SendFinished,
-    SendIdle,
-    SendPlan,
-    SendTakeover,
-)
+from coordinator.swarm.actions import Action, OpenSession, Tell
 from coordinator.swarm.events import (
     Attached,
     BaseLearned,
     CommitLearned,
     Detached,
-    Evaluated,
     Event,
     HeartbeatSeen,
     HistoryTold,
+    Reported,
     Started,
     StreamBroken,
     Ticked,
@@ -42,6 +33,15 @@ from coordinator.swarm.events import (
 from coordinator.swarm.state import PRESENT, Rules, SwarmState
 from coordinator.swarm.transition import initial_state, next_deadline, step
 from protocol.errors import CopyAttachedError, SessionEndedError
+from protocol.messages import (
+    Evaluated,
+    EvaluationAsked,
+    ParticipantsIdle,
+    RoundCommitted,
+    RoundOpened,
+    RunFinished,
+    SliceTakenOver,
+)
 from protocol.rounds import Commit, CorpusSummary, Digest, NodeId, PeerAddress
 
 RUN = Digest(b"r" * 32)
@@ -154,7 +154,10 @@ class World:
         check_leases(before, event, self.state, self.now)
         check_deadline(before, event, self.state, self.now)
         # A step that hands a slice over forgets what it was told of it, this event included.
-        is_handed_over = any(isinstance(a, SendTakeover) for a in transition.actions)
+        is_handed_over = any(
+            isinstance(a, Tell) and isinstance(a.message, SliceTakenOver)
+            for a in transition.actions
+        )
         if not isinstance(event, Attached | HeartbeatSeen | Detached | HistoryTold) and (
             not is_handed_over
         ):
@@ -360,45 +363,57 @@ class World:
         """An honest node evaluates no other state than the one that it holds."""
         number = node.state[0]
         self.arrive_at_once(
-            node, Evaluated(node_id=node.node_id, round=number, held_out_loss=1.0, tokens=8)
+            node,
+            Reported(
+                node_id=node.node_id, round=number, report=Evaluated(held_out_loss=1.0, tokens=8)
+            ),
         )
 
     # ---- what must hold
 
     def _check_action(self, before: SwarmState, action: Action) -> None:
-        books, state = self.books, self.state
         match action:
             case OpenSession():
-                assert action.session_id not in books.sessions
-                books.sessions.add(action.session_id)
-            case SendPlan():
-                audit.check_plan(books, action.plan, state)
-                books.note_plan(action.plan)
-            case SendTakeover():
-                audit.check_takeover(books, action, before, state)
-                books.note_takeover(action)
-            case SendIdle():
-                assert before.open_round is not None and action.round == before.open_round.number
-                assert set(action.node_ids).isdisjoint(before.open_round.trained), "told twice"
-            case SendCommit(is_learned=True):
-                assert action.commit == state.recent[-1].commit
-            case SendCommit():
-                if action.commit.round <= len(books.commits):
-                    audit.check_retraction(books, action.commit, before, state, self.now)
+                assert action.session_id not in self.books.sessions
+                self.books.sessions.add(action.session_id)
+            case Tell():
+                self._check_told(before, action)
+            case _:
+                pass
+
+    def _check_told(self, before: SwarmState, told: Tell) -> None:
+        books, state = self.books, self.state
+        match told.message:
+            case RoundOpened(plan=plan):
+                audit.check_plan(books, plan, state)
+                books.note_plan(plan)
+                assert told.to == plan.participants
+            case SliceTakenOver() as takeover:
+                audit.check_takeover(books, takeover, before, state)
+                books.note_takeover(takeover)
+            case ParticipantsIdle(round=number, node_ids=node_ids):
+                assert before.open_round is not None and number == before.open_round.number
+                assert set(node_ids).isdisjoint(before.open_round.trained), "told twice"
+            case RoundCommitted(commit=commit) if told.is_learned:
+                assert commit == state.recent[-1].commit
+            case RoundCommitted(commit=commit):
+                if commit.round <= len(books.commits):
+                    audit.check_retraction(books, commit, before, state, self.now)
                 else:
-                    audit.check_commit(books, action.commit, before, state)
-                    is_fruitful = any(outcome.digest for outcome in action.commit.slices)
+                    audit.check_commit(books, commit, before, state)
+                    is_fruitful = any(outcome.digest for outcome in commit.slices)
                     self.num_fruitful += is_fruitful
-                books.put_commit(action.commit)
+                books.put_commit(commit)
                 books.committed_at = self.now
-                self.signed.append(action.commit)
-            case AskEvaluation():
-                assert state.members[action.node_id].state in PRESENT
-                assert not state.members[action.node_id].is_draining
-                assert action.round == state.committed_round
-            case SendFinished():
+                self.signed.append(commit)
+            case EvaluationAsked(round=number):
+                (node_id,) = told.to or ()
+                assert state.members[node_id].state in PRESENT
+                assert not state.members[node_id].is_draining
+                assert number == state.committed_round
+            case RunFinished(round=number):
                 assert not books.is_finished, "finished twice"
-                assert action.round == state.rules.total_rounds == len(books.commits)
+                assert number == state.rules.total_rounds == len(books.commits)
                 audit.check_finish(books, state)
                 books.is_finished = True
             case _:

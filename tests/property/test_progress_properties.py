@@ -10,10 +10,10 @@ from effort import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.swarm.actions import SendPlan
 from node.duties.planned_work import work_ahead_of, work_of
 from node.island.island import InnerWork
 from node.island.schedule import Position
+from protocol.messages import RoundOpened
 from protocol.models import DecoderModel
 from protocol.rounds import NodeId, Plan
 from protocol.run_spec import InnerSection, RunSection, RunSpec
@@ -46,7 +46,7 @@ def positions(spec: RunSpec, work: InnerWork, num_steps: int | None = None) -> l
 
 def go(scene: Scene, taken: set[str], seconds: dict[str, float], stay: set[str]) -> Plan:
     """A round: all train, its commit takes the work of some, and then others leave and come."""
-    plan = of_kind(scene.log, SendPlan)[-1].plan
+    plan = of_kind(scene.log, RoundOpened)[-1].plan
     assert plan.round == scene.round.number
     tokens = {}
     for a in plan.assignments:

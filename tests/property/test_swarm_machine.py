@@ -10,14 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from swarm_nodes import SimulatedNode, sender_of, spoiled
 from swarm_world import PAUSE_SECONDS, World
 
-from coordinator.swarm.events import (
-    Detached,
-    Draining,
-    SliceReduced,
-    StreamBroken,
-    Ticked,
-    Woke,
-)
+from coordinator.swarm.events import Detached, Reported, StreamBroken, Ticked, Woke
+from protocol.messages import Draining, Reduced
 from protocol.rounds import ContributionDigest, Contributor, Digest, NodeId
 
 NODE = st.integers(min_value=0, max_value=3)
@@ -160,7 +154,9 @@ class SwarmMachine(RuleBasedStateMachine):
                 )
             case "drains":
                 node.is_draining = True
-                self.world.arrive_at_once(node, Draining(node_id=node.node_id))
+                self.world.arrive_at_once(
+                    node, Reported(node_id=node.node_id, round=0, report=Draining())
+                )
             case "loses its stream":
                 assert node.session_id is not None
                 self.world.deliver(StreamBroken(node_id=node.node_id, session_id=node.session_id))
@@ -189,13 +185,15 @@ class SwarmMachine(RuleBasedStateMachine):
         node.unsaved_since = None  # the base is on the disk before anything of the round is told
         self.world.arrive_at_once(
             node,
-            SliceReduced(
+            Reported(
                 node_id=node.node_id,
                 round=current.number,
-                slice_index=index,
-                digest=lie,
-                contributors=(Contributor(node_id=NodeId("n0"), samples=1, tokens=1),),
-                contributions=(ContributionDigest(bytes(16)),),
+                report=Reduced(
+                    slice_index=index,
+                    digest=lie,
+                    contributors=(Contributor(node_id=NodeId("n0"), samples=1, tokens=1),),
+                    contributions=(ContributionDigest(bytes(16)),),
+                ),
             ),
         )
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from node.daemon import Daemon, NodeFacts
 from node.exchange.outer import Outer
-from node.exchange.reports import Reduced, Report
 from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
 from node.heavy import Heavy, in_place
@@ -15,9 +14,9 @@ from node.history import History
 from node.island.faults import LoopGoneError, RankDiedError
 from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork, Progress
 from node.link.calls import Attachment, Vitals
-from node.link.events import Event
 from protocol.errors import UnavailableError
 from protocol.layout import Layout
+from protocol.messages import Message, Reduced, Report
 from protocol.rounds import Commit, CorpusSummary, Digest, Plan, SliceOutcome
 from protocol.run_spec import RunSpec
 from protocol.wire_count import WireCounts
@@ -132,9 +131,9 @@ class FakeLink:
         self.reports: list[tuple[int, Report]] = []
         self.goodbyes: list[str] = []
         self.heartbeats: list[Vitals] = []
-        self.events_of_now: asyncio.Queue[Event | Exception] = asyncio.Queue()
+        self.events_of_now: asyncio.Queue[Message | Exception] = asyncio.Queue()
 
-    def say(self, *events: Event | Exception) -> None:
+    def say(self, *events: Message | Exception) -> None:
         for event in events:
             self.events_of_now.put_nowait(event)
 
@@ -160,7 +159,7 @@ class FakeLink:
         self.say(UnavailableError("the session has ended"))  # as the coordinator does, at once
         await asyncio.sleep(1)
 
-    async def events(self, session_id: int) -> AsyncIterator[Event]:
+    async def messages(self, session_id: int) -> AsyncIterator[Message]:
         while True:
             event = await self.events_of_now.get()
             if isinstance(event, Exception):

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from swarm_scene import TOKENS, Scene, digest_of, of_kind
 
-from coordinator.swarm.actions import SendPlan
 from coordinator.swarm.state import Measured
+from protocol.messages import RoundOpened
 from protocol.rounds import Plan
 
 A, B, C = "node-a", "node-b", "node-c"
@@ -94,6 +94,6 @@ def late_in(history: tuple[Measured, ...], scene: Scene) -> set[str]:
 
 
 def last_plan(scene: Scene) -> Plan:
-    plan = of_kind(scene.log, SendPlan)[-1].plan
+    plan = of_kind(scene.log, RoundOpened)[-1].plan
     assert plan.round == scene.round.number
     return plan

@@ -17,7 +17,6 @@ from node.exchange.outer import Outer
 from node.exchange.outer_optimizer import Sgd
 from node.exchange.rate_scaling import RateScale
 from node.exchange.reducer_error import ReducerError
-from node.exchange.reports import Held, Reduced, Report
 from node.exchange.residual import MOST_OWED, Residual
 from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.state.patience import Patience
@@ -28,6 +27,7 @@ from node.heavy import in_place
 from node.history import History
 from node.outer_state import Vector
 from protocol.layout import Layout
+from protocol.messages import Held, Reduced, Report
 from protocol.payload import CONTRIBUTION, RESULT, Payload
 from protocol.rounds import (
     BLOCK,

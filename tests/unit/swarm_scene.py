@@ -2,26 +2,22 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from coordinator.swarm.actions import Action
+from coordinator.swarm.actions import Action, Tell
 from coordinator.swarm.events import (
     Attached,
-    CommitApplied,
     Detached,
-    Draining,
-    Evaluated,
     Event,
     HeartbeatSeen,
-    ResultHeld,
-    SliceReduced,
+    Reported,
     StreamBroken,
     Ticked,
-    TrainingDone,
 )
 from coordinator.swarm.shares import UNKNOWN, Rates
-from coordinator.swarm.state import Member, Round, Rules, SwarmState, Trained
+from coordinator.swarm.state import Member, Round, Rules, SwarmState
 from coordinator.swarm.transition import initial_state, next_deadline, step
+from protocol.messages import Applied, Draining, Evaluated, Held, Reduced, Trained
 from protocol.rounds import (
     ContributionDigest,
     Contributor,
@@ -104,8 +100,8 @@ class Scene:
         self.log.extend(self.actions)
 
     def asked(self, kind: type[T]) -> list[T]:
-        """The actions of one kind that the latest event led to."""
-        return [action for action in self.actions if isinstance(action, kind)]
+        """The actions, or messages, of one kind that the latest event led to."""
+        return of_kind(self.actions, kind)
 
     def member(self, name: str) -> Member:
         return self.state.members[NodeId(name)]
@@ -188,7 +184,7 @@ class Scene:
         )
 
     def drain(self, name: str) -> None:
-        self.do(Draining(node_id=NodeId(name)))
+        self.do(Reported(node_id=NodeId(name), round=0, report=Draining()))
 
     def leave(self, name: str) -> None:
         session_id = self.member(name).session_id
@@ -211,7 +207,7 @@ class Scene:
             loss=2.0,
             seconds=seconds,
         )
-        self.do(TrainingDone(node_id=NodeId(name), round=self.round.number, trained=trained))
+        self.do(Reported(node_id=NodeId(name), round=self.round.number, report=trained))
 
     def _samples_of(self, tokens: int) -> int:
         return -(-tokens // self.state.rules.context)
@@ -233,26 +229,32 @@ class Scene:
             context = self.state.rules.context
             tokens = {str(a.node_id): a.num_samples * context for a in self.round.assignments}
         self.do(
-            SliceReduced(
+            Reported(
                 node_id=NodeId(name),
                 round=self.round.number,
-                slice_index=index,
-                digest=digest,
-                contributors=tuple(
-                    Contributor(
-                        node_id=NodeId(node),
-                        samples=samples.get(node, self._samples_of(count)),
-                        tokens=count,
-                    )
-                    for node, count in tokens.items()
+                report=Reduced(
+                    slice_index=index,
+                    digest=digest,
+                    contributors=tuple(
+                        Contributor(
+                            node_id=NodeId(node),
+                            samples=samples.get(node, self._samples_of(count)),
+                            tokens=count,
+                        )
+                        for node, count in tokens.items()
+                    ),
+                    contributions=tuple(contribution_from(node, index) for node in tokens),
                 ),
-                contributions=tuple(contribution_from(node, index) for node in tokens),
             )
         )
 
     def hold(self, name: str, index: int, digest: Digest) -> None:
         number = self.round.number
-        self.do(ResultHeld(node_id=NodeId(name), round=number, slice_index=index, digest=digest))
+        self.do(
+            Reported(
+                node_id=NodeId(name), round=number, report=Held(slice_index=index, digest=digest)
+            )
+        )
 
     def apply(
         self,
@@ -265,17 +267,19 @@ class Scene:
         for name in names:
             number = self.state.committed_round if round is None else round
             self.do(
-                CommitApplied(
+                Reported(
                     node_id=NodeId(name),
                     round=number,
-                    outer_digest=digest,
-                    incarnation=incarnation,
-                    wire=wire or {},
+                    report=Applied(outer_digest=digest, incarnation=incarnation, wire=wire or {}),
                 )
             )
 
     def evaluate(self, name: str, *, round: int, loss: float = 1.5) -> None:
-        self.do(Evaluated(node_id=NodeId(name), round=round, held_out_loss=loss, tokens=64))
+        self.do(
+            Reported(
+                node_id=NodeId(name), round=round, report=Evaluated(held_out_loss=loss, tokens=64)
+            )
+        )
 
     def commit(
         self,
@@ -307,4 +311,12 @@ class Scene:
 
 
 def of_kind(actions: Iterable[Action], kind: type[T]) -> list[T]:
-    return [action for action in actions if isinstance(action, kind)]
+    """Actions of a kind, and messages of it that are to be told."""
+    told = [action.message if isinstance(action, Tell) else action for action in actions]
+    return [each for each in told if isinstance(each, kind)]
+
+
+def asked_of(actions: Iterable[Action], kind: type[Any]) -> list[NodeId]:
+    """Who is told a message of a kind, in order."""
+    told = [a for a in actions if isinstance(a, Tell) and isinstance(a.message, kind)]
+    return [node_id for each in told for node_id in each.to or ()]

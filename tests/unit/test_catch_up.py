@@ -13,7 +13,6 @@ from structlog.testing import capture_logs
 from node.exchange import held_results
 from node.exchange.fetching import FIRST_FROM_ONE, MOST_AT_ONCE
 from node.exchange.outer import NotApplicableError, Outer
-from node.exchange.reports import Held
 from node.exchange.state import manifest as manifest_file
 from node.exchange.state.catch_up import ROUNDS_AHEAD, SETTLE_SECONDS
 from node.exchange.state.manifest import Manifest
@@ -21,6 +20,7 @@ from node.exchange.state.patience import LONGEST_SECONDS
 from node.exchange.state.result_log import ResultLog
 from node.exchange.state.snapshot import Owed, SnapshotFolder
 from node.exchange.transport.transport import Want, WantChunk, WantManifest, WantResult
+from protocol.messages import Held
 from protocol.payload import Payload
 from protocol.rounds import Commit, Digest, NodeId
 from tests.unit.download_scene import changed

@@ -12,22 +12,26 @@ import pytest
 from structlog.testing import capture_logs
 
 from node.duties.duties import FINISH_SECONDS
-from node.exchange.reports import Applied, Evaluated, Held, Reduced, Trained
 from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.state.snapshot import Snapshot, SnapshotFolder
 from node.heavy import in_thread
 from node.history import History
-from node.link.events import (
+from node.outer_state import Vector
+from protocol.errors import IncompleteError, SystemRefusedError, UnavailableError
+from protocol.messages import (
+    Applied,
+    Evaluated,
     EvaluationAsked,
+    Held,
     ParticipantsDeparted,
+    Reduced,
     RefetchAsked,
-    RosterChanged,
+    RosterTold,
     RoundCommitted,
     RoundOpened,
     RunFinished,
+    Trained,
 )
-from node.outer_state import Vector
-from protocol.errors import IncompleteError, SystemRefusedError, UnavailableError
 from protocol.rounds import Assignment, Commit, Digest, PeerAddress, RosterEntry, SliceOutcome
 from protocol.run_spec import RunSpec
 from tests.unit.daemon_scene import TRAIN_SECONDS, Life
@@ -302,7 +306,7 @@ async def test_a_node_that_is_behind_at_the_end_does_not_wait_for_ever() -> None
         )
         member = RosterEntry(node_id=B, node_name="b", address=ADDRESS)
         life.link.say(
-            RosterChanged(members=(member,)),
+            RosterTold(members=(member,)),
             RunFinished(round=1, outer_digest=Digest(bytes(32)), reason="done"),
         )
         assert life.running is not None

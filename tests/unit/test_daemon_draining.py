@@ -5,8 +5,16 @@ import asyncio
 import numpy as np
 import pytest
 
-from node.exchange.reports import Applied, Evaluated, Leaving, Reduced
-from node.link.events import EvaluationAsked, RoundCommitted, RoundOpened, RunFinished
+from protocol.messages import (
+    Applied,
+    Draining,
+    Evaluated,
+    EvaluationAsked,
+    Reduced,
+    RoundCommitted,
+    RoundOpened,
+    RunFinished,
+)
 from tests.unit.daemon_scene import TRAIN_SECONDS, Life
 from tests.unit.exchange_scene import TOKENS, A, B, in_virtual_time, plan_for
 
@@ -34,7 +42,7 @@ async def test_a_draining_node_contributes_what_it_trained_and_leaves_after_the_
         assert life.link.goodbyes == [reason]
         np.testing.assert_array_equal(life.outer._parameters, -1.0)
         # The coordinator is told first, and counts on it no more.
-        assert [round_ for round_, _ in life.link.reported(Leaving)] == [1]
+        assert [round_ for round_, _ in life.link.reported(Draining)] == [1]
         assert [round_ for round_, _ in life.link.reported(Applied)] == [1]
         assert not life.link.reported(Evaluated)
 

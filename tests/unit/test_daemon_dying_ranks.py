@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from node.duties.lasting_island import DEATHS_SECONDS, MOST_DEATHS
-from node.exchange.reports import Applied, Evaluated, Reduced, Trained
 from node.island.faults import (
     RankDiedError,
     RankFailedError,
@@ -14,8 +13,16 @@ from node.island.faults import (
     TrainingDivergedError,
 )
 from node.island.island import InnerReport
-from node.link.events import EvaluationAsked, RoundCommitted, RoundOpened
 from protocol.errors import AtollError
+from protocol.messages import (
+    Applied,
+    Evaluated,
+    EvaluationAsked,
+    Reduced,
+    RoundCommitted,
+    RoundOpened,
+    Trained,
+)
 from tests.unit.daemon_scene import DEATH_SECONDS, START_SECONDS, Life
 from tests.unit.exchange_scene import TOKENS, A, in_virtual_time
 

@@ -5,9 +5,15 @@ import asyncio
 import pytest
 
 from node.duties.lasting_island import MOST_DEATHS
-from node.exchange.reports import Applied, Evaluated, Trained
 from node.island.island import Ability, Evaluation, InnerReport, InnerWork
-from node.link.events import EvaluationAsked, RoundCommitted, RoundOpened
+from protocol.messages import (
+    Applied,
+    Evaluated,
+    EvaluationAsked,
+    RoundCommitted,
+    RoundOpened,
+    Trained,
+)
 from tests.unit.daemon_scene import Life
 from tests.unit.exchange_scene import TOKENS, in_virtual_time
 from tests.unit.test_daemon_dying_ranks import live_a_round

@@ -8,16 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from node.exchange.reports import Applied, Evaluated, Trained
 from node.island.faults import TrainingDivergedError
-from node.link.events import (
+from node.outer_state import outer_digest
+from protocol.messages import (
+    Applied,
+    Evaluated,
     EvaluationAsked,
     RefetchAsked,
     RoundCommitted,
     RoundOpened,
     RunFinished,
+    Trained,
 )
-from node.outer_state import outer_digest
 from protocol.rounds import Commit, Plan, SliceOutcome
 from tests.unit.exchange_scene import in_virtual_time
 from tests.unit.overlap_scene import BATCH, STEP_TOKENS, STEPS, TWO, OverlapLife, lease

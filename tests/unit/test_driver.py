@@ -8,26 +8,25 @@ import pytest
 from coordinator.clock import LoopClock
 from coordinator.driver import MAX_UNREAD, Driver
 from coordinator.store import Store
-from coordinator.streams import Delivery, RosterDiffers, RosterNow, Stream
-from coordinator.swarm.actions import (
-    AskEvaluation,
-    AskRefetch,
-    SendCommit,
-    SendDeparted,
-    SendFinished,
-    SendPlan,
-)
-from coordinator.swarm.events import (
-    Attached,
-    CommitApplied,
-    Detached,
-    Evaluated,
-    HeartbeatSeen,
-    SliceReduced,
-)
+from coordinator.streams import Stream
+from coordinator.swarm.events import Attached, Detached, HeartbeatSeen, Reported
 from coordinator.swarm.state import MemberState, Rules
 from coordinator.swarm.transition import initial_state
 from protocol.errors import SessionEndedError, SystemRefusedError
+from protocol.messages import (
+    Applied,
+    Evaluated,
+    EvaluationAsked,
+    Message,
+    ParticipantsDeparted,
+    Reduced,
+    RefetchAsked,
+    RosterChanged,
+    RosterTold,
+    RoundCommitted,
+    RoundOpened,
+    RunFinished,
+)
 from protocol.rounds import (
     ContributionDigest,
     Contributor,
@@ -122,7 +121,7 @@ async def attach(driver: Driver, node_id: NodeId, *, outer: tuple[int, Digest] =
     return driver.state.members[node_id].session_id
 
 
-def unread(stream: Stream) -> list[Delivery]:
+def unread(stream: Stream) -> list[Message]:
     """Everything that waits in a stream that has not ended; never blocks."""
     deliveries = []
     while stream.num_unread:
@@ -146,8 +145,10 @@ async def opened() -> tuple[Driver, int, int]:
 async def void(driver: Driver) -> None:
     """Brings round 1 to its commit: there was nothing to reduce, so it is void."""
     await driver.apply(
-        SliceReduced(
-            node_id=A, round=1, slice_index=0, digest=None, contributors=(), contributions=()
+        Reported(
+            node_id=A,
+            round=1,
+            report=Reduced(slice_index=0, digest=None, contributors=(), contributions=()),
         )
     )
 
@@ -165,7 +166,7 @@ async def test_nothing_is_told_and_nothing_changes_before_it_is_durable() -> Non
     assert kinds(stream) == []
     store.is_full = False
     await attach(driver, B)
-    assert kinds(stream) == [RosterDiffers, SendPlan, AskEvaluation]
+    assert kinds(stream) == [RosterChanged, RoundOpened, EvaluationAsked]
 
 
 async def test_a_plan_goes_to_its_participants_and_a_roster_to_everyone() -> None:
@@ -175,15 +176,15 @@ async def test_a_plan_goes_to_its_participants_and_a_roster_to_everyone() -> Non
     newcomer = NodeId("c" * 32)
     to_c = driver.subscribe(newcomer, await attach(driver, newcomer))
     (change,) = unread(to_a)
-    assert isinstance(change, RosterDiffers)
+    assert isinstance(change, RosterChanged)
     assert ([m.node_id for m in change.joined], change.gone) == ([newcomer], ())
     assert unread(to_b)[0] is change, "it is made once for all"
-    assert kinds(to_c) == [RosterNow]
+    assert kinds(to_c) == [RosterTold]
     await driver.apply(Detached(node_id=B, session_id=session_b, reason=""))
     change, _ = to_a_told = unread(to_a)
-    assert list(map(type, to_a_told)) == [RosterDiffers, SendDeparted]
-    assert isinstance(change, RosterDiffers) and (change.joined, change.gone) == ((), (B,))
-    assert kinds(to_c) == [RosterDiffers]
+    assert list(map(type, to_a_told)) == [RosterChanged, ParticipantsDeparted]
+    assert isinstance(change, RosterChanged) and (change.joined, change.gone) == ((), (B,))
+    assert kinds(to_c) == [RosterChanged]
 
 
 async def test_a_participant_that_subscribes_late_gets_the_plan_with_the_time_that_is_left() -> (
@@ -193,31 +194,33 @@ async def test_a_participant_that_subscribes_late_gets_the_plan_with_the_time_th
     await driver.apply(Detached(node_id=B, session_id=session_b, reason=""))
     move_time(driver, 10.0)
     roster, plan, departed, evaluation = unread(driver.subscribe(A, session_a))
-    assert isinstance(roster, RosterNow) and [m.node_id for m in roster.members] == [A]
-    assert isinstance(plan, SendPlan)
+    assert isinstance(roster, RosterTold) and [m.node_id for m in roster.members] == [A]
+    assert isinstance(plan, RoundOpened)
     assert (plan.plan.train_seconds, plan.plan.commit_seconds) == (50.0, 70.0)
-    assert departed == SendDeparted(round=1, node_ids=(B,))
-    assert evaluation == AskEvaluation(node_id=A, round=0)
+    assert departed == ParticipantsDeparted(round=1, node_ids=(B,))
+    assert evaluation == EvaluationAsked(round=0)
 
 
 async def test_who_subscribes_while_a_round_is_applied_gets_its_commit() -> None:
     driver, session_a, session_b = await opened()
     share = (Contributor(node_id=A, samples=10, tokens=80),)
     await driver.apply(
-        SliceReduced(
+        Reported(
             node_id=A,
             round=1,
-            slice_index=0,
-            digest=END,
-            contributors=share,
-            contributions=(ContributionDigest(bytes(16)),),
+            report=Reduced(
+                slice_index=0,
+                digest=END,
+                contributors=share,
+                contributions=(ContributionDigest(bytes(16)),),
+            ),
         )
     )
     await driver.apply(Detached(node_id=B, session_id=session_b, reason=""))
     newcomer = NodeId("c" * 32)
     for node_id, session_id in ((A, session_a), (newcomer, await attach(driver, newcomer))):
         _, told, *_ = unread(driver.subscribe(node_id, session_id))
-        assert isinstance(told, SendCommit)
+        assert isinstance(told, RoundCommitted)
         assert (told.commit.round, told.commit.slices[0].digest) == (1, END)
 
 
@@ -225,13 +228,15 @@ async def test_who_subscribes_after_the_end_is_told_of_it() -> None:
     driver, session_a, _ = await opened()
     await void(driver)
     for node_id in (A, B):
-        await driver.apply(CommitApplied(node_id=node_id, round=1, outer_digest=START))
+        await driver.apply(Reported(node_id=node_id, round=1, report=Applied(outer_digest=START)))
     evaluating = driver.state.evaluating
     assert evaluating is not None and evaluating.node_id is not None and evaluating.round == 1
-    await driver.apply(Evaluated(node_id=evaluating.node_id, round=1, held_out_loss=1.0, tokens=8))
+    await driver.apply(
+        Reported(node_id=evaluating.node_id, round=1, report=Evaluated(held_out_loss=1.0, tokens=8))
+    )
     roster, finished = unread(driver.subscribe(A, session_a))
-    assert isinstance(roster, RosterNow)
-    assert isinstance(finished, SendFinished) and finished.outer_digest == START
+    assert isinstance(roster, RosterTold)
+    assert isinstance(finished, RunFinished) and finished.outer_digest == START
 
 
 async def test_a_diverged_node_is_told_to_refetch_whenever_it_subscribes() -> None:
@@ -242,7 +247,7 @@ async def test_a_diverged_node_is_told_to_refetch_whenever_it_subscribes() -> No
     assert driver.state.members[A].state is MemberState.DIVERGED
     for _ in range(2):
         *_, refetch = unread(driver.subscribe(A, session_a))
-        assert isinstance(refetch, AskRefetch)
+        assert isinstance(refetch, RefetchAsked)
         assert (refetch.round, refetch.outer_digest) == (0, START)
 
 
@@ -259,7 +264,7 @@ async def test_a_newer_subscription_and_a_newer_session_end_the_older_stream_for
     driver.unsubscribe(second)
     unread(third)
     await attach(driver, NodeId("c" * 32))
-    assert kinds(third) == [RosterDiffers], "an ended stream must not take the newer one with it"
+    assert kinds(third) == [RosterChanged], "an ended stream must not take the newer one with it"
     with pytest.raises(SessionEndedError):
         driver.subscribe(A, session_a)
 
@@ -273,7 +278,7 @@ async def test_a_session_that_does_not_read_ends_and_the_others_go_on() -> None:
         await driver.apply(Detached(node_id=newcomer, session_id=session_c, reason=""))
         unread(quick)
     await attach(driver, newcomer)
-    assert kinds(quick) == [RosterDiffers]
+    assert kinds(quick) == [RosterChanged]
     with pytest.raises(SessionEndedError, match="unread"):
         await slow.next()
 
@@ -355,4 +360,4 @@ async def test_a_recovered_driver_goes_on_where_the_one_before_died() -> None:
     state = driver.store.load(RULES, RUN)
     recovered = Driver(state=state, store=driver.store, clock=HandClock())
     assert replace(recovered.state, members={}) == replace(driver.state, members={})
-    assert kinds(recovered.subscribe(A, session_a)) == [RosterNow, SendPlan, AskEvaluation]
+    assert kinds(recovered.subscribe(A, session_a)) == [RosterTold, RoundOpened, EvaluationAsked]

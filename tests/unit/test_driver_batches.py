@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,15 +14,15 @@ from hypothesis import strategies as st
 
 from coordinator.driver import FEW_SESSIONS, MOST_IN_A_BATCH, Driver
 from coordinator.store import Store
-from coordinator.streams import RosterDiffers, RosterNow, Stream
-from coordinator.swarm.actions import SendCommit, SendPlan
-from coordinator.swarm.events import Detached, Event, HeartbeatSeen, Reported, ResultHeld
+from coordinator.swarm.events import Detached, Event, HeartbeatSeen, Reported, ReportedTogether
 from coordinator.swarm.membership import roster_of
 from coordinator.swarm.state import MemberState, SwarmState
 from coordinator.swarm.transition import initial_state, step
 from protocol.errors import ProtocolMismatchError, SessionEndedError, SystemRefusedError
+from protocol.messages import Held, RosterChanged, RosterTold, RoundCommitted, RoundOpened
 from protocol.rounds import NodeId
 from tests.unit import test_store as played
+from tests.unit.swarm_scene import of_kind
 from tests.unit.test_driver import END, RULES, RUN, START, A, B, HandClock, attach, unread
 
 MANY = [NodeId(f"{number:032}") for number in range(3 * MOST_IN_A_BATCH)]
@@ -176,13 +177,13 @@ async def test_a_stream_that_begins_while_the_disk_is_busy_misses_nothing_and_he
     joining = asyncio.create_task(attach(driver, B))  # opens round 1
     await turns_of_the_loop()
     stream = driver.subscribe(A, session_a)
-    (roster,) = (told for told in unread(stream) if isinstance(told, RosterNow))
+    (roster,) = (told for told in unread(stream) if isinstance(told, RosterTold))
     assert [member.node_id for member in roster.members] == [A]
     store.is_free.set()
     await joining
     news = unread(stream)
-    assert [type(told) for told in news].count(SendPlan) == 1
-    (change,) = (told for told in news if isinstance(told, RosterDiffers))
+    assert [type(told) for told in news].count(RoundOpened) == 1
+    (change,) = (told for told in news if isinstance(told, RosterChanged))
     assert [member.node_id for member in change.joined] == [B]
 
 
@@ -228,10 +229,10 @@ async def test_a_report_of_a_session_that_ends_in_the_same_batch_is_refused() ->
     driver = driver_of(CountingStore.in_memory())
     session_a, _ = await attach(driver, A), await attach(driver, B)
     assert driver.state.open_round is not None
-    held = ResultHeld(node_id=A, round=1, slice_index=0, digest=END)
+    held = Reported(node_id=A, round=1, report=Held(slice_index=0, digest=END))
     _, refused = await asyncio.gather(
         attach(driver, A),
-        driver.apply(Reported(events=(held,)), session=(A, session_a)),
+        driver.apply(ReportedTogether(reports=(held,)), session=(A, session_a)),
         return_exceptions=True,
     )
     assert isinstance(refused, SessionEndedError)
@@ -288,14 +289,14 @@ def test_a_batch_comes_to_the_same_as_its_events_one_by_one(sizes: list[int]) ->
         driver = Driver(
             state=initial_state(played.RULES, played.RUN), store=store, clock=HandClock()
         )
-        commits: list[object] = []
+        commits: list[Any] = []
         for batch in batches:
             results = await asyncio.gather(*map(driver.apply, batch))
             commits += [a for one in results for a in one.actions]
         return driver.state, store.load(played.RULES, played.RUN), commits, store.latest_rounds(99)
 
     one_by_one = asyncio.run(told([[event] for event in played.TWO_ROUNDS]))
-    assert any(isinstance(action, SendCommit) for action in one_by_one[2])
+    assert of_kind(one_by_one[2], RoundCommitted)
     assert asyncio.run(told(cut(played.TWO_ROUNDS, sizes))) == one_by_one
 
 
@@ -328,7 +329,7 @@ def test_every_stream_knows_the_roster_once_it_may_be_told(
     async def play() -> None:
         driver = driver_of(Store.in_memory())
         asked: dict[NodeId, asyncio.Task[int]] = {}
-        known: dict[Stream, set[NodeId]] = {}
+        known: dict[object, set[NodeId]] = {}
         for node_id, turn in turns:
             session = asked[node_id].result() if node_id in asked else 0
             if turn == "j":
@@ -348,13 +349,15 @@ def test_every_stream_knows_the_roster_once_it_may_be_told(
             if driver._streams.get(stream.node_id) is not stream:
                 continue
             for place, told in enumerate(unread(stream)):
-                if isinstance(told, RosterNow):
+                if isinstance(told, RosterTold):
                     members.clear()
                     members.update(entry.node_id for entry in told.members)
-                elif isinstance(told, RosterDiffers):
+                elif isinstance(told, RosterChanged):
                     members.difference_update(told.gone)
                     members.update(entry.node_id for entry in told.joined)
-                elif isinstance(told, SendPlan) and place > 1:  # that of before may name who left
+                elif (
+                    isinstance(told, RoundOpened) and place > 1
+                ):  # that of before may name who left
                     assert members >= set(told.plan.participants)
             assert members == roster
 
@@ -371,5 +374,5 @@ async def test_many_sessions_are_not_told_of_each_node_that_joins() -> None:
     for node_id in MANY[FEW_SESSIONS + 1 :][:10]:
         await attach(driver, node_id)
     driver._roster_may_be_told()
-    changes = [told for told in unread(streams[0]) if isinstance(told, RosterDiffers)]
+    changes = [told for told in unread(streams[0]) if isinstance(told, RosterChanged)]
     assert [len(change.joined) for change in changes] == [1, 9]

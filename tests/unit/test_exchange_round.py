@@ -10,7 +10,6 @@ import pytest
 from structlog.testing import capture_logs
 
 from node.exchange.held_results import KEPT_ROUNDS, HeldResults
-from node.exchange.reports import Held, Reduced
 from node.exchange.state.manifest import Manifest
 from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.state.snapshot import SnapshotFolder
@@ -22,6 +21,7 @@ from node.exchange.transport.transport import (
     WantResult,
 )
 from node.history import History
+from protocol.messages import Held, Reduced
 from protocol.payload import Payload, PayloadHeader
 from protocol.rounds import BLOCK, Digest, NodeId, cut_into_slices
 from tests.unit.exchange_scene import (

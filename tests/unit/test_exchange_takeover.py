@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from node.exchange.holding import GRACE_SECONDS
-from node.exchange.reports import Held, Reduced
 from node.exchange.transport.transport import TransferRefusedError
+from protocol.messages import Held, Reduced
 from protocol.rounds import BLOCK, Digest, NodeId, Plan
 from tests.unit.exchange_scene import (
     COMMIT_SECONDS,

@@ -8,16 +8,36 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from coordinator.services.deliveries import delivery_to_wire
-from coordinator.streams import Delivery, RosterDiffers, RosterNow
-from coordinator.swarm import actions
-from node.exchange.reports import Applied, Evaluated, Held, Reduced, Report, Trained
+from coordinator.services.session import SentMessages
 from node.exchange.transport.rates.link_rates import LinkRates
-from node.link import events
 from node.link.calls import Announcement, CoordinatorLink, Vitals
 from node.link.utilisation import Utilisation
 from protocol import convert
 from protocol.errors import ConfigError, ProtocolMismatchError
+from protocol.messages import (
+    Applied,
+    CommitsWanted,
+    Draining,
+    Evaluated,
+    EvaluationAsked,
+    Held,
+    Message,
+    ParticipantsDeparted,
+    ParticipantsIdle,
+    Reduced,
+    RefetchAsked,
+    Report,
+    ResultOffered,
+    RosterChanged,
+    RosterTold,
+    RoundCommitted,
+    RoundOpened,
+    RunFinished,
+    SliceTakenOver,
+    Trained,
+    message_to_wire,
+    report_from_wire,
+)
 from protocol.rounds import (
     Commit,
     ContributionDigest,
@@ -94,69 +114,54 @@ def link_that_answers(*answers: Any) -> tuple[CoordinatorLink, Stub]:
 
 
 @pytest.mark.parametrize(
-    ("delivery", "event"),
+    "message",
     [
-        (RosterNow(members=(MEMBER,)), events.RosterChanged(members=(MEMBER,))),
-        (actions.SendPlan(plan=plan_for(A, B)), events.RoundOpened(plan=plan_for(A, B))),
-        (actions.SendCommit(commit=COMMIT), events.RoundCommitted(commit=SIGNER.signed(COMMIT))),
-        (
-            actions.SendDeparted(round=4, node_ids=(A, B)),
-            events.ParticipantsDeparted(round=4, node_ids=(A, B)),
-        ),
-        (actions.SendIdle(round=4, node_ids=(A,)), events.ParticipantsIdle(round=4, node_ids=(A,))),
-        (
-            actions.SendTakeover(
-                round=4, slice_index=1, reducer_id=B, attempt=2, contribute_seconds=3.5
-            ),
-            events.SliceTakenOver(
-                round=4, slice_index=1, reducer_id=B, attempt=2, contribute_seconds=3.5
-            ),
-        ),
-        (
-            actions.SendResultOffered(round=4, slice_index=1, digest=DIGEST, holder_ids=(A, B)),
-            events.ResultOffered(round=4, slice_index=1, digest=DIGEST, holder_ids=(A, B)),
-        ),
-        (actions.AskCommits(node_id=A, after_round=4), events.CommitsWanted(after_round=4)),
-        (actions.AskEvaluation(node_id=A, round=4), events.EvaluationAsked(round=4)),
-        (
-            actions.AskRefetch(node_id=A, round=4, outer_digest=DIGEST, reason="odd"),
-            events.RefetchAsked(round=4, outer_digest=DIGEST, reason="odd"),
-        ),
-        (
-            actions.SendFinished(round=4, outer_digest=DIGEST, reason="done"),
-            events.RunFinished(round=4, outer_digest=DIGEST, reason="done"),
-        ),
+        RosterTold(members=(MEMBER,)),
+        RoundOpened(plan=plan_for(A, B)),
+        RoundCommitted(commit=SIGNER.signed(COMMIT)),
+        ParticipantsDeparted(round=4, node_ids=(A, B)),
+        ParticipantsIdle(round=4, node_ids=(A,)),
+        SliceTakenOver(round=4, slice_index=1, reducer_id=B, attempt=2, contribute_seconds=3.5),
+        ResultOffered(round=4, slice_index=1, digest=DIGEST, holder_ids=(A, B)),
+        CommitsWanted(after_round=4),
+        EvaluationAsked(round=4),
+        RefetchAsked(round=4, outer_digest=DIGEST, reason="odd"),
+        RunFinished(round=4, outer_digest=DIGEST, reason="done"),
     ],
     ids=lambda value: type(value).__name__,
 )
-async def test_what_the_coordinator_delivers_is_what_the_node_hears(
-    delivery: Delivery, event: events.Event
-) -> None:
-    link, stub = link_that_answers(delivery_to_wire(delivery, SIGNER))
-    assert [heard async for heard in link.events(1)] == [event]
+async def test_what_the_coordinator_tells_is_what_the_node_hears(message: Message) -> None:
+    link, stub = link_that_answers(SentMessages(SIGNER).made_of(message))
+    assert [heard async for heard in link.messages(1)] == [message]
     assert stub.is_cancelled  # or gRPC keeps the stream open
+
+
+def test_a_commit_leaves_with_a_signature_and_each_message_is_made_once() -> None:
+    sent, message = SentMessages(SIGNER), RoundCommitted(commit=COMMIT)
+    assert SIGNER.has_signed(convert.commit_from_wire(sent.made_of(message).commit))
+    assert sent.made_of(message) is sent.made_of(message)
 
 
 async def test_changes_of_the_roster_add_up() -> None:
     moved = replace(MEMBER, node_name="moved")
     other = replace(MEMBER, node_id=B)
-    told: tuple[Delivery, ...] = (
-        RosterNow(members=(MEMBER,)),
-        RosterDiffers(joined=(other,), gone=()),
-        RosterDiffers(joined=(moved,), gone=()),
-        RosterDiffers(joined=(), gone=(other.node_id,)),
+    told: tuple[Message, ...] = (
+        RosterTold(members=(MEMBER,)),
+        RosterChanged(joined=(other,), gone=()),
+        RosterChanged(joined=(moved,), gone=()),
+        RosterChanged(joined=(), gone=(other.node_id,)),
     )
-    link, _ = link_that_answers(*(delivery_to_wire(delivery, SIGNER) for delivery in told))
+    link, _ = link_that_answers(*map(message_to_wire, told))
     heard = [
-        event.members async for event in link.events(1) if isinstance(event, events.RosterChanged)
+        message.members async for message in link.messages(1) if isinstance(message, RosterTold)
     ]
     assert heard == [(MEMBER,), (MEMBER, other), (moved, other), (moved,)]
 
 
-async def test_an_event_of_a_newer_version_is_not_passed_over_in_silence() -> None:
+async def test_a_message_of_a_newer_version_is_not_passed_over_in_silence() -> None:
     link, _ = link_that_answers(pb.SubscribeResponse())
     with pytest.raises(ProtocolMismatchError, match="does not know"):
-        await anext(aiter(link.events(1)))
+        await anext(aiter(link.messages(1)))
 
 
 @pytest.mark.parametrize(
@@ -192,6 +197,7 @@ async def test_an_event_of_a_newer_version_is_not_passed_over_in_silence() -> No
                 "wire": [pb.WireCount(kind="result", sent_bytes=5, received_bytes=6)],
             },
         ),
+        (Draining(), "draining", {}),
         (
             Evaluated(held_out_loss=0.0, tokens=0),
             "evaluated",
@@ -209,9 +215,7 @@ async def test_every_report_says_what_it_is_even_when_it_is_zero(
     assert (request.session_id, sent.round, sent.WhichOneof("report")) == (7, 4, kind)
     body = getattr(sent, kind)
     assert {name: getattr(body, name) for name in fields} == fields
-    if isinstance(report, Reduced):
-        told = convert.contributors_from_wire(body.contributors)
-        assert told == (report.contributors, report.contributions)
+    assert report_from_wire(sent, most_contributors=1) == report
 
 
 async def test_a_run_file_that_reads_differently_here_is_refused() -> None:

@@ -9,8 +9,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.dashboard.round_tally import RoundTally
 from coordinator.dashboard.run_metrics import RUN_METRICS, board_of
-from coordinator.swarm.actions import SendCommit, SendTakeover
+from coordinator.swarm.actions import Tell
 from coordinator.swarm.transition import Transition
+from protocol.messages import RoundCommitted, SliceTakenOver
 from protocol.rounds import Commit, NodeId, SliceOutcome
 from protocol.v1 import session_pb2
 from protocol.v1 import status_pb2 as pb
@@ -95,10 +96,10 @@ def test_void_slices_and_takeovers_are_counted() -> None:
         SliceOutcome(index=1, start=4, num_elements=4, digest=None, void_reason="nobody is left"),
     )
     closed = Commit(round=1, fragment=0, base_digest=INITIAL, slices=slices)
-    takeover = SendTakeover(
+    takeover = SliceTakenOver(
         round=1, slice_index=0, reducer_id=NodeId("x"), attempt=1, contribute_seconds=1.0
     )
-    actions = (SendCommit(commit=closed), takeover)
+    actions = (Tell(message=RoundCommitted(commit=closed)), Tell(message=takeover))
     tally.hear(Transition(state=scene.state, actions=actions, at=1.0))
     counts = tally.counts(1.0)
     assert (counts.commits, counts.void_slices, counts.takeovers) == (1, 1, 1)

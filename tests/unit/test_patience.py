@@ -6,7 +6,7 @@ from random import Random
 from structlog.testing import capture_logs
 
 from node.exchange.state.patience import LONGEST_SECONDS, Patience
-from node.link.events import RefetchAsked, RosterChanged
+from protocol.messages import RefetchAsked, RosterTold
 from protocol.rounds import Digest
 from tests.unit.daemon_scene import Life
 from tests.unit.exchange_scene import in_virtual_time
@@ -60,7 +60,7 @@ async def test_a_node_whose_gap_nobody_bridges_says_once_what_it_waits_for_and_a
             life.link.say(RefetchAsked(round=3, outer_digest=Digest(bytes(32)), reason="a test"))
             await asyncio.sleep(3600)
             asked_in_vain = len(times)
-            life.link.say(RosterChanged(members=()))
+            life.link.say(RosterTold(members=()))
             await asyncio.sleep(0.1)
         assert 3600 / LONGEST_SECONDS <= asked_in_vain <= 2 * 3600 / LONGEST_SECONDS + 10
         assert len(times) > asked_in_vain, "news made it ask at once"

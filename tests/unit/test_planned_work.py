@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from node.duties.planned_work import counted, counted_anew, trained_of, work_ahead_of, work_of
-from node.exchange.reports import Trained
 from node.island.island import InnerReport
+from protocol.messages import Trained
 from protocol.rounds import Assignment, NodeId
 from tests.unit.exchange_scene import A, B, C, plan_for
 

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from node.exchange.reports import Held, Report
 from node.link.calls import Attachment
-from node.link.events import EvaluationAsked, Event
 from node.link.session import LEAVE_SECONDS, MOST_REPORTS, Session
 from protocol.channel import RETRY_CAP_SECONDS
 from protocol.errors import (
@@ -18,6 +16,7 @@ from protocol.errors import (
     SessionEndedError,
     UnavailableError,
 )
+from protocol.messages import EvaluationAsked, Held, Message, Report
 from protocol.rounds import Digest
 from tests.unit.exchange_scene import in_virtual_time
 
@@ -40,9 +39,9 @@ class Link:
         self.reports: list[tuple[int, int, Report]] = []
         self.calls: list[int] = []  # how many reports each brought
         self.goodbyes: list[tuple[int, str]] = []
-        self._events: asyncio.Queue[Event | AtollError] = asyncio.Queue()
+        self._events: asyncio.Queue[Message | AtollError] = asyncio.Queue()
 
-    def say(self, event: Event | AtollError) -> None:
+    def say(self, event: Message | AtollError) -> None:
         self._events.put_nowait(event)
 
     async def attach(self, announcement: Any) -> Attachment:
@@ -69,7 +68,7 @@ class Link:
         await self._call()
         self.goodbyes.append((session_id, reason))
 
-    async def events(self, session_id: int) -> AsyncIterator[Event]:
+    async def messages(self, session_id: int) -> AsyncIterator[Message]:
         while True:
             event = await self._events.get()
             if isinstance(event, AtollError):
@@ -88,7 +87,7 @@ def session_on(link: Link, **wants: Any) -> Session:
         announce=lambda: None,  # type: ignore[arg-type,return-value]
         vitals=lambda: "vitals",  # type: ignore[arg-type,return-value]
         on_attached=wants.get("on_attached", lambda attachment: None),
-        on_event=wants.get("on_event", lambda event: None),
+        on_message=wants.get("on_message", lambda event: None),
         rng=random.Random(0),
     )
 
@@ -106,9 +105,9 @@ async def ended(running: asyncio.Task[None]) -> None:
 
 
 @in_virtual_time
-async def test_heartbeats_go_on_and_events_arrive() -> None:
+async def test_heartbeats_go_on_and_messages_arrive() -> None:
     link, heard = Link(), []
-    running = await started(session_on(link, on_event=heard.append))
+    running = await started(session_on(link, on_message=heard.append))
     link.say(EvaluationAsked(round=3))
     await asyncio.sleep(10 * HEARTBEAT_SECONDS)
     assert len(link.heartbeats) == 11

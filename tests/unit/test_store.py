@@ -8,22 +8,13 @@ import pytest
 
 from coordinator.database import DATABASE_NAME
 from coordinator.store import CLOCK_SAVE_SECONDS, Store
-from coordinator.swarm.events import (
-    Attached,
-    CommitApplied,
-    Detached,
-    Evaluated,
-    Event,
-    HeartbeatSeen,
-    ResultHeld,
-    SliceReduced,
-    TrainingDone,
-)
+from coordinator.swarm.events import Attached, Detached, Event, HeartbeatSeen, Reported
 from coordinator.swarm.shares import Rates
-from coordinator.swarm.state import Rules, SwarmState, Trained
+from coordinator.swarm.state import Rules, SwarmState
 from coordinator.swarm.transition import initial_state, step
 from protocol.channel import RETRY_CAP_SECONDS
 from protocol.errors import BadDataError, ConfigError, NotPermittedError, SystemRefusedError
+from protocol.messages import Applied, Evaluated, Held, Reduced, Trained
 from protocol.rounds import (
     ContributionDigest,
     Contributor,
@@ -79,32 +70,37 @@ def reports_up_to_commit(number: int) -> list[Event]:
     trained = Trained(inner_steps=5, samples=10, tokens=80, loss=2.5, seconds=1.5)
     contributors = tuple(Contributor(node_id=n, samples=10, tokens=80) for n in (A, B))
     reduced = [
-        SliceReduced(
+        Reported(
             node_id=node_id,
             round=number,
-            slice_index=index,
-            digest=digest(20 + index),
-            contributors=contributors,
-            contributions=(ContributionDigest(bytes(16)), ContributionDigest(bytes([7]) * 16)),
+            report=Reduced(
+                slice_index=index,
+                digest=digest(20 + index),
+                contributors=contributors,
+                contributions=(ContributionDigest(bytes(16)), ContributionDigest(bytes([7]) * 16)),
+            ),
         )
         for index, node_id in enumerate((A, B))
     ]
     held = [
-        ResultHeld(node_id=node_id, round=number, slice_index=index, digest=digest(20 + index))
+        Reported(
+            node_id=node_id, round=number, report=Held(slice_index=index, digest=digest(20 + index))
+        )
         for node_id in (A, B)
         for index in (0, 1)
     ]
-    done = [TrainingDone(node_id=n, round=number, trained=trained) for n in (A, B)]
+    done = [Reported(node_id=n, round=number, report=trained) for n in (A, B)]
     return [*done, *reduced, *held]
 
 
 def applied(number: int) -> list[Event]:
     return [
-        CommitApplied(
+        Reported(
             node_id=n,
             round=number,
-            outer_digest=digest(100 + number),
-            wire={"contribution": (1000 * number, 900)},
+            report=Applied(
+                outer_digest=digest(100 + number), wire={"contribution": (1000 * number, 900)}
+            ),
         )
         for n in (A, B)
     ]
@@ -129,7 +125,7 @@ TWO_ROUNDS: list[Event] = [
         node_id=A, session_id=1, outer_round=0, outer_digest=digest(0), rates=Rates(up=1e6)
     ),
     attached(B),
-    Evaluated(node_id=A, round=0, held_out_loss=5.5, tokens=64),
+    Reported(node_id=A, round=0, report=Evaluated(held_out_loss=5.5, tokens=64)),
     *reports_up_to_commit(1),
     *applied(1),
     *reports_up_to_commit(2),

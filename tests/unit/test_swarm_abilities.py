@@ -1,9 +1,9 @@
 """Members that do not train, or do not evaluate: training loops of contributors' own come and go."""
 
-from swarm_scene import INITIAL, Scene, digest_of, of_kind
+from swarm_scene import INITIAL, Scene, asked_of, digest_of
 
-from coordinator.swarm.actions import AskEvaluation, SendFinished
 from coordinator.swarm.explain import explain
+from protocol.messages import EvaluationAsked, RunFinished
 
 
 def test_a_member_without_its_loop_is_in_no_plan_until_a_heartbeat_says_that_it_trains() -> None:
@@ -37,7 +37,7 @@ def test_only_members_that_can_are_asked_to_evaluate() -> None:
         scene.commit("node-a", "node-b")
         scene.apply(digest_of(f"state {number}"), "node-a", "node-b")
         scene.beat("node-a", at=number, digest=digest_of(f"state {number}"), cannot_evaluate=True)
-    assert [ask.node_id for ask in of_kind(scene.log, AskEvaluation)] == ["node-b"] * 3
+    assert asked_of(scene.log, EvaluationAsked) == ["node-b"] * 3
 
 
 def test_the_end_waits_for_no_evaluation_where_nobody_can() -> None:
@@ -45,5 +45,5 @@ def test_the_end_waits_for_no_evaluation_where_nobody_can() -> None:
     scene.attach("node-a", cannot_evaluate=True)
     scene.commit("node-a")
     scene.apply(digest_of("state 1"), "node-a")
-    (finished,) = scene.asked(SendFinished)
+    (finished,) = scene.asked(RunFinished)
     assert "nobody could evaluate the final state" in finished.reason

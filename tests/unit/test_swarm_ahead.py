@@ -2,8 +2,8 @@
 
 from swarm_scene import STEP_TOKENS, TOKENS, Scene, digest_of, of_kind
 
-from coordinator.swarm.actions import SendPlan
 from coordinator.swarm.ledger import free_again
+from protocol.messages import RoundOpened
 from protocol.rounds import Assignment, NodeId
 
 
@@ -25,7 +25,7 @@ def ranges(assignments: tuple[Assignment, ...]) -> dict[str, tuple[int, int]]:
 
 def test_a_plan_leases_the_next_rounds_samples_and_the_next_plan_asks_for_them() -> None:
     scene = overlapping("node-a", "node-b")
-    (first,) = scene.asked(SendPlan) or [of_kind(scene.log, SendPlan)[-1]]
+    (first,) = scene.asked(RoundOpened) or [of_kind(scene.log, RoundOpened)[-1]]
     assert ranges(first.plan.assignments) == {"node-a": (0, 10), "node-b": (10, 10)}
     assert ranges(first.plan.ahead) == {"node-a": (20, 10), "node-b": (30, 10)}
     next_round(scene, "node-a", "node-b")

@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from swarm_scene import INITIAL, Scene, digest_of, of_kind
+from swarm_scene import INITIAL, Scene, asked_of, digest_of, of_kind
 
-from coordinator.swarm.actions import AskEvaluation, SendCommit, SendFinished, SendPlan
 from coordinator.swarm.events import CommitLearned
 from coordinator.swarm.state import MemberState
+from protocol.messages import EvaluationAsked, RoundCommitted, RoundOpened, RunFinished
 from protocol.rounds import NodeId
 
 NODES = ("node-a", "node-b")
@@ -45,10 +45,10 @@ def test_the_run_finishes_after_the_last_state_is_evaluated() -> None:
     assert not scene.state.is_finished
     assert scene.reason == "waiting for node-b to evaluate the final state, 20 s left"
     scene.evaluate("node-b", round=1)
-    (finished,) = scene.asked(SendFinished)
+    (finished,) = scene.asked(RunFinished)
     assert (finished.round, finished.outer_digest) == (1, digest_of("state 1"))
     assert scene.reason == "the only round is committed; the held-out loss is 1.500 nats per token"
-    assert len(of_kind(scene.log, SendPlan)) == len(of_kind(scene.log, SendCommit)) == 1
+    assert len(of_kind(scene.log, RoundOpened)) == len(of_kind(scene.log, RoundCommitted)) == 1
 
 
 def test_another_node_evaluates_the_last_state_when_the_first_is_lost() -> None:
@@ -56,7 +56,7 @@ def test_another_node_evaluates_the_last_state_when_the_first_is_lost() -> None:
     scene.attach(*NODES)
     run_round(scene)
     scene.leave("node-b")
-    assert [ask.node_id for ask in scene.asked(AskEvaluation)] == ["node-a"]
+    assert asked_of(scene.actions, EvaluationAsked) == ["node-a"]
     scene.evaluate("node-a", round=1)
     assert scene.state.is_finished
     assert scene.state.finished_at == scene.now
@@ -75,7 +75,7 @@ def test_the_run_finishes_without_an_evaluation_when_its_time_is_over() -> None:
     assert scene.state.is_finished
     assert scene.reason.endswith("nobody could evaluate the final state in time")
     scene.attach("node-c", at=1, digest=digest_of("state 1"))
-    assert not scene.asked(SendPlan)
+    assert not scene.asked(RoundOpened)
 
 
 def test_a_node_that_comes_meanwhile_evaluates_the_last_state_and_has_its_own_time_for_it() -> None:
@@ -86,7 +86,7 @@ def test_a_node_that_comes_meanwhile_evaluates_the_last_state_and_has_its_own_ti
         scene.leave(name)
     scene.wait(19)
     scene.attach("node-b", at=1, digest=digest_of("state 1"))
-    assert [ask.node_id for ask in scene.asked(AskEvaluation)] == ["node-b"]
+    assert asked_of(scene.actions, EvaluationAsked) == ["node-b"]
     assert scene.reason == "waiting for node-b to evaluate the final state, 20 s left"
     scene.wait(19)
     assert not scene.state.is_finished
@@ -152,7 +152,7 @@ def test_the_run_does_not_end_with_a_state_that_nobody_holds() -> None:
     )
     scene.apply(INITIAL, "node-a", incarnation=1)
     scene.evaluate("node-a", round=1)
-    (finished,) = scene.asked(SendFinished)
+    (finished,) = scene.asked(RunFinished)
     assert finished.outer_digest == INITIAL
 
 
@@ -167,7 +167,7 @@ def test_the_loss_of_a_final_state_that_is_taken_back_does_not_count_as_the_runs
     assert losses(scene) == []
     assert not scene.state.is_finished
     scene.apply(digest_of("state 1"), "node-c", incarnation=1)
-    assert [ask.node_id for ask in scene.asked(AskEvaluation)] == ["node-c"]
+    assert asked_of(scene.actions, EvaluationAsked) == ["node-c"]
     scene.evaluate("node-c", round=2, loss=2.5)
     assert losses(scene) == [(2, 2.5)]
     assert scene.reason.endswith("the held-out loss is 2.500 nats per token")
@@ -194,7 +194,7 @@ def test_who_returns_with_the_final_state_has_the_others_waited_for_anew() -> No
     assert not scene.state.is_finished, "node-c could not take it over from anybody"
     scene.beat("node-c", at=2, digest=digest_of("state 2"))
     assert scene.state.is_finished
-    assert len(of_kind(scene.log, AskEvaluation)) == 2, "the loss of round 2 is known"
+    assert len(of_kind(scene.log, EvaluationAsked)) == 2, "the loss of round 2 is known"
 
 
 def test_a_last_commit_of_nodes_that_were_never_here_can_be_brought_back_and_evaluated() -> None:
@@ -202,7 +202,7 @@ def test_a_last_commit_of_nodes_that_were_never_here_can_be_brought_back_and_eva
     scene = Scene(min_nodes=2, rounds=1, adapts_deadlines=True)
     scene.attach(*NODES)
     run_round(scene)
-    (commit,) = [action.commit for action in scene.log if isinstance(action, SendCommit)]
+    (commit,) = [told.commit for told in of_kind(scene.log, RoundCommitted)]
     older = Scene(min_nodes=2, rounds=1, adapts_deadlines=True)
     older.attach("node-c")
     older.attach("node-a", at=1, digest=digest_of("state 1"))
@@ -217,7 +217,7 @@ def test_a_later_version_of_the_last_commit_that_is_brought_back_begins_the_end_
     """This coordinator's database is older than the version that took something back."""
     scene = at_the_end()
     scene.evaluate(evaluator(scene), round=2)
-    commit = of_kind(scene.log, SendCommit)[-1].commit
+    commit = of_kind(scene.log, RoundCommitted)[-1].commit
     scene.wait(5)
     scene.do(CommitLearned(commit=replace(commit, incarnation=1), node_id=NodeId("node-c")))
     assert losses(scene) == []

@@ -1,8 +1,9 @@
 """Which states are evaluated, by whom, and which losses are kept."""
 
-from swarm_scene import Scene, digest_of, of_kind
+from swarm_scene import Scene, asked_of, digest_of, of_kind
 
-from coordinator.swarm.actions import AskEvaluation, SendPlan
+from coordinator.swarm.actions import Tell
+from protocol.messages import EvaluationAsked, RoundOpened
 
 NODES = ("node-a", "node-b")
 
@@ -18,7 +19,8 @@ def test_states_that_are_due_are_evaluated_by_one_node_each_in_turn() -> None:
     scene.attach(*NODES)
     for _ in range(5):
         run_round(scene)
-    asked = [(ask.round, ask.node_id) for ask in of_kind(scene.log, AskEvaluation)]
+    rounds = [ask.round for ask in of_kind(scene.log, EvaluationAsked)]
+    asked = list(zip(rounds, asked_of(scene.log, EvaluationAsked), strict=True))
     assert asked == [(0, "node-a"), (2, "node-b"), (4, "node-a"), (5, "node-a")]
 
 
@@ -26,7 +28,8 @@ def test_who_evaluates_is_sent_its_plan_first_and_so_trains_first() -> None:
     scene = Scene(min_nodes=2, rounds=5, evaluate_every=1)
     scene.attach(*NODES)
     for _ in range(3):
-        assert [type(action) for action in scene.actions[-2:]] == [SendPlan, AskEvaluation]
+        told = [type(action.message) for action in scene.actions[-2:] if isinstance(action, Tell)]
+        assert told == [RoundOpened, EvaluationAsked]
         run_round(scene)
 
 
@@ -46,12 +49,12 @@ def test_a_state_is_evaluated_at_once_when_no_round_follows_it_yet() -> None:
     scene.apply(digest_of("state 1"), "node-a")
     scene.leave("node-b")
     assert scene.state.open_round is None
-    (asked,) = scene.asked(AskEvaluation)
-    assert (asked.node_id, asked.round) == ("node-a", 1)
+    (asked,) = scene.asked(EvaluationAsked)
+    assert asked.round == 1 and asked_of(scene.actions, EvaluationAsked) == ["node-a"]
     scene.evaluate("node-a", round=1)
     scene.attach("node-b", at=1, digest=digest_of("state 1"))
     assert scene.round.number == 2
-    assert len(of_kind(scene.log, AskEvaluation)) == 2, "once for each state"
+    assert len(of_kind(scene.log, EvaluationAsked)) == 2, "once for each state"
 
 
 def test_an_evaluation_counts_once_and_only_from_the_node_that_was_asked() -> None:

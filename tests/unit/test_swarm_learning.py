@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from swarm_scene import INITIAL, Scene, digest_of, of_kind
+from swarm_scene import INITIAL, Scene, asked_of, digest_of, of_kind
 
-from coordinator.swarm.actions import AskCommits, AskEvaluation, SendCommit, SendFinished
 from coordinator.swarm.events import BaseLearned, CommitLearned, Event, HistoryTold, Started
 from coordinator.swarm.state import MemberState, RoundPhase, SwarmState
+from protocol.messages import CommitsWanted, EvaluationAsked, RoundCommitted, RunFinished
 from protocol.rounds import Commit, Digest, NodeId
 
 A = NodeId("node-a")
@@ -31,7 +31,7 @@ def run_of(rounds: int) -> tuple[Scene, list[SwarmState]]:
 
 
 def commits_of(scene: Scene) -> list[Commit]:
-    return [action.commit for action in scene.log if isinstance(action, SendCommit)]
+    return [told.commit for told in of_kind(scene.log, RoundCommitted)]
 
 
 def told(commits: Sequence[Commit]) -> list[Event]:
@@ -55,10 +55,8 @@ def restored(state: SwarmState, scene: Scene) -> Scene:
 def test_it_asks_each_node_that_is_ahead_and_ends_up_with_the_same_books() -> None:
     scene, states = run_of(5)
     older = restored(states[2], scene)
-    asked = [action for action in older.log if isinstance(action, AskCommits)]
-    assert asked == [
-        AskCommits(node_id=NodeId(name), after_round=1) for name in ("node-a", "node-b")
-    ]
+    assert of_kind(older.log, CommitsWanted) == 2 * [CommitsWanted(after_round=1)]
+    assert asked_of(older.log, CommitsWanted) == ["node-a", "node-b"]
     for event in told(commits_of(scene)):  # those that it has are passed over
         older.do(event)
     older.do(HistoryTold(node_id=A))
@@ -152,7 +150,7 @@ def test_a_round_that_was_taken_back_after_the_copy_gives_way_to_what_became_of_
         older = Scene(min_nodes=1, rounds=50)
         older.state, older.now = copy, agreed.now
         older.attach("node-a", at=2, digest=after(2), incarnation=1)
-        (ask,) = older.asked(AskCommits)
+        (ask,) = older.asked(CommitsWanted)
         assert ask.after_round == 0
         for event in told(history):
             older.do(event)
@@ -217,18 +215,18 @@ def test_a_run_that_ended_with_a_void_round_goes_on_when_its_commit_is_brought_b
         older.attach("node-b", at=3, digest=after(3))
         assert older.state.is_finished
     older.attach("node-a", at=4, digest=after(4))
-    assert of_kind(older.actions, AskCommits)
+    assert of_kind(older.actions, CommitsWanted)
     for event in (*told(commits_of(scene)), HistoryTold(node_id=A)):
         older.do(event)
     assert not older.state.is_finished
     if comes == "with the round before":
         older.apply(after(4), "node-b")
     older.apply(after(4), "node-a")
-    (asked,) = [action for action in of_kind(older.log, AskEvaluation) if action.round == 4]
-    older.evaluate(asked.node_id, round=4)
+    assert [ask.round for ask in of_kind(older.log, EvaluationAsked)].count(4) == 1
+    older.evaluate(asked_of(older.log, EvaluationAsked)[-1], round=4)
     older.wait(10_000)
     assert older.state.is_finished
-    assert [end.outer_digest for end in of_kind(older.log, SendFinished)] == [after(3), after(4)]
+    assert [end.outer_digest for end in of_kind(older.log, RunFinished)] == [after(3), after(4)]
     assert older.state.token_clock == scene.state.token_clock
     assert older.state.ledger.committed == scene.state.ledger.committed
 

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 from swarm_scene import INITIAL, STEP_TOKENS, TOKENS, Scene, digest_of, of_kind
 
-from coordinator.swarm.actions import AskRefetch, SendIdle, SendPlan
 from coordinator.swarm.books import book, unbook
 from coordinator.swarm.events import SamplesSkipped
 from coordinator.swarm.ledger import Places, free_again, num_reached
+from protocol.messages import ParticipantsIdle, RefetchAsked, RoundOpened
 from protocol.rounds import BOOK_PLACES, CorpusSummary, book_of_data
 
 AFTER = digest_of("after")
@@ -120,7 +120,7 @@ def test_samples_without_a_token_to_predict_are_used_up_and_trained_by_nobody_el
     scene = two_nodes()
     scene.train("node-a", tokens=0, samples=10)
     scene.train("node-b")
-    assert of_kind(scene.log, SendIdle)[-1].node_ids == ("node-a",)
+    assert of_kind(scene.log, ParticipantsIdle)[-1].node_ids == ("node-a",)
     next_round(scene, "node-a", "node-b", tokens={"node-b": TOKENS})
     assert pieces(scene.state.ledger.committed) == [(0, 20)]
     assert scene.state.token_clock == TOKENS
@@ -182,7 +182,7 @@ def test_no_round_leases_a_sample_that_is_committed() -> None:
         tokens = {n: STEP_TOKENS * ((i + number) % 6) for i, n in enumerate(EIGHT)}
         next_round(scene, *EIGHT, tokens={n: t for n, t in tokens.items() if t})
     seen: set[int] = set()
-    plans = [send.plan for send in of_kind(scene.log, SendPlan)]
+    plans = [send.plan for send in of_kind(scene.log, RoundOpened)]
     for number, plan in enumerate(plans[:-1]):
         for i, a in enumerate(plan.assignments):
             taken = range(a.first_sample, a.first_sample + 2 * ((i + number) % 6))
@@ -257,7 +257,7 @@ def test_no_round_opens_before_a_node_holds_the_first_weights() -> None:
     scene = Scene(min_nodes=1, first_digest=digest_of("given"))
     scene.attach("node-a", digest=INITIAL)
     assert scene.state.open_round is None
-    assert [asked.outer_digest for asked in scene.asked(AskRefetch)] == [digest_of("given")]
+    assert [asked.outer_digest for asked in scene.asked(RefetchAsked)] == [digest_of("given")]
     assert "waiting for a node that holds the run's first weights" in scene.reason
     scene.attach("node-b", digest=digest_of("given"))
     assert [a.node_id for a in scene.round.assignments] == ["node-b"]

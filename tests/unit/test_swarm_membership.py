@@ -1,21 +1,14 @@
 from dataclasses import replace
 
 import pytest
-from swarm_scene import CORPUS, INITIAL, LAYOUT, Scene, digest_of, of_kind
+from swarm_scene import CORPUS, INITIAL, LAYOUT, Scene, asked_of, digest_of, of_kind
 
-from coordinator.swarm.actions import (
-    AskCommits,
-    AskRefetch,
-    EndSession,
-    OpenSession,
-    SendDeparted,
-    SendPlan,
-    SendRoster,
-)
+from coordinator.swarm.actions import EndSession, OpenSession, SendRoster
 from coordinator.swarm.events import HistoryTold, StreamBroken, Ticked, Woke
 from coordinator.swarm.membership import roster_of
 from coordinator.swarm.state import MemberState
 from protocol.errors import BadDataError, ProtocolMismatchError, SessionEndedError
+from protocol.messages import CommitsWanted, ParticipantsDeparted, RefetchAsked, RoundOpened
 from protocol.rounds import NodeId
 
 WRONG = digest_of("wrong")
@@ -29,8 +22,9 @@ def test_the_first_node_defines_the_initial_state_and_a_different_one_is_told_to
     assert scene.member("node-a").state is MemberState.READY
     scene.attach("node-b", digest=WRONG)
     assert scene.member("node-b").state is MemberState.DIVERGED
-    (refetch,) = scene.asked(AskRefetch)
-    assert (refetch.node_id, refetch.round, refetch.outer_digest) == ("node-b", 0, INITIAL)
+    (refetch,) = scene.asked(RefetchAsked)
+    assert (refetch.round, refetch.outer_digest) == (0, INITIAL)
+    assert asked_of(scene.actions, RefetchAsked) == ["node-b"]
     scene.beat("node-b", at=0, digest=INITIAL)
     assert scene.member("node-b").state is MemberState.READY
 
@@ -126,9 +120,11 @@ def test_participants_learn_who_departed_and_not_of_others() -> None:
     scene = Scene(min_nodes=2)
     scene.attach("node-a", "node-b", "node-c")  # node-c comes after the plan
     scene.leave("node-c")
-    assert not scene.asked(SendDeparted)
+    assert not scene.asked(ParticipantsDeparted)
     scene.leave("node-b")
-    assert scene.asked(SendDeparted) == [SendDeparted(round=1, node_ids=(NodeId("node-b"),))]
+    assert scene.asked(ParticipantsDeparted) == [
+        ParticipantsDeparted(round=1, node_ids=(NodeId("node-b"),))
+    ]
     with pytest.raises(SessionEndedError):
         scene.leave("node-b")
 
@@ -140,7 +136,7 @@ def test_a_node_behind_joins_and_is_ready_once_it_has_caught_up() -> None:
     scene.apply(AFTER, "node-a", "node-b")
     scene.attach("node-c")
     assert scene.member("node-c").state is MemberState.JOINING
-    assert not scene.asked(AskRefetch)
+    assert not scene.asked(RefetchAsked)
     scene.apply(AFTER, "node-c")
     assert scene.member("node-c").state is MemberState.READY
 
@@ -150,10 +146,12 @@ def test_a_node_ahead_of_the_swarm_is_asked_for_its_commits_and_goes_back_withou
     scene.attach("node-a")
     scene.attach("node-b", at=7, digest=AFTER)
     assert scene.member("node-b").state is MemberState.JOINING
-    assert scene.asked(AskCommits) == [AskCommits(node_id=NodeId("node-b"), after_round=0)]
-    assert not scene.asked(AskRefetch)
+    assert scene.asked(CommitsWanted) == [CommitsWanted(after_round=0)]
+    assert asked_of(scene.actions, CommitsWanted) == ["node-b"]
+    assert not scene.asked(RefetchAsked)
     scene.do(HistoryTold(node_id=NodeId("node-b")))
-    assert [(ask.node_id, ask.round) for ask in scene.asked(AskRefetch)] == [("node-b", 0)]
+    assert asked_of(scene.actions, RefetchAsked) == ["node-b"]
+    assert [ask.round for ask in scene.asked(RefetchAsked)] == [0]
 
 
 def test_a_wrong_digest_in_a_heartbeat_is_answered_once_and_not_at_each_heartbeat() -> None:
@@ -162,7 +160,7 @@ def test_a_wrong_digest_in_a_heartbeat_is_answered_once_and_not_at_each_heartbea
     asked = []
     for digest in (WRONG, WRONG, WRONG, AFTER, AFTER):
         scene.beat("node-b", at=0, digest=digest)
-        asked.append(len(scene.asked(AskRefetch)))
+        asked.append(len(scene.asked(RefetchAsked)))
     assert asked == [1, 0, 0, 1, 0]
     assert scene.member("node-b").state is MemberState.DIVERGED
 
@@ -182,7 +180,7 @@ def test_a_participant_that_attaches_again_stays_one_and_no_second_plan_is_made(
     scene.attach("node-a", "node-b")
     scene.attach("node-b")
     assert scene.round.assignments[1].node_id == "node-b"
-    assert len(of_kind(scene.log, SendPlan)) == 1
+    assert len(of_kind(scene.log, RoundOpened)) == 1
 
 
 def test_tokens_stay_on_the_account_of_a_node_that_comes_back() -> None:

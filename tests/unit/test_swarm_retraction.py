@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from swarm_scene import INITIAL, STEP_TOKENS, Scene, digest_of
+from swarm_scene import INITIAL, STEP_TOKENS, Scene, asked_of, digest_of, of_kind
 
-from coordinator.swarm.actions import AskEvaluation, AskRefetch, SendCommit
 from coordinator.swarm.ledger import free_again, num_samples_of
 from coordinator.swarm.state import MemberState, RoundPhase
+from protocol.messages import EvaluationAsked, RefetchAsked, RoundCommitted
 from protocol.rounds import Digest
 
 AFTER = digest_of("after")
@@ -45,9 +45,9 @@ def test_the_round_is_committed_once_more_without_the_slices_that_are_lost() -> 
     scene.leave("node-a")
     scene.leave("node-b")
     scene.wait(scene.state.rules.apply_seconds - 1)
-    assert not [a for a in scene.log[-3:] if isinstance(a, SendCommit)]
+    assert not of_kind(scene.log[-3:], RoundCommitted)
     scene.wait(2)
-    commits = [a.commit for a in scene.log if isinstance(a, SendCommit) and a.commit.round == 3]
+    commits = [a.commit for a in of_kind(scene.log, RoundCommitted) if a.commit.round == 3]
     first, second = commits
     assert (first.incarnation, second.incarnation) == (0, 1)
     assert first.base_digest == second.base_digest
@@ -120,7 +120,7 @@ def test_who_applied_what_was_taken_back_has_no_vote_and_fetches_the_state_anew(
     assert scene.state.incarnation == 1
     scene.attach("node-a", at=3, digest=AFTER, incarnation=0)
     assert scene.member("node-a").state is MemberState.DIVERGED
-    (ask,) = scene.asked(AskRefetch)
+    (ask,) = scene.asked(RefetchAsked)
     assert (ask.round, ask.outer_digest) == (2, digest_of("two"))
     assert ask.reason.endswith("round 3 was taken back")
     scene.apply(digest_of("three"), "node-c", incarnation=1)
@@ -152,7 +152,7 @@ def test_void_rounds_alone_are_not_taken_back_from_a_node_that_has_yet_to_pass_t
     scene.attach("node-a", at=0)
     scene.wait(5 * scene.state.rules.apply_seconds)
     assert scene.state.incarnation == 0
-    assert not [a for a in scene.log if isinstance(a, SendCommit) and a.commit.incarnation]
+    assert not [a for a in of_kind(scene.log, RoundCommitted) if a.commit.incarnation]
 
 
 def agreed_on_a_lie() -> Scene:
@@ -208,9 +208,10 @@ def test_the_loss_of_a_lie_is_dropped_and_what_is_agreed_on_anew_is_evaluated() 
     scene.wait(scene.state.rules.apply_seconds)
     assert scene.state.outer_digest == AFTER
     assert [kept.round for kept in scene.state.held_out] == [0]
-    (ask,) = scene.asked(AskEvaluation)
+    (ask,) = scene.asked(EvaluationAsked)
     assert ask.round == 1
-    scene.evaluate(ask.node_id, round=1)
+    (asked,) = asked_of(scene.actions, EvaluationAsked)
+    scene.evaluate(asked, round=1)
     assert [kept.round for kept in scene.state.held_out] == [0, 1]
 
 

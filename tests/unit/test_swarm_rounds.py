@@ -1,13 +1,22 @@
 from dataclasses import replace
 
 import pytest
-from swarm_scene import INITIAL, LAYOUT, TOKENS, Scene, contribution_from, digest_of, of_kind
+from swarm_scene import (
+    INITIAL,
+    LAYOUT,
+    TOKENS,
+    Scene,
+    asked_of,
+    contribution_from,
+    digest_of,
+    of_kind,
+)
 
-from coordinator.swarm.actions import AskRefetch, SendCommit, SendPlan
-from coordinator.swarm.events import SliceReduced
+from coordinator.swarm.events import Reported
 from coordinator.swarm.explain import explain
 from coordinator.swarm.rounds import plan_of
 from coordinator.swarm.state import MemberState, RoundPhase
+from protocol.messages import Reduced, RefetchAsked, RoundCommitted, RoundOpened
 from protocol.rounds import ContributionDigest, Contributor, NodeId
 
 RESULT = digest_of("result")
@@ -39,9 +48,9 @@ def test_a_round_opens_when_enough_nodes_are_ready_and_says_what_it_waits_for_be
     scene.attach("node-b", digest=OTHER)
     assert scene.reason.endswith("; node-b holds another state and fetches the swarm's")
     scene.attach("node-c")
-    assert not of_kind(scene.log, SendPlan)
+    assert not of_kind(scene.log, RoundOpened)
     scene.beat("node-b", at=0, digest=INITIAL)
-    (send,) = scene.asked(SendPlan)
+    (send,) = scene.asked(RoundOpened)
     plan = send.plan
     assert plan.reason == "3 nodes are ready"
     assert plan.participants == ("node-a", "node-b", "node-c")
@@ -58,7 +67,7 @@ def test_fragments_take_turns_and_samples_are_never_leased_twice() -> None:
         assert scene.round.fragment == number % 3
         scene.commit("node-a", "node-b")
         scene.apply(digest_of(str(number)), "node-a", "node-b")
-    plans = [send.plan for send in of_kind(scene.log, SendPlan)]
+    plans = [send.plan for send in of_kind(scene.log, RoundOpened)]
     samples = [[a.first_sample for a in plan.assignments] for plan in plans]
     assert samples == [[0, 10], [20, 30], [40, 50], [60, 70]]
     assert [plan.token_clock for plan in plans] == [0, 2 * TOKENS, 4 * TOKENS, 6 * TOKENS]
@@ -77,9 +86,9 @@ def test_a_round_commits_at_once_when_two_hold_every_slice() -> None:
     scene.reduce("node-a", 0, RESULT)
     scene.reduce("node-b", 1, OTHER)
     scene.hold("node-b", 0, RESULT)
-    assert not scene.asked(SendCommit)
+    assert not scene.asked(RoundCommitted)
     scene.hold("node-a", 1, OTHER)
-    (send,) = scene.asked(SendCommit)
+    (send,) = scene.asked(RoundCommitted)
     assert [s.digest for s in send.commit.slices] == [RESULT, OTHER]
     assert send.commit.slices[0].holder_ids == ("node-a", "node-b")
     assert send.commit.outer_digest is None
@@ -140,18 +149,17 @@ def test_a_result_that_does_not_name_what_each_has_contributed_leaves_its_slice_
     contributors = tuple(
         Contributor(node_id=NodeId(name), samples=1, tokens=1) for name in ("node-b", "node-a")
     )
-    reduced = SliceReduced(
-        node_id=NodeId("node-a"),
-        round=1,
+    reduced = Reduced(
         slice_index=0,
         digest=RESULT,
         contributors=contributors,
         contributions=tuple(ContributionDigest(bytes([n]) * 16) for n in range(num_named)),
     )
-    scene.do(reduced)
+    scene.do(Reported(node_id=NodeId("node-a"), round=1, report=reduced))
     assert scene.state == before
     named = (ContributionDigest(b"b" * 16), ContributionDigest(b"a" * 16))
-    scene.do(replace(reduced, contributions=named))
+    reduced = replace(reduced, contributions=named)
+    scene.do(Reported(node_id=NodeId("node-a"), round=1, report=reduced))
     assert scene.round.slices[0].contributors == contributors[::-1]
     assert scene.round.slices[0].contributions == named[::-1]
 
@@ -204,7 +212,7 @@ def test_a_void_round_changes_no_state_and_the_next_one_opens_at_once() -> None:
     assert scene.state.committed_round == 1
     assert scene.state.outer_digest == INITIAL
     assert scene.state.token_clock == 0
-    (commit,) = scene.asked(SendCommit)
+    (commit,) = scene.asked(RoundCommitted)
     assert commit.commit.outer_digest == INITIAL
     assert scene.round.number == 2
     scene.apply(INITIAL, "node-a", round=1)
@@ -270,7 +278,7 @@ def test_a_settled_round_makes_those_who_agree_ready_and_others_refetch() -> Non
         MemberState.READY,
         MemberState.JOINING,
     ]
-    assert [ask.node_id for ask in scene.asked(AskRefetch)] == ["node-a"]
+    assert asked_of(scene.actions, RefetchAsked) == ["node-a"]
     assert scene.state.last_closed is not None
     assert scene.state.last_closed.commit.outer_digest == AFTER
     scene.apply(AFTER, "node-d")
@@ -393,12 +401,12 @@ def test_nothing_commits_on_a_state_that_nobody_who_is_here_holds_any_more() -> 
 def test_the_next_plan_begins_where_schedules_were_told_that_they_would_be() -> None:
     scene = Scene(min_nodes=2)
     scene.attach("node-a", "node-b")
-    told = of_kind(scene.log, SendPlan)[-1].plan
+    told = of_kind(scene.log, RoundOpened)[-1].plan
     assert (told.token_clock, told.round_tokens) == (0, 2 * TOKENS)
     scene.commit("node-a", "node-b", tokens={"node-a": TOKENS})
     scene.apply(digest_of("one"), "node-a", "node-b")
     assert scene.state.token_clock == TOKENS
-    late = of_kind(scene.log, SendPlan)[-1].plan
+    late = of_kind(scene.log, RoundOpened)[-1].plan
     assert (late.token_clock, late.round_tokens) == (2 * TOKENS, TOKENS)
 
 
@@ -411,7 +419,7 @@ def test_schedules_in_tokens_expect_of_a_plan_what_counted_of_those_before() -> 
     )
     scene.commit("node-a", "node-b", tokens=few, samples=all_samples)
     scene.apply(digest_of("one"), "node-a", "node-b")
-    plan = of_kind(scene.log, SendPlan)[-1].plan
+    plan = of_kind(scene.log, RoundOpened)[-1].plan
     # The first plan could not know, and what it told stays the least.
     assert plan.token_clock == 2 * TOKENS and plan.round_tokens == 0
     assert scene.state.token_clock == TOKENS // 2
@@ -419,7 +427,7 @@ def test_schedules_in_tokens_expect_of_a_plan_what_counted_of_those_before() -> 
     for number in range(2, 6):
         scene.commit("node-a", "node-b", tokens=few, samples=all_samples)
         scene.apply(digest_of(str(number)), "node-a", "node-b")
-    plan = of_kind(scene.log, SendPlan)[-1].plan
+    plan = of_kind(scene.log, RoundOpened)[-1].plan
     assert scene.state.token_clock == 5 * TOKENS // 2
     assert (plan.token_clock, plan.round_tokens) == (scene.state.token_clock, TOKENS // 2)
 
@@ -430,6 +438,6 @@ def test_before_anything_counted_all_of_a_plan_is_expected_to() -> None:
     scene.attach("node-b", at=0)
     scene.train("node-a", tokens=0, samples=10)
     scene.reduce("node-a", 0, None)
-    plan = of_kind(scene.log, SendPlan)[-1].plan
+    plan = of_kind(scene.log, RoundOpened)[-1].plan
     assert (plan.round, len(plan.assignments)) == (2, 2)
     assert (plan.token_clock, plan.round_tokens) == (TOKENS, TOKENS)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from swarm_scene import STEP_TOKENS, Scene, digest_of
 
 from coordinator.swarm.speeds import FASTEST, FILLED, measured, shared_out
-from coordinator.swarm.state import Trained
+from protocol.messages import Trained
 from protocol.rounds import NodeId
 
 

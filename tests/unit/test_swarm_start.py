@@ -1,10 +1,10 @@
 """A coordinator that starts waits for the newest round's nodes, and for no longer than a round may last."""
 
-from swarm_scene import INITIAL, Scene, digest_of
+from swarm_scene import INITIAL, Scene, digest_of, of_kind
 
-from coordinator.swarm.actions import SendCommit, SendPlan
 from coordinator.swarm.events import Started
 from coordinator.swarm.state import MemberState, trimmed
+from protocol.messages import RoundCommitted, RoundOpened
 
 AFTER = digest_of("after 1")
 
@@ -96,7 +96,7 @@ def test_who_has_not_come_back_is_in_no_plan() -> None:
     scene.wait(scene.state.rules.commit_seconds)
     for name in ("node-a", "node-b"):
         scene.attach(name, at=1, digest=AFTER)
-    plan = [action.plan for action in scene.log if isinstance(action, SendPlan)][-1]
+    plan = [told.plan for told in of_kind(scene.log, RoundOpened)][-1]
     assert [str(node_id) for node_id in plan.participants] == ["node-a", "node-b"]
 
 
@@ -117,7 +117,7 @@ def test_the_newest_round_with_results_is_kept_however_many_void_ones_follow() -
         scene.wait_until(scene.round.commit_deadline)
     assert [closed.is_void for closed in scene.state.recent] == [False] + 12 * [True]
     assert trimmed(scene.state.recent) == scene.state.recent
-    commits = [a.commit for a in scene.log if isinstance(a, SendCommit)]
+    commits = [told.commit for told in of_kind(scene.log, RoundCommitted)]
     assert scene.state.recent[0].commit.round == commits[0].round == 1
     assert scene.state.outer_digest == AFTER != INITIAL
 

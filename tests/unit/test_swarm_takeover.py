@@ -2,8 +2,8 @@
 
 from swarm_scene import INITIAL, TOKENS, Scene, digest_of, of_kind
 
-from coordinator.swarm.actions import SendIdle, SendPlan, SendResultOffered, SendTakeover
 from coordinator.swarm.events import Ticked
+from protocol.messages import ParticipantsIdle, ResultOffered, RoundOpened, SliceTakenOver
 from protocol.rounds import NodeId
 
 RESULT = digest_of("result")
@@ -25,8 +25,8 @@ def test_a_slice_whose_reducer_leaves_goes_to_who_reduces_least_and_all_are_told
     assert reducers(scene) == ["node-a", "node-b", "node-c"]
     scene.leave("node-b")
     assert reducers(scene) == ["node-a", "node-a", "node-c"]
-    (takeover,) = scene.asked(SendTakeover)
-    assert takeover == SendTakeover(
+    (takeover,) = scene.asked(SliceTakenOver)
+    assert takeover == SliceTakenOver(
         round=1,
         slice_index=1,
         reducer_id=NodeId("node-a"),
@@ -35,7 +35,7 @@ def test_a_slice_whose_reducer_leaves_goes_to_who_reduces_least_and_all_are_told
     )
     scene.leave("node-a")  # both of its slices move on
     assert reducers(scene) == ["node-c"] * 3
-    assert [t.attempt for t in scene.asked(SendTakeover)] == [1, 2]
+    assert [t.attempt for t in scene.asked(SliceTakenOver)] == [1, 2]
 
 
 def test_a_slice_that_was_taken_over_commits_with_the_backups_result_only() -> None:
@@ -68,11 +68,11 @@ def test_a_result_that_somebody_holds_is_offered_instead_of_reduced_again() -> N
     scene.hold("node-c", 1, RESULT)
     scene.reduce("node-b", 1, RESULT)
     scene.attach("node-b")  # a new process: it holds nothing any more
-    (offer,) = scene.asked(SendResultOffered)
+    (offer,) = scene.asked(ResultOffered)
     assert (offer.slice_index, offer.digest, offer.holder_ids) == (1, RESULT, ("node-c",))
     assert reducers(scene)[1] == "node-b"
     scene.do(Ticked())
-    assert not scene.asked(SendResultOffered)  # once
+    assert not scene.asked(ResultOffered)  # once
 
 
 def test_a_reducer_whose_process_began_anew_has_lost_what_it_was_sent() -> None:
@@ -99,7 +99,7 @@ def test_alone_in_a_round_a_reborn_reducer_takes_over_from_itself() -> None:
     scene.attach("node-a")
     scene.attach("node-a")
     assert reducers(scene) == ["node-a"]
-    assert [t.attempt for t in scene.asked(SendTakeover)] == [1]
+    assert [t.attempt for t in scene.asked(SliceTakenOver)] == [1]
 
 
 def test_a_takeover_late_in_the_round_has_half_of_what_is_left_and_none_in_the_last_second() -> (
@@ -110,12 +110,12 @@ def test_a_takeover_late_in_the_round_has_half_of_what_is_left_and_none_in_the_l
         scene.reduce(name, index, RESULT)
     scene.wait(72)  # contributions end at 70, the round at 80
     scene.leave("node-b")
-    assert [t.contribute_seconds for t in scene.asked(SendTakeover)] == [4]
+    assert [t.contribute_seconds for t in scene.asked(SliceTakenOver)] == [4]
     scene.wait(6)
     assert reducers(scene)[1] == "node-c"  # node-a, which took over, was overdue at 77
     scene.wait(1.5)
     scene.leave("node-c")
-    assert not scene.asked(SendTakeover)
+    assert not scene.asked(SliceTakenOver)
 
 
 def test_a_reducer_that_does_not_report_is_given_up_a_quarter_before_the_commit() -> None:
@@ -158,7 +158,7 @@ def test_no_plan_counts_on_who_is_draining() -> None:
     scene.drain("node-b")
     scene.commit("node-a", "node-b")
     scene.apply(digest_of("after"), "node-a", "node-b", "node-c")
-    (plan,) = of_kind(scene.log, SendPlan)[1:]
+    (plan,) = of_kind(scene.log, RoundOpened)[1:]
     assert plan.plan.participants == ("node-a", "node-c")
 
 
@@ -172,9 +172,11 @@ def test_when_all_are_draining_the_slices_stay_where_they_are() -> None:
 def test_reducers_need_not_wait_for_a_participant_without_tokens() -> None:
     scene = three_nodes()
     scene.train("node-a")
-    assert not scene.asked(SendIdle)
+    assert not scene.asked(ParticipantsIdle)
     scene.train("node-b", tokens=0, inner_steps=0)
-    assert scene.asked(SendIdle) == [SendIdle(round=1, node_ids=(NodeId("node-b"),))]
+    assert scene.asked(ParticipantsIdle) == [
+        ParticipantsIdle(round=1, node_ids=(NodeId("node-b"),))
+    ]
 
 
 def test_who_does_not_reach_all_others_reduces_nothing() -> None:
@@ -183,7 +185,7 @@ def test_who_does_not_reach_all_others_reduces_nothing() -> None:
     scene.beat("node-a", at=0, digest=INITIAL, unreachable=("node-b",))
     scene.attach("node-c")
     assert reducers(scene) == ["node-c"]
-    (send,) = scene.asked(SendPlan)
+    (send,) = scene.asked(RoundOpened)
     told = "3 nodes are ready, 1 of them reduces: not all reach each other"
     assert send.plan.reason.startswith(told)
     scene.leave("node-c")

@@ -68,7 +68,7 @@ class Process:
             announce=lambda: announcement,
             vitals=lambda: vitals,
             on_attached=self.attachments.append,
-            on_event=lambda event: None,
+            on_message=lambda event: None,
             rng=random.Random(number),
         )
         self.running = asyncio.ensure_future(self.session.run())

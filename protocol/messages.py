@@ -1,0 +1,384 @@
+"""What coordinator and nodes tell each other about a run, as values, and how each looks on the wire.
+
+The coordinator sends messages down a session's stream; a node answers with reports about its part in
+a round. Both sides act on these values: the coordinator's core makes messages and takes reports in, and
+the node's duties do the reverse.
+"""
+
+from dataclasses import dataclass, field
+
+from protocol import convert
+from protocol.errors import BadDataError, ProtocolMismatchError
+from protocol.rounds import (
+    Commit,
+    ContributionDigest,
+    Contributor,
+    Digest,
+    NodeId,
+    Plan,
+    RosterEntry,
+)
+from protocol.v1 import session_pb2 as pb
+from protocol.wire_count import WireTotals
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RosterTold:
+    """The present members, in the order of their ids: what a stream begins with."""
+
+    members: tuple[RosterEntry, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RosterChanged:
+    """What changed in the roster: a thousand nodes are not told of all others when one joins."""
+
+    joined: tuple[RosterEntry, ...]
+    gone: tuple[NodeId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundOpened:
+    """A round opened, with the node in it or not."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundCommitted:
+    """A round closed."""
+
+    commit: Commit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParticipantsDeparted:
+    """Participants of a round are gone: the others do not wait for them."""
+
+    round: int
+    node_ids: tuple[NodeId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParticipantsIdle:
+    """Participants of a round have nothing to contribute: the others do not wait for it."""
+
+    round: int
+    node_ids: tuple[NodeId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceTakenOver:
+    """A slice has another reducer. `attempt` counts from 1; the seconds from when it is received."""
+
+    round: int
+    slice_index: int
+    reducer_id: NodeId
+    attempt: int
+    contribute_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultOffered:
+    """A result that its reducer did not hand out is to be fetched from its holders."""
+
+    round: int
+    slice_index: int
+    digest: Digest
+    holder_ids: tuple[NodeId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitsWanted:
+    """The coordinator lacks the commits after a round, which the node's state builds on."""
+
+    after_round: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationAsked:
+    """The node is to measure the held-out loss of the state at a round, before it trains on."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefetchAsked:
+    """The node's outer state is not the swarm's: it fetches this one."""
+
+    round: int
+    outer_digest: Digest
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFinished:
+    """All rounds are done."""
+
+    round: int
+    outer_digest: Digest
+    reason: str
+
+
+Message = (
+    RosterTold
+    | RosterChanged
+    | RoundOpened
+    | RoundCommitted
+    | ParticipantsDeparted
+    | ParticipantsIdle
+    | SliceTakenOver
+    | ResultOffered
+    | CommitsWanted
+    | EvaluationAsked
+    | RefetchAsked
+    | RunFinished
+)
+"""What the coordinator tells a node."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """The node's inner steps are done. They used up `samples`; contributions will weigh `tokens`.
+
+    With 0 tokens none follow. See protocol.rounds.Contributor.
+    """
+
+    inner_steps: int
+    samples: int
+    tokens: int
+    loss: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reduced:
+    """A slice's result is encoded; digest None: nothing arrived to reduce.
+
+    `contributions` says of each contributor, in their order, which bytes are in the mean.
+    """
+
+    slice_index: int
+    digest: Digest | None
+    contributors: tuple[Contributor, ...]
+    contributions: tuple[ContributionDigest, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """The node holds a slice's result."""
+
+    slice_index: int
+    digest: Digest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Applied:
+    """The commit is applied; the digest is of the outer state after it.
+
+    `wire` is what the process has sent and received so far, by kind.
+    """
+
+    outer_digest: Digest
+    incarnation: int = 0
+    wire: WireTotals = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """The held-out loss of the state is measured."""
+
+    held_out_loss: float
+    tokens: int
+    metric: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draining:
+    """The node leaves after this round: it reduces nothing more."""
+
+
+Report = Trained | Reduced | Held | Applied | Evaluated | Draining
+"""What a node tells the coordinator about its part in a round."""
+
+
+def message_to_wire(message: Message) -> pb.SubscribeResponse:
+    """One message of a session's stream."""
+    wire = pb.SubscribeResponse()
+    match message:
+        case RosterTold(members=members):
+            wire.roster.CopyFrom(convert.roster_to_wire(members))
+        case RosterChanged(joined=joined, gone=gone):
+            wire.roster_change.joined.extend(map(convert.roster_entry_to_wire, joined))
+            wire.roster_change.gone_ids.extend(gone)
+        case RoundOpened(plan=plan):
+            wire.plan.CopyFrom(convert.plan_to_wire(plan))
+        case RoundCommitted(commit=commit):
+            wire.commit.CopyFrom(convert.commit_to_wire(commit))
+        case ParticipantsDeparted(round=number, node_ids=node_ids):
+            wire.departed.CopyFrom(pb.Departed(round=number, node_ids=node_ids))
+        case ParticipantsIdle(round=number, node_ids=node_ids):
+            wire.idle.CopyFrom(pb.Idle(round=number, node_ids=node_ids))
+        case SliceTakenOver():
+            wire.takeover.round = message.round
+            wire.takeover.slice_index = message.slice_index
+            wire.takeover.reducer_id = message.reducer_id
+            wire.takeover.attempt = message.attempt
+            wire.takeover.contribute_seconds = message.contribute_seconds
+        case ResultOffered():
+            wire.result_offered.round = message.round
+            wire.result_offered.slice_index = message.slice_index
+            wire.result_offered.digest = message.digest
+            wire.result_offered.holder_ids.extend(message.holder_ids)
+        case CommitsWanted(after_round=after_round):
+            wire.commits_wanted.CopyFrom(pb.CommitsWanted(after_round=after_round))
+        case EvaluationAsked(round=number):
+            wire.evaluate.CopyFrom(pb.Evaluate(round=number))
+        case RefetchAsked(round=number, outer_digest=digest, reason=reason):
+            refetch = pb.Refetch(round=number, outer_digest=digest, reason=reason)
+            wire.refetch.CopyFrom(refetch)
+        case RunFinished(round=number, outer_digest=digest, reason=reason):
+            finished = pb.Finished(round=number, outer_digest=digest, reason=reason)
+            wire.finished.CopyFrom(finished)
+    return wire
+
+
+def message_from_wire(wire: pb.SubscribeResponse) -> Message:
+    """One message of a session's stream; raises ProtocolMismatchError for one that is not known here."""
+    match wire.WhichOneof("event"):
+        case "roster":
+            members = map(convert.roster_entry_from_wire, wire.roster.members)
+            return RosterTold(members=tuple(members))
+        case "roster_change":
+            joined = map(convert.roster_entry_from_wire, wire.roster_change.joined)
+            gone = map(NodeId, wire.roster_change.gone_ids)
+            return RosterChanged(joined=tuple(joined), gone=tuple(gone))
+        case "plan":
+            return RoundOpened(plan=convert.plan_from_wire(wire.plan))
+        case "commit":
+            return RoundCommitted(commit=convert.commit_from_wire(wire.commit))
+        case "departed":
+            node_ids = tuple(map(NodeId, wire.departed.node_ids))
+            return ParticipantsDeparted(round=wire.departed.round, node_ids=node_ids)
+        case "idle":
+            node_ids = tuple(map(NodeId, wire.idle.node_ids))
+            return ParticipantsIdle(round=wire.idle.round, node_ids=node_ids)
+        case "takeover":
+            return SliceTakenOver(
+                round=wire.takeover.round,
+                slice_index=wire.takeover.slice_index,
+                reducer_id=NodeId(wire.takeover.reducer_id),
+                attempt=wire.takeover.attempt,
+                contribute_seconds=wire.takeover.contribute_seconds,
+            )
+        case "result_offered":
+            return ResultOffered(
+                round=wire.result_offered.round,
+                slice_index=wire.result_offered.slice_index,
+                digest=convert.digest_from_wire(wire.result_offered.digest, of="a result"),
+                holder_ids=tuple(map(NodeId, wire.result_offered.holder_ids)),
+            )
+        case "commits_wanted":
+            return CommitsWanted(after_round=wire.commits_wanted.after_round)
+        case "evaluate":
+            return EvaluationAsked(round=wire.evaluate.round)
+        case "refetch":
+            return RefetchAsked(
+                round=wire.refetch.round,
+                outer_digest=Digest(wire.refetch.outer_digest),
+                reason=wire.refetch.reason,
+            )
+        case "finished":
+            return RunFinished(
+                round=wire.finished.round,
+                outer_digest=Digest(wire.finished.outer_digest),
+                reason=wire.finished.reason,
+            )
+        case unknown:
+            raise ProtocolMismatchError(
+                f"the coordinator sent a message that this version does not know ({unknown})",
+                next_step="install the coordinator's version of Atoll: 'atoll --version'",
+            )
+
+
+def report_to_wire(round: int, report: Report) -> pb.Report:
+    """One report about a round."""
+    wire = pb.Report(round=round)
+    match report:
+        case Trained():
+            wire.trained.inner_steps = report.inner_steps
+            wire.trained.samples = report.samples
+            wire.trained.tokens = report.tokens
+            wire.trained.loss = report.loss
+            wire.trained.seconds = report.seconds
+        case Reduced():
+            wire.reduced.slice_index = report.slice_index
+            wire.reduced.digest = convert.optional_digest_to_wire(report.digest)
+            contributors = convert.contributors_to_wire(report.contributors, report.contributions)
+            wire.reduced.contributors.extend(contributors)
+        case Held():
+            wire.held.slice_index = report.slice_index
+            wire.held.digest = report.digest
+        case Applied():
+            wire.applied.outer_digest = report.outer_digest
+            wire.applied.incarnation = report.incarnation
+            wire.applied.wire.extend(convert.wire_counts_to_wire(report.wire))
+        case Evaluated():
+            wire.evaluated.held_out_loss = report.held_out_loss
+            wire.evaluated.tokens = report.tokens
+            if report.metric is not None:
+                wire.evaluated.metric = report.metric
+        case Draining():
+            wire.draining.SetInParent()
+    return wire
+
+
+def report_from_wire(wire: pb.Report, *, most_contributors: int) -> Report:
+    """One report about a round, whose number the caller reads; raises BadDataError for an unknown one.
+
+    More contributors than can be of that round's plan are not looked at: the result has none then.
+    """
+    match wire.WhichOneof("report"):
+        case "trained":
+            return Trained(
+                inner_steps=wire.trained.inner_steps,
+                samples=wire.trained.samples,
+                tokens=wire.trained.tokens,
+                loss=wire.trained.loss,
+                seconds=wire.trained.seconds,
+            )
+        case "reduced":
+            is_of_plan = len(wire.reduced.contributors) <= most_contributors
+            contributors, contributions = convert.contributors_from_wire(
+                wire.reduced.contributors if is_of_plan else ()
+            )
+            return Reduced(
+                slice_index=wire.reduced.slice_index,
+                digest=convert.optional_digest_from_wire(wire.reduced.digest, of="a result"),
+                contributors=contributors,
+                contributions=contributions,
+            )
+        case "held":
+            digest = convert.digest_from_wire(wire.held.digest, of="a result")
+            return Held(slice_index=wire.held.slice_index, digest=digest)
+        case "applied":
+            digest = convert.digest_from_wire(wire.applied.outer_digest, of="the outer state")
+            return Applied(
+                outer_digest=digest,
+                incarnation=wire.applied.incarnation,
+                wire=convert.wire_counts_from_wire(wire.applied.wire),
+            )
+        case "evaluated":
+            has_metric = wire.evaluated.HasField("metric")
+            return Evaluated(
+                held_out_loss=wire.evaluated.held_out_loss,
+                tokens=wire.evaluated.tokens,
+                metric=wire.evaluated.metric if has_metric else None,
+            )
+        case "draining":
+            return Draining()
+        case _:
+            raise BadDataError(
+                "the report is of no kind that this coordinator knows",
+                next_step="use the same version of Atoll on both sides",
+            )
