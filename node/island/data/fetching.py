@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -138,8 +138,8 @@ class PieceCache:
         """Where a piece is, if it is there."""
         return self.folder / f"{digest}.piece"
 
-    def put(self, digest: str, piece: bytes) -> None:
-        """Keeps a piece, and removes those that were not used for longest, never the last one."""
+    def put(self, digest: str, piece: bytes, *, spare: Container[str] = ()) -> None:
+        """Keeps a piece, and removes those that were not used for longest: neither it nor the spared."""
         write_atomically(self.path_of(digest), piece)
         kept = []
         for entry in os.scandir(self.folder):
@@ -149,8 +149,10 @@ class PieceCache:
                     kept.append((status.st_mtime_ns, status.st_size, Path(entry.path)))
         total = sum(size for _, size, _ in kept)
         for _, size, path in sorted(kept):
-            if total <= self._limit_bytes or path == self.path_of(digest):
+            if total <= self._limit_bytes:
                 break
+            if path.stem == digest or path.stem in spare:
+                continue
             path.unlink(missing_ok=True)
             total -= size
 

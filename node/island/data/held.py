@@ -5,6 +5,7 @@ TokensHere: nothing can be asked of it.
 """
 
 import threading
+from collections.abc import Container
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -145,9 +146,12 @@ class TokensHere:
         self._damaged.add(name)
         raise damaged(path, piece.number, listed.manifest.piece_bytes)
 
-    def keep(self, piece: Piece, content: bytes) -> None:
-        """Adds a piece that came and was checked. Raises AtollError where the disk refuses."""
-        self.cache.put(piece.digest, content)
+    def keep(self, piece: Piece, content: bytes, *, spare: Container[str] = ()) -> None:
+        """Adds a piece that came and was checked; those to spare make no room for it.
+
+        Raises AtollError where the disk refuses.
+        """
+        self.cache.put(piece.digest, content, spare=spare)
 
     def keep_manifest(self, text: bytes, *, origin: str) -> None:
         """Adds the manifest; raises BadDataError for another one than the run's."""

@@ -69,6 +69,7 @@ class TokenSupply:
         self._under_way: set[Piece] = set()
         self._resting: set[Piece] = set()  # asked for in vain, until the next time
         self._lacking: set[Piece] = set()  # likewise, until they come or are not wanted any more
+        self._spared: set[str] = set()  # digests of what is read now, and next
         self._has_manifest = False
         self._told: set[str] = set()
         self.changed = asyncio.Event()
@@ -166,7 +167,7 @@ class TokenSupply:
 
         Raises ConfigError where one step does not fit into the cache.
         """
-        first = sum(piece.bytes for piece in needs[0])
+        first = _bytes_of(needs[0])
         if first > self._held.cache_bytes:
             raise ConfigError(
                 f"one inner step reads {len(needs[0])} pieces of the tokens that are not on this machine, "
@@ -174,8 +175,10 @@ class TokenSupply:
                 next_step="let data_cache in node.toml be larger, or lower [inner] batch",
             )
         here = await self._heavy(self._held.cache.digests)
-        num_ready, ready, wanted = ready_steps(needs, here, most_bytes=self._held.cache_bytes // 2)
-        await self._heavy(partial(self._touch, (*ready, *wanted)))
+        num_ready, ready, wanted = ready_steps(needs, here, limit_bytes=self._held.cache_bytes)
+        self._spared = {piece.digest for piece in ready}
+        self._spared |= {p.digest for p in wanted if p in needs[num_ready]} if wanted else set()
+        await self._heavy(partial(self._touch, (*wanted, *ready)))
         self.want(piece for piece in wanted if piece.digest not in here)
         return num_ready
 
@@ -269,7 +272,7 @@ class TokenSupply:
         digest = Digest(bytes.fromhex(piece.digest))
         content = await source.piece(digest, piece.place, piece.bytes)
         if content is not None:
-            await self._heavy(partial(self._held.keep, piece, content))
+            await self._heavy(partial(self._held.keep, piece, content, spare=self._spared))
             self._wanted.pop(piece, None)
             self._lacking.discard(piece)
         elif piece in self._wanted:
@@ -287,25 +290,32 @@ class TokenSupply:
 
 
 def ready_steps(
-    needs: Needs, here: Container[str], *, most_bytes: int
+    needs: Needs, here: Container[str], *, limit_bytes: int
 ) -> tuple[int, list[Piece], list[Piece]]:
-    """How many first steps can be taken now, what they read, and what to fetch for the next ones.
+    """How many first steps can be taken now, what they read, and what to have here for the next ones.
 
-    `here` are digests. Each of the two lists is so many bytes at most, or one step's: together they fit
-    into the cache, and neither drives the other out.
+    `here` are digests. The first list is half of the limit, or one step's; both together fit into it, so
+    that neither drives the other out.
     """
     num_ready = 0
     ready: dict[Piece, None] = {}
     for step in needs:
         if not all(piece.digest in here for piece in step):
             break
-        if num_ready and sum(piece.bytes for piece in ready.keys() | step) > most_bytes:
+        if num_ready and _bytes_of(ready.keys() | step) > limit_bytes // 2:
             break
         ready |= dict.fromkeys(step)
         num_ready += 1
+    left = limit_bytes - _bytes_of(ready)
     wanted: dict[Piece, None] = {}
     for step in needs[num_ready:]:
-        if wanted and sum(piece.bytes for piece in wanted.keys() | step) > most_bytes:
-            break
-        wanted |= dict.fromkeys(sorted(step, key=lambda piece: piece.place))
+        for piece in sorted(step - ready.keys() - wanted.keys(), key=lambda piece: piece.place):
+            left -= piece.bytes
+            if left < 0:
+                return num_ready, list(ready), list(wanted)
+            wanted[piece] = None
     return num_ready, list(ready), list(wanted)
+
+
+def _bytes_of(pieces: Iterable[Piece]) -> int:
+    return sum(piece.bytes for piece in pieces)
