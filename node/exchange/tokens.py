@@ -31,9 +31,6 @@ from protocol.rounds import Digest, NodeId, RosterEntry
 
 log = structlog.get_logger()
 
-PIECES_AT_ONCE = 2
-"""Pieces that this node gives at the same time, to all peers together; who asks for more waits."""
-
 GIVE_WAY_SECONDS = 30.0
 """How long a piece waits for an exchange of this node to end. Then it shares the uplink with it: peers
 without data cannot contribute either."""
@@ -105,7 +102,6 @@ class PeerTokens:
             tokens=0,
             sender_id=node_id,
         )
-        self._places = asyncio.Semaphore(PIECES_AT_ONCE)
         self._names: dict[NodeId, str] = {}  # of the other members
         self._maps: dict[NodeId, bytes] = {}
         self._asked_at: dict[NodeId, float] = {}
@@ -142,14 +138,13 @@ class PeerTokens:
         return None if not body else self._seal(kind=want.kind, body=body)
 
     async def _piece_for(self, sender: NodeId, digest: Digest) -> Payload | None:
-        """In its turn: this waits while others are given, and a while for an exchange."""
-        async with self._places:
-            await self._give_way()
-            try:
-                return await self._heavy(partial(self._sealed_piece, digest))
-            except BadDataError as error:
-                log.error("not given to a peer", why=str(error), to=self._name(sender))
-                raise TransferRefusedError(error.what) from error
+        """After a while where an exchange is under way. The transport gives few pieces at once."""
+        await self._give_way()
+        try:
+            return await self._heavy(partial(self._sealed_piece, digest))
+        except BadDataError as error:
+            log.error("not given to a peer", why=str(error), to=self._name(sender))
+            raise TransferRefusedError(error.what) from error
 
     def _sealed_piece(self, digest: Digest) -> Payload | None:
         body = self._held.piece(digest)

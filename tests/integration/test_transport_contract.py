@@ -9,6 +9,7 @@ from transport_peers import BIG, Peer, introduce, make_payload, want
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
 from node.exchange.transport.transport import (
+    PIECES_AT_ONCE,
     FalseAnswerError,
     NotHeldError,
     PeerUnreachableError,
@@ -121,6 +122,28 @@ async def test_a_piece_of_tokens_is_fetched_by_its_digest_and_another_one_is_ref
     other.desk.held = None
     with pytest.raises(NotHeldError):
         await fetch(one, other, wanted)
+
+
+async def test_only_so_many_pieces_are_given_at_once_and_nothing_else_waits_for_them(
+    swarm: Swarm,
+) -> None:
+    one, other = await swarm.pair()
+    piece = make_payload(PIECE, body=b"a piece")
+    wanted = WantTokens(kind=PIECE, digest=piece.header.body_digest)
+    other.desk.held = piece
+    other.desk.supply_gate = asyncio.Event()
+    fetches = [asyncio.create_task(fetch(one, other, wanted)) for _ in range(2 * PIECES_AT_ONCE)]
+    while len(other.desk.wanted) < PIECES_AT_ONCE:  # noqa: ASYNC110 (the desk tells nobody)
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.2)
+    assert len(other.desk.wanted) == PIECES_AT_ONCE
+    result = make_payload()
+    other.desk.held, other.desk.supply_gate = result, None
+    assert await fetch(one, other, want(result)) == result
+    for fetching in fetches:
+        assert not fetching.done()
+        fetching.cancel()
+    await asyncio.gather(*fetches, return_exceptions=True)
 
 
 async def test_an_empty_body_is_a_payload_too(swarm: Swarm) -> None:

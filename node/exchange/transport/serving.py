@@ -7,7 +7,7 @@ transport's business. Pushes of our own go over a conveyor.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 
 import blake3
 import structlog
@@ -107,10 +107,14 @@ async def serve(
     limits: Limits,
     verify: Verify,
     inbounds: Inbounds,
+    pieces: asyncio.Semaphore,
     is_crowded: bool = False,
     is_served_enough: bool = False,
 ) -> None:
-    """Answers a member's request. Raises FrameError, or frames.BROKEN when the member is gone."""
+    """Answers a member's request. Raises FrameError, or frames.BROKEN when the member is gone.
+
+    `pieces` has the places of pieces that are given: these are large, and exchanges come first.
+    """
     request = await stream.receive(wire.TransferRequest)
     try:
         match request.WhichOneof("request"):
@@ -127,7 +131,9 @@ async def serve(
             case "want_result" | "want_chunk" | "want_tokens" if is_served_enough:
                 raise TransferRefusedError("busy; go on with the transfers that you have")
             case "want_result" | "want_manifest" | "want_chunk" | "want_tokens":
-                await _give(stream, handler, sender, _decode_want(request), limits)
+                want = _decode_want(request)
+                async with turn_of(want, pieces):
+                    await _give(stream, handler, sender, want, limits)
             case _:
                 raise TransferRefusedError("the request is empty, or of a newer version of Atoll")
     except TransferRefusedError as refusal:
@@ -232,6 +238,12 @@ async def _receive_body(stream: TransferStream, header: PayloadHeader) -> bytes:
 
 def _no_memory(header: PayloadHeader) -> TransferRefusedError:
     return TransferRefusedError(f"no memory for a body of {header.body_bytes} bytes")
+
+
+def turn_of(want: Want, pieces: asyncio.Semaphore) -> AbstractAsyncContextManager[None]:
+    """Held from before a piece is read until it is sent; nothing else waits."""
+    is_piece = isinstance(want, WantTokens) and want.kind == PIECE
+    return pieces if is_piece else nullcontext()
 
 
 async def _give(

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from protocol.v1 import transfer_pb2
 
 
+PIECES_AT_ONCE = 4
+"""Pieces of tokens that a node gives at the same time, to all peers together; who asks for more waits."""
+
+
 class PeerUnreachableError(Exception):
     """The peer does not answer, or went away in the middle."""
 
