@@ -22,7 +22,8 @@ Positive = Annotated[int, Field(gt=0, lt=2**31)]
 Context = Annotated[int, Field(ge=8, le=1 << 20)]
 HexDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
-FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+FUNCTION_NAME = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+FunctionName = Annotated[str, Field(pattern=FUNCTION_NAME)]
 """Such as "my_models.vision:digits"."""
 
 BYTES_VOCABULARY = 256
@@ -235,6 +236,17 @@ TensorStyle = Literal["column", "gathered", "row", "sequence", "replicate", "tab
 each rank, whole on each rank; or an embedding cut by its rows."""
 
 
+class StageUnit(Section):
+    """Modules that a pipeline keeps together, in their order, and what leaves the last of them.
+
+    `output` is its shape for one sample, in fp32; `operations` are what a sample costs there, in any unit.
+    """
+
+    modules: Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
+    output: Annotated[tuple[Positive, ...], Field(strict=False)]
+    operations: Annotated[int, Field(ge=0)]
+
+
 class Description(Section):
     """What building a run's model has shown. It is part of the run: its digest covers it.
 
@@ -242,9 +254,10 @@ class Description(Section):
     the run begins with, where it begins with given weights; else each node draws them from the seed.
     `frozen_digest` is that of the `num_frozen` values that are not trained. `activation_bytes` is what
     backward keeps of one sample, in fp32. `tensor_plan` names modules, with `*` for a part of a name, and
-    is empty where there is none, with the reason beside it. `sources` has a digest for the file of each
-    function that the run brings. `config` and `generation_config` are the JSON files of a transformers
-    folder that the run was made from: exports begin with them.
+    is empty where there is none, with the reason beside it; so are `stages`, which are the whole model one
+    after another, for pipelines to cut. `sources` has a digest for each file of the code that the run
+    brings, by its path there. `config` and `generation_config` are the JSON files of a transformers folder
+    that the run was made from: exports begin with them.
     """
 
     tensors: Annotated[tuple[TensorShape, ...], Field(strict=False)] = ()
@@ -256,6 +269,8 @@ class Description(Section):
     activation_bytes: Annotated[int, Field(ge=0)] | None = None
     tensor_plan: dict[str, TensorStyle] = {}
     no_tensor_plan: str = ""
+    stages: Annotated[tuple[StageUnit, ...], Field(strict=False)] = ()
+    no_stages: str = ""
     sources: dict[str, HexDigest] = {}
     generation_config: dict[str, Any] = {}
 

@@ -311,10 +311,10 @@ class RunSpec(Section):
                 '[data] across_documents = false needs source = "tokens", which has the places where '
                 f'documents begin, not "{self.data.source}"'
             )
-        if not isinstance(self.model, DecoderModel):
+        if self.model.source == "function":
             raise ValueError(
-                '[data] across_documents = false needs [model] source = "decoder": models of '
-                f'source = "{self.model.source}" see all that is before a token'
+                '[data] across_documents = false goes with [model] source = "decoder" or "transformers": a '
+                "function's model sees what it likes of a row"
             )
         return self
 

@@ -154,3 +154,102 @@ class Rows:
 
 def rows() -> Any:
     return Rows(), Rows()
+
+
+class Chain(nn.Module):
+    """Modules one after another, of different size, the last two with nothing to train between."""
+
+    def __init__(self, width: int, *, tied: bool) -> None:
+        super().__init__()
+        self.table = Bag(40, width)
+        self.layers = nn.ModuleList(Block(width) for _ in range(4))
+        self.squash = nn.Tanh()
+        self.head = nn.Linear(width, 40, bias=False)
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.table(words)
+        for layer in self.layers:
+            x = layer(x)
+        out: Tensor = self.head(self.squash(x))
+        return out
+
+
+class Bag(nn.Embedding):
+    """The mean of what words stand for."""
+
+    def forward(self, words: Tensor) -> Tensor:
+        return super().forward(words).mean(dim=1)  # [B, width]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = _Layer(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.inner(x)
+        return out
+
+
+STAGES = ("table", "layers.*", "squash", "head")
+
+CHAIN_PLAN = {
+    "layers.*.inner.up": "column",
+    "layers.*.inner.gain": "sequence",
+    "layers.*.inner.down": "row",
+    "stages": STAGES,
+}
+
+
+def chain(tied: bool = True, counts: bool = False) -> Any:
+    return Chain(16, tied=tied), summed_loss if counts else mean_loss, accuracy, CHAIN_PLAN
+
+
+class Unchained(Chain):
+    """Stages that are none, in ways that names and shapes do or do not show."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(16, tied=False)
+        self.how = how
+        if how == "alone":
+            self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.table(words)
+        for layer in self.layers:
+            y = layer(x)
+            x = x + y if self.how == "besides" else y
+        if self.how == "in place":
+            x.mul_(2)
+        if self.how == "alone":
+            x = x * self.scale
+        out: Tensor = self.head(self.squash(x))
+        if self.how == "afterwards":
+            out = out - 1
+        if self.how == "twice":
+            out = self.head(self.squash(x))
+        return out
+
+
+def unchained(how: str, **_: Any) -> Any:
+    stages = {"unknown": ("table", "blocks.*"), "nested": (*STAGES, "layers.*.inner")}
+    plan = {"stages": stages.get(how, STAGES[:-1] if how == "left out" else STAGES)}
+    loss = loss_of_matrix if how == "more than a call" else mean_loss
+    return Unchained(how), loss, None, plan
+
+
+def loss_of_matrix(module: nn.Module, batch: Any) -> Tensor:
+    return mean_loss(module, batch) + module.head.weight.square().sum()
+
+
+def flat() -> Any:
+    return nn.Linear(4, 1), squares
+
+
+def chain_with_metric_of_its_own() -> Any:
+    def of_other_words(module: nn.Module, batch: Any) -> Tensor:
+        return module((batch["words"] + 1) % 40).mean()
+
+    return Chain(16, tied=True), mean_loss, of_other_words, CHAIN_PLAN

@@ -1,6 +1,15 @@
 """Configs of transformers for models that train within a test; dropout is off, to be compared."""
 
-from transformers import GemmaConfig, GPT2Config, MixtralConfig, Qwen3Config
+from typing import Any
+
+from transformers import (
+    AutoConfig,
+    GemmaConfig,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen3Config,
+)
 
 CONFIGS = {
     "gpt2": GPT2Config(
@@ -14,6 +23,15 @@ CONFIGS = {
         attn_pdrop=0.0,
         bos_token_id=0,
         eos_token_id=0,
+    ),
+    "llama": LlamaConfig(
+        hidden_size=24,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=256,
+        max_position_embeddings=32,
     ),
     "mixtral": MixtralConfig(
         hidden_size=24,
@@ -47,3 +65,36 @@ CONFIGS = {
         tie_word_embeddings=True,
     ),
 }
+
+
+SIZES = {
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 64,
+    "max_position_embeddings": 32,
+    "sliding_window": 4,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+
+_MORE: dict[str, dict[str, Any]] = {
+    "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0},
+    "phi": {"partial_rotary_factor": 1.0, "num_key_value_heads": 4},
+}
+
+
+def small(model_type: str) -> Any:
+    """A config of any type, small; its layers slide where the type has such layers."""
+    keys = SIZES | _MORE.get(model_type, {})
+    if not hasattr(AutoConfig.for_model(model_type), "head_dim"):
+        keys.pop("head_dim")
+    config = AutoConfig.for_model(model_type, **keys)
+    for name, value in config.to_dict().items():
+        if "drop" in name and isinstance(value, float):
+            setattr(config, name, 0.0)
+    return config

@@ -107,13 +107,17 @@ def _described_activations(shape: MeshShape, spec: RunSpec, local: LocalTraining
     if spec.description is None or spec.description.activation_bytes is None:
         return 0
     rows = spec.inner.batch // shape.num_data
+    if shape.pipeline > 1 and shape.schedule != "gpipe":  # as below
+        rows = math.ceil(rows / max(1, shape.microbatches(spec))) * shape.pipeline
     rows = min(rows, local.micro_batch or rows)
-    kept: float = rows * spec.description.activation_bytes
+    # A mask that keeps documents apart is for all layers once.
+    of_mask = 0 if spec.data.across_documents else spec.model.context**2
+    kept: float = rows * (spec.description.activation_bytes + of_mask)
     if local.activation_checkpointing == "full":
         kept *= min(1.0, 2 / spec.num_layers)  # each layer's input, and all of one layer
     if local.precision not in ("fp32", "tf32"):
         kept /= 2  # at most
-    return int(kept / shape.tensor)
+    return int(kept / shape.tensor / shape.pipeline)
 
 
 def _activation_bytes(shape: MeshShape, spec: RunSpec, layers: int, local: LocalTraining) -> int:

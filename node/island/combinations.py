@@ -10,7 +10,6 @@ from typing import Literal
 from node.island.local_training import LocalTraining
 from node.island.mesh_shape import SPLIT_BACKWARD, MeshShape
 from protocol.errors import ConfigError
-from protocol.models import DecoderModel
 from protocol.run_spec import RunSpec
 
 Setting = Literal[
@@ -46,21 +45,15 @@ def check_combination(shape: MeshShape, local: LocalTraining) -> None:
 
 
 def check_local(spec: RunSpec, local: LocalTraining) -> None:
-    """Raises ConfigError for a setting that is not known to train this kind of model right."""
-    if isinstance(spec.model, DecoderModel):
+    """Raises ConfigError for a setting that is done layer by layer, where a model has no layers."""
+    if any(tensor.layer is not None for tensor in spec.tensors):
         return
     for setting, words, instead in _settings_of(local):
-        has_layers = any(tensor.layer is not None for tensor in spec.tensors)
-        if setting in ("selective", "compile"):
-            why = "it is tested with the built-in decoder alone"
-        elif setting == "full" and not has_layers:
-            why = "no layers were found in this model"
-        else:
-            continue
-        raise ConfigError(
-            f'{words} does not go with [model] source = "{spec.model.source}": {why}',
-            next_step=f"{instead} in node.toml",
-        )
+        if setting in ("selective", "full", "compile"):
+            raise ConfigError(
+                f"{words} is done layer by layer, and no layers were found in this model",
+                next_step=f"{instead} in node.toml",
+            )
 
 
 def may_be_traced(shape: MeshShape, local: LocalTraining) -> bool:

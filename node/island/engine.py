@@ -50,8 +50,8 @@ class Forward(Protocol):
     def train(self, *inputs: Tree) -> Tensor:
         """Adds gradients; returns the mean loss, 0 on ranks without the end of the model."""
 
-    def measure(self, *inputs: Tree) -> Tensor | Counted:
-        """The same loss, without gradients."""
+    def measure(self, *inputs: Tree) -> tuple[Tensor | Counted, Tensor | None]:
+        """The same loss, without gradients, and the metric where there is one and the model ends here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +60,14 @@ class Measured:
 
     loss: Tensor
     weight: Tensor | float
-    metric: Tensor | None = None  # times the samples
+    metric: Tensor | None  # times the samples
+    num_samples: int  # that the rank has the end of the model for
 
-    def tallied(self, num_samples: int) -> Tensor:
+    def tallied(self) -> Tensor:
         """Loss, its weight, metric, samples: [4] in fp64, to be added up."""
         metric = 0.0 if self.metric is None else float(self.metric)
         return torch.tensor(
-            [float(self.loss), float(self.weight), metric, num_samples], dtype=torch.float64
+            [float(self.loss), float(self.weight), metric, self.num_samples], dtype=torch.float64
         )
 
 
@@ -85,6 +86,8 @@ class Whole:
         dtype: torch.dtype,
         loss_scale: LossScale,
     ) -> None:
+        self._architecture = architecture
+        self._part = part
         self._mesh = mesh
         self._micro_batch = micro_batch
         self._keeps_whole_gradients = keeps_whole_gradients
@@ -117,11 +120,12 @@ class Whole:
             mean_over_ranks=self._mean_over_ranks,
         )
 
-    def measure(self, *inputs: Tree) -> Tensor | Counted:
+    def measure(self, *inputs: Tree) -> tuple[Tensor | Counted, Tensor | None]:
         """See Forward."""
         with torch.no_grad():
             result: Tensor | Counted = self._measured(*inputs)
-        return result if isinstance(result, Counted) else plain(result)
+            metric = self._architecture.metric(self._part, inputs)
+        return result if isinstance(result, Counted) else plain(result), metric
 
     def _mean_over_ranks(self, count: Tensor) -> Tensor:
         if self._mesh.num_ranks > 1:
@@ -282,16 +286,16 @@ class Engine:
         for part in self.parts:
             part.eval()
         with self._loss_context(), gathered_as_they_are(self.parts):
-            mean = self._forward.measure(*inputs)
-            with torch.no_grad():
-                metric = self._architecture.metric(self.parts[0], inputs)
+            mean, metric = self._forward.measure(*inputs)
         for part in self.parts:
             part.train()
         loss, weight = self._architecture.measured(mean, inputs, num_samples)
+        has_loss = self._mesh.has_loss
         return Measured(
             loss=loss,
-            weight=weight if self._mesh.has_loss else 0.0,
+            weight=weight if has_loss else 0.0,
             metric=None if metric is None else metric * num_samples,
+            num_samples=num_samples if has_loss else 0,
         )
 
     def clip(self, max_norm: float) -> Tensor:

@@ -150,6 +150,13 @@ class Mesh:
             dist.all_reduce(values)
         return values
 
+    def largest(self, values: Tensor) -> Tensor:
+        """The largest that any rank has of each of some CPU values; what is no number is beyond all."""
+        values = values.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        if self.num_ranks > 1:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        return values
+
     def summed(self, values: Tensor) -> Tensor:
         """Sum over the ranks of CPU values that tensor-parallel ranks have alike, counted once."""
         return self.added(values) / self.shape.tensor

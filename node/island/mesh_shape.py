@@ -6,7 +6,7 @@ how much memory it needs is node.island.auto_mesh's business, process groups are
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -123,6 +123,10 @@ class MeshShape:
         start = stage * each + min(stage, more)
         return range(start, start + each + (stage < more))
 
+    def units_of(self, stage: int, operations: Sequence[int]) -> range:
+        """Which of a model's units, which cost so much each, are in a stage."""
+        return _evenly(operations, self.num_stages)[stage]
+
     def microbatches(self, spec: RunSpec) -> int:
         """Microbatches of a rank's share of the batch, or 0 when no number suits.
 
@@ -147,6 +151,29 @@ class MeshShape:
         words = [f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
         text = " × ".join(words) or "1 rank"
         return text.replace(f"shard {self.shard}", f"shard {self.shard} (ZeRO {self.zero})")
+
+
+def _evenly(costs: Sequence[int], num_parts: int) -> list[range]:
+    """Cuts a row of things into parts of one at least, so that the dearest part is as cheap as can be."""
+
+    def cut(most: int) -> list[range] | None:
+        parts, start = [], 0
+        for others in reversed(range(num_parts)):
+            stop = start + 1
+            while stop < len(costs) - others and sum(costs[start : stop + 1]) <= most:
+                stop += 1
+            parts.append(range(start, stop))
+            start = stop
+        fits = start == len(costs) and all(sum(costs[i] for i in part) <= most for part in parts)
+        return parts if fits else None
+
+    too_little, enough = -1, sum(costs)
+    while enough - too_little > 1:
+        middle = (too_little + enough) // 2
+        too_little, enough = (middle, enough) if cut(middle) is None else (too_little, middle)
+    found = cut(enough)
+    assert found is not None, "check_shape has refused more stages than units"
+    return found
 
 
 def check_shape(shape: MeshShape, spec: RunSpec) -> None:
@@ -186,16 +213,24 @@ def _of_model(shape: MeshShape, spec: RunSpec) -> Iterator[tuple[str, str]]:
         yield from _of_context(shape, model)
         return
     described = spec.description or Description()
-    works = "replicate and shard work" + (", and tp" if described.tensor_plan else "")
-    for setting, number, what in (
-        ("pp", shape.pipeline, "its layers are not cut into stages"),
-        ("cp", shape.context, "its attention does not ask other ranks for keys"),
-    ):
-        if number > 1:
-            yield (
-                f'{setting} = {number} does not go with [model] source = "{model.source}": {what}',
-                f"set {setting} = 1: {works}",
-            )
+    more = [
+        name for name, plan in (("tp", described.tensor_plan), ("pp", described.stages)) if plan
+    ]
+    works = "replicate and shard work" + "".join(f", and {name}" for name in more)
+    if shape.context > 1:
+        yield (
+            f'cp = {shape.context} does not go with [model] source = "{model.source}": its attention '
+            "does not ask other ranks for keys",
+            f"set cp = 1: {works}",
+        )
+    if shape.pipeline > 1 and not described.stages:
+        why = described.no_stages or "the run's model has no stages"
+        yield f"pp = {shape.pipeline} is not possible: {why}", f"set pp = 1: {works}"
+    if shape.pipeline > 1 and described.num_frozen:
+        yield (
+            f"pp = {shape.pipeline} is not possible: the model has parameters that are not trained",
+            "set pp = 1, or shard instead",
+        )
     if shape.tensor == 1:
         return
     if not described.tensor_plan:
@@ -207,6 +242,13 @@ def _of_model(shape: MeshShape, spec: RunSpec) -> Iterator[tuple[str, str]]:
                 f"tp = {shape.tensor} does not divide {what} = {number}",
                 "choose a tp that divides it, or shard instead",
             )
+
+
+def goes_by_a_plan(shape: MeshShape, spec: RunSpec) -> bool:
+    """Whether a mesh takes the word of a run's owner, or of transformers, for what a model computes."""
+    if spec.model.source == "function":
+        return shape.tensor > 1 or shape.pipeline > 1
+    return spec.model.source == "transformers" and shape.pipeline > 1
 
 
 def _cut_by_tensor(spec: RunSpec, described: Description) -> Iterator[tuple[str, int]]:
@@ -281,11 +323,14 @@ def _of_documents(shape: MeshShape, spec: RunSpec) -> Iterator[tuple[str, str]]:
 
 
 def _of_pipeline(shape: MeshShape, spec: RunSpec) -> Iterator[tuple[str, str]]:
-    if shape.num_stages > spec.num_layers:
+    units, what = spec.num_layers, "layers"
+    if not isinstance(spec.model, DecoderModel):
+        units, what = len((spec.description or Description()).stages), "modules one after another"
+    if shape.pipeline > 1 and shape.num_stages > units:
         each = "a stage" if shape.stages_per_rank == 1 else "two stages"
         yield (
             f"pp = {shape.pipeline} with {shape.schedule} cuts the model into {shape.num_stages} "
-            f"stages ({each} on each rank), and it has {spec.num_layers} layers",
+            f"stages ({each} on each rank), and it has {units} {what}",
             "lower pp" if shape.stages_per_rank == 1 else "lower pp, or choose schedule 1f1b",
         )
     if shape.pipeline == 1 and shape.num_microbatches:

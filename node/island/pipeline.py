@@ -1,8 +1,8 @@
 """Pipeline parallel: the rank's stages under one of torch's schedules."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,13 +16,15 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten, tree_map
 
 from node.island.accumulation import plain
 from node.island.mesh import Mesh
 from node.island.mesh_shape import ScheduleName
-from node.island.model import Decoder, mean_nats
+from node.island.models.architecture import Counted, Tree
 from node.island.precision import LossScale, autocast
+from protocol.errors import ConfigError
 from protocol.run_spec import RunSpec
 
 SCHEDULES: dict[ScheduleName, Any] = {
@@ -34,16 +36,40 @@ SCHEDULES: dict[ScheduleName, Any] = {
 }
 
 
+class Ends(Protocol):
+    """What a model does with samples where a pipeline begins, and where it ends."""
+
+    @property
+    def may_count(self) -> bool:
+        """Whether its loss may be a Counted one."""
+
+    def enter(self, inputs: tuple[Tree, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the first stage is called with."""
+
+    def leave(self, output: Tensor, inputs: tuple[Tree, ...]) -> Tensor | Counted:
+        """The loss of what the last stage gives."""
+
+    def leave_metric(self, output: Tensor, inputs: tuple[Tree, ...]) -> Tensor | None:
+        """See Architecture.metric."""
+
+
 class Pipeline:
-    """Stages and their schedule; implements node.island.engine.Forward."""
+    """Stages and their schedule; implements node.island.engine.Forward.
+
+    `leaving` are the shapes of one sample, on this rank, as it leaves each of all stages. What enters the
+    first stage is not the samples but their numbers within the batch, which every rank of a pipeline has:
+    so inputs may be any tree, and the loss sees all of its samples.
+    """
 
     def __init__(
         self,
-        parts: list[Decoder],
+        parts: Sequence[nn.Module],
         mesh: Mesh,
         device: torch.device,
         spec: RunSpec,
         *,
+        ends: Ends,
+        leaving: Sequence[tuple[int, ...]],
         dtype: torch.dtype,
         loss_scale: LossScale,
     ) -> None:
@@ -51,40 +77,32 @@ class Pipeline:
         shape = mesh.shape
         self._mesh = mesh
         self._device = device
+        self._ends = ends
+        self._leaving = leaving
         self._loss_scale = loss_scale
         self._group = mesh.devices.get_group("pipeline")
-        num_microbatches = shape.microbatches(spec)
+        self._num_microbatches = num_microbatches = shape.microbatches(spec)
+        self._inputs: tuple[Tree, ...] = ()
+        self._losses: list[Tensor | Counted] = []
         rows = spec.inner.batch // shape.num_data // num_microbatches
-        length = spec.model.context // shape.context
         # Shapes are given, not found out: torch would run a batch to find them, through collectives
         # and into gradients.
-        tokens = torch.empty(rows, length, dtype=torch.int64, device="meta")
-        hidden = torch.empty(
-            rows,
-            length // shape.tensor,
-            spec.decoder.hidden_size,
-            device="meta",
-            requires_grad=True,
-        )
-        logits = torch.empty(
-            *(rows, length, spec.decoder.vocab_size // shape.tensor),
-            dtype=dtype,
-            device="meta",
-            requires_grad=True,
-        )
-        self._whole_hidden = torch.empty(num_microbatches * rows, *hidden.shape[1:], device="meta")
+        numbers = torch.empty(rows, dtype=torch.int64, device="meta")
+        hidden = [torch.empty(rows, *sizes, device="meta", requires_grad=True) for sizes in leaving]
         self._parts = parts
-        for part in parts:
-            part.forward = partial(_train_in, dtype, device, part.forward)  # type: ignore[method-assign]  # of this one only
-            part.register_forward_hook(_travelling)
+        for stage, part in zip(mesh.stages, parts, strict=True):
+            forward = part.forward if stage else partial(self._entered, part.forward)
+            part.forward = partial(_train_in, dtype, device, forward)
+            is_last = stage == shape.num_stages - 1
+            part.register_forward_hook(partial(_travelling, None if is_last else leaving[stage]))
         stages = [
             PipelineStage(
                 part,
                 stage,
                 shape.num_stages,
                 device,
-                input_args=tokens if stage == 0 else hidden,
-                output_args=hidden if stage < shape.num_stages - 1 else logits,
+                input_args=numbers if stage == 0 else hidden[stage - 1],
+                output_args=hidden[stage],
                 group=self._group,
             )
             for stage, part in zip(mesh.stages, parts, strict=True)
@@ -96,54 +114,86 @@ class Pipeline:
             loss_fn=self._scaled_loss_of,
         )
 
-    def train(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def train(self, *inputs: Tree) -> Tensor:
         """See node.island.engine.Forward."""
-        losses: list[Tensor] = []
+        self._inputs, self._losses = inputs, []
+        numbers = self._numbers()
         self._schedule.step(
-            *((tokens,) if 0 in self._mesh.stages else ()),
-            target=targets if self._mesh.has_loss else None,
-            losses=losses if self._mesh.has_loss else None,
+            *((numbers,) if 0 in self._mesh.stages else ()),
+            target=numbers if self._mesh.has_loss else None,
             return_outputs=False,
         )
-        if not losses:
-            return torch.zeros((), device=self._device)
-        return torch.stack([plain(loss) for loss in losses]).mean() / self._loss_scale.value
+        if self._ends.may_count:
+            return self._divided_by_counts()
+        losses = [plain(loss) for loss in self._losses if isinstance(loss, Tensor)]
+        return torch.stack(losses).mean() if losses else torch.zeros((), device=self._device)
 
-    def measure(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def measure(self, *inputs: Tree) -> tuple[Tensor | Counted, Tensor | None]:
         """See node.island.engine.Forward.
 
         Stage after stage: torch's schedules with two stages on a rank have no way forward alone.
         """
         shape = self._mesh.shape
-        x = tokens
+        self._inputs = inputs
+        x = numbers = self._numbers()
         with torch.no_grad():
             for stage, part in zip(self._mesh.stages, self._parts, strict=True):
                 before, after = stage - 1, stage + 1
                 if stage > 0 and before not in self._mesh.stages:
-                    x = torch.empty_like(self._whole_hidden, device=self._device)
+                    x = torch.empty(len(numbers), *self._leaving[before], device=self._device)
                     dist.recv(x, group=self._group, group_src=shape.pipeline_of(before))
                 x = part(x).contiguous()
                 if after < shape.num_stages and after not in self._mesh.stages:
                     dist.send(x, group=self._group, group_dst=shape.pipeline_of(after))
             if not self._mesh.has_loss:
-                return torch.zeros((), device=self._device)
-            return plain(self._loss_of(x, targets))
+                return torch.zeros((), device=self._device), None
+            loss = self._ends.leave(x, inputs)
+            metric = self._ends.leave_metric(x, inputs)
+            return loss if isinstance(loss, Counted) else plain(loss), metric
 
-    def _scaled_loss_of(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return self._loss_of(logits, targets) * self._loss_scale.value
+    def _numbers(self) -> Tensor:
+        """Of the samples of the batch."""
+        num_samples = len(tree_flatten(self._inputs)[0][0])
+        return torch.arange(num_samples, device=self._device)
 
-    def _loss_of(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The loss of logits [B, T, vocabulary], or of a rank's part of their vocabulary."""
-        if self._mesh.shape.tensor == 1:
-            return mean_nats(logits, targets)
-        assert self._mesh.devices is not None
-        mesh = self._mesh.devices["tensor"]
-        return mean_nats(DTensor.from_local(logits, mesh, [Shard(2)], run_check=False), targets)
+    def _samples(self, numbers: Tensor) -> tuple[Tree, ...]:
+        chosen: tuple[Tree, ...] = tree_map(lambda tensor: tensor[numbers], self._inputs)
+        return chosen
+
+    def _entered(self, forward: Callable[..., Any], numbers: Tensor) -> Any:
+        arguments, named = self._ends.enter(self._samples(numbers))
+        return forward(*arguments, **named)
+
+    def _scaled_loss_of(self, output: Tensor, numbers: Tensor) -> Tensor:
+        loss = self._ends.leave(output, self._samples(numbers))
+        if isinstance(loss, Counted):
+            self._losses.append(Counted(loss.total.detach(), loss.number.detach()))
+            # The schedule takes the mean over microbatches; this is a sum.
+            return loss.total * self._num_microbatches * self._loss_scale.value
+        self._losses.append(loss.detach())
+        return loss * self._loss_scale.value
+
+    def _divided_by_counts(self) -> Tensor:
+        """See accumulate_gradients: by the mean count of all ranks, which those at the end know."""
+        total, count = torch.zeros((), device=self._device), torch.zeros((), device=self._device)
+        for loss in self._losses:
+            if isinstance(loss, Counted):
+                total, count = total + loss.total, count + loss.number.to(count.dtype)
+            else:
+                total = total + loss / self._num_microbatches
+        dist.all_reduce(count)
+        shape = self._mesh.shape
+        per_rank = (count / (shape.num_ranks // shape.pipeline)).clamp(min=1.0)
+        for part in self._parts:
+            for parameter in part.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.div_(per_rank)
+        return total / per_rank
 
 
 def _train_in(
-    dtype: torch.dtype, device: torch.device, forward: Callable[[Tensor], Tensor], x: Tensor
-) -> Tensor:
+    dtype: torch.dtype, device: torch.device, forward: Callable[[Tensor], Any], x: Tensor
+) -> Any:
     """A stage's forward in the precision of training; a forward alone measures, in fp32.
 
     Not around the schedule, which would have backward in it.
@@ -152,6 +202,18 @@ def _train_in(
         return forward(x)
 
 
-def _travelling(part: nn.Module, inputs: object, output: Tensor) -> Tensor:
-    """A hook, as torch's schedules must see FSDP's own module: what leaves a stage is plain."""
-    return output.to_local() if isinstance(output, DTensor) else output
+def _travelling(shape: tuple[int, ...] | None, part: nn.Module, inputs: object, output: Any) -> Any:
+    """A hook, as torch's schedules must see FSDP's own module: what leaves a stage is plain, and fp32.
+
+    Raises ConfigError for another shape than the one that is waited for; there is none at the end.
+    """
+    own = output.to_local() if isinstance(output, DTensor) else output
+    if shape is None:
+        return own
+    if tuple(own.shape[1:]) != shape:
+        raise ConfigError(
+            f"a stage of the pipeline gives {list(own.shape[1:])} for a sample, and the run's description "
+            f"says {list(shape)}",
+            next_step="give all samples one shape, or set pp = 1",
+        )
+    return own.to(torch.float32)

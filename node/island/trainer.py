@@ -41,7 +41,7 @@ from node.island.island import Evaluation, InnerReport, InnerWork, Progress, reb
 from node.island.local_communication import LocalCommunication
 from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh import Mesh
-from node.island.mesh_shape import MeshShape, check_batch, check_shape
+from node.island.mesh_shape import MeshShape, check_batch, check_shape, goes_by_a_plan
 from node.island.model import NO_TARGET
 from node.island.models.architecture import BufferWatch, Tree
 from node.island.schedule import (
@@ -55,7 +55,6 @@ from node.island.sharded_weights import reshard
 from node.island.utilisation import flops_per_token, measure_peak_if_unknown, measured
 from node.outer_state import Vector
 from protocol.layout import layout_of
-from protocol.models import FunctionModel
 from protocol.rounds import Digest
 from protocol.run_spec import RunSpec
 
@@ -157,8 +156,7 @@ class Trainer:
             seed=spec.run.seed, num_samples=corpus.num_samples, num_together=corpus.num_together
         )
         self._counted_tokens = 0  # since training of a round began
-        is_own = isinstance(spec.model, FunctionModel) and mesh.shape.tensor > 1
-        self._has_plan_to_check = is_own
+        self._has_plan_to_check = goes_by_a_plan(mesh.shape, spec)
         self._rewarming = Rewarming(rewarming_steps(spec))
         self._communication = LocalCommunication(
             device, mesh, may_trace=may_be_traced(mesh.shape, local)
@@ -178,15 +176,16 @@ class Trainer:
     def adopt(self, parameters: Vector) -> None:
         """Copies the global parameters into the model; what was trained locally is gone.
 
-        The first time a plan of the run's own for tensor parallel is tried; raises ConfigError.
+        The first time a plan of the run's own for tensor parallel or stages is tried; raises ConfigError.
         """
         adopt_boxes(self._held(), parameters, copies=self._copies)
         if self._has_plan_to_check:
             from node.island.models.plan_check import check_plan
 
             self._has_plan_to_check = False
-            first = np.arange(min(self._engine.rows, self._corpus.num_held_out_samples))
-            check_plan(self._engine, self._spec, parameters, self._on_device("held_out", first))
+            first = np.arange(self._engine.rows) % self._corpus.num_held_out_samples
+            batch = self._on_device("held_out", first)
+            check_plan(self._engine, self._mesh, self._spec, parameters, batch)
 
     def merge(
         self, parameters: Vector, published: Vector, fragment: int, *, is_taken: bool
@@ -322,9 +321,7 @@ class Trainer:
         for start in range(0, most, rows):
             own_chosen = own[start : start + rows]
             batch = self._on_device("held_out", own_chosen)
-            sums += self._engine.measure(batch, num_samples=len(own_chosen)).tallied(
-                len(own_chosen)
-            )
+            sums += self._engine.measure(batch, num_samples=len(own_chosen)).tallied()
             on_batch()
         loss, weight, metric, samples = self._mesh.summed(sums).tolist()
         return Evaluation(

@@ -3,6 +3,7 @@
 import multiprocessing
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 from rank_scene import with_texts
 
 from benchmarks.lone_work import lone_work, unseen
+from node.island import engine
+from node.island.compiling import compile_layers
 from node.island.island import Evaluation, InnerReport
 from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh import Mesh
@@ -118,6 +121,8 @@ def _run_rank(
     base: Path | None,
 ) -> None:
     torch.set_num_threads(1)
+    # Code is made of what was traced, whatever the mesh, so running the trace will do.
+    engine.compile_layers = partial(compile_layers, backend="aot_eager")  # in this process only
     vectors = SharedVectors.attach(names)
     device = torch.device("cpu")
     mesh = Mesh.joined(shape=shape, rank=rank, device=device, meeting=place / "store")

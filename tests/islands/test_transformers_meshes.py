@@ -1,5 +1,6 @@
 """Models of transformers on meshes: as one process, as transformers itself, the same bytes published."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,17 @@ from any_model_scene import Outcome, text_run, trained
 from transformers import AutoModelForCausalLM
 
 from node.island.data.corpus import Corpus, read_corpus
+from node.island.data.dataset import Dataset
+from node.island.data.manifest import read_manifest
+from node.island.data.opening import open_dataset
+from node.island.data.places import DataPlaces
 from node.island.forkserver import prepare_forkserver
 from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh_shape import MeshShape
 from node.island.models.describing import describe, first_vector
-from protocol.run_spec import LoraSection, RunSpec
+from protocol.run_spec import DataSection, LoraSection, RunSpec
 from tests.transformers_configs import CONFIGS
+from tests.unit.tokens_scene import prepared
 
 
 def texts(spec: RunSpec, place: Path) -> Corpus:
@@ -27,9 +33,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[RunSpec, 
     """What one process comes to, for each kind of model."""
     prepare_forkserver()
     found = {}
-    for kind, config in CONFIGS.items():
+    for kind in ("gpt2", "mixtral", "gemma", "qwen3"):
         folder = tmp_path_factory.mktemp(kind)
-        spec = text_run(config, folder)
+        spec = text_run(CONFIGS[kind], folder)
         found[kind] = (spec, trained(spec, MeshShape(), folder, texts))
     return found
 
@@ -44,6 +50,7 @@ RECOMPUTED = LocalTraining(activation_checkpointing="full", micro_batch=3)
         ("gpt2", MeshShape(shard=2, zero=1), PLAIN),
         ("gpt2", MeshShape(shard=2, zero=2), PLAIN),
         ("gpt2", MeshShape(shard=2), RECOMPUTED),
+        ("gpt2", MeshShape(shard=2), LocalTraining(compile=True)),
         ("mixtral", MeshShape(replicate=2), PLAIN),
         ("mixtral", MeshShape(shard=2), PLAIN),
         ("gemma", MeshShape(shard=2), PLAIN),
@@ -96,3 +103,33 @@ def test_muon_takes_the_matrices_of_layers_on_shards_as_in_one_process(tmp_path:
     *_, one_last = trained(spec, MeshShape(), tmp_path, texts)
     *_, last = trained(spec, MeshShape(shard=2), tmp_path, texts)
     np.testing.assert_allclose(last, one_last, rtol=0, atol=3e-4)
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
+    """Rows of several short documents each, which attention keeps apart."""
+    place = tmp_path_factory.mktemp("apart")
+    texts = [" ".join(f"{i}:{j * j}" for j in range(9))[: 5 + i % 7] for i in range(300)]
+    (place / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    prepared(place / "a.jsonl", out=place / "tokens", row=17)
+    digest = read_manifest(place / "tokens").digest().hex()
+    data = DataSection(
+        source="tokens", paths=(str(place / "tokens"),), digest=digest, across_documents=False
+    )
+    spec = text_run(CONFIGS["qwen3"], place)
+    return spec.model_copy(update={"data": data})
+
+
+def tokens(spec: RunSpec, place: Path) -> Dataset:
+    return open_dataset(spec, DataPlaces(folder=place))
+
+
+def test_a_mesh_keeps_documents_apart_as_one_process_does(apart: RunSpec, tmp_path: Path) -> None:
+    prepare_forkserver()
+    across = apart.data.model_copy(update={"across_documents": True})
+    one = trained(apart, MeshShape(), tmp_path, tokens)
+    other = trained(apart.model_copy(update={"data": across}), MeshShape(), tmp_path, tokens)
+    many = trained(apart, MeshShape(tensor=2), tmp_path, tokens, RECOMPUTED)
+    assert many[2].loss == pytest.approx(one[2].loss, abs=1e-5)
+    assert many[2].loss != pytest.approx(other[2].loss, abs=1e-4)
+    np.testing.assert_allclose(many[4], one[4], rtol=0, atol=3e-4)

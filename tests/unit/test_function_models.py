@@ -1,5 +1,6 @@
 """Functions that a run brings: who may run them, what they may return, and what is trained with them."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +9,26 @@ import pytest
 import torch
 from torch import nn
 
+from node.island import engine
+from node.island.combinations import check_local
+from node.island.compiling import compile_layers
 from node.island.data.functions import FunctionData
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
-from node.island.functions import check_functions, digest_of, file_of, sources_of
+from node.island.functions import (
+    check_functions,
+    code_digest,
+    digest_of,
+    file_of,
+    files_of,
+    sources_of,
+)
+from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh import Mesh
 from node.island.mesh_shape import MeshShape, check_shape
 from node.island.models.architecture import BufferWatch
 from node.island.models.describing import describe, first_vector
+from node.island.models.function import FunctionArchitecture, random_module
 from node.island.optimizers import RowwiseAdamW, inner_optimizers
 from node.island.trainer import Trainer
 from protocol.errors import (
@@ -47,7 +60,7 @@ def spec_of(
     model: str = "tests.run_functions:net",
     data: str = "tests.run_functions:samples",
     *,
-    folder: Path = HERE,
+    folder: Path | None = None,
     **inner: Any,
 ) -> RunSpec:
     spec = undescribed(model, data, **inner)
@@ -66,13 +79,14 @@ def undescribed(model: str, data: str, **inner: Any) -> RunSpec:
     )
 
 
-def trainer_of(spec: RunSpec) -> Trainer:
+def trainer_of(spec: RunSpec, local: LocalTraining = PLAIN) -> Trainer:
     trainer = Trainer(
         spec=spec,
         corpus=open_dataset(spec, DataPlaces(folder=HERE)),
         device=torch.device("cpu"),
         mesh=Mesh(),
         clock=lambda: 0.0,
+        local=local,
     )
     trainer.adopt(first_vector(spec))
     return trainer
@@ -130,11 +144,10 @@ def test_a_description_says_tensors_layers_plan_operations_and_code() -> None:
     assert {t.layer for t in spec.tensors} == {None, 0, 1, 2}
     assert described.tensor_plan["layers.*.up"] == "column"
     assert described.flops_per_token == 6 * (3 * 2 * 16 * 32 + 16 * 3)
+    own = {f.relative_to(HERE).as_posix() for f in (HERE / "tests").rglob("*.py")}
+    assert described.sources.keys() == own, "of what is installed, its package"
     code = HERE / "tests" / "run_functions.py"
-    assert described.sources == {
-        "tests.run_functions:net": digest_of(code),
-        "tests.run_functions:samples": digest_of(code),
-    }
+    assert described.sources["tests/run_functions.py"] == digest_of(code)
 
 
 def test_training_a_function_learns_and_its_metric_is_told() -> None:
@@ -190,22 +203,85 @@ def test_code_of_a_run_is_refused_with_the_line_that_allows_it() -> None:
     spec = spec_of()
     with pytest.raises(NotPermittedError, match="trains with code of its own") as caught:
         check_functions(spec, allowed=("other",), code=None)
-    assert 'allow_functions = ["other", "my-run"]' in caught.value.next_step
+    mine = f"my-run@{code_digest(spec)[:16]}"
+    assert f'allow_functions = ["other", "{mine}"]' in caught.value.next_step
     assert caught.value.exit_code == ExitCode.NO_PERMISSION
-    check_functions(spec, allowed=("my-run",), code=None)
+    for allowed in ("my-run", mine):
+        check_functions(spec, allowed=("other", allowed), code=None)
+
+
+def test_a_permission_with_a_digest_is_for_that_code_and_shows_what_it_is(tmp_path: Path) -> None:
+    spec = with_code(tmp_path)
+    allowed = (f"my-run@{code_digest(spec)[:16]}",)
+    check_functions(spec, allowed=allowed, code=tmp_path)
+    (tmp_path / "layers.py").write_text("WIDTH = 9\n")
+    changed = with_sources(spec, sources_of(spec, tmp_path))
+    with pytest.raises(NotPermittedError, match="has allowed other code, my-run@") as caught:
+        check_functions(changed, allowed=allowed, code=tmp_path)
+    assert f"layers.py {digest_of(tmp_path / 'layers.py')[:12]}" in caught.value.what
+    model = spec.model.model_copy(update={"arguments": {"command": "rm"}})
+    with pytest.raises(NotPermittedError):
+        check_functions(spec.model_copy(update={"model": model}), allowed=allowed, code=tmp_path)
 
 
 def test_a_file_that_differs_from_the_runs_is_refused_and_never_run(tmp_path: Path) -> None:
-    (tmp_path / "own_model.py").write_text("def net(): ...\n")
-    (tmp_path / "own_data.py").write_text("def rows(): ...\n")
-    spec = undescribed("own_model:net", "own_data:rows")
-    sources = sources_of(spec, tmp_path)
-    described = describe(spec_of(), HERE).model_copy(update={"sources": sources})
-    spec = spec.model_copy(update={"description": described})
+    spec = with_code(tmp_path)
     check_functions(spec, allowed=("my-run",), code=tmp_path)
     (tmp_path / "own_data.py").write_text("raise SystemExit('it was run')\n")
     with pytest.raises(ProtocolMismatchError, match=r"own_data\.py is not the run's code"):
         check_functions(spec, allowed=("my-run",), code=tmp_path)
+
+
+def with_sources(spec: RunSpec, sources: dict[str, str]) -> RunSpec:
+    described = (spec.description or describe(spec_of(), None)).model_copy(
+        update={"sources": sources}
+    )
+    return spec.model_copy(update={"description": described})
+
+
+def with_code(folder: Path) -> RunSpec:
+    """A run of two modules, of which one imports a third and a fourth lies deeper."""
+    (folder / "own_model.py").write_text("import layers\n\ndef net(): ...\n")
+    (folder / "own_data.py").write_text("def rows(): ...\n")
+    (folder / "layers.py").write_text("WIDTH = 8\n")
+    (folder / "parts").mkdir()
+    (folder / "parts" / "head.py").write_text("DEPTH = 2\n")
+    (folder / "notes.txt").write_text("of no run\n")
+    spec = undescribed("own_model:net", "own_data:rows")
+    return with_sources(spec, sources_of(spec, folder))
+
+
+@pytest.mark.parametrize("name", ["own_model.py", "layers.py", "parts/head.py"])
+def test_a_file_that_the_code_may_import_is_looked_at_as_well(tmp_path: Path, name: str) -> None:
+    spec = with_code(tmp_path)
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "hook.py").touch()  # neither hidden folders nor other files are imported
+    (tmp_path / "notes.txt").write_text("changed\n")
+    check_functions(spec, allowed=("my-run",), code=tmp_path)
+    kept = (tmp_path / name).read_text()
+    (tmp_path / name).write_text("raise SystemExit('it was run')\n")
+    with pytest.raises(ProtocolMismatchError, match=rf"{name} is not the run's code"):
+        check_functions(spec, allowed=("my-run",), code=tmp_path)
+    (tmp_path / name).write_text(kept)
+    (tmp_path / "parts" / "json.py").touch()
+    with pytest.raises(ProtocolMismatchError, match=r"parts/json\.py lies beside the run's code"):
+        check_functions(spec, allowed=("my-run",), code=tmp_path)
+    (tmp_path / "parts" / "json.py").unlink()
+    (tmp_path / "parts" / "head.py").unlink()
+    with pytest.raises(ProtocolMismatchError, match=r"parts/head\.py is not here"):
+        check_functions(spec, allowed=("my-run",), code=tmp_path)
+
+
+def test_code_behind_a_link_is_looked_at_and_links_in_circles_end(tmp_path: Path) -> None:
+    code, elsewhere = tmp_path / "code", tmp_path / "elsewhere"
+    code.mkdir()
+    elsewhere.mkdir()
+    (elsewhere / "deep.py").touch()
+    (elsewhere / "back").symlink_to(code)
+    (code / "linked").symlink_to(elsewhere)
+    assert sorted(with_code(code).description.sources) == [  # type: ignore[union-attr]
+        *("layers.py", "linked/deep.py", "own_data.py", "own_model.py", "parts/head.py")
+    ]
 
 
 def test_looking_for_a_module_in_a_package_runs_neither(tmp_path: Path) -> None:
@@ -216,6 +292,22 @@ def test_looking_for_a_module_in_a_package_runs_neither(tmp_path: Path) -> None:
     assert file_of("own_package.inner:f", tmp_path) == package / "inner.py"
     with pytest.raises(NoInputError, match=r"there is no module 'own_package\.other'"):
         file_of("own_package.other:f", tmp_path)
+
+
+def test_of_a_module_that_is_installed_its_package_is_the_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "their_package" / "inner").mkdir(parents=True)
+    for name in ("__init__.py", "inner/__init__.py", "inner/net.py", "rows.py"):
+        (tmp_path / "their_package" / name).touch()
+    (tmp_path / "their_module.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    for function in ("their_package.inner.net:f", "their_package.inner:f"):
+        found = files_of(undescribed(function, "their_module:rows"), tmp_path / "nothing")
+        assert sorted(found) == [
+            *("their_module.py", "their_package/__init__.py", "their_package/inner/__init__.py"),
+            *("their_package/inner/net.py", "their_package/rows.py"),
+        ]
 
 
 def test_batch_norm_is_refused_by_name_when_described_and_when_trained() -> None:
@@ -256,6 +348,98 @@ def test_tensor_parallel_without_a_plan_is_refused_and_what_works_is_said() -> N
     assert "replicate and shard work" in caught.value.next_step
     with pytest.raises(ConfigError, match=r"tp = 3 does not divide the rows of table\.weight = 40"):
         check_shape(MeshShape(tensor=3), spec_of())
+
+
+@pytest.mark.parametrize(
+    ("how", "match"),
+    [
+        ("besides", r"layers\.1 takes something else than what layers\.0 gives"),
+        ("alone", "squash takes something else than what layers.3 gives"),
+        ("afterwards", "the model gives something else than what head gives"),
+        ("twice", "squash is called twice"),
+        ("left out", "the model gives something else than what squash gives"),
+        ("unknown", r"they name 'blocks\.\*', and the model has no such module"),
+        ("nested", "they name layers.0 twice, or a part of it besides"),
+        ("more than a call", "has no attribute 'head'"),
+    ],
+)
+def test_stages_that_are_no_chain_are_refused_when_described(how: str, match: str) -> None:
+    spec = undescribed("tests.run_functions:unchained", "tests.run_functions:samples")
+    model = spec.model.model_copy(update={"arguments": {"how": how}})
+    with pytest.raises(ConfigError, match=match) as caught:
+        describe(spec.model_copy(update={"model": model}), HERE)
+    assert '{"stages": ["embed", "layers.*", "head"]}' in caught.value.next_step
+
+
+def test_stages_are_described_by_what_leaves_them_and_what_they_cost() -> None:
+    described = spec_of("tests.run_functions:chain").description
+    assert described is not None
+    layers = [(f"layers.{i}",) for i in range(4)]
+    # What has nothing to train goes with what comes after it: no gradient would begin there.
+    modules = [unit.modules for unit in described.stages]
+    assert modules == [("table",), *layers, ("squash", "head")]
+    assert [unit.output for unit in described.stages] == [(16,)] * 5 + [(40,)]
+    costs = [unit.operations for unit in described.stages]
+    assert costs == [0, *[2 * 2 * 16 * 32] * 4, 2 * 16 * 40]
+
+
+@pytest.mark.parametrize("function", ["chain", "chain_with_metric_of_its_own"])
+def test_a_metric_at_the_end_of_a_pipeline_is_of_what_the_loss_asks_for(function: str) -> None:
+    spec = spec_of(f"tests.run_functions:{function}")
+    ends = FunctionArchitecture(spec)
+    module = random_module(spec)
+    ends.stages = [module]
+    batch = FunctionData(spec).batch("held_out", np.arange(7))
+    (words,), _ = ends.enter((batch,))
+    assert torch.equal(words, batch["words"])
+    output = module(words)
+    if function == "chain":
+        assert ends.leave_metric(output, (batch,)) == ends.metric(module, (batch,))
+    else:
+        with pytest.raises(ConfigError, match="with something else than the loss does"):
+            ends.leave_metric(output, (batch,))
+
+
+def test_a_pipeline_of_a_function_is_refused_without_stages_or_with_more_ranks_than_stages() -> (
+    None
+):
+    spec = spec_of("tests.run_functions:net")
+    with pytest.raises(ConfigError, match="the function of Net names none in its plan") as caught:
+        check_shape(MeshShape(pipeline=2), spec)
+    assert "replicate and shard work, and tp" in caught.value.next_step
+    spec = spec_of("tests.run_functions:chain")
+    check_shape(MeshShape(pipeline=6), spec)
+    with pytest.raises(ConfigError, match=r"7 stages .* and it has 6 modules one after another"):
+        check_shape(MeshShape(pipeline=7), spec)
+
+
+@pytest.mark.parametrize(
+    "local",
+    [LocalTraining(activation_checkpointing="selective"), LocalTraining(compile=True)],
+    ids=["selective", "compile"],
+)
+def test_layers_of_a_function_are_recomputed_and_compiled_to_the_same_effect(
+    local: LocalTraining, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "compile_layers", partial(compile_layers, backend="aot_eager"))
+    spec = spec_of("tests.run_functions:chain")
+    losses = [
+        trainer_of(spec, each).train(work_of(5), lambda progress: None).loss
+        for each in (PLAIN, local)
+    ]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+def test_what_is_done_layer_by_layer_is_refused_where_there_are_none() -> None:
+    spec = spec_of("tests.run_functions:flat", "tests.run_functions:rows")
+    check_local(spec, LocalTraining(micro_batch=1))
+    for local in (
+        LocalTraining(activation_checkpointing="selective"),
+        LocalTraining(activation_checkpointing="full"),
+        LocalTraining(compile=True),
+    ):
+        with pytest.raises(ConfigError, match="no layers were found in this model"):
+            check_local(spec, local)
 
 
 def test_frozen_parameters_are_no_part_of_the_run_and_proved_by_their_digest() -> None:

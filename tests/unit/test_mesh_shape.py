@@ -87,6 +87,20 @@ def test_a_batch_that_cannot_be_cut_is_refused(shape: MeshShape, words: str) -> 
     assert words in str(refused.value)
 
 
+def test_stages_are_cut_so_that_the_dearest_is_as_cheap_as_can_be() -> None:
+    shape = MeshShape(pipeline=3)
+    for costs, ends in (
+        ([0, 4, 4, 4, 4, 3], [3, 5, 6]),
+        ([9, 1, 1, 1], [1, 3, 4]),
+        ([0, 0, 0, 7], [2, 3, 4]),
+        ([1, 1, 1], [1, 2, 3]),
+        ([0, 0, 0], [1, 2, 3]),
+    ):
+        found = [shape.units_of(stage, costs) for stage in range(3)]
+        assert [unit for part in found for unit in part] == list(range(len(costs)))
+        assert [part.stop for part in found] == ends
+
+
 def test_a_pipeline_takes_twice_its_length_of_microbatches_where_the_batch_allows() -> None:
     assert MeshShape(pipeline=2).microbatches(SPEC) == 4
     assert MeshShape(pipeline=4, shard=2).microbatches(SPEC) == 4

@@ -164,8 +164,8 @@ def test_documents_are_kept_apart_only_where_it_is_known_where_they_begin() -> N
     with pytest.raises(ConfigError, match='false needs source = "tokens"'):
         validated({"data": apart}, origin="run.toml")
     tokens = {"source": "tokens", "paths": ["x"], "digest": "0" * 64}
-    with pytest.raises(ConfigError, match=r'needs \[model\] source = "decoder"'):
-        model = {"source": "transformers", "context": 16}
+    with pytest.raises(ConfigError, match="a function's model sees what it likes of a row"):
+        model = {"source": "function", "function": "a:b"}
         validated({"model": model, "data": tokens | apart}, origin="run.toml")
     assert not validated({"data": tokens | apart}, origin="run.toml").data.across_documents
 

@@ -1,6 +1,7 @@
 """Models of transformers: what describing them shows, what is refused, and training as transformers does."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +11,30 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from node.island.combinations import check_local
+from node.island import engine
+from node.island.compiling import compile_layers
 from node.island.data.corpus import read_corpus
 from node.island.data.samples import SampleOrder
 from node.island.island import InnerWork
-from node.island.local_training import LocalTraining
+from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh import Mesh
 from node.island.mesh_shape import MeshShape, check_shape
-from node.island.models.architecture import architecture_of, container_of_layers
+from node.island.models.architecture import architecture_of, container_of_layers, give_memory
 from node.island.models.describing import describe, export_state, first_vector
-from node.island.models.transformers import built, config_of
+from node.island.models.stages import Cut
+from node.island.models.transformers import (
+    KEEPS_DOCUMENTS_APART,
+    NextToken,
+    built,
+    config_of,
+)
+from node.island.models.transformers_plans import run_alone, stages_of
 from node.island.trainer import Trainer
 from protocol.errors import AtollError, BadDataError, ConfigError, ExitCode, NoInputError
 from protocol.layout import layout_of
 from protocol.models import TransformersModel
 from protocol.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
-from tests.transformers_configs import CONFIGS
+from tests.transformers_configs import CONFIGS, small
 
 
 def run_of(config: Any, folder: Path, **inner: Any) -> RunSpec:
@@ -47,10 +56,14 @@ def with_text(folder: Path) -> Path:
     return folder
 
 
-def trainer_of(spec: RunSpec, folder: Path) -> Trainer:
-    corpus = read_corpus(spec.data, context=16, batch=4, folder=folder)
+def trainer_of(spec: RunSpec, folder: Path, local: LocalTraining = PLAIN) -> Trainer:
     trainer = Trainer(
-        spec=spec, corpus=corpus, device=torch.device("cpu"), mesh=Mesh(), clock=lambda: 0.0
+        spec=spec,
+        corpus=read_corpus(spec.data, context=16, batch=4, folder=folder),
+        device=torch.device("cpu"),
+        mesh=Mesh(),
+        clock=lambda: 0.0,
+        local=local,
     )
     trainer.adopt(first_vector(spec))
     return trainer
@@ -226,7 +239,11 @@ def test_what_is_exported_loads_with_the_same_weights(tmp_path: Path) -> None:
             "tp needs the model's own plan, which GPT2LMHeadModel has not",
         ),
         ("mixtral", MeshShape(tensor=2), "'moe_tp_experts', which is not done here"),
-        ("gpt2", MeshShape(pipeline=2), 'pp = 2 does not go with .*source = "transformers"'),
+        (
+            "gpt2",
+            MeshShape(pipeline=2),
+            "pp needs the model's own plan, which GPT2LMHeadModel has not",
+        ),
         ("gpt2", MeshShape(context=2), 'cp = 2 does not go with .*source = "transformers"'),
         ("qwen3", MeshShape(tensor=4), "tp = 4 does not divide num_key_value_heads = 2"),
     ],
@@ -242,11 +259,43 @@ def test_a_mesh_that_the_model_cannot_do_is_refused_with_what_works(
     assert "shard" in caught.value.next_step
 
 
-def test_settings_that_are_tested_with_the_decoder_alone_are_refused(tmp_path: Path) -> None:
-    spec = run_of(CONFIGS["gpt2"], tmp_path)
-    check_local(spec, LocalTraining(activation_checkpointing="full"))
-    with pytest.raises(ConfigError, match="compile = true does not go with"):
-        check_local(spec, LocalTraining(compile=True))
+SELECTIVE = LocalTraining(activation_checkpointing="selective")
+COMPILED = LocalTraining(compile=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "local"),
+    [
+        *(
+            (kind, local)
+            for kind in ("gpt2", "qwen3", "mixtral")
+            for local in (SELECTIVE, COMPILED)
+        ),
+        ("gpt2 with dropout", SELECTIVE),
+        ("gpt2 with dropout", COMPILED),
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"compile {value.compile}",
+)
+def test_recomputed_and_compiled_layers_train_as_plain_ones_do(
+    kind: str, local: LocalTraining, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Code is made of what was traced, so running the trace will do; its random numbers are as without.
+    monkeypatch.setattr(engine, "compile_layers", partial(compile_layers, backend="aot_eager"))
+    config = CONFIGS[kind.split()[0]]
+    if "dropout" in kind:
+        config = GPT2Config.from_dict(config.to_dict() | {"resid_pdrop": 0.3, "attn_pdrop": 0.3})
+    spec = run_of(config, with_text(tmp_path))
+    torch._dynamo.utils.counters.clear()
+    found = []
+    for each in (PLAIN, local):
+        trainer = trainer_of(spec, tmp_path, each)
+        report = trainer.train(work_of(4), lambda progress: None)
+        found.append((report.loss, trainer.evaluate().loss, published(trainer, spec)))
+    (loss, after, last), (one_loss, one_after, one_last) = found
+    assert (loss, after) == pytest.approx((one_loss, one_after), abs=1e-5)
+    np.testing.assert_allclose(last, one_last, rtol=0, atol=1e-4)
+    # Two kinds of code for all layers, to train and to measure; more would fall back to none one day.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (2 if local.compile else 0)
 
 
 def test_a_model_of_other_shapes_than_the_runs_is_refused_by_name_and_both_shapes(
@@ -313,3 +362,71 @@ def test_an_unknown_kind_of_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "none-such"}')
     with pytest.raises(BadDataError, match="is not a config that transformers knows"):
         config_of(tmp_path)
+
+
+CPU = torch.device("cpu")
+
+
+def with_values(config: Any) -> nn.Module:
+    """A model to measure with, of large random weights."""
+    model = built({**config.to_dict(), "model_type": config.model_type}).eval()
+    give_memory(model, parameters_on=CPU, buffers_on=CPU)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(std=0.2).add_(float("norm" in name))
+    return model
+
+
+@pytest.mark.parametrize("model_type", KEEPS_DOCUMENTS_APART)
+def test_documents_in_a_row_come_out_as_each_by_itself(model_type: str) -> None:
+    objective = NextToken(with_values(small(model_type)))
+    tokens, targets = torch.randint(1, 64, (2, 2, 16))
+    documents = torch.tensor([[0] * 5 + [1] + [2] * 10, [0] * 16])
+    whole = objective(tokens, targets, documents)
+    spans = [(0, slice(0, 5)), (0, slice(5, 6)), (0, slice(6, 16)), (1, slice(0, 16))]
+    one_by_one = sum(
+        objective(tokens[row : row + 1, span], targets[row : row + 1, span]) * len(range(16)[span])
+        for row, span in spans
+    )
+    assert whole.item() == pytest.approx(one_by_one.item() / 32, abs=1e-5)
+    assert whole.item() != pytest.approx(objective(tokens, targets).item(), abs=1e-3)
+
+
+def test_a_model_that_is_not_known_to_keep_documents_apart_is_refused(tmp_path: Path) -> None:
+    spec = run_of(CONFIGS["gpt2"], tmp_path).model_copy(update={"description": None})
+    data = DataSection(source="tokens", paths=("x",), digest="0" * 64, across_documents=False)
+    spec = spec.model_copy(update={"data": data})
+    assert describe(spec, tmp_path).tensors
+    small("opt").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="does not go with models of type 'opt'"):
+        describe(spec, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "model_type", ["qwen2", "gemma", "gemma3_text", "granite", "cohere", "gpt_neox", "mixtral"]
+)
+def test_stages_of_a_model_one_after_another_give_what_it_gives(model_type: str) -> None:
+    config = small(model_type)
+    whole = with_values(config)
+    units, why_not = stages_of(whole, 16)
+    assert (len(units), why_not) == (6, "")
+    tokens = torch.randint(1, 64, (2, 16))
+    shape, cut, x = MeshShape(pipeline=3), Cut(units), tokens
+    held = []
+    for stage in range(3):
+        part = built({**config.to_dict(), "model_type": config.model_type}).eval()
+        cut.leave(part, shape, stage)
+        ends = {"is_first": stage == 0, "is_last": stage == 2}
+        run_alone(part, cut.modules_of(part), **ends)
+        give_memory(part, parameters_on=CPU, buffers_on=CPU)
+        with torch.no_grad():
+            for name, parameter in part.named_parameters():
+                parameter.copy_(whole.get_parameter(name))
+        own = set(dict(part.named_parameters()))
+        held.append(own - {name for name, p in part.named_parameters() if p in cut.copies(part)})
+        x = part(x)
+    torch.testing.assert_close(x, whole(input_ids=tokens, use_cache=False).logits)
+    assert sorted(name for own in held for name in own) == sorted(
+        name for name, _ in whole.named_parameters()
+    )

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -19,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 
 from node.island.context import ContextAttention, positions_of
 from node.island.mesh import Mesh
-from node.island.model import Decoder, DecoderLayer, Objective, rotary_tables
+from node.island.model import Decoder, DecoderLayer, Objective, mean_nats, rotary_tables
 from node.island.models.architecture import Roles, Tree
 from node.island.models.tokens import TokenInputs
 from node.island.pipeline import Pipeline
@@ -111,8 +112,20 @@ class DecoderArchitecture(TokenInputs):
         loss_scale: LossScale,
     ) -> Pipeline:
         """See Architecture."""
-        stages = [_decoder(part) for part in parts]
-        return Pipeline(stages, mesh, device, self._spec, dtype=dtype, loss_scale=loss_scale)
+        shape, sizes = mesh.shape, self._sizes
+        length = self._spec.model.context // shape.context
+        hidden = (length // shape.tensor, sizes.hidden_size)
+        logits = (length, sizes.vocab_size // shape.tensor)
+        return Pipeline(
+            parts,
+            mesh,
+            device,
+            self._spec,
+            ends=_Ends(mesh),
+            leaving=[hidden] * (shape.num_stages - 1) + [logits],
+            dtype=dtype,
+            loss_scale=loss_scale,
+        )
 
     def metric(self, part: nn.Module, inputs: tuple[Tree, ...]) -> Tensor | None:
         """See Architecture."""
@@ -144,6 +157,31 @@ class DecoderArchitecture(TokenInputs):
         own = _decoder(part)
         if own.is_tied and (own.is_first or own.is_last):
             return own.get_parameter("model.embed_tokens.weight")
+        return None
+
+
+class _Ends:
+    """See node.island.pipeline.Ends."""
+
+    may_count = False
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    def enter(self, inputs: tuple[Tree, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """See Ends."""
+        return inputs[:1], {}
+
+    def leave(self, output: Tensor, inputs: tuple[Tree, ...]) -> Tensor:
+        """The loss of logits [B, T, vocabulary], or of a rank's part of their vocabulary."""
+        if self._mesh.shape.tensor == 1:
+            return mean_nats(output, inputs[1])
+        assert self._mesh.devices is not None
+        mesh = self._mesh.devices["tensor"]
+        return mean_nats(DTensor.from_local(output, mesh, [Shard(2)], run_check=False), inputs[1])
+
+    def leave_metric(self, output: Tensor, inputs: tuple[Tree, ...]) -> Tensor | None:
+        """See Ends."""
         return None
 
 

@@ -2,11 +2,12 @@
 
 The function returns (module, loss), (module, loss, metric) or (module, loss, metric, plan). `loss(module,
 batch)` is a mean over the batch, or (sum, count); `metric(module, batch)` a mean that evaluation tells;
-`plan` names modules for tensor parallel. The module is called as such, `module(...)`: shards are gathered
-around that call.
+`plan` names modules for tensor parallel, and under "stages" those that a pipeline calls one after another.
+The module is called as such, `module(...)`: shards are gathered around that call, and where there are
+stages, it is what the first is called with and the last one gives.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -14,6 +15,7 @@ from typing import Any, get_args
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from node.island.data.functions import FunctionData
 from node.island.functions import called, find_code, refuse, sources_of
@@ -25,9 +27,10 @@ from node.island.models.architecture import (
     without_memory,
 )
 from node.island.models.generic import GenericArchitecture
+from node.island.models.stages import units_of
 from node.island.models.tensor_plan import styles_of
 from protocol.errors import ConfigError
-from protocol.models import Description, FunctionModel, TensorStyle
+from protocol.models import Description, FunctionModel, StageUnit, TensorStyle
 from protocol.run_spec import RunSpec
 
 Loss = Callable[[nn.Module, Tree], Any]
@@ -41,6 +44,7 @@ class Brought:
     loss: Loss
     metric: Callable[[nn.Module, Tree], Any] | None
     plan: Mapping[str, TensorStyle]
+    stages: Sequence[str]
 
 
 class FunctionArchitecture(GenericArchitecture):
@@ -49,17 +53,45 @@ class FunctionArchitecture(GenericArchitecture):
     draws = True
     may_leave_parameters_out = True
     divides_by_all = False
+    may_count = True
 
     def __init__(self, spec: RunSpec) -> None:
         super().__init__(spec)
         with without_memory():
             self._brought = brought(spec)
         self.has_metric = self._brought.metric is not None
+        self._is_built = False
 
     def build(self) -> nn.Module:
+        """See GenericArchitecture: for a second stage on a rank the function is called once more."""
+        module = self._brought.module
+        if self._is_built:
+            with without_memory():
+                module = brought(self.spec).module
+        self._is_built = True
+        check_tensors(module, self.spec)
+        return module
+
+    def build_whole(self) -> nn.Module:
         """See GenericArchitecture."""
-        check_tensors(self._brought.module, self.spec)
-        return self._brought.module
+        return random_module(self.spec)
+
+    def enter(self, inputs: tuple[Tree, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """See Ends."""
+        return call_of(self._brought.loss, *inputs)
+
+    def leave(self, output: Tensor, inputs: tuple[Tree, ...]) -> Tensor | Counted:
+        """See Ends."""
+        assert isinstance(self.spec.model, FunctionModel)
+        answering = _Answering(output).train(self.stages[-1].training)
+        return _checked(self._brought.loss(answering, *inputs), self.spec.model.function)
+
+    def leave_metric(self, output: Tensor, inputs: tuple[Tree, ...]) -> Tensor | None:
+        """See Ends."""
+        if not self.has_metric:
+            return None
+        answering = _Answering(output, call_of(self._brought.loss, *inputs))
+        return self.metric(answering.train(self.stages[-1].training), inputs)
 
     def objective(self, part: nn.Module) -> nn.Module:
         """See Architecture."""
@@ -110,6 +142,57 @@ class _Objective(nn.Module):
         return _checked(self._loss(self.module, batch), self._function)
 
 
+class _Asking(BaseException):
+    """Ends a loss where it calls its module: no Exception, which a loss might catch."""
+
+
+class _Catching(nn.Module):
+    """Stands for the module where only what it is called with is wanted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called_with: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+
+    def forward(self, *inputs: Any, **named: Any) -> Tensor:
+        self.called_with = (inputs, named)
+        raise _Asking
+
+
+class _Answering(nn.Module):
+    """Stands for the module where what it gives is known: to one call, if told to which."""
+
+    def __init__(self, answer: Tensor, to: Any = None) -> None:
+        super().__init__()
+        self._answer = answer
+        self._to = to
+
+    def forward(self, *inputs: Any, **named: Any) -> Tensor:
+        if self._to is not None and not _are_equal((inputs, named), self._to):
+            raise ConfigError(
+                "the metric calls the module with something else than the loss does, and a pipeline goes "
+                "through the model once",
+                next_step="set pp = 1 in node.toml, or change the function",
+            )
+        return self._answer
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    ones, others = (
+        [x for x in tree_leaves(each) if isinstance(x, Tensor)] for each in (one, other)
+    )
+    return len(ones) == len(others) and all(map(torch.equal, ones, others))
+
+
+def call_of(loss: Loss, batch: Tree) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a loss calls its module with."""
+    catching = _Catching()
+    try:
+        loss(catching, batch)
+    except _Asking:
+        return catching.called_with
+    raise AssertionError("following its stages has shown that it calls the module")
+
+
 def _checked(found: Any, function: str) -> Tensor | Counted:
     if isinstance(found, Tensor) and found.ndim == 0:
         return found
@@ -133,7 +216,11 @@ def brought(spec: RunSpec) -> Brought:
         raise refuse(model.function, f"{type(module).__name__} where a torch module should be")
     if not callable(loss) or not (metric is None or callable(metric)):
         raise refuse(model.function, "a loss or a metric that cannot be called")
-    for name, style in (plan or {}).items():
+    plan = dict(plan or {})
+    stages: Sequence[str] = ()
+    if isinstance(plan.get("stages"), list | tuple):  # a module of this name has a style instead
+        stages = plan.pop("stages")
+    for name, style in plan.items():
         if style not in get_args(TensorStyle):
             known = ", ".join(get_args(TensorStyle))
             raise refuse(
@@ -147,7 +234,7 @@ def brought(spec: RunSpec) -> Brought:
                 "left alone",
             )
     module.train()
-    return Brought(module=module, loss=loss, metric=metric, plan=plan or {})
+    return Brought(module=module, loss=loss, metric=metric, plan=plan, stages=stages)
 
 
 def random_module(spec: RunSpec) -> nn.Module:
@@ -162,7 +249,7 @@ def frozen_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def described_function(
-    spec: RunSpec, folder: Path
+    spec: RunSpec, folder: Path | None
 ) -> tuple[nn.Module, Description, Callable[[Tree], Tensor], Tree]:
     """The module, what can be said of it, its loss and a batch of two samples, to count with.
 
@@ -185,6 +272,7 @@ def described_function(
         return result.total if isinstance(result, Counted) else result
 
     kind = type(found.module).__name__
+    stages = _stages_of(spec, batch) if found.stages else ()
     frozen = None
     if any(not parameter.requires_grad for parameter in found.module.parameters()):
         frozen = digest_of_values(frozen_of(random_module(spec)))
@@ -195,5 +283,29 @@ def described_function(
         no_tensor_plan=""
         if found.plan
         else f"tp needs a plan, and the function of {kind} gives none",
+        stages=stages,
+        no_stages=""
+        if found.stages
+        else f"pp needs stages, and the function of {kind} names none in its plan",
     )
     return found.module, description, loss, batch
+
+
+def _stages_of(spec: RunSpec, batch: Tree) -> tuple[StageUnit, ...]:
+    """Raises ConfigError where the module is not its stages, or the loss is not one of what they give."""
+    assert isinstance(spec.model, FunctionModel)
+    with without_memory():
+        found = brought(spec)  # a module of its own: its buffers go where its parameters are
+    on_shapes = tree_map(lambda each: each.to("meta"), batch)
+    num_samples = len(tree_leaves(batch)[0])
+
+    def compute(module: nn.Module) -> None:
+        outputs: list[Any] = []
+        handle = module.register_forward_hook(lambda _, __, output: outputs.append(output))
+        found.loss(module, on_shapes)
+        handle.remove()
+        if outputs:
+            call_of(found.loss, on_shapes)
+            found.loss(_Answering(outputs[0]), on_shapes)
+
+    return units_of(found.module.to("meta"), found.stages, compute, num_samples)

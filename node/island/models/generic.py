@@ -1,11 +1,11 @@
-"""What any module can do: copies and shards of it, whole layers recomputed, a plan for tensor parallel.
+"""What any module can do: copies and shards of it, layers recomputed, plans for tensor parallel and stages.
 
 Rooms for kinds of modules build on it; what only the built-in decoder can do is refused before ranks
 start (node.island.mesh_shape).
 """
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from node.island.mesh import Mesh
 from node.island.models.architecture import Roles, Tree, layers_of, roles_of, shared_names, tie
+from node.island.models.stages import Cut
 from node.island.models.tensor_plan import cut_by_plan
+from node.island.pipeline import Pipeline
 from node.island.precision import LossScale
 from protocol.run_spec import RunSpec
-
-if TYPE_CHECKING:
-    from node.island.pipeline import Pipeline
 
 
 class GenericArchitecture:
@@ -26,21 +25,51 @@ class GenericArchitecture:
 
     def __init__(self, spec: RunSpec) -> None:
         self.spec = spec
+        self._cut = Cut(spec.description.stages if spec.description else ())
+        self.stages: list[nn.Module] = []
+        """The rank's parts of a pipeline."""
 
     def build(self) -> nn.Module:
-        """The whole model, its parameters without memory; raises what tells it is not the run's."""
+        """A whole model, its parameters without memory; raises what tells it is not the run's."""
         raise NotImplementedError
+
+    def build_whole(self) -> nn.Module:
+        """The whole model on the CPU, with what the run does not train and room for what it does."""
+        raise NotImplementedError
+
+    def run_alone(
+        self, part: nn.Module, modules: Sequence[nn.Module], *, is_first: bool, is_last: bool
+    ) -> None:
+        """Has a stage compute what it is of the whole model: by default its modules, one after another."""
+
+        def forward(*inputs: Any, **named: Any) -> Any:
+            x = modules[0](*inputs, **named)
+            for module in modules[1:]:
+                x = module(x)
+            return x
+
+        part.forward = forward
 
     def part(self, mesh: Mesh, stage: int) -> nn.Module:
         """See Architecture."""
-        assert mesh.shape.pipeline == 1, "check_shape has refused it"
-        return self.build()
+        part = self.build()
+        if mesh.shape.pipeline > 1:
+            self._cut.leave(part, mesh.shape, stage)
+            self.run_alone(
+                part,
+                self._cut.modules_of(part),
+                is_first=stage == 0,
+                is_last=stage == mesh.shape.num_stages - 1,
+            )
+        return part
 
     def cut_by_tensor(self, part: nn.Module, devices: DeviceMesh) -> None:
         """See Architecture."""
         assert self.spec.description is not None
         shared = shared_names(part)
-        cut_by_plan(part, devices, self.spec.description.tensor_plan)
+        cut_by_plan(
+            part, devices, self.spec.description.tensor_plan
+        )  # a stage has less than it names
         tie(part, shared)
 
     def cut_by_context(self, part: nn.Module, mesh: Mesh) -> None:
@@ -51,7 +80,7 @@ class GenericArchitecture:
         self, part: nn.Module, dtype: torch.dtype
     ) -> Iterator[tuple[list[nn.Module], torch.dtype]]:
         """See Architecture. All in fp32: which weights may be lower is known of the decoder alone."""
-        for layer in layers_of(part):
+        for layer in self.layers(part):
             yield [layer], torch.float32
         yield [part], torch.float32
 
@@ -60,7 +89,7 @@ class GenericArchitecture:
 
     def layers(self, part: nn.Module) -> Sequence[nn.Module]:
         """See Architecture."""
-        return layers_of(part)
+        return self._cut.layers(part) if self._cut.has(part) else layers_of(part)
 
     def pipeline(
         self,
@@ -70,9 +99,20 @@ class GenericArchitecture:
         *,
         dtype: torch.dtype,
         loss_scale: LossScale,
-    ) -> "Pipeline":
+    ) -> Pipeline:
         """See Architecture."""
-        raise AssertionError("check_shape has refused it")
+        self.stages = parts
+        ends: Any = self  # a room that has stages is Ends as well
+        return Pipeline(
+            parts,
+            mesh,
+            device,
+            self.spec,
+            ends=ends,
+            leaving=self._cut.leaving(mesh.shape),
+            dtype=dtype,
+            loss_scale=loss_scale,
+        )
 
     def metric(self, part: nn.Module, inputs: tuple[Tree, ...]) -> Tensor | None:
         """See Architecture."""
@@ -80,12 +120,12 @@ class GenericArchitecture:
 
     def roles(self, part: nn.Module) -> Roles:
         """See Architecture."""
-        return roles_of(part)
+        return self._cut.roles(part) if self._cut.has(part) else roles_of(part)
 
     def copies(self, part: nn.Module) -> frozenset[nn.Parameter]:
         """See Architecture."""
-        return frozenset()
+        return self._cut.copies(part) if self._cut.has(part) else frozenset()
 
     def tied(self, part: nn.Module) -> nn.Parameter | None:
         """See Architecture."""
-        return None
+        return self._cut.tied(part) if self._cut.has(part) else None

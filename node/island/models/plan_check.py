@@ -1,4 +1,4 @@
-"""Tensor parallel by a function's own plan, compared with the whole module before anything is trained.
+"""A run's own plan for tensor parallel or for stages, compared with the whole module before training.
 
 A plan may be wrong and still compute something: a norm that is called whole where it sees a part of the
 heads has the right output and the wrong gradient. So one batch's loss and gradients are compared.
@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 
 from node.island.data.dataset import Tree
-from node.island.models.architecture import Counted
+from node.island.mesh import Mesh
+from node.island.mesh_shape import MeshShape
+from node.island.models.architecture import Counted, architecture_of
 from node.island.models.describing import fill
-from node.island.models.function import FunctionArchitecture, random_module
+from node.island.models.generic import GenericArchitecture
 from node.outer_state import Vector
 from protocol.errors import ConfigError
 from protocol.run_spec import RunSpec
@@ -29,46 +32,53 @@ LOWER_TOLERANCE = 0.1
 """The same where matrix products are in a lower precision."""
 
 
-def check_plan(engine: "Engine", spec: RunSpec, parameters: Vector, batch: Tree) -> None:
+def check_plan(
+    engine: "Engine", mesh: Mesh, spec: RunSpec, parameters: Vector, batch: Tree
+) -> None:
     """Raises ConfigError with the first parameter whose gradient the plan gets wrong.
 
-    All ranks take the same batch; each has the whole module on its CPU for a moment. The gradients of the
-    engine are forgotten.
+    All ranks take the same batch, and find the same; each has the whole module on its CPU for a moment.
+    The gradients of the engine are forgotten.
     """
-    whole = random_module(spec).eval()
-    fill(whole, spec, parameters)
-    expected = _loss_and_gradients(whole, spec, batch)
+    expected_loss, expected = _expected(spec, parameters, batch)
     for part in engine.parts:
         part.eval()
     try:
-        loss = engine.train(batch).item()
+        own_loss = engine.train(batch).item()
     except (RuntimeError, ValueError) as error:
         said = " ".join(str(error).split())
-        raise _wrong(spec, f"no loss at all ({type(error).__name__}: {said})") from error
+        why = f"no loss at all ({type(error).__name__}: {said})"
+        raise _wrong(mesh.shape, why) from error
     found = _gradients_of(engine.parts, engine.loss_scale.value)
     engine.forget_gradients()
     for part in engine.parts:
         part.train()
-    tolerance = TOLERANCE if engine.dtype == torch.float32 else LOWER_TOLERANCE
-    if abs(loss - expected[0]) > tolerance * max(1.0, abs(expected[0])):
-        raise _wrong(spec, f"a loss of {loss:.6g} instead of {expected[0]:.6g}")
     # One measure for all: of a gradient that is nearly zero any part may be rounding.
-    size = max(float(gradient.norm()) for gradient in expected[1].values())
-    for name, gradient in expected[1].items():
-        difference = float((found[name] - gradient).norm())
-        if difference > tolerance * max(float(gradient.norm()), size / 100):
-            share = difference / max(float(gradient.norm()), 1e-12)
-            raise _wrong(spec, f"a gradient of {name} that is off by {share:.1%}")
+    size = max(float(gradient.norm()) for gradient in expected.values())
+    shares = [own_loss if mesh.has_loss else -torch.inf]
+    for name, gradient in expected.items():
+        norm = max(float(gradient.norm()), size / 100, 1e-12)
+        shares.append(float((found[name] - gradient).norm()) / norm if name in found else 0.0)
+    # Each rank of a pipeline has a part of the gradients.
+    loss, *others = mesh.largest(torch.tensor(shares, dtype=torch.float64)).tolist()
+    tolerance = TOLERANCE if engine.dtype == torch.float32 else LOWER_TOLERANCE
+    if not abs(loss - expected_loss) <= tolerance * max(1.0, abs(expected_loss)):
+        raise _wrong(mesh.shape, f"a loss of {loss:.6g} instead of {expected_loss:.6g}")
+    for name, share in zip(expected, others, strict=True):
+        if not share <= tolerance:
+            raise _wrong(mesh.shape, f"a gradient of {name} that is off by {share:.1%}")
 
 
-def _loss_and_gradients(
-    module: nn.Module, spec: RunSpec, batch: Tree
-) -> tuple[float, dict[str, Tensor]]:
-    architecture = FunctionArchitecture(spec)
-    result: Tensor | Counted = architecture.objective(module)(*architecture.inputs(batch))
+def _expected(spec: RunSpec, parameters: Vector, batch: Tree) -> tuple[float, dict[str, Tensor]]:
+    architecture = architecture_of(spec)
+    assert isinstance(architecture, GenericArchitecture)
+    whole = architecture.build_whole().eval()
+    fill(whole, spec, parameters)
+    on_cpu = tree_map(lambda each: each.cpu(), architecture.inputs(batch))
+    result: Tensor | Counted = architecture.objective(whole)(*on_cpu)
     loss = result.total / result.number if isinstance(result, Counted) else result
     loss.backward()  # type: ignore[no-untyped-call]  # torch declares no types
-    return loss.item(), _gradients_of([module], 1.0)
+    return loss.item(), _gradients_of([whole], 1.0)
 
 
 def _gradients_of(parts: Sequence[nn.Module], scale: float) -> dict[str, Tensor]:
@@ -84,9 +94,12 @@ def _gradients_of(parts: Sequence[nn.Module], scale: float) -> dict[str, Tensor]
     return gradients
 
 
-def _wrong(spec: RunSpec, what: str) -> ConfigError:
+def _wrong(shape: MeshShape, what: str) -> ConfigError:
+    plans = (("tensor parallel", "tp", shape.tensor), ("stages", "pp", shape.pipeline))
+    used = [(name, option) for name, option, number in plans if number > 1]
     return ConfigError(
-        f"the plan for tensor parallel gives {what}: it does not train what one process trains",
+        f"the plan for {' and '.join(name for name, _ in used)} gives {what}: it does not train what one "
+        "process trains",
         next_step='correct the plan ("sequence" is for modules that see a part of their inputs on each '
-        "rank), or set tp = 1",
+        f"rank), or set {' and '.join(f'{option} = 1' for _, option in used)}",
     )

@@ -25,7 +25,7 @@ from protocol.models import TensorStyle
 
 def cut_by_plan(part: nn.Module, devices: DeviceMesh, plan: Mapping[str, TensorStyle]) -> None:
     """Turns parameters into tensors of the group; each is in the plan, or whole."""
-    styles = styles_of(part, plan)
+    styles, _ = _styles_and_unused(part, plan)
     for name, style in styles.items():
         _STYLES[style]()._apply(part.get_submodule(name), devices)
 
@@ -35,6 +35,18 @@ def styles_of(part: nn.Module, plan: Mapping[str, TensorStyle]) -> dict[str, Ten
 
     That is a module that holds parameters beside others that do, and a name that means nothing.
     """
+    found, unused = _styles_and_unused(part, plan)
+    if unused:
+        raise ConfigError(
+            f"the plan for tensor parallel names {sorted(unused)[0]!r}, and the model has no such module",
+            next_step="correct the plan; 'layers.*.up' means that module in each of the layers",
+        )
+    return found
+
+
+def _styles_and_unused(
+    part: nn.Module, plan: Mapping[str, TensorStyle]
+) -> tuple[dict[str, TensorStyle], set[str]]:
     found: dict[str, TensorStyle] = {}
     unused = set(plan)
     for name, module in part.named_modules():
@@ -51,12 +63,7 @@ def styles_of(part: nn.Module, plan: Mapping[str, TensorStyle]) -> dict[str, Ten
                 f"{type(module).__name__} that holds parameters beside modules of its own",
                 next_step="set tp = 1, or put those parameters into a module of their own",
             )
-    if unused:
-        raise ConfigError(
-            f"the plan for tensor parallel names {sorted(unused)[0]!r}, and the model has no such module",
-            next_step="correct the plan; 'layers.*.up' means that module in each of the layers",
-        )
-    return found
+    return found, unused
 
 
 class _Whole(ParallelStyle):

@@ -2,13 +2,14 @@
 
 Its config stands in the run's description, and nothing of a model folder is ever executed. What lives
 elsewhere: the loss over windows of tokens (node.island.models.tokens), finding layers and roles
-(node.island.models.architecture), tensor parallel by a plan (node.island.models.tensor_plan).
+(node.island.models.architecture), plans for tensor parallel and pipelines
+(node.island.models.transformers_plans).
 """
 
 import importlib.util
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,29 +19,22 @@ from torch import Tensor, nn
 from node.island.model import mean_nats
 from node.island.models.adapters import adapt, base_name
 from node.island.models.architecture import (
+    Tree,
     check_frozen,
     check_tensors,
     digest_of_values,
+    give_memory,
     without_memory,
 )
 from node.island.models.generic import GenericArchitecture
 from node.island.models.tokens import TokenInputs
+from node.island.models.transformers_plans import run_alone, stages_of, tensor_plan_of
 from protocol.errors import BadDataError, ConfigError, NoInputError
-from protocol.models import Description, TensorStyle
+from protocol.models import Description
 from protocol.run_spec import LoraSection, RunSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-_STYLES: Mapping[str, TensorStyle] = {
-    "colwise": "column",
-    "rowwise": "row",
-    "colwise_gather_output": "gathered",
-    "colwise_rep": "gathered",
-    "embedding_rowwise": "table",
-    "replicated_with_grad_allreduce": "sequence",
-}
-"""What a plan of transformers calls a style, of those that are known here."""
 
 
 class TransformersArchitecture(TokenInputs, GenericArchitecture):
@@ -50,6 +44,7 @@ class TransformersArchitecture(TokenInputs, GenericArchitecture):
     has_metric = False
     divides_by_all = True
     may_leave_parameters_out = True
+    may_count = False
 
     def build(self) -> nn.Module:
         """See GenericArchitecture."""
@@ -57,6 +52,30 @@ class TransformersArchitecture(TokenInputs, GenericArchitecture):
         model: nn.Module = built(self.spec.description.config, self.spec.adapters)
         check_tensors(model, self.spec)
         return model
+
+    def build_whole(self) -> nn.Module:
+        """See GenericArchitecture."""
+        model, on_cpu = self.build(), torch.device("cpu")
+        give_memory(model, parameters_on=on_cpu, buffers_on=on_cpu)
+        return model
+
+    def run_alone(
+        self, part: nn.Module, modules: Sequence[nn.Module], *, is_first: bool, is_last: bool
+    ) -> None:
+        """See GenericArchitecture."""
+        run_alone(part, modules, is_first=is_first, is_last=is_last)
+
+    def enter(self, inputs: tuple[Tree, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """See Ends."""
+        return inputs[:1], {}
+
+    def leave(self, output: Tensor, inputs: tuple[Tree, ...]) -> Tensor:
+        """See Ends."""
+        return mean_nats(output, inputs[1])
+
+    def leave_metric(self, output: Tensor, inputs: tuple[Tree, ...]) -> Tensor | None:
+        """See Ends."""
+        return None
 
     def frozen_values(self, names: Iterable[str], base: Path | None) -> dict[str, Tensor]:
         """See Architecture."""
@@ -81,13 +100,54 @@ class NextToken(nn.Module):
         asks = getattr(config, "output_router_logits", False)
         self._router_share = float(getattr(config, "router_aux_loss_coef", 0.0)) if asks else 0.0
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Over tokens and targets, each [B, T]."""
-        output: Any = self.model(input_ids=tokens, use_cache=False)
+    def forward(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Over tokens and targets, each [B, T]; with `documents` [B, T], a token sees its own one only."""
+        # Where positions begin anew, transformers makes masks that keep apart what is on either side.
+        apart = {} if documents is None else {"position_ids": positions_within(documents)}
+        output: Any = self.model(input_ids=tokens, use_cache=False, **apart)
         loss = mean_nats(output.logits, targets)
         if self._router_share and self.model.training:
             loss = loss + self._router_share * output.aux_loss
         return loss
+
+
+def positions_within(documents: Tensor) -> Tensor:
+    """The place [B, T] of each token in its document; `documents` [B, T] numbers them."""
+    places = torch.arange(documents.shape[1], device=documents.device)
+    begins = torch.diff(documents, dim=1, prepend=documents[:, :1]) != 0
+    return places - torch.where(begins, places, 0).cummax(dim=1).values
+
+
+KEEPS_DOCUMENTS_APART = (
+    *(
+        "cohere",
+        "cohere2",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "glm4",
+        "gpt2",
+        "gpt_bigcode",
+        "gpt_neox",
+    ),
+    *(
+        "granite",
+        "llama",
+        "ministral3",
+        "mistral",
+        "mixtral",
+        "olmo2",
+        "olmo3",
+        "olmoe",
+        "phi",
+        "phi3",
+    ),
+    *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2"),
+)
+"""Kinds of models of which a test shows that documents in a row come out as each by itself does.
+
+Others do not, or not so: a state that goes on from one document into the next, positions by themselves.
+"""
 
 
 def require_transformers() -> None:
@@ -103,8 +163,8 @@ def require_transformers() -> None:
 
 def _no_base() -> NoInputError:
     return NoInputError(
-        "this run adapts a model that each node has, and node.toml does not say where",
-        next_step='write base = "FOLDER" into node.toml, the transformers folder of that model',
+        "this run adapts a model that each node has, and nothing says where it is",
+        next_step='name its transformers folder with --base, or write base = "FOLDER" into node.toml',
     )
 
 
@@ -193,34 +253,23 @@ def _refuse_foreign_code(config: Mapping[str, Any]) -> None:
             _refuse_foreign_code(value)
 
 
-def tensor_plan_of(model: nn.Module) -> tuple[dict[str, TensorStyle], str]:
-    """The model's own plan for tensor parallel; or none, with the reason."""
-    kind = type(model).__name__
-    named: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
-    if not any(".layers." in name or "." in name for name in named):
-        return {}, f"tp needs the model's own plan, which {kind} has not"
-    unknown = sorted(set(named.values()) - set(_STYLES))
-    if unknown:
-        return {}, f"the plan of {kind} has {unknown[0]!r}, which is not done here"
-    plan = {name: _STYLES[style] for name, style in named.items()}
-    table: Any = model.get_input_embeddings()  # type: ignore[operator]  # a method of transformers' models
-    if type(table) is not nn.Embedding:  # it computes something of its own with what it looks up
-        names = {name for name, module in model.named_modules() if module is table}
-        is_tied = "lm_head.weight" not in dict(model.named_parameters())
-        left_whole = names | ({"lm_head"} if is_tied else set())
-        plan = {name: style for name, style in plan.items() if name not in left_whole}
-    return plan, ""
-
-
 def described(spec: RunSpec, folder: Path) -> tuple["PreTrainedModel", Description]:
     """The module, and what can be said of it without computing anything."""
     config = (spec.description.config if spec.description else {}) or config_of(folder)
     model = built(config)
     _check_context(model, spec)
+    if not spec.data.across_documents and config["model_type"] not in KEEPS_DOCUMENTS_APART:
+        raise ConfigError(
+            f"[data] across_documents = false does not go with models of type {config['model_type']!r}: "
+            "no test shows that they keep documents apart",
+            next_step="write across_documents = true, or choose another model",
+        )
     plan, why_not = tensor_plan_of(model)
+    stages, no_stages = stages_of(model, spec.model.context)
     frozen = None
     if spec.adapters is not None:
         model, plan, why_not = built(config, spec.adapters), {}, "adapters are not cut"
+        stages, no_stages = (), why_not
         names = [name for name, p in model.named_parameters() if not p.requires_grad]
         frozen = digest_of_values(frozen_values(names, folder))
     return model, Description(
@@ -228,6 +277,8 @@ def described(spec: RunSpec, folder: Path) -> tuple["PreTrainedModel", Descripti
         generation_config=_generation_config_of(folder),
         tensor_plan=plan,
         no_tensor_plan=why_not,
+        stages=stages,
+        no_stages=no_stages,
         frozen_digest=frozen,
     )
 

@@ -1,0 +1,152 @@
+"""Models that are not Atoll's decoder train in a pipeline as in one process, and publish the same bytes."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from any_model_scene import Outcome, RefusedError, text_run, trained
+
+from node.island.data.corpus import Corpus, read_corpus
+from node.island.data.dataset import Dataset
+from node.island.data.opening import open_dataset
+from node.island.data.places import DataPlaces
+from node.island.forkserver import prepare_forkserver
+from node.island.local_training import PLAIN, LocalTraining
+from node.island.mesh_shape import MeshShape
+from node.island.models.describing import describe, first_vector
+from protocol.models import FunctionModel
+from protocol.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
+from tests.transformers_configs import CONFIGS
+
+
+def spec_of(*, tied: bool = True, counts: bool = False, optimizer: str = "adamw") -> RunSpec:
+    spec = RunSpec(
+        model=FunctionModel(
+            source="function",
+            function="tests.run_functions:chain",
+            arguments={"tied": tied, "counts": counts},
+        ),
+        data=DataSection(source="function", function="tests.run_functions:samples"),
+        inner=InnerSection.model_validate(
+            {
+                "batch": 8,
+                "learning_rate": 1e-2,
+                "schedule": "constant",
+                "warmup_tokens": 0,
+                "clip": 0.5,
+                "optimizer": optimizer,
+            }
+        ),
+        evaluation=EvaluationSection(samples=31),
+    )
+    return spec.model_copy(update={"description": describe(spec, Path.cwd())})
+
+
+def dataset_of(spec: RunSpec, place: Path) -> Dataset:
+    return open_dataset(spec, DataPlaces(folder=place))
+
+
+def test_stages_that_only_values_show_to_be_wrong_are_refused_before_the_first_step(
+    tmp_path: Path,
+) -> None:
+    prepare_forkserver()
+    model = FunctionModel(
+        source="function", function="tests.run_functions:unchained", arguments={"how": "in place"}
+    )
+    spec = spec_of().model_copy(update={"model": model, "description": None})
+    spec = spec.model_copy(update={"description": describe(spec, Path.cwd())})
+    with pytest.raises(RefusedError, match="the plan for stages gives a loss of"):
+        trained(spec, MeshShape(pipeline=2), tmp_path, dataset_of)
+
+
+KINDS = {
+    "tied": spec_of(),
+    "counted": spec_of(counts=True),
+    "a head of its own": spec_of(tied=False),
+    "muon": spec_of(tied=False, optimizer="muon"),
+}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    """What one process comes to, with each kind of module, loss and optimizer."""
+    prepare_forkserver()
+    place = tmp_path_factory.mktemp("alone")
+    return {kind: trained(spec, MeshShape(), place, dataset_of) for kind, spec in KINDS.items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "local"),
+    [
+        ("tied", MeshShape(pipeline=2), PLAIN),
+        ("tied", MeshShape(pipeline=2, schedule="interleaved-1f1b"), PLAIN),
+        ("tied", MeshShape(tensor=2, pipeline=2), PLAIN),
+        ("tied", MeshShape(pipeline=2), LocalTraining(compile=True)),
+        ("counted", MeshShape(shard=2, pipeline=2), PLAIN),
+        ("a head of its own", MeshShape(pipeline=2, schedule="zbv"), PLAIN),
+        ("a head of its own", MeshShape(replicate=2, pipeline=2), PLAIN),
+        ("muon", MeshShape(pipeline=2), PLAIN),
+    ],
+    ids=lambda value: f"{value}, {value.schedule}" if isinstance(value, MeshShape) else str(value),
+)
+def test_a_function_of_stages_trains_in_a_pipeline_as_in_one_process_and_publishes_the_same_bytes(
+    kind: str,
+    shape: MeshShape,
+    local: LocalTraining,
+    alone: dict[str, Outcome],
+    tmp_path: Path,
+) -> None:
+    spec = KINDS[kind]
+    before, after, report, first, last = trained(spec, shape, tmp_path, dataset_of, local)
+    one_before, one_after, one_report, _, one_last = alone[kind]
+    assert first.tobytes() == first_vector(spec).tobytes()
+    assert before.loss == pytest.approx(one_before.loss, abs=1e-5)
+    assert (before.metric, before.tokens) == (pytest.approx(one_before.metric), 31)
+    assert report.loss == pytest.approx(one_report.loss, abs=1e-5)
+    assert after.loss == pytest.approx(one_after.loss, abs=1e-4)
+    np.testing.assert_allclose(last, one_last, rtol=0, atol=3e-4)
+    assert not np.array_equal(last, first)
+
+
+def texts(spec: RunSpec, place: Path) -> Corpus:
+    return read_corpus(spec.data, context=spec.model.context, batch=spec.inner.batch, folder=place)
+
+
+@pytest.fixture(scope="module")
+def transformers_alone(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, tuple[RunSpec, Outcome]]:
+    """What one process comes to, for each kind of model."""
+    prepare_forkserver()
+    found = {}
+    for kind in ("qwen3", "llama", "mixtral"):
+        folder = tmp_path_factory.mktemp(kind)
+        spec = text_run(CONFIGS[kind], folder)
+        found[kind] = (spec, trained(spec, MeshShape(), folder, texts))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        ("qwen3", MeshShape(pipeline=2)),  # tied
+        ("qwen3", MeshShape(tensor=2, pipeline=2)),
+        ("llama", MeshShape(pipeline=2, schedule="zbv")),
+        ("mixtral", MeshShape(pipeline=2)),
+    ],
+    ids=lambda value: f"{value}, {value.schedule}" if isinstance(value, MeshShape) else value,
+)
+def test_a_model_of_transformers_trains_in_a_pipeline_by_its_own_plan(
+    kind: str,
+    shape: MeshShape,
+    transformers_alone: dict[str, tuple[RunSpec, Outcome]],
+    tmp_path: Path,
+) -> None:
+    spec, (one_before, one_after, one_report, _, one_last) = transformers_alone[kind]
+    before, after, report, first, last = trained(spec, shape, tmp_path, texts)
+    assert first.tobytes() == first_vector(spec).tobytes()
+    assert before.loss == pytest.approx(one_before.loss, abs=1e-5)
+    assert report.loss == pytest.approx(one_report.loss, abs=1e-5)
+    assert after.loss == pytest.approx(one_after.loss, abs=1e-4)
+    assert after.loss < before.loss - 0.05
+    np.testing.assert_allclose(last, one_last, rtol=0, atol=3e-4)
