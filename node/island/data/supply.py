@@ -185,7 +185,7 @@ class TokenSupply:
     async def missing(self, pieces: Iterable[Piece]) -> list[Piece]:
         """Those that are not here."""
         here = await self._heavy(self._held.cache.digests)
-        return sorted((p for p in pieces if p.digest not in here), key=lambda piece: piece.place)
+        return _in_order(piece for piece in pieces if piece.digest not in here)
 
     def _touch(self, pieces: Iterable[Piece]) -> None:
         for piece in pieces:
@@ -304,17 +304,21 @@ def ready_steps(
             break
         if num_ready and _bytes_of(ready.keys() | step) > limit_bytes // 2:
             break
-        ready |= dict.fromkeys(step)
+        ready |= dict.fromkeys(_in_order(step))
         num_ready += 1
     left = limit_bytes - _bytes_of(ready)
     wanted: dict[Piece, None] = {}
     for step in needs[num_ready:]:
-        for piece in sorted(step - ready.keys() - wanted.keys(), key=lambda piece: piece.place):
+        for piece in _in_order(step - ready.keys() - wanted.keys()):
             left -= piece.bytes
             if left < 0:
                 return num_ready, list(ready), list(wanted)
             wanted[piece] = None
     return num_ready, list(ready), list(wanted)
+
+
+def _in_order(pieces: Iterable[Piece]) -> list[Piece]:
+    return sorted(pieces, key=lambda piece: piece.place)
 
 
 def _bytes_of(pieces: Iterable[Piece]) -> int:
