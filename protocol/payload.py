@@ -19,12 +19,18 @@ CONTRIBUTION = transfer_pb2.PAYLOAD_KIND_CONTRIBUTION
 RESULT = transfer_pb2.PAYLOAD_KIND_RESULT
 MANIFEST = transfer_pb2.PAYLOAD_KIND_MANIFEST
 CHUNK = transfer_pb2.PAYLOAD_KIND_CHUNK
+TOKENS_MANIFEST = transfer_pb2.PAYLOAD_KIND_TOKENS_MANIFEST
+PIECE_MAP = transfer_pb2.PAYLOAD_KIND_PIECE_MAP
+PIECE = transfer_pb2.PAYLOAD_KIND_PIECE
 
 KIND_NAMES = {
     CONTRIBUTION: "contribution",
     RESULT: "result",
     MANIFEST: "manifest",
     CHUNK: "chunk",
+    TOKENS_MANIFEST: "manifest of tokens",
+    PIECE_MAP: "piece map",
+    PIECE: "piece of tokens",
 }
 """What the kinds are called in counts and messages."""
 

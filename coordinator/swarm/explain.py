@@ -57,7 +57,10 @@ def _not_open(state: SwarmState, now: float) -> str:
     parts = [f"waiting for {_count(missing, 'more node')}: {num_ready} of {needed} {verb} ready"]
     parts += [_not_ready(state, m) for m in present if m.state is not MemberState.READY]
     idle = [m for m in present if m.state is MemberState.READY and m.cannot_train]
-    parts += [f"{member.node_name} waits for its owner's training loop" for member in idle]
+    parts += [
+        f"{member.node_name} waits for its owner's training loop, or for the run's tokens"
+        for member in idle
+    ]
     if state.unsupplied_since is not None:
         parts.append(_unsupplied(state, state.unsupplied_since, now))
     return "; ".join(parts)
