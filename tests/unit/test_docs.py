@@ -176,7 +176,7 @@ def test_the_template_explains_every_key_of_the_run_file() -> None:
 def test_every_key_of_the_run_file_that_a_page_names_exists(page: Path) -> None:
     defaults = RunSpec().model_dump(exclude={"description"})
     known = {**defaults, "model": {**FunctionModel.model_fields, **defaults["model"]}}
-    words, _, _ = page.read_text().partition("```python")
+    words = re.sub(r"```python\n.*?```", "", page.read_text(), flags=re.DOTALL)
     for table, key in re.findall(r"\[(\w+)\] (\w+)[` ]", words):
         assert key in known.get(table, {}), f"{page.name} names [{table}] {key}"
 
