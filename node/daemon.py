@@ -164,7 +164,7 @@ class Daemon:
         self._process_id = rng.getrandbits(63)
         self.called = facts.node_name
         """The node's name in the swarm: another node may have its own."""
-        self._bringing: asyncio.Task[bool] | None = None
+        self._commits_wanted: asyncio.Queue[int] = asyncio.Queue()  # after these rounds
         self._is_ending = False
         self._patience_ended = asyncio.Event()  # of a drain
         self._patience: asyncio.TimerHandle | None = None
@@ -184,7 +184,11 @@ class Daemon:
             work = asyncio.ensure_future(self._duties.run())
             session = asyncio.ensure_future(self._session.run())
             patience = asyncio.ensure_future(self._patience_ended.wait())
-            tasks = [work, session, patience, asyncio.ensure_future(self._watch_transport())]
+            tasks = [
+                *(work, session, patience),
+                asyncio.ensure_future(self._watch_transport()),
+                asyncio.ensure_future(self._bring_back()),
+            ]
             if self._supplied is not None and self._peer_tokens is not None:
                 supply = self._supplied.supplied_by(self._peer_tokens, self._train_on)
                 tasks.append(asyncio.ensure_future(supply))
@@ -343,7 +347,8 @@ class Daemon:
                     message.round, lambda open_: open_.fetch_offered(index, digest, holders)
                 )
             case CommitsWanted(after_round=after_round):
-                self._bring_back(after_round)
+                log.warning("the coordinator lacks commits", after_round=after_round)
+                self._commits_wanted.put_nowait(after_round)
             case RoundCommitted(commit=commit):
                 self._duties.decided(commit.round)
                 self._duties.put(message)
@@ -353,10 +358,13 @@ class Daemon:
             case EvaluationAsked() | RefetchAsked() | RunFinished():
                 self._duties.put(message)
 
-    def _bring_back(self, after_round: int) -> None:
-        """Gives a coordinator that lost commits those that our state builds on."""
-        log.warning("the coordinator lacks commits", after_round=after_round)
-        self._bringing = asyncio.ensure_future(self._bring_commits(after_round))
+    async def _bring_back(self) -> None:
+        """Gives a coordinator that lost commits those that our state builds on, whenever it asks."""
+        while True:
+            after_round = await self._commits_wanted.get()
+            while not self._commits_wanted.empty():  # the newest wish counts
+                after_round = self._commits_wanted.get_nowait()
+            await self._bring_commits(after_round)
 
     async def _bring_commits(self, after_round: int) -> bool:
         return await self._session.bring_back(

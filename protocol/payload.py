@@ -123,11 +123,11 @@ class Payload:
 
     header: PayloadHeader
     body: bytes = field(repr=False)
+    digest: Digest = field(init=False, repr=False)  # what reducers report and commits name
 
-    @property
-    def digest(self) -> Digest:
-        """What reducers report and commits name."""
-        return Digest(blake3.blake3(self.header.encode()).digest())
+    def __post_init__(self) -> None:
+        digest = Digest(blake3.blake3(self.header.encode()).digest())
+        object.__setattr__(self, "digest", digest)  # once: each part of a body names it
 
     @classmethod
     def seal(

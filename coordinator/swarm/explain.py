@@ -166,8 +166,8 @@ def _end(state: SwarmState, now: float) -> str:
     elif state.evaluating is None:
         parts = [f"waiting for a ready node that can evaluate the final state, {left}"]
     else:
-        evaluator = name_of(state, state.evaluating.node_id)
-        parts = [f"waiting for {evaluator} to evaluate the final state, {left}"]
+        evaluators = _names(state, state.evaluating.node_ids)
+        parts = [f"waiting for {evaluators} to evaluate the final state, {left}"]
     return "; ".join([*parts, *(_not_ready(state, member) for member in behind)])
 
 
