@@ -36,7 +36,7 @@ GIVE_WAY_SECONDS = 30.0
 without data cannot contribute either."""
 
 LOOK_SECONDS = 0.2
-ANSWER_SECONDS = 15.0
+ANSWER_SECONDS = 30.0
 MAP_SECONDS = 5.0
 """A peer is not asked more often what it has."""
 
