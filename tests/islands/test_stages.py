@@ -84,7 +84,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
         ("tied", MeshShape(pipeline=2), LocalTraining(compile=True)),
         ("counted", MeshShape(shard=2, pipeline=2), PLAIN),
         ("a head of its own", MeshShape(pipeline=2, schedule="zbv"), PLAIN),
-        ("a head of its own", MeshShape(replicate=2, pipeline=2), PLAIN),
         ("muon", MeshShape(pipeline=2), PLAIN),
     ],
     ids=lambda value: f"{value}, {value.schedule}" if isinstance(value, MeshShape) else str(value),
@@ -129,8 +128,7 @@ def transformers_alone(
 @pytest.mark.parametrize(
     ("kind", "shape"),
     [
-        ("qwen3", MeshShape(pipeline=2)),  # tied
-        ("qwen3", MeshShape(tensor=2, pipeline=2)),
+        ("qwen3", MeshShape(tensor=2, pipeline=2)),  # tied
         ("llama", MeshShape(pipeline=2, schedule="zbv")),
         ("mixtral", MeshShape(pipeline=2)),
     ],
