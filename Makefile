@@ -19,9 +19,10 @@ demo: $(RUN)  ## Train a small model with three nodes on this machine
 
 test: $(DEV)  ## Check everything, then run all tests
 	@$(MAKE) --no-print-directory --jobs 2 types style kernels
-	$(BIN)/pytest -n 2 $(ARGS)
+	$(BIN)/pytest -n 3 $(ARGS)
 
-nightly: $(DEV)  ## Run the property tests with 30 times as many examples, others each time
+nightly: $(DEV)  ## Run the long tests, and 30 times as many examples of properties
+	$(BIN)/pytest -m nightly $(ARGS)
 	$(BIN)/pytest tests/property --hypothesis-profile=nightly $(ARGS)
 
 mutants: $(DEV)  ## Put some 200 bugs into a copy, one at a time, and count what tests notice

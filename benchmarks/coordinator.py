@@ -44,9 +44,10 @@ LOCAL = CoordinatorConfig(host="127.0.0.1", control_port=0, enrolment_port=0, ad
 FLAT = Description(tensors=(TensorShape(name="w", shape=(1 << 28,)),))
 
 
-def described(folder: Path) -> None:
+def described(folder: Path, text: str) -> str:
     """Gives the run a model of one tensor."""
     (folder / DESCRIPTION_FILE).write_bytes(FLAT.to_json())
+    return text
 
 
 """Of the model that the nodes pretend to train: enough for a slice for each of them."""
@@ -90,7 +91,9 @@ class CoordinatorProcess:
         run = f'[run]\nname = "load"\nrounds = {num_rounds}\nmin_nodes = {num_nodes}\n'
         deadlines = "[deadlines]\ntrain = 3000\ncontribute = 3600\ncommit = 4000\napply = 1000\nlease = 300\n"
         self.folder = folder
-        create_home(folder, config=LOCAL, text=run + deadlines, finish=described)
+        create_home(
+            folder, config=LOCAL, text=lambda building: described(building, run + deadlines)
+        )
         with (folder / "log").open("wb") as log:
             self._process = subprocess.Popen(
                 atoll_command("coordinator", "start", folder),

@@ -344,7 +344,7 @@ def run_text(*, name: str | None, run_file: Path | None) -> str:
     except ValidationError as error:
         raise UsageError(
             f"{name!r} is not a name for a run",
-            next_step="use lower-case letters, digits and hyphens, 63 at most",
+            next_step="use lower-case letters, digits and hyphens, 63 at most: --name my-run",
         ) from error
     return RUN_TEMPLATE.replace('"my-run"', f'"{name}"', 1)
 
@@ -374,12 +374,12 @@ def create_home(
     directory: Path,
     *,
     config: CoordinatorConfig,
-    text: str,
-    finish: Callable[[Path], None] | None = None,
+    text: str | Callable[[Path], str],
 ) -> Home:
     """Makes a coordinator's folder for the run file `text`: all of it, or nothing.
 
-    `finish` adds what else belongs to it, to the folder that is given.
+    `text` may be what returns it and writes beside it, into the folder that is given, what else belongs
+    to the run.
 
     Raises CannotCreateError when the folder exists and is not empty.
     """
@@ -390,11 +390,12 @@ def create_home(
             next_step="choose another folder, or, if it is a coordinator's, "
             f"'atoll coordinator start {directory}'",
         )
-    validated(tomllib.loads(text), origin=RUN_FILE)
     authority = Authority.create(new_swarm_id())
     server = authority.issue_server()
     operator = authority.issue_operator()
     with whole_folder(directory) as building:
+        text = text if isinstance(text, str) else text(building)
+        validated(tomllib.loads(text), origin=RUN_FILE)
         for name, content, mode in (
             (RUN_FILE, text.encode(), 0o644),
             (CONFIG_FILE, config.to_toml().encode(), 0o644),
@@ -406,8 +407,6 @@ def create_home(
             (KEY_FILE, operator.key_pem, 0o600),
         ):
             write_atomically(building / name, content, mode=mode)
-        if finish is not None:
-            finish(building)
         if config.control_port:  # otherwise the port, and so the link, is only known after a start
             Home.load(building).save_link(host=config.host, control_port=config.control_port)
     return Home.load(directory)

@@ -1,7 +1,7 @@
 """`atoll init`, also called `atoll coordinator init`: makes a run, from its model and data to its folder."""
 
+import shlex
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -13,9 +13,14 @@ from protocol import console
 from protocol.errors import UsageError
 
 if TYPE_CHECKING:
-    from coordinator.presets.composing import NewRun, Wanted
+    from coordinator.config import Home
+    from coordinator.presets.composing import NewRun
+    from coordinator.presets.wanted import Wanted
 
-_NAMED = ("model", "source", "data", "run_file", "link", "measured")
+_NAMED = (
+    *("model", "source", "lora", "function", "data", "data_function", "private", "tokenizer"),
+    *("run_file", "link", "measured"),
+)
 """Where one of these is given nobody is asked."""
 
 _BESIDE_A_RUN_FILE = (
@@ -42,15 +47,25 @@ _PORT = click.IntRange(0, 65535)
     "source",
     metavar="FOLDER",
     type=_FOLDER,
-    help="Begin with the model and the weights of a transformers folder; with --run, the folder of its "
-    "functions.",
+    help="Begin with the model and the weights of a transformers folder; with --function, the folder of "
+    "its code.",
 )
 @click.option(
     "--by",
     type=click.Choice(("decoder", "transformers")),
-    default="decoder",
-    show_default=True,
-    help="Whose code builds the model of --from: Atoll's decoder, for every mesh, or transformers.",
+    help="Whose code builds the model of --from: Atoll's decoder, for every mesh, or transformers.  "
+    "[default: decoder; with --lora transformers]",
+)
+@click.option(
+    "--lora",
+    metavar="RANK",
+    type=click.IntRange(1, 4096),
+    help="Train adapters of this rank, and leave the model of --from as it is.",
+)
+@click.option(
+    "--function",
+    metavar="MODULE:NAME",
+    help="Train the torch module that a function of yours returns with its loss.",
 )
 @click.option("--context", type=click.IntRange(8), help="Tokens of a sample.")
 @click.option(
@@ -60,6 +75,22 @@ _PORT = click.IntRange(0, 65535)
     help="A folder of 'atoll data prepare', or text files and globs.  [default: Python's own source]",
 )
 @click.option(
+    "--data-function",
+    metavar="MODULE:NAME",
+    help="Samples that a function of yours returns: two datasets, to train on and held out.",
+)
+@click.option(
+    "--private",
+    is_flag=True,
+    help="Each node trains data of its own, which never leave it.",
+)
+@click.option(
+    "--tokenizer",
+    metavar="PATH",
+    type=click.Path(path_type=Path),
+    help="What private data are made into tokens with.  [default: the one of --from; else bytes]",
+)
+@click.option(
     "--run", "run_file", type=_FILE, help="Use this run.toml, and none of what says its contents."
 )
 @click.option(
@@ -67,7 +98,12 @@ _PORT = click.IntRange(0, 65535)
     type=click.Choice(("adamw", "muon")),
     help="The inner optimizer.  [default: adamw, with advice]",
 )
-@click.option("--batch", type=click.IntRange(1), help="Samples in an inner step of one node.")
+@click.option(
+    "--batch",
+    type=click.IntRange(1),
+    help="Samples in an inner step of one node.  [default: by the model's size; with --from what a node "
+    "like this machine holds and trains in half a minute]",
+)
 @click.option(
     "--link",
     metavar="RATE",
@@ -102,7 +138,7 @@ _PORT = click.IntRange(0, 65535)
     "tokens_per_second",
     metavar="TOKENS/S",
     type=click.FloatRange(min=0, min_open=True),
-    help="The same as tokens a second, as 'atoll status' shows them.",
+    help="The same as tokens a second, as 'atoll status' shows them; with --from it decides on the batch.",
 )
 @click.option(
     "--steps", type=click.IntRange(1, 100_000), help="Inner steps of a round, instead of a choice."
@@ -147,21 +183,34 @@ def init(
       atoll init my-run
       atoll init my-run --model 125m --data ./tokens --link 100mbit --nodes 4 --step 1.2s
       atoll init my-run --from ./SmolLM2-135M --data ./tokens
+      atoll init my-run --from ./SmolLM2-135M --data ./tokens --lora 16
+      atoll init my-run --from ./SmolLM2-135M --private
+      atoll init my-run --function vision:model --data-function vision:data --from ./code
 
     JSON holds the situation, every choice with its reason, and the prediction, in seconds, bytes,
     and bits per second.
     """  # noqa: D301 - click reads the character \b, not its two letters
     from coordinator.config import CoordinatorConfig, advertised_host, create_home
-    from coordinator.presets.composing import Wanted, new_run, run_of_file
+    from coordinator.presets.composing import new_run, run_of_file
+    from coordinator.presets.wanted import Wanted
 
     wanted = Wanted(**asked)
     if run_file is not None:
         _refuse_beside_a_run_file(run_file)
-        new = run_of_file(run_file, wanted.source)
     elif sys.stdin.isatty() and not is_json and not any(map(asked.get, _NAMED)):
-        new = new_run(_answered(wanted))
-    else:
-        new = new_run(wanted)
+        wanted = _answered(wanted)
+    if wanted.function is not None and wanted.name is None:
+        # Contributors allow its code by the run's name: one that others have too would be no permission.
+        wanted = replace(wanted, name=directory.absolute().name)
+    made: list[NewRun] = []
+
+    def text_of(folder: Path) -> str:
+        if run_file is not None:
+            made.append(run_of_file(run_file, wanted.source, folder))
+        else:
+            made.append(new_run(wanted, folder))
+        return made[0].text
+
     home = create_home(
         directory,
         config=CoordinatorConfig.checked(
@@ -170,30 +219,64 @@ def init(
             enrolment_port=enrolment_port,
             advertise=advertise or advertised_host(host),
         ),
-        text=new.text,
-        finish=_describing(new),
+        text=text_of,
     )
+    start = _way_to_start(directory, home, made[0], wanted.source)
     if is_json:
-        console.print_json({"folder": str(directory), **_as_json(new)})
+        console.print_json({"folder": str(directory), **_as_json(made[0]), "start": start})
         return
-    _tell(directory, home.config.advertise, home.run.run.name, new)
+    _tell(directory, home, made[0], start)
 
 
 def _answered(wanted: "Wanted") -> "Wanted":
     """What a person at the terminal says to what was not named; Enter takes the usual."""
     click.echo("What should the run train? Enter takes what stands in brackets.")
-    model = click.prompt("model: a size, a TOML file, or a transformers folder", default="0.2m")
-    is_folder = Path(model).is_dir()
-    data = click.prompt("data: a folder of 'atoll data prepare', or text files", default="")
+    model = click.prompt(
+        "model: a size, a TOML file, a transformers folder, or module:function of yours",
+        default="0.2m",
+    )
+    asked = _answered_function(wanted, model) if ":" in model else _answered_model(wanted, model)
     nodes = click.prompt("nodes that you expect", default=2, type=click.IntRange(1, 10_000))
     link = wanted.link or click.prompt("the slowest node's link, such as 100mbit", default="")
+    return replace(asked, num_nodes=wanted.num_nodes or nodes, link=link or None)
+
+
+def _answered_model(wanted: "Wanted", model: str) -> "Wanted":
+    is_folder = Path(model).is_dir()
+    rank = 0
+    if is_folder and wanted.by != "decoder":
+        rank = click.prompt(
+            "rank of adapters, or 0 to train all of it", default=0, type=click.IntRange(0, 4096)
+        )
+    data = click.prompt(
+        "data: a folder of 'atoll data prepare', text files, or 'private' for each node's own",
+        default="",
+    )
+    is_private = data.strip() == "private"
     return replace(
         wanted,
         model=None if is_folder else model,
         source=Path(model) if is_folder else None,
-        data=tuple(data.split()),
-        num_nodes=wanted.num_nodes or nodes,
-        link=link or None,
+        lora=rank or None,
+        data=() if is_private else tuple(data.split()),
+        private=is_private,
+    )
+
+
+def _answered_function(wanted: "Wanted", function: str) -> "Wanted":
+    folder = click.prompt("the folder of its code; empty where it is installed", default="")
+    data = click.prompt("data: module:function, or a folder of 'atoll data prepare'")
+    is_function = ":" in data
+    context = wanted.context
+    if not is_function and context is None:
+        context = click.prompt("tokens of a sample", default=512, type=click.IntRange(8))
+    return replace(
+        wanted,
+        function=function,
+        source=Path(folder) if folder else None,
+        data=() if is_function else tuple(data.split()),
+        data_function=data if is_function else None,
+        context=context,
     )
 
 
@@ -210,14 +293,26 @@ def _refuse_beside_a_run_file(run_file: Path) -> None:
             )
 
 
-def _describing(new: "NewRun") -> Callable[[Path], None] | None:
-    """What completes the folder of a run whose model or first weights have to be looked at."""
-    from coordinator.presets.composing import of_nodes_side
-
-    if new.source is None and not new.needs_building:
-        return None
-    given = () if new.source is None else ("--from", str(new.source))
-    return lambda folder: click.echo(of_nodes_side("describe", str(folder), *given), nl=False)
+def _way_to_start(
+    directory: Path, home: "Home", new: "NewRun", source: Path | None
+) -> dict[str, str]:
+    """The command that nodes of this run start with, and what one of them says more."""
+    run = home.run
+    options: list[str] = []
+    if new.facts.code_digest:
+        options += ["--allow-function", f"{run.run.name}@{new.facts.code_digest}"]
+        options += ["--code", str(source)] if source is not None else []
+    if run.adapters is not None:
+        options += ["--base", str(source)]
+    if run.data.private:
+        options += ["--data", "TOKENS" if run.data.source == "tokens" else "FILES"]
+    found = {"nodes": shlex.join(["atoll", "node", "start", *options])}
+    if first := new.facts.first_weights:
+        inside = directory / first
+        found["first_weights"] = shlex.join(
+            ["--weights", str(inside if inside.is_file() else first)]
+        )
+    return found
 
 
 def _as_json(new: "NewRun") -> dict[str, object]:
@@ -229,7 +324,7 @@ def _as_json(new: "NewRun") -> dict[str, object]:
     return {**told, "step_is_assumed": new.is_step_assumed, **as_json(new.plan)}
 
 
-def _tell(directory: Path, advertise: str, name: str, new: "NewRun") -> None:
+def _tell(directory: Path, home: "Home", new: "NewRun", start: dict[str, str]) -> None:
     """What was made, why so, and what to type next."""
     from coordinator.presets.composing import ASSUMED_FLOPS
 
@@ -238,17 +333,41 @@ def _tell(directory: Path, advertise: str, name: str, new: "NewRun") -> None:
 
         show(new.plan)
         if new.is_step_assumed:
+            machine = new.facts.machine
             seconds = new.plan.situation.seconds_per_inner_step
+            whose = (
+                f"nodes of {ASSUMED_FLOPS / 1e12:.0f} TFLOP/s"
+                if machine is None
+                else f"nodes like this machine ({machine.name})"
+            )
             click.echo(
-                f"assumed: nodes of {ASSUMED_FLOPS / 1e12:.0f} TFLOP/s, so inner steps of {seconds:.3g} s; "
-                "say what yours take with --step"
+                f"assumed: {whose}, so inner steps of {seconds:.3g} s; say what yours take with --step"
             )
     for note in new.notes:
         click.echo(note)
-    click.echo(f"made {directory} for run {name!r}")
+    click.echo(f"made {directory} for run {home.run.run.name!r}{_what_is_trained(new)}")
     click.echo(
-        f"invites will send nodes to {advertise}"
+        f"invites will send nodes to {home.config.advertise}"
         f" (to change it: advertise in {directory / 'coordinator.toml'})"
     )
     click.echo(f"next: look through {directory / 'run.toml'}, then")
     click.echo(f"  atoll coordinator start {directory}")
+    if start["nodes"] != "atoll node start" or "first_weights" in start:
+        click.echo(f"nodes that have joined start with\n  {start['nodes']}")
+    if "first_weights" in start:
+        click.echo(
+            f"and one of them has the first weights, which the others fetch from it:\n"
+            f"  {start['nodes']} {start['first_weights']}"
+        )
+
+
+def _what_is_trained(new: "NewRun") -> str:
+    """Of a model that was looked at."""
+    facts = new.facts
+    if not facts.num_parameters:
+        return ""
+    trained = console.count_in_words(facts.num_parameters)
+    if facts.num_frozen:
+        trained += f" of {console.count_in_words(facts.num_parameters + facts.num_frozen)}"
+    given = f", beginning with the weights {facts.first_digest[:12]}" if facts.first_digest else ""
+    return f": {trained} parameters{given}"

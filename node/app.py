@@ -12,7 +12,7 @@ import structlog
 
 from node.config import IDENTITY_FILE, NodeSettings
 from node.island.forkserver import end_forkserver, prepare_forkserver
-from node.island.functions import check_functions
+from node.island.functions import DIGITS, check_functions, code_digest, functions_of, in_words
 from node.link.calls import CoordinatorLink
 from node.link.first_contact import run_of_coordinator
 from node.machine.freed_memory import keep_freed_memory
@@ -100,9 +100,15 @@ async def _run(
         link = CoordinatorLink(SessionServiceStub(channel))
         spec = await run_of_coordinator(link, waits=waits, rng=random.Random())
         if not settings.loop:  # else nothing here runs them
-            check_functions(
-                spec, allowed=settings.allow_functions, code=settings.code_folder(Path.cwd())
-            )
+            code = settings.code_folder(Path.cwd())
+            check_functions(spec, allowed=settings.allow_functions, code=code)
+            if functions_of(spec):
+                log.info(
+                    "the run's own code runs here, as its owner allows",
+                    code=in_words(spec),
+                    folder=str(code or "installed"),
+                    digest=code_digest(spec)[:DIGITS],
+                )
         refuse_what_cannot_work(settings, spec, hardware)
         log.info(
             "run", name=spec.run.name, rounds=spec.run.rounds, coordinator=credentials.endpoint

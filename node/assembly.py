@@ -191,6 +191,8 @@ def _outer_at_start(
     outer.compile_kernels()
     log.info("codecs ready", uplink=outer.uplink.name, downlink=outer.downlink.name)
     remove_unused_kernels()
+    if kept is None and weights is not None:
+        disk.save_whole(outer)  # the file may be gone when this node starts again
     if kept is not None:
         disk.resume(outer, kept)
         log.info(

@@ -81,7 +81,7 @@ def node() -> None:
     multiple=True,
     metavar="RUN",
     callback=lambda context, option, runs: list(runs) or None,
-    help="A run whose own code may run here; instead of those in node.toml.",
+    help="A run whose own code may run here, as NAME@DIGEST; instead of those in node.toml.",
 )
 @click.option("--code", help="The folder that has the functions of the run.")
 @click.option("--base", help="The transformers folder of the model that the run adapts.")
@@ -222,7 +222,11 @@ def drain(folder: Path | None, within: float) -> None:
     help="The transformers folder that first weights are taken from, or the folder of its functions.",
 )
 @click.option("--force", is_flag=True, help="Make it anew, before the run's first start.")
-def describe(directory: Path, source: Path | None, force: bool) -> None:
+@click.option("--json", "is_json", is_flag=True, help="Print JSON.")
+@click.option("--asked", help="Instead of DIR's run.toml: JSON of 'atoll init'.", hidden=True)
+def describe(
+    directory: Path, source: Path | None, force: bool, is_json: bool, asked: str | None
+) -> None:
     """Find out what the model of the run in DIR is by building it, and write that down there.
 
     'atoll init' does it by itself. For a machine with torch, when DIR was made on one without: copy
@@ -230,23 +234,15 @@ def describe(directory: Path, source: Path | None, force: bool) -> None:
 
     Example: atoll node describe my-run --from ./SmolLM2-135M
     """
-    from node.models.describing import describe_run
-
-    click.echo(describe_run(directory, source=source, is_forced=force))
-
-
-@node.command(hidden=True)
-@click.option("--from", "source", type=click.Path(path_type=Path, file_okay=False))
-@click.option("--by", default="decoder")
-@click.option("--context", type=int)
-@click.option("--data", multiple=True)
-def facts(source: Path | None, by: str, context: int | None, data: tuple[str, ...]) -> None:
-    """Print what 'atoll init' has to know of a transformers folder and of data, as JSON."""
     import json
 
-    from node.models.describing import facts_of
+    from node.models.describing import Asked, describe_asked, describe_run, in_words
 
-    click.echo(json.dumps(facts_of(source, by=by, context=context, data=data)))
+    if asked is not None:
+        facts = describe_asked(directory, source, Asked(**json.loads(asked)))
+    else:
+        facts = describe_run(directory, source=source, is_forced=force)
+    click.echo(json.dumps(facts) if is_json else in_words(facts))
 
 
 @node.command()

@@ -100,8 +100,9 @@ data = ""
 
 # Most that fetched tokens take in this folder; what was not used for longest makes room.
 data_cache = "20GB"
-# Runs, by their names, whose own code may run on this machine: their model or their samples come from
-# Python functions. That code has all that your account has: read it first.
+# Runs whose own code may run on this machine, as "name@digest": their model or their samples come from
+# Python functions. That code has all that your account has: read it first. A node that is refused says the
+# digest and the files that it is of; a name alone allows whatever code that run has.
 allow_functions = []
 
 # The folder where such functions are, beside what is installed. A relative path begins where

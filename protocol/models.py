@@ -22,7 +22,8 @@ Positive = Annotated[int, Field(gt=0, lt=2**31)]
 Context = Annotated[int, Field(ge=8, le=1 << 20)]
 HexDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
-FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+FUNCTION_NAME = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+FunctionName = Annotated[str, Field(pattern=FUNCTION_NAME)]
 """Such as "my_models.vision:digits"."""
 
 BYTES_VOCABULARY = 256
@@ -254,9 +255,9 @@ class Description(Section):
     `frozen_digest` is that of the `num_frozen` values that are not trained. `activation_bytes` is what
     backward keeps of one sample, in fp32. `tensor_plan` names modules, with `*` for a part of a name, and
     is empty where there is none, with the reason beside it; so are `stages`, which are the whole model one
-    after another, for pipelines to cut. `sources` has a digest for the file of each
-    function that the run brings. `config` and `generation_config` are the JSON files of a transformers
-    folder that the run was made from: exports begin with them.
+    after another, for pipelines to cut. `sources` has a digest for each file of the code that the run
+    brings, by its path there. `config` and `generation_config` are the JSON files of a transformers folder
+    that the run was made from: exports begin with them.
     """
 
     tensors: Annotated[tuple[TensorShape, ...], Field(strict=False)] = ()

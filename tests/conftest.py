@@ -23,7 +23,8 @@ NO_SWARM = ("_in_process.py", "test_refused_meshes.py", "test_transport_contract
 class OneSwarmAtATime(LoadScopeScheduling):
     """Swarms of real processes one after the other, and so islands, beside each other and all else.
 
-    `make test` has two workers: one takes the swarms, the other the islands; then both what is left.
+    `make test` has three workers for two cores, since swarms and islands wait for much of their time: one
+    takes the swarms, one the islands, one all else; then all what is left.
     A file that starts no swarm of processes is left to whoever comes to it first, as a whole, for
     its tests share what is costly to make.
     """

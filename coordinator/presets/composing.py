@@ -1,28 +1,32 @@
 """The text of a new run's file: what is named, what is chosen for it, and the usual values.
 
-What is known of models and tokens only on the node's side (a transformers folder, a manifest, first
-weights) is asked of a process of that side: nothing here imports torch.
+What may be named and what the node's side knows of it is coordinator.presets.wanted's business.
 """
 
-import json
 import re
-import subprocess
-import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coordinator.config import run_text
+from coordinator.config import RUN_FILE, run_text
 from coordinator.presets.choosing import Plan, chosen
 from coordinator.presets.cost import Situation
-from coordinator.presets.link_shares import CUBIC, CongestionControl
+from coordinator.presets.link_shares import CUBIC
 from coordinator.presets.model_sizes import NAMED_MODELS, NamedModel
 from coordinator.presets.settling import link_of, settled_run_file, span_of
 from coordinator.presets.toml_edit import Place, with_values
+from coordinator.presets.wanted import (
+    Facts,
+    Machine,
+    Wanted,
+    described,
+    facts_of_wanted,
+    refuse_what_says_nothing,
+)
 from protocol.errors import ConfigError, UsageError
-from protocol.models import BYTES_VOCABULARY
+from protocol.files import write_atomically
 from protocol.run_spec import load_run_file, validated
 
 if TYPE_CHECKING:
@@ -31,13 +35,25 @@ if TYPE_CHECKING:
 ASSUMED_FLOPS = 50e12
 """What one GPU of today achieves, by 6 operations for each parameter and token."""
 
+ASSUMED_CORE_FLOPS = 50e9
+"""The same of a CPU's core; 60e9 were measured with SmolLM2-135M (docs/models-and-data.md)."""
+
 LEAST_ASSUMED_STEP_SECONDS = 0.05
 
+MOST_STEP_SECONDS = 30.0
+"""What an inner step may take where its batch is chosen for a machine: leases, deadlines and losses are
+told by the step."""
+
 USUAL_NODES = 4
+USUAL_FUNCTION_BATCH = 8
 
 CONTINUED_SHARE = 5
 """Given weights are trained on at this part of the rate that a new model of their size takes: usual are
 a third to a tenth, and none was measured here."""
+
+ADAPTERS_TIMES = 10
+"""Adapters are trained at so many times the rate of the whole ("LoRA without regret", Schulman et al. 2025);
+not measured here."""
 
 MUON_RATE = 2.4e-2
 """The best of five for the demo's model, eight times AdamW's (benchmarks.inner_optimizers)."""
@@ -51,54 +67,14 @@ HEADER = """\
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """What a new run is asked to be: the options that a run file would answer as well."""
-
-    name: str | None = None
-    model: str | None = None
-    source: Path | None = None
-    by: str = "decoder"
-    context: int | None = None
-    data: tuple[str, ...] = ()
-    optimizer: str | None = None
-    batch: int | None = None
-    link: str | None = None
-    measured: Path | None = None
-    congestion: CongestionControl | None = None
-    rtt: str = "100ms"
-    num_nodes: int | None = None
-    step: str | None = None
-    tokens_per_second: float | None = None
-    steps: int | None = None
-    total_steps: int = 10_000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class NewRun:
     """The run file's text, what was chosen for it, and what a person should know of both."""
 
     text: str
     plan: Plan | None = None
     notes: tuple[str, ...] = ()
-    source: Path | None = None  # where its first weights come from
+    facts: Facts = field(default_factory=Facts)
     is_step_assumed: bool = False
-
-    @property
-    def needs_building(self) -> bool:
-        """Whether the model's tensors are known only once it was built."""
-        return bool(tomllib.loads(self.text).get("model", {}).get("source", "decoder") != "decoder")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """What the node's side says of a model and of data: tables of the run file, and sizes."""
-
-    model: Mapping[str, Any] = field(default_factory=dict)
-    data: Mapping[str, Any] = field(default_factory=dict)
-    num_parameters: int = 0  # of the model, where one was asked about
-    num_layers: int = 0
-    model_vocab_size: int = 0  # likewise
-    vocab_size: int | None = None  # of the data's tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +86,8 @@ class Trained:
     num_layers: int
     batch: int
     learning_rate: float
+    num_frozen: int = 0
+    why_batch: str = ""
 
     @property
     def tokens_per_inner_step(self) -> int:
@@ -117,39 +95,38 @@ class Trained:
         return self.batch * int(self.model["context"])
 
 
-def of_nodes_side(*arguments: str) -> str:
-    """What 'atoll node …' prints. What it refuses it has said itself, and its exit code is ours."""
-    ended = subprocess.run(
-        [sys.executable, "-m", "protocol.cli", "node", *arguments],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    if ended.returncode != 0:
-        sys.exit(ended.returncode)
-    return ended.stdout
-
-
-def run_of_file(run_file: Path, source: Path | None) -> NewRun:
-    """A run file that somebody wrote, with its preset answered if it asks for one."""
+def run_of_file(run_file: Path, source: Path | None, folder: Path) -> NewRun:
+    """A run file that somebody wrote, with its preset answered; its model is described in `folder`."""
     settled = settled_run_file(run_file)
-    if settled is None:
-        return NewRun(text=run_text(name=None, run_file=run_file), source=source)
-    return NewRun(text=settled.text, plan=settled.plan, source=source)
+    text = run_text(name=None, run_file=run_file) if settled is None else settled.text
+    plan = None if settled is None else settled.plan
+    is_decoder = tomllib.loads(text).get("model", {}).get("source", "decoder") == "decoder"
+    if is_decoder and source is None:
+        return NewRun(text=text, plan=plan)
+    write_atomically(folder / RUN_FILE, text.encode())
+    return NewRun(text=text, plan=plan, facts=described(folder, source))
 
 
-def new_run(wanted: Wanted) -> NewRun:
-    """The template with what is named and chosen in its places, checked as a coordinator would."""
-    _refuse_what_says_nothing(wanted)
-    facts = _facts_of(wanted)
+def new_run(wanted: Wanted, folder: Path) -> NewRun:
+    """The template with what is named and chosen in its places, checked as a coordinator would.
+
+    Where it begins with a model of somebody's, that is described in `folder`, the run's to be.
+    """
+    text = run_text(name=wanted.name, run_file=None)
+    refuse_what_says_nothing(wanted)
+    if wanted.link is not None:  # before a model is read
+        _told_link(wanted.link)
+    facts = facts_of_wanted(wanted, folder)
     trained, note = _trained(wanted, facts)
     values: dict[Place, tuple[Any, str]] = {
         ("data", key): (value, "") for key, value in facts.data.items()
     }
     if wanted != Wanted(name=wanted.name, num_nodes=wanted.num_nodes):
         values |= {("model", key): (value, "") for key, value in trained.model.items()}
-        values[("inner", "batch")] = (trained.batch, "")
+        values[("inner", "batch")] = (trained.batch, trained.why_batch)
         values[("inner", "learning_rate")] = _learning_rate(wanted, trained)
+    if wanted.lora is not None:
+        values[("lora", "rank")] = (wanted.lora, "")
     if wanted.optimizer == "muon":
         values[("inner", "optimizer")] = ("muon", "")
         values[("inner", "muon_learning_rate")] = (MUON_RATE, "the best for the demo's model")
@@ -158,20 +135,20 @@ def new_run(wanted: Wanted) -> NewRun:
     if wanted.steps is not None:
         values[("inner", "steps")] = (wanted.steps, "")
     notes = [note, _advice_on_optimizer(wanted)]
+    if trained.why_batch:
+        notes.append(f"batch {trained.batch}: {trained.why_batch}")
     plan = None
     if wanted.link is not None or wanted.measured is not None:
-        plan, advice = _planned(wanted, trained)
+        plan, advice = _planned(wanted, trained, facts.machine)
         notes.append(advice)
         values[("run", "min_nodes")] = (plan.situation.num_nodes, "")
         values |= {
             (choice.table, choice.key): (choice.value, "" if choice.is_given else choice.reason)
             for choice in plan.choices
         }
-    text = run_text(name=wanted.name, run_file=None)
     if values:
         _, _, tables = text.partition("\n\n")
-        if trained.model.get("source") == "transformers":
-            tables = _with_other_model(tables)
+        tables = _with_source(tables, trained.model.get("source", "decoder"))
         # Of tokens what is held out was settled when they were made.
         retired = {("data", "held_out")} if facts.data.get("source") == "tokens" else set()
         text = with_values(f"{HEADER}\n{tables}", values, retired=retired)
@@ -180,81 +157,49 @@ def new_run(wanted: Wanted) -> NewRun:
         text=text,
         plan=plan,
         notes=tuple(filter(None, notes)),
-        source=wanted.source,
+        facts=facts,
         is_step_assumed=wanted.step is None and wanted.tokens_per_second is None,
     )
 
 
-def _with_other_model(tables: str) -> str:
-    """The template without the decoder's sizes."""
-    table = (
-        "[model]\n"
-        'source = "transformers"     # built by transformers, from the config in description.json\n'
-        "context = 128               # tokens of a sample\n\n"
-    )
-    return re.sub(r"(?ms)^\[model\]\n.*?(?=^\[data\])", table, tables)
+_OTHER_MODELS = {
+    "transformers": """\
+[model]
+source = "transformers"     # built by transformers, from the config in description.json
+context = 128               # tokens of a sample
+
+""",
+    "function": """\
+[model]
+source = "function"         # a module and its loss, from code of the run owner's
+function = "module:name"    # where they come from
+# arguments = {width = 64}  # of that function
+context = 1                 # tokens that a sample counts
+
+""",
+}
 
 
-def _refuse_what_says_nothing(wanted: Wanted) -> None:
-    """Raises UsageError for what says one thing twice, or has no effect."""
-    if wanted.model is not None and wanted.source is not None:
-        raise UsageError(
-            f"--model {wanted.model} and --from {wanted.source} both say what is trained",
-            next_step="leave one of them out",
-        )
-    if wanted.by != "decoder" and wanted.source is None:
-        raise UsageError(
-            f"--by {wanted.by} has no effect without a model of transformers",
-            next_step="name its folder with --from",
-        )
-    if wanted.step is not None and wanted.tokens_per_second is not None:
-        raise UsageError(
-            f"--step {wanted.step} and --speed {wanted.tokens_per_second:g} say the same thing twice",
-            next_step="leave one of them out",
-        )
-    if wanted.link is not None and wanted.measured is not None:
-        raise UsageError(
-            "--link and --measured both tell what links carry", next_step="leave one of them out"
-        )
-    if wanted.measured is not None and wanted.congestion is not None:
-        raise UsageError(
-            f"--congestion {wanted.congestion} says nothing beside --measured: those rates are what "
-            "exchanges achieved with it",
-            next_step="leave one of them out",
-        )
-    if wanted.link is None and wanted.measured is None:
-        for option, value in (
-            ("--step", wanted.step),
-            ("--speed", wanted.tokens_per_second),
-            ("--congestion", wanted.congestion),
-        ):
-            if value is not None:
-                raise UsageError(
-                    f"{option} {value} has no effect while nothing is chosen for a link",
-                    next_step="add --link 100mbit, or --measured DIR with the folder of a swarm that runs",
-                )
-
-
-def _facts_of(wanted: Wanted) -> Facts:
-    """Asked of the node's side only where files have to be read that are its business."""
-    arguments = [f"--data={path}" for path in wanted.data]
-    if wanted.source is not None:
-        arguments += ["--from", str(wanted.source), "--by", wanted.by]
-        if wanted.context is not None:
-            arguments += ["--context", str(wanted.context)]
-    return Facts(**json.loads(of_nodes_side("facts", *arguments))) if arguments else Facts()
+def _with_source(tables: str, source: str) -> str:
+    """The template; for a model of another source without the decoder's sizes."""
+    if source == "decoder":
+        return tables
+    table = _OTHER_MODELS[source]
+    return re.sub(r"(?ms)^\[model\]\n.*?(?=^\[data\])", lambda _: table, tables)
 
 
 def _trained(wanted: Wanted, facts: Facts) -> tuple[Trained, str]:
     """What is trained, and in words what else the file says that names it: none of that is taken."""
-    if wanted.source is not None:
-        _require_tokens(wanted.source, facts)
-        usual = _nearest_to(facts.num_parameters)
+    if wanted.builder is not None:
+        usual = _nearest_to(facts.num_parameters + facts.num_frozen)
+        batch, why_batch = _batch(wanted, facts, usual)
         return Trained(
             model=facts.model,
             num_parameters=facts.num_parameters,
+            num_frozen=facts.num_frozen,
             num_layers=facts.num_layers,
-            batch=wanted.batch or usual.batch,
+            batch=batch,
+            why_batch=why_batch,
             learning_rate=usual.learning_rate,
         ), ""
     named, note = _named(wanted.model or "0.2m")
@@ -273,22 +218,6 @@ def _trained(wanted: Wanted, facts: Facts) -> tuple[Trained, str]:
         batch=named.batch,
         learning_rate=named.learning_rate,
     ), note
-
-
-def _require_tokens(source: Path, facts: Facts) -> None:
-    """Raises UsageError for a model of tokens that would be trained on bytes."""
-    if facts.data.get("source") != "tokens" and facts.model_vocab_size != BYTES_VOCABULARY:
-        raise UsageError(
-            f"the model in {source} is one of tokens, and no --data names any",
-            next_step=f"make them once: atoll data prepare TEXT… --tokenizer {source} --out tokens; "
-            "then add --data tokens",
-        )
-    if (facts.vocab_size or 0) > facts.model_vocab_size:
-        raise UsageError(
-            f"the data have {facts.vocab_size} different tokens, and the model in {source} "
-            f"{facts.model_vocab_size}",
-            next_step=f"make the tokens with its own tokenizer: atoll data prepare … --tokenizer {source}",
-        )
 
 
 def _named(name: str) -> tuple[NamedModel, str]:
@@ -325,11 +254,56 @@ def _nearest_to(num_parameters: int) -> NamedModel:
     )
 
 
+def _batch(wanted: Wanted, facts: Facts, usual: NamedModel) -> tuple[int, str]:
+    """Samples of an inner step, and why so many where nobody said.
+
+    Of given weights as many as are usual for their size, but no more than a node like this machine, or
+    one of the speed that is told, holds and trains in a moderate time: a power of two.
+    """
+    if wanted.batch is not None:
+        return wanted.batch, ""
+    if wanted.function is not None:
+        return USUAL_FUNCTION_BATCH, ""
+    context = int(facts.model["context"])
+    wished = max(1, min(usual.batch, usual.tokens_per_inner_step // context))
+    speed, nodes = wanted.tokens_per_second, "nodes of the speed told"
+    bounds: list[tuple[int, str]] = []
+    if speed is None and wanted.step is None and facts.machine is not None:
+        nodes = f"nodes like this machine ({facts.machine.name})"
+        speed = _flops_of(facts.machine) / (6 * (facts.num_parameters + facts.num_frozen))
+        if (fitting := facts.machine.most_samples) is not None:
+            bounds.append((fitting, f"{nodes} have the memory for"))
+    if speed is not None:
+        in_time = int(speed * MOST_STEP_SECONDS / context)
+        bounds.append((in_time, f"{nodes} train in {MOST_STEP_SECONDS:g} s"))
+    most, what = min(bounds, key=lambda bound: bound[0], default=(wished, ""))
+    if most >= wished:
+        return wished, "as for other models of this size"
+    if most < 1:
+        return 1, f"one sample is more than {what}: make it shorter with --context"
+    usual_here = f"{wished} are usual for a model of this size: --batch {wished}"
+    return 1 << (most.bit_length() - 1), f"what {what} ({usual_here})"
+
+
+def _flops_of(machine: Machine | None) -> float:
+    """What a node achieves, by 6 operations for each parameter and token: assumed, not measured."""
+    if machine is None or not machine.num_cores:
+        return ASSUMED_FLOPS
+    return machine.num_cores * ASSUMED_CORE_FLOPS
+
+
 def _learning_rate(wanted: Wanted, trained: Trained) -> tuple[float, str]:
+    if wanted.function is not None:
+        return (
+            trained.learning_rate,
+            "a decoder's of this size; what this model wants, you know better",
+        )
     if wanted.source is None:
         return trained.learning_rate, ""
-    why = "a fifth of a new model's of this size, for the weights are given"
-    return float(f"{trained.learning_rate / CONTINUED_SHARE:.2g}"), why
+    rate, why = trained.learning_rate / CONTINUED_SHARE, "a fifth of a new model's of this size"
+    if wanted.lora is not None:
+        return float(f"{ADAPTERS_TIMES * rate:.2g}"), f"adapters': ten times {why}"
+    return float(f"{rate:.2g}"), f"{why}, for the weights are given"
 
 
 def _advice_on_optimizer(wanted: Wanted) -> str:
@@ -342,7 +316,7 @@ def _advice_on_optimizer(wanted: Wanted) -> str:
     )
 
 
-def _planned(wanted: Wanted, trained: Trained) -> tuple[Plan, str]:
+def _planned(wanted: Wanted, trained: Trained, machine: Machine | None) -> tuple[Plan, str]:
     """The exchange for the links, and what measured ones advise."""
     if wanted.num_nodes == 1:
         raise UsageError(
@@ -365,7 +339,7 @@ def _planned(wanted: Wanted, trained: Trained) -> tuple[Plan, str]:
         down_bits_per_second=down,
         up_bits_per_second=up,
         round_trip_seconds=_span(wanted.rtt, "--rtt", may_be_zero=True),
-        seconds_per_inner_step=_step_seconds(wanted, trained),
+        seconds_per_inner_step=_step_seconds(wanted, trained, machine),
         total_steps=wanted.total_steps,
         congestion_control=wanted.congestion or CUBIC if found is None else None,
     )
@@ -378,13 +352,14 @@ def _planned(wanted: Wanted, trained: Trained) -> tuple[Plan, str]:
     return plan, "" if found is None else found.advice
 
 
-def _step_seconds(wanted: Wanted, trained: Trained) -> float:
+def _step_seconds(wanted: Wanted, trained: Trained, machine: Machine | None) -> float:
     if wanted.step is not None:
         return _span(wanted.step, "--step", may_be_zero=False)
     if wanted.tokens_per_second is not None:
         return trained.tokens_per_inner_step / wanted.tokens_per_second
-    operations = 6 * trained.num_parameters * trained.tokens_per_inner_step
-    return max(LEAST_ASSUMED_STEP_SECONDS, operations / ASSUMED_FLOPS)
+    num_parameters = trained.num_parameters + trained.num_frozen
+    operations = 6 * num_parameters * trained.tokens_per_inner_step
+    return max(LEAST_ASSUMED_STEP_SECONDS, operations / _flops_of(machine))
 
 
 def _told_link(text: str | None) -> tuple[float, float]:

@@ -1,15 +1,17 @@
 """Functions that a run brings: where their files are, who agrees to run them, and getting at them.
 
 A run names functions as `module:function`. Their code never travels: a contributor has it installed, or in
-a folder of node.toml's `code`, says by name which runs may use it, and its digest is the run's. All of
-that is decided without running a line of it; `loaded` runs it, in a rank.
+a folder of node.toml's `code`, and says which runs may use it. The run has a digest of each file of that
+folder, for one may import the other. All of that is decided without running a line of it; `loaded` runs
+it, in a rank.
 """
 
 import importlib
+import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from importlib.machinery import PathFinder
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.machinery import PathFinder, all_suffixes
 from pathlib import Path
 from typing import Any
 
@@ -39,33 +41,128 @@ def check_functions(spec: RunSpec, *, allowed: Sequence[str], code: Path | None)
     """Looks whether this node may run the run's functions, and whether they are the run's.
 
     Raises NotPermittedError with the line to write where nobody has agreed, NoInputError for one that is
-    not here, ProtocolMismatchError for a file that differs from the run's. Runs none of them.
+    not here, ProtocolMismatchError for a file that is not the run's. Runs none of them.
     """
     named = functions_of(spec)
-    if named and spec.run.name not in allowed:
-        line = f"allow_functions = {_toml_list([*allowed, spec.run.name])}"
-        raise NotPermittedError(
-            f"run {spec.run.name!r} trains with code of its own, {' and '.join(named)}, and this node's "
-            "owner has not allowed it",
-            next_step=f"read that code, and if you trust it write '{line}' into node.toml, or start "
-            f"with --allow-function {spec.run.name}",
-        )
-    sources = {} if spec.description is None else spec.description.sources
-    for function in named:
-        path = file_of(function, code)
-        ours, theirs = digest_of(path), sources.get(function, "")
-        if ours != theirs:
-            raise ProtocolMismatchError(
-                f"{path} is not the run's code for {function}: its digest is {ours[:12]}…, and the run's "
-                f"is {theirs[:12] or 'not known'}…",
-                next_step="get the file that the run was made with, and name its folder as code in "
-                "node.toml",
+    if not named:
+        return
+    _require_permission(spec, allowed)
+    here, theirs = files_of(spec, code), code_of(spec)
+    for name in sorted(here.keys() | theirs.keys()):
+        if name not in here:
+            what = f"{name} is not here, and belongs to the run's code"
+        elif name not in theirs:
+            what = (
+                f"{here[name]} lies beside the run's code, which may import it, and is none of it"
             )
+        elif (ours := digest_of(here[name])) != theirs[name]:
+            what = (
+                f"{here[name]} is not the run's code: its digest is {ours[:12]}…, and the run's is "
+                f"{theirs[name][:12]}…"
+            )
+        else:
+            continue
+        raise ProtocolMismatchError(
+            what,
+            next_step="get the folder that the run was made with, as it is, and name it as code in "
+            "node.toml",
+        )
+
+
+def _require_permission(spec: RunSpec, allowed: Sequence[str]) -> None:
+    """By the run's name, or by that with the beginning of what it runs: `RUN@DIGEST`."""
+    digest = code_digest(spec)
+    others = []
+    for entry in allowed:
+        name, _, of_code = entry.partition("@")
+        if name != spec.run.name:
+            others.append(entry)
+        elif digest.startswith(of_code):
+            return
+    mine = f"{spec.run.name}@{digest[:DIGITS]}"
+    line = f"allow_functions = {_toml_list([*others, mine])}"
+    other_code = next((each for each in allowed if each not in others), None)
+    raise NotPermittedError(
+        f"run {spec.run.name!r} trains with code of its own, {in_words(spec)}, and this node's owner has "
+        + (f"allowed other code, {other_code}" if other_code is not None else "not allowed it"),
+        next_step=f"read that code, and if you trust it write '{line}' into node.toml, or start with "
+        f"--allow-function {mine}",
+    )
+
+
+DIGITS = 16
+"""Of a digest that a contributor allows: enough that nobody finds other code with the same ones in time."""
+
+_SHOWN_FILES = 12
+_MOST_FILES = 2000
+
+
+def code_of(spec: RunSpec) -> Mapping[str, str]:
+    """The run's own files with their digests."""
+    return {} if spec.description is None else spec.description.sources
+
+
+def code_digest(spec: RunSpec) -> str:
+    """Of all that running the run's functions depends on: their names, arguments and files."""
+    arguments = spec.model.arguments if isinstance(spec.model, FunctionModel) else {}
+    parts = [functions_of(spec), arguments, spec.data.arguments, dict(code_of(spec))]
+    return blake3.blake3(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def in_words(spec: RunSpec) -> str:
+    """What a node runs of the run's own code, file by file."""
+    files = [f"{name} {digest[:12]}" for name, digest in sorted(code_of(spec).items())]
+    if len(files) > _SHOWN_FILES:
+        files = [*files[:_SHOWN_FILES], f"and {len(files) - _SHOWN_FILES} more"]
+    return f"{' and '.join(functions_of(spec))} of {', '.join(files) or 'files that nobody knows'}"
 
 
 def sources_of(spec: RunSpec, code: Path | None) -> dict[str, str]:
-    """A digest for the file of each function, for the run's description. Raises NoInputError."""
-    return {function: digest_of(file_of(function, code)) for function in functions_of(spec)}
+    """A digest for each file of the run's code, for its description. Raises NoInputError."""
+    return {name: digest_of(path) for name, path in files_of(spec, code).items()}
+
+
+def files_of(spec: RunSpec, code: Path | None) -> dict[str, Path]:
+    """The run's code on this machine: each function's own folder, whole, by paths within it.
+
+    That is `code`, all of which a module in it can import, or the package that is installed. What else is
+    installed is the contributor's own choice. Raises NoInputError for a function that is not here, and
+    ConfigError for a folder with much more than a run's code.
+    """
+    found: dict[str, Path] = {}
+    for function in functions_of(spec):
+        file = file_of(function, code).absolute()
+        if code is not None and file.is_relative_to(code.absolute()):
+            root = top = code.absolute()
+        else:
+            names = function.partition(":")[0].split(".")
+            root = file.parents[len(names) - (file.stem != "__init__")]
+            top = root / names[0]
+        for path in _importable(top) if top.is_dir() else [file]:
+            found[path.relative_to(root).as_posix()] = path
+        if len(found) > _MOST_FILES:
+            raise ConfigError(
+                f"{top} has more than {_MOST_FILES} files that Python imports: all of them belong to the run",
+                next_step="name a folder that has the run's code alone",
+            )
+    return found
+
+
+def _importable(folder: Path) -> Iterator[Path]:
+    """What Python may import from a folder, but for what it has compiled itself; also by links."""
+    suffixes = tuple(all_suffixes())
+    seen = set()
+    for own, folders, files in os.walk(folder, followlinks=True):
+        real = os.path.realpath(own)
+        is_new = real not in seen  # links may lead in circles
+        seen.add(real)
+        folders[:] = sorted(
+            name
+            for name in folders
+            if is_new and not name.startswith(".") and name != "__pycache__"
+        )
+        if is_new:
+            yield from (Path(own, name) for name in sorted(files) if name.endswith(suffixes))
 
 
 def file_of(function: str, code: Path | None) -> Path:
@@ -86,7 +183,8 @@ def file_of(function: str, code: Path | None) -> Path:
         raise NoInputError(
             f"the run's function {function} is not on this machine: there is no module {module!r}"
             + (f" in {code} or installed" if code is not None else " installed"),
-            next_step='name the folder that has it in node.toml, as code = "/path/to/folder"',
+            next_step='name the folder that has it: in node.toml, as code = "/path/to/folder"; of '
+            "'atoll init' with --from",
         )
     return Path(spec.origin)
 

@@ -1,6 +1,7 @@
 """The commands about the model itself: export and sample. Heavy imports happen inside them."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -8,6 +9,9 @@ from node.cli import DIRECTORY
 from node.config import load_settings
 from protocol.credentials import find_home
 from protocol.errors import NoInputError, UsageError
+
+if TYPE_CHECKING:
+    from node.models.export import DType
 
 TOKENIZER = click.option(
     "--tokenizer",
@@ -17,14 +21,33 @@ TOKENIZER = click.option(
 )
 
 
+BASE = click.option(
+    "--base",
+    metavar="FOLDER",
+    help="The model that a run's adapters belong to.  [default: base of node.toml]",
+)
+
+
 @click.command()
 @click.argument("out", type=click.Path(path_type=Path))
 @DIRECTORY
 @TOKENIZER
+@BASE
+@click.option("--merged", is_flag=True, help="Add a run's adapters to their model.")
 @click.option(
-    "--merged", is_flag=True, help="Add a run's adapters to their model: base of node.toml."
+    "--dtype",
+    type=click.Choice(["fp32", "bf16", "fp16"]),
+    help="What weights are rounded to.  [default: as in the folder that the run began with; of a new "
+    "model and of adapters fp32]",
 )
-def export(out: Path, folder: Path | None, tokenizer: Path | None, merged: bool) -> None:
+def export(
+    out: Path,
+    folder: Path | None,
+    tokenizer: Path | None,
+    base: str | None,
+    merged: bool,
+    dtype: "DType | None",
+) -> None:
     """Write the model of this node's newest round to the folder OUT.
 
     OUT holds safetensors, a config.json that the transformers library loads, the tokenizer, and a
@@ -39,10 +62,10 @@ def export(out: Path, folder: Path | None, tokenizer: Path | None, merged: bool)
     start_logging(as_json=False)  # to standard error: a damaged snapshot is told there
     home = find_home(folder)
     model = newest_model(home)
-    from node.models.export import Origin, contributions_in, export_model
+    from node.models.export import Origin, contributions_in, export_model, usual_dtype
     from node.models.text import files_of_tokenizer
 
-    places = load_settings(home).data_places(home=home, folder=Path.cwd())
+    places = load_settings(home, base=base).data_places(home=home, folder=Path.cwd())
     if merged and model.spec.adapters is None:
         raise UsageError(
             f"--merged adds adapters to their model, and run {model.spec.run.name!r} trains all of it",
@@ -50,9 +73,10 @@ def export(out: Path, folder: Path | None, tokenizer: Path | None, merged: bool)
         )
     if merged and places.base is None:
         raise NoInputError(
-            "--merged adds adapters to their model, and node.toml does not say where it is",
-            next_step='write base = "FOLDER" into node.toml',
+            "--merged adds adapters to their model, and nothing says where it is",
+            next_step="name its folder with --base, or as base in node.toml",
         )
+    dtype = dtype or usual_dtype(model.spec, is_merged=merged)
     problem = export_model(
         spec=model.spec,
         parameters=model.parameters,
@@ -66,8 +90,14 @@ def export(out: Path, folder: Path | None, tokenizer: Path | None, merged: bool)
         out=out,
         tokenizer=files_of_tokenizer(model.spec, places, named=tokenizer),
         base=places.base if merged else None,
+        base_name="" if places.base is None else places.base.resolve().name,
+        dtype=dtype,
     )
-    click.echo(f"wrote the model at round {model.round} ({model.outer_digest.hex()[:12]}) to {out}")
+    rounded = "" if dtype == "fp32" else ", rounded (--dtype fp32 keeps all bits)"
+    click.echo(
+        f"wrote the model at round {model.round} ({model.outer_digest.hex()[:12]}) to {out} in "
+        f"{dtype}{rounded}"
+    )
     if problem:
         click.echo(f"transformers does not load it: {problem}")
 
@@ -75,6 +105,7 @@ def export(out: Path, folder: Path | None, tokenizer: Path | None, merged: bool)
 @click.command()
 @DIRECTORY
 @TOKENIZER
+@BASE
 @click.option("--prompt", default="def ", show_default=True, help="Text to go on from.")
 @click.option(
     "--tokens",
@@ -90,6 +121,7 @@ def export(out: Path, folder: Path | None, tokenizer: Path | None, merged: bool)
 def sample(
     folder: Path | None,
     tokenizer: Path | None,
+    base: str | None,
     prompt: str,
     num_tokens: int | None,
     num_bytes: int | None,
@@ -108,7 +140,7 @@ def sample(
     model = newest_model(home)
     from node.models.text import ByteText, text_of_run
 
-    places = load_settings(home).data_places(home=home, folder=Path.cwd())
+    places = load_settings(home, base=base).data_places(home=home, folder=Path.cwd())
     text = text_of_run(model.spec, places, named=tokenizer)
     are_bytes = isinstance(text, ByteText)
     if num_bytes is not None and (num_tokens is not None or not are_bytes):

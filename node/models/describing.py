@@ -1,17 +1,25 @@
 """What a run's model is, found out where it can be built, and written into the run's folder.
 
 `description.json` holds its tensors, and the digest of the weights that the run begins with where they
-are given; `first.safetensors` holds those that torch has drawn. `atoll init` has it made by a process of
-this side, for the coordinator imports no torch.
+are given; `first.safetensors` holds those that torch has drawn. `atoll init` has it made by one process of
+this side, which also says what of a run file follows from a model's folder and from data: the coordinator
+imports no torch.
 """
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError
 
+from node.island.auto_mesh import DeviceKind, need_of, node_bytes, wanted_bytes
+from node.island.functions import DIGITS, code_digest, functions_of
+from node.island.local_training import LocalTraining
+from node.island.mesh_shape import MeshShape
+from node.machine.hardware import Hardware, look_around
 from node.models.reading import (
     CONFIG,
     FIRST_WEIGHTS,
@@ -27,52 +35,159 @@ from protocol.console import count_in_words
 from protocol.errors import BadDataError, CannotCreateError, UsageError
 from protocol.files import refusal_to_write, write_atomically
 from protocol.layout import layout_of
-from protocol.models import DecoderModel, Description, TransformersModel
-from protocol.run_spec import DESCRIPTION_FILE, RunSpec, load_run_file
+from protocol.models import BYTES_VOCABULARY, DecoderModel, Description, TransformersModel
+from protocol.run_spec import DESCRIPTION_FILE, RunSpec, load_run_file, validated
 
 RUN_FILE = "run.toml"
 TOKENIZER = "tokenizer.json"
 LONGEST_CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len")
 """How configurations of transformers call the most positions of a sample."""
 
+MOST_SAMPLES = 1 << 12
+"""Of one step of one device: nobody wants more, however small the model is."""
 
-def facts_of(
-    source: Path | None, *, by: str, context: int | None, data: Sequence[str]
-) -> dict[str, Any]:
-    """What `atoll init` writes into a run file for a transformers folder and for data."""
-    facts: dict[str, Any] = {}
-    if source is not None:
-        spec, vocabulary = _model_of(source, by=by, context=context)
-        facts |= {
-            "model": spec.model.model_dump(mode="json", exclude_none=True),
-            "num_parameters": spec.num_parameters,
-            "num_layers": spec.num_layers,
-            "model_vocab_size": vocabulary,
-        }
-    if data:
-        facts |= _facts_of_data(data)
-        if source is not None and facts["data"]["source"] == "tokens":
-            _require_same_tokenizer(source, Path(data[0]))
-    return facts
+Tables = dict[str, dict[str, Any]]
 
 
-def _model_of(source: Path, *, by: str, context: int | None) -> tuple[RunSpec, int]:
-    """The folder's model as a run has it, and its vocabulary."""
-    if by == "decoder":
-        decoder = read_config(source, context=context)
-        return RunSpec(model=decoder), decoder.vocab_size
-    from node.island.models.describing import describe
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What `atoll init` was asked for that this side knows the meaning of."""
 
+    by: str | None = (
+        None  # who builds the model: "decoder", "transformers", "function"; None: nobody new
+    )
+    function: str | None = None
+    lora: int | None = None
+    context: int | None = None
+    data: Sequence[str] = ()
+    data_function: str | None = None
+    private: bool = False
+    tokenizer: str | None = None
+    batch: int | None = None
+
+
+def describe_asked(folder: Path, source: Path | None, asked: Asked) -> dict[str, Any]:
+    """Finds out all of a new run, writes its description into its folder, and says what was found.
+
+    What is cheap is looked at first: a mistake is told before weights are read.
+    """
+    tables: Tables = {}
+    model_vocab_size = None
+    if asked.by is not None:
+        tables["model"], model_vocab_size = _model_of(source, asked)
+    if asked.lora is not None:
+        tables["lora"] = {"rank": asked.lora}
+    tables["data"], vocab_size = _data_of(source, asked)
+    if source is not None and model_vocab_size is not None:
+        _require_fitting_tokens(source, tables["data"], model_vocab_size, vocab_size)
+    facts: dict[str, Any] = {**tables, "vocab_size": vocab_size}
+    facts.pop("lora", None)
+    if asked.by is None:
+        return facts
+    inner = {} if asked.batch is None else {"batch": asked.batch}
+    spec = validated({**tables, "inner": inner}, origin="the new run")
+    return facts | _facts_of(_describe(folder, spec, source), source)
+
+
+def describe_run(folder: Path, *, source: Path | None, is_forced: bool) -> dict[str, Any]:
+    """Describes the run of the run file in `folder`; says what was found.
+
+    Raises UsageError for a run that needs none, CannotCreateError when it is there already.
+    """
+    path = folder / DESCRIPTION_FILE
+    if path.exists() and not is_forced:
+        raise CannotCreateError(
+            f"{path} is there already",
+            next_step="add --force to make it anew; a run that has begun keeps what it has",
+        )
+    return _facts_of(_describe(folder, load_run_file(folder / RUN_FILE), source), source)
+
+
+def in_words(facts: Mapping[str, Any]) -> str:
+    """What `describe_run` found, for a person."""
+    count = count_in_words(facts["num_parameters"])
+    if not facts["first_digest"]:
+        return f"{count} parameters, drawn from the run's seed"
+    # The folder may have another name by the time that somebody reads this.
+    first = facts["first_weights"]
+    return (
+        f"{count} parameters, which begin with given weights ({facts['first_digest'][:12]}); one node has "
+        f"to be started with them: atoll node start --weights "
+        f"{f'DIR/{first}' if first == FIRST_WEIGHTS else first}"
+    )
+
+
+def _facts_of(spec: RunSpec, source: Path | None) -> dict[str, Any]:
+    assert spec.description is not None
+    given = spec.description.first_digest or ""
+    is_decoder = isinstance(spec.model, DecoderModel)
+    return {
+        "num_parameters": spec.num_parameters,
+        "num_frozen": spec.description.num_frozen,
+        "num_layers": spec.num_layers,
+        "first_digest": given,
+        "first_weights": "" if not given else str(source) if is_decoder else FIRST_WEIGHTS,
+        "code_digest": code_digest(spec)[:DIGITS] if functions_of(spec) else "",
+        "machine": _machine(spec, look_around("auto")),
+    }
+
+
+def _model_of(source: Path | None, asked: Asked) -> tuple[dict[str, Any], int | None]:
+    """[model] of the new run, and its vocabulary where it is one of tokens."""
+    if asked.by == "function":
+        model = {"source": "function", "function": asked.function, "context": asked.context or 1}
+        return model, None
+    assert source is not None
+    if asked.by == "decoder":
+        decoder = read_config(source, context=asked.context)
+        return decoder.model_dump(mode="json", exclude_none=True), decoder.vocab_size
     config = read_json(source / CONFIG)
     longest = [config[key] for key in LONGEST_CONTEXT if isinstance(config.get(key), int)]
-    if context is None and not longest:
+    if asked.context is None and not longest:
         raise UsageError(
             f"{source / CONFIG} does not say how long its samples may be",
             next_step="say it with --context",
         )
-    spec = RunSpec(model=TransformersModel(source="transformers", context=context or longest[0]))
-    description = describe(spec, source)
-    return spec.model_copy(update={"description": description}), int(config.get("vocab_size", 0))
+    model = {"source": "transformers", "context": asked.context or longest[0]}
+    return model, int(config.get("vocab_size", 0))
+
+
+def _data_of(source: Path | None, asked: Asked) -> tuple[dict[str, Any], int | None]:
+    """[data] of the new run, and how many different tokens there are where that is known."""
+    if asked.data_function is not None:
+        return {"source": "function", "function": asked.data_function}, None
+    if asked.private:
+        return _private_data(source, asked.tokenizer)
+    paths = list(asked.data)
+    if not paths:
+        return {}, None
+    if not any(Path(path).is_dir() for path in paths):
+        return {"source": "text", "paths": paths}, None
+    if len(paths) > 1:
+        raise UsageError(
+            f"--data names {len(paths)} paths, and a folder of tokens stands alone",
+            next_step="name one folder that 'atoll data prepare' wrote, or files and globs of text",
+        )
+    from node.island.data.manifest import read_manifest
+
+    manifest = read_manifest(Path(paths[0]))
+    if source is not None and asked.by != "function":
+        _require_same_tokenizer(source, Path(paths[0]))
+    table = {"source": "tokens", "paths": paths, "digest": manifest.digest().hex()}
+    return table, manifest.vocab_size
+
+
+def _private_data(source: Path | None, named: str | None) -> tuple[dict[str, Any], int | None]:
+    """Data that holders keep: tokens of the tokenizer that is named or the model's own, else bytes."""
+    if named is None and (source is None or not (source / TOKENIZER).is_file()):
+        return {"source": "text", "private": True}, None
+    from node.island.data.manifest import entry_of_file
+    from node.island.data.tokenizing import open_tokenizer, tokenizer_files, vocab_size_of
+
+    path = tokenizer_files(Path(named) if named is not None else source or Path())[TOKENIZER]
+    vocab_size = vocab_size_of(open_tokenizer(path))  # what is no tokenizer is refused here
+    table = {"source": "tokens", "private": True, "tokenizer": entry_of_file(path).digest}
+    return table, vocab_size
 
 
 def _require_same_tokenizer(source: Path, tokens: Path) -> None:
@@ -85,50 +200,64 @@ def _require_same_tokenizer(source: Path, tokens: Path) -> None:
         )
 
 
-def _facts_of_data(paths: Sequence[str]) -> dict[str, Any]:
-    """Tokens by their manifest, or text as it stands."""
-    if not any(Path(path).is_dir() for path in paths):
-        return {"data": {"source": "text", "paths": list(paths)}}
-    if len(paths) > 1:
+def _require_fitting_tokens(
+    source: Path, data: Mapping[str, Any], model_vocab_size: int, vocab_size: int | None
+) -> None:
+    """Raises UsageError for a model of tokens that would be trained on bytes, or on more than it has."""
+    if data.get("source") != "tokens" and model_vocab_size != BYTES_VOCABULARY:
+        if data.get("private"):
+            raise UsageError(
+                f"the model in {source} is one of tokens, and there is no {TOKENIZER}",
+                next_step="name the one that data holders are to use with --tokenizer FILE",
+            )
         raise UsageError(
-            f"--data names {len(paths)} paths, and a folder of tokens stands alone",
-            next_step="name one folder that 'atoll data prepare' wrote, or files and globs of text",
+            f"the model in {source} is one of tokens, and no --data names any",
+            next_step=f"make them once: atoll data prepare TEXT… --tokenizer {source} --out tokens; "
+            "then add --data tokens",
         )
-    from node.island.data.manifest import read_manifest
-
-    manifest = read_manifest(Path(paths[0]))
-    table = {"source": "tokens", "paths": list(paths), "digest": manifest.digest().hex()}
-    return {"data": table, "vocab_size": manifest.vocab_size}
-
-
-def describe_run(folder: Path, *, source: Path | None, is_forced: bool) -> str:
-    """Writes the description of the run in `folder`; says what it wrote.
-
-    Raises UsageError for a run that needs none, CannotCreateError when it is there already.
-    """
-    path = folder / DESCRIPTION_FILE
-    if path.exists() and not is_forced:
-        raise CannotCreateError(
-            f"{path} is there already",
-            next_step="add --force to make it anew; a run that has begun keeps what it has",
+    if (vocab_size or 0) > model_vocab_size:
+        raise UsageError(
+            f"the data have {vocab_size} different tokens, and the model in {source} "
+            f"{model_vocab_size}",
+            next_step=f"make the tokens with its own tokenizer: atoll data prepare … --tokenizer {source}",
         )
-    spec = load_run_file(folder / RUN_FILE)
+
+
+def _machine(spec: RunSpec, hardware: Hardware) -> dict[str, Any]:
+    """What trains here, and how many samples of the run go through it at once."""
+    gpus = hardware.gpus
+    if gpus is None:  # of a maker whom only torch can ask
+        return {"name": "a GPU", "most_samples": None}
+    if gpus:
+        fits = _most_samples(spec, gpus[0].free_bytes, "cuda")
+        return {"name": gpus[0].name, "most_samples": fits}
+    cores = len(os.sched_getaffinity(0))
+    fits = _most_samples(spec, hardware.memory_bytes - node_bytes(spec), "cpu")
+    return {"name": f"{cores} CPU cores", "num_cores": cores, "most_samples": fits}
+
+
+def _most_samples(spec: RunSpec, num_bytes: int, kind: DeviceKind) -> int:
+    """The most samples, a power of two, that one device trains at once; 0 where it cannot hold one."""
+    local = LocalTraining(precision="bf16" if kind == "cuda" else "fp32")
+    fitting = 0
+    samples = 1
+    while samples <= MOST_SAMPLES:
+        inner = spec.inner.model_copy(update={"batch": samples})
+        need = need_of(MeshShape(), spec.model_copy(update={"inner": inner}), local)
+        if wanted_bytes(need, kind) > num_bytes:
+            break
+        fitting, samples = samples, 2 * samples
+    return fitting
+
+
+def _describe(folder: Path, spec: RunSpec, source: Path | None) -> RunSpec:
+    """The run with its description, which is written; so are first weights that torch has made."""
     description = _described(spec, folder, source)
-    write_atomically(path, description.to_json())
-    count = count_in_words(spec.model_copy(update={"description": description}).num_parameters)
-    if description.first_digest is None:
-        return f"{count} parameters, drawn from the run's seed"
-    # The folder may have another name by the time that somebody reads this.
-    is_decoder = isinstance(spec.model, DecoderModel)
-    place = str(source) if is_decoder else f"DIR/{FIRST_WEIGHTS}"
-    return (
-        f"{count} parameters, which begin with given weights ({description.first_digest[:12]}); one node has "
-        f"to be started with them: atoll node start --weights {place}"
-    )
+    write_atomically(folder / DESCRIPTION_FILE, description.to_json())
+    return spec.model_copy(update={"description": description})
 
 
 def _described(spec: RunSpec, folder: Path, source: Path | None) -> Description:
-    """The description; first weights that torch has read or drawn are written into the run's folder."""
     if isinstance(spec.model, DecoderModel):
         if source is None:
             raise UsageError(
@@ -146,12 +275,11 @@ def _described(spec: RunSpec, folder: Path, source: Path | None) -> Description:
             'a run with [model] source = "transformers" is made from the folder of a model',
             next_step="name it with --from; one without weights begins with random ones",
         )
-    own = Path.cwd() if source is None else source
-    description = describe(spec, own)
+    description = describe(spec, source)
     described = spec.model_copy(update={"description": description})
     is_whole = isinstance(spec.model, TransformersModel) and spec.adapters is None
-    is_given = is_whole and any(own.glob("*.safetensors"))
-    weights = first_vector(described, own if is_given else None)
+    is_given = is_whole and source is not None and any(source.glob("*.safetensors"))
+    weights = first_vector(described, source if is_given else None)
     _write_weights(folder / FIRST_WEIGHTS, described, weights)
     return description.model_copy(update={"first_digest": digest_of_first(weights).hex()})
 

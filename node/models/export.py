@@ -12,12 +12,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import ValidationError
 from safetensors import SafetensorError
-from safetensors.numpy import save_file
 
 from node.config import HISTORY_FILE
 from node.exchange.codecs.registry import codec_named
@@ -45,7 +44,10 @@ CARD = "README.md"
 SHARD_BYTES = 5_000_000_000
 """Most that one file of weights holds, unless one tensor is larger: what model hubs take well."""
 
-_VALUE_BYTES = 4
+DType = Literal["fp32", "bf16", "fp16"]
+
+_TORCH_NAMES: Mapping[DType, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_VALUE_BYTES: Mapping[DType, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 _OWN_TYPE = "atoll-decoder"  # transformers does not know it, and says so by this name
 _ALL = 1 << 62
 
@@ -133,15 +135,19 @@ def export_model(
     out: Path,
     tokenizer: Mapping[str, Path] | None = None,
     base: Path | None = None,
+    base_name: str = "",
+    dtype: DType | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> str:
-    """Writes weights (fp32), config.json, the tokenizer, atoll.json and a model card.
+    """Writes weights, config.json, the tokenizer, atoll.json and a model card.
 
     `tokenizer` are its files by the names that they get. Models with source = "transformers" are written
-    by transformers itself; adapters alone, as peft loads them, or added to the model in `base`. Returns
-    why transformers does not load the result; empty where it does. Raises CannotCreateError when `out`
-    exists and is not an empty folder, or cannot be written.
+    by transformers itself; adapters alone, as peft loads them, or added to the model in `base`, which
+    people know by `base_name`. Without a `dtype` it is what `usual_dtype` says. Returns why transformers
+    does not load the result; empty where it does. Raises CannotCreateError when `out` exists and is not an
+    empty folder, or cannot be written, and UsageError for values that `dtype` cannot hold.
     """
+    dtype = dtype or usual_dtype(spec, is_merged=base is not None)
     layout = layout_of(spec)
     if len(parameters) != layout.num_elements:
         raise ValueError(f"{len(parameters)} values do not fill a layout of {layout.num_elements}")
@@ -157,10 +163,12 @@ def export_model(
             # What it calls weights in memory and on disk may differ, and only it knows how.
             from node.island.models.describing import export_state
 
-            export_state(spec, parameters, beside, base=base)
+            own = _TORCH_NAMES[dtype]
+            export_state(spec, parameters, beside, base=base, base_name=base_name, dtype=own)
         else:
-            _write_weights(beside, layout, parameters, shard_bytes)
-        problem = _write_settings(beside, spec, origin, tokenizer or {})
+            _write_weights(beside, layout, parameters, dtype, shard_bytes)
+        form = _Form(dtype=dtype, is_merged=base is not None, base_name=base_name)
+        problem = _write_settings(beside, spec, origin, tokenizer or {}, form)
         _make_durable(beside)
         beside.chmod(0o755)
         beside.rename(out)
@@ -169,6 +177,27 @@ def export_model(
     finally:
         shutil.rmtree(beside, ignore_errors=True)  # gone already when all went well
     return problem
+
+
+def usual_dtype(spec: RunSpec, *, is_merged: bool = False) -> DType:
+    """That of the folder that the run began with, as those who load it expect; of all else fp32.
+
+    Adapters are kept in fp32, as peft keeps them, and merged into a model they have its type.
+    """
+    if spec.description is None or (spec.adapters is not None and not is_merged):
+        return "fp32"
+    config = spec.description.config
+    said = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
+    return next((dtype for dtype, name in _TORCH_NAMES.items() if name == said), "fp32")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Form:
+    """In which form a model is written."""
+
+    dtype: DType
+    is_merged: bool
+    base_name: str
 
 
 def load_exported(folder: Path) -> tuple[DecoderModel, Vector]:
@@ -193,7 +222,7 @@ def load_exported(folder: Path) -> tuple[DecoderModel, Vector]:
 
 
 def _write_settings(
-    folder: Path, spec: RunSpec, origin: Origin, tokenizer: Mapping[str, Path]
+    folder: Path, spec: RunSpec, origin: Origin, tokenizer: Mapping[str, Path], form: _Form
 ) -> str:
     """All but the weights; returns why transformers does not load it."""
     described = spec.description or Description()
@@ -202,17 +231,17 @@ def _write_settings(
         shutil.copyfile(path, folder / name)
     if not isinstance(spec.model, TransformersModel):  # it has written its own
         config, problem = _config_of(spec, described)
+        if not problem:
+            config["torch_dtype"] = _TORCH_NAMES[form.dtype]
         _write_json(folder / CONFIG, config)
     if described.generation_config:
         _write_json(folder / GENERATION_CONFIG, described.generation_config)
     model = spec.model.model_dump(mode="json", exclude_none=True)
-    _write_json(folder / ABOUT, {**origin.facts(), "model": model})
-    card = card_of(
-        spec,
-        origin,
-        has_tokenizer=bool(tokenizer),
-        problem=problem,
-    )
+    about = {**origin.facts(), "dtype": form.dtype, "model": model}
+    if spec.adapters is not None:
+        about["lora"] = spec.adapters.model_dump(mode="json") | {"is_merged": form.is_merged}
+    _write_json(folder / ABOUT, about)
+    card = card_of(spec, origin, form, has_tokenizer=bool(tokenizer), problem=problem)
     (folder / CARD).write_text(card, encoding="utf-8")
     return problem
 
@@ -228,33 +257,42 @@ def _config_of(spec: RunSpec, described: Description) -> tuple[dict[str, Any], s
     return {"model_type": _OWN_TYPE, **sizes}, why_none(spec.model)
 
 
-def _write_weights(folder: Path, layout: Layout, parameters: Vector, shard_bytes: int) -> None:
-    shards = list(_shards_of(layout, shard_bytes))
+def _write_weights(
+    folder: Path, layout: Layout, parameters: Vector, dtype: DType, shard_bytes: int
+) -> None:
+    from safetensors.torch import save_file
+
+    from node.island.models.describing import narrowed, only_read
+
+    value_bytes = _VALUE_BYTES[dtype]
+    shards = list(_shards_of(layout, value_bytes, shard_bytes))
     weight_map: dict[str, str] = {}
     for number, places in enumerate(shards, 1):
         name = WEIGHTS
         if len(shards) > 1:
             name = f"model-{number:05}-of-{len(shards):05}.safetensors"
         tensors = {
-            place.name: parameters[place.offset : place.offset + place.num_elements].reshape(
-                place.shape
-            )
+            place.name: narrowed(
+                place.name,
+                only_read(parameters[place.offset : place.offset + place.num_elements]),
+                _TORCH_NAMES[dtype],
+            ).reshape(place.shape)
             for place in places
         }
         # "format" is what transformers asks for before it reads a file.
         save_file(tensors, folder / name, metadata={"format": "pt"})
         weight_map |= {place.name: name for place in places}
     if len(shards) > 1:
-        total = {"total_size": _VALUE_BYTES * layout.num_elements}
+        total = {"total_size": value_bytes * layout.num_elements}
         _write_json(folder / INDEX, {"metadata": total, "weight_map": weight_map})
 
 
-def _shards_of(layout: Layout, shard_bytes: int) -> Iterator[list[TensorPlace]]:
+def _shards_of(layout: Layout, value_bytes: int, shard_bytes: int) -> Iterator[list[TensorPlace]]:
     """Tensors that go into a file together, in the order of the model."""
     shard: list[TensorPlace] = []
     num_bytes = 0
     for place in layout.places:
-        more = _VALUE_BYTES * place.num_elements
+        more = value_bytes * place.num_elements
         if shard and num_bytes + more > shard_bytes:
             yield shard
             shard, num_bytes = [], 0
@@ -281,14 +319,20 @@ def _cannot_write(out: Path, error: Exception) -> CannotCreateError:
     )
 
 
-def card_of(spec: RunSpec, origin: Origin, *, has_tokenizer: bool, problem: str) -> str:
+def card_of(
+    spec: RunSpec, origin: Origin, form: _Form, *, has_tokenizer: bool, problem: str
+) -> str:
     """README.md: front matter as model hubs read it, the facts, and how to load the model."""
+    is_adapter = spec.adapters is not None and not form.is_merged
+    library = "peft" if is_adapter else "transformers"
     return "\n".join(
         [
             "---",
-            *([] if problem else ["library_name: transformers", "pipeline_tag: text-generation"]),
+            *([] if problem else [f"library_name: {library}", "pipeline_tag: text-generation"]),
+            *([f"base_model: {form.base_name}"] if spec.adapters and form.base_name else []),
             "tags:",
             "- atoll",
+            *(["- lora"] if is_adapter else []),
             "---",
             "",
             f"# {origin.run}, round {origin.round}",
@@ -297,16 +341,20 @@ def card_of(spec: RunSpec, origin: Origin, *, has_tokenizer: bool, problem: str)
             "",
             "| | |",
             "|---|---|",
-            *(f"| {name} | {value} |" for name, value in _rows(spec, origin)),
+            *(f"| {name} | {value} |" for name, value in _rows(spec, origin, form)),
             "",
-            _way_to_load(spec, has_tokenizer, problem),
+            _way_to_load(spec, form, has_tokenizer, problem),
         ]
     )
 
 
-def _rows(spec: RunSpec, origin: Origin) -> list[tuple[str, str]]:
+def _rows(spec: RunSpec, origin: Origin, form: _Form) -> list[tuple[str, str]]:
+    count = f"{spec.num_parameters:,} ({count_in_words(spec.num_parameters)})"
+    if spec.adapters is not None:
+        count += " trained"
     rows = [
-        ("parameters", f"{spec.num_parameters:,} ({count_in_words(spec.num_parameters)}), float32"),
+        ("parameters", f"{count}, {_TORCH_NAMES[form.dtype]}"),
+        *_rows_of_adapters(spec, form),
         ("context", f"{spec.model.context} tokens a sample"),
         ("run", f"`{origin.run}`, digest `{origin.run_digest.hex()}`"),
         ("round", f"{origin.round} of {spec.run.rounds}"),
@@ -328,7 +376,33 @@ def _rows(spec: RunSpec, origin: Origin) -> list[tuple[str, str]]:
     ]
 
 
-def _way_to_load(spec: RunSpec, has_tokenizer: bool, problem: str) -> str:
+def _rows_of_adapters(spec: RunSpec, form: _Form) -> list[tuple[str, str]]:
+    """What was adapted, and how."""
+    if spec.adapters is None or spec.description is None:
+        return []
+    kinds = spec.description.config.get("architectures") or ["model"]
+    frozen = spec.description.num_frozen
+    name = f"`{form.base_name}`, a" if form.base_name else "a"
+    base = f"{name} {kinds[0]} of {frozen:,} ({count_in_words(frozen)}) parameters"
+    found = {tensor.name.partition(".lora_")[0].rpartition(".")[2] for tensor in spec.tensors}
+    return [
+        ("base model", f"{base}, digest `{spec.description.frozen_digest}`"),
+        ("adapters", "added to the base model" if form.is_merged else "alone, beside it"),
+        ("rank, alpha", f"{spec.adapters.rank}, {spec.adapters.alpha:g}"),
+        ("targets", ", ".join(sorted(found))),
+    ]
+
+
+def _way_to_load(spec: RunSpec, form: _Form, has_tokenizer: bool, problem: str) -> str:
+    if spec.adapters is not None and not form.is_merged:
+        return (
+            "```python\n"
+            "from peft import PeftModel\n"
+            "from transformers import AutoModelForCausalLM\n\n"
+            f'base = AutoModelForCausalLM.from_pretrained("{form.base_name or "BASE"}")\n'
+            'model = PeftModel.from_pretrained(base, ".")\n'
+            "```\n"
+        )
     if problem:
         return (
             f"transformers has no model like it: {problem}. Weights are in the safetensors format, by "

@@ -244,7 +244,7 @@ def config_of(model: DecoderModel, described: Config) -> dict[str, Any] | None:
         "rope_scaling": rope if model.rope_scaling else None,
         "rope_parameters": {"rope_theta": model.rope_theta, **rope},
         "tie_word_embeddings": model.tie_embeddings,
-        "torch_dtype": "float32",
+        "torch_dtype": "float32",  # what an export may change
         "vocab_size": model.vocab_size,
     }
     usual = {

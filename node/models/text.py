@@ -4,12 +4,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from node.island.data.fetching import is_url
-from node.island.data.manifest import MANIFEST_FILE, TOKENIZER_FILE, Manifest, read_manifest
+from node.island.data.fetching import FetchedFiles, Origin, PieceCache, is_url, origin_of
+from node.island.data.manifest import (
+    MANIFEST_FILE,
+    TOKENIZER_FILE,
+    Manifest,
+    entry_of_file,
+    read_manifest,
+)
+from node.island.data.opening import manifest_of_run
 from node.island.data.places import DataPlaces
-from node.island.data.tokenizing import open_tokenizer, tokenizer_files
+from node.island.data.tokenizing import COPIED_FILES, open_tokenizer, tokenizer_files
 from protocol.errors import NoInputError
-from protocol.files import expanded
+from protocol.files import expanded, make_folder, write_atomically
 from protocol.models import BYTES_VOCABULARY
 from protocol.run_spec import RunSpec
 
@@ -68,44 +75,82 @@ def files_of_tokenizer(
 ) -> Mapping[str, Path]:
     """What is kept of the run's tokenizer, by its name; none where tokens are bytes.
 
-    `named` comes before the folder of the run's tokens. Raises NoInputError where it is not on this
-    machine.
+    `named` comes before the folder of the run's tokens, and where that has an address the files are
+    fetched and checked. Raises NoInputError where it cannot be had, UnavailableError for an address that
+    does not answer.
     """
     if named is not None:
         return tokenizer_files(named)
-    if spec.data.source != "tokens":
-        return {}
-    folder, manifest = _tokens_of(spec, places)
-    if manifest.tokenizer == "unknown":
-        raise NoInputError(
-            f"{folder} does not say which tokenizer its tokens are of", next_step=_NAME_IT
-        )
-    return {} if manifest.tokenizer == "bytes" else tokenizer_files(folder)
+    return {} if spec.data.source != "tokens" else _tokenizer_of_run(spec, places)[1]
 
 
 def text_of_run(spec: RunSpec, places: DataPlaces, *, named: Path | None = None) -> Text:
-    """How text goes to the run's model and comes back. Raises NoInputError or BadDataError."""
-    files = files_of_tokenizer(spec, places, named=named)
+    """How text goes to the run's model and comes back. Raises as `files_of_tokenizer`, or BadDataError."""
+    ends = _ends_of(spec)
+    if named is not None:
+        return TokenizedText(tokenizer_files(named)[TOKENIZER_FILE], ends=ends)
+    if spec.data.source != "tokens":
+        return ByteText()
+    manifest, files = _tokenizer_of_run(spec, places)
     if not files:
         return ByteText()
-    ends = _ends_of(spec)
-    if not ends and named is None:
-        end = _tokens_of(spec, places)[1].end_of_document
-        ends = frozenset() if end is None else frozenset({end})
+    if not ends and manifest.end_of_document is not None:
+        ends = frozenset({manifest.end_of_document})
     return TokenizedText(files[TOKENIZER_FILE], ends=ends)
 
 
-def _tokens_of(spec: RunSpec, places: DataPlaces) -> tuple[Path, Manifest]:
-    """The folder of the run's tokens on this machine: this node's own, or as the run file says."""
-    named = [path for path in (places.own, *spec.data.paths) if path and not is_url(path)]
-    folders = [places.folder / expanded(path) for path in named]
-    there = next((folder for folder in folders if (folder / MANIFEST_FILE).exists()), None)
-    if there is None:
+def _tokenizer_of_run(spec: RunSpec, places: DataPlaces) -> tuple[Manifest, Mapping[str, Path]]:
+    """The manifest of the run's tokens and the files of their tokenizer; none where they are bytes.
+
+    From this node's own place of the tokens or the run file's, the folders first.
+    """
+    named = [path for path in (places.own, *spec.data.paths) if path]
+    origins = [origin_of(path) for path in named if is_url(path)]
+    folders = [places.folder / expanded(path) for path in named if not is_url(path)]
+    for folder in folders:
+        if not (folder / MANIFEST_FILE).exists():
+            continue
+        manifest = read_manifest(folder)
+        if not _has_tokenizer(manifest, str(folder)):
+            return manifest, {}
+        if (folder / TOKENIZER_FILE).is_file() or not origins:
+            return manifest, tokenizer_files(folder)
+    if not origins or places.cache is None:
         where = f"there are no tokens in {folders[0]}" if folders else "it has no folder of tokens"
         raise NoInputError(
             f"the run's tokenizer is not on this machine: {where}", next_step=_NAME_IT
         )
-    return there, read_manifest(there)
+    manifest = manifest_of_run(spec, [], origins, places.cache)
+    if not _has_tokenizer(manifest, origins[0].name):
+        return manifest, {}
+    return manifest, _fetched(manifest, origins, places.cache, places.cache_bytes)
+
+
+def _has_tokenizer(manifest: Manifest, place: str) -> bool:
+    if manifest.tokenizer == "unknown":
+        raise NoInputError(
+            f"{place} does not say which tokenizer its tokens are of", next_step=_NAME_IT
+        )
+    return manifest.tokenizer != "bytes"
+
+
+def _fetched(
+    manifest: Manifest, origins: Sequence[Origin], cache: Path, cache_bytes: int
+) -> Mapping[str, Path]:
+    """The tokenizer's files in a folder of the cache, those that are not there yet fetched and checked."""
+    folder = cache / f"tokenizer-{str(manifest.tokenizer_digest)[:16]}"
+    make_folder(folder)
+    pieces = PieceCache(cache, limit_bytes=cache_bytes)
+    far = FetchedFiles(origins, manifest.files, manifest.piece_bytes, pieces)
+    found = {}
+    for name in COPIED_FILES:
+        entry = manifest.files.get(name)
+        if entry is None or not entry.bytes:
+            continue
+        found[name] = folder / name
+        if not found[name].is_file() or entry_of_file(found[name]) != entry:
+            write_atomically(found[name], far.read(name, 0, entry.bytes).tobytes())
+    return found
 
 
 def _ends_of(spec: RunSpec) -> frozenset[int]:

@@ -14,6 +14,7 @@ PATIENCE_SECONDS = 900
 """It takes a tenth of that on two cores with nothing else to do."""
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(PATIENCE_SECONDS + 60)
 def test_a_short_chaos_run_breaks_nothing(tmp_path: Path) -> None:
     out = tmp_path / "chaos"

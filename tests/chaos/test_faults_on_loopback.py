@@ -72,6 +72,17 @@ def killed(scene: Scene, victim: Member, *, round: int, phase: str) -> None:
     scene.faults.kill(victim).when(round=round, phase=phase).then_restart(after_seconds=SOON)
 
 
+def test_nothing_is_lost_when_each_sort_of_process_dies_once(folder: Path) -> None:
+    with scene_of(folder, rounds=7) as scene:
+        killed(scene, scene.a, round=2, phase="reducing")
+        killed(scene, scene.coordinator, round=3, phase="exchanging")
+        scene.faults.kill_rank(scene.b).when(round=4, phase="training")
+        helper = scene.faults.kill_p2pd(scene.c).when(round=5, phase="training")
+        helper.then_restart(after_seconds=SOON)
+        scene.runs_to_its_end()
+
+
+@pytest.mark.nightly
 @pytest.mark.timeout(2 * PATIENCE_SECONDS)
 def test_whoever_dies_in_whatever_phase_nothing_is_lost(folder: Path) -> None:
     """One swarm for all of it: most of what a fault costs is a node's start."""

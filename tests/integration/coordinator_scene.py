@@ -29,13 +29,14 @@ NUM_ELEMENTS = 1024
 FLAT = Description(tensors=(TensorShape(name="w", shape=(NUM_ELEMENTS,)),))
 
 
-def described(folder: Path) -> None:
+def described(folder: Path, text: str = RUN) -> str:
     """Gives the run a model of one tensor."""
     (folder / DESCRIPTION_FILE).write_bytes(FLAT.to_json())
+    return text
 
 
 def new_home(folder: Path) -> Home:
-    return create_home(folder, config=LOCAL, text=RUN, finish=described)
+    return create_home(folder, config=LOCAL, text=described)
 
 
 @asynccontextmanager

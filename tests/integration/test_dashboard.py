@@ -38,7 +38,9 @@ Labels = frozenset[tuple[str, str]]
 
 def home_with_pages(folder: Path, address: str = "127.0.0.1:0", text: str = PATIENT) -> Home:
     return create_home(
-        folder, config=LOCAL.with_changes(dashboard=address), text=text, finish=described
+        folder,
+        config=LOCAL.with_changes(dashboard=address),
+        text=lambda building: described(building, text),
     )
 
 

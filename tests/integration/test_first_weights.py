@@ -1,11 +1,12 @@
 """Runs that begin with given weights: one node has them, the others fetch them from it."""
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from typed_commands import Swarm, atoll, done
+from typed_commands import Running, Swarm, atoll, done
 
 from node.models.reading import FIRST_WEIGHTS, digest_of_first, write_first
 from node.newest import newest_model
@@ -67,3 +68,44 @@ def test_other_weights_than_the_runs_are_refused_with_both_digests(
     wrong.write_bytes((swarm.home / FIRST_WEIGHTS).read_bytes()[:-9])
     swarm.start_node("node", "--weights", str(wrong)).ends_with(65, "wrong.safetensors")
     swarm.start_node("node", "--weights", "nowhere").ends_with(66, "nowhere is not there")
+
+
+@pytest.fixture
+def waiting(tmp_path: Path) -> Iterator[Swarm]:
+    """A run whose first round never opens: it waits for three nodes."""
+    text = tiny_text(run={"name": "given", "rounds": 2, "min_nodes": 3})
+    swarm = Swarm(tmp_path / "swarm", text, complete=give_weights)
+    yield swarm
+    swarm.end()
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_first_weights_are_kept_by_the_node_that_was_given_them_and_by_one_that_fetched_them(
+    waiting: Swarm, is_killed: bool
+) -> None:
+    """Restarted before the first round, neither needs another node, or the file."""
+
+    def end(node: Running) -> None:
+        if is_killed:
+            node.process.kill()
+            node.process.wait()
+        else:
+            node.stop(signal.SIGTERM)
+
+    invite = waiting.invite("--uses", "2")
+    for name in ("given", "fetching"):
+        waiting.join(name, invite)
+    given = waiting.start_node("given", "--weights", str(waiting.home / FIRST_WEIGHTS))
+    waiting.does("waiting", "given")
+    end(given)
+    given = waiting.start_node("given")
+    given.says("resuming from disk")
+    fetching = waiting.start_node("fetching")
+    fetching.says("applied")
+    waiting.does("waiting", "given", "fetching")
+    end(given)
+    end(fetching)
+    fetching = waiting.start_node("fetching")
+    fetching.says("resuming from disk")
+    waiting.does("waiting", "fetching")
+    fetching.stop(signal.SIGTERM)

@@ -67,6 +67,7 @@ def assert_all_agree(swarm: Swarm) -> None:
         assert node.heartbeat.outer_digest == run.outer_digest
 
 
+@pytest.mark.nightly
 def test_who_stood_still_counts_again_and_a_coordinator_that_did_gives_up_nobody(
     swarm: Swarm,
 ) -> None:

@@ -80,8 +80,11 @@ def test_a_folder_is_trained_by_two_nodes_and_loads_again_as_the_same_kind_of_mo
     first, *_, last = [measured["loss"] for measured in told["held_out_losses"]]
     assert last < first - 0.3
     assert " bits a byte" in done(atoll("status", "--dir", swarm.home))
-    out = swarm.folder / "out"
-    done(atoll("export", out, "--dir", homes[0]))
+    out, as_it_came = swarm.folder / "out", swarm.folder / "as-it-came"
+    assert " in bf16, rounded" in done(atoll("export", as_it_came, "--dir", homes[0]))
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(as_it_came)
+    assert loaded.dtype == torch.bfloat16, "as the folder that the run began with"
+    done(atoll("export", out, "--dir", homes[0], "--dtype", "fp32"))
     written = done(atoll("sample", "--dir", homes[0], "--prompt", "word1x1", "--tokens", "5"))
     refused(
         atoll("sample", "--dir", homes[0], "--bytes", "5"),

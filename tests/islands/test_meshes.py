@@ -200,8 +200,9 @@ def test_what_a_machine_chooses_changes_nothing_on_meshes_that_allow_it(
 @pytest.mark.parametrize(
     ("shape", "backend"),
     [
-        (MeshShape(replicate=2), "inductor"),
         # Code is made of what was traced, whatever the mesh, so running the trace will do.
+        pytest.param(MeshShape(replicate=2), "inductor", marks=pytest.mark.nightly),
+        (MeshShape(replicate=2), "aot_eager"),
         (MeshShape(shard=2), "aot_eager"),
         (MeshShape(context=2), "aot_eager"),
         (MeshShape(pipeline=2, schedule="interleaved-1f1b"), "aot_eager"),

@@ -1,5 +1,6 @@
 """Adapters of a model that is left as it is: what is trained, how the rest is proved, and what comes out."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -116,8 +117,22 @@ def test_an_export_of_adapters_or_merged_is_a_whole_folder_that_loads(tmp_path: 
         run="my-run", run_digest=spec.digest(), round=1, outer_digest=Digest(b"\2" * 32)
     )
     adapter, merged = tmp_path / "adapter", tmp_path / "merged"
-    export_model(spec=spec, parameters=trained, origin=origin, out=adapter)
+    export_model(spec=spec, parameters=trained, origin=origin, out=adapter, base_name="base")
     export_model(spec=spec, parameters=trained, origin=origin, out=merged, base=base)
+    assert spec.description is not None
+    frozen = f"of {spec.description.num_frozen:,} ("
+    for out, name, how in ((adapter, "`base`, ", "alone, beside it"), (merged, "", "added to the")):
+        card = (out / "README.md").read_text()
+        assert f"| base model | {name}a GPT2LMHeadModel {frozen}" in card
+        assert str(spec.description.frozen_digest) in card
+        assert f"| adapters | {how}" in card
+        assert "| rank, alpha | 4, 8 |" in card
+        assert "| targets | c_attn, c_fc, c_proj |" in card
+    card = (adapter / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: peft\n") and "\nbase_model: base\n" in card
+    assert "PeftModel.from_pretrained(base" in card
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "base"
     assert not (adapter / "config.json").exists()  # it would be taken for a whole model
     for out in (adapter, merged):
         assert (out / "README.md").is_file() and (out / "atoll.json").is_file()
@@ -154,7 +169,7 @@ def test_another_base_than_the_runs_is_refused_by_its_digest(tmp_path: Path) -> 
     other = base_in(tmp_path / "other", "gpt2", seed=1)
     with pytest.raises(BadDataError, match="what this run leaves as it is differs here"):
         trainer.take_base(other)
-    with pytest.raises(NoInputError, match=r"node\.toml does not say where") as caught:
+    with pytest.raises(NoInputError, match="nothing says where it is") as caught:
         trainer.take_base(None)
     assert 'base = "FOLDER"' in caught.value.next_step
 

@@ -1,17 +1,20 @@
 """An exported model is whole or absent, and reads back to the bit."""
 
 import json
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
 
 from node.island.first_weights import initial_parameters
-from node.models.export import Origin, contributions_of, export_model, load_exported
-from protocol.errors import BadDataError, CannotCreateError, NoInputError
+from node.models.export import DType, Origin, contributions_of, export_model, load_exported
+from node.models.reading import tensors_in
+from protocol.errors import BadDataError, CannotCreateError, NoInputError, UsageError
 from protocol.layout import layout_of
 from protocol.models import DecoderModel, Description
 from protocol.rounds import (
@@ -121,6 +124,53 @@ def test_transformers_loads_an_export_unchanged(tmp_path: Path) -> None:
     for place in layout_of(run_of(SPEC)).places:
         ours = WEIGHTS[place.offset : place.offset + place.num_elements].reshape(place.shape)
         assert np.array_equal(state[place.name].numpy(), ours)
+
+
+@pytest.mark.parametrize(
+    ("said", "asked", "written"),
+    [
+        ({"torch_dtype": "bfloat16"}, None, "bf16"),
+        ({"dtype": "float16"}, None, "fp16"),
+        ({"dtype": "bfloat16"}, "fp32", "fp32"),
+        ({}, None, "fp32"),
+        ({}, "bf16", "bf16"),
+    ],
+)
+def test_weights_have_the_type_of_the_model_that_the_run_began_with_or_the_one_asked_for(
+    said: dict[str, str], asked: DType | None, written: DType, tmp_path: Path
+) -> None:
+    import transformers  # takes seconds
+
+    spec = run_of(SPEC).model_copy(
+        update={"description": Description(config={"model_type": "llama", **said})}
+    )
+    out = tmp_path / "out"
+    frozen = WEIGHTS.copy()
+    frozen.setflags(write=False)  # as a snapshot gives them
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        export_model(spec=spec, parameters=frozen, origin=ORIGIN, out=out, dtype=asked)
+    kinds = {tensor.kind for tensor in tensors_in(out / "model.safetensors").values()}
+    assert kinds == {{"fp32": "F32", "bf16": "BF16", "fp16": "F16"}[written]}
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(out)
+    expected = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[written]
+    assert loaded.dtype == expected
+    rounded = torch.from_numpy(WEIGHTS).to(expected).to(torch.float32).numpy()
+    assert np.array_equal(load_exported(out)[1], rounded), "to nearest"
+    assert json.loads((out / "atoll.json").read_text())["dtype"] == written
+    assert f", {str(expected).removeprefix('torch.')} |" in (out / "README.md").read_text()
+
+
+def test_values_that_a_type_cannot_hold_are_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    large = WEIGHTS.copy()
+    large[7] = 7e4
+    with pytest.raises(
+        UsageError, match=r"embed_tokens\.weight has values up to 7e\+04, and float16"
+    ):
+        export_model(
+            spec=run_of(SPEC), parameters=large, origin=ORIGIN, out=tmp_path / "out", dtype="fp16"
+        )
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_tokenizer_and_how_to_generate_go_along(tmp_path: Path) -> None:

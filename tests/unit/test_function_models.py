@@ -15,7 +15,14 @@ from node.island.compiling import compile_layers
 from node.island.data.functions import FunctionData
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
-from node.island.functions import check_functions, digest_of, file_of, sources_of
+from node.island.functions import (
+    check_functions,
+    code_digest,
+    digest_of,
+    file_of,
+    files_of,
+    sources_of,
+)
 from node.island.local_training import PLAIN, LocalTraining
 from node.island.mesh import Mesh
 from node.island.mesh_shape import MeshShape, check_shape
@@ -53,7 +60,7 @@ def spec_of(
     model: str = "tests.run_functions:net",
     data: str = "tests.run_functions:samples",
     *,
-    folder: Path = HERE,
+    folder: Path | None = None,
     **inner: Any,
 ) -> RunSpec:
     spec = undescribed(model, data, **inner)
@@ -137,11 +144,10 @@ def test_a_description_says_tensors_layers_plan_operations_and_code() -> None:
     assert {t.layer for t in spec.tensors} == {None, 0, 1, 2}
     assert described.tensor_plan["layers.*.up"] == "column"
     assert described.flops_per_token == 6 * (3 * 2 * 16 * 32 + 16 * 3)
+    own = {f.relative_to(HERE).as_posix() for f in (HERE / "tests").rglob("*.py")}
+    assert described.sources.keys() == own, "of what is installed, its package"
     code = HERE / "tests" / "run_functions.py"
-    assert described.sources == {
-        "tests.run_functions:net": digest_of(code),
-        "tests.run_functions:samples": digest_of(code),
-    }
+    assert described.sources["tests/run_functions.py"] == digest_of(code)
 
 
 def test_training_a_function_learns_and_its_metric_is_told() -> None:
@@ -197,22 +203,85 @@ def test_code_of_a_run_is_refused_with_the_line_that_allows_it() -> None:
     spec = spec_of()
     with pytest.raises(NotPermittedError, match="trains with code of its own") as caught:
         check_functions(spec, allowed=("other",), code=None)
-    assert 'allow_functions = ["other", "my-run"]' in caught.value.next_step
+    mine = f"my-run@{code_digest(spec)[:16]}"
+    assert f'allow_functions = ["other", "{mine}"]' in caught.value.next_step
     assert caught.value.exit_code == ExitCode.NO_PERMISSION
-    check_functions(spec, allowed=("my-run",), code=None)
+    for allowed in ("my-run", mine):
+        check_functions(spec, allowed=("other", allowed), code=None)
+
+
+def test_a_permission_with_a_digest_is_for_that_code_and_shows_what_it_is(tmp_path: Path) -> None:
+    spec = with_code(tmp_path)
+    allowed = (f"my-run@{code_digest(spec)[:16]}",)
+    check_functions(spec, allowed=allowed, code=tmp_path)
+    (tmp_path / "layers.py").write_text("WIDTH = 9\n")
+    changed = with_sources(spec, sources_of(spec, tmp_path))
+    with pytest.raises(NotPermittedError, match="has allowed other code, my-run@") as caught:
+        check_functions(changed, allowed=allowed, code=tmp_path)
+    assert f"layers.py {digest_of(tmp_path / 'layers.py')[:12]}" in caught.value.what
+    model = spec.model.model_copy(update={"arguments": {"command": "rm"}})
+    with pytest.raises(NotPermittedError):
+        check_functions(spec.model_copy(update={"model": model}), allowed=allowed, code=tmp_path)
 
 
 def test_a_file_that_differs_from_the_runs_is_refused_and_never_run(tmp_path: Path) -> None:
-    (tmp_path / "own_model.py").write_text("def net(): ...\n")
-    (tmp_path / "own_data.py").write_text("def rows(): ...\n")
-    spec = undescribed("own_model:net", "own_data:rows")
-    sources = sources_of(spec, tmp_path)
-    described = describe(spec_of(), HERE).model_copy(update={"sources": sources})
-    spec = spec.model_copy(update={"description": described})
+    spec = with_code(tmp_path)
     check_functions(spec, allowed=("my-run",), code=tmp_path)
     (tmp_path / "own_data.py").write_text("raise SystemExit('it was run')\n")
     with pytest.raises(ProtocolMismatchError, match=r"own_data\.py is not the run's code"):
         check_functions(spec, allowed=("my-run",), code=tmp_path)
+
+
+def with_sources(spec: RunSpec, sources: dict[str, str]) -> RunSpec:
+    described = (spec.description or describe(spec_of(), None)).model_copy(
+        update={"sources": sources}
+    )
+    return spec.model_copy(update={"description": described})
+
+
+def with_code(folder: Path) -> RunSpec:
+    """A run of two modules, of which one imports a third and a fourth lies deeper."""
+    (folder / "own_model.py").write_text("import layers\n\ndef net(): ...\n")
+    (folder / "own_data.py").write_text("def rows(): ...\n")
+    (folder / "layers.py").write_text("WIDTH = 8\n")
+    (folder / "parts").mkdir()
+    (folder / "parts" / "head.py").write_text("DEPTH = 2\n")
+    (folder / "notes.txt").write_text("of no run\n")
+    spec = undescribed("own_model:net", "own_data:rows")
+    return with_sources(spec, sources_of(spec, folder))
+
+
+@pytest.mark.parametrize("name", ["own_model.py", "layers.py", "parts/head.py"])
+def test_a_file_that_the_code_may_import_is_looked_at_as_well(tmp_path: Path, name: str) -> None:
+    spec = with_code(tmp_path)
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "hook.py").touch()  # neither hidden folders nor other files are imported
+    (tmp_path / "notes.txt").write_text("changed\n")
+    check_functions(spec, allowed=("my-run",), code=tmp_path)
+    kept = (tmp_path / name).read_text()
+    (tmp_path / name).write_text("raise SystemExit('it was run')\n")
+    with pytest.raises(ProtocolMismatchError, match=rf"{name} is not the run's code"):
+        check_functions(spec, allowed=("my-run",), code=tmp_path)
+    (tmp_path / name).write_text(kept)
+    (tmp_path / "parts" / "json.py").touch()
+    with pytest.raises(ProtocolMismatchError, match=r"parts/json\.py lies beside the run's code"):
+        check_functions(spec, allowed=("my-run",), code=tmp_path)
+    (tmp_path / "parts" / "json.py").unlink()
+    (tmp_path / "parts" / "head.py").unlink()
+    with pytest.raises(ProtocolMismatchError, match=r"parts/head\.py is not here"):
+        check_functions(spec, allowed=("my-run",), code=tmp_path)
+
+
+def test_code_behind_a_link_is_looked_at_and_links_in_circles_end(tmp_path: Path) -> None:
+    code, elsewhere = tmp_path / "code", tmp_path / "elsewhere"
+    code.mkdir()
+    elsewhere.mkdir()
+    (elsewhere / "deep.py").touch()
+    (elsewhere / "back").symlink_to(code)
+    (code / "linked").symlink_to(elsewhere)
+    assert sorted(with_code(code).description.sources) == [  # type: ignore[union-attr]
+        *("layers.py", "linked/deep.py", "own_data.py", "own_model.py", "parts/head.py")
+    ]
 
 
 def test_looking_for_a_module_in_a_package_runs_neither(tmp_path: Path) -> None:
@@ -223,6 +292,22 @@ def test_looking_for_a_module_in_a_package_runs_neither(tmp_path: Path) -> None:
     assert file_of("own_package.inner:f", tmp_path) == package / "inner.py"
     with pytest.raises(NoInputError, match=r"there is no module 'own_package\.other'"):
         file_of("own_package.other:f", tmp_path)
+
+
+def test_of_a_module_that_is_installed_its_package_is_the_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "their_package" / "inner").mkdir(parents=True)
+    for name in ("__init__.py", "inner/__init__.py", "inner/net.py", "rows.py"):
+        (tmp_path / "their_package" / name).touch()
+    (tmp_path / "their_module.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    for function in ("their_package.inner.net:f", "their_package.inner:f"):
+        found = files_of(undescribed(function, "their_module:rows"), tmp_path / "nothing")
+        assert sorted(found) == [
+            *("their_module.py", "their_package/__init__.py", "their_package/inner/__init__.py"),
+            *("their_package/inner/net.py", "their_package/rows.py"),
+        ]
 
 
 def test_batch_norm_is_refused_by_name_when_described_and_when_trained() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from served_folder import serving
 from test_export import ORIGIN
 from tokens_scene import END, prepared, spec_of, write_jsonl, write_tokenizer
 
@@ -14,7 +15,7 @@ from node.island.generate import sampled
 from node.island.models.describing import describe, first_vector
 from node.models.export import export_model
 from node.models.text import ByteText, files_of_tokenizer, text_of_run
-from protocol.errors import NoInputError, UsageError
+from protocol.errors import BadDataError, NoInputError, UsageError
 from protocol.models import Description, FunctionModel, TransformersModel
 from protocol.run_spec import RunSpec
 
@@ -71,6 +72,34 @@ def test_a_tokenizer_that_is_not_here_can_be_named(tokens: Path, tmp_path: Path)
         assert text_of_run(run, elsewhere, named=named).tokens_of("word3x1")
         own = DataPlaces(folder=tmp_path, own="tokens")
         assert text_of_run(run, own).tokens_of("word3x1")
+
+
+def test_a_tokenizer_at_an_address_is_fetched_once_and_checked(
+    tokens: Path, tmp_path: Path
+) -> None:
+    with serving(tokens) as served:
+        data = spec_of(tokens).data.model_copy(update={"paths": (served.url,)})
+        spec = spec_of(tokens).model_copy(update={"data": data})
+        places = DataPlaces(folder=tmp_path, cache=tmp_path / "cache")
+        files = files_of_tokenizer(spec, places)
+        assert set(files) == {"tokenizer.json", "tokenizer_config.json"}
+        assert all(
+            path.read_bytes() == (tokens / name).read_bytes() for name, path in files.items()
+        )
+        text = text_of_run(spec, places)
+        assert text.text_of(text.tokens_of("word3x1")) == "word3x1"
+        assert sorted(name for name, _ in served.asked) == ["manifest.json", *sorted(files)]
+        other = tmp_path / "other"
+        other.mkdir()
+        (other / "manifest.json").write_bytes((tokens / "manifest.json").read_bytes())
+        own = DataPlaces(folder=tmp_path, own="other", cache=tmp_path / "cache")
+        assert files_of_tokenizer(spec, own) == files, "a folder with some of the shards has none"
+    (tokens / "tokenizer.json").write_bytes(b"{}" + (tokens / "tokenizer.json").read_bytes()[2:])
+    with serving(tokens) as served:
+        data = data.model_copy(update={"paths": (served.url,)})
+        spec = spec.model_copy(update={"data": data})
+        with pytest.raises(BadDataError, match=r"tokenizer\.json is damaged: piece 0"):
+            files_of_tokenizer(spec, DataPlaces(folder=tmp_path, cache=tmp_path / "again"))
 
 
 def test_without_a_tokenizer_tokens_are_bytes(tmp_path: Path) -> None:

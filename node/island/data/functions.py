@@ -13,7 +13,7 @@ from torch.utils.data import default_collate
 from node.island.data.dataset import Tree
 from node.island.data.manifest import Split
 from node.island.data.samples import Indices
-from node.island.functions import called, refuse
+from node.island.functions import called, code_digest, refuse
 from protocol.errors import NoInputError
 from protocol.rounds import CorpusSummary, Digest
 from protocol.run_spec import RunSpec
@@ -41,8 +41,7 @@ class FunctionData:
                 "evaluation at least 1",
                 next_step="lower [inner] batch, or give more samples",
             )
-        sources = {} if spec.description is None else spec.description.sources
-        self._source = sources.get(self._function, "")
+        self._code = code_digest(spec)
 
     @property
     def num_samples(self) -> int:
@@ -64,7 +63,7 @@ class FunctionData:
 
     def summary(self) -> CorpusSummary:
         """See Dataset. Samples are known by the function's code and their numbers; nobody reads them all."""
-        text = f"{self._function}:{self._source}:{self.num_samples}:{self.num_held_out_samples}"
+        text = f"{self._function}:{self._code}:{self.num_samples}:{self.num_held_out_samples}"
         return CorpusSummary(
             digest=Digest(blake3.blake3(text.encode()).digest()),
             num_samples=self.num_samples,

@@ -35,6 +35,13 @@ class FileEntry(Section):
     bytes: Count
     pieces: Annotated[tuple[HexDigest, ...], Field(strict=False)]
 
+    @property
+    def digest(self) -> str:
+        """Of the whole file: that of its only piece, or of its pieces' digests."""
+        if len(self.pieces) == 1:
+            return self.pieces[0]
+        return blake3.blake3("".join(self.pieces).encode()).hexdigest()
+
 
 class ShardEntry(Section):
     """Tokens that lie one after the other in one file, whole documents."""
@@ -92,10 +99,7 @@ class Manifest(Section):
         """Of tokenizer.json; None where no such file made the tokens."""
         if self.tokenizer != TOKENIZER_FILE or TOKENIZER_FILE not in self.files:
             return None
-        pieces = self.files[TOKENIZER_FILE].pieces
-        return (
-            pieces[0] if len(pieces) == 1 else blake3.blake3("".join(pieces).encode()).hexdigest()
-        )
+        return self.files[TOKENIZER_FILE].digest
 
     def num_tokens(self, split: Split) -> int:
         """Tokens of a split that a model is to predict."""

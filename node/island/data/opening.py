@@ -95,7 +95,7 @@ def _open_tokens(spec: RunSpec, places: DataPlaces) -> TokenShards:
             f"{origins[0].name} is to be fetched, and there is no folder for what is fetched",
             next_step="copy the data, and name its folder",
         )
-    manifest = _manifest_of(spec, folders, origins, places.cache)
+    manifest = manifest_of_run(spec, folders, origins, places.cache)
     _check_fits(manifest, spec)
     here = _files_here(folders, manifest)
     missing = [name for name in manifest.files if name not in here]
@@ -120,7 +120,7 @@ def _open_tokens(spec: RunSpec, places: DataPlaces) -> TokenShards:
     return shards
 
 
-def _manifest_of(
+def manifest_of_run(
     spec: RunSpec, folders: Sequence[Path], origins: Sequence[Origin], cache: Path | None
 ) -> Manifest:
     """The run's manifest, from the first place that has one: a folder, what was fetched before, a URL."""

@@ -84,7 +84,7 @@ class FileTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values()) + 1
+        self.vocab_size = vocab_size_of(self._tokenizer)
         self._config = _config_of(folder)
         self.end_of_document = self._end(vocabulary, end_of_document, path)
         self._template = _Template.of(folder, self._config)
@@ -254,6 +254,12 @@ def open_tokenizer(path: Path) -> Any:
             f"{path} is no tokenizer that this version of tokenizers reads: {error}",
             next_step="write it again with the version that is installed here, or upgrade tokenizers",
         ) from error
+
+
+def vocab_size_of(tokenizer: Any) -> int:
+    """One more than the largest token of what `open_tokenizer` gave."""
+    vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+    return max(vocabulary.values(), default=0) + 1
 
 
 def tokenizer_files(path: Path) -> dict[str, Path]:

@@ -71,10 +71,14 @@ def base_name(name: str) -> str:
     return name.replace(_BASE_LAYER, ".")
 
 
-def export_adapter(model: nn.Module, values: Mapping[str, Tensor], out: Path) -> None:
+def export_adapter(
+    model: nn.Module, values: Mapping[str, Tensor], out: Path, *, base_name: str = ""
+) -> None:
     """Writes adapter_config.json and adapter_model.safetensors, as peft loads them."""
     described: Any = model
-    described.peft_config[_ADAPTER].save_pretrained(out)
+    config = described.peft_config[_ADAPTER]
+    config.base_model_name_or_path = base_name or None
+    config.save_pretrained(out)
     tensors = {
         f"base_model.model.{name.replace(f'.{_ADAPTER}.', '.')}": value.contiguous()
         for name, value in values.items()

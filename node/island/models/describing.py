@@ -4,6 +4,7 @@ The model is built without memory for its parameters, and computes nothing: oper
 keeps are counted on shapes alone, where the model allows it.
 """
 
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from node.island.models.architecture import Tree, changed_buffer, tensors_of
 from node.outer_state import Vector
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, UsageError
 from protocol.layout import layout_of
 from protocol.models import Description, TensorShape
 from protocol.run_spec import RunSpec
@@ -26,10 +27,11 @@ from protocol.run_spec import RunSpec
 log = structlog.get_logger()
 
 
-def describe(spec: RunSpec, folder: Path) -> Description:
+def describe(spec: RunSpec, folder: Path | None) -> Description:
     """Builds the run's model on shapes alone, and says what coordinator and nodes must know of it.
 
-    `folder` is that of a transformers model, or where a run's functions are found. Raises AtollError.
+    `folder` is that of a transformers model, or where a run's functions are found beside what is
+    installed. Raises AtollError.
     """
     match spec.model.source:
         case "decoder":
@@ -37,6 +39,7 @@ def describe(spec: RunSpec, folder: Path) -> Description:
         case "transformers":
             from node.island.models.transformers import described
 
+            assert folder is not None
             model, found = described(spec, folder)
             loss, batch = _loss_of_tokens(model, spec)
         case "function":
@@ -115,11 +118,20 @@ def fill(model: nn.Module, spec: RunSpec, vector: Vector) -> None:
             own.copy_(torch.from_numpy(np.array(values)))
 
 
-def export_state(spec: RunSpec, vector: Vector, out: Path, *, base: Path | None = None) -> None:
+def export_state(
+    spec: RunSpec,
+    vector: Vector,
+    out: Path,
+    *,
+    base: Path | None = None,
+    base_name: str = "",
+    dtype: str = "float32",
+) -> None:
     """Writes a folder that transformers loads, of a run's state.
 
     Adapters are written alone, as peft loads them; with `base`, the model that they belong to, they are
-    added to its matrices and the whole is written.
+    added to its matrices and the whole is written. `base_name` is where those who load adapters look for
+    that model. Raises UsageError for values that the type of torch named `dtype` cannot hold.
     """
     from node.island.models.adapters import export_adapter
     from node.island.models.transformers import built, export_model
@@ -127,9 +139,31 @@ def export_state(spec: RunSpec, vector: Vector, out: Path, *, base: Path | None 
     assert spec.description is not None
     if spec.adapters is not None and base is None:
         adapted = built(spec.description.config, spec.adapters)
-        export_adapter(adapted, _values_of(spec, vector), out)
+        values = {n: narrowed(n, v, dtype) for n, v in _values_of(spec, vector).items()}
+        export_adapter(adapted, values, out, base_name=base_name)
     else:
-        export_model(model_with(spec, vector, base=base), out)
+        model = model_with(spec, vector, base=base)
+        for name, parameter in model.named_parameters():
+            parameter.data = narrowed(name, parameter.data, dtype)
+        export_model(model.to(getattr(torch, dtype)), out)
+
+
+def only_read(values: Vector) -> Tensor:
+    """A tensor over values that nobody may write to, as a snapshot's: torch has no such tensors."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(values)
+
+
+def narrowed(name: str, values: Tensor, dtype: str) -> Tensor:
+    """Values in a type of torch, rounded to nearest; raises UsageError where it cannot hold them."""
+    found = values.to(getattr(torch, dtype))
+    if not torch.isfinite(found).all() and torch.isfinite(values).all():
+        raise UsageError(
+            f"{name} has values up to {values.abs().max():.3g}, and {dtype} does not hold them",
+            next_step="write the model with --dtype fp32",
+        )
+    return found
 
 
 def model_with(spec: RunSpec, vector: Vector, *, base: Path | None = None) -> Any:

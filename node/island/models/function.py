@@ -249,7 +249,7 @@ def frozen_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def described_function(
-    spec: RunSpec, folder: Path
+    spec: RunSpec, folder: Path | None
 ) -> tuple[nn.Module, Description, Callable[[Tree], Tensor], Tree]:
     """The module, what can be said of it, its loss and a batch of two samples, to count with.
 

@@ -163,8 +163,8 @@ def require_transformers() -> None:
 
 def _no_base() -> NoInputError:
     return NoInputError(
-        "this run adapts a model that each node has, and node.toml does not say where",
-        next_step='write base = "FOLDER" into node.toml, the transformers folder of that model',
+        "this run adapts a model that each node has, and nothing says where it is",
+        next_step='name its transformers folder with --base, or write base = "FOLDER" into node.toml',
     )
 
 

@@ -1,0 +1,240 @@
+"""What a new run is asked to be, and what the node's side finds out about it.
+
+What only that side knows (a transformers folder, a function's module, tokens, first weights, this machine's
+devices) is asked of one process of it, which also writes the run's description: nothing here imports torch.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from coordinator.presets.link_shares import CongestionControl
+from protocol.errors import UsageError
+from protocol.models import FUNCTION_NAME
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """The options of `atoll init` that a run file would answer as well."""
+
+    name: str | None = None
+    model: str | None = None
+    source: Path | None = None
+    by: str | None = None
+    lora: int | None = None
+    function: str | None = None
+    context: int | None = None
+    data: tuple[str, ...] = ()
+    data_function: str | None = None
+    private: bool = False
+    tokenizer: Path | None = None
+    optimizer: str | None = None
+    batch: int | None = None
+    link: str | None = None
+    measured: Path | None = None
+    congestion: CongestionControl | None = None
+    rtt: str = "100ms"
+    num_nodes: int | None = None
+    step: str | None = None
+    tokens_per_second: float | None = None
+    steps: int | None = None
+    total_steps: int = 10_000
+
+    @property
+    def builder(self) -> str | None:
+        """Whose code builds the model that --from names; None for a model that is new."""
+        if self.function is not None:
+            return "function"
+        if self.source is None:
+            return None
+        return self.by or ("decoder" if self.lora is None else "transformers")
+
+    @property
+    def needs_the_nodes_side(self) -> bool:
+        """Whether files have to be read that are that side's business."""
+        return self.builder is not None or bool(self.data) or self.tokenizer is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What trains here, as the node's side sees it."""
+
+    name: str  # such as "2 CPU cores" or a GPU's
+    num_cores: int = 0  # of the CPU, where there is no GPU
+    most_samples: int | None = (
+        None  # of the run that fit its memory at once; None: only torch can tell
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What the node's side says of a run: tables of the run file, sizes, and how nodes begin."""
+
+    model: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict)
+    num_parameters: int = 0  # that are trained, where a model was asked about
+    num_frozen: int = 0
+    num_layers: int = 0
+    vocab_size: int | None = None  # of the data's tokens, or of the tokenizer's
+    first_digest: str = ""  # of given weights
+    first_weights: str = (
+        ""  # the file of the run's folder, or the transformers folder, that has them
+    )
+    code_digest: str = ""  # of the run's functions, where it has any
+    machine: Machine | None = None
+
+    @classmethod
+    def of_json(cls, text: str) -> "Facts":
+        """From what `atoll node describe --json` prints."""
+        told = json.loads(text)
+        machine = told.pop("machine", None)
+        return cls(**told, machine=None if machine is None else Machine(**machine))
+
+
+def facts_of_wanted(wanted: Wanted, folder: Path) -> Facts:
+    """Has the run described in its new folder; nothing is asked where nothing has to be read."""
+    if not wanted.needs_the_nodes_side:
+        return Facts(data={"source": "text", "private": True} if wanted.private else {})
+    asked = {
+        "by": wanted.builder,
+        "function": wanted.function,
+        "lora": wanted.lora,
+        "context": wanted.context,
+        "data": wanted.data,
+        "data_function": wanted.data_function,
+        "private": wanted.private,
+        "tokenizer": None if wanted.tokenizer is None else str(wanted.tokenizer),
+        "batch": wanted.batch,
+    }
+    return described(folder, wanted.source, "--asked", json.dumps(asked))
+
+
+def described(folder: Path, source: Path | None, *more: str) -> Facts:
+    """What 'atoll node describe' finds out. What it refuses it has said itself; its exit code is ours."""
+    given = () if source is None else ("--from", str(source))
+    ended = subprocess.run(
+        [
+            # -P: what lies in the folder where this is typed is imported by nobody.
+            *(sys.executable, "-P", "-m", "protocol.cli", "node", "describe"),
+            *(str(folder), *given, "--json", *more),
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if ended.returncode != 0:
+        sys.exit(ended.returncode)
+    return Facts.of_json(ended.stdout)
+
+
+def refuse_what_says_nothing(wanted: Wanted) -> None:
+    """Raises UsageError for what says one thing twice, or has no effect."""
+    _refuse_two_models(wanted)
+    _refuse_two_kinds_of_data(wanted)
+    _refuse_two_speeds(wanted)
+
+
+def _refuse_two_models(wanted: Wanted) -> None:
+    if wanted.model is not None and wanted.source is not None:
+        raise _twice(f"--model {wanted.model}", f"--from {wanted.source}", "what is trained")
+    for option, named in (
+        ("--function", wanted.function),
+        ("--data-function", wanted.data_function),
+    ):
+        if named is not None and re.fullmatch(FUNCTION_NAME, named) is None:
+            raise UsageError(
+                f"{option} {named} names no function",
+                next_step="name its module and itself, as vision:model",
+            )
+    for option, value in (("--model", wanted.model), ("--by", wanted.by), ("--lora", wanted.lora)):
+        if wanted.function is not None and value is not None:
+            raise _twice(f"--function {wanted.function}", f"{option} {value}", "what is trained")
+    if wanted.source is None:
+        for option, value in (("--by", wanted.by), ("--lora", wanted.lora)):
+            if value is not None:
+                raise UsageError(
+                    f"{option} {value} has no effect without a model of transformers",
+                    next_step="name its folder with --from",
+                )
+    if wanted.lora is not None and wanted.by == "decoder":
+        raise UsageError(
+            f"--lora {wanted.lora} goes with --by transformers: Atoll's decoder has no adapters",
+            next_step="leave --by out",
+        )
+
+
+def _refuse_two_kinds_of_data(wanted: Wanted) -> None:
+    if wanted.data and wanted.data_function is not None:
+        raise _twice(
+            f"--data {wanted.data[0]}", f"--data-function {wanted.data_function}", "what it learns"
+        )
+    if wanted.data_function is not None and wanted.function is None:
+        raise UsageError(
+            f"--data-function {wanted.data_function} goes with a model that a function makes",
+            next_step="name it with --function MODULE:NAME",
+        )
+    if wanted.function is not None and not (
+        wanted.data or wanted.data_function is not None or wanted.private
+    ):
+        raise UsageError(
+            f"--function {wanted.function} says what is trained, and nothing what it learns from",
+            next_step="add --data-function MODULE:NAME, or tokens with --data or --private",
+        )
+    if wanted.function is not None and wanted.data_function is None and wanted.context is None:
+        raise UsageError(
+            f"the model of --function {wanted.function} learns from tokens, and nothing says how many a "
+            "sample has",
+            next_step="say it with --context, as --context 512",
+        )
+    if wanted.private and (wanted.data or wanted.data_function is not None):
+        raise UsageError(
+            f"--private goes without {'--data' if wanted.data else '--data-function'}: each node has data "
+            "of its own, and names them to itself alone",
+            next_step="leave one of them out",
+        )
+    if wanted.tokenizer is not None and not wanted.private:
+        raise UsageError(
+            f"--tokenizer {wanted.tokenizer} has no effect without --private: other tokens have theirs "
+            "beside them",
+            next_step=f"make tokens with it: atoll data prepare TEXT… --tokenizer {wanted.tokenizer} "
+            "--out tokens; then add --data tokens",
+        )
+
+
+def _refuse_two_speeds(wanted: Wanted) -> None:
+    if wanted.step is not None and wanted.tokens_per_second is not None:
+        raise UsageError(
+            f"--step {wanted.step} and --speed {wanted.tokens_per_second:g} say the same thing twice",
+            next_step="leave one of them out",
+        )
+    if wanted.link is not None and wanted.measured is not None:
+        raise UsageError(
+            "--link and --measured both tell what links carry", next_step="leave one of them out"
+        )
+    if wanted.measured is not None and wanted.congestion is not None:
+        raise UsageError(
+            f"--congestion {wanted.congestion} says nothing beside --measured: those rates are what "
+            "exchanges achieved with it",
+            next_step="leave one of them out",
+        )
+    if wanted.link is None and wanted.measured is None:
+        for option, value in (
+            ("--step", wanted.step),
+            ("--congestion", wanted.congestion),
+            # With given weights it also says how many samples a step takes.
+            ("--speed", None if wanted.source is not None else wanted.tokens_per_second),
+        ):
+            if value is not None:
+                raise UsageError(
+                    f"{option} {value} has no effect while nothing is chosen for a link",
+                    next_step="add --link 100mbit, or --measured DIR with the folder of a swarm that runs",
+                )
+
+
+def _twice(one: str, other: str, what: str) -> UsageError:
+    return UsageError(f"{one} and {other} both say {what}", next_step="leave one of them out")

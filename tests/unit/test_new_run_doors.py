@@ -1,0 +1,201 @@
+"""Models, code, adapters and private data of one's own: each door is one `atoll init`."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from coordinator import new_run as command
+from coordinator.presets import composing
+from coordinator.presets.wanted import Facts, Machine, Wanted
+from node.island.data.manifest import read_manifest
+from node.island.functions import code_digest
+from protocol import cli, console
+from protocol.run_spec import RunSpec, load_run_file, load_run_folder
+from tests.unit.tokens_scene import prepared, write_jsonl, write_tokenizer
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples" / "functions"
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama in bf16 with its tokenizer, and beside it tokens of that tokenizer."""
+    import transformers  # takes seconds
+
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=512,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    write_tokenizer(folder)
+    write_jsonl(folder.parent / "text.jsonl", 300)
+    prepared(folder.parent / "text.jsonl", out=folder.parent / "tokens", tokenizer=folder)
+    return folder
+
+
+def made(folder: Path, *arguments: object) -> RunSpec:
+    """The run that a command has made."""
+    words = ["init", str(folder), "--host", "127.0.0.1", *map(str, arguments)]
+    assert console.run(cli.root, words) == 0
+    return load_run_folder(folder, "run.toml")
+
+
+def test_adapters_are_one_command_and_say_what_nodes_need(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = tmp_path / "run"
+    tokens = llama.parent / "tokens"
+    spec = made(home, "--from", llama, "--data", tokens, "--lora", 4, "--context", 32)
+    assert (spec.model.source, spec.lora.rank, spec.model.context) == ("transformers", 4, 32)
+    assert spec.num_parameters == sum(t.num_elements for t in spec.tensors if ".lora_" in t.name)
+    assert spec.description is not None and spec.description.num_frozen > spec.num_parameters
+    assert spec.inner.learning_rate == pytest.approx(2e-2), "ten times a fifth of a new model's"
+    assert spec.data.digest == read_manifest(tokens).digest().hex()
+    told = capsys.readouterr().out
+    assert f"  atoll node start --base {llama}\n" in told
+    assert f"--base {llama} --weights {home / 'first.safetensors'}\n" in told
+
+
+def test_a_function_is_one_command_and_its_run_is_named_by_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = tmp_path / "digits"
+    spec = made(
+        *(home, "--function", "vision:model", "--data-function", "vision:data"),
+        *("--from", EXAMPLES, "--batch", 16, "--json"),
+    )
+    assert (spec.run.name, spec.model.context, spec.inner.batch) == ("digits", 1, 16)
+    assert spec.data.function == "vision:data"
+    started = json.loads(capsys.readouterr().out)["start"]
+    allowed = f"digits@{code_digest(spec)[:16]}"
+    assert started["nodes"] == f"atoll node start --allow-function {allowed} --code {EXAMPLES}"
+    assert started["first_weights"] == f"--weights {home / 'first.safetensors'}"
+
+
+def test_private_data_are_one_command_with_the_tokenizer_of_the_model_or_one_that_is_named(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest = read_manifest(llama.parent / "tokens")
+    spec = made(tmp_path / "given", "--from", llama, "--private")
+    assert (spec.data.private, spec.data.source) == (True, "tokens")
+    assert spec.data.tokenizer == manifest.tokenizer_digest
+    assert f"atoll node start --data TOKENS --weights {llama}\n" in capsys.readouterr().out
+    new = made(tmp_path / "new", "--model", "0.2m", "--private", "--tokenizer", llama)
+    assert new.data.tokenizer == manifest.tokenizer_digest
+    assert new.decoder.vocab_size == manifest.vocab_size
+    spec = made(tmp_path / "bytes", "--private")
+    assert (spec.data.private, spec.data.source, spec.data.tokenizer) == (True, "text", None)
+    assert "atoll node start --data FILES\n" in capsys.readouterr().out
+
+
+def test_what_a_transformers_folder_cannot_be_leaves_no_folder(
+    llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text((llama / "config.json").read_text())
+    for arguments, code, words in (
+        (["--from", str(tmp_path / "bare"), "--private"], 64, "there is no tokenizer.json"),
+        (["--from", str(llama)], 64, "no --data names any"),
+        (["--private", "--tokenizer", "nowhere"], 66, "the tokenizer nowhere is not there"),
+        (
+            ["--from", str(llama), "--private", "--lora", "4", "--context", "999"],
+            78,
+            "64 positions",
+        ),
+    ):
+        assert console.run(cli.root, ["init", str(tmp_path / "run"), *arguments]) == code
+        assert words in capfd.readouterr().err
+        assert [path.name for path in tmp_path.iterdir()] == ["bare"]
+
+
+FACTS = Facts(
+    model={"source": "decoder", "context": 512},
+    num_parameters=134_500_000,
+    num_layers=30,
+    machine=Machine(name="2 CPU cores", num_cores=2, most_samples=64),
+)
+GIVEN = Wanted(source=Path("smol"), data=("tokens",))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "facts", "batch", "why"),
+    [
+        (GIVEN, FACTS, 4, "2 CPU cores) train in 30 s (64 are usual"),
+        (
+            GIVEN,
+            replace(FACTS, machine=Machine(name="a GPU", most_samples=16)),
+            16,
+            "what nodes like this machine (a GPU) have the memory for",
+        ),
+        (GIVEN, replace(FACTS, machine=Machine(name="a GPU")), 64, "as for other models"),
+        (
+            GIVEN,
+            replace(FACTS, machine=Machine(name="a GPU", most_samples=0)),
+            1,
+            "one sample is more than nodes like this machine (a GPU) have the memory for",
+        ),
+        (replace(GIVEN, tokens_per_second=500), FACTS, 16, "nodes of the speed told train in 30 s"),
+        (replace(GIVEN, step="2s"), FACTS, 64, "as for other models"),
+        (replace(GIVEN, batch=33), FACTS, 33, ""),
+        (
+            GIVEN,
+            replace(FACTS, model={"source": "decoder", "context": 8192}, machine=None),
+            8,
+            "as for other models",
+        ),
+    ],
+)
+def test_the_batch_of_given_weights_fits_a_node_and_its_reason_is_written_down(
+    monkeypatch: pytest.MonkeyPatch, wanted: Wanted, facts: Facts, batch: int, why: str
+) -> None:
+    monkeypatch.setattr(composing, "facts_of_wanted", lambda wanted, folder: facts)
+    if wanted.step is not None:
+        wanted = replace(wanted, link="100mbit")
+    new = composing.new_run(wanted, Path())
+    assert f"batch = {batch} " in new.text
+    assert why in new.text
+    assert bool(why) == any(why in note for note in new.notes)
+
+
+def test_a_terminal_asks_for_what_goes_with_the_model_that_is_named(
+    monkeypatch: pytest.MonkeyPatch, llama: Path
+) -> None:
+    def answered(*answers: str) -> Wanted:
+        left = iter(answers)
+
+        def prompt(text: str, default: object = "", type: object = None) -> object:
+            answer = next(left)
+            return default if answer == "" else type_of(default)(answer)
+
+        monkeypatch.setattr(command.click, "prompt", prompt)
+        wanted = command._answered(Wanted())
+        assert not list(left), "everything was asked for"
+        return wanted
+
+    def type_of(default: object) -> type:
+        return int if isinstance(default, int) else str
+
+    wanted = answered(str(llama), "16", "private", "", "")
+    assert (wanted.source, wanted.lora, wanted.private) == (llama, 16, True)
+    wanted = answered("vision:model", str(EXAMPLES), "vision:data", "3", "100mbit")
+    assert (wanted.function, wanted.data_function) == ("vision:model", "vision:data")
+    assert (wanted.source, wanted.num_nodes, wanted.link) == (EXAMPLES, 3, "100mbit")
+    wanted = answered("lm:model", "", "tokens", "64", "", "")
+    assert (wanted.source, wanted.data, wanted.context) == (None, ("tokens",), 64)
+    wanted = answered("3m", "a.txt b.txt", "", "")
+    assert (wanted.model, wanted.data, wanted.lora) == ("3m", ("a.txt", "b.txt"), None)
+
+
+def test_a_run_file_goes_on_saying_all_of_it_with_its_code_beside(tmp_path: Path) -> None:
+    spec = made(tmp_path / "run", "--run", EXAMPLES / "vision.toml", "--from", EXAMPLES)
+    assert spec.description is not None and spec.description.sources
+    assert load_run_file(tmp_path / "run" / "run.toml") == load_run_file(EXAMPLES / "vision.toml")
