@@ -140,8 +140,9 @@ def events_of(state: SwarmState, node_ids: Sequence[NodeId]) -> list[Event]:
     ]
     asked = state.evaluating
     if asked is not None:
+        (evaluator,) = asked.node_ids
         loss = Reported(
-            node_id=asked.node_id,
+            node_id=evaluator,
             round=asked.round,
             report=Evaluated(held_out_loss=2.5, tokens=4096),
         )

@@ -31,7 +31,9 @@ CREATE TABLE round_parts (
     kind, slice_index, node_id, part, digest, PRIMARY KEY (kind, slice_index, node_id)
 ) WITHOUT ROWID;
 CREATE TABLE ledger (only_row INTEGER PRIMARY KEY CHECK (only_row = 1), ledger, digest);
-CREATE TABLE held_out (place INTEGER PRIMARY KEY, round, loss, tokens, metric, digest);
+CREATE TABLE held_out (
+    place INTEGER PRIMARY KEY, round, loss, tokens, metric, holders, digest
+);
 CREATE TABLE closed_rounds (round INTEGER PRIMARY KEY, commit_message, plan, rest, digest);
 CREATE TABLE commits (
     round INTEGER PRIMARY KEY, incarnation, base_digest, outer_digest, statement_digest, signature,

@@ -65,7 +65,12 @@ def log_transition(before: SwarmState, transition: Transition) -> None:
     for news in told:
         _log_message(after, news)
     for held_out in after.held_out[len(before.held_out) :]:
-        own = {} if held_out.metric is None else {"metric": round(held_out.metric, 4)}
+        own: dict[str, object] = {}
+        if held_out.metric is not None:
+            own = {"metric": round(held_out.metric, 4)}
+        if held_out.holders:
+            losses = {_name(after, one.node_id): round(one.loss, 4) for one in held_out.holders}
+            own = {**own, "holders": losses}
         _log.info("evaluated", round=held_out.round, held_out_loss=round(held_out.loss, 4), **own)
     _log_start(before, after)
     _log_phases(before, after)

@@ -25,6 +25,7 @@ from coordinator.swarm.state import (
     PRESENT,
     ClosedRound,
     HeldOut,
+    HolderLoss,
     Member,
     Round,
     Rules,
@@ -47,6 +48,7 @@ CLOCK_SAVE_SECONDS = 5.0
 _STATE = TypeAdapter(tuple[SwarmState], config=JSON)
 _MEMBER = TypeAdapter(tuple[Member], config=JSON)
 _LEDGER = TypeAdapter(tuple[Ledger], config=JSON)
+_HOLDERS = TypeAdapter(tuple[tuple[HolderLoss, ...]], config=JSON)
 
 T = TypeVar("T")
 
@@ -114,8 +116,14 @@ class Store:
             (state,) = _STATE.validate_json(row[1])
             members = [_MEMBER.validate_json(text)[0] for _, text in rows_of(connection, "members")]
             held_out = tuple(
-                HeldOut(round=number, loss=loss, tokens=tokens, metric=metric)
-                for _, number, loss, tokens, metric in rows_of(
+                HeldOut(
+                    round=number,
+                    loss=loss,
+                    tokens=tokens,
+                    metric=metric,
+                    holders=_HOLDERS.validate_json(holders)[0],
+                )
+                for _, number, loss, tokens, metric, holders in rows_of(
                     connection, "held_out", "ORDER BY place"
                 )
             )
@@ -212,7 +220,13 @@ class Store:
             put(
                 connection,
                 "held_out",
-                ((place, h.round, float(h.loss), h.tokens, h.metric) for place, h in losses),
+                (
+                    (
+                        *(place, h.round, float(h.loss), h.tokens, h.metric),
+                        _text(_HOLDERS, h.holders),
+                    )
+                    for place, h in losses
+                ),
             )
         if change.is_taken_back or change.closed:
             closed_rows.forget_after(connection, after.committed_round)

@@ -84,7 +84,7 @@ def what_holds_for(state: SwarmState, member: Member, now: float) -> list[Messag
         elif member.node_id in participants:
             held.append(RoundOpened(plan=plan_of(open_round, time_of_round(state, now))))
             held.extend(_news_of(state, open_round, time_of_round(state, now)))
-    if state.evaluating is not None and state.evaluating.node_id == member.node_id:
+    if state.evaluating is not None and member.node_id in state.evaluating.node_ids:
         held.append(EvaluationAsked(round=state.evaluating.round))
     if may_bring_commits(state, member) and member.state is not MemberState.DIVERGED:
         held.append(CommitsWanted(after_round=last_sure_round(state)))

@@ -6,6 +6,7 @@ before.
 
 import os
 import random
+from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import structlog
 
 from node.config import HISTORY_FILE, SENT_FILE, SNAPSHOTS_FOLDER, NodeSettings
-from node.daemon import Daemon, NodeFacts
+from node.daemon import Daemon, NodeFacts, Tokens
 from node.duties.exchange_time import ExchangeTime
 from node.exchange.codecs.compiled import remove_unused_kernels
 from node.exchange.codecs.tiles import Tiles, threads_beside
@@ -30,12 +31,17 @@ from node.hosts.rendezvous import interface_of
 from node.hosts.token import LeaderKey
 from node.island.auto_mesh import DeviceKind
 from node.island.checkpoints import CHECKPOINTS_FOLDER, CheckpointFolder, moments_bytes
+from node.island.data.fetching import is_url
+from node.island.data.held import TokensHere
+from node.island.data.places import DataPlaces
+from node.island.data.supply import TokenSupply
 from node.island.devices import kind_of
 from node.island.first_weights import initial_parameters
 from node.island.island import Island
 from node.island.launcher import ProcessIsland
 from node.island.loops.island import LoopIsland
 from node.island.mesh_shape import MeshShape
+from node.island.supplied import SuppliedIsland
 from node.island.usable_devices import UsableDevices, usable_devices
 from node.link.calls import CoordinatorLink
 from node.machine.disk import seconds_between
@@ -109,6 +115,32 @@ async def run_daemon(
             )
         )
         exchange_time = ExchangeTime()
+        data = settings.data_places(home=folder, folder=Path.cwd())
+        held = _tokens_of(spec, data)
+        is_supplied = held is not None and _takes_tokens_of_peers(settings, spec)
+        data = replace(data, has_supply=is_supplied)
+        island: Island
+        if settings.loop:
+            island = LoopIsland(
+                spec=spec,
+                layout=layout,
+                names=shared.names,
+                home=folder,
+                data=data,
+                hang_seconds=settings.hang_seconds,
+            )
+        else:
+            island = _island_of(settings, spec, devices, shape, shared, desk, checkpoints, data)
+        tokens: Tokens | None = None
+        if held is not None:
+            supplied: SuppliedIsland | None = None
+            if is_supplied:
+                supply = TokenSupply(spec=spec, places=data, held=held, heavy=in_thread)
+                supplied = SuppliedIsland(
+                    island=island, supply=supply, spec=spec, compiles=settings.compile
+                )
+                island = supplied
+            tokens = Tokens(held=held, is_given=settings.serve_data, supplied=supplied)
         facts = NodeFacts(
             node_id=identity.node_id,
             node_name=settings.name,
@@ -131,16 +163,7 @@ async def run_daemon(
                 max_upload_bytes_per_second=settings.max_upload_bytes_per_second,
                 while_moving=exchange_time.exchanging,
             ),
-            island=LoopIsland(
-                spec=spec,
-                layout=layout,
-                names=shared.names,
-                home=folder,
-                data=settings.data_places(home=folder, folder=Path.cwd()),
-                hang_seconds=settings.hang_seconds,
-            )
-            if settings.loop
-            else _island_of(folder, settings, spec, devices, shape, shared, desk, checkpoints),
+            island=island,
             outer=outer,
             disk=disk,
             history=history,
@@ -148,6 +171,7 @@ async def run_daemon(
             counts=counts,
             rng=random.Random(),
             exchange_time=exchange_time,
+            tokens=tokens,
         )
         with signals.draining(daemon.drain, seconds=settings.drain_within):
             async with own_metrics(settings.metrics, facts, daemon.vitals, lambda: daemon.called):
@@ -262,8 +286,23 @@ def _mesh_of(settings: NodeSettings, spec: RunSpec, usable: UsableDevices) -> Me
     return choice.shape
 
 
+def _tokens_of(spec: RunSpec, data: DataPlaces) -> TokensHere | None:
+    """What this node has of tokens that go from node to node; None of private data, and of text.
+
+    Raises NoInputError where the owner names a folder that is not there.
+    """
+    if spec.data.source != "tokens" or spec.data.private:
+        return None
+    return TokensHere(spec, data)
+
+
+def _takes_tokens_of_peers(settings: NodeSettings, spec: RunSpec) -> bool:
+    """Whether what is not here comes from peers: to the ranks of one machine, where no URL is named."""
+    is_alone = settings.hosts == 1 and not settings.loop
+    return is_alone and not any(is_url(path) for path in (settings.data, *spec.data.paths))
+
+
 def _island_of(
-    folder: Path,
     settings: NodeSettings,
     spec: RunSpec,
     devices: tuple[str, ...],
@@ -271,6 +310,7 @@ def _island_of(
     shared: SharedVectors,
     desk: HostDesk | None,
     checkpoints: CheckpointFolder | None,
+    data: DataPlaces,
 ) -> Island:
     """The ranks of this machine, and with a desk those of the hosts that follow."""
     own = ProcessIsland(
@@ -279,7 +319,7 @@ def _island_of(
         devices=devices,
         shape=shape,
         ranks=range(len(devices)),
-        data=settings.data_places(home=folder, folder=Path.cwd()),
+        data=data,
         local=settings.local_training,
         checkpoints=checkpoints,
         hang_seconds=settings.hang_seconds,

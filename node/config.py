@@ -100,6 +100,10 @@ data = ""
 
 # Most that fetched tokens take in this folder; what was not used for longest makes room.
 data_cache = "20GB"
+
+# Whether this node gives peers the tokens that it has, within max_upload. Private data are never given.
+serve_data = true
+
 # Runs whose own code may run on this machine, as "name@digest": their model or their samples come from
 # Python functions. That code has all that your account has: read it first. A node that is refused says the
 # digest and the files that it is of; a name alone allows whatever code that run has.
@@ -248,6 +252,7 @@ class NodeSettings(Section):
     deterministic: bool = False
     data: str = ""
     data_cache: Annotated[str, AfterValidator(_size)] = "20GB"
+    serve_data: bool = True
     allow_functions: Annotated[tuple[str, ...], Field(strict=False)] = ()  # TOML gives lists
     code: str = ""
     base: str = ""

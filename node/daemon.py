@@ -19,10 +19,12 @@ from node.exchange.exchange import Exchange
 from node.exchange.outer import Outer
 from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.state.patience import Patience
+from node.exchange.tokens import HeldTokens, PeerTokens
 from node.exchange.transport.transport import Transport
 from node.heavy import Heavy
 from node.history import History
 from node.island.island import Island
+from node.island.supplied import SuppliedIsland
 from node.link.calls import Announcement, Attachment, CoordinatorLink, Vitals
 from node.link.session import Session
 from protocol.channel import retried
@@ -66,6 +68,15 @@ class NodeFacts:
     congestion_control: str = ""  # of its host's TCP; empty: not known
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """What this node has of the run's tokens and does about those that it has not; never of private data."""
+
+    held: HeldTokens
+    is_given: bool  # to peers, by its owner's word
+    supplied: SuppliedIsland | None = None  # the node's island, where peers supply it
+
+
 class Daemon:
     """A node from its first attach to the end of the run."""
 
@@ -84,6 +95,7 @@ class Daemon:
         counts: WireCounts,
         rng: random.Random,
         exchange_time: ExchangeTime | None = None,
+        tokens: Tokens | None = None,
     ) -> None:
         """`exchange_time` is the one that the transport tells; without it none is counted there."""
         exchange_time = exchange_time or ExchangeTime(lambda: asyncio.get_running_loop().time())
@@ -98,6 +110,20 @@ class Daemon:
         self._counts = counts
         self._history = history
         self._asking = Patience(rng)
+        self._supplied = None if tokens is None else tokens.supplied
+        peer_tokens: PeerTokens | None = None
+        if tokens is not None:
+            peer_tokens = PeerTokens(
+                held=tokens.held,
+                is_given=tokens.is_given,
+                node_id=facts.node_id,
+                run_digest=self._run_digest,
+                transport=transport,
+                heavy=heavy,
+                is_exchanging=lambda: self._exchange.is_sending,
+                rng=rng,
+            )
+        self._peer_tokens = peer_tokens
         self._exchange = Exchange(
             node_id=facts.node_id,
             run_digest=self._run_digest,
@@ -111,6 +137,7 @@ class Daemon:
             list_commits=self._list_commits,
             bring_back=self._bring_commits,
             patience=self._asking,
+            give_tokens=None if peer_tokens is None else peer_tokens.supply,
         )
         self._session = Session(
             link=link,
@@ -137,7 +164,7 @@ class Daemon:
         self._process_id = rng.getrandbits(63)
         self.called = facts.node_name
         """The node's name in the swarm: another node may have its own."""
-        self._bringing: asyncio.Task[bool] | None = None
+        self._commits_wanted: asyncio.Queue[int] = asyncio.Queue()  # after these rounds
         self._is_ending = False
         self._patience_ended = asyncio.Event()  # of a drain
         self._patience: asyncio.TimerHandle | None = None
@@ -157,7 +184,14 @@ class Daemon:
             work = asyncio.ensure_future(self._duties.run())
             session = asyncio.ensure_future(self._session.run())
             patience = asyncio.ensure_future(self._patience_ended.wait())
-            tasks = [work, session, patience, asyncio.ensure_future(self._watch_transport())]
+            tasks = [
+                *(work, session, patience),
+                asyncio.ensure_future(self._watch_transport()),
+                asyncio.ensure_future(self._bring_back()),
+            ]
+            if self._supplied is not None and self._peer_tokens is not None:
+                supply = self._supplied.supplied_by(self._peer_tokens, self._train_on)
+                tasks.append(asyncio.ensure_future(supply))
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
                 if task.done():
@@ -190,6 +224,9 @@ class Daemon:
                     log.error("not stopped cleanly", why=str(fault))
                 elif isinstance(fault, BaseException):
                     log.error("not stopped cleanly", exc_info=fault)
+
+    def _train_on(self, corpus: CorpusSummary) -> None:
+        self._corpus = corpus
 
     def drain(self, within_seconds: float) -> bool:
         """Lets the node leave with its work; asked again, the new limit counts.
@@ -264,6 +301,8 @@ class Daemon:
         )
 
     def _waiting_for(self) -> str:
+        if self._supplied is not None and (words := self._supplied.waiting_for):
+            return words
         if self._duties.activity == "training":
             return ""
         return self._exchange.waiting_for() or (
@@ -292,6 +331,8 @@ class Daemon:
         match message:
             case RosterTold(members=members):
                 self._exchange.set_roster(members)
+                if self._peer_tokens is not None:
+                    self._peer_tokens.set_roster(members)
             case ParticipantsDeparted(node_ids=node_ids):
                 self._exchange.tell(message.round, lambda open_: open_.depart(node_ids))
             case ParticipantsIdle(node_ids=node_ids):
@@ -306,7 +347,8 @@ class Daemon:
                     message.round, lambda open_: open_.fetch_offered(index, digest, holders)
                 )
             case CommitsWanted(after_round=after_round):
-                self._bring_back(after_round)
+                log.warning("the coordinator lacks commits", after_round=after_round)
+                self._commits_wanted.put_nowait(after_round)
             case RoundCommitted(commit=commit):
                 self._duties.decided(commit.round)
                 self._duties.put(message)
@@ -316,10 +358,13 @@ class Daemon:
             case EvaluationAsked() | RefetchAsked() | RunFinished():
                 self._duties.put(message)
 
-    def _bring_back(self, after_round: int) -> None:
-        """Gives a coordinator that lost commits those that our state builds on."""
-        log.warning("the coordinator lacks commits", after_round=after_round)
-        self._bringing = asyncio.ensure_future(self._bring_commits(after_round))
+    async def _bring_back(self) -> None:
+        """Gives a coordinator that lost commits those that our state builds on, whenever it asks."""
+        while True:
+            after_round = await self._commits_wanted.get()
+            while not self._commits_wanted.empty():  # the newest wish counts
+                after_round = self._commits_wanted.get_nowait()
+            await self._bring_commits(after_round)
 
     async def _bring_commits(self, after_round: int) -> bool:
         return await self._session.bring_back(

@@ -19,12 +19,18 @@ CONTRIBUTION = transfer_pb2.PAYLOAD_KIND_CONTRIBUTION
 RESULT = transfer_pb2.PAYLOAD_KIND_RESULT
 MANIFEST = transfer_pb2.PAYLOAD_KIND_MANIFEST
 CHUNK = transfer_pb2.PAYLOAD_KIND_CHUNK
+TOKENS_MANIFEST = transfer_pb2.PAYLOAD_KIND_TOKENS_MANIFEST
+PIECE_MAP = transfer_pb2.PAYLOAD_KIND_PIECE_MAP
+PIECE = transfer_pb2.PAYLOAD_KIND_PIECE
 
 KIND_NAMES = {
     CONTRIBUTION: "contribution",
     RESULT: "result",
     MANIFEST: "manifest",
     CHUNK: "chunk",
+    TOKENS_MANIFEST: "manifest of tokens",
+    PIECE_MAP: "piece map",
+    PIECE: "piece of tokens",
 }
 """What the kinds are called in counts and messages."""
 
@@ -117,11 +123,11 @@ class Payload:
 
     header: PayloadHeader
     body: bytes = field(repr=False)
+    digest: Digest = field(init=False, repr=False)  # what reducers report and commits name
 
-    @property
-    def digest(self) -> Digest:
-        """What reducers report and commits name."""
-        return Digest(blake3.blake3(self.header.encode()).digest())
+    def __post_init__(self) -> None:
+        digest = Digest(blake3.blake3(self.header.encode()).digest())
+        object.__setattr__(self, "digest", digest)  # once: each part of a body names it
 
     @classmethod
     def seal(

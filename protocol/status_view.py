@@ -1,7 +1,7 @@
 """A status as a picture and as a line. Pure: it neither asks for a status nor prints one."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -325,7 +325,7 @@ def _loss_line(status: pb.GetStatusResponse) -> RenderableType:
 
 
 def held_out_in_words(run: pb.RunStatus) -> str:
-    """The first and the latest held-out loss, nats per token; the latest in bits per byte, and its metric."""
+    """The first and the latest held-out loss, nats per token; with bits a byte, metric and data holders."""
     losses = [held_out.loss for held_out in run.held_out_losses]
     if not losses:
         return ""
@@ -333,7 +333,23 @@ def held_out_in_words(run: pb.RunStatus) -> str:
     bits = bits_per_byte(losses[-1], run)
     words += "" if bits is None else f", {bits:.3f} bits a byte"
     latest = run.held_out_losses[-1]
-    return f"{words}, metric {latest.metric:.4g}" if latest.HasField("metric") else words
+    words += f", metric {latest.metric:.4g}" if latest.HasField("metric") else ""
+    return words + holders_in_words(latest.holders)
+
+
+MOST_HOLDERS_NAMED = 4
+"""Of more data holders a line has no room for each."""
+
+
+def holders_in_words(holders: Sequence[pb.HolderLoss]) -> str:
+    """What the latest held-out loss is of each holder of private data; empty where there are none."""
+    if not holders:
+        return ""
+    losses = sorted(holder.loss for holder in holders)
+    if len(losses) > MOST_HOLDERS_NAMED:
+        return f" ({len(losses)} data holders, {losses[0]:.3f} to {losses[-1]:.3f})"
+    named = (f"{one.node_name or one.node_id[:12]} {one.loss:.3f}" for one in holders)
+    return f" ({', '.join(named)})"
 
 
 def bits_per_byte(loss: float, run: pb.RunStatus) -> float | None:

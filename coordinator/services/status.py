@@ -110,10 +110,7 @@ class StatusDesk:
             ),
             num_parameters=0 if layout is None else sum(layout.fragment_elements),
             inner_steps=state.rules.inner_steps,
-            held_out_losses=[
-                pb.HeldOutLoss(round=h.round, loss=h.loss, tokens=h.tokens, metric=h.metric)
-                for h in _spread(state.held_out)
-            ],
+            held_out_losses=[_held_out_loss(state, h) for h in _spread(state.held_out)],
             held_out_bytes_per_token=_held_out_bytes_per_token(state),
             uptime_seconds=now - self._started_at,
             min_nodes=state.rules.min_nodes,
@@ -146,12 +143,41 @@ class StatusDesk:
         )
 
 
+def _held_out_loss(state: SwarmState, held_out: HeldOut) -> pb.HeldOutLoss:
+    names = {node_id: member.node_name for node_id, member in state.members.items()}
+    return pb.HeldOutLoss(
+        round=held_out.round,
+        loss=held_out.loss,
+        tokens=held_out.tokens,
+        metric=held_out.metric,
+        holders=[
+            pb.HolderLoss(
+                node_id=one.node_id,
+                node_name=names.get(one.node_id, ""),
+                loss=one.loss,
+                held_out_tokens=one.weight,
+                metric=one.metric,
+            )
+            for one in held_out.holders
+        ],
+    )
+
+
 def _held_out_bytes_per_token(state: SwarmState) -> float:
-    """Of the held-out split as a whole, by the node that attached first; 0 where it does not know."""
-    corpus = state.corpus
-    if corpus is None or not corpus.num_held_out_tokens:
+    """Of the held-out split as a whole, by the node that attached first; 0 where it does not know.
+
+    Where data are private, of the splits of all that the latest evaluation is of.
+    """
+    corpora = [] if state.corpus is None else [state.corpus]
+    if state.held_out and state.held_out[-1].holders:
+        known = (state.members.get(one.node_id) for one in state.held_out[-1].holders)
+        corpora = [member.corpus for member in known if member is not None]
+    if not corpora or not all(
+        one.num_held_out_tokens and one.num_held_out_bytes for one in corpora
+    ):
         return 0.0
-    return corpus.num_held_out_bytes / corpus.num_held_out_tokens
+    num_bytes = sum(corpus.num_held_out_bytes for corpus in corpora)
+    return num_bytes / sum(corpus.num_held_out_tokens for corpus in corpora)
 
 
 def _spread(losses: Sequence[HeldOut]) -> Sequence[HeldOut]:

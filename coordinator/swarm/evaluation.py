@@ -1,12 +1,13 @@
 """Held-out losses of committed states: who is asked for one, which count, and which are void. Pure."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from coordinator.swarm.actions import Tell
-from coordinator.swarm.state import Evaluating, HeldOut, SwarmState
+from coordinator.swarm.state import Evaluating, HeldOut, HolderLoss, Member, SwarmState
 from coordinator.swarm.turn import Turn, available_members, is_present, present_members
 from protocol.messages import Evaluated, EvaluationAsked
-from protocol.rounds import NodeId
+from protocol.rounds import NodeId, book_of_data
 
 
 def ask_if_due(turn: Turn) -> None:
@@ -33,40 +34,94 @@ def may_be_evaluated(state: SwarmState) -> bool:
 def ask_somebody(turn: Turn) -> None:
     """Asks a ready member that can to evaluate the committed state; with none, nobody evaluates.
 
-    Another one each time, so that not always the same node pays. Supersedes an evaluation that has
-    not come back, whose state is gone.
+    Another one each time, so that not always the same node pays; where data are private, one of each
+    holder. Supersedes an evaluation that has not come back, whose state is gone, but for what holders
+    have said of it.
     """
+    _keep_found(turn)
     state = turn.state
     ready = [member for member in available_members(state) if not member.cannot_evaluate]
     if not ready:
-        turn.state = replace(state, evaluating=None)
         return
     committed, rules = state.committed_round, state.rules
     place = committed // rules.evaluate_every_rounds  # rounds alone could hit one node every time
-    chosen = ready[place % len(ready)].node_id
+    holders: dict[int, list[Member]] = {}
+    for member in ready:
+        book = book_of_data(member.corpus.digest) if rules.has_private_data else 0
+        holders.setdefault(book, []).append(member)
+    chosen = sorted(nodes[place % len(nodes)].node_id for nodes in holders.values())
     current = state.open_round
     until = (turn.now if current is None else current.commit_deadline) + rules.apply_seconds
-    asked = Evaluating(node_id=chosen, round=committed, until=until)
+    asked = Evaluating(node_ids=tuple(chosen), round=committed, until=until)
     turn.state = replace(state, evaluating=asked)
-    turn.act(Tell(message=EvaluationAsked(round=committed), to=(chosen,)))
+    turn.act(Tell(message=EvaluationAsked(round=committed), to=asked.node_ids))
 
 
 def evaluated(turn: Turn, node_id: NodeId, round: int, report: Evaluated) -> None:
-    """Keeps the loss, if it is the one that was asked for."""
+    """Keeps the loss, if it is one that was asked for, once all of them are here."""
     asked = turn.state.evaluating
-    if asked is None or (asked.node_id, asked.round) != (node_id, round):
+    if asked is None or round != asked.round or node_id not in asked.node_ids:
         return
-    loss = HeldOut(
-        round=round, loss=report.held_out_loss, tokens=report.tokens, metric=report.metric
+    own = HolderLoss(
+        node_id=node_id,
+        loss=report.held_out_loss,
+        weight=turn.state.members[node_id].corpus.num_held_out_tokens or report.tokens,
+        tokens=report.tokens,
+        metric=report.metric,
     )
-    turn.state = replace(turn.state, held_out=(*turn.state.held_out, loss), evaluating=None)
+    _wait_for(turn, [n for n in asked.node_ids if n != node_id], found=(*asked.found, own))
 
 
 def give_up_evaluation(turn: Turn) -> None:
-    """Waits no longer for an evaluation that is late or whose node is gone."""
+    """Waits no longer for evaluations that are late or whose nodes are gone."""
     asked = turn.state.evaluating
-    if asked is not None and (turn.now >= asked.until or not is_present(turn.state, asked.node_id)):
-        turn.state = replace(turn.state, evaluating=None)
+    if asked is not None:
+        is_late = turn.now >= asked.until
+        here = [n for n in asked.node_ids if not is_late and is_present(turn.state, n)]
+        _wait_for(turn, here, found=asked.found)
+
+
+def _wait_for(turn: Turn, node_ids: Sequence[NodeId], *, found: tuple[HolderLoss, ...]) -> None:
+    asked = turn.state.evaluating
+    assert asked is not None
+    if (asked.node_ids, asked.found) != (tuple(node_ids), found):
+        asked = replace(asked, node_ids=tuple(node_ids), found=found)
+        turn.state = replace(turn.state, evaluating=asked)
+    if not node_ids:
+        _keep_found(turn)
+
+
+def _keep_found(turn: Turn) -> None:
+    """Ends an evaluation with what was found, if it was anything."""
+    asked = turn.state.evaluating
+    if asked is None:
+        return
+    held_out = turn.state.held_out
+    if asked.found:
+        held_out = (*held_out, _loss_of(turn.state, asked))
+    turn.state = replace(turn.state, held_out=held_out, evaluating=None)
+
+
+def _loss_of(state: SwarmState, asked: Evaluating) -> HeldOut:
+    """The mean over held-out tokens: of a holder's whole split, of which it evaluates a part."""
+    found = sorted(asked.found, key=lambda one: one.node_id)
+    weights = [one.weight for one in found]
+    if not any(weights):  # nobody knows how much it has
+        weights = [1 for _ in found]
+    metrics = [one.metric for one in found if one.metric is not None]
+    return HeldOut(
+        round=asked.round,
+        loss=_mean(weights, [one.loss for one in found]),
+        tokens=sum(one.tokens for one in found),
+        metric=_mean(weights, metrics) if len(metrics) == len(found) else None,
+        holders=tuple(found) if state.rules.has_private_data else (),
+    )
+
+
+def _mean(weights: Sequence[int], values: Sequence[float]) -> float:
+    if len(values) == 1:  # as it was told
+        return values[0]
+    return sum(w * value for w, value in zip(weights, values, strict=True)) / sum(weights)
 
 
 def without_evaluations_since(state: SwarmState, number: int) -> SwarmState:

@@ -57,7 +57,10 @@ def _not_open(state: SwarmState, now: float) -> str:
     parts = [f"waiting for {_count(missing, 'more node')}: {num_ready} of {needed} {verb} ready"]
     parts += [_not_ready(state, m) for m in present if m.state is not MemberState.READY]
     idle = [m for m in present if m.state is MemberState.READY and m.cannot_train]
-    parts += [f"{member.node_name} waits for its owner's training loop" for member in idle]
+    parts += [
+        f"{member.node_name} waits for its owner's training loop, or for the run's tokens"
+        for member in idle
+    ]
     if state.unsupplied_since is not None:
         parts.append(_unsupplied(state, state.unsupplied_since, now))
     return "; ".join(parts)
@@ -163,8 +166,8 @@ def _end(state: SwarmState, now: float) -> str:
     elif state.evaluating is None:
         parts = [f"waiting for a ready node that can evaluate the final state, {left}"]
     else:
-        evaluator = name_of(state, state.evaluating.node_id)
-        parts = [f"waiting for {evaluator} to evaluate the final state, {left}"]
+        evaluators = _names(state, state.evaluating.node_ids)
+        parts = [f"waiting for {evaluators} to evaluate the final state, {left}"]
     return "; ".join([*parts, *(_not_ready(state, member) for member in behind)])
 
 

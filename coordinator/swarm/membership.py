@@ -79,7 +79,7 @@ def attach(turn: Turn, event: Attached) -> None:
     state = turn.state
     if state.layout is None:
         state = replace(state, layout=event.layout)
-    if state.corpus is None:
+    if state.corpus is None or not state.corpus.num_samples:  # of who has yet to get the data
         state = replace(state, corpus=event.corpus)
     state = replace(state, codecs=event.codecs)
     before = state.members.get(event.node_id)

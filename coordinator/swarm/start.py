@@ -28,7 +28,9 @@ MARGIN = 1.5
 def start(turn: Turn) -> None:
     """Begins to wait for the newest round's nodes. What the database says of who is here is old."""
     state = turn.state
-    if state.is_finished:
+    if state.is_finished:  # nobody is waited for, and processes that began anew are no copies
+        unheard = {n: replace(member, is_heard=False) for n, member in state.members.items()}
+        turn.state = replace(state, members=unheard)
         return
     node_ids = _newest_participants(state)
     members = {node_id: _not_yet_heard(member) for node_id, member in state.members.items()}

@@ -178,22 +178,38 @@ class ClosedRound:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HolderLoss:
+    """What one data holder's held-out split says of the committed model, by one of its nodes."""
+
+    node_id: NodeId
+    loss: float
+    weight: int  # tokens of its held-out split
+    tokens: int  # evaluated
+    metric: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOut:
-    """One evaluation of the committed model; the metric is what a run's own function measures."""
+    """One evaluation of the committed model; the metric is what a run's own function measures.
+
+    Where data are private, of all holders that answered, each by the tokens of its held-out split.
+    """
 
     round: int
     loss: float
     tokens: int
     metric: float | None = None
+    holders: tuple[HolderLoss, ...] = ()  # by their nodes' ids; none where all have the same data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluating:
-    """An evaluation that was asked for."""
+    """An evaluation that was asked for: of one node, or of one of each holder of private data."""
 
-    node_id: NodeId
+    node_ids: tuple[NodeId, ...]  # who has yet to answer, in order
     round: int
-    until: float  # then it is given up
+    until: float  # then who has not answered is given up
+    found: tuple[HolderLoss, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -103,7 +103,7 @@ class Duties:
     def activity(self) -> str:
         """What is being done, for people."""
         if self._doing in ("waiting", "training") and not self._island.ability.trains:
-            return "waiting for a training loop"
+            return f"waiting for {self._island.ability.waits_for}"
         is_ahead = self._doing == "waiting" and self._ahead.is_training
         return "training ahead" if is_ahead else self._doing
 
@@ -283,9 +283,13 @@ class Duties:
         log.debug("phase", phase="contributing", round=plan.round)
         await self._be_saved()
         self._trained = trained_of(trained)
+        if not self._island.ability.trains:  # before this round can close, and the next count on it
+            await self._session.tell_vitals()
         self._session.report(plan.round, self._trained)
         if trained.tokens > 0:
             await self._exchange.contribute(samples=trained.samples, tokens=trained.tokens)
+        else:  # others hear of it from the coordinator; slices that this node reduces wait for it too
+            self._exchange.tell(plan.round, lambda open_: open_.excuse((self._node_id,)))
 
     async def _take_part_again(self, received: PlanReceived, assignment: Assignment) -> None:
         """A plan comes again after every break of the session, and then nothing need be done.
@@ -457,7 +461,9 @@ class Duties:
         evaluation = await self._island.evaluate()
         if evaluation is None:
             log.warning(
-                "not evaluated: the training loop gave nothing to evaluate with", round=round
+                "not evaluated: there is nothing here to evaluate with now",
+                round=round,
+                waits_for=self._island.ability.waits_for,
             )
             return
         self._session.report(

@@ -13,7 +13,16 @@ import structlog
 
 from node.duties.exchange_time import ExchangeTime
 from node.island.faults import LoopGoneError, RankDiedError, RankHungError
-from node.island.island import Ability, Evaluation, InnerReport, InnerWork, Island, Progress
+from node.island.island import (
+    Ability,
+    Evaluation,
+    InnerReport,
+    InnerWork,
+    Island,
+    Progress,
+    both,
+    rest_of,
+)
 from protocol.rounds import CorpusSummary
 
 log = structlog.get_logger()
@@ -206,43 +215,6 @@ class LastingIsland:
         self._num_hangs += isinstance(death, RankHungError)
         if max(len(self._deaths), self._num_hangs) >= MOST_DEATHS:
             raise death
-
-
-def rest_of(work: InnerWork, done: InnerReport) -> InnerWork:
-    """What is left of a round's work; no inner steps when nothing is."""
-    steps = min(done.inner_steps, work.inner_steps)
-    num_samples = work.num_samples // work.inner_steps * steps
-    return replace(
-        work,
-        inner_steps=work.inner_steps - steps,
-        first_sample=work.first_sample + num_samples,
-        num_samples=work.num_samples - num_samples,
-        steps_before=work.steps_before + steps,
-    )
-
-
-def both(first: InnerReport, second: InnerReport) -> InnerReport:
-    """One report of two parts of a round's training."""
-    steps = first.inner_steps + second.inner_steps
-    loss_sum = first.loss * first.inner_steps + second.loss * second.inner_steps
-    return replace(
-        second,
-        inner_steps=steps,
-        samples=first.samples + second.samples,
-        tokens=first.tokens + second.tokens,
-        loss=loss_sum / steps,
-        seconds=first.seconds + second.seconds,
-        flops=first.flops + second.flops,
-        peak_memory_bytes=max(first.peak_memory_bytes, second.peak_memory_bytes),
-        skipped_steps=first.skipped_steps + second.skipped_steps,
-        communication_seconds=_sum_if_known(
-            first.communication_seconds, second.communication_seconds
-        ),
-    )
-
-
-def _sum_if_known(first: float | None, second: float | None) -> float | None:
-    return None if first is None or second is None else first + second
 
 
 def _from_step(

@@ -44,6 +44,11 @@ class Contributing:
         self._pushes = Pushes(transport)
         self._is_closed = False
 
+    @property
+    def is_sending(self) -> bool:
+        """Whether contributions are on their way."""
+        return not self._pushes.is_idle
+
     async def contribute(self, *, samples: int, tokens: int) -> None:
         """Encodes what this node owes for the fragment and sends each slice to its reducer.
 

@@ -26,6 +26,7 @@ from node.exchange.transport.transport import (
     WantChunk,
     WantManifest,
     WantResult,
+    WantTokens,
 )
 from node.heavy import Heavy
 from node.history import History
@@ -37,6 +38,9 @@ log = structlog.get_logger()
 
 RoundNews = Callable[[ExchangeRound], None]
 """Something that happened to a round since its plan was made."""
+
+GiveTokens = Callable[[NodeId, WantTokens], Awaitable[Payload | None]]
+"""Who asks, and for what; raises TransferRefusedError."""
 
 
 class Exchange:
@@ -57,7 +61,10 @@ class Exchange:
         list_commits: Callable[[int], Awaitable[tuple[Commit, ...]]],
         bring_back: Callable[[int], Awaitable[bool]],
         patience: Patience,
+        give_tokens: GiveTokens | None = None,
     ) -> None:
+        """`give_tokens` answers what peers ask of the run's tokens; None: nothing is given."""
+        self._give_tokens = give_tokens
         self.outer = outer
         self._node_id = node_id
         self._run_digest = run_digest
@@ -217,6 +224,11 @@ class Exchange:
         # Who asks for earlier ones gets them from the disk.
         self._held.forget_before(self.outer.round - 1)
 
+    @property
+    def is_sending(self) -> bool:
+        """Whether contributions or results are on their way to peers."""
+        return not self._results_out.is_idle or (self._round is not None and self._round.is_sending)
+
     def waiting_for(self) -> str:
         """What the exchange waits for, in words; empty when for nothing."""
         if self._catch_up.waiting_for:
@@ -236,7 +248,7 @@ class Exchange:
         return self._round.admit(sender, header)
 
     async def supply(self, sender: NodeId, want: Want) -> Payload | None:
-        """A held result, or a part of an outer state."""
+        """A held result, or a part of an outer state or of the run's tokens."""
         match want:
             case WantResult():
                 return await self._result(want)
@@ -244,6 +256,8 @@ class Exchange:
                 return await self._donor.manifest(want)
             case WantChunk():
                 return await self._donor.chunk(want)
+            case WantTokens():
+                return None if self._give_tokens is None else await self._give_tokens(sender, want)
 
     async def _result(self, want: WantResult) -> Payload | None:
         held = self._held.find(want.round, want.slice_index, want.digest)

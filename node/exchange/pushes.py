@@ -52,6 +52,11 @@ class Pushes:
         self._tasks: dict[asyncio.Task[None], int] = {}  # with the round of what is pushed
         self._lots: dict[tuple[str, int, NodeId], _Lot] = {}
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not self._tasks
+
     def start(
         self, peer: NodeId, payload: Payload, *, deadline: float, is_wanted: Callable[[], bool]
     ) -> None:

@@ -120,6 +120,11 @@ class ExchangeRound:
             return "one contribution" if missing else ""
         return f"contributions of {len(missing)} nodes"
 
+    @property
+    def is_sending(self) -> bool:
+        """Whether contributions are on their way."""
+        return self._contributing.is_sending
+
     async def contribute(self, *, samples: int, tokens: int) -> None:
         """See Contributing.contribute."""
         await self._contributing.contribute(samples=samples, tokens=tokens)

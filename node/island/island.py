@@ -6,7 +6,7 @@ for tests and simulation.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from protocol.rounds import CorpusSummary
@@ -72,6 +72,7 @@ class Ability:
 
     trains: bool = True
     evaluates: bool = True
+    waits_for: str = "a training loop"  # where it does not train
 
 
 ALL = Ability()
@@ -127,3 +128,40 @@ def rebases(exchange: ExchangeSection, *, is_taken: bool) -> bool:
     it is still owed, and would count twice: then only what was trained since is kept.
     """
     return exchange.overlap == "keep" or (exchange.overlap == "blend" and not is_taken)
+
+
+def rest_of(work: InnerWork, done: InnerReport) -> InnerWork:
+    """What is left of a round's work; no inner steps when nothing is."""
+    steps = min(done.inner_steps, work.inner_steps)
+    num_samples = work.num_samples // work.inner_steps * steps
+    return replace(
+        work,
+        inner_steps=work.inner_steps - steps,
+        first_sample=work.first_sample + num_samples,
+        num_samples=work.num_samples - num_samples,
+        steps_before=work.steps_before + steps,
+    )
+
+
+def both(first: InnerReport, second: InnerReport) -> InnerReport:
+    """One report of two parts of a round's training."""
+    steps = first.inner_steps + second.inner_steps
+    loss_sum = first.loss * first.inner_steps + second.loss * second.inner_steps
+    return replace(
+        second,
+        inner_steps=steps,
+        samples=first.samples + second.samples,
+        tokens=first.tokens + second.tokens,
+        loss=loss_sum / steps,
+        seconds=first.seconds + second.seconds,
+        flops=first.flops + second.flops,
+        peak_memory_bytes=max(first.peak_memory_bytes, second.peak_memory_bytes),
+        skipped_steps=first.skipped_steps + second.skipped_steps,
+        communication_seconds=_sum_if_known(
+            first.communication_seconds, second.communication_seconds
+        ),
+    )
+
+
+def _sum_if_known(first: float | None, second: float | None) -> float | None:
+    return None if first is None or second is None else first + second

@@ -32,7 +32,7 @@ from node.island.checkpoints import About
 from node.island.combinations import check_combination, check_local, may_be_traced
 from node.island.data.dataset import Batch, Dataset
 from node.island.data.manifest import Split
-from node.island.data.samples import Indices, SampleOrder
+from node.island.data.samples import Indices, SampleOrder, held_out_choice
 from node.island.engine import Engine
 from node.island.faults import TrainingDivergedError
 from node.island.ferry import copies_of
@@ -312,8 +312,8 @@ class Trainer:
     def evaluate(self, on_batch: Callable[[], None] = lambda: None) -> Evaluation:
         """Held-out loss over a fixed choice of samples, spread evenly over the held-out split."""
         available = self._corpus.num_held_out_samples
-        count = min(self._spec.evaluation.samples, available)
-        chosen = np.arange(count, dtype=np.int64) * available // count
+        chosen = held_out_choice(self._spec.evaluation.samples, available)
+        count = len(chosen)
         own = chosen[self._mesh.share(count)]
         rows = self._engine.rows
         most = -(-count // self._mesh.shape.num_data)  # of any rank: all must go on together

@@ -150,6 +150,16 @@ class Session:
             return not isinstance(error, UnavailableError | TemporaryError)
         return False
 
+    async def tell_vitals(self) -> None:
+        """Sends a heartbeat out of turn, and waits until it is heard; at most for a while."""
+        if self._session_id is None:
+            return
+        try:
+            async with asyncio.timeout(LEAVE_SECONDS):
+                await self._link.heartbeat(self._session_id, self._vitals())
+        except (AtollError, TimeoutError) as error:  # the next one tells it too
+            log.debug("a heartbeat out of turn was not heard", why=str(error))
+
     async def leave(self, reason: str) -> None:
         """Says goodbye, with a last heartbeat that holds the final state and bytes.
 

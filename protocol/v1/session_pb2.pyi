@@ -296,7 +296,7 @@ class WireCount(_message.Message):
     SENT_BYTES_FIELD_NUMBER: _builtins.int
     RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """What was sent: "contribution", "result", "snapshot" or "control"."""
+    """What was sent: "contribution", "result", "snapshot", "data" or "control"."""
     sent_bytes: _builtins.int
     """Bytes sent, framing and an estimate of TLS, TCP and IP headers included."""
     received_bytes: _builtins.int

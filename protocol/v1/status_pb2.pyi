@@ -303,6 +303,46 @@ class DataStatus(_message.Message):
 Global___DataStatus: _TypeAlias = DataStatus  # noqa: Y015
 
 @_typing.final
+class HolderLoss(_message.Message):
+    """What the held-out split of one holder of private data says of a committed model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    NODE_NAME_FIELD_NUMBER: _builtins.int
+    LOSS_FIELD_NUMBER: _builtins.int
+    HELD_OUT_TOKENS_FIELD_NUMBER: _builtins.int
+    METRIC_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    """The node of the holder that evaluated it."""
+    node_name: _builtins.str
+    """What people call that node; empty when it is forgotten."""
+    loss: _builtins.float
+    """Mean loss, nats per token."""
+    held_out_tokens: _builtins.int
+    """Tokens of the holder's held-out split: its weight in the mean."""
+    metric: _builtins.float
+    """What the run's own function measures beside the loss, if it does."""
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        node_name: _builtins.str = ...,
+        loss: _builtins.float = ...,
+        held_out_tokens: _builtins.int = ...,
+        metric: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_metric", b"_metric", "metric", b"metric"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_metric", b"_metric", "held_out_tokens", b"held_out_tokens", "loss", b"loss", "metric", b"metric", "node_id", b"node_id", "node_name", b"node_name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__metric: _TypeAlias = _typing.Literal["metric"]  # noqa: Y015
+    _WhichOneofArgType__metric: _TypeAlias = _typing.Literal["_metric", b"_metric"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__metric) -> _WhichOneofReturnType__metric | None: ...
+
+Global___HolderLoss: _TypeAlias = HolderLoss  # noqa: Y015
+
+@_typing.final
 class HeldOutLoss(_message.Message):
     """One evaluation of the committed model."""
 
@@ -312,14 +352,19 @@ class HeldOutLoss(_message.Message):
     LOSS_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     METRIC_FIELD_NUMBER: _builtins.int
+    HOLDERS_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """Round of the state."""
     loss: _builtins.float
-    """Mean loss, nats per token."""
+    """Mean loss, nats per token; where data are private, of all holders below, by their held-out tokens."""
     tokens: _builtins.int
     """Tokens evaluated."""
     metric: _builtins.float
     """What the run's own function measures beside the loss, if it does."""
+    @_builtins.property
+    def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___HolderLoss]:
+        """Where data are private: each holder that answered."""
+
     def __init__(
         self,
         *,
@@ -327,10 +372,11 @@ class HeldOutLoss(_message.Message):
         loss: _builtins.float = ...,
         tokens: _builtins.int = ...,
         metric: _builtins.float | None = ...,
+        holders: _abc.Iterable[Global___HolderLoss] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_metric", b"_metric", "metric", b"metric"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_metric", b"_metric", "loss", b"loss", "metric", b"metric", "round", b"round", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_metric", b"_metric", "holders", b"holders", "loss", b"loss", "metric", b"metric", "round", b"round", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__metric: _TypeAlias = _typing.Literal["metric"]  # noqa: Y015
     _WhichOneofArgType__metric: _TypeAlias = _typing.Literal["_metric", b"_metric"]  # noqa: Y015

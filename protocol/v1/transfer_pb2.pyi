@@ -35,6 +35,14 @@ class _PayloadKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PayloadKi
     """What the outer state of one round consists of: the digest of each of its chunks."""
     PAYLOAD_KIND_CHUNK: _PayloadKind.ValueType  # 5
     """One chunk of the outer state of one round."""
+    PAYLOAD_KIND_TOKENS_MANIFEST: _PayloadKind.ValueType  # 6
+    """What the run's tokens consist of: the file manifest.json of their folder."""
+    PAYLOAD_KIND_PIECE_MAP: _PayloadKind.ValueType  # 7
+    """Which pieces of the tokens a node has: bit i % 8 of byte i / 8 is piece i, counted over all files in
+    the order of their names.
+    """
+    PAYLOAD_KIND_PIECE: _PayloadKind.ValueType  # 8
+    """One piece of a file of the tokens."""
 
 class PayloadKind(_PayloadKind, metaclass=_PayloadKindEnumTypeWrapper):
     """What a payload holds."""
@@ -49,6 +57,14 @@ PAYLOAD_KIND_MANIFEST: PayloadKind.ValueType  # 4
 """What the outer state of one round consists of: the digest of each of its chunks."""
 PAYLOAD_KIND_CHUNK: PayloadKind.ValueType  # 5
 """One chunk of the outer state of one round."""
+PAYLOAD_KIND_TOKENS_MANIFEST: PayloadKind.ValueType  # 6
+"""What the run's tokens consist of: the file manifest.json of their folder."""
+PAYLOAD_KIND_PIECE_MAP: PayloadKind.ValueType  # 7
+"""Which pieces of the tokens a node has: bit i % 8 of byte i / 8 is piece i, counted over all files in
+the order of their names.
+"""
+PAYLOAD_KIND_PIECE: PayloadKind.ValueType  # 8
+"""One piece of a file of the tokens."""
 Global___PayloadKind: _TypeAlias = PayloadKind  # noqa: Y015
 
 class _TransferStatus:
@@ -127,11 +143,11 @@ class PayloadHeader(_message.Message):
     fragment: _builtins.int
     """Fragment."""
     slice_index: _builtins.int
-    """Slice within the round's plan; of a chunk its place in the manifest; 0 for a manifest."""
+    """Slice within the round's plan; of a chunk its place in the manifest; 0 for all else."""
     start: _builtins.int
     """First element within the fragment; of a chunk, within parameters and momentum together."""
     num_elements: _builtins.int
-    """Number of elements; of a manifest, those of the model."""
+    """Number of elements; of a manifest, those of the model; 0 for what is of the run's tokens."""
     codec: _builtins.str
     """Codec of the body, with its version: "int4/1"."""
     tokens: _builtins.int
@@ -336,6 +352,32 @@ class WantChunk(_message.Message):
 Global___WantChunk: _TypeAlias = WantChunk  # noqa: Y015
 
 @_typing.final
+class WantTokens(_message.Message):
+    """Asks for something of the run's tokens. Of private data nobody supplies anything."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    kind: Global___PayloadKind.ValueType
+    """The manifest, the piece map or a piece."""
+    digest: _builtins.bytes
+    """Of a piece its own digest, as in the manifest; else the manifest's, as in the run file. 32 bytes."""
+    def __init__(
+        self,
+        *,
+        kind: Global___PayloadKind.ValueType = ...,
+        digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "kind", b"kind"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WantTokens: _TypeAlias = WantTokens  # noqa: Y015
+
+@_typing.final
 class TransferRequest(_message.Message):
     """Opens a stream."""
 
@@ -346,6 +388,7 @@ class TransferRequest(_message.Message):
     WANT_MANIFEST_FIELD_NUMBER: _builtins.int
     WANT_CHUNK_FIELD_NUMBER: _builtins.int
     STRIPE_FIELD_NUMBER: _builtins.int
+    WANT_TOKENS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def offer(self) -> Global___Offer:
         """To push a payload."""
@@ -366,6 +409,10 @@ class TransferRequest(_message.Message):
     def stripe(self) -> Global___Stripe:
         """To send parts of bodies that are offered on other streams."""
 
+    @_builtins.property
+    def want_tokens(self) -> Global___WantTokens:
+        """To fetch something of the run's tokens."""
+
     def __init__(
         self,
         *,
@@ -374,12 +421,13 @@ class TransferRequest(_message.Message):
         want_manifest: Global___WantManifest | None = ...,
         want_chunk: Global___WantChunk | None = ...,
         stripe: Global___Stripe | None = ...,
+        want_tokens: Global___WantTokens | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["offer", b"offer", "request", b"request", "stripe", b"stripe", "want_chunk", b"want_chunk", "want_manifest", b"want_manifest", "want_result", b"want_result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["offer", b"offer", "request", b"request", "stripe", b"stripe", "want_chunk", b"want_chunk", "want_manifest", b"want_manifest", "want_result", b"want_result", "want_tokens", b"want_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["offer", b"offer", "request", b"request", "stripe", b"stripe", "want_chunk", b"want_chunk", "want_manifest", b"want_manifest", "want_result", b"want_result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offer", b"offer", "request", b"request", "stripe", b"stripe", "want_chunk", b"want_chunk", "want_manifest", b"want_manifest", "want_result", b"want_result", "want_tokens", b"want_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["offer", "want_result", "want_manifest", "want_chunk", "stripe"]  # noqa: Y015
+    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["offer", "want_result", "want_manifest", "want_chunk", "stripe", "want_tokens"]  # noqa: Y015
     _WhichOneofArgType_request: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_request) -> _WhichOneofReturnType_request | None: ...
 

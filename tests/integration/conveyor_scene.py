@@ -113,6 +113,7 @@ class Wire:
                 limits=self.limits,
                 verify=verify_inline,
                 inbounds=self.inbounds,
+                pieces=asyncio.Semaphore(1),
                 is_crowded=self.is_crowded,
             )
             await stream.outlast()

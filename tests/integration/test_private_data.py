@@ -75,6 +75,12 @@ def test_three_holders_train_one_model_and_no_record_of_theirs_is_in_any_message
     run = simulate(SPEC, lives=lives)
     assert len(set(run.digests.values())) == 1
     assert run.held_out[-1].loss < run.held_out[0].loss - 0.5
+    last = run.held_out[-1].holders
+    weights = [one.weight for one in last]
+    assert sorted(weights) == sorted(data.summary().num_held_out_tokens for data in held.values())
+    mean = sum(one.loss * one.weight for one in last) / sum(weights)
+    assert run.held_out[-1].loss == pytest.approx(mean)
+    assert len({one.loss for one in last}) == 3, "each measured on its own"
 
     everything = b"\n".join(recorded.messages)
     assert len(recorded.messages) > 100 and len(everything) > 100_000

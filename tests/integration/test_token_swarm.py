@@ -89,8 +89,8 @@ def test_a_real_swarm_trains_on_tokens_and_a_flipped_byte_ends_its_node_alone(
         homes = {name: swarm.join(name, invite) for name in ("whole", "damaged")}
         settings = homes["whole"] / SETTINGS_FILE
         settings.write_text(settings.read_text().replace('data = ""', f'data = "{folder}"'))
-        lost = swarm.start_node("damaged")
-        lost.ends_with(66, "wherever holds no tokens", "data = in node.toml")
+        lost = swarm.start_node("damaged", "--data", str(tmp_path / "nowhere"))
+        lost.ends_with(66, "nowhere holds no tokens", "data in node.toml")
         damaged = swarm.start_node("damaged", "--data", str(elsewhere))
         damaged.ends_with(65, f"{shard} is damaged: piece 0", "atoll data check")
         whole = swarm.start_node("whole")

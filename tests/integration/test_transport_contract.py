@@ -9,6 +9,7 @@ from transport_peers import BIG, Peer, introduce, make_payload, want
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
 from node.exchange.transport.transport import (
+    PIECES_AT_ONCE,
     FalseAnswerError,
     NotHeldError,
     PeerUnreachableError,
@@ -17,9 +18,18 @@ from node.exchange.transport.transport import (
     Want,
     WantChunk,
     WantManifest,
+    WantTokens,
 )
 from protocol.identity import Identity
-from protocol.payload import CHUNK, CONTRIBUTION, MANIFEST, Payload
+from protocol.payload import (
+    CHUNK,
+    CONTRIBUTION,
+    MANIFEST,
+    PIECE,
+    PIECE_MAP,
+    TOKENS_MANIFEST,
+    Payload,
+)
 from protocol.wire_count import WireCounts
 
 SECONDS = 20.0
@@ -89,6 +99,51 @@ async def test_a_pushed_payload_arrives_whole_and_is_counted_on_both_sides(swarm
         other.counts.totals()["contribution"][1],
     ):
         assert BIG <= num_bytes < 1.1 * BIG
+
+
+async def test_a_piece_of_tokens_is_fetched_by_its_digest_and_another_one_is_refused(
+    swarm: Swarm,
+) -> None:
+    one, other = await swarm.pair()
+    piece = make_payload(PIECE, body=bytes(range(250)) * 8_000)
+    wanted = WantTokens(kind=PIECE, digest=piece.header.body_digest)
+    other.desk.held = piece
+    assert await fetch(one, other, wanted) == piece
+    assert other.desk.wanted == [wanted]
+    assert one.counts.totals()["data"][1] >= piece.header.body_bytes
+    other.desk.held = make_payload(PIECE, body=b"other bytes")
+    with pytest.raises(FalseAnswerError):
+        await fetch(one, other, wanted)
+    for kind in (TOKENS_MANIFEST, PIECE_MAP):  # what these are only who asks can tell
+        other.desk.held = make_payload(kind, body=b"anything")
+        assert await fetch(one, other, WantTokens(kind=kind, digest=wanted.digest))
+        with pytest.raises(FalseAnswerError):
+            await fetch(one, other, wanted)
+    other.desk.held = None
+    with pytest.raises(NotHeldError):
+        await fetch(one, other, wanted)
+
+
+async def test_only_so_many_pieces_are_given_at_once_and_nothing_else_waits_for_them(
+    swarm: Swarm,
+) -> None:
+    one, other = await swarm.pair()
+    piece = make_payload(PIECE, body=b"a piece")
+    wanted = WantTokens(kind=PIECE, digest=piece.header.body_digest)
+    other.desk.held = piece
+    other.desk.supply_gate = asyncio.Event()
+    fetches = [asyncio.create_task(fetch(one, other, wanted)) for _ in range(2 * PIECES_AT_ONCE)]
+    while len(other.desk.wanted) < PIECES_AT_ONCE:  # noqa: ASYNC110 (the desk tells nobody)
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.2)
+    assert len(other.desk.wanted) == PIECES_AT_ONCE
+    result = make_payload()
+    other.desk.held, other.desk.supply_gate = result, None
+    assert await fetch(one, other, want(result)) == result
+    for fetching in fetches:
+        assert not fetching.done()
+        fetching.cancel()
+    await asyncio.gather(*fetches, return_exceptions=True)
 
 
 async def test_an_empty_body_is_a_payload_too(swarm: Swarm) -> None:

@@ -52,6 +52,7 @@ class Desk:
     held: Payload | None = None
     fault: Exception | None = None
     gate: asyncio.Event | None = None
+    supply_gate: asyncio.Event | None = None
     num_looks_wanted: int | None = None  # how often bodies are wanted, when the transport looks
     has_admitted: asyncio.Event = field(default_factory=asyncio.Event)
     admitted: list[PayloadHeader] = field(default_factory=list)
@@ -81,6 +82,8 @@ class Desk:
 
     async def supply(self, sender: NodeId, want: Want) -> Payload | None:
         self.wanted.append(want)
+        if self.supply_gate is not None:
+            await self.supply_gate.wait()
         return self.held
 
 

@@ -351,7 +351,7 @@ class World:
                 for event in (*self.catch_up(node), *self.work(node)):
                     self.arrive_at_once(node, event)
                 asked = self.state.evaluating
-                if asked is not None and asked.node_id == node.node_id:
+                if asked is not None and node.node_id in asked.node_ids:
                     self.evaluate(node)
             self.deliver(Ticked())
         else:

@@ -304,7 +304,7 @@ def test_the_loss_of_a_state_that_is_taken_back_goes_with_it(total_rounds: int) 
             machine.one_works_and_applies(number=late)
     while (asked := world.state.evaluating) is None or asked.round < 2:
         machine.time_passes(seconds=1, silent=None)
-    world.evaluate(world.nodes[asked.node_id])
+    world.evaluate(world.nodes[asked.node_ids[0]])
     assert [kept.round for kept in world.state.held_out][-1] == 2
     for number in range(3):
         machine.a_node_fails(number=number, fault="restarts without its newest state")

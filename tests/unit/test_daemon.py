@@ -20,6 +20,7 @@ from node.outer_state import Vector
 from protocol.errors import IncompleteError, SystemRefusedError, UnavailableError
 from protocol.messages import (
     Applied,
+    CommitsWanted,
     Evaluated,
     EvaluationAsked,
     Held,
@@ -123,6 +124,26 @@ async def test_a_commit_that_comes_while_the_node_trains_ends_the_training_and_i
         ((_, trained),) = life.link.reported(Trained)
         assert trained.tokens == TOKENS // 2  # what was taken by then
         np.testing.assert_array_equal(life.outer.owed().residual, 1.0)  # trained in vain, and owed
+
+
+@in_virtual_time
+async def test_a_coordinator_that_lacks_commits_gets_them_and_a_fault_in_it_ends_the_node() -> None:
+    async with Life() as life:
+        plan = life.plan(1)
+        life.link.say(RoundOpened(plan=plan))
+        await asyncio.sleep(60)
+        commit = life.commit(plan)
+        life.link.say(RoundCommitted(commit=commit))
+        await asyncio.sleep(1)
+        life.link.say(CommitsWanted(after_round=0))
+        await asyncio.sleep(9)
+        assert [c.round for brought in life.link.brought for c in brought] == [1]
+        life.link.submit_commits = None  # type: ignore[assignment,method-assign]
+        life.link.say(CommitsWanted(after_round=0))
+        await asyncio.sleep(9)
+        assert life.running is not None
+        with pytest.raises(TypeError):  # rather than a task that nobody awaits
+            life.running.result()
 
 
 @in_virtual_time

@@ -1,6 +1,7 @@
 """A daemon whose training loop is its contributor's own: it comes and goes, and the node stays."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,7 @@ from protocol.messages import (
     Applied,
     Evaluated,
     EvaluationAsked,
+    Reduced,
     RoundCommitted,
     RoundOpened,
     Trained,
@@ -62,6 +64,9 @@ async def test_without_a_loop_the_node_reports_no_work_and_applies_the_commit() 
         assert [report.tokens for _, report in life.link.reported(Trained)] == [0]
         assert life.link.heartbeats[-1].ability == life.island.able
         assert life.link.heartbeats[-1].activity == "waiting for a training loop"
+        assert [report.digest for _, report in life.link.reported(Reduced)] == [None], (
+            "a slice of its own does not wait for what this node will not bring"
+        )
         await asyncio.sleep(25)
         life.link.say(RoundCommitted(commit=life.commit(plan, is_void=True)))
         await asyncio.sleep(60)
@@ -80,3 +85,29 @@ async def test_a_loop_that_gave_nothing_to_evaluate_with_reports_no_loss() -> No
         await asyncio.sleep(10)
         assert life.link.reported(Evaluated) == []
         assert await live_a_round(life, 1) == [TOKENS]
+
+
+@in_virtual_time
+async def test_a_node_that_trained_nothing_says_that_it_cannot_before_the_round_can_close() -> None:
+    """Else rounds open and close without work until its next heartbeat."""
+    async with Life() as life:
+
+        async def has_lost_its_data(work: InnerWork, _: object) -> InnerReport:
+            life.island.able = Ability(trains=False, waits_for="the run's tokens")
+            return InnerReport(
+                round=work.round, inner_steps=0, samples=0, tokens=0, loss=0.0, seconds=0.0
+            )
+
+        life.island.train = has_lost_its_data  # type: ignore[method-assign]
+        known: list[bool] = []
+        report = life.link.report
+
+        async def noted(session_id: int, reports: Any) -> None:
+            known.append(life.link.heartbeats[-1].ability.trains)
+            await report(session_id, reports)
+
+        life.link.report = noted  # type: ignore[method-assign]
+        life.link.say(RoundOpened(plan=life.plan(1)))
+        await asyncio.sleep(5)
+        assert known[0] is False
+        assert life.link.heartbeats[-1].activity == "waiting for the run's tokens"

@@ -230,9 +230,10 @@ async def test_who_subscribes_after_the_end_is_told_of_it() -> None:
     for node_id in (A, B):
         await driver.apply(Reported(node_id=node_id, round=1, report=Applied(outer_digest=START)))
     evaluating = driver.state.evaluating
-    assert evaluating is not None and evaluating.node_id is not None and evaluating.round == 1
+    assert evaluating is not None and evaluating.round == 1
+    (evaluator,) = evaluating.node_ids
     await driver.apply(
-        Reported(node_id=evaluating.node_id, round=1, report=Evaluated(held_out_loss=1.0, tokens=8))
+        Reported(node_id=evaluator, round=1, report=Evaluated(held_out_loss=1.0, tokens=8))
     )
     roster, finished = unread(driver.subscribe(A, session_a))
     assert isinstance(roster, RosterTold)

@@ -13,13 +13,13 @@ import pytest
 from node.island.data import fetching
 from node.island.data.dataset import Dataset
 from node.island.data.fetching import FetchedFiles, PieceCache, is_url
-from node.island.data.manifest import FileEntry, piece_digests, pieces_of_file, read_manifest
+from node.island.data.manifest import FileEntry, piece_digests, read_manifest
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
 from protocol.errors import BadDataError, ConfigError, NoInputError, UnavailableError
 from protocol.run_spec import RunSpec
 from tests.unit.served_folder import serving
-from tests.unit.tokens_scene import prepared, spec_of, write_jsonl
+from tests.unit.tokens_scene import small_shards, spec_of
 
 PIECE = 512
 
@@ -27,17 +27,8 @@ PIECE = 512
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Tokens in some shards of several small pieces."""
-    monkeypatch.setattr("node.island.data.preparing.LEAST_SHARD_BYTES", 4096)
-    monkeypatch.setattr("node.island.data.preparing.SHARDS_AIMED_AT", 1 << 30)
     monkeypatch.setattr(fetching, "FIRST_PAUSE_SECONDS", 0.0)
-    write_jsonl(tmp_path / "a.jsonl", 60)
-    prepared(tmp_path / "a.jsonl", out=tmp_path / "out")
-    tables = json.loads((tmp_path / "out" / "manifest.json").read_text())
-    tables["piece_bytes"] = PIECE
-    for name, entry in tables["files"].items():
-        entry["pieces"] = piece_digests(pieces_of_file(tmp_path / "out" / name, PIECE))
-    (tmp_path / "out" / "manifest.json").write_text(json.dumps(tables))
-    return tmp_path / "out"
+    return small_shards(tmp_path, piece_bytes=PIECE)
 
 
 def fetched_from(

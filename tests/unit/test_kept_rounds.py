@@ -12,7 +12,7 @@ from coordinator import closed_rows
 from coordinator.store import Store
 from coordinator.swarm import membership
 from coordinator.swarm.events import CommitLearned, Event
-from coordinator.swarm.state import ClosedRound, HeldOut, SwarmState
+from coordinator.swarm.state import ClosedRound, HeldOut, HolderLoss, SwarmState
 from protocol.rounds import NodeId
 from protocol.signing import CommitSigner, commit_statement
 
@@ -120,7 +120,8 @@ def test_held_out_losses_have_rows_of_their_own_and_those_of_states_that_are_no_
     tmp_path: Path,
 ) -> None:
     def loss(number: int, value: float = 2.5) -> HeldOut:
-        return HeldOut(round=number, loss=value, tokens=64)
+        own = HolderLoss(node_id=NodeId("node-a"), loss=value, weight=9, tokens=64)
+        return HeldOut(round=number, loss=value, tokens=64, holders=(own,) * (number % 2))
 
     store = Store.open(tmp_path)
     scene = two_nodes(store, 1)

@@ -303,3 +303,14 @@ def test_a_loss_per_token_is_told_in_bits_per_byte_where_the_bytes_are_known():
     status = a_status(held_out_losses=losses, held_out_bytes_per_token=4.0)
     assert "6.000 → 3.000, 1.082 bits a byte" in drawn(status, width=100)
     assert "bits" not in drawn(a_status(held_out_losses=losses), width=100)
+
+
+def test_the_latest_loss_of_private_data_is_told_of_each_holder_or_from_the_least_to_the_most():
+    status = a_status(held_out_losses=[status_pb2.HeldOutLoss(round=2, loss=3.0)])
+    holders = status.run.held_out_losses[0].holders
+    for name, loss in (("clinic", 2.0), ("", 4.0)):
+        holders.add(node_id="ab" * 16, node_name=name, loss=loss)
+    assert "held-out 3.000 (clinic 2.000, abababababab 4.000)" in drawn(status, width=120)
+    for loss in (1.5, 1.0, 7.25):
+        holders.add(node_id="cd" * 16, loss=loss)
+    assert "3.000 (5 data holders, 1.000 to 7.250)" in drawn(status, width=120)

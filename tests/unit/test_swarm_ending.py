@@ -31,7 +31,8 @@ def at_the_end(*, lease_seconds: float = 10_000) -> Scene:
 
 def evaluator(scene: Scene) -> str:
     assert scene.state.evaluating is not None, scene.reason
-    return str(scene.state.evaluating.node_id)
+    (node_id,) = scene.state.evaluating.node_ids
+    return str(node_id)
 
 
 def losses(scene: Scene) -> list[tuple[int, float]]:

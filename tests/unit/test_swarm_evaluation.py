@@ -1,9 +1,11 @@
 """Which states are evaluated, by whom, and which losses are kept."""
 
+import pytest
 from swarm_scene import Scene, asked_of, digest_of, of_kind
 
 from coordinator.swarm.actions import Tell
 from protocol.messages import EvaluationAsked, RoundOpened
+from protocol.rounds import CorpusSummary
 
 NODES = ("node-a", "node-b")
 
@@ -77,3 +79,76 @@ def test_an_evaluation_never_holds_up_a_round() -> None:
     scene.evaluate("node-b", round=1)  # too late: superseded
     scene.evaluate("node-a", round=2)
     assert [loss.round for loss in scene.state.held_out] == [2]
+
+
+def holder(name: str, held_out_tokens: int) -> CorpusSummary:
+    return CorpusSummary(
+        digest=digest_of(name),
+        num_samples=1000,
+        num_bytes=9000,
+        num_held_out_tokens=held_out_tokens,
+    )
+
+
+def three_holders() -> Scene:
+    """Of four nodes two have the same data."""
+    scene = Scene(min_nodes=4, evaluate_every=1, has_private_data=True)
+    for name, corpus in (
+        *(("node-a", holder("clinic", 100)), ("node-b", holder("bank", 300))),
+        *(("node-c", holder("bank", 300)), ("node-d", holder("shop", 600))),
+    ):
+        scene.attach(name, corpus=corpus)
+    return scene
+
+
+def test_of_private_data_a_node_of_each_holder_is_asked_and_held_out_tokens_weigh() -> None:
+    scene = three_holders()
+    assert asked_of(scene.log, EvaluationAsked) == ["node-a", "node-b", "node-d"]
+    scene.evaluate("node-d", round=0, loss=3.0)
+    scene.evaluate("node-d", round=0, loss=9.0)
+    scene.evaluate("node-c", round=0, loss=9.0)
+    scene.evaluate("node-a", round=0, loss=1.0)
+    assert list(scene.state.held_out) == [], "the bank has not answered"
+    scene.evaluate("node-b", round=0, loss=2.0)
+    (kept,) = scene.state.held_out
+    assert kept.loss == pytest.approx((100 * 1.0 + 300 * 2.0 + 600 * 3.0) / 1000)
+    assert [(one.node_id, one.loss, one.weight) for one in kept.holders] == [
+        ("node-a", 1.0, 100),
+        ("node-b", 2.0, 300),
+        ("node-d", 3.0, 600),
+    ]
+    assert scene.state.evaluating is None
+    scene.commit("node-a", "node-b", "node-c", "node-d")
+    scene.apply(digest_of("state 1"), "node-a", "node-b", "node-c", "node-d")
+    assert asked_of(scene.log, EvaluationAsked)[3:] == ["node-a", "node-c", "node-d"]
+
+
+def test_a_holder_that_is_gone_or_late_is_left_out_of_the_mean() -> None:
+    scene = three_holders()
+    scene.evaluate("node-a", round=0, loss=1.0)
+    scene.leave("node-d")
+    assert scene.state.evaluating is not None
+    assert scene.state.evaluating.node_ids == ("node-b",)
+    scene.wait_until(scene.state.evaluating.until)
+    (kept,) = scene.state.held_out
+    assert (kept.loss, [one.node_id for one in kept.holders]) == (1.0, ["node-a"])
+
+
+def test_an_evaluation_that_is_superseded_keeps_what_holders_have_said_of_its_state() -> None:
+    scene = three_holders()
+    scene.evaluate("node-a", round=0, loss=1.0)
+    scene.evaluate("node-b", round=0, loss=2.0)
+    scene.commit("node-a", "node-b", "node-c", "node-d")
+    scene.apply(digest_of("state 1"), "node-a", "node-b", "node-c", "node-d")
+    (kept,) = scene.state.held_out
+    assert (kept.round, kept.loss) == (0, pytest.approx((100 * 1.0 + 300 * 2.0) / 400))
+    for name in ("node-a", "node-c", "node-d"):
+        scene.evaluate(name, round=1, loss=1.0)
+    assert [loss.round for loss in scene.state.held_out] == [0, 1]
+
+
+def test_of_the_same_data_no_holders_are_told_apart() -> None:
+    scene = Scene(min_nodes=2)
+    scene.attach(*NODES)
+    scene.evaluate("node-a", round=0)
+    assert [loss.holders for loss in scene.state.held_out] == [()]

@@ -73,6 +73,13 @@ def test_a_layout_that_cannot_be_cut_is_refused() -> None:
         Scene().attach("node-a", layout=replace(LAYOUT, fragment_elements=(4, 0)))
 
 
+def test_a_corpus_is_told_by_the_first_node_that_has_it_not_by_one_that_waits_for_it() -> None:
+    scene = Scene(min_nodes=2)
+    scene.attach("node-a", corpus=replace(CORPUS, num_samples=0, num_bytes=0), cannot_train=True)
+    scene.attach("node-b")
+    assert scene.state.corpus == CORPUS
+
+
 def test_a_node_with_another_corpus_takes_part_and_the_first_corpus_stays() -> None:
     scene = Scene(min_nodes=2)
     scene.attach("node-a")

@@ -138,3 +138,17 @@ def test_a_round_in_flight_commits_nothing_with_fewer_nodes_than_one_may_open_wi
     assert newest.commit.slices[0].void_reason == (
         "only 1 of its nodes came back after the coordinator started"
     )
+
+
+def test_after_the_run_too_a_process_that_began_anew_meanwhile_is_no_copy() -> None:
+    scene = Scene(min_nodes=1, rounds=1)
+    scene.attach("node-a")
+    scene.commit("node-a")
+    scene.apply(AFTER, "node-a")
+    scene.evaluate("node-a", round=1)
+    assert scene.state.is_finished
+    scene.do(Started())
+    assert scene.state.is_finished and not scene.member("node-a").is_heard
+    old = scene.member("node-a").session_id
+    scene.attach("node-a", at=1, digest=AFTER, is_beside=True)
+    assert scene.member("node-a").session_id > old

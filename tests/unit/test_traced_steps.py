@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from node.duties.lasting_island import both
-from node.island.island import InnerReport
+from node.island.island import InnerReport, both
 from node.island.local_communication import LEAST_STEPS_BETWEEN, LocalCommunication
 from node.island.mesh import Mesh
 

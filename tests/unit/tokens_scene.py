@@ -5,9 +5,16 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from node.island.data.manifest import Manifest, ShardEntry, read_manifest
+from node.island.data.manifest import (
+    Manifest,
+    ShardEntry,
+    piece_digests,
+    pieces_of_file,
+    read_manifest,
+)
 from node.island.data.preparing import Prepared, Wanted, prepare
 from protocol.models import DecoderModel
 from protocol.run_spec import DataSection, InnerSection, RunSpec
@@ -65,6 +72,26 @@ def prepared(*inputs: object, out: Path, **options: object) -> Prepared:
         on_state=lambda state: None,
         say=lambda line: None,
     )
+
+
+def cut_into_pieces(folder: Path, piece_bytes: int) -> None:
+    """Rewrites a folder's manifest: pieces are so small that little data has many."""
+    tables = json.loads((folder / "manifest.json").read_text())
+    tables["piece_bytes"] = piece_bytes
+    for name, entry in tables["files"].items():
+        entry["pieces"] = piece_digests(pieces_of_file(folder / name, piece_bytes))
+    (folder / "manifest.json").write_text(json.dumps(tables))
+
+
+def small_shards(place: Path, *, piece_bytes: int, num_documents: int = 60) -> Path:
+    """A folder of tokens, which are bytes, in some shards of several pieces."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("node.island.data.preparing.LEAST_SHARD_BYTES", 4096)
+        patch.setattr("node.island.data.preparing.SHARDS_AIMED_AT", 1 << 30)
+        write_jsonl(place / "a.jsonl", num_documents)
+        prepared(place / "a.jsonl", out=place / "out")
+    cut_into_pieces(place / "out", piece_bytes)
+    return place / "out"
 
 
 def spec_of(folder: Path, *, context: int = 16, batch: int = 2, vocab_size: int = 512) -> RunSpec:

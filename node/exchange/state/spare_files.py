@@ -1,7 +1,7 @@
 """Old files leave their place on the disk to new ones, unless somebody still reads them.
 
-A node writes its whole outer state after every round. A new file must be given memory and blocks, and an
-old one gives them back; to write over an old one takes neither.
+A node writes its whole outer state again and again. A new file must be given memory and blocks, and an old
+one gives them back; to write over an old one takes neither.
 """
 
 import fcntl

@@ -17,7 +17,15 @@ from google.protobuf.message import DecodeError, Message
 from node.exchange.transport.parts import MOST_STREAMS
 from node.exchange.transport.rates.pacing import CHUNK_BYTES, Pacer
 from node.exchange.transport.tally import Tally
-from protocol.payload import CHUNK, CONTRIBUTION, MANIFEST, RESULT
+from protocol.payload import (
+    CHUNK,
+    CONTRIBUTION,
+    MANIFEST,
+    PIECE,
+    PIECE_MAP,
+    RESULT,
+    TOKENS_MANIFEST,
+)
 from protocol.wire_count import WireKind
 
 MAX_FRAME_BYTES = 8192
@@ -33,6 +41,9 @@ WIRE_KINDS_BY_PAYLOAD: dict[int, WireKind] = {
     RESULT: "result",
     MANIFEST: "snapshot",
     CHUNK: "snapshot",
+    TOKENS_MANIFEST: "data",
+    PIECE_MAP: "data",
+    PIECE: "data",
 }
 """What a payload is counted as."""
 

@@ -27,6 +27,7 @@ from node.exchange.transport.serving import (
 )
 from node.exchange.transport.tally import Tally
 from node.exchange.transport.transport import (
+    PIECES_AT_ONCE,
     PeerUnreachableError,
     TransferHandler,
     TransferRefusedError,
@@ -97,6 +98,7 @@ class Libp2pTransport:
         self._sharing: asyncio.Task[None] | None = None
         self._serving: set[asyncio.Task[None]] = set()
         self._inbounds = Inbounds()
+        self._pieces = asyncio.Semaphore(PIECES_AT_ONCE)
         self._conveyors: dict[NodeId, Conveyor] = {}
 
     async def start(self, handler: TransferHandler) -> None:
@@ -316,6 +318,7 @@ class Libp2pTransport:
                         limits=self._limits,
                         verify=_verify,
                         inbounds=self._inbounds,
+                        pieces=self._pieces,
                         is_crowded=self._doorkeeper.is_crowded(peer_id),
                         is_served_enough=is_served_enough,
                     )

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 
 from node.exchange.transport.frames import WIRE_KINDS_BY_PAYLOAD
 from node.exchange.transport.rates.link_rates import LinkMeter, LinkRates
-from node.exchange.transport.serving import check_answer, refusing_on_fault
+from node.exchange.transport.serving import check_answer, refusing_on_fault, turn_of
 from node.exchange.transport.transport import (
+    PIECES_AT_ONCE,
     FalseAnswerError,
     NotHeldError,
     PeerUnreachableError,
@@ -90,6 +91,7 @@ class MemoryTransport:
         self._handler: TransferHandler | None = None
         self._member_ids: frozenset[NodeId] = frozenset()
         self._handling: set[asyncio.Task[Any]] = set()
+        self._pieces = asyncio.Semaphore(PIECES_AT_ONCE)
 
     async def start(self, handler: TransferHandler) -> None:
         """Begins to listen."""
@@ -161,11 +163,12 @@ class MemoryTransport:
         """See Transport.fetch."""
         async with _deadline(peer, timeout_seconds):
             callee = await self._ask(peer)
-            payload = await self._handled_by(callee, callee.handler.supply(self.node_id, want))
-            if payload is None:
-                raise NotHeldError("the peer does not hold it")
-            check_answer(want, payload.header, max_body_bytes=max_body_bytes)
-            await callee._pass(self, payload)
+            async with turn_of(want, callee._pieces):
+                payload = await self._handled_by(callee, callee.handler.supply(self.node_id, want))
+                if payload is None:
+                    raise NotHeldError("the peer does not hold it")
+                check_answer(want, payload.header, max_body_bytes=max_body_bytes)
+                await callee._pass(self, payload)
             try:
                 return Payload.verified(payload.header, payload.body)
             except PayloadError as error:

@@ -7,7 +7,7 @@ transport's business. Pushes of our own go over a conveyor.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 
 import blake3
 import structlog
@@ -24,11 +24,15 @@ from node.exchange.transport.transport import (
     WantChunk,
     WantManifest,
     WantResult,
+    WantTokens,
 )
 from protocol.payload import (
     CHUNK,
     MANIFEST,
+    PIECE,
+    PIECE_MAP,
     RESULT,
+    TOKENS_MANIFEST,
     Payload,
     PayloadError,
     PayloadHeader,
@@ -62,6 +66,8 @@ def _is_wanted(want: Want, header: PayloadHeader) -> bool:
             return want.includes(header.round)
         case WantChunk(round=round_, digest=digest):
             return (header.round, header.body_digest) == (round_, digest)
+        case WantTokens(kind=kind, digest=digest):
+            return kind != PIECE or header.body_digest == digest
 
 
 def _kind_of(want: Want) -> "wire.PayloadKind.ValueType":
@@ -72,6 +78,8 @@ def _kind_of(want: Want) -> "wire.PayloadKind.ValueType":
             return MANIFEST
         case WantChunk():
             return CHUNK
+        case WantTokens(kind=kind):
+            return kind
 
 
 async def verify_inline(header: PayloadHeader, body: bytes) -> Payload:
@@ -99,10 +107,14 @@ async def serve(
     limits: Limits,
     verify: Verify,
     inbounds: Inbounds,
+    pieces: asyncio.Semaphore,
     is_crowded: bool = False,
     is_served_enough: bool = False,
 ) -> None:
-    """Answers a member's request. Raises FrameError, or frames.BROKEN when the member is gone."""
+    """Answers a member's request. Raises FrameError, or frames.BROKEN when the member is gone.
+
+    `pieces` has the places of pieces that are given: these are large, and exchanges come first.
+    """
     request = await stream.receive(wire.TransferRequest)
     try:
         match request.WhichOneof("request"):
@@ -116,10 +128,12 @@ async def serve(
                 if is_crowded and inbounds.has_stripe(sender):
                     raise TransferRefusedError("busy; go on with the streams that you have")
                 await take_stripe(stream, sender, inbounds)
-            case "want_result" | "want_chunk" if is_served_enough:
+            case "want_result" | "want_chunk" | "want_tokens" if is_served_enough:
                 raise TransferRefusedError("busy; go on with the transfers that you have")
-            case "want_result" | "want_manifest" | "want_chunk":
-                await _give(stream, handler, sender, _decode_want(request), limits)
+            case "want_result" | "want_manifest" | "want_chunk" | "want_tokens":
+                want = _decode_want(request)
+                async with turn_of(want, pieces):
+                    await _give(stream, handler, sender, want, limits)
             case _:
                 raise TransferRefusedError("the request is empty, or of a newer version of Atoll")
     except TransferRefusedError as refusal:
@@ -226,6 +240,12 @@ def _no_memory(header: PayloadHeader) -> TransferRefusedError:
     return TransferRefusedError(f"no memory for a body of {header.body_bytes} bytes")
 
 
+def turn_of(want: Want, pieces: asyncio.Semaphore) -> AbstractAsyncContextManager[None]:
+    """Held from before a piece is read until it is sent; nothing else waits."""
+    is_piece = isinstance(want, WantTokens) and want.kind == PIECE
+    return pieces if is_piece else nullcontext()
+
+
 async def _give(
     stream: TransferStream, handler: TransferHandler, sender: NodeId, want: Want, limits: Limits
 ) -> None:
@@ -261,6 +281,10 @@ def _encode_want(want: Want) -> wire.TransferRequest:
             return wire.TransferRequest(
                 want_chunk=wire.WantChunk(round=want.round, index=want.index, digest=want.digest)
             )
+        case WantTokens():
+            return wire.TransferRequest(
+                want_tokens=wire.WantTokens(kind=want.kind, digest=want.digest)
+            )
 
 
 def _decode_want(request: wire.TransferRequest) -> Want:
@@ -277,6 +301,11 @@ def _decode_want(request: wire.TransferRequest) -> Want:
                 oldest_round=manifest.oldest_round,
                 newest_round=manifest.newest_round if has_newest else None,
             )
+        case "want_tokens":
+            tokens = request.want_tokens
+            if tokens.kind not in (TOKENS_MANIFEST, PIECE_MAP, PIECE):
+                raise TransferRefusedError(f"payload kind {tokens.kind} is nothing of the tokens")
+            return WantTokens(kind=tokens.kind, digest=Digest(tokens.digest))
         case _:
             chunk = request.want_chunk
             return WantChunk(round=chunk.round, index=chunk.index, digest=Digest(chunk.digest))

@@ -6,11 +6,18 @@ node.exchange.transport.memory within one process. One contract test suite runs 
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from node.exchange.transport.rates.link_rates import LinkRates
 from protocol.payload import Payload, PayloadHeader
 from protocol.rounds import Digest, NodeId, RosterEntry
+
+if TYPE_CHECKING:
+    from protocol.v1 import transfer_pb2
+
+
+PIECES_AT_ONCE = 4
+"""Pieces of tokens that a node gives at the same time, to all peers together; who asks for more waits."""
 
 
 class PeerUnreachableError(Exception):
@@ -64,7 +71,18 @@ class WantChunk:
     digest: Digest
 
 
-Want = WantResult | WantManifest | WantChunk
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WantTokens:
+    """Asks for something of the run's tokens: their manifest, the map of a peer's pieces, or a piece.
+
+    The digest is a piece's own, and else the manifest's.
+    """
+
+    kind: "transfer_pb2.PayloadKind.ValueType"
+    digest: Digest
+
+
+Want = WantResult | WantManifest | WantChunk | WantTokens
 
 
 def _do_nothing() -> None:

@@ -2,7 +2,7 @@
 
 Pieces come from the run file's path, a URL: by HTTP ranges, or by fsspec from wherever it reads. They are
 kept in a folder under their digests, within a limit; what was not used for longest goes first. All ranks
-of a host share the folder.
+of a host share the folder. What comes from peers the daemon puts there (node.island.data.supply).
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -131,28 +131,38 @@ class PieceCache:
 
     def __init__(self, folder: Path, *, limit_bytes: int) -> None:
         make_folder(folder)
-        self._folder = folder
+        self.folder = folder
         self._limit_bytes = limit_bytes
 
     def path_of(self, digest: str) -> Path:
         """Where a piece is, if it is there."""
-        return self._folder / f"{digest}.piece"
+        return self.folder / f"{digest}.piece"
 
-    def put(self, digest: str, piece: bytes) -> None:
-        """Keeps a piece, and removes those that were not used for longest, never the last one."""
+    def put(self, digest: str, piece: bytes, *, spare: Container[str] = ()) -> None:
+        """Keeps a piece, and removes those that were not used for longest: neither it nor the spared."""
         write_atomically(self.path_of(digest), piece)
         kept = []
-        for entry in os.scandir(self._folder):
+        for entry in os.scandir(self.folder):
             with contextlib.suppress(FileNotFoundError):
                 if entry.name.endswith(".piece"):
                     status = entry.stat()
                     kept.append((status.st_mtime_ns, status.st_size, Path(entry.path)))
         total = sum(size for _, size, _ in kept)
         for _, size, path in sorted(kept):
-            if total <= self._limit_bytes or path == self.path_of(digest):
+            if total <= self._limit_bytes:
                 break
+            if path.stem == digest or path.stem in spare:
+                continue
             path.unlink(missing_ok=True)
             total -= size
+
+    def digests(self) -> set[str]:
+        """Those of all pieces that are there."""
+        return {
+            e.name.removesuffix(".piece")
+            for e in os.scandir(self.folder)
+            if e.name.endswith(".piece")
+        }
 
     def touch(self, digest: str) -> None:
         """Says that a piece is used."""
@@ -162,7 +172,7 @@ class PieceCache:
     @contextlib.contextmanager
     def sole(self, digest: str) -> Iterator[None]:
         """Keeps other ranks from fetching the same piece meanwhile."""
-        path = self._folder / f"{digest}.lock"
+        path = self.folder / f"{digest}.lock"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -192,7 +202,7 @@ class FetchedFiles:
         self._expected = 0  # counts expectations: a new one ends the one before
 
     def read(self, name: str, start: int, stop: int) -> Bytes:
-        """See Files. Raises UnavailableError where no origin has them."""
+        """See Files. Raises UnavailableError where no origin has them, or there is none."""
         size = self._piece_bytes
         parts = [
             self._piece(name, number)[max(0, start - number * size) : stop - number * size]
@@ -258,5 +268,7 @@ class FetchedFiles:
                     "another digest than the manifest says",
                     next_step="have its owner put that file there again; 'atoll data check DIR' reads all",
                 )
-            assert refused is not None, "there is an origin"
-            raise refused
+            raise refused or UnavailableError(
+                f"piece {number} of {name} came from peers and is not in {self._cache.folder} any more",
+                next_step="let 'data_cache' in node.toml be larger",
+            )

@@ -8,6 +8,7 @@ manifest's own digest stands in the run file, and with it everything in the fold
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -41,6 +42,18 @@ class FileEntry(Section):
         if len(self.pieces) == 1:
             return self.pieces[0]
         return blake3.blake3("".join(self.pieces).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One piece of a file."""
+
+    file: str
+    number: int  # within the file
+    digest: str
+    start: int  # byte of the file
+    bytes: int
+    place: int  # among all pieces of a manifest: files in the order of their names
 
 
 class ShardEntry(Section):
@@ -117,6 +130,16 @@ class Manifest(Section):
     def digest(self) -> Digest:
         """What a run file names these tokens by."""
         return Digest(blake3.blake3(self.canonical_json().encode()).digest())
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """All pieces, in the order of their places."""
+        found: list[Piece] = []
+        for name, entry in sorted(self.files.items()):
+            for number, digest in enumerate(entry.pieces):
+                start = number * self.piece_bytes
+                size = min(self.piece_bytes, entry.bytes - start)
+                found.append(Piece(name, number, digest, start, size, len(found)))
+        return tuple(found)
 
     def as_written(self) -> bytes:
         """The manifest file. Its layout is for people: the digest is not of these bytes."""

@@ -32,7 +32,7 @@ from node.island.data.manifest import (
 from node.island.data.places import DataPlaces
 from node.island.data.token_shards import Files, FoundFiles, MappedFiles, TokenShards
 from protocol.errors import BadDataError, ConfigError, NoInputError
-from protocol.files import expanded, write_atomically
+from protocol.files import expanded, make_folder, write_atomically
 from protocol.models import BYTES_VOCABULARY, DecoderModel
 from protocol.rounds import Digest
 from protocol.run_spec import DataSection, RunSpec
@@ -101,7 +101,7 @@ def _open_tokens(spec: RunSpec, places: DataPlaces) -> TokenShards:
     missing = [name for name in manifest.files if name not in here]
     far = None
     if missing:
-        if not origins or places.cache is None:
+        if places.cache is None or not (origins or places.has_supply):
             first = folders[0] / missing[0]
             raise NoInputError(
                 f"{first} is not there, and belongs to the run's tokens",
@@ -125,26 +125,41 @@ def manifest_of_run(
 ) -> Manifest:
     """The run's manifest, from the first place that has one: a folder, what was fetched before, a URL."""
     there = [folder for folder in folders if (folder / MANIFEST_FILE).exists()]
+    if not there and (kept := kept_manifest(spec, cache)) is not None:
+        return kept
     if there or not origins:
         place = there[0] if there else folders[0]
         manifest = read_manifest(
             place,
             when_missing="copy the run's tokens there, or say where they are with data = in node.toml",
         )
-        _check_is_runs(manifest, spec, str(place))
+        check_is_runs(manifest, spec, str(place))
         return manifest
     assert cache is not None
-    kept = cache / f"{spec.data.digest}.manifest"
-    if kept.exists() and not spec.data.private:
-        manifest = manifest_of(kept.read_bytes(), origin=str(kept))
-        if manifest.digest().hex() == spec.data.digest:
-            return manifest
     text = fetched(origins[0], MANIFEST_FILE, 0, MOST_MANIFEST_BYTES)
     manifest = manifest_of(text, origin=f"{origins[0].name}/{MANIFEST_FILE}")
-    _check_is_runs(manifest, spec, origins[0].name)
-    PieceCache(cache, limit_bytes=0)  # makes the folder
-    write_atomically(kept, text)
+    check_is_runs(manifest, spec, origins[0].name)
+    keep_manifest(spec, cache, text)
     return manifest
+
+
+def kept_manifest(spec: RunSpec, cache: Path | None) -> Manifest | None:
+    """The run's manifest as it was fetched before; None where it was not."""
+    if cache is None or spec.data.private:
+        return None
+    kept = cache / f"{spec.data.digest}.manifest"
+    if not kept.exists():
+        return None
+    manifest = manifest_of(kept.read_bytes(), origin=str(kept))
+    return manifest if manifest.digest().hex() == spec.data.digest else None
+
+
+def keep_manifest(spec: RunSpec, cache: Path, text: bytes) -> None:
+    """Keeps a manifest that was fetched and is the run's; of private data each node has its own."""
+    if spec.data.private:
+        return
+    make_folder(cache)
+    write_atomically(cache / f"{spec.data.digest}.manifest", text)
 
 
 def _files_here(folders: Sequence[Path], manifest: Manifest) -> Mapping[str, Files]:
@@ -164,7 +179,7 @@ def _files_here(folders: Sequence[Path], manifest: Manifest) -> Mapping[str, Fil
     return here
 
 
-def _check_is_runs(manifest: Manifest, spec: RunSpec, place: str) -> None:
+def check_is_runs(manifest: Manifest, spec: RunSpec, place: str) -> None:
     """Raises BadDataError for other tokens than the run's."""
     if spec.data.private:
         _check_same_tokenizer(manifest, spec, place)

@@ -27,6 +27,12 @@ WINDOW = 64
 """Groups that neighbouring places draw from. Fewer would train on less of the data at a time."""
 
 
+def held_out_choice(most: int, num_samples: int) -> Indices:
+    """Which held-out samples an evaluation takes: at most so many, spread evenly, each time the same."""
+    count = min(most, num_samples)
+    return np.arange(count, dtype=np.int64) * num_samples // count
+
+
 class SampleOrder:
     """A seeded permutation of the samples for each epoch."""
 

@@ -161,6 +161,26 @@ class TokenShards:
         stride = self._splits["training"].stride * self._manifest.token_bytes
         return max(1, self._manifest.piece_bytes // stride)
 
+    def pieces_of(self, split: Split, indices: Indices) -> dict[tuple[str, int], None]:
+        """All pieces (file, number) that a batch of these samples reads, in the order of their use."""
+        size, width = self._manifest.piece_bytes, self._manifest.token_bytes
+        pieces: dict[tuple[str, int], None] = {}
+
+        def add(file: str, start: int, stop: int) -> None:
+            for number in range(start // size, -(-stop // size)):
+                pieces[file, number] = None
+
+        for index in indices.tolist():
+            shard, start = self._splits[split].place_of(index)
+            first = shard.first + start
+            last = first + self._context + 1
+            add(shard.tokens, first * width, last * width)
+            if shard.mask is not None:
+                add(shard.mask, (first + 1) // 8, -(-last // 8))
+            if self._has_documents and shard.offsets is not None:
+                add(shard.offsets, 0, (shard.num_documents + 1) * OFFSET_BYTES)
+        return pieces
+
     def expect(self, split: Split, indices: Indices) -> None:
         """See Dataset."""
         if isinstance(self._files, FoundFiles):

@@ -1,0 +1,178 @@
+"""What this node has of the run's tokens, for the daemon: to give it to peers, and to add what they give.
+
+Its ranks read the same files by themselves (node.island.data.opening). Of private data there is no
+TokensHere: nothing can be asked of it.
+"""
+
+import threading
+from collections.abc import Container
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from node.island.data.fetching import PieceCache, is_url
+from node.island.data.manifest import (
+    MANIFEST_FILE,
+    TOKENIZER_FILE,
+    Manifest,
+    Piece,
+    damaged,
+    manifest_of,
+    piece_digests,
+    read_manifest,
+)
+from node.island.data.opening import check_is_runs, keep_manifest, kept_manifest
+from node.island.data.places import DataPlaces
+from protocol.errors import ConfigError, NoInputError
+from protocol.files import expanded
+from protocol.rounds import Digest
+from protocol.run_spec import RunSpec
+
+MOST_PIECE_BYTES = 64 << 20
+"""Larger pieces do not go between peers: a few of them are in memory at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listed:
+    """The run's manifest, and which of its files folders here have whole."""
+
+    manifest: Manifest
+    files: dict[str, Path]
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether folders have all that is trained on."""
+        return self.manifest.files.keys() - {TOKENIZER_FILE} <= self.files.keys()
+
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """In the order of their places."""
+        return self.manifest.pieces()
+
+    @cached_property
+    def by_place(self) -> dict[tuple[str, int], Piece]:
+        """By file and number."""
+        return {(piece.file, piece.number): piece for piece in self.pieces}
+
+    @cached_property
+    def by_digest(self) -> dict[str, Piece]:
+        """Where several are the same, one that a folder has."""
+        own = [piece for piece in self.pieces if piece.file in self.files]
+        return {piece.digest: piece for piece in (*self.pieces, *own)}
+
+
+class TokensHere:
+    """Files of folders and pieces of the cache, by digest; see node.exchange.tokens. Calls are heavy."""
+
+    def __init__(self, spec: RunSpec, places: DataPlaces) -> None:
+        """Raises NoInputError where the folder that this node's owner names is not there."""
+        if spec.data.source != "tokens" or spec.data.private or spec.data.digest is None:
+            raise ValueError("only tokens that the run file names go from node to node")
+        if places.cache is None:
+            raise ValueError("what peers give needs a folder")
+        self.digest = Digest(bytes.fromhex(spec.data.digest))
+        self.cache = PieceCache(places.cache, limit_bytes=places.cache_bytes)
+        self.cache_bytes = places.cache_bytes
+        self._spec = spec
+        self._folders = [
+            places.folder / expanded(path)
+            for path in (places.own, *spec.data.paths)
+            if path and not is_url(path)
+        ]
+        if places.own and not is_url(places.own) and not self._folders[0].is_dir():
+            raise NoInputError(
+                f"{self._folders[0]} holds no tokens: it is no folder",
+                next_step="correct data in node.toml, or leave it out: then peers give the tokens",
+            )
+        self._lock = threading.Lock()
+        self.found: Listed | None = None
+        self._damaged: set[str] = set()
+
+    def listed(self) -> Listed | None:
+        """What there is; None without a manifest. Raises BadDataError for that of other tokens."""
+        with self._lock:
+            if self.found is None and (manifest := self._look()) is not None:
+                if manifest.piece_bytes > MOST_PIECE_BYTES:
+                    raise ConfigError(
+                        f"the tokens are in pieces of {manifest.piece_bytes:,} bytes, and peers give none of "
+                        f"more than {MOST_PIECE_BYTES:,}",
+                        next_step="copy them to each node, and name their folder with data = in node.toml",
+                    )
+                self.found = Listed(manifest=manifest, files=self._files_of(manifest))
+            return self.found
+
+    def manifest(self) -> bytes | None:
+        """See node.exchange.tokens."""
+        listed = self.listed()
+        return None if listed is None else listed.manifest.as_written()
+
+    def piece_map(self) -> bytes:
+        """See node.exchange.tokens."""
+        listed = self.listed()
+        if listed is None:
+            return b""
+        cached = self.cache.digests() - self._damaged
+        has = [piece.file in listed.files or piece.digest in cached for piece in listed.pieces]
+        for number in [n for n, piece in enumerate(listed.pieces) if piece.digest in self._damaged]:
+            has[number] = False
+        return np.packbits(np.array(has, bool), bitorder="little").tobytes()
+
+    def piece(self, digest: Digest) -> bytes | None:
+        """See node.exchange.tokens. Nothing that the run's manifest does not name is ever read.
+
+        Damage is told once; until the next start the piece is none that this node has.
+        """
+        listed, name = self.listed(), digest.hex()
+        piece = None if listed is None else listed.by_digest.get(name)
+        if listed is None or piece is None or name in self._damaged:
+            return None
+        path = listed.files.get(piece.file)
+        try:
+            if path is None:
+                found = self.cache.path_of(name).read_bytes()
+            else:
+                with path.open("rb") as file:
+                    file.seek(piece.start)
+                    found = file.read(piece.bytes)
+        except OSError:
+            return None
+        if piece_digests([found]) == (name,):
+            return found
+        if path is None:
+            self.cache.path_of(name).unlink(missing_ok=True)  # the disk has changed it
+            return None
+        self._damaged.add(name)
+        raise damaged(path, piece.number, listed.manifest.piece_bytes)
+
+    def keep(self, piece: Piece, content: bytes, *, spare: Container[str] = ()) -> None:
+        """Adds a piece that came and was checked; those to spare make no room for it.
+
+        Raises AtollError where the disk refuses.
+        """
+        self.cache.put(piece.digest, content, spare=spare)
+
+    def keep_manifest(self, text: bytes, *, origin: str) -> None:
+        """Adds the manifest; raises BadDataError for another one than the run's."""
+        manifest = manifest_of(text, origin=origin)
+        check_is_runs(manifest, self._spec, origin)
+        keep_manifest(self._spec, self.cache.folder, manifest.as_written())
+
+    def _look(self) -> Manifest | None:
+        for folder in self._folders:
+            if (folder / MANIFEST_FILE).exists():
+                manifest = read_manifest(folder)
+                check_is_runs(manifest, self._spec, str(folder))
+                return manifest
+        return kept_manifest(self._spec, self.cache.folder)
+
+    def _files_of(self, manifest: Manifest) -> dict[str, Path]:
+        found: dict[str, Path] = {}
+        for name, entry in manifest.files.items():
+            for folder in self._folders:
+                path = folder / name
+                if path.is_file() and path.stat().st_size == entry.bytes:
+                    found[name] = path
+                    break
+        return found

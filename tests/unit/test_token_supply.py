@@ -1,0 +1,388 @@
+"""An island trains what is here of the run's tokens, and says what it waits for of the rest."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from node.exchange.transport.memory import MemoryNetwork
+from node.island.data.manifest import Piece, read_manifest
+from node.island.data.opening import open_dataset
+from node.island.data.samples import SampleOrder
+from node.island.data.supply import ready_steps
+from node.island.island import Ability, Evaluation, InnerReport, InnerWork, Progress
+from node.island.supplied import EVALUATE_SECONDS, SuppliedIsland
+from protocol.errors import ConfigError
+from protocol.rounds import CorpusSummary
+from protocol.run_spec import RunSpec
+from tests.unit.exchange_scene import in_virtual_time
+from tests.unit.peer_tokens_scene import (
+    PIECE,
+    Member,
+    content_of,
+    copied,
+    files_of,
+    flipped,
+    from_peers,
+    introduce,
+    pieces_of,
+)
+from tests.unit.tokens_scene import small_shards, spec_of
+
+STEP_SECONDS = 1.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_shards(tmp_path_factory.mktemp("tokens"), piece_bytes=PIECE)
+
+
+@pytest.fixture
+def spec(folder: Path) -> RunSpec:
+    return from_peers(spec_of(folder))
+
+
+class Ranks:
+    """An island that reads its samples, as ranks do: what is not here fails its test."""
+
+    def __init__(self, spec: RunSpec, member: Member) -> None:
+        self._spec = spec
+        self._member = member
+        self.calls: list[str] = []
+        self.trained: list[int] = []  # samples, in order
+        self.progress: list[int] = []
+        self._is_halted = False
+
+    @property
+    def ability(self) -> Ability:
+        return Ability()
+
+    async def start(self) -> CorpusSummary:
+        self.calls.append("start")
+        self._dataset = open_dataset(self._spec, self._member.places)
+        self._order = SampleOrder(
+            seed=self._spec.run.seed,
+            num_samples=self._dataset.num_samples,
+            num_together=self._dataset.num_together,
+        )
+        return self._dataset.summary()
+
+    async def stop(self) -> None:
+        self.calls.append("stop")
+
+    async def adopt(self, fragment: int | None = None, *, is_taken: bool = True) -> None:
+        self.calls.append(f"adopt {fragment}")
+
+    async def train(self, work: InnerWork, on_progress: Callable[[Progress], None]) -> InnerReport:
+        self._is_halted = False
+        steps = 0
+        clock = asyncio.get_running_loop().time
+        ends_at = clock() + work.max_seconds
+        batch = self._spec.inner.batch
+        while steps < work.inner_steps and not self._is_halted and clock() < ends_at:
+            indices = self._order.indices(work.first_sample + steps * batch, batch)
+            self._dataset.batch("training", indices)
+            self.trained += indices.tolist()
+            await asyncio.sleep(STEP_SECONDS)
+            steps += 1
+            on_progress(Progress(round=work.round, inner_step=steps, loss=1.0, tokens_per_second=1))
+        return InnerReport(
+            round=work.round,
+            inner_steps=steps,
+            samples=steps * batch,
+            tokens=steps * batch,
+            loss=1.0,
+            seconds=steps * STEP_SECONDS,
+        )
+
+    def halt(self) -> None:
+        self._is_halted = True
+
+    async def publish(self, fragment: int) -> None:
+        self.calls.append("publish")
+
+    async def keep(self, round: int, *, is_last: bool = False) -> None:
+        self.calls.append("keep")
+
+    async def evaluate(self) -> Evaluation:
+        chosen = np.arange(self._dataset.num_held_out_samples)
+        self._dataset.batch("held_out", chosen[:1])
+        self.calls.append("evaluate")
+        return Evaluation(loss=1.0, tokens=1)
+
+
+class Scene:
+    """A member whose island is supplied; `start` as its daemon does."""
+
+    def __init__(self, spec: RunSpec, member: Member, *, compiles: bool = False) -> None:
+        self.spec = spec
+        self.member = member
+        self.ranks = Ranks(spec, member)
+        self.island = SuppliedIsland(
+            island=self.ranks, supply=member.supply, spec=spec, compiles=compiles
+        )
+        self.told: list[CorpusSummary] = []
+        self.supplying: asyncio.Task[None] | None = None
+
+    async def start(self) -> CorpusSummary:
+        summary = await self.island.start()
+        await self.island.adopt()
+        supply = self.island.supplied_by(self.member.tokens, self.told.append)
+        self.supplying = asyncio.create_task(supply)
+        return summary
+
+    def work(self, steps: int, *, max_seconds: float = 1e4, first: int = 0) -> InnerWork:
+        batch = self.spec.inner.batch
+        return InnerWork(
+            round=1,
+            inner_steps=steps,
+            first_sample=first,
+            num_samples=steps * batch,
+            token_clock=0,
+            round_tokens=1,
+            max_seconds=max_seconds,
+            num_participants=1,
+        )
+
+    async def train(self, steps: int, **changes: float) -> InnerReport:
+        def note(progress: Progress) -> None:
+            self.ranks.progress.append(progress.inner_step)
+
+        return await self.island.train(self.work(steps, **changes), note)  # type: ignore[arg-type]
+
+    def expected(self, steps: int) -> list[int]:
+        listed = self.member.held.listed()
+        assert listed is not None
+        dataset = open_dataset(self.spec, self.member.places)
+        order = SampleOrder(
+            seed=0, num_samples=dataset.num_samples, num_together=dataset.num_together
+        )
+        return order.indices(0, steps * self.spec.inner.batch).tolist()
+
+    async def stop(self) -> None:
+        if self.supplying is not None:
+            self.supplying.cancel()
+            await asyncio.gather(self.supplying, return_exceptions=True)
+
+
+def first_piece(folder: Path, spec: RunSpec) -> Piece:
+    """The one that the run's first sample begins in."""
+    dataset = open_dataset(spec_of(folder), Member("x", MemoryNetwork(), spec, folder).places)
+    order = SampleOrder(seed=0, num_samples=dataset.num_samples, num_together=dataset.num_together)
+    file, number = next(iter(dataset.pieces_of("training", order.indices(0, 1))))  # type: ignore[attr-defined]
+    return next(p for p in pieces_of(folder) if (p.file, p.number) == (file, number))
+
+
+@in_virtual_time
+async def test_a_node_without_a_manifest_comes_up_when_a_member_gives_one_and_trains_it_all(
+    folder: Path, spec: RunSpec, tmp_path: Path
+) -> None:
+    network = MemoryNetwork()
+    scene = Scene(spec, Member("lacks", network, spec, tmp_path))
+    summary = await scene.start()
+    assert (summary.digest.hex(), summary.num_samples) == (spec.data.digest, 0)
+    await asyncio.sleep(100)
+    assert scene.island.ability == Ability(
+        trains=False, evaluates=False, waits_for="the run's tokens"
+    )
+    assert scene.island.waiting_for == (
+        "the manifest of the run's tokens, which no member gives: name a folder that has it with "
+        "data = in node.toml, or start a node that has it"
+    )
+    assert (await scene.train(3)).inner_steps == 0 and await scene.island.evaluate() is None
+    assert scene.ranks.calls == []
+    has = Member("has", network, spec, tmp_path, own=folder)
+    await introduce(has, scene.member)
+    await asyncio.sleep(1)
+    assert scene.told == [open_dataset(spec_of(folder), has.places).summary()]
+    assert scene.island.ability == Ability()
+    report = await scene.train(50)
+    assert scene.ranks.calls == ["start", "adopt None"], "late ranks adopt before they train"
+    assert report.inner_steps == 50 and report.samples == 100
+    assert scene.ranks.trained == scene.expected(50)
+    assert scene.ranks.progress == list(range(1, 51))
+    assert await scene.island.evaluate() == Evaluation(loss=1.0, tokens=1)
+    assert scene.island.waiting_for == ""
+    await scene.stop()
+
+
+@in_virtual_time
+async def test_what_nobody_has_ends_the_round_with_what_is_trained_and_no_plan_counts_on_the_node(
+    folder: Path, spec: RunSpec, tmp_path: Path
+) -> None:
+    network = MemoryNetwork()
+    own = copied(folder, tmp_path / "own", files_of(folder))
+    piece = first_piece(folder, spec)
+    flipped(own / piece.file, piece.start)
+    has = Member("has", network, spec, tmp_path, own=own)
+    scene = Scene(spec, Member("lacks", network, spec, tmp_path))
+    await introduce(has, scene.member)
+    await scene.start()
+    await asyncio.sleep(1)
+    began_at = asyncio.get_running_loop().time()
+    report = await scene.train(5)
+    assert (report.inner_steps, report.samples, report.tokens) == (0, 0, 0)
+    assert asyncio.get_running_loop().time() - began_at < 5, "the round does not wait for it"
+    assert not scene.island.ability.trains and scene.island.ability.evaluates
+    assert scene.island.waiting_for.startswith(f"piece {piece.number} of {piece.file}")
+    right = Member("right", network, spec, tmp_path, own=folder)
+    await introduce(has, scene.member, right)
+    await asyncio.sleep(10)
+    assert scene.island.ability.trains
+    assert (await scene.train(5)).inner_steps == 5
+    assert scene.ranks.trained == scene.expected(5)
+    await scene.stop()
+
+
+@in_virtual_time
+async def test_a_piece_that_is_slow_ends_the_round_in_time_and_the_next_finds_it_here(
+    folder: Path, spec: RunSpec, tmp_path: Path
+) -> None:
+    network = MemoryNetwork()
+    has = Member("has", network, spec, tmp_path, own=folder)
+    scene = Scene(spec, Member("lacks", network, spec, tmp_path))
+    await introduce(has, scene.member)
+    await scene.start()
+    await asyncio.sleep(1)
+    network.slow_down(has.node_id, PIECE / 20)  # 20 s and more a piece, two at a time
+    report = await scene.train(50, max_seconds=60.0)
+    assert 0 < report.inner_steps < 50
+    assert 60 <= report.seconds < 62, "what was waited counts: plans go by it"
+    assert report.samples == len(scene.ranks.trained) == 2 * report.inner_steps
+    assert "from peers" in scene.island.waiting_for and scene.island.ability.trains
+    await asyncio.sleep(3600)
+    again = await scene.train(50, max_seconds=60.0)
+    assert again.inner_steps > report.inner_steps
+    await scene.stop()
+
+
+@in_virtual_time
+async def test_a_halt_ends_the_wait_for_a_piece(
+    folder: Path, spec: RunSpec, tmp_path: Path
+) -> None:
+    network = MemoryNetwork()
+    has = Member("has", network, spec, tmp_path, own=folder)
+    scene = Scene(spec, Member("lacks", network, spec, tmp_path))
+    await introduce(has, scene.member)
+    await scene.start()
+    await asyncio.sleep(1)
+    network.slow_down(has.node_id, 0.1)
+    training = asyncio.create_task(scene.train(5))
+    await asyncio.sleep(30)
+    assert not training.done()
+    scene.island.halt()
+    await asyncio.sleep(0.1)
+    assert training.done() and training.result().inner_steps == 0
+    await scene.stop()
+
+
+@in_virtual_time
+async def test_an_evaluation_waits_for_its_pieces_only_so_long(
+    folder: Path, spec: RunSpec, tmp_path: Path
+) -> None:
+    network = MemoryNetwork()
+    has = Member("has", network, spec, tmp_path, own=folder)
+    scene = Scene(spec, Member("lacks", network, spec, tmp_path))
+    await introduce(has, scene.member)
+    await scene.start()
+    await asyncio.sleep(1)
+    network.slow_down(has.node_id, PIECE / 40)  # and there are more than come in that time
+    began_at = asyncio.get_running_loop().time()
+    assert await scene.island.evaluate() is None
+    assert asyncio.get_running_loop().time() - began_at == pytest.approx(EVALUATE_SECONDS, abs=1)
+    await asyncio.sleep(600)  # they go on coming
+    assert await scene.island.evaluate() is not None
+    await scene.stop()
+
+
+@in_virtual_time
+async def test_a_node_with_all_shards_is_asked_to_train_at_once(
+    folder: Path, spec: RunSpec, tmp_path: Path
+) -> None:
+    """Without peers, and without its rounds cut into parts."""
+    scene = Scene(spec, Member("has", MemoryNetwork(), spec, tmp_path, own=folder))
+    assert (await scene.start()).num_samples > 100
+    assert (await scene.train(20)).inner_steps == 20
+    assert scene.ranks.trained == scene.expected(20)
+    assert scene.island.ability == Ability() and scene.island.waiting_for == ""
+    await scene.stop()
+
+
+@in_virtual_time
+async def test_ranks_that_compile_are_started_when_the_pieces_of_their_first_batch_are_here(
+    folder: Path, spec: RunSpec, tmp_path: Path
+) -> None:
+    network = MemoryNetwork()
+    own = copied(folder, tmp_path / "own", ["manifest.json"])
+    scene = Scene(spec, Member("lacks", network, spec, tmp_path, own=own), compiles=True)
+    assert (await scene.start()).num_samples == 0
+    await asyncio.sleep(100)
+    assert scene.ranks.calls == [] and not scene.island.ability.trains
+    await introduce(Member("has", network, spec, tmp_path, own=folder), scene.member)
+    await asyncio.sleep(10)
+    assert scene.ranks.calls == ["start"] and len(scene.told) == 1
+    await scene.island.evaluate()  # all of it is here: nothing is fetched for it
+    await scene.stop()
+
+
+@in_virtual_time
+async def test_the_cache_keeps_its_limit_and_every_step_finds_its_pieces(
+    folder: Path, spec: RunSpec, tmp_path: Path
+) -> None:
+    network = MemoryNetwork()
+    has = Member("has", network, spec, tmp_path, own=folder)
+    limit = 12 * PIECE
+    scene = Scene(spec, Member("lacks", network, spec, tmp_path, cache_bytes=limit))
+    await introduce(has, scene.member)
+    await scene.start()
+    await asyncio.sleep(1)
+    assert (await scene.train(60)).inner_steps == 60
+    assert scene.ranks.trained == scene.expected(60)
+    kept = (scene.member.held.cache.path_of(digest) for digest in scene.member.held.cache.digests())
+    assert sum(path.stat().st_size for path in kept) <= limit
+    await scene.stop()
+
+
+@in_virtual_time
+async def test_a_cache_that_is_smaller_than_a_step_is_refused(
+    folder: Path, spec: RunSpec, tmp_path: Path
+) -> None:
+    network = MemoryNetwork()
+    has = Member("has", network, spec, tmp_path, own=folder)
+    scene = Scene(spec, Member("lacks", network, spec, tmp_path, cache_bytes=PIECE // 2))
+    await introduce(has, scene.member)
+    await scene.start()
+    await asyncio.sleep(1)
+    with pytest.raises(ConfigError, match="data_cache holds 256"):
+        await scene.train(3)
+    await scene.stop()
+
+
+def _piece(place: int) -> Piece:
+    return Piece("a", place, f"{place:064x}", place * 10, 10, place)
+
+
+def test_steps_are_ready_as_far_as_their_pieces_are_here_and_half_of_the_cache_holds_them() -> None:
+    pieces = [_piece(place) for place in range(10)]
+    needs = [frozenset(pieces[step : step + 2]) for step in range(9)]
+    here = {piece.digest for piece in pieces[:6]}
+    assert ready_steps(needs, here, limit_bytes=200) == (5, pieces[:6], pieces[6:])
+    assert ready_steps(needs, here, limit_bytes=80) == (3, pieces[:4], pieces[4:8])
+    assert ready_steps(needs, set(), limit_bytes=40) == (0, [], pieces[:4])
+    assert ready_steps(needs, here, limit_bytes=20) == (1, pieces[:2], []), "one at least"
+    every = {piece.digest for piece in pieces}
+    assert ready_steps(needs, every, limit_bytes=1000) == (9, pieces, [])
+
+
+def test_pieces_of_a_batch_are_all_that_it_reads(folder: Path, tmp_path: Path) -> None:
+    """Also those in the middle of a window that spans several."""
+    spec = spec_of(folder, context=1500)
+    dataset = open_dataset(spec, Member("x", MemoryNetwork(), spec, tmp_path, own=folder).places)
+    numbers = [number for _, number in dataset.pieces_of("training", np.array([0]))]  # type: ignore[attr-defined]
+    assert numbers == [0, 1, 2]
+    manifest = read_manifest(folder)
+    assert [p.place for p in manifest.pieces()] == list(range(len(manifest.pieces())))
+    first = manifest.pieces()[0]
+    assert len(content_of(folder, first)) == first.bytes
