@@ -114,7 +114,9 @@ def test_a_pipeline_takes_its_loss_in_the_precision_that_losses_are_taken_in(
     spec, local = KINDS["tied"], LocalTraining(precision="bf16")
     *_, one_report, first, one_last = trained(spec, MeshShape(), tmp_path, dataset_of, local)
     *_, report, _, last = trained(spec, MeshShape(pipeline=2), tmp_path, dataset_of, local)
-    assert report.loss == pytest.approx(one_report.loss, rel=8e-4)  # bf16 itself is off by twice that
+    assert report.loss == pytest.approx(
+        one_report.loss, rel=8e-4
+    )  # bf16 itself is off by twice that
     assert np.linalg.norm(last - one_last) < 0.05 * np.linalg.norm(one_last - first)
 
 

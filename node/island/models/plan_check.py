@@ -1,4 +1,4 @@
-"""A run's own plan for tensor parallel or for stages, compared with the whole module before training.
+"""A function's plan for tensor parallel or for stages, compared with the whole module before training.
 
 A plan may be wrong and still compute something: a norm that is called whole where it sees a part of the
 heads has the right output and the wrong gradient. So one batch's loss and gradients are compared.
@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_map
 from node.island.data.dataset import Tree
 from node.island.mesh import Mesh
 from node.island.mesh_shape import MeshShape
-from node.island.models.architecture import Counted, architecture_of
+from node.island.models.architecture import Counted
 from node.island.models.describing import fill
-from node.island.models.generic import GenericArchitecture
+from node.island.models.function import FunctionArchitecture, random_module
 from node.island.precision import autocast
 from node.outer_state import Vector
 from protocol.errors import ConfigError
@@ -87,9 +87,8 @@ def _expected(
     spec: RunSpec, parameters: Vector, batch: Tree, dtype: torch.dtype
 ) -> tuple[float, dict[str, Tensor]]:
     """Of the whole module, in the precision of training: what that rounds away is no fault of a plan."""
-    architecture = architecture_of(spec)
-    assert isinstance(architecture, GenericArchitecture)
-    whole = architecture.build_whole().eval()
+    architecture = FunctionArchitecture(spec)
+    whole = random_module(spec).eval()
     fill(whole, spec, parameters)
     on_cpu = tree_map(lambda each: each.cpu(), architecture.inputs(batch))
     with autocast(dtype, torch.device("cpu")):
