@@ -1,6 +1,7 @@
 """A real model trained on over slow links: a transformers folder and text go in, a better folder comes out.
 
     python -m benchmarks.real_model --model ./SmolLM2-135M --text 'corpus/*.txt' --minutes 30
+    python -m benchmarks.real_model --model ./SmolLM2-135M --text 'corpus/*.txt' --minutes 10 --lora 16
 
 Two nodes in the network lab, each behind its own link, go on training the model on tokens of the text, by
 the commands that people type. One has the weights; the other fetches them over its link. Reported are the
@@ -50,6 +51,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="inner steps of a round")
     parser.add_argument("--rounds", type=int, default=1000, help="at most")
     parser.add_argument("--by", default="decoder", choices=("decoder", "transformers"))
+    parser.add_argument(
+        "--lora", type=int, help="rank of adapters; the model itself stays as it is"
+    )
     parser.add_argument("--prompt", default="The")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument("--report", action="store_true")
@@ -82,12 +86,14 @@ def trained(chosen: argparse.Namespace) -> dict[str, Any]:
             out = folder / "out"
             for node in NODES if status["run"]["phase"] != "finished" else ():
                 stage.run(node, stage.module(_CLI, "node", "drain", "--dir", folder / node))
-            stage.run(MIDDLE, stage.module(_CLI, "export", out, "--dir", folder / NODES[1]))
+            merged = ("--merged", "--base", chosen.model.resolve()) if chosen.lora else ()
+            export = ("export", out, "--dir", folder / NODES[1], *merged)
+            stage.run(MIDDLE, stage.module(_CLI, *export))
             command = [*stage.module("x")[:2], "-c", _WRITES, out, chosen.prompt]
             text = stage.run(MIDDLE, command)
     return {
         "model": chosen.model.resolve().name,
-        "by": chosen.by,
+        "by": f"adapters of rank {chosen.lora}" if chosen.lora else chosen.by,
         "mbit": chosen.mbit,
         "parameters": int(status["run"]["num_parameters"]),
         "context": chosen.context,
@@ -106,7 +112,8 @@ def _start(stage: Stage, chosen: argparse.Namespace) -> None:
     tokens = folder / "tokens"
     prepare = (*chosen.text, "--tokenizer", chosen.model.resolve(), "--held-out", "0.05")
     stage.run(MIDDLE, stage.module(_CLI, "data", "prepare", *prepare, "--out", tokens))
-    model = ("--from", chosen.model.resolve(), "--by", chosen.by, "--data", tokens)
+    trained = ("--lora", str(chosen.lora)) if chosen.lora else ("--by", chosen.by)
+    model = ("--from", chosen.model.resolve(), *trained, "--data", tokens)
     sizes = {"--context": chosen.context, "--batch": chosen.batch, "--steps": chosen.steps}
     sized = [str(each) for option in sizes.items() for each in option]
     init = ("init", home, *model, *sized)
@@ -128,7 +135,8 @@ def _start(stage: Stage, chosen: argparse.Namespace) -> None:
         join = ("join", "--dir", folder / node, "--name", node)
         stage.run(node, stage.module(_CLI, *join), ATOLL_INVITE=invite)
         start = ("node", "start", "--dir", folder / node, "--listen", stage.lab.address(node))
-        given = ("--weights", weights) if node == NODES[0] else ()
+        given = ("--base", chosen.model.resolve()) if chosen.lora else ()
+        given = (*given, "--weights", weights) if node == NODES[0] else given
         stage.start(node, node, stage.module(_CLI, *start, *given))
 
 

@@ -176,5 +176,17 @@ def test_the_template_explains_every_key_of_the_run_file() -> None:
 def test_every_key_of_the_run_file_that_a_page_names_exists(page: Path) -> None:
     defaults = RunSpec().model_dump(exclude={"description"})
     known = {**defaults, "model": {**FunctionModel.model_fields, **defaults["model"]}}
-    for table, key in re.findall(r"\[(\w+)\] (\w+)[` ]", page.read_text()):
+    words = re.sub(r"```python\n.*?```", "", page.read_text(), flags=re.DOTALL)
+    for table, key in re.findall(r"\[(\w+)\] (\w+)[` ]", words):
         assert key in known.get(table, {}), f"{page.name} names [{table}] {key}"
+
+
+def test_the_algorithm_on_one_page_runs_and_ends_near_what_is_wanted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = Path("docs/reading.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    exec(compile(program, "docs/reading.md", "exec"), {})
+    lines = capsys.readouterr().out.splitlines()
+    distances = [float(line.rpartition(" ")[2]) for line in lines]
+    assert len(distances) == 12 and distances[-1] < 0.02 < distances[0]
