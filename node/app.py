@@ -11,8 +11,8 @@ from pathlib import Path
 import structlog
 
 from node.config import IDENTITY_FILE, NodeSettings
-from node.island.forkserver import end_forkserver, prepare_forkserver
-from node.island.functions import DIGITS, check_functions, code_digest, functions_of, in_words
+from node.island.models.code import DIGITS, check_functions, code_digest, functions_of, in_words
+from node.island.ranks.forkserver import end_forkserver, prepare_forkserver
 from node.link.calls import CoordinatorLink
 from node.link.first_contact import run_of_coordinator
 from node.machine.freed_memory import keep_freed_memory

@@ -165,7 +165,7 @@ def follow(
     Example: atoll node follow island.token --device cuda
     """
     from node.hosts.token import HostToken
-    from node.island.devices import check_choice
+    from node.island.ranks.devices import check_choice
     from protocol.logging import start_logging
 
     leader = HostToken.read(token)

@@ -10,8 +10,8 @@ from pydantic import AfterValidator, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
 from node.island.data.places import DataPlaces
-from node.island.local_training import Accumulating, LocalTraining, Precision, Recomputing
-from node.island.mesh_shape import MeshShape, ScheduleName
+from node.island.parallel.mesh_shape import MeshShape, ScheduleName
+from node.island.training.local_training import Accumulating, LocalTraining, Precision, Recomputing
 from protocol.credentials import COORDINATOR_FILE
 from protocol.data_rate import bits_per_second_of
 from protocol.errors import ConfigError, NoInputError, UsageError

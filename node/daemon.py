@@ -23,8 +23,8 @@ from node.exchange.tokens import HeldTokens, PeerTokens
 from node.exchange.transport.transport import Transport
 from node.heavy import Heavy
 from node.history import History
+from node.island.data.island import SuppliedIsland
 from node.island.island import Island
-from node.island.supplied import SuppliedIsland
 from node.link.calls import Announcement, Attachment, CoordinatorLink, Vitals
 from node.link.session import Session
 from protocol.channel import retried

@@ -70,7 +70,7 @@ PAYLOAD_HEADER_BYTES = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecCost:
-    """Bits a value with headers, and GB/s of fp32 on one core (docs/performance.md, "Codecs")."""
+    """Bits a value with headers, and GB/s of fp32 on one core (docs/results/codec.jsonl)."""
 
     bits: float
     encode: float

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from statistics import median
 
 EQUAL_FROM = 2 / 3
-"""A link of so much of the fastest counts as equal to it: noise must not make plans uneven. Of sixteen
-equal links the one that seems slowest has 0.74 of the fastest or more, in 19 of 20 swarms
+"""A link of so much of the fastest counts as equal to it: noise must not make plans uneven
 (docs/decisions.md)."""
 
 STICKY = 0.25

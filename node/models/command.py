@@ -148,7 +148,7 @@ def sample(
             f"--bytes {num_bytes} is for a run whose tokens are bytes, instead of --tokens",
             next_step="give --tokens alone",
         )
-    from node.island.generate import sampled
+    from node.island.models.generate import sampled
 
     start_tokens = text.tokens_of(prompt)
     written = sampled(

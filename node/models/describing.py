@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError
 
-from node.island.auto_mesh import DeviceKind, need_of, node_bytes, wanted_bytes
-from node.island.functions import DIGITS, code_digest, functions_of
-from node.island.local_training import LocalTraining
-from node.island.mesh_shape import MeshShape
+from node.island.models.code import DIGITS, code_digest, functions_of
+from node.island.parallel.auto_mesh import DeviceKind, need_of, node_bytes, wanted_bytes
+from node.island.parallel.mesh_shape import MeshShape
+from node.island.training.local_training import LocalTraining
 from node.machine.hardware import Hardware, look_around
 from node.models.reading import (
     CONFIG,

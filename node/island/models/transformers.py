@@ -16,16 +16,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from node.island.model import mean_nats
 from node.island.models.adapters import adapt, base_name
 from node.island.models.architecture import (
     Tree,
     check_frozen,
     check_tensors,
     digest_of_values,
-    give_memory,
     without_memory,
 )
+from node.island.models.decoder_modules import mean_nats
 from node.island.models.generic import GenericArchitecture
 from node.island.models.tokens import TokenInputs
 from node.island.models.transformers_plans import run_alone, stages_of, tensor_plan_of
@@ -51,12 +50,6 @@ class TransformersArchitecture(TokenInputs, GenericArchitecture):
         assert self.spec.description is not None
         model: nn.Module = built(self.spec.description.config, self.spec.adapters)
         check_tensors(model, self.spec)
-        return model
-
-    def build_whole(self) -> nn.Module:
-        """See GenericArchitecture."""
-        model, on_cpu = self.build(), torch.device("cpu")
-        give_memory(model, parameters_on=on_cpu, buffers_on=on_cpu)
         return model
 
     def run_alone(

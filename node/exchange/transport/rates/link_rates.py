@@ -18,8 +18,8 @@ WINDOW = 9
 """Busy times that count: what the link carries is the median of their rates."""
 
 LEAST_MEASUREMENTS = 5
-"""Before a rate is told. Equal links differ by a third in single ones, and slices by such rates took twice
-as long as equal ones (docs/decisions.md)."""
+"""Before a rate is told. Single ones differ much among equal links, and would make slices uneven
+(docs/decisions.md)."""
 
 _MOST_MOVES = 512  # of one busy time; neighbours are joined when there are more
 
