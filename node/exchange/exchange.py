@@ -10,6 +10,7 @@ from functools import partial
 
 import structlog
 
+from node.exchange.fetching import Silences
 from node.exchange.held_results import KEPT_ROUNDS, HeldResults
 from node.exchange.outer import Outer
 from node.exchange.pushes import Pushes
@@ -74,6 +75,7 @@ class Exchange:
         self._heavy = heavy
         self._report = report
         self._held = HeldResults()
+        self._silences = Silences(transport.round_trip_seconds)
         self._round: ExchangeRound | None = None
         self._results_out = Pushes(transport)  # results that peers still wait for
         self._members: tuple[NodeId, ...] = ()
@@ -100,6 +102,7 @@ class Exchange:
             bring_back=bring_back,
             peers=self._peers,
             patience=patience,
+            silences=self._silences,
             run_digest=run_digest,
         )
 
@@ -133,6 +136,7 @@ class Exchange:
             heavy=self._heavy,
             report=self._report,
             results_out=self._results_out,
+            silences=self._silences,
         )
         for round_number, news in self._early:
             if round_number == plan.round:
