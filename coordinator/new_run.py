@@ -221,7 +221,7 @@ def init(
         ),
         text=text_of,
     )
-    start = _way_to_start(directory, home, made[0], wanted.source)
+    start = _way_to_start(directory, home, made[0], wanted)
     if is_json:
         console.print_json({"folder": str(directory), **_as_json(made[0]), "start": start})
         return
@@ -293,11 +293,9 @@ def _refuse_beside_a_run_file(run_file: Path) -> None:
             )
 
 
-def _way_to_start(
-    directory: Path, home: "Home", new: "NewRun", source: Path | None
-) -> dict[str, str]:
-    """The command that nodes of this run start with, and what one of them says more."""
-    run = home.run
+def _way_to_start(directory: Path, home: "Home", new: "NewRun", wanted: "Wanted") -> dict[str, str]:
+    """The command that nodes of this run start with, what one of them says more, and what comes before."""
+    run, source = home.run, wanted.source
     options: list[str] = []
     if new.facts.code_digest:
         options += ["--allow-function", f"{run.run.name}@{new.facts.code_digest}"]
@@ -307,6 +305,11 @@ def _way_to_start(
     if run.data.private:
         options += ["--data", "TOKENS" if run.data.source == "tokens" else "FILES"]
     found = {"nodes": shlex.join(["atoll", "node", "start", *options])}
+    if run.data.private and run.data.source == "tokens":
+        tokenizer = str(wanted.tokenizer or source or "TOKENIZER")
+        found["before"] = shlex.join(
+            ["atoll", "data", "prepare", "FILES", "--tokenizer", tokenizer, "--out", "TOKENS"]
+        )
     if first := new.facts.first_weights:
         inside = directory / first
         found["first_weights"] = shlex.join(
@@ -352,6 +355,8 @@ def _tell(directory: Path, home: "Home", new: "NewRun", start: dict[str, str]) -
     )
     click.echo(f"next: look through {directory / 'run.toml'}, then")
     click.echo(f"  atoll coordinator start {directory}")
+    if "before" in start:
+        click.echo(f"each data holder makes tokens of its own once\n  {start['before']}")
     if start["nodes"] != "atoll node start" or "first_weights" in start:
         click.echo(f"nodes that have joined start with\n  {start['nodes']}")
     if "first_weights" in start:

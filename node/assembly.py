@@ -49,7 +49,7 @@ from node.machine.hardware import Hardware, likely_devices
 from node.machine.kernel import congestion_control
 from node.machine.placement import mesh_for, num_ranks_of
 from node.models.reading import read_first
-from node.newest import keep_run
+from node.newest import keep_places, keep_run
 from node.outer_state import SharedVectors, Vector
 from node.own_metrics import own_metrics
 from node.stopping import StopSignals
@@ -101,6 +101,7 @@ async def run_daemon(
     await prepare_kernels(spec)
     shared = SharedVectors.create(layout.num_elements)
     try:
+        keep_places(folder, settings.data_places(home=folder, folder=Path.cwd()))
         outer = await in_thread(
             partial(
                 _outer_at_start,

@@ -1,10 +1,12 @@
 """The newest model that a node's folder holds: for export and for sampling, with the node running or not."""
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from node.config import SNAPSHOTS_FOLDER, require_node_folder
+from node.config import SNAPSHOTS_FOLDER, load_settings, require_node_folder
+from node.island.data.places import DataPlaces
 from protocol.credentials import Credentials
 from protocol.errors import NoInputError
 from protocol.files import write_atomically
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from protocol.layout import Layout
 
 RUN_FILE = "run.json"
+PLACES_FILE = "places.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +35,32 @@ class NewestModel:
 def keep_run(folder: Path, spec: RunSpec) -> None:
     """Remembers the run file, so that the folder's snapshots can be read without a coordinator."""
     write_atomically(folder / RUN_FILE, spec.canonical_json().encode())
+
+
+def keep_places(folder: Path, places: DataPlaces) -> None:
+    """Remembers where this node has its data, for commands that are typed elsewhere or with fewer options."""
+    base = None if places.base is None else str(places.base.absolute())
+    kept = {"folder": str(places.folder.absolute()), "data": places.own, "base": base}
+    write_atomically(folder / PLACES_FILE, json.dumps(kept).encode())
+
+
+def places_of(folder: Path, *, base: str | None, typed_in: Path) -> DataPlaces:
+    """Where the node of a folder has its data: as node.toml says, else as it was last started with.
+
+    Relative paths begin where it was started; `base`, an option, at `typed_in`.
+    """
+    settings = load_settings(folder, base=base)
+    here = settings.data_places(home=folder, folder=typed_in)
+    if not (folder / PLACES_FILE).is_file():
+        return here
+    kept = json.loads((folder / PLACES_FILE).read_text(encoding="utf-8"))
+    there = settings.data_places(home=folder, folder=Path(kept["folder"]))
+    started = Path(kept["base"]) if kept["base"] is not None else None
+    return replace(
+        there,
+        own=settings.data or kept["data"],
+        base=here.base if base is not None else there.base or started,
+    )
 
 
 def newest_model(folder: Path) -> NewestModel:

@@ -36,8 +36,13 @@ GIVE_WAY_SECONDS = 30.0
 without data cannot contribute either."""
 
 LOOK_SECONDS = 0.2
+ANSWER_SECONDS = 30.0
 MAP_SECONDS = 5.0
 """A peer is not asked more often what it has."""
+
+OVERDUE_SECONDS = 90.0
+MOST_ASKED = 2
+"""After so long a piece is asked of another member too, of so many at once: the first may hang."""
 
 FIRST_PAUSE_SECONDS = 2.0
 MOST_MANIFEST_BYTES = 64 << 20  # 16 TB of tokens
@@ -116,9 +121,9 @@ class PeerTokens:
         if names.keys() - self._names.keys():
             self._patience.tell()
         self._names = names
-        for gone in self._maps.keys() - names.keys():
-            del self._maps[gone]
-            self._asked_at.pop(gone, None)
+        for gone in self._asked_at.keys() - names.keys():
+            del self._asked_at[gone]
+            self._maps.pop(gone, None)
 
     # What peers ask for
 
@@ -174,21 +179,42 @@ class PeerTokens:
         Its digest is checked before anybody sees it.
         """
         want = WantTokens(kind=PIECE, digest=digest)
-        tried: set[NodeId] = set()
         for is_last_try in (False, True):
-            while peers := [peer for peer in self._holders(number) if peer not in tried]:
-                peer = peers[0]
-                tried.add(peer)
-                self._busy[peer] += 1
-                try:
-                    body = await self._fetched(peer, want, num_bytes)
-                finally:
-                    self._busy[peer] -= 1
-                if body is not None:
-                    return body
-            if not is_last_try:
-                await self._ask_for_maps()
-        return None
+            content = await self._from_holders(want, number, num_bytes)
+            if content is not None or is_last_try:
+                return content
+            await self._ask_for_maps()
+        raise AssertionError("the last try returns")
+
+    async def _from_holders(self, want: WantTokens, number: int, num_bytes: int) -> bytes | None:
+        """Asks one after the other; beside one that takes long, a second one."""
+        tried: set[NodeId] = set()
+        fetches: set[asyncio.Task[bytes | None]] = set()
+        try:
+            while True:
+                others = [peer for peer in self._holders(number) if peer not in tried]
+                if others and len(fetches) < MOST_ASKED:
+                    tried.add(others[0])
+                    fetches.add(asyncio.create_task(self._asked(others[0], want, num_bytes)))
+                if not fetches:
+                    return None
+                done, fetches = await asyncio.wait(
+                    fetches, timeout=OVERDUE_SECONDS, return_when=asyncio.FIRST_COMPLETED
+                )
+                for fetched in done:
+                    if (content := fetched.result()) is not None:
+                        return content
+        finally:
+            for fetching in fetches:
+                fetching.cancel()
+            await asyncio.gather(*fetches, return_exceptions=True)
+
+    async def _asked(self, peer: NodeId, want: WantTokens, num_bytes: int) -> bytes | None:
+        self._busy[peer] += 1
+        try:
+            return await self._fetched(peer, want, num_bytes)
+        finally:
+            self._busy[peer] -= 1
 
     async def pause(self, asked: int) -> None:
         """Waits after everybody was asked in vain for the `asked`-th time; news end it."""
@@ -257,5 +283,7 @@ class PeerTokens:
 
 
 def _patience_for(want: WantTokens, most_bytes: int) -> float:
-    """Seconds: all but pieces is small for what it may be."""
+    """Seconds. For a map all wait for all members, so one that hangs must not hold it up."""
+    if want.kind == PIECE_MAP:
+        return ANSWER_SECONDS
     return fetch_seconds(most_bytes if want.kind == PIECE else USUAL_MANIFEST_BYTES)

@@ -245,10 +245,8 @@ def _of_model(shape: MeshShape, spec: RunSpec) -> Iterator[tuple[str, str]]:
 
 
 def goes_by_a_plan(shape: MeshShape, spec: RunSpec) -> bool:
-    """Whether a mesh takes the word of a run's owner, or of transformers, for what a model computes."""
-    if spec.model.source == "function":
-        return shape.tensor > 1 or shape.pipeline > 1
-    return spec.model.source == "transformers" and shape.pipeline > 1
+    """Whether a mesh takes a function's word for how it is cut."""
+    return spec.model.source == "function" and (shape.tensor > 1 or shape.pipeline > 1)
 
 
 def _cut_by_tensor(spec: RunSpec, described: Description) -> Iterator[tuple[str, int]]:

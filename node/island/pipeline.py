@@ -77,6 +77,7 @@ class Pipeline:
         shape = mesh.shape
         self._mesh = mesh
         self._device = device
+        self._dtype = dtype
         self._ends = ends
         self._leaving = leaving
         self._loss_scale = loss_scale
@@ -165,7 +166,8 @@ class Pipeline:
         return forward(*arguments, **named)
 
     def _scaled_loss_of(self, output: Tensor, numbers: Tensor) -> Tensor:
-        loss = self._ends.leave(output, self._samples(numbers))
+        with autocast(self._dtype, self._device):
+            loss = self._ends.leave(output, self._samples(numbers))
         if isinstance(loss, Counted):
             self._losses.append(Counted(loss.total.detach(), loss.number.detach()))
             # The schedule takes the mean over microbatches; this is a sum.

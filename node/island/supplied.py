@@ -77,18 +77,23 @@ class SuppliedIsland:
     ) -> None:
         """Has tokens come until it is cancelled; starts the ranks if that had to wait for them."""
         await self._supply.fetch_manifest(source)
-        running = asyncio.ensure_future(self._supply.run(source))
-        starting = asyncio.ensure_future(self._start_late(on_up))
+        tasks = [
+            asyncio.ensure_future(work)
+            for work in (
+                self._start_late(on_up),
+                self._supply.run(source),  # never ends by itself
+                self._supply.fetch_tokenizer(source),
+            )
+        ]
         try:
-            await asyncio.wait((running, starting), return_when=asyncio.FIRST_EXCEPTION)
-            for task in (starting, running):
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in tasks:
                 if task.done():
                     task.result()
-            await running
         finally:
-            for task in (running, starting):
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(running, starting, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _start_late(self, on_up: Callable[[CorpusSummary], None]) -> None:
         if self._is_up:

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING
 import click
 
 from node.cli import DIRECTORY
-from node.config import load_settings
 from protocol.credentials import find_home
 from protocol.errors import NoInputError, UsageError
 
 if TYPE_CHECKING:
-    from node.models.export import DType
+    from node.models.card import DType
 
 TOKENIZER = click.option(
     "--tokenizer",
@@ -56,16 +55,17 @@ def export(
 
     Example: atoll export ./model
     """
-    from node.newest import newest_model
+    from node.newest import newest_model, places_of
     from protocol.logging import start_logging
 
     start_logging(as_json=False)  # to standard error: a damaged snapshot is told there
     home = find_home(folder)
     model = newest_model(home)
-    from node.models.export import Origin, contributions_in, export_model, usual_dtype
+    from node.models.card import Origin, contributions_in
+    from node.models.export import export_model, usual_dtype
     from node.models.text import files_of_tokenizer
 
-    places = load_settings(home, base=base).data_places(home=home, folder=Path.cwd())
+    places = places_of(home, base=base, typed_in=Path.cwd())
     if merged and model.spec.adapters is None:
         raise UsageError(
             f"--merged adds adapters to their model, and run {model.spec.run.name!r} trains all of it",
@@ -132,7 +132,7 @@ def sample(
 
     Example: atoll sample --prompt "class " --tokens 500
     """
-    from node.newest import newest_model
+    from node.newest import newest_model, places_of
     from protocol.logging import start_logging
 
     start_logging(as_json=False)  # to standard error: a damaged snapshot is told there
@@ -140,7 +140,7 @@ def sample(
     model = newest_model(home)
     from node.models.text import ByteText, text_of_run
 
-    places = load_settings(home, base=base).data_places(home=home, folder=Path.cwd())
+    places = places_of(home, base=base, typed_in=Path.cwd())
     text = text_of_run(model.spec, places, named=tokenizer)
     are_bytes = isinstance(text, ByteText)
     if num_bytes is not None and (num_tokens is not None or not are_bytes):

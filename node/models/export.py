@@ -1,26 +1,22 @@
-"""Writes a committed model as a folder that transformers loads, with a model card, and reads it back.
+"""Writes a committed model as a folder that transformers loads, and reads it back.
 
 The folder is complete or absent: it is written beside its place and renamed. What config.json says of a
-model is node.models.families' business.
+model is node.models.families' business, the words for people are node.models.card's.
 """
 
 import json
 import os
 import shutil
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from pydantic import ValidationError
 from safetensors import SafetensorError
 
-from node.config import HISTORY_FILE
-from node.exchange.codecs.registry import codec_named
-from node.history import History
+from node.models.card import TORCH_NAMES, DType, Form, Origin, card_of
 from node.models.families import config_of, why_none
 from node.models.reading import (
     CONFIG,
@@ -31,11 +27,9 @@ from node.models.reading import (
     read_weights,
 )
 from node.outer_state import Vector
-from protocol.console import bytes_in_words, count_in_words
 from protocol.errors import BadDataError, CannotCreateError, NoInputError
 from protocol.layout import Layout, TensorPlace, layout_of
-from protocol.models import BYTES_VOCABULARY, DecoderModel, Description, TransformersModel
-from protocol.rounds import Commit, Digest, NodeId
+from protocol.models import DecoderModel, Description, TransformersModel
 from protocol.run_spec import RunSpec
 
 ABOUT = "atoll.json"
@@ -44,87 +38,8 @@ CARD = "README.md"
 SHARD_BYTES = 5_000_000_000
 """Most that one file of weights holds, unless one tensor is larger: what model hubs take well."""
 
-DType = Literal["fp32", "bf16", "fp16"]
-
-_TORCH_NAMES: Mapping[DType, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _VALUE_BYTES: Mapping[DType, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 _OWN_TYPE = "atoll-decoder"  # transformers does not know it, and says so by this name
-_ALL = 1 << 62
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Contributions:
-    """Of the rounds that a node's folder still has the commits of."""
-
-    rounds: range  # from the first to the last
-    tokens_of: Mapping[NodeId, int]
-    most_bytes: int  # of contributions and results on the wire, all nodes together
-
-    @property
-    def tokens(self) -> int:
-        """What commits took, of all nodes."""
-        return sum(self.tokens_of.values())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
-    """Where a model comes from."""
-
-    run: str
-    run_digest: Digest
-    round: int
-    outer_digest: Digest
-    contributions: Contributions | None = field(default=None)
-
-    def facts(self) -> dict[str, object]:
-        """For machines."""
-        facts: dict[str, object] = {
-            "run": self.run,
-            "run_digest": self.run_digest.hex(),
-            "round": self.round,
-            "outer_digest": self.outer_digest.hex(),
-        }
-        if self.contributions is not None:
-            facts |= {
-                "first_counted_round": self.contributions.rounds.start,
-                "tokens": self.contributions.tokens,
-                "most_exchanged_bytes": self.contributions.most_bytes,
-                "tokens_by_node": dict(self.contributions.tokens_of),
-            }
-        return facts
-
-
-def contributions_in(folder: Path, spec: RunSpec, *, until: int) -> Contributions | None:
-    """Adds up the commits in a node's folder, up to a round; None where it has none of them."""
-    if not (folder / HISTORY_FILE).is_file():
-        return None
-    history = History(folder / HISTORY_FILE)
-    commits = [each for each in history.after(0, max_bytes=_ALL) if each.round <= until]
-    return contributions_of(commits, spec) if commits else None
-
-
-def contributions_of(commits: list[Commit], spec: RunSpec) -> Contributions:
-    """Adds up commits, in the order of their rounds."""
-    up, down = codec_named(spec.exchange.uplink), codec_named(spec.exchange.downlink)
-    tokens_of: Counter[NodeId] = Counter()
-    most_bytes = 0
-    for commit in commits:
-        in_round: dict[NodeId, int] = {}
-        for taken in commit.slices:
-            if taken.digest is None:
-                continue
-            for contributor in taken.contributors:
-                before = in_round.get(contributor.node_id, 0)
-                in_round[contributor.node_id] = max(before, contributor.tokens)
-            # Its reducer is one of the contributors and one of the holders, and sends itself nothing.
-            most_bytes += max(0, len(taken.contributors) - 1) * up.most_bytes(taken.num_elements)
-            most_bytes += max(0, len(taken.holder_ids) - 1) * down.most_bytes(taken.num_elements)
-        tokens_of.update(in_round)
-    return Contributions(
-        rounds=range(commits[0].round, commits[-1].round + 1),
-        tokens_of=dict(sorted(tokens_of.items(), key=lambda item: (-item[1], item[0]))),
-        most_bytes=most_bytes,
-    )
 
 
 def export_model(
@@ -163,11 +78,11 @@ def export_model(
             # What it calls weights in memory and on disk may differ, and only it knows how.
             from node.island.models.describing import export_state
 
-            own = _TORCH_NAMES[dtype]
+            own = TORCH_NAMES[dtype]
             export_state(spec, parameters, beside, base=base, base_name=base_name, dtype=own)
         else:
             _write_weights(beside, layout, parameters, dtype, shard_bytes)
-        form = _Form(dtype=dtype, is_merged=base is not None, base_name=base_name)
+        form = Form(dtype=dtype, is_merged=base is not None, base_name=base_name)
         problem = _write_settings(beside, spec, origin, tokenizer or {}, form)
         _make_durable(beside)
         beside.chmod(0o755)
@@ -188,16 +103,7 @@ def usual_dtype(spec: RunSpec, *, is_merged: bool = False) -> DType:
         return "fp32"
     config = spec.description.config
     said = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
-    return next((dtype for dtype, name in _TORCH_NAMES.items() if name == said), "fp32")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Form:
-    """In which form a model is written."""
-
-    dtype: DType
-    is_merged: bool
-    base_name: str
+    return next((dtype for dtype, name in TORCH_NAMES.items() if name == said), "fp32")
 
 
 def load_exported(folder: Path) -> tuple[DecoderModel, Vector]:
@@ -222,7 +128,7 @@ def load_exported(folder: Path) -> tuple[DecoderModel, Vector]:
 
 
 def _write_settings(
-    folder: Path, spec: RunSpec, origin: Origin, tokenizer: Mapping[str, Path], form: _Form
+    folder: Path, spec: RunSpec, origin: Origin, tokenizer: Mapping[str, Path], form: Form
 ) -> str:
     """All but the weights; returns why transformers does not load it."""
     described = spec.description or Description()
@@ -232,7 +138,7 @@ def _write_settings(
     if not isinstance(spec.model, TransformersModel):  # it has written its own
         config, problem = _config_of(spec, described)
         if not problem:
-            config["torch_dtype"] = _TORCH_NAMES[form.dtype]
+            config["torch_dtype"] = TORCH_NAMES[form.dtype]
         _write_json(folder / CONFIG, config)
     if described.generation_config:
         _write_json(folder / GENERATION_CONFIG, described.generation_config)
@@ -275,7 +181,7 @@ def _write_weights(
             place.name: narrowed(
                 place.name,
                 only_read(parameters[place.offset : place.offset + place.num_elements]),
-                _TORCH_NAMES[dtype],
+                TORCH_NAMES[dtype],
             ).reshape(place.shape)
             for place in places
         }
@@ -316,122 +222,4 @@ def _cannot_write(out: Path, error: Exception) -> CannotCreateError:
     return CannotCreateError(
         f"{out} cannot be written: {getattr(error, 'strerror', None) or error}",
         next_step="name a folder that you can write",
-    )
-
-
-def card_of(
-    spec: RunSpec, origin: Origin, form: _Form, *, has_tokenizer: bool, problem: str
-) -> str:
-    """README.md: front matter as model hubs read it, the facts, and how to load the model."""
-    is_adapter = spec.adapters is not None and not form.is_merged
-    library = "peft" if is_adapter else "transformers"
-    return "\n".join(
-        [
-            "---",
-            *([] if problem else [f"library_name: {library}", "pipeline_tag: text-generation"]),
-            *([f"base_model: {form.base_name}"] if spec.adapters and form.base_name else []),
-            "tags:",
-            "- atoll",
-            *(["- lora"] if is_adapter else []),
-            "---",
-            "",
-            f"# {origin.run}, round {origin.round}",
-            "",
-            "A model trained with Atoll, by nodes far apart.",
-            "",
-            "| | |",
-            "|---|---|",
-            *(f"| {name} | {value} |" for name, value in _rows(spec, origin, form)),
-            "",
-            _way_to_load(spec, form, has_tokenizer, problem),
-        ]
-    )
-
-
-def _rows(spec: RunSpec, origin: Origin, form: _Form) -> list[tuple[str, str]]:
-    count = f"{spec.num_parameters:,} ({count_in_words(spec.num_parameters)})"
-    if spec.adapters is not None:
-        count += " trained"
-    rows = [
-        ("parameters", f"{count}, {_TORCH_NAMES[form.dtype]}"),
-        *_rows_of_adapters(spec, form),
-        ("context", f"{spec.model.context} tokens a sample"),
-        ("run", f"`{origin.run}`, digest `{origin.run_digest.hex()}`"),
-        ("round", f"{origin.round} of {spec.run.rounds}"),
-        ("digest of the outer state", f"`{origin.outer_digest.hex()}`"),
-        ("data", spec.data.source),
-    ]
-    of = origin.contributions
-    if of is None:
-        return rows
-    since = "" if of.rounds.start == 1 else f", rounds {of.rounds.start} to {of.rounds[-1]}"
-    shares = ", ".join(
-        f"`{node_id[:12]}` {tokens:,}" for node_id, tokens in of.tokens_of.items() if tokens
-    )
-    return [
-        *rows,
-        (f"tokens trained{since}", f"{of.tokens:,}"),
-        (f"bytes exchanged{since}", f"{bytes_in_words(of.most_bytes)} at most, all nodes together"),
-        (f"tokens by node{since}", shares or "none"),
-    ]
-
-
-def _rows_of_adapters(spec: RunSpec, form: _Form) -> list[tuple[str, str]]:
-    """What was adapted, and how."""
-    if spec.adapters is None or spec.description is None:
-        return []
-    kinds = spec.description.config.get("architectures") or ["model"]
-    frozen = spec.description.num_frozen
-    name = f"`{form.base_name}`, a" if form.base_name else "a"
-    base = f"{name} {kinds[0]} of {frozen:,} ({count_in_words(frozen)}) parameters"
-    found = {tensor.name.partition(".lora_")[0].rpartition(".")[2] for tensor in spec.tensors}
-    return [
-        ("base model", f"{base}, digest `{spec.description.frozen_digest}`"),
-        ("adapters", "added to the base model" if form.is_merged else "alone, beside it"),
-        ("rank, alpha", f"{spec.adapters.rank}, {spec.adapters.alpha:g}"),
-        ("targets", ", ".join(sorted(found))),
-    ]
-
-
-def _way_to_load(spec: RunSpec, form: _Form, has_tokenizer: bool, problem: str) -> str:
-    if spec.adapters is not None and not form.is_merged:
-        return (
-            "```python\n"
-            "from peft import PeftModel\n"
-            "from transformers import AutoModelForCausalLM\n\n"
-            f'base = AutoModelForCausalLM.from_pretrained("{form.base_name or "BASE"}")\n'
-            'model = PeftModel.from_pretrained(base, ".")\n'
-            "```\n"
-        )
-    if problem:
-        return (
-            f"transformers has no model like it: {problem}. Weights are in the safetensors format, by "
-            "their names in Atoll.\n"
-        )
-    if has_tokenizer:
-        return (
-            "```python\n"
-            "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-            'tokenizer = AutoTokenizer.from_pretrained(".")\n'
-            'model = AutoModelForCausalLM.from_pretrained(".")\n'
-            'prompt = tokenizer("The sea", return_tensors="pt")\n'
-            "print(tokenizer.decode(model.generate(**prompt, max_new_tokens=64)[0]))\n"
-            "```\n"
-        )
-    has_byte_model = (
-        isinstance(spec.model, DecoderModel) and spec.model.vocab_size == BYTES_VOCABULARY
-    )
-    is_of_bytes = has_byte_model or spec.data.source in ("python-stdlib", "text")
-    if not is_of_bytes:
-        return "The tokenizer is not in this folder: token numbers are those of the run's data.\n"
-    return (
-        "Tokens are bytes: token i is the byte i, there is no tokenizer and no special token.\n"
-        "Token 0 separates texts.\n\n"
-        "```python\n"
-        "import torch\n"
-        "from transformers import AutoModelForCausalLM\n\n"
-        'model = AutoModelForCausalLM.from_pretrained(".")\n'
-        'prompt = torch.tensor([list(b"def ")])\n'
-        "print(bytes(model.generate(prompt, max_new_tokens=64)[0].tolist()))\n"
-        "```\n"
     )

@@ -12,9 +12,14 @@ from node.island.data.manifest import (
     entry_of_file,
     read_manifest,
 )
-from node.island.data.opening import manifest_of_run
+from node.island.data.opening import kept_manifest, manifest_of_run
 from node.island.data.places import DataPlaces
-from node.island.data.tokenizing import COPIED_FILES, open_tokenizer, tokenizer_files
+from node.island.data.tokenizing import (
+    COPIED_FILES,
+    open_tokenizer,
+    tokenizer_files,
+    tokenizer_folder,
+)
 from protocol.errors import NoInputError
 from protocol.files import expanded, make_folder, write_atomically
 from protocol.models import BYTES_VOCABULARY
@@ -115,6 +120,13 @@ def _tokenizer_of_run(spec: RunSpec, places: DataPlaces) -> tuple[Manifest, Mapp
             return manifest, {}
         if (folder / TOKENIZER_FILE).is_file() or not origins:
             return manifest, tokenizer_files(folder)
+    kept = None if origins else kept_manifest(spec, places.cache)
+    if kept is not None and places.cache is not None:  # what peers gave while the node ran
+        if not _has_tokenizer(kept, str(places.cache)):
+            return kept, {}
+        files = tokenizer_folder(places.cache, kept.tokenizer_digest)
+        if (files / TOKENIZER_FILE).is_file():
+            return kept, tokenizer_files(files)
     if not origins or places.cache is None:
         where = f"there are no tokens in {folders[0]}" if folders else "it has no folder of tokens"
         raise NoInputError(
@@ -138,7 +150,7 @@ def _fetched(
     manifest: Manifest, origins: Sequence[Origin], cache: Path, cache_bytes: int
 ) -> Mapping[str, Path]:
     """The tokenizer's files in a folder of the cache, those that are not there yet fetched and checked."""
-    folder = cache / f"tokenizer-{str(manifest.tokenizer_digest)[:16]}"
+    folder = tokenizer_folder(cache, manifest.tokenizer_digest)
     make_folder(folder)
     pieces = PieceCache(cache, limit_bytes=cache_bytes)
     far = FetchedFiles(origins, manifest.files, manifest.piece_bytes, pieces)

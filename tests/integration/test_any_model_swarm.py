@@ -25,7 +25,12 @@ RATINGS = {
     "data": {"source": "function", "function": "recommend:data"},
     "inner": {**RULES["inner"], "sparse": True},
 }
-GPT2 = {**RULES, "model": {"source": "transformers", "context": 16}}
+DIGITS = {
+    **RULES,
+    "model": {"source": "function", "function": "vision:model"},
+    "data": {"source": "function", "function": "vision:data"},
+}
+TRANSFORMERS = {**RULES, "model": {"source": "transformers", "context": 16}}
 
 Start = Callable[[dict[str, dict[str, Any]], Path], Swarm]
 
@@ -74,11 +79,26 @@ def test_a_model_of_transformers_trains_in_a_swarm_and_is_refused_where_it_canno
     swarm_of: Start, tmp_path: Path
 ) -> None:
     CONFIGS["gpt2"].save_pretrained(tmp_path / "gpt2")
-    swarm = swarm_of(GPT2, tmp_path / "gpt2")
+    swarm = swarm_of(TRANSFORMERS, tmp_path / "gpt2")
     invite = swarm.invite("--uses", "3")
     swarm.join("refused", invite)
     swarm.start_node("refused", "--tp", "2").ends_with(78, "which GPT2LMHeadModel has not")
     trained_alike(swarm, invite, first=("--replicate", "2"))
+
+
+@pytest.mark.parametrize(
+    "kind", ["a function", pytest.param("transformers", marks=pytest.mark.nightly)]
+)
+def test_a_node_with_a_pipeline_ends_with_the_bits_of_one_without(
+    kind: str, swarm_of: Start, tmp_path: Path
+) -> None:
+    if kind == "transformers":
+        CONFIGS["llama"].save_pretrained(tmp_path / "llama")
+        swarm, options = swarm_of(TRANSFORMERS, tmp_path / "llama"), ()
+    else:
+        allowed = ("--allow-function", "any-model", "--code", str(EXAMPLES))
+        swarm, options = swarm_of(DIGITS, EXAMPLES), allowed
+    trained_alike(swarm, swarm.invite("--uses", "2"), *options, first=("--pp", "2"))
 
 
 LOOP = f"""

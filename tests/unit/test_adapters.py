@@ -15,7 +15,8 @@ from node.island.mesh_shape import MeshShape, check_shape
 from node.island.models.describing import describe, export_state, first_vector
 from node.island.models.transformers import saved_model
 from node.island.trainer import Trainer
-from node.models.export import Origin, export_model
+from node.models.card import Origin
+from node.models.export import export_model
 from protocol.errors import BadDataError, ConfigError, NoInputError
 from protocol.models import DecoderModel, TransformersModel
 from protocol.rounds import Digest

@@ -88,7 +88,9 @@ def test_private_data_are_one_command_with_the_tokenizer_of_the_model_or_one_tha
     spec = made(tmp_path / "given", "--from", llama, "--private")
     assert (spec.data.private, spec.data.source) == (True, "tokens")
     assert spec.data.tokenizer == manifest.tokenizer_digest
-    assert f"atoll node start --data TOKENS --weights {llama}\n" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert f"atoll node start --data TOKENS --weights {llama}\n" in told
+    assert f"  atoll data prepare FILES --tokenizer {llama} --out TOKENS\n" in told
     new = made(tmp_path / "new", "--model", "0.2m", "--private", "--tokenizer", llama)
     assert new.data.tokenizer == manifest.tokenizer_digest
     assert new.decoder.vocab_size == manifest.vocab_size

@@ -231,6 +231,28 @@ async def test_a_member_that_goes_in_the_middle_is_replaced_by_another(
         assert await piece_for(asks, piece) == content_of(folder, piece)
 
 
+@in_virtual_time
+async def test_a_member_that_does_not_deliver_is_not_waited_for_where_another_has_the_piece(
+    folder: Path, spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.exchange.tokens.OVERDUE_SECONDS", 30.0)  # small pieces end after 60
+    clock = asyncio.get_running_loop().time
+    network = MemoryNetwork()
+    hangs, other = (
+        Member(name, network, spec, tmp_path, own=folder) for name in ("hangs", "other")
+    )
+    asks = Member("asks", network, spec, tmp_path)
+    await introduce(hangs, other, asks)
+    assert await piece_for(asks, pieces_of(folder)[0])
+    network.slow_down(hangs.node_id, 0)
+    took = []
+    for piece in pieces_of(folder)[1:9]:
+        began_at = clock()
+        assert await piece_for(asks, piece) == content_of(folder, piece)
+        took.append(clock() - began_at)
+    assert set(map(round, took)) == {0, 30}
+
+
 # Private data
 
 PRIVATE = DataSection(source="tokens", private=True)

@@ -15,6 +15,7 @@ from node.island.generate import sampled
 from node.island.models.describing import describe, first_vector
 from node.models.export import export_model
 from node.models.text import ByteText, files_of_tokenizer, text_of_run
+from node.newest import keep_places, places_of
 from protocol.errors import BadDataError, NoInputError, UsageError
 from protocol.models import Description, FunctionModel, TransformersModel
 from protocol.run_spec import RunSpec
@@ -161,3 +162,17 @@ def test_a_function_of_a_run_writes_no_text() -> None:
     spec = RunSpec(model=FunctionModel(source="function", function="vision:model"))
     with pytest.raises(UsageError, match="is a function's"):
         sampled(spec, np.zeros(1, np.float32), [0], num_tokens=1, temperature=0.0, seed=0)
+
+
+def test_commands_find_the_data_where_the_node_was_started_with_them(tmp_path: Path) -> None:
+    home, elsewhere = tmp_path / "node", tmp_path / "elsewhere"
+    home.mkdir()
+    assert places_of(home, base=None, typed_in=elsewhere).folder == elsewhere
+    started = DataPlaces(folder=tmp_path, own="tokens", base=tmp_path / "model")
+    keep_places(home, started)
+    found = places_of(home, base=None, typed_in=elsewhere)
+    assert (found.folder, found.own, found.base) == (tmp_path, "tokens", tmp_path / "model")
+    assert places_of(home, base="own", typed_in=elsewhere).base == elsewhere / "own"
+    (home / "node.toml").write_text('name = "n"\ndata = "moved"\nbase = "there"\n')
+    found = places_of(home, base=None, typed_in=elsewhere)
+    assert (found.own, found.base) == ("moved", tmp_path / "there")

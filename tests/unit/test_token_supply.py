@@ -14,7 +14,8 @@ from node.island.data.samples import SampleOrder
 from node.island.data.supply import ready_steps
 from node.island.island import Ability, Evaluation, InnerReport, InnerWork, Progress
 from node.island.supplied import EVALUATE_SECONDS, SuppliedIsland
-from protocol.errors import ConfigError
+from node.models.text import files_of_tokenizer, text_of_run
+from protocol.errors import ConfigError, NoInputError
 from protocol.rounds import CorpusSummary
 from protocol.run_spec import RunSpec
 from tests.unit.exchange_scene import in_virtual_time
@@ -27,9 +28,17 @@ from tests.unit.peer_tokens_scene import (
     flipped,
     from_peers,
     introduce,
+    piece_for,
     pieces_of,
 )
-from tests.unit.tokens_scene import small_shards, spec_of
+from tests.unit.tokens_scene import (
+    cut_into_pieces,
+    prepared,
+    small_shards,
+    spec_of,
+    write_jsonl,
+    write_tokenizer,
+)
 
 STEP_SECONDS = 1.0
 
@@ -268,6 +277,7 @@ async def test_a_halt_ends_the_wait_for_a_piece(
     await introduce(has, scene.member)
     await scene.start()
     await asyncio.sleep(1)
+    assert await piece_for(scene.member, pieces_of(folder)[0])  # now it knows who has what
     network.slow_down(has.node_id, 0.1)
     training = asyncio.create_task(scene.train(5))
     await asyncio.sleep(30)
@@ -357,6 +367,34 @@ async def test_a_cache_that_is_smaller_than_a_step_is_refused(
     await asyncio.sleep(1)
     with pytest.raises(ConfigError, match="data_cache holds 256"):
         await scene.train(3)
+    await scene.stop()
+
+
+@in_virtual_time
+async def test_the_tokenizer_comes_too_so_that_text_goes_in_and_out_on_a_node_without_the_folder(
+    tmp_path: Path,
+) -> None:
+    write_jsonl(tmp_path / "a.jsonl", 60)
+    tokenizer = write_tokenizer(tmp_path / "tokenizer")
+    prepared(tmp_path / "a.jsonl", out=tmp_path / "out", tokenizer=tokenizer)
+    cut_into_pieces(tmp_path / "out", 700)
+    spec = from_peers(spec_of(tmp_path / "out"))
+    network = MemoryNetwork()
+    has = Member("has", network, spec, tmp_path, own=tmp_path / "out")
+    scene = Scene(spec, Member("lacks", network, spec, tmp_path))
+    await scene.start()
+    with pytest.raises(NoInputError, match="the run's tokenizer is not on this machine"):
+        text_of_run(spec, scene.member.places)
+    await introduce(has, scene.member)
+    await asyncio.sleep(30)
+    text = text_of_run(spec, scene.member.places)
+    said = "word7x3 word7x4"
+    assert text.tokens_of(said) == text_of_run(spec, has.places).tokens_of(said)
+    assert set(files_of_tokenizer(spec, scene.member.places)) == {
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    assert has.held.lacking_tokenizer() == scene.member.held.lacking_tokenizer() == ()
     await scene.stop()
 
 

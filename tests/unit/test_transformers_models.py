@@ -28,7 +28,7 @@ from node.island.models.transformers import (
     built,
     config_of,
 )
-from node.island.models.transformers_plans import run_alone, stages_of
+from node.island.models.transformers_plans import CUT_INTO_STAGES, run_alone, stages_of
 from node.island.trainer import Trainer
 from protocol.errors import AtollError, BadDataError, ConfigError, ExitCode, NoInputError
 from protocol.layout import layout_of
@@ -403,30 +403,44 @@ def test_a_model_that_is_not_known_to_keep_documents_apart_is_refused(tmp_path: 
         describe(spec, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "model_type", ["qwen2", "gemma", "gemma3_text", "granite", "cohere", "gpt_neox", "mixtral"]
-)
+@pytest.mark.parametrize("model_type", CUT_INTO_STAGES)
 def test_stages_of_a_model_one_after_another_give_what_it_gives(model_type: str) -> None:
     config = small(model_type)
     whole = with_values(config)
     units, why_not = stages_of(whole, 16)
     assert (len(units), why_not) == (6, "")
     tokens = torch.randint(1, 64, (2, 16))
+    logits = whole(input_ids=tokens, use_cache=False).logits
+    logits.logsumexp(-1).sum().backward()
     shape, cut, x = MeshShape(pipeline=3), Cut(units), tokens
-    held = []
+    gradients: dict[str, torch.Tensor] = {}
+    parts = []
     for stage in range(3):
         part = built({**config.to_dict(), "model_type": config.model_type}).eval()
         cut.leave(part, shape, stage)
-        ends = {"is_first": stage == 0, "is_last": stage == 2}
-        run_alone(part, cut.modules_of(part), **ends)
+        run_alone(part, cut.modules_of(part), is_first=stage == 0, is_last=stage == 2)
         give_memory(part, parameters_on=CPU, buffers_on=CPU)
         with torch.no_grad():
             for name, parameter in part.named_parameters():
                 parameter.copy_(whole.get_parameter(name))
-        own = set(dict(part.named_parameters()))
-        held.append(own - {name for name, p in part.named_parameters() if p in cut.copies(part)})
         x = part(x)
-    torch.testing.assert_close(x, whole(input_ids=tokens, use_cache=False).logits)
-    assert sorted(name for own in held for name in own) == sorted(
-        name for name, _ in whole.named_parameters()
+        parts.append(part)
+    torch.testing.assert_close(x, logits)
+    x.logsumexp(-1).sum().backward()
+    published = []
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            assert parameter.grad is not None
+            gradients[name] = gradients.get(name, 0) + parameter.grad
+            published += [name] * (parameter not in cut.copies(part))
+    assert sorted(published) == sorted(name for name, _ in whole.named_parameters())
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-4)
+
+
+def test_a_model_that_is_not_known_to_be_its_stages_is_refused() -> None:
+    units, why_not = stages_of(built(small("helium").to_dict()), 16)
+    assert (units, why_not) == (
+        (),
+        "no test shows that stages of HeliumForCausalLM are the whole of it",
     )

@@ -25,8 +25,9 @@ from node.island.data.manifest import (
 )
 from node.island.data.opening import check_is_runs, keep_manifest, kept_manifest
 from node.island.data.places import DataPlaces
+from node.island.data.tokenizing import COPIED_FILES, tokenizer_folder
 from protocol.errors import ConfigError, NoInputError
-from protocol.files import expanded
+from protocol.files import expanded, make_folder, write_atomically
 from protocol.rounds import Digest
 from protocol.run_spec import RunSpec
 
@@ -152,6 +153,28 @@ class TokensHere:
         Raises AtollError where the disk refuses.
         """
         self.cache.put(piece.digest, content, spare=spare)
+
+    def lacking_tokenizer(self) -> tuple[str, ...]:
+        """Files of the tokenizer that are on no disk here, which exports and samples of text need."""
+        listed = self.listed()
+        if listed is None or listed.manifest.tokenizer != TOKENIZER_FILE:
+            return ()
+        folder = tokenizer_folder(self.cache.folder, listed.manifest.tokenizer_digest)
+        return tuple(
+            name
+            for name in COPIED_FILES
+            if name in listed.manifest.files
+            and name not in listed.files
+            and not (folder / name).is_file()
+        )
+
+    def keep_tokenizer(self, name: str, content: bytes) -> None:
+        """Adds a file of the tokenizer. Raises AtollError where the disk refuses."""
+        listed = self.listed()
+        assert listed is not None
+        folder = tokenizer_folder(self.cache.folder, listed.manifest.tokenizer_digest)
+        make_folder(folder)
+        write_atomically(folder / name, content)
 
     def keep_manifest(self, text: bytes, *, origin: str) -> None:
         """Adds the manifest; raises BadDataError for another one than the run's."""

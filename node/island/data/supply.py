@@ -230,6 +230,22 @@ class TokenSupply:
             else:
                 log.info("the manifest of the run's tokens has come", peer=peer)
 
+    async def fetch_tokenizer(self, source: TokenSource) -> None:
+        """Returns once the tokenizer's files are here: ranks do without, `atoll export` does not."""
+        asked = 0
+        while names := await self._heavy(self._held.lacking_tokenizer):
+            listed = self._held.listed()
+            assert listed is not None
+            for name in names:
+                pieces = [piece for piece in listed.pieces if piece.file == name]
+                contents = [await self._content(source, piece) for piece in pieces]
+                whole = [content for content in contents if content is not None]
+                if len(whole) < len(pieces):
+                    asked += 1
+                    await source.pause(asked)
+                    break
+                await self._heavy(partial(self._held.keep_tokenizer, name, b"".join(whole)))
+
     async def run(self, source: TokenSource) -> None:
         """Fetches what is wanted, some pieces at a time, until it is cancelled. Raises AtollError."""
         tasks: dict[asyncio.Task[bool], Piece] = {}
@@ -269,8 +285,7 @@ class TokenSupply:
 
     async def _fetch(self, source: TokenSource, piece: Piece) -> bool:
         """Whether it came."""
-        digest = Digest(bytes.fromhex(piece.digest))
-        content = await source.piece(digest, piece.place, piece.bytes)
+        content = await self._content(source, piece)
         if content is not None:
             await self._heavy(partial(self._held.keep, piece, content, spare=self._spared))
             self._wanted.pop(piece, None)
@@ -281,6 +296,11 @@ class TokenSupply:
             self._tell(f"piece {piece.number} of {piece.file}")
         self.changed.set()
         return content is not None
+
+    @staticmethod
+    async def _content(source: TokenSource, piece: Piece) -> bytes | None:
+        digest = Digest(bytes.fromhex(piece.digest))
+        return await source.piece(digest, piece.place, piece.bytes)
 
     def _tell(self, what: str) -> None:
         """Once for each, however often peers are asked for it."""

@@ -20,6 +20,12 @@ from node.island.data.extras import needs_package
 from node.island.data.manifest import TOKENIZER_FILE
 from protocol.errors import BadDataError, ConfigError, NoInputError, UsageError
 
+
+def tokenizer_folder(cache: Path, digest: str | None) -> Path:
+    """Where a node has the files of a tokenizer that it fetched, beside the pieces of tokens."""
+    return cache / f"tokenizer-{str(digest)[:16]}"
+
+
 COPIED_FILES = (
     TOKENIZER_FILE,
     "tokenizer_config.json",

@@ -72,10 +72,6 @@ class FunctionArchitecture(GenericArchitecture):
         check_tensors(module, self.spec)
         return module
 
-    def build_whole(self) -> nn.Module:
-        """See GenericArchitecture."""
-        return random_module(self.spec)
-
     def enter(self, inputs: tuple[Tree, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """See Ends."""
         return call_of(self._brought.loss, *inputs)

@@ -33,10 +33,6 @@ class GenericArchitecture:
         """A whole model, its parameters without memory; raises what tells it is not the run's."""
         raise NotImplementedError
 
-    def build_whole(self) -> nn.Module:
-        """The whole model on the CPU, with what the run does not train and room for what it does."""
-        raise NotImplementedError
-
     def run_alone(
         self, part: nn.Module, modules: Sequence[nn.Module], *, is_first: bool, is_last: bool
     ) -> None:

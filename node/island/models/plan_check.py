@@ -1,4 +1,4 @@
-"""A run's own plan for tensor parallel or for stages, compared with the whole module before training.
+"""A function's plan for tensor parallel or for stages, compared with the whole module before training.
 
 A plan may be wrong and still compute something: a norm that is called whole where it sees a part of the
 heads has the right output and the wrong gradient. So one batch's loss and gradients are compared.
@@ -15,9 +15,10 @@ from torch.utils._pytree import tree_map
 from node.island.data.dataset import Tree
 from node.island.mesh import Mesh
 from node.island.mesh_shape import MeshShape
-from node.island.models.architecture import Counted, architecture_of
+from node.island.models.architecture import Counted
 from node.island.models.describing import fill
-from node.island.models.generic import GenericArchitecture
+from node.island.models.function import FunctionArchitecture, random_module
+from node.island.precision import autocast
 from node.outer_state import Vector
 from protocol.errors import ConfigError
 from protocol.run_spec import RunSpec
@@ -40,17 +41,15 @@ def check_plan(
     All ranks take the same batch, and find the same; each has the whole module on its CPU for a moment.
     The gradients of the engine are forgotten.
     """
-    expected_loss, expected = _expected(spec, parameters, batch)
+    expected_loss, expected = _expected(spec, parameters, batch, engine.dtype)
     for part in engine.parts:
         part.eval()
     try:
-        own_loss = engine.train(batch).item()
+        own_loss, found = _found(engine, mesh, batch)
     except (RuntimeError, ValueError) as error:
         said = " ".join(str(error).split())
         why = f"no loss at all ({type(error).__name__}: {said})"
         raise _wrong(mesh.shape, why) from error
-    found = _gradients_of(engine.parts, engine.loss_scale.value)
-    engine.forget_gradients()
     for part in engine.parts:
         part.train()
     # One measure for all: of a gradient that is nearly zero any part may be rounding.
@@ -69,13 +68,31 @@ def check_plan(
             raise _wrong(mesh.shape, f"a gradient of {name} that is off by {share:.1%}")
 
 
-def _expected(spec: RunSpec, parameters: Vector, batch: Tree) -> tuple[float, dict[str, Tensor]]:
-    architecture = architecture_of(spec)
-    assert isinstance(architecture, GenericArchitecture)
-    whole = architecture.build_whole().eval()
+def _found(engine: "Engine", mesh: Mesh, batch: Tree) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients; in fp16 the loss scale falls until they are finite, as in training."""
+    scale = engine.loss_scale
+    while True:
+        loss = engine.train(batch).item()
+        found = _gradients_of(engine.parts, scale.value)
+        engine.forget_gradients()
+        overflows = torch.tensor(
+            [float(not all(gradient.isfinite().all() for gradient in found.values()))]
+        )
+        if scale.value <= 1.0 or not mesh.largest(overflows).item():
+            return loss, found
+        scale.value /= 2
+
+
+def _expected(
+    spec: RunSpec, parameters: Vector, batch: Tree, dtype: torch.dtype
+) -> tuple[float, dict[str, Tensor]]:
+    """Of the whole module, in the precision of training: what that rounds away is no fault of a plan."""
+    architecture = FunctionArchitecture(spec)
+    whole = random_module(spec).eval()
     fill(whole, spec, parameters)
     on_cpu = tree_map(lambda each: each.cpu(), architecture.inputs(batch))
-    result: Tensor | Counted = architecture.objective(whole)(*on_cpu)
+    with autocast(dtype, torch.device("cpu")):
+        result: Tensor | Counted = architecture.objective(whole)(*on_cpu)
     loss = result.total / result.number if isinstance(result, Counted) else result
     loss.backward()  # type: ignore[no-untyped-call]  # torch declares no types
     return loss.item(), _gradients_of([whole], 1.0)

@@ -23,7 +23,6 @@ from node.island.models.architecture import (
     check_frozen,
     check_tensors,
     digest_of_values,
-    give_memory,
     without_memory,
 )
 from node.island.models.generic import GenericArchitecture
@@ -51,12 +50,6 @@ class TransformersArchitecture(TokenInputs, GenericArchitecture):
         assert self.spec.description is not None
         model: nn.Module = built(self.spec.description.config, self.spec.adapters)
         check_tensors(model, self.spec)
-        return model
-
-    def build_whole(self) -> nn.Module:
-        """See GenericArchitecture."""
-        model, on_cpu = self.build(), torch.device("cpu")
-        give_memory(model, parameters_on=on_cpu, buffers_on=on_cpu)
         return model
 
     def run_alone(

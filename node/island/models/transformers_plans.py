@@ -44,6 +44,28 @@ def tensor_plan_of(model: nn.Module) -> tuple[dict[str, TensorStyle], str]:
     return plan, ""
 
 
+CUT_INTO_STAGES = (
+    *(
+        "cohere",
+        "cohere2",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "glm4",
+        "gpt_neox",
+        "gpt_oss",
+        "granite",
+    ),
+    *("llama", "ministral3", "mistral", "mixtral", "olmo2", "olmo3", "phi", "phi3", "qwen2"),
+    *("qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "starcoder2"),
+)
+"""Kinds of models of which a test shows that their stages one after another are the whole.
+
+Others may do something between layers that a plan does not name. A comparison on each rank, as for plans
+of functions, would need the whole model there, which pipelines are for doing without.
+"""
+
+
 def stages_of(model: nn.Module, context: int) -> tuple[tuple[StageUnit, ...], str]:
     """Layers with what is before and after them, where the model has a plan for pipelines; or why not.
 
@@ -56,6 +78,8 @@ def stages_of(model: nn.Module, context: int) -> tuple[tuple[StageUnit, ...], st
     layers = dict(model.named_modules()).get(f"{base}.layers")
     if "layers" not in plan or not isinstance(layers, nn.ModuleList):
         return (), f"pp needs the model's own plan, which {kind} has not"
+    if config.model_type not in CUT_INTO_STAGES:
+        return (), f"no test shows that stages of {kind} are the whole of it"
     if getattr(config, "output_router_logits", False):
         return (), "a router's own loss needs all layers in one process"
     at = plan.index("layers")
