@@ -7,6 +7,7 @@ peers call it at any time through the transport.
 import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
+from random import Random
 
 import structlog
 
@@ -77,7 +78,7 @@ class Exchange:
         self._held = HeldResults()
         self._silences = Silences(transport.round_trip_seconds)
         self._round: ExchangeRound | None = None
-        self._results_out = Pushes(transport)  # results that peers still wait for
+        self._results_out = Pushes(transport, Random(node_id))  # results that peers still wait for
         self._members: tuple[NodeId, ...] = ()
         self._early: list[tuple[int, RoundNews]] = []  # of rounds that are not open here yet
         # Taken while the outer state changes or is copied: a snapshot is never half of two rounds.
