@@ -263,6 +263,20 @@ def test_a_round_that_was_taken_back_holds_again_when_a_node_returns_with_its_st
     assert older.state.ledger.committed == scene.state.ledger.committed
 
 
+def test_what_gave_way_does_not_come_back_to_a_copy_that_has_not_heard_of_it() -> None:
+    """The copy knows by the commit that was made later, in the same incarnation, on what holds again."""
+    scene, states = run_of(1)
+    (first,) = commits_of(scene)
+    void = tuple(replace(outcome, digest=None, holder_ids=()) for outcome in first.slices)
+    taken_back = replace(first, incarnation=1, slices=void, outer_digest=first.base_digest)
+    later = replace(taken_back, round=2, base_digest=after(1), outer_digest=after(1))
+    older = restored(states[1], scene)
+    older.do(CommitLearned(commit=later, node_id=A))
+    assert (older.state.committed_round, older.state.incarnation) == (2, 1)
+    older.do(CommitLearned(commit=taken_back, node_id=A))
+    assert (older.state.committed_round, older.state.outer_digest) == (2, after(1))
+
+
 def test_what_has_given_way_once_does_not_come_back() -> None:
     scene, older = taken_back()
     void = next(c for c in commits_of(older) if c.incarnation == 1)
