@@ -144,6 +144,7 @@ class FetchNode:
                 peers=lambda: donors,
                 folder=None,
                 say=lambda _: None,
+                silences=fetching.Silences(transport.round_trip_seconds),
             )
             before = counts.totals()
             began = time.monotonic()

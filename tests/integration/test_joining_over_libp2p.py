@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from transport_peers import Desk, Peer, introduce
 
+from node.exchange.fetching import Silences
 from node.exchange.state.donor import Donor
 from node.exchange.state.download import Download
 from node.exchange.state.manifest import CHUNK_BYTES, Manifest
@@ -91,6 +92,7 @@ class Scene:
             peers=lambda: donors,
             folder=self._folder / "joiner",
             say=lambda text: None,
+            silences=Silences(self.transports[0].round_trip_seconds),
         )
 
     async def is_the_swarms(self, round: int, digest: Digest) -> bool:
