@@ -31,9 +31,9 @@ from benchmarks.lone_work import lone_work, unseen
 from benchmarks.simulation import Life, simulate
 from node.demo.command import DEFAULT_ROUNDS, RUN_FILE
 from node.island.data.corpus import Corpus, read_corpus
-from node.island.first_weights import initial_parameters
-from node.island.mesh import Mesh
-from node.island.trainer import Trainer
+from node.island.models.first_weights import initial_parameters
+from node.island.parallel.mesh import Mesh
+from node.island.training.trainer import Trainer
 from protocol.run_spec import RunSpec, validated
 
 

@@ -21,12 +21,12 @@ import torch
 
 from benchmarks.data_parallel import demo_spec
 from benchmarks.lone_work import lone_work, unseen
-from node.island.checkpoint_writer import CheckpointWriter
-from node.island.checkpoints import CheckpointFolder
+from node.island.checkpoints.folder import CheckpointFolder
+from node.island.checkpoints.writer import CheckpointWriter
 from node.island.data.corpus import Corpus, read_corpus
-from node.island.first_weights import initial_parameters
-from node.island.mesh import Mesh
-from node.island.trainer import Trainer
+from node.island.models.first_weights import initial_parameters
+from node.island.parallel.mesh import Mesh
+from node.island.training.trainer import Trainer
 from node.outer_state import Vector
 from protocol.layout import layout_of
 from protocol.run_spec import RunSpec

@@ -25,10 +25,10 @@ from benchmarks.ending import nothing_left
 from benchmarks.island_loops import Kind
 from benchmarks.island_memory import drawn, memory_of
 from benchmarks.island_speed import Spread, compare, copy_speeds
-from node.island.devices import devices_of
-from node.island.forkserver import end_forkserver, prepare_forkserver
-from node.island.local_training import LocalTraining
-from node.island.mesh_shape import MeshShape
+from node.island.parallel.mesh_shape import MeshShape
+from node.island.ranks.devices import devices_of
+from node.island.ranks.forkserver import end_forkserver, prepare_forkserver
+from node.island.training.local_training import LocalTraining
 from protocol.models import DecoderModel
 from protocol.run_spec import InnerSection, RunSpec
 

@@ -21,10 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from node.island.data.corpus import read_corpus
 from node.island.data.samples import SampleOrder
-from node.island.first_weights import initial_parameters
-from node.island.local_training import LocalTraining
-from node.island.model import Decoder, Objective, copy_parameters
-from node.island.optimizers import inner_optimizers
+from node.island.models.decoder_modules import Decoder, Objective, copy_parameters
+from node.island.models.first_weights import initial_parameters
+from node.island.training.local_training import LocalTraining
+from node.island.training.optimizers import inner_optimizers
 from protocol.layout import layout_of
 from protocol.run_spec import RunSpec
 

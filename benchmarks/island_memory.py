@@ -24,14 +24,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.figures import Stack, stacked_bars
 from benchmarks.lone_work import lone_work, unseen
-from node.island.auto_mesh import need_of
 from node.island.data.corpus import read_corpus
-from node.island.first_weights import initial_parameters
-from node.island.local_training import LocalTraining
-from node.island.mesh import Mesh
-from node.island.mesh_shape import MeshShape
-from node.island.trainer import Trainer
-from protocol.leftovers import TemporaryFolder
+from node.island.models.first_weights import initial_parameters
+from node.island.parallel.auto_mesh import need_of
+from node.island.parallel.mesh import Mesh
+from node.island.parallel.mesh_shape import MeshShape
+from node.island.training.local_training import LocalTraining
+from node.island.training.trainer import Trainer
+from protocol.files.leftovers import TemporaryFolder
 from protocol.run_spec import RunSpec
 
 PATIENCE_SECONDS = 600.0  # for a hang only
@@ -51,7 +51,7 @@ class Held:
 def memory_of(
     spec: RunSpec, shape: MeshShape, devices: tuple[str, ...], local: LocalTraining
 ) -> dict[str, Any]:
-    """What the fullest rank of a mesh holds, and what node.island.auto_mesh thinks that it needs."""
+    """What the fullest rank of a mesh holds, and what node.island.parallel.auto_mesh thinks that it needs."""
     held = held_by_ranks(spec, shape, devices, local)
     need = need_of(shape, spec, local)
     fullest = {name: max(asdict(one)[name] for one in held) for name in asdict(held[0])}

@@ -17,14 +17,14 @@ import numpy as np
 
 from benchmarks.island_loops import Chunk, Kind, Loop
 from node.island.data.places import DataPlaces
-from node.island.first_weights import initial_parameters
 from node.island.island import InnerWork
-from node.island.launcher import ProcessIsland
-from node.island.local_training import LocalTraining
-from node.island.mesh_shape import MeshShape
+from node.island.models.first_weights import initial_parameters
+from node.island.parallel.mesh_shape import MeshShape
+from node.island.ranks.launcher import ProcessIsland
+from node.island.training.local_training import LocalTraining
 from node.outer_state import SharedVectors
+from protocol.files.leftovers import TemporaryFolder
 from protocol.layout import layout_of
-from protocol.leftovers import TemporaryFolder
 from protocol.run_spec import RunSpec
 
 LOSSES_AGREE = 2e-3

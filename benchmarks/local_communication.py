@@ -20,13 +20,13 @@ import torch
 from benchmarks.ending import nothing_left
 from benchmarks.lone_work import lone_work, unseen
 from benchmarks.processes import SOURCES
-from node.island import local_communication
 from node.island.data.corpus import read_corpus
-from node.island.first_weights import initial_parameters
-from node.island.forkserver import prepare_forkserver
-from node.island.mesh import Mesh
-from node.island.mesh_shape import MeshShape
-from node.island.trainer import Trainer
+from node.island.measuring import local_communication
+from node.island.models.first_weights import initial_parameters
+from node.island.parallel.mesh import Mesh
+from node.island.parallel.mesh_shape import MeshShape
+from node.island.ranks.forkserver import prepare_forkserver
+from node.island.training.trainer import Trainer
 from protocol.models import DecoderModel
 from protocol.run_spec import DataSection, InnerSection, RunSpec
 

@@ -17,10 +17,10 @@ import torch
 from node.exchange.outer import Outer
 from node.exchange.reduction import Reduction
 from node.island.data.corpus import Corpus
-from node.island.first_weights import initial_parameters
 from node.island.island import InnerWork
-from node.island.mesh import Mesh
-from node.island.trainer import Trainer
+from node.island.models.first_weights import initial_parameters
+from node.island.parallel.mesh import Mesh
+from node.island.training.trainer import Trainer
 from protocol.layout import layout_of
 from protocol.payload import Payload
 from protocol.rounds import Assignment, Commit, NodeId, Plan, SliceOutcome, cut_into_slices

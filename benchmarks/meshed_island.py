@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 from node.island.data.places import DataPlaces
 from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork, Progress
-from node.island.launcher import ProcessIsland
-from node.island.mesh_shape import MeshShape
+from node.island.parallel.mesh_shape import MeshShape
+from node.island.ranks.launcher import ProcessIsland
 from node.outer_state import SharedVectors, Vector
 from protocol.layout import layout_of
 from protocol.rounds import CorpusSummary

@@ -37,12 +37,12 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from benchmarks.lone_work import lone_work, unseen
 from node.island.data.corpus import read_corpus
-from node.island.first_weights import initial_parameters
-from node.island.local_communication import LocalCommunication
-from node.island.local_training import LocalTraining
-from node.island.mesh import Mesh
-from node.island.mesh_shape import MeshShape
-from node.island.trainer import Trainer
+from node.island.measuring.local_communication import LocalCommunication
+from node.island.models.first_weights import initial_parameters
+from node.island.parallel.mesh import Mesh
+from node.island.parallel.mesh_shape import MeshShape
+from node.island.training.local_training import LocalTraining
+from node.island.training.trainer import Trainer
 from protocol.models import DecoderModel
 from protocol.run_spec import DataSection, InnerSection, RunSpec
 

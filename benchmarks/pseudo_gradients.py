@@ -13,9 +13,9 @@ import torch
 from benchmarks.data_parallel import demo_spec
 from benchmarks.lone_work import lone_work, unseen
 from node.island.data.corpus import read_corpus
-from node.island.first_weights import initial_parameters
-from node.island.mesh import Mesh
-from node.island.trainer import Trainer
+from node.island.models.first_weights import initial_parameters
+from node.island.parallel.mesh import Mesh
+from node.island.training.trainer import Trainer
 from node.outer_state import Vector
 from protocol.run_spec import RunSpec
 

@@ -33,17 +33,17 @@ from node.history import History
 from node.island.data.dataset import Dataset
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
-from node.island.first_weights import initial_parameters
 from node.island.inline import InlineIsland
 from node.island.island import InnerReport, InnerWork, Progress
-from node.island.local_training import PLAIN, LocalTraining
-from node.island.mesh_shape import MeshShape
+from node.island.models.first_weights import initial_parameters
+from node.island.parallel.mesh_shape import MeshShape
+from node.island.training.local_training import PLAIN, LocalTraining
 from node.link.calls import CoordinatorLink
 from node.outer_state import Vector
-from protocol.identity import Identity
 from protocol.layout import layout_of
 from protocol.rounds import Commit, Digest, NodeId
 from protocol.run_spec import RunSpec
+from protocol.trust.identity import Identity
 from protocol.wire_count import WIRE_KINDS, WireCounts
 
 Wire = TypeVar("Wire", bound=Message)

@@ -24,9 +24,9 @@ from benchmarks.wan_peers.order import Order
 from benchmarks.wan_peers.stage import MIDDLE, ContenderFailedError, Stage
 from benchmarks.wan_report import Measured, Point
 from node.island.data.corpus import read_corpus
-from node.island.first_weights import initial_parameters
-from node.island.mesh import Mesh
-from node.island.trainer import Trainer
+from node.island.models.first_weights import initial_parameters
+from node.island.parallel.mesh import Mesh
+from node.island.training.trainer import Trainer
 from node.outer_state import Vector
 from protocol.run_spec import RunSpec, validated
 

@@ -29,20 +29,20 @@ from node.hosts.desk import HostDesk
 from node.hosts.leading import HostsIsland
 from node.hosts.rendezvous import interface_of
 from node.hosts.token import LeaderKey
-from node.island.auto_mesh import DeviceKind
-from node.island.checkpoints import CHECKPOINTS_FOLDER, CheckpointFolder, moments_bytes
+from node.island.checkpoints.folder import CHECKPOINTS_FOLDER, CheckpointFolder, moments_bytes
 from node.island.data.fetching import is_url
 from node.island.data.held import TokensHere
+from node.island.data.island import SuppliedIsland
 from node.island.data.places import DataPlaces
 from node.island.data.supply import TokenSupply
-from node.island.devices import kind_of
-from node.island.first_weights import initial_parameters
 from node.island.island import Island
-from node.island.launcher import ProcessIsland
 from node.island.loops.island import LoopIsland
-from node.island.mesh_shape import MeshShape
-from node.island.supplied import SuppliedIsland
-from node.island.usable_devices import UsableDevices, usable_devices
+from node.island.models.first_weights import initial_parameters
+from node.island.parallel.auto_mesh import DeviceKind
+from node.island.parallel.mesh_shape import MeshShape
+from node.island.ranks.devices import kind_of
+from node.island.ranks.launcher import ProcessIsland
+from node.island.ranks.usable_devices import UsableDevices, usable_devices
 from node.link.calls import CoordinatorLink
 from node.machine.disk import seconds_between
 from node.machine.hardware import Hardware, likely_devices
@@ -53,12 +53,12 @@ from node.newest import keep_places, keep_run
 from node.outer_state import SharedVectors, Vector
 from node.own_metrics import own_metrics
 from node.stopping import StopSignals
-from protocol.credentials import Credentials
-from protocol.files import expanded
-from protocol.identity import Identity
+from protocol.files.durable import expanded
 from protocol.layout import Layout, layout_of
 from protocol.rounds import NodeId
 from protocol.run_spec import RunSpec
+from protocol.trust.credentials import Credentials
+from protocol.trust.identity import Identity
 from protocol.wire_count import WireCounts
 
 log = structlog.get_logger()

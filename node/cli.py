@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 
 from node.config import load_settings, require_node_folder
-from protocol.credentials import Credentials, find_home
 from protocol.time_span import as_seconds
+from protocol.trust.credentials import Credentials, find_home
 
 DIRECTORY = click.option(
     "--dir",
@@ -165,7 +165,7 @@ def follow(
     Example: atoll node follow island.token --device cuda
     """
     from node.hosts.token import HostToken
-    from node.island.devices import check_choice
+    from node.island.ranks.devices import check_choice
     from protocol.logging import start_logging
 
     leader = HostToken.read(token)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from node.island import forkserver
+from node.island.ranks import forkserver
 from protocol.cli import main
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.wan_peers.order import ORDER_VARIABLE, Order, Teller
 from benchmarks.wan_peers.pace import Pace
-from node.island.trainer import Trainer
+from node.island.training.trainer import Trainer
 from node.outer_state import Vector
 
 

@@ -18,10 +18,10 @@ from benchmarks.wan_peers.order import Order, Teller
 from benchmarks.wan_peers.pace import Pace
 from node.island.data.corpus import read_corpus
 from node.island.data.samples import SampleOrder
-from node.island.first_weights import initial_parameters
-from node.island.model import Decoder, Objective, copy_parameters
-from node.island.optimizers import inner_optimizers
-from node.island.schedule import Position, share_of_peak
+from node.island.models.decoder_modules import Decoder, Objective, copy_parameters
+from node.island.models.first_weights import initial_parameters
+from node.island.training.optimizers import inner_optimizers
+from node.island.training.schedule import Position, share_of_peak
 from node.outer_state import Vector
 from protocol.layout import layout_of
 from protocol.run_spec import InnerSection

@@ -12,7 +12,6 @@ from dataclasses import replace
 import structlog
 
 from node.duties.exchange_time import ExchangeTime
-from node.island.faults import LoopGoneError, RankDiedError, RankHungError
 from node.island.island import (
     Ability,
     Evaluation,
@@ -23,6 +22,7 @@ from node.island.island import (
     both,
     rest_of,
 )
+from node.island.ranks.faults import LoopGoneError, RankDiedError, RankHungError
 from protocol.rounds import CorpusSummary
 
 log = structlog.get_logger()

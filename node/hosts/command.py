@@ -11,7 +11,7 @@ from node.hosts.following import follow
 from node.hosts.parts import Shelf
 from node.hosts.token import HostToken
 from node.island.data.places import DataPlaces
-from node.island.forkserver import end_forkserver, prepare_forkserver
+from node.island.ranks.forkserver import end_forkserver, prepare_forkserver
 from node.outer_state import tell_leftovers
 from node.stopping import StopSignals
 

@@ -12,8 +12,8 @@ import structlog
 
 from node.hosts.token import LeaderKey
 from node.hosts.wire import Message, Wire, is_invited, server_context, zeros
-from node.island.faults import RankDiedError, RankFailedError, TrainingDivergedError
 from node.island.island import Progress
+from node.island.ranks.faults import RankDiedError, RankFailedError, TrainingDivergedError
 from node.outer_state import Vector
 from protocol.errors import AtollError, ConfigError, ProtocolMismatchError, SystemRefusedError
 

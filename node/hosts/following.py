@@ -12,15 +12,15 @@ from node.hosts.parts import Shelf
 from node.hosts.rendezvous import interface_of
 from node.hosts.token import HostToken
 from node.hosts.wire import Message, Wire, connect
-from node.island.checkpoints import About
-from node.island.commands import Keep, MeetingPoint
+from node.island.checkpoints.folder import About
 from node.island.data.places import DataPlaces
-from node.island.functions import check_functions
 from node.island.island import InnerWork, Progress
-from node.island.launcher import ProcessIsland
-from node.island.local_training import LocalTraining
-from node.island.mesh_shape import MeshShape
-from node.island.usable_devices import usable_devices
+from node.island.models.code import check_functions
+from node.island.parallel.mesh_shape import MeshShape
+from node.island.ranks.commands import Keep, MeetingPoint
+from node.island.ranks.launcher import ProcessIsland
+from node.island.ranks.usable_devices import usable_devices
+from node.island.training.local_training import LocalTraining
 from node.outer_state import SharedVectors, Vector
 from protocol.errors import AtollError, ExitCode, NotPermittedError, UnavailableError
 from protocol.layout import Layout, layout_of

@@ -14,13 +14,13 @@ from node.hosts.desk import STOP_SECONDS, Host, HostDesk
 from node.hosts.parts import Part, arranged, part_of
 from node.hosts.rendezvous import interface_of, open_store
 from node.hosts.wire import Message, zeros
-from node.island.checkpoints import Checkpoint, Kept, Loaded
-from node.island.commands import Keep, MeetingPoint
-from node.island.faults import RankDiedError, RankFailedError
+from node.island.checkpoints.folder import Checkpoint, Kept, Loaded
 from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork, Progress, rebases
-from node.island.launcher import ProcessIsland
-from node.island.local_training import LocalTraining
-from node.island.mesh_shape import MeshShape
+from node.island.parallel.mesh_shape import MeshShape
+from node.island.ranks.commands import Keep, MeetingPoint
+from node.island.ranks.faults import RankDiedError, RankFailedError
+from node.island.ranks.launcher import ProcessIsland
+from node.island.training.local_training import LocalTraining
 from node.outer_state import SharedVectors, Vector
 from protocol.errors import AtollError, ConfigError
 from protocol.layout import layout_of
@@ -28,7 +28,7 @@ from protocol.rounds import CorpusSummary
 from protocol.run_spec import RunSpec
 
 if TYPE_CHECKING:
-    from node.island.aside import Aside
+    from node.island.ranks.aside import Aside
 
 log = structlog.get_logger()
 

@@ -1,8 +1,8 @@
 """Checkpoints of several hosts: each has its own ranks' part on its own disk, and a set is all parts.
 
 A start takes a set whose parts are all with hosts that are here, however many there were when it was
-written, and whatever their mesh. Pure but for the follower's shelf; writing and reading is
-node.island.checkpoint_writer's, and how values come to ranks of other hosts node.island.passing's.
+written, and whatever their mesh. Pure but for the follower's shelf; writing and reading, and how values come
+to ranks of other hosts, is node.island.checkpoints' (writer, passing).
 """
 
 import math
@@ -12,9 +12,9 @@ from pathlib import Path
 
 import structlog
 
-from node.island.checkpoints import Checkpoint, CheckpointFolder
-from protocol.files import make_folder
-from protocol.folder_lock import FolderLock
+from node.island.checkpoints.folder import Checkpoint, CheckpointFolder
+from protocol.files.durable import make_folder
+from protocol.files.folder_lock import FolderLock
 from protocol.rounds import Digest
 
 log = structlog.get_logger()

@@ -10,7 +10,7 @@ import struct
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from node.island.aside import Aside
+from node.island.ranks.aside import Aside
 from protocol.errors import ConfigError
 
 if TYPE_CHECKING:

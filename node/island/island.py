@@ -1,6 +1,6 @@
 """What the daemon asks of an island, whatever its ranks and mesh.
 
-Three islands implement it: node.island.launcher runs one process for each rank; node.island.loops
+Three islands implement it: node.island.ranks.launcher runs one process for each rank; node.island.loops
 leaves training to a program of the contributor's own; node.island.inline trains in the calling process,
 for tests and simulation.
 """
@@ -48,7 +48,7 @@ class InnerReport:
     tokens: int  # of their targets those that count: what the work weighs; 0: there is none
     loss: float  # nats per token, mean over the round
     seconds: float
-    flops: float = 0.0  # of all places in the samples, by node.island.utilisation
+    flops: float = 0.0  # of all places in the samples, by node.island.measuring.utilisation
     peak_flops_per_second: float | None = None  # of the island's devices; None: not known
     is_peak_measured: bool = False  # by matrix products, for no table names the devices
     peak_memory_bytes: int = 0  # of the rank that took most

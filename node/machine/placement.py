@@ -7,10 +7,16 @@ once it is there (node.assembly), which may be less.
 from dataclasses import replace
 
 from node.config import NodeSettings
-from node.island.auto_mesh import Choice, check_memory, check_node_memory, choose, node_bytes
-from node.island.combinations import check_combination, check_local
-from node.island.devices import check_offload, kind_of
-from node.island.mesh_shape import check_batch, check_shape
+from node.island.parallel.auto_mesh import (
+    Choice,
+    check_memory,
+    check_node_memory,
+    choose,
+    node_bytes,
+)
+from node.island.parallel.combinations import check_combination, check_local
+from node.island.parallel.mesh_shape import check_batch, check_shape
+from node.island.ranks.devices import check_offload, kind_of
 from node.machine.hardware import Hardware, least_free_bytes, likely_devices
 from protocol.errors import NoInputError
 from protocol.run_spec import RunSpec

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 import click
 
 from node.cli import DIRECTORY
-from protocol.credentials import find_home
 from protocol.errors import NoInputError, UsageError
+from protocol.trust.credentials import find_home
 
 if TYPE_CHECKING:
     from node.models.card import DType
@@ -148,7 +148,7 @@ def sample(
             f"--bytes {num_bytes} is for a run whose tokens are bytes, instead of --tokens",
             next_step="give --tokens alone",
         )
-    from node.island.generate import sampled
+    from node.island.models.generate import sampled
 
     start_tokens = text.tokens_of(prompt)
     written = sampled(

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError
 
-from node.island.auto_mesh import DeviceKind, need_of, node_bytes, wanted_bytes
-from node.island.functions import DIGITS, code_digest, functions_of
-from node.island.local_training import LocalTraining
-from node.island.mesh_shape import MeshShape
+from node.island.models.code import DIGITS, code_digest, functions_of
+from node.island.parallel.auto_mesh import DeviceKind, need_of, node_bytes, wanted_bytes
+from node.island.parallel.mesh_shape import MeshShape
+from node.island.training.local_training import LocalTraining
 from node.machine.hardware import Hardware, look_around
 from node.models.reading import (
     CONFIG,
@@ -31,12 +31,12 @@ from node.models.reading import (
     write_first,
 )
 from node.outer_state import Vector
-from protocol.console import count_in_words
 from protocol.errors import BadDataError, CannotCreateError, UsageError
-from protocol.files import refusal_to_write, write_atomically
+from protocol.files.durable import refusal_to_write, write_atomically
 from protocol.layout import layout_of
 from protocol.models import BYTES_VOCABULARY, DecoderModel, Description, TransformersModel
 from protocol.run_spec import DESCRIPTION_FILE, RunSpec, load_run_file, validated
+from protocol.terminal.console import count_in_words
 
 RUN_FILE = "run.toml"
 TOKENIZER = "tokenizer.json"

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.simulation import Life, SimulatedRun, simulate
 from node.exchange.outer import Outer
 from node.island.data.corpus import read_corpus
-from node.island.mesh_shape import MeshShape
+from node.island.parallel.mesh_shape import MeshShape
 from protocol.rounds import Commit, Digest
 from protocol.run_spec import RunSpec
 from tests.tiny_runs import tiny

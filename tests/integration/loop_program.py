@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import atoll
-from node.island.model import Decoder
+from node.island.models.decoder_modules import Decoder
 from protocol.run_spec import load_run_file
 
 

@@ -18,9 +18,9 @@ from node.exchange.state.snapshot import OpenSnapshot, Owed, Snapshot, SnapshotF
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.exchange.transport.transport import Want, WantChunk, WantManifest
 from node.heavy import in_thread
-from protocol.identity import Identity
 from protocol.payload import Payload
 from protocol.rounds import Digest, NodeId
+from protocol.trust.identity import Identity
 from protocol.wire_count import WireCounts
 
 RUN, LAYOUT = Digest(bytes(32)), Digest(bytes(31) + b"l")

@@ -9,8 +9,8 @@ import pytest
 from benchmarks.simulation import Life, SimulatedRun, simulate
 from node.island.data.corpus import Corpus, read_corpus
 from node.island.island import InnerReport, InnerWork
-from node.island.local_training import LocalTraining, Precision
-from node.island.trainer import Trainer
+from node.island.training.local_training import LocalTraining, Precision
+from node.island.training.trainer import Trainer
 from tests.tiny_runs import tiny
 
 

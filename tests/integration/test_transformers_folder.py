@@ -9,7 +9,7 @@ import pytest
 import torch
 from typed_commands import Swarm, atoll, done, refused
 
-from node.island.generate import decoder_of
+from node.island.models.generate import decoder_of
 from node.newest import newest_model
 from tests.unit.tokens_scene import write_jsonl, write_tokenizer
 

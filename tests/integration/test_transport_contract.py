@@ -20,7 +20,6 @@ from node.exchange.transport.transport import (
     WantManifest,
     WantTokens,
 )
-from protocol.identity import Identity
 from protocol.payload import (
     CHUNK,
     CONTRIBUTION,
@@ -30,6 +29,7 @@ from protocol.payload import (
     TOKENS_MANIFEST,
     Payload,
 )
+from protocol.trust.identity import Identity
 from protocol.wire_count import WireCounts
 
 SECONDS = 20.0

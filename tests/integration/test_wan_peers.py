@@ -14,7 +14,7 @@ import pytest
 from benchmarks.processes import SOURCES
 from benchmarks.run_files import TINY_MODEL
 from benchmarks.wan_peers.order import Order
-from node.island.first_weights import initial_parameters
+from node.island.models.first_weights import initial_parameters
 from protocol.run_spec import RunSpec
 
 PATIENCE_SECONDS = 200.0  # for a hang only

@@ -13,14 +13,14 @@ import torch
 from rank_scene import with_texts
 
 from benchmarks.lone_work import lone_work, unseen
-from node.island import engine
-from node.island.compiling import compile_layers
 from node.island.island import Evaluation, InnerReport
-from node.island.local_training import PLAIN, LocalTraining
-from node.island.mesh import Mesh
-from node.island.mesh_shape import MeshShape
 from node.island.models.describing import describe, first_vector
-from node.island.trainer import Trainer
+from node.island.parallel.mesh import Mesh
+from node.island.parallel.mesh_shape import MeshShape
+from node.island.training import engine
+from node.island.training.compiling import compile_layers
+from node.island.training.local_training import PLAIN, LocalTraining
+from node.island.training.trainer import Trainer
 from node.outer_state import SharedNames, SharedVectors, Vector
 from protocol.errors import AtollError
 from protocol.models import TransformersModel

@@ -17,17 +17,17 @@ import torch
 from rank_scene import with_texts
 
 from benchmarks.lone_work import lone_work, unseen
-from node.island import engine
-from node.island.compiling import be_deterministic, compile_layers
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
-from node.island.engine import Engine
-from node.island.first_weights import initial_parameters
-from node.island.local_training import PLAIN, LocalTraining
-from node.island.mesh import Mesh
-from node.island.mesh_shape import MeshShape
-from node.island.model import Attention
-from node.island.trainer import Trainer
+from node.island.models.decoder_modules import Attention
+from node.island.models.first_weights import initial_parameters
+from node.island.parallel.mesh import Mesh
+from node.island.parallel.mesh_shape import MeshShape
+from node.island.training import engine
+from node.island.training.compiling import be_deterministic, compile_layers
+from node.island.training.engine import Engine
+from node.island.training.local_training import PLAIN, LocalTraining
+from node.island.training.trainer import Trainer
 from node.outer_state import SharedNames, SharedVectors
 from protocol.models import DecoderModel, RopeScaling
 from protocol.run_spec import DataSection, EvaluationSection, ExchangeSection, InnerSection, RunSpec

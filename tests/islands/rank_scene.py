@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from node.island.first_weights import initial_parameters
+from node.island.models.first_weights import initial_parameters
 from node.outer_state import SharedVectors
 from protocol.layout import layout_of
 from protocol.models import DecoderModel

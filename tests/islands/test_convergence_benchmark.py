@@ -20,7 +20,7 @@ from benchmarks.overlap import run_with
 from benchmarks.processes import SOURCES, atoll_environment
 from benchmarks.simulation import Life, simulate
 from node.island.data.corpus import Corpus, read_corpus
-from node.island.first_weights import initial_parameters
+from node.island.models.first_weights import initial_parameters
 from protocol.run_spec import validated
 from tests.tiny_runs import tiny
 

@@ -12,9 +12,9 @@ import pytest
 from rank_scene import initial_vectors, small_spec, with_texts
 
 from node.island.data.places import DataPlaces
-from node.island.faults import RankDiedError
-from node.island.forkserver import prepare_forkserver
-from node.island.launcher import ProcessIsland
+from node.island.ranks.faults import RankDiedError
+from node.island.ranks.forkserver import prepare_forkserver
+from node.island.ranks.launcher import ProcessIsland
 
 
 @pytest.fixture

@@ -25,15 +25,15 @@ from node.hosts.leading import HostsIsland
 from node.hosts.parts import Shelf
 from node.hosts.token import HostToken, LeaderKey
 from node.hosts.wire import connect
-from node.island.checkpoints import CheckpointFolder
+from node.island.checkpoints.folder import CheckpointFolder
 from node.island.data.places import DataPlaces
-from node.island.faults import RankDiedError
-from node.island.forkserver import prepare_forkserver
 from node.island.inline import InlineIsland
 from node.island.island import Island, Progress
-from node.island.launcher import ProcessIsland
-from node.island.local_training import PLAIN
-from node.island.mesh_shape import MeshShape
+from node.island.parallel.mesh_shape import MeshShape
+from node.island.ranks.faults import RankDiedError
+from node.island.ranks.forkserver import prepare_forkserver
+from node.island.ranks.launcher import ProcessIsland
+from node.island.training.local_training import PLAIN
 from node.outer_state import SharedVectors, Vector
 from protocol.errors import ConfigError, ProtocolMismatchError
 from protocol.layout import layout_of

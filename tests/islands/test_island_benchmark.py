@@ -4,9 +4,9 @@ import pytest
 
 from benchmarks.island_loops import Kind
 from benchmarks.island_speed import compare, copy_speeds
-from node.island.forkserver import prepare_forkserver
-from node.island.local_training import PLAIN
-from node.island.mesh_shape import MeshShape
+from node.island.parallel.mesh_shape import MeshShape
+from node.island.ranks.forkserver import prepare_forkserver
+from node.island.training.local_training import PLAIN
 from protocol.models import DecoderModel
 from protocol.run_spec import DataSection, InnerSection, RunSpec
 

@@ -3,10 +3,10 @@
 import pytest
 
 from benchmarks.island_memory import memory_of
-from node.island.auto_mesh import ESTIMATE_FACTOR
-from node.island.forkserver import prepare_forkserver
-from node.island.local_training import PLAIN, LocalTraining
-from node.island.mesh_shape import MeshShape
+from node.island.parallel.auto_mesh import ESTIMATE_FACTOR
+from node.island.parallel.mesh_shape import MeshShape
+from node.island.ranks.forkserver import prepare_forkserver
+from node.island.training.local_training import PLAIN, LocalTraining
 from protocol.models import DecoderModel
 from protocol.run_spec import InnerSection, RunSpec
 

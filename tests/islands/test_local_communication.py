@@ -7,8 +7,8 @@ from rank_scene import initial_vectors, with_texts
 
 from benchmarks.lone_work import lone_work, unseen
 from node.island.data.places import DataPlaces
-from node.island.launcher import ProcessIsland
-from node.island.mesh_shape import MeshShape
+from node.island.parallel.mesh_shape import MeshShape
+from node.island.ranks.launcher import ProcessIsland
 from protocol.models import DecoderModel
 from protocol.run_spec import DataSection, InnerSection, RunSpec
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 
 from atoll.ranks import Ranks
 from atoll.weights import Place, Weights
-from node.island.forkserver import prepare_forkserver
+from node.island.ranks.forkserver import prepare_forkserver
 
 SIZES = (7, 10, 3)  # of which 10 alone is a multiple of a number of ranks here
 

@@ -23,10 +23,10 @@ from mesh_scene import (
     with_muon,
 )
 
-from node.island.first_weights import initial_parameters
-from node.island.forkserver import prepare_forkserver
-from node.island.local_training import PLAIN, LocalTraining, Precision
-from node.island.mesh_shape import MeshShape
+from node.island.models.first_weights import initial_parameters
+from node.island.parallel.mesh_shape import MeshShape
+from node.island.ranks.forkserver import prepare_forkserver
+from node.island.training.local_training import PLAIN, LocalTraining, Precision
 from protocol.run_spec import RunSpec
 
 

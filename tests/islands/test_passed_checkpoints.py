@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from node.hosts.desk import HostDesk
 from node.island.data.places import DataPlaces
-from node.island.forkserver import prepare_forkserver
 from node.island.inline import InlineIsland
 from node.island.island import Island
-from node.island.launcher import ProcessIsland
-from node.island.mesh_shape import MeshShape
+from node.island.parallel.mesh_shape import MeshShape
+from node.island.ranks.forkserver import prepare_forkserver
+from node.island.ranks.launcher import ProcessIsland
 from node.outer_state import SharedVectors
 from protocol.layout import layout_of
 from protocol.run_spec import RunSpec

@@ -15,17 +15,17 @@ import numpy as np
 import pytest
 from rank_scene import initial_vectors, small_spec, with_texts
 
-from node.island import rank
-from node.island.commands import Done, RankSetup
 from node.island.data.places import DataPlaces
-from node.island.faults import RankDiedError, RankFailedError, TrainingDivergedError
-from node.island.first_weights import initial_parameters
-from node.island.forkserver import prepare_forkserver
 from node.island.inline import InlineIsland
 from node.island.island import InnerReport, InnerWork, Progress
-from node.island.launcher import ProcessIsland
-from node.island.local_training import PLAIN, LocalTraining
-from node.island.mesh_shape import MeshShape
+from node.island.models.first_weights import initial_parameters
+from node.island.parallel.mesh_shape import MeshShape
+from node.island.ranks import rank
+from node.island.ranks.commands import Done, RankSetup
+from node.island.ranks.faults import RankDiedError, RankFailedError, TrainingDivergedError
+from node.island.ranks.forkserver import prepare_forkserver
+from node.island.ranks.launcher import ProcessIsland
+from node.island.training.local_training import PLAIN, LocalTraining
 from node.outer_state import SharedVectors
 from protocol.errors import ConfigError, NoInputError
 from protocol.layout import layout_of
@@ -240,7 +240,7 @@ async def test_a_killed_rank_fails_the_call_and_the_island_starts_again(
 
 NATIVE_FAULT = """
 import os
-from node.island import rank
+from node.island.ranks import rank
 rank._end_with_daemon = lambda: None
 rank._Rank = lambda connection, setup: os.abort()
 rank.run_rank(None, None)

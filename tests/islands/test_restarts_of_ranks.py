@@ -16,14 +16,14 @@ from structlog.testing import capture_logs
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 from node.duties.lasting_island import LastingIsland
-from node.island.checkpoints import CheckpointFolder
+from node.island.checkpoints.folder import CheckpointFolder
 from node.island.data.places import DataPlaces
-from node.island.faults import RankDiedError, RankHungError
-from node.island.first_weights import initial_parameters
-from node.island.forkserver import prepare_forkserver
 from node.island.island import InnerWork, Progress
-from node.island.launcher import ProcessIsland
-from node.island.mesh_shape import MeshShape
+from node.island.models.first_weights import initial_parameters
+from node.island.parallel.mesh_shape import MeshShape
+from node.island.ranks.faults import RankDiedError, RankHungError
+from node.island.ranks.forkserver import prepare_forkserver
+from node.island.ranks.launcher import ProcessIsland
 from node.outer_state import SharedVectors
 from protocol.layout import layout_of
 from protocol.models import DecoderModel

@@ -10,10 +10,10 @@ from node.island.data.corpus import Corpus, read_corpus
 from node.island.data.dataset import Dataset
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
-from node.island.forkserver import prepare_forkserver
-from node.island.local_training import PLAIN, LocalTraining
-from node.island.mesh_shape import MeshShape
 from node.island.models.describing import describe, first_vector
+from node.island.parallel.mesh_shape import MeshShape
+from node.island.ranks.forkserver import prepare_forkserver
+from node.island.training.local_training import PLAIN, LocalTraining
 from protocol.models import FunctionModel
 from protocol.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
 from tests.transformers_configs import CONFIGS

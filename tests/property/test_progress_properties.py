@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from node.duties.planned_work import work_ahead_of, work_of
 from node.island.island import InnerWork
-from node.island.schedule import Position
+from node.island.training.schedule import Position
 from protocol.messages import RoundOpened
 from protocol.models import DecoderModel
 from protocol.rounds import NodeId, Plan

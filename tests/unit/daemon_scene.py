@@ -11,8 +11,8 @@ from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
 from node.heavy import Heavy, in_place
 from node.history import History
-from node.island.faults import LoopGoneError, RankDiedError
 from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork, Progress
+from node.island.ranks.faults import LoopGoneError, RankDiedError
 from node.link.calls import Attachment, Vitals
 from protocol.errors import UnavailableError
 from protocol.layout import Layout

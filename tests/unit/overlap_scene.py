@@ -13,8 +13,8 @@ import numpy as np
 from node.exchange.outer import Outer
 from node.exchange.state.on_disk import StateOnDisk
 from node.heavy import Heavy, in_place
-from node.island.faults import RankDiedError
 from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork, Progress
+from node.island.ranks.faults import RankDiedError
 from protocol.layout import Layout
 from protocol.rounds import BLOCK, Assignment, CorpusSummary, Digest, Plan, cut_into_slices
 from protocol.run_spec import validated
@@ -30,7 +30,7 @@ TWO = Layout.of([("w", (BLOCK,))], [("v", (BLOCK,))])
 
 
 class CountingIsland:
-    """Ranks that keep what they trained ahead, as node.island.trainer does."""
+    """Ranks that keep what they trained ahead, as node.island.training.trainer does."""
 
     def __init__(self, outer: Outer) -> None:
         self._outer = outer

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from node.island.accumulation import accumulate_gradients
-from node.island.model import Decoder, Objective
+from node.island.models.decoder_modules import Decoder, Objective
+from node.island.training.accumulation import accumulate_gradients
 from protocol.models import DecoderModel
 
 MODEL = DecoderModel(

@@ -9,12 +9,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from node.island.data.corpus import read_corpus
-from node.island.generate import sampled
-from node.island.mesh import Mesh
-from node.island.mesh_shape import MeshShape, check_shape
 from node.island.models.describing import describe, export_state, first_vector
+from node.island.models.generate import sampled
 from node.island.models.transformers import saved_model
-from node.island.trainer import Trainer
+from node.island.parallel.mesh import Mesh
+from node.island.parallel.mesh_shape import MeshShape, check_shape
+from node.island.training.trainer import Trainer
 from node.models.card import Origin
 from node.models.export import export_model
 from protocol.errors import BadDataError, ConfigError, NoInputError

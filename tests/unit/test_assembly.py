@@ -17,11 +17,11 @@ from node import assembly
 from node.config import SNAPSHOTS_FOLDER, NodeSettings
 from node.exchange.state.snapshot import Owed, Snapshot, SnapshotFolder
 from node.hosts.leading import HostsIsland
-from node.island.first_weights import initial_parameters
+from node.island.models.first_weights import initial_parameters
 from node.machine.hardware import look_around
 from protocol.errors import ConfigError
-from protocol.identity import Identity
 from protocol.layout import Layout, layout_of
+from protocol.trust.identity import Identity
 from protocol.wire_count import WireCounts
 from tests.tiny_runs import run_of, tiny
 
@@ -160,7 +160,9 @@ def test_first_weights_are_the_same_bits_with_any_number_of_threads(
     out = np.full_like(one, np.nan)
     assert initial_parameters(seeded, num_threads=num_threads, out=out) is out
     assert out.tobytes() == one.tobytes()
-    monkeypatch.setattr("node.island.first_weights._ELEMENTS_AT_ONCE", 256)  # tensors of many parts
+    monkeypatch.setattr(
+        "node.island.models.first_weights._ELEMENTS_AT_ONCE", 256
+    )  # tensors of many parts
     assert initial_parameters(seeded, num_threads=num_threads).tobytes() == one.tobytes()
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from node.island.checkpoints import About, Checkpoint, CheckpointFolder, Kept, Loaded
-from node.island.faults import RankDiedError
-from node.island.resuming import Resuming
+from node.island.checkpoints.folder import About, Checkpoint, CheckpointFolder, Kept, Loaded
+from node.island.checkpoints.resuming import Resuming
+from node.island.ranks.faults import RankDiedError
 from protocol.errors import SystemRefusedError
 from protocol.rounds import Digest
 from protocol.run_spec import InnerSection, RunSpec

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from node.island.auto_mesh import check_memory, choose, need_of
-from node.island.combinations import REFUSED, check_combination, may_be_traced
-from node.island.local_training import PLAIN, LocalTraining
-from node.island.mesh_shape import MeshShape
+from node.island.parallel.auto_mesh import check_memory, choose, need_of
+from node.island.parallel.combinations import REFUSED, check_combination, may_be_traced
+from node.island.parallel.mesh_shape import MeshShape
+from node.island.training.local_training import PLAIN, LocalTraining
 from protocol.errors import ConfigError
 from protocol.models import DecoderModel
 from protocol.run_spec import InnerSection, RunSpec

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from node.duties.lasting_island import DEATHS_SECONDS, MOST_DEATHS
-from node.island.faults import (
+from node.island.island import InnerReport
+from node.island.ranks.faults import (
     RankDiedError,
     RankFailedError,
     RankHungError,
     TrainingDivergedError,
 )
-from node.island.island import InnerReport
 from protocol.errors import AtollError
 from protocol.messages import (
     Applied,

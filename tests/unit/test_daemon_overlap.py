@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from node.island.faults import TrainingDivergedError
+from node.island.ranks.faults import TrainingDivergedError
 from node.outer_state import outer_digest
 from protocol.messages import (
     Applied,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from node.island.devices import devices_of, kind_of
+from node.island.ranks.devices import devices_of, kind_of
 from protocol.errors import ConfigError
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 — its usual name
 from test_export import ORIGIN
 
-from node.island.generate import decoder_of
+from node.island.models.generate import decoder_of
 from node.models.export import export_model, load_exported
 from node.models.families import FAMILIES, config_of
 from node.models.reading import read_config, read_settings, read_weights

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from node.island import ferry
-from node.island.ferry import Ferry, Pair, copies_of, copy_in_turn
+from node.island.ranks import ferry
+from node.island.ranks.ferry import Ferry, Pair, copies_of, copy_in_turn
 
 
 class LateLane:

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.island.data.corpus import Corpus, read_corpus
-from node.island.first_weights import initial_parameters
-from node.island.generate import decoder_of
 from node.island.island import InnerWork
-from node.island.mesh import Mesh
-from node.island.trainer import Trainer
+from node.island.models.first_weights import initial_parameters
+from node.island.models.generate import decoder_of
+from node.island.parallel.mesh import Mesh
+from node.island.training.trainer import Trainer
 from node.outer_state import Vector
 from protocol.errors import ConfigError
 from protocol.layout import Layout, layout_of

@@ -9,13 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from node.island import engine
-from node.island.combinations import check_local
-from node.island.compiling import compile_layers
 from node.island.data.functions import FunctionData
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
-from node.island.functions import (
+from node.island.models.architecture import BufferWatch
+from node.island.models.code import (
     check_functions,
     code_digest,
     digest_of,
@@ -23,14 +21,16 @@ from node.island.functions import (
     files_of,
     sources_of,
 )
-from node.island.local_training import PLAIN, LocalTraining
-from node.island.mesh import Mesh
-from node.island.mesh_shape import MeshShape, check_shape
-from node.island.models.architecture import BufferWatch
 from node.island.models.describing import describe, first_vector
 from node.island.models.function import FunctionArchitecture, random_module
-from node.island.optimizers import RowwiseAdamW, inner_optimizers
-from node.island.trainer import Trainer
+from node.island.parallel.combinations import check_local
+from node.island.parallel.mesh import Mesh
+from node.island.parallel.mesh_shape import MeshShape, check_shape
+from node.island.training import engine
+from node.island.training.compiling import compile_layers
+from node.island.training.local_training import PLAIN, LocalTraining
+from node.island.training.optimizers import RowwiseAdamW, inner_optimizers
+from node.island.training.trainer import Trainer
 from protocol.errors import (
     AtollError,
     BadDataError,

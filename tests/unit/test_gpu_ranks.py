@@ -14,18 +14,19 @@ import torch.nn.functional as F  # noqa: N812 — its usual name
 from torch import Tensor
 from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
 
-from node.island import accelerator, forkserver, mesh, rank
-from node.island.accelerator import bind_to_near_cores, cores_of
-from node.island.boxes import Box, Held, blend_boxes, rebase_boxes
-from node.island.clipping import GradientClipping
-from node.island.commands import MeetingPoint
-from node.island.faults import OutOfMemoryError, RankFailedError
-from node.island.ferry import Pair
-from node.island.mesh import Mesh
-from node.island.mesh_shape import MeshShape
-from node.island.model import for_each_head
-from node.island.precision import dtype_of
-from node.island.trainer import LOOK_SECONDS, steps_until_next_look
+from node.island.models.decoder_modules import for_each_head
+from node.island.parallel import mesh
+from node.island.parallel.boxes import Box, Held, blend_boxes, rebase_boxes
+from node.island.parallel.mesh import Mesh
+from node.island.parallel.mesh_shape import MeshShape
+from node.island.ranks import accelerator, forkserver, rank
+from node.island.ranks.accelerator import bind_to_near_cores, cores_of
+from node.island.ranks.commands import MeetingPoint
+from node.island.ranks.faults import OutOfMemoryError, RankFailedError
+from node.island.ranks.ferry import Pair
+from node.island.training.clipping import GradientClipping
+from node.island.training.precision import dtype_of
+from node.island.training.trainer import LOOK_SECONDS, steps_until_next_look
 from protocol.errors import ConfigError, ExitCode
 from protocol.layout import TensorPlace
 

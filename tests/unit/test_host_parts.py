@@ -6,7 +6,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from node.hosts.parts import Arrangement, Part, Shelf, arranged
-from node.island.checkpoints import About, CheckpointFolder
+from node.island.checkpoints.folder import About, CheckpointFolder
 from protocol.errors import SystemRefusedError
 from protocol.rounds import Digest
 

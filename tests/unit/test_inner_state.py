@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch.distributed.checkpoint import filesystem, state_dict_saver
 
-from node.island.checkpoint_writer import CheckpointWriter
-from node.island.checkpoints import CheckpointFolder
+from node.island.checkpoints.folder import CheckpointFolder
+from node.island.checkpoints.inner_state import Named, Staging
+from node.island.checkpoints.writer import CheckpointWriter
 from node.island.data.corpus import Corpus, read_corpus
-from node.island.first_weights import initial_parameters
-from node.island.inner_state import Named, Staging
 from node.island.island import InnerWork
-from node.island.local_training import PLAIN, LocalTraining
-from node.island.mesh import Mesh
-from node.island.schedule import rewarming_steps
-from node.island.trainer import Trainer
+from node.island.models.first_weights import initial_parameters
+from node.island.parallel.mesh import Mesh
+from node.island.training.local_training import PLAIN, LocalTraining
+from node.island.training.schedule import rewarming_steps
+from node.island.training.trainer import Trainer
 from node.outer_state import Vector
 from protocol.layout import layout_of
 from protocol.models import DecoderModel

@@ -25,12 +25,12 @@ from node.island.data.manifest import Split
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
 from node.island.data.samples import Indices
-from node.island.faults import LoopGoneError, TrainingDivergedError
 from node.island.island import Ability, InnerReport, InnerWork, Progress
 from node.island.loops.door import SOCKET_FILE
 from node.island.loops.island import LoopIsland
 from node.island.loops.messages import Hello, word_of
-from node.island.model import Decoder
+from node.island.models.decoder_modules import Decoder
+from node.island.ranks.faults import LoopGoneError, TrainingDivergedError
 from node.outer_state import SharedVectors
 from protocol.layout import layout_of
 from protocol.run_spec import DataSection, RunSpec

@@ -10,13 +10,13 @@ from torch.nn import functional
 from node.island.data.dataset import Batch
 from node.island.data.manifest import Split
 from node.island.data.samples import Indices, SampleOrder
-from node.island.first_weights import initial_parameters
-from node.island.generate import decoder_of
 from node.island.island import InnerWork
-from node.island.local_training import LocalTraining
-from node.island.mesh import Mesh
-from node.island.trainer import Trainer
-from node.island.utilisation import flops_per_token
+from node.island.measuring.utilisation import flops_per_token
+from node.island.models.first_weights import initial_parameters
+from node.island.models.generate import decoder_of
+from node.island.parallel.mesh import Mesh
+from node.island.training.local_training import LocalTraining
+from node.island.training.trainer import Trainer
 from node.outer_state import Vector
 from protocol.models import DecoderModel
 from protocol.rounds import CorpusSummary, Digest

@@ -8,10 +8,10 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from node.config import SETTINGS_FILE, load_settings
-from node.island.auto_mesh import check_memory, choose, need_of, wanted_bytes
-from node.island.devices import check_offload
-from node.island.mesh_shape import AXES, MeshShape, check_batch, check_shape
-from node.island.model import Decoder, Objective
+from node.island.models.decoder_modules import Decoder, Objective
+from node.island.parallel.auto_mesh import check_memory, choose, need_of, wanted_bytes
+from node.island.parallel.mesh_shape import AXES, MeshShape, check_batch, check_shape
+from node.island.ranks.devices import check_offload
 from protocol.errors import ConfigError
 from protocol.models import DecoderModel
 from protocol.run_spec import DataSection, InnerSection, RunSpec

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 — its usual name
 
-from node.island.first_weights import initial_parameters
-from node.island.generate import decoder_of, sample_tokens
-from node.island.model import Decoder, attend_in_window, causal_mask
+from node.island.models.decoder_modules import Decoder, attend_in_window, causal_mask
+from node.island.models.first_weights import initial_parameters
+from node.island.models.generate import decoder_of, sample_tokens
 from protocol.errors import ConfigError
 from protocol.layout import layout_of
 from protocol.models import DecoderModel

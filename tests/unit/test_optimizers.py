@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from node.island.model import Decoder
-from node.island.optimizers import Muon, inner_optimizers, orthogonalised
+from node.island.models.decoder_modules import Decoder
+from node.island.training.optimizers import Muon, inner_optimizers, orthogonalised
 from protocol.errors import ConfigError
 from protocol.models import DecoderModel
 from protocol.run_spec import InnerSection, validated
@@ -95,7 +95,7 @@ def test_matrices_that_go_together_come_out_as_if_alone() -> None:
 def test_matrices_that_are_too_large_together_go_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     matrices = random_matrices((6, 20), (6, 20), (20, 6))
     together = orthogonalised(matrices, torch.float32)
-    monkeypatch.setattr("node.island.optimizers._MOST_ELEMENTS_AT_ONCE", 240)
+    monkeypatch.setattr("node.island.training.optimizers._MOST_ELEMENTS_AT_ONCE", 240)
     in_turn = orthogonalised(matrices, torch.float32)
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(together, in_turn, strict=True))
 

@@ -21,12 +21,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from node.island import passing
-from node.island.checkpoints import NoCheckpointError
-from node.island.inner_state import PartPlanner
-from node.island.mesh import Mesh
-from node.island.mesh_shape import MeshShape
-from node.island.passing import PassingReader, joined
+from node.island.checkpoints import passing
+from node.island.checkpoints.folder import NoCheckpointError
+from node.island.checkpoints.inner_state import PartPlanner
+from node.island.checkpoints.passing import PassingReader, joined
+from node.island.parallel.mesh import Mesh
+from node.island.parallel.mesh_shape import MeshShape
 
 PATIENCE_SECONDS = 120.0  # for a hang only
 

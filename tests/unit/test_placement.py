@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from node.config import NodeSettings
-from node.island.auto_mesh import need_of, node_bytes
-from node.island.mesh_shape import MeshShape
+from node.island.parallel.auto_mesh import need_of, node_bytes
+from node.island.parallel.mesh_shape import MeshShape
 from node.machine.gpus import Gpu
 from node.machine.hardware import Hardware
 from node.machine.placement import mesh_for, refuse_what_cannot_work

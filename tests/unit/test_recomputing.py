@@ -12,12 +12,12 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from node.island.accumulation import accumulate_gradients
-from node.island.compiling import be_deterministic, compile_layers
-from node.island.local_training import LocalTraining, Recomputing
-from node.island.model import Decoder, Objective
 from node.island.models.architecture import layers_of
-from node.island.recomputing import recompute_layers
+from node.island.models.decoder_modules import Decoder, Objective
+from node.island.training.accumulation import accumulate_gradients
+from node.island.training.compiling import be_deterministic, compile_layers
+from node.island.training.local_training import LocalTraining, Recomputing
+from node.island.training.recomputing import recompute_layers
 from protocol.errors import ConfigError, ExitCode
 from protocol.models import DecoderModel
 
@@ -143,7 +143,7 @@ def test_compiling_without_a_compiler_is_refused(
 ) -> None:
     monkeypatch.setenv("CXX", "nowhere-g++")
     monkeypatch.setattr("shutil.which", lambda name: None)
-    monkeypatch.setattr("node.island.compiling.has_triton", lambda: False)
+    monkeypatch.setattr("node.island.training.compiling.has_triton", lambda: False)
     with pytest.raises(ConfigError, match=message) as refusal:
         compile_layers(layers_of(decoder_with("none")), device)
     assert refusal.value.exit_code == ExitCode.CONFIG == 78

@@ -6,7 +6,7 @@ from typing import Literal
 import pytest
 
 from node.island.island import InnerWork
-from node.island.schedule import (
+from node.island.training.schedule import (
     Position,
     Rewarming,
     rewarming_steps,

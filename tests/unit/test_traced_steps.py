@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from node.island.island import InnerReport, both
-from node.island.local_communication import LEAST_STEPS_BETWEEN, LocalCommunication
-from node.island.mesh import Mesh
+from node.island.measuring.local_communication import LEAST_STEPS_BETWEEN, LocalCommunication
+from node.island.parallel.mesh import Mesh
 
 
 class Clock:

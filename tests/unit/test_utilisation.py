@@ -5,16 +5,16 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from node.island import measured_peak
-from node.island.mesh import Mesh
-from node.island.mesh_shape import MeshShape
-from node.island.model import Decoder, Objective
-from node.island.utilisation import (
+from node.island.measuring import measured_peak
+from node.island.measuring.utilisation import (
     flops_per_token,
     measure_peak_if_unknown,
     measured,
     peak_of,
 )
+from node.island.models.decoder_modules import Decoder, Objective
+from node.island.parallel.mesh import Mesh
+from node.island.parallel.mesh_shape import MeshShape
 from protocol.models import DecoderModel
 from protocol.run_spec import RunSpec
 

@@ -20,9 +20,9 @@ from benchmarks.wan_peers.order import ORDER_VARIABLE, Order, Teller
 from benchmarks.wan_peers.training import first_sample
 from benchmarks.wan_run import Case, measure
 from node.island.data.corpus import read_corpus
-from node.island.first_weights import initial_parameters
-from node.island.mesh import Mesh
-from node.island.trainer import Trainer
+from node.island.models.first_weights import initial_parameters
+from node.island.parallel.mesh import Mesh
+from node.island.training.trainer import Trainer
 from protocol.errors import UsageError
 from protocol.run_spec import InnerSection, RunSpec, validated
 from tests.tiny_runs import tiny

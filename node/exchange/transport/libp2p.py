@@ -34,9 +34,9 @@ from node.exchange.transport.transport import (
     Want,
     do_nothing,
 )
-from protocol.identity import Identity, peer_id_of
 from protocol.payload import Payload, PayloadHeader
 from protocol.rounds import NodeId, RosterEntry
+from protocol.trust.identity import Identity, peer_id_of
 from protocol.v1 import transfer_pb2 as wire
 from protocol.wire_count import WireCounts
 

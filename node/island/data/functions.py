@@ -13,7 +13,7 @@ from torch.utils.data import default_collate
 from node.island.data.dataset import Tree
 from node.island.data.manifest import Split
 from node.island.data.samples import Indices
-from node.island.functions import called, code_digest, refuse
+from node.island.models.code import called, code_digest, refuse
 from protocol.errors import NoInputError
 from protocol.rounds import CorpusSummary, Digest
 from protocol.run_spec import RunSpec

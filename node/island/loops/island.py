@@ -14,8 +14,6 @@ from typing import Any
 import structlog
 
 from node.island.data.places import DataPlaces
-from node.island.faults import LoopGoneError, TrainingDivergedError
-from node.island.hang_watch import HangWatch
 from node.island.island import Ability, Evaluation, InnerReport, InnerWork, Progress
 from node.island.loops.door import SOCKET_FILE, Door, Visitor
 from node.island.loops.leased import LeasedSamples
@@ -35,6 +33,8 @@ from node.island.loops.messages import (
     train,
     welcome,
 )
+from node.island.ranks.faults import LoopGoneError, TrainingDivergedError
+from node.island.ranks.hang_watch import HangWatch
 from node.outer_state import SharedNames
 from protocol.errors import AtollError
 from protocol.layout import Layout

@@ -28,7 +28,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from node.island.data.dataset import Batch
 from node.island.data.samples import Indices
 from node.island.island import InnerWork
-from node.island.schedule import Position
+from node.island.training.schedule import Position
 from protocol.layout import Layout
 from protocol.models import Section
 from protocol.run_spec import RunSpec

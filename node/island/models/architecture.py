@@ -2,7 +2,7 @@
 
 Rooms beside this one answer for the decoder that comes with Atoll, for models of transformers and for
 modules that a function returns. Without torch nothing here works; what the daemon must know of a model
-stands in the run's description (protocol.models), and meshes are refused by it (node.island.mesh_shape).
+stands in the run's description (protocol.models), by which node.island.parallel.mesh_shape refuses meshes.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from node.island.mesh import Mesh
-from node.island.precision import LossScale
+from node.island.parallel.mesh import Mesh
+from node.island.training.precision import LossScale
 from protocol.errors import BadDataError, ConfigError, ProtocolMismatchError
 from protocol.models import TensorShape
 from protocol.run_spec import RunSpec
 
 if TYPE_CHECKING:
-    from node.island.pipeline import Pipeline
+    from node.island.parallel.pipeline import Pipeline
 
 Tree = Any
 """A tensor, or a tuple, list or dictionary of trees; the first dimension of its tensors is the samples."""

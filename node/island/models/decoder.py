@@ -18,13 +18,19 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from node.island.context import ContextAttention, positions_of
-from node.island.mesh import Mesh
-from node.island.model import Decoder, DecoderLayer, Objective, mean_nats, rotary_tables
 from node.island.models.architecture import Roles, Tree
+from node.island.models.decoder_modules import (
+    Decoder,
+    DecoderLayer,
+    Objective,
+    mean_nats,
+    rotary_tables,
+)
 from node.island.models.tokens import TokenInputs
-from node.island.pipeline import Pipeline
-from node.island.precision import LossScale
+from node.island.parallel.context import ContextAttention, positions_of
+from node.island.parallel.mesh import Mesh
+from node.island.parallel.pipeline import Pipeline
+from node.island.training.precision import LossScale
 from protocol.run_spec import RunSpec
 
 
@@ -161,7 +167,7 @@ class DecoderArchitecture(TokenInputs):
 
 
 class _Ends:
-    """See node.island.pipeline.Ends."""
+    """See node.island.parallel.pipeline.Ends."""
 
     may_count = False
 

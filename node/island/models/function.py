@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from node.island.data.functions import FunctionData
-from node.island.functions import called, find_code, refuse, sources_of
 from node.island.models.architecture import (
     Counted,
     Tree,
@@ -26,6 +25,7 @@ from node.island.models.architecture import (
     digest_of_values,
     without_memory,
 )
+from node.island.models.code import called, find_code, refuse, sources_of
 from node.island.models.generic import GenericArchitecture
 from node.island.models.stages import units_of
 from node.island.models.tensor_plan import styles_of

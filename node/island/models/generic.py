@@ -1,7 +1,7 @@
 """What any module can do: copies and shards of it, layers recomputed, plans for tensor parallel and stages.
 
 Rooms for kinds of modules build on it; what only the built-in decoder can do is refused before ranks
-start (node.island.mesh_shape).
+start (node.island.parallel.mesh_shape).
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from node.island.mesh import Mesh
 from node.island.models.architecture import Roles, Tree, layers_of, roles_of, shared_names, tie
 from node.island.models.stages import Cut
 from node.island.models.tensor_plan import cut_by_plan
-from node.island.pipeline import Pipeline
-from node.island.precision import LossScale
+from node.island.parallel.mesh import Mesh
+from node.island.parallel.pipeline import Pipeline
+from node.island.training.precision import LossScale
 from protocol.run_spec import RunSpec
 
 

@@ -13,18 +13,18 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from node.island.data.dataset import Tree
-from node.island.mesh import Mesh
-from node.island.mesh_shape import MeshShape
 from node.island.models.architecture import Counted
 from node.island.models.describing import fill
 from node.island.models.function import FunctionArchitecture, random_module
-from node.island.precision import autocast
+from node.island.parallel.mesh import Mesh
+from node.island.parallel.mesh_shape import MeshShape
+from node.island.training.precision import autocast
 from node.outer_state import Vector
 from protocol.errors import ConfigError
 from protocol.run_spec import RunSpec
 
 if TYPE_CHECKING:
-    from node.island.engine import Engine
+    from node.island.training.engine import Engine
 
 TOLERANCE = 1e-3
 """Of a gradient's norm, in fp32: rounding differs by a thousandth of it."""

@@ -1,7 +1,7 @@
 """Stages of any model: modules one after another, followed once on shapes, and cut for a pipeline.
 
 What is followed is what a pipeline will do: each module takes what the one before gave, and nothing else.
-How stages are balanced is node.island.mesh_shape's, their schedule node.island.pipeline's.
+How stages are balanced is node.island.parallel.mesh_shape's, their schedule node.island.parallel.pipeline's.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from node.island.mesh_shape import MeshShape, matches
 from node.island.models.architecture import (
     Roles,
     container_of_layers,
     roles_of,
 )
+from node.island.parallel.mesh_shape import MeshShape, matches
 from protocol.errors import ConfigError
 from protocol.models import StageUnit
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from node.island.mesh_shape import matches
+from node.island.parallel.mesh_shape import matches
 from protocol.errors import ConfigError
 from protocol.models import TensorStyle
 

@@ -2,8 +2,8 @@
 
 from torch import Tensor, nn
 
-from node.island.model import NO_TARGET
 from node.island.models.architecture import Counted
+from node.island.models.decoder_modules import NO_TARGET
 
 
 class TokenInputs:

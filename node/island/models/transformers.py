@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from node.island.model import mean_nats
 from node.island.models.adapters import adapt, base_name
 from node.island.models.architecture import (
     Tree,
@@ -25,6 +24,7 @@ from node.island.models.architecture import (
     digest_of_values,
     without_memory,
 )
+from node.island.models.decoder_modules import mean_nats
 from node.island.models.generic import GenericArchitecture
 from node.island.models.tokens import TokenInputs
 from node.island.models.transformers_plans import run_alone, stages_of, tensor_plan_of

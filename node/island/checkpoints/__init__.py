@@ -1,0 +1,1 @@
+"""The inner optimizer's state on disk, whatever the mesh."""

@@ -1,0 +1,1 @@
+"""What a rank did, and what its device could do."""

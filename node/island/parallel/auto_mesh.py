@@ -1,0 +1,273 @@
+"""Which mesh an island takes when nobody says, and whether one that somebody chose fits its memory.
+
+Pure and without torch. Estimates leave out what allocators waste: they tell what cannot work, not
+what just fits. The benchmark of islands compares them with what torch takes.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from node.island.parallel.combinations import check_combination
+from node.island.parallel.mesh_shape import (
+    MeshShape,
+    check_batch,
+    check_shape,
+)
+from node.island.training.local_training import PLAIN, LocalTraining
+from protocol.errors import ConfigError
+from protocol.models import DecoderModel
+from protocol.run_spec import RunSpec
+
+DeviceKind = Literal["cpu", "cuda", "xpu", "mps"]
+
+_VALUE_BYTES = 4
+_MOMENTS = {"adamw": 2, "muon": 1}  # Muon leaves some tensors to AdamW, which take more
+_PROCESS_BYTES = 100 << 20  # what a forked rank has of its own; a GPU's context was not measured
+_GPU_MARGIN, _GPU_BYTES = 1.15, 3_000_000_000  # beside a rank's tensors, of a GPU's memory
+_NODE_PROCESS_BYTES = 400 << 20
+"""The daemon, p2pd, and the process that ranks are forked from, by docs/results/node-start.jsonl: all of
+a node's processes at their fullest start, 524 MB, less a rank's own."""
+_NODE_VALUES = 12  # of each parameter, at the fullest moment of a round; measured: 13.5, with int4
+
+ESTIMATE_FACTOR = 1.3
+"""What a rank's tensors take and what is estimated are within this factor of each other, for models
+that fill some megabytes. Measured: benchmarks/island.py, on the CPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """Bytes that the fullest rank of a mesh takes."""
+
+    parameters: int
+    gradients: int
+    moments: int
+    activations: int
+    process: int = _PROCESS_BYTES
+
+    @property
+    def num_bytes(self) -> int:
+        """All together."""
+        return self.parameters + self.gradients + self.moments + self.activations + self.process
+
+    def __str__(self) -> str:
+        return (
+            f"{_words(self.parameters)} parameters, {_words(self.gradients)} gradients, "
+            f"{_words(self.moments)} of the optimizer's moments, {_words(self.activations)} activations, "
+            f"{_words(self.process)} torch"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A mesh, and why this one."""
+
+    shape: MeshShape
+    reason: str
+
+
+def need_of(shape: MeshShape, spec: RunSpec, local: LocalTraining = PLAIN) -> Need:
+    """What the fullest rank takes, at the peak of an inner step."""
+    layers = math.ceil(spec.num_layers / shape.pipeline)
+    per_layer, table = _sizes_of(spec)
+    # A pipeline's rank has one table at most, at whichever end.
+    values = (spec.num_parameters if shape.pipeline == 1 else layers * per_layer + table) // (
+        shape.tensor
+    )
+    folded = shape.num_shards if shape.is_fully_sharded else shape.shard
+    of_moments, of_gradients, of_parameters = (
+        folded if shape.zero >= stage else 1 for stage in (1, 2, 3)
+    )
+    frozen = 0 if spec.description is None else spec.description.num_frozen // of_parameters
+    gathered = 0 if of_parameters == 1 else 2 * per_layer // shape.tensor + table // shape.tensor
+    return Need(
+        parameters=_VALUE_BYTES * (values // of_parameters + frozen + gathered),
+        gradients=_VALUE_BYTES * (values // (1 if local.accumulate == "whole" else of_gradients)),
+        moments=_VALUE_BYTES * _MOMENTS[spec.inner.optimizer] * (values // of_moments),
+        activations=_activation_bytes(shape, spec, layers, local),
+    )
+
+
+def _sizes_of(spec: RunSpec) -> tuple[int, int]:
+    """Values of a layer, the largest where they differ, and of what belongs to none."""
+    model = spec.model
+    if isinstance(model, DecoderModel):
+        table = model.vocab_size * model.hidden_size
+        return (spec.num_parameters - table) // model.num_layers, table
+    of_layer: dict[int | None, int] = {}
+    for tensor in spec.tensors:
+        of_layer[tensor.layer] = of_layer.get(tensor.layer, 0) + tensor.num_elements
+    outside = of_layer.pop(None, 0)
+    return max(of_layer.values(), default=0), outside
+
+
+def _described_activations(shape: MeshShape, spec: RunSpec, local: LocalTraining) -> int:
+    """By what was counted when the model was described; 0 where that was not possible."""
+    if spec.description is None or spec.description.activation_bytes is None:
+        return 0
+    rows = spec.inner.batch // shape.num_data
+    if shape.pipeline > 1 and shape.schedule != "gpipe":  # as below
+        rows = math.ceil(rows / max(1, shape.microbatches(spec))) * shape.pipeline
+    rows = min(rows, local.micro_batch or rows)
+    # A mask that keeps documents apart is for all layers once.
+    of_mask = 0 if spec.data.across_documents else spec.model.context**2
+    kept: float = rows * (spec.description.activation_bytes + of_mask)
+    if local.activation_checkpointing == "full":
+        kept *= min(1.0, 2 / spec.num_layers)  # each layer's input, and all of one layer
+    if local.precision not in ("fp32", "tf32"):
+        kept /= 2  # at most
+    return int(kept / shape.tensor / shape.pipeline)
+
+
+def _activation_bytes(shape: MeshShape, spec: RunSpec, layers: int, local: LocalTraining) -> int:
+    """What autograd keeps of the samples that are under way at once."""
+    model = spec.model
+    if not isinstance(model, DecoderModel):
+        return _described_activations(shape, spec, local)
+    rows = spec.inner.batch // shape.num_data
+    if shape.pipeline > 1 and shape.schedule != "gpipe":
+        # As many microbatches as the pipeline is long are under way in its first rank.
+        rows = math.ceil(rows / max(1, shape.microbatches(spec))) * shape.pipeline
+    elif local.micro_batch:
+        rows = min(rows, local.micro_batch)
+    positions = rows * model.context // shape.context
+    kv_share = model.num_kv_heads / model.num_heads
+    # Of each position: two norms in and out, queries, keys, values and what they turn into, the
+    # mixed values, both residuals; gate, up, their product and its parts.
+    of_layer = model.hidden_size * (9 + 3 * kv_share) + 4 * model.ffn_size
+    kept = layers * of_layer
+    if local.activation_checkpointing == "full":
+        kept = layers * model.hidden_size + of_layer  # each layer's input, and all of one layer
+    elif local.activation_checkpointing == "selective" or local.compile:
+        # Matrix products and attention, and what goes in; torch chooses about so when it compiles.
+        kept = layers * (model.hidden_size * (5 + 2 * kv_share) + 2 * model.ffn_size)
+    if local.precision not in ("fp32", "tf32"):
+        kept /= 2  # at most: the residual stream stays fp32
+    # Logits, their exponentials, their gradient; and those before a soft-cap.
+    of_logits = (3 if model.logit_softcap is None else 4) * model.vocab_size
+    # What keeps documents apart is for whole samples, and for all layers once.
+    of_mask = 0 if spec.data.across_documents else model.context
+    return int(_VALUE_BYTES * positions * ((kept + of_logits) / shape.tensor + of_mask))
+
+
+def node_bytes(spec: RunSpec) -> int:
+    """What a node takes of the system's memory besides its ranks: the outer state, and torch."""
+    return _NODE_PROCESS_BYTES + _VALUE_BYTES * _NODE_VALUES * spec.num_parameters
+
+
+def check_node_memory(spec: RunSpec, memory_bytes: int) -> None:
+    """Raises ConfigError when a machine cannot even hold the outer state."""
+    need = node_bytes(spec)
+    if need > memory_bytes:
+        raise ConfigError(
+            f"the outer state of {spec.num_parameters:,} parameters takes about "
+            f"{_words(need)} of memory, and {_words(memory_bytes)} are free",
+            next_step="free memory, raise the container's limit, or take part with another machine",
+        )
+
+
+def check_memory(
+    shape: MeshShape, spec: RunSpec, *, bytes_per_rank: int, local: LocalTraining = PLAIN
+) -> None:
+    """Raises ConfigError when a rank cannot hold its part."""
+    need = need_of(shape, spec, local)
+    if need.num_bytes > bytes_per_rank:
+        raise ConfigError(
+            f"a rank of the mesh {shape} needs about {_words(need.num_bytes)} ({need}) and has "
+            f"{_words(bytes_per_rank)}",
+            next_step="take more ranks with shard or tp, or --mesh auto; or set micro_batch in node.toml",
+        )
+
+
+def choose(
+    spec: RunSpec,
+    *,
+    num_ranks: int,
+    bytes_per_rank: int,
+    kind: DeviceKind,
+    local: LocalTraining = PLAIN,
+) -> Choice:
+    """The first mesh, from the fastest kind to the one that spreads most, that fits.
+
+    Meshes that do not go with other settings are left out. Raises ConfigError with what the closest
+    one needs.
+    """
+    too_large: list[tuple[int, MeshShape]] = []
+    misfit: ConfigError | None = None
+    left_out: ConfigError | None = None
+    for shape, why in _by_preference(num_ranks, kind):
+        try:
+            check_shape(shape, spec)
+            check_batch(shape, spec)
+        except ConfigError as error:
+            misfit = misfit or error
+            continue
+        try:
+            check_combination(shape, local)
+        except ConfigError as error:
+            left_out = left_out or error
+            continue
+        need = wanted_bytes(need_of(shape, spec, local), kind)
+        if need <= bytes_per_rank:
+            smaller = f"; {too_large[0][1]} needs {_words(too_large[0][0])}" if too_large else ""
+            return Choice(
+                shape=shape,
+                reason=f"{why}: a rank needs about {_words(need)} of {_words(bytes_per_rank)}{smaller}",
+            )
+        too_large.append((need, shape))
+    if not too_large and left_out is not None:
+        raise left_out
+    if not too_large:
+        assert misfit is not None
+        raise ConfigError(
+            f"no mesh of {num_ranks} ranks fits this run: {misfit.what}",
+            next_step="choose another number of ranks",
+        )
+    least, shape = min(too_large, key=lambda sized: sized[0])
+    others = f". Of other meshes: {left_out.what}" if left_out else ""
+    raise ConfigError(
+        f"{spec.num_parameters:,} parameters do not fit {num_ranks} × "
+        f"{_words(bytes_per_rank)}: with {shape}, which needs least, a rank takes about "
+        f"{_words(least)} ({need_of(shape, spec, local)}){others}",
+        next_step="add ranks, free memory, or take part with a machine that has more",
+    )
+
+
+def wanted_bytes(need: Need, kind: DeviceKind) -> int:
+    """What must be free for `auto` to take a mesh.
+
+    A GPU has more to hold than tensors: its context, the collectives' buffers, and what allocators
+    cannot use of what they have. How much was not measured on one.
+    """
+    if kind == "cpu":
+        return need.num_bytes
+    return int(_GPU_MARGIN * need.num_bytes) + _GPU_BYTES
+
+
+def _by_preference(num_ranks: int, kind: DeviceKind) -> Iterator[tuple[MeshShape, str]]:
+    """Meshes of all ranks, each with what speaks for it."""
+    if num_ranks == 1:
+        yield MeshShape(), "there is one rank"
+        return
+    yield MeshShape(replicate=num_ranks), "whole copies of the model send least"
+    yield MeshShape(shard=num_ranks, zero=1), "only AdamW's moments must be spread"
+    yield MeshShape(shard=num_ranks, zero=2), "gradients and moments must be spread"
+    yield MeshShape(shard=num_ranks), "parameters must be spread as well"
+    # Tensor parallel sends in each layer: between GPUs of one machine it is fast enough.
+    for tensor in (2, 4, 8) if kind != "cpu" else ():
+        if num_ranks % tensor == 0:
+            shape = MeshShape(shard=num_ranks // tensor, tensor=tensor)
+            yield shape, "even activations must be spread, or the batch has too few samples"
+    for pipeline in range(2, num_ranks + 1):
+        if num_ranks % pipeline == 0:
+            shape = MeshShape(shard=num_ranks // pipeline, pipeline=pipeline)
+            yield shape, "layers must be spread, or the batch has too few samples"
+
+
+def _words(num_bytes: int) -> str:
+    """Such as "1.4 GiB"."""
+    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes / 1024:.0f} KiB"

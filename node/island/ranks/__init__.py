@@ -1,0 +1,1 @@
+"""A node's training processes: their start, their orders, their ends, their devices."""

@@ -1,0 +1,111 @@
+"""What differs between kinds of GPUs, for a rank that has one; the choice is node.island.ranks.devices'.
+
+"cuda" is NVIDIA's, and AMD's in torch's builds for ROCm; "xpu" is Intel's and "mps" Apple's. Nothing
+here has run on the last two.
+"""
+
+import os
+import resource
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+_COLLECTIVES = {"cuda": "nccl", "xpu": "xccl"}  # in builds for ROCm, "nccl" is AMD's RCCL
+_HAVE_STREAMS = ("cuda", "xpu")
+
+
+def select(device: torch.device) -> None:
+    """Makes the rank's GPU the one that torch takes when none is named."""
+    if device.type in _HAVE_STREAMS:
+        _module_of(device).set_device(device)
+
+
+def collectives_of(device: torch.device) -> str:
+    """What carries CPU tensors and the GPU's between ranks, as torch has it."""
+    if device.type == "cpu":
+        return "gloo"
+    # Decisions and offloaded gradients are CPU tensors, also when the others stay on the GPU.
+    return f"cpu:gloo,{device.type}:{_COLLECTIVES[device.type]}"
+
+
+def has_fast_bf16(device: torch.device) -> bool:
+    """Whether the GPU computes in bf16 itself; torch would emulate it without a word."""
+    if device.type == "mps":
+        return bool(torch.backends.mps.is_macos_or_newer(14, 0))
+    with _module_of(device).device(device):
+        return bool(_module_of(device).is_bf16_supported(including_emulation=False))
+
+
+def has_tf32(device: torch.device) -> bool:
+    """Whether the GPU's tensor cores take fp32: NVIDIA's since Ampere."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def bind_to_near_cores(device: torch.device, root: Path = Path("/")) -> None:
+    """Keeps the rank on the cores that are next to its GPU, where Linux says which those are.
+
+    Copies to a GPU of another socket cross the link between both. Cores that the process may not use
+    stay out of it; nothing changes where none are left.
+    """
+    if device.type != "cuda":
+        return
+    properties: Any = torch.cuda.get_device_properties(device)  # typed without its PCI place
+    place = (
+        f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:"
+        f"{properties.pci_device_id:02x}.0"
+    )
+    try:
+        listed = (root / "sys/bus/pci/devices" / place / "local_cpulist").read_text()
+    except OSError:
+        return  # not shown in a container, say
+    near = cores_of(listed) & os.sched_getaffinity(0)
+    if near:
+        os.sched_setaffinity(0, near)
+
+
+def cores_of(listed: str) -> set[int]:
+    """The kernel's lists of cores, such as "0-3,8"."""
+    cores: set[int] = set()
+    for part in filter(None, listed.strip().split(",")):
+        first, _, last = part.partition("-")
+        cores |= set(range(int(first), int(last or first) + 1))
+    return cores
+
+
+def name_of(device: torch.device) -> str:
+    """The device's name by its maker; "cpu" and "mps" are their own."""
+    return (
+        str(_module_of(device).get_device_name(device)) if device.index is not None else device.type
+    )
+
+
+def tally_dtype(device: torch.device) -> torch.dtype:
+    """What sums over inner steps are kept in: fp64 where every device of the kind has it."""
+    return torch.float64 if device.type in ("cpu", "cuda") else torch.float32
+
+
+def carries_pinned_memory(device: torch.device) -> bool:
+    """Whether copies from and to pinned memory go on while others compute."""
+    return device.type in _HAVE_STREAMS
+
+
+def begin_measuring_memory(device: torch.device) -> None:
+    """Forgets the peak so far, where the device has one of its own."""
+    if device.type in _HAVE_STREAMS:
+        _module_of(device).reset_peak_memory_stats(device)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most that the rank has held at once: of its GPU, or of the machine's memory."""
+    if device.type in _HAVE_STREAMS:
+        return int(_module_of(device).max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+
+
+def _module_of(device: torch.device) -> ModuleType:
+    module: ModuleType = torch.get_device_module(device)
+    return module

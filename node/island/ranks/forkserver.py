@@ -1,0 +1,80 @@
+"""The process that ranks are forked from: its start, a fork, its end.
+
+It has torch loaded already, so a rank begins at once. Forking the daemon itself is unsafe once gRPC
+or CUDA runs.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+from multiprocessing import forkserver, resource_tracker
+from typing import TYPE_CHECKING, Any
+
+from node.island.ranks.commands import Halt, Order, RankSetup, Reply
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+    from multiprocessing.process import BaseProcess
+
+_context = multiprocessing.get_context("forkserver")
+
+
+def prepare_forkserver() -> None:
+    """Starts it; it imports torch while the daemon goes on.
+
+    Returns at once. It is a fresh Python, so it holds nothing of the daemon's threads and gRPC.
+    """
+    # Ranks of two nodes on one machine have more threads than it has cores. OpenMP's threads spin
+    # while they wait, which made them about twenty times slower; ranks inherit this from the forkserver.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Tracing an inner step (measuring.local_communication) would write to standard error each time.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    # CUPTI stays attached after a trace otherwise, and every kernel pays for it. Not measured.
+    os.environ.setdefault("TEARDOWN_CUPTI", "1")
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        # Sizes of what is gathered and recomputed differ: fixed segments fall to pieces. Not measured.
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    _context.set_forkserver_preload(["node.island.ranks.rank"])
+    resource_tracker.ensure_running()  # the forkserver would, and unblock the signal in between
+    # A Ctrl-C at the terminal is the daemon's alone. The forkserver says so itself, but only once
+    # it has imported torch; until then it would end with a traceback.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def fork_rank(setup: RankSetup) -> "tuple[BaseProcess, Connection[Order | Halt, Reply]]":
+    """Starts a rank; returns it, and our end of its pipe.
+
+    Waits for the forkserver, which may still be importing torch.
+    """
+    ours, theirs = _context.Pipe()
+    process = _context.Process(
+        target=_live, args=(theirs, setup), name=f"atoll-rank-{setup.rank}", daemon=True
+    )
+    process.start()
+    theirs.close()  # else we would never see its end close
+    return process, ours
+
+
+def end_forkserver() -> None:
+    """Ends it, if it runs; ranks must have ended.
+
+    It would end by itself after us, but not before it has imported torch. Private names, because
+    Python offers no other way; its own test suite uses them.
+    """
+    server: Any = forkserver._forkserver
+    if server._forkserver_pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(server._forkserver_pid, signal.SIGKILL)
+    server._stop()
+
+
+def _live(connection: "Connection[Reply, Order | Halt]", setup: RankSetup) -> None:
+    """What a rank's process runs; a name here, so that the daemon need not import torch for it."""
+    from node.island.ranks.rank import run_rank
+
+    run_rank(connection, setup)

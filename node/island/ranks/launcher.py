@@ -1,0 +1,406 @@
+"""The daemon's side of an island: one process for each rank, watched from the event loop.
+
+They are forked elsewhere (node.island.ranks.forkserver). After any error the island is broken, since the
+ranks may have parted ways: `stop` and `start` it again.
+"""
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from node.island.checkpoints.folder import About, CheckpointFolder, Kept, Loaded
+from node.island.checkpoints.resuming import Resuming
+from node.island.data.places import DataPlaces
+from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork, Progress
+from node.island.parallel.combinations import check_combination, check_local
+from node.island.parallel.mesh_shape import MeshShape, check_batch, check_shape
+from node.island.ranks.commands import (
+    Adopt,
+    Alive,
+    Begin,
+    Command,
+    Evaluate,
+    Failed,
+    Halt,
+    Keep,
+    MeetingPoint,
+    Order,
+    Publish,
+    RankSetup,
+    Reply,
+    Resume,
+    Told,
+    Train,
+)
+from node.island.ranks.devices import default_threads
+from node.island.ranks.faults import RankDiedError, RankFailedError, RankHungError
+from node.island.ranks.forkserver import fork_rank, prepare_forkserver
+from node.island.ranks.hang_watch import HangWatch
+from node.island.training.local_training import PLAIN, LocalTraining
+from node.outer_state import SharedNames
+from protocol.errors import AtollError, SystemRefusedError
+from protocol.files.leftovers import TemporaryFolder
+from protocol.rounds import CorpusSummary
+from protocol.run_spec import RunSpec
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+Answer = TypeVar("Answer")
+
+_TERMINATE_SECONDS = 3.0
+_KILL_SECONDS = 1.5
+_GRACE_SECONDS = 0.3  # a rank fails because another died, and says so before the death shows
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Member:
+    """A rank as the daemon sees it."""
+
+    rank: int
+    device: str
+    process: BaseProcess
+    connection: "Connection[Order | Halt, Reply]"
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Pending:
+    """The order that all ranks are carrying out."""
+
+    number: int
+    is_training: bool
+    future: asyncio.Future[object]
+    on_progress: Callable[[Progress], None] | None
+    answers: dict[int, object] = field(default_factory=dict)
+
+
+class ProcessIsland:
+    """Ranks in processes of their own; implements Island."""
+
+    def __init__(
+        self,
+        *,
+        spec: RunSpec,
+        names: SharedNames,
+        devices: tuple[str, ...],
+        data: DataPlaces,
+        shape: MeshShape | None = None,
+        num_threads: int | None = None,
+        local: LocalTraining = PLAIN,
+        ranks: range | None = None,
+        checkpoints: CheckpointFolder | None = None,
+        hang_seconds: float = 0.0,
+    ) -> None:
+        """`ranks` are those of the mesh that are on this host: all unless given."""
+        shape = shape or MeshShape(replicate=len(devices))
+        self._ranks = range(shape.num_ranks) if ranks is None else ranks
+        if len(self._ranks) != len(devices):
+            raise ValueError(f"a mesh of {shape} takes {len(self._ranks)} devices: {devices}")
+        self._meeting_point: MeetingPoint | None = None
+        self._spec = spec
+        self._shape = shape
+        self._names = names
+        self._devices = devices
+        self._data = data
+        self._local = local
+        self._num_threads = num_threads or default_threads(len(devices))
+        self._members: list[_Member] = []
+        self._pending: _Pending | None = None
+        self._number = 0
+        self._broken: AtollError | None = None
+        self._breaking: asyncio.TimerHandle | None = None
+        self._meeting: TemporaryFolder | None = None
+        self._spawning: asyncio.Future[None] | None = None
+        self._stopping = asyncio.Lock()
+        self.resuming = Resuming(checkpoints, spec)
+        self._watch = HangWatch(patience_seconds=hang_seconds, on_hang=self._on_hang)
+
+    @property
+    def process_ids(self) -> tuple[int, ...]:
+        """Process ids of the ranks, in their order."""
+        return tuple(member.process.pid or 0 for member in self._members)
+
+    @property
+    def ability(self) -> Ability:
+        """See Island."""
+        return ALL
+
+    def meet_at(self, point: MeetingPoint) -> None:
+        """Where the ranks of several hosts meet when they are started next."""
+        self._meeting_point = point
+
+    async def start(self) -> CorpusSummary:
+        """See Island. A mesh that does not fit the run is refused before any process starts."""
+        summary = await self.bring_up()
+        await self.resuming.resume(lambda one: self.load(one.about, one.path))
+        return summary
+
+    async def bring_up(self) -> CorpusSummary:
+        """As start, but without a checkpoint: of several hosts, all have to agree on it."""
+        if self._members or self._spawning:
+            raise RuntimeError("the island is started already")
+        check_shape(self._shape, self._spec)
+        check_batch(self._shape, self._spec)
+        check_combination(self._shape, self._local)
+        check_local(self._spec, self._local)
+        self._broken = None
+        self._number = 0
+        self._meeting = TemporaryFolder("ranks")
+        # In a thread: it waits for the forkserver, which may still be importing torch.
+        self._spawning = asyncio.ensure_future(asyncio.to_thread(self._spawn, self._meeting.path))
+        try:
+            await asyncio.shield(self._spawning)
+        except EOFError as error:
+            raise RankDiedError("the process that ranks are forked from has ended") from error
+        except OSError as error:
+            raise SystemRefusedError(
+                f"the ranks' processes cannot be started: {error}",
+                next_step="free memory, or raise the limits on processes and open files",
+            ) from error
+        self._spawning = None
+        self._listen()
+        return await self._answer_of(Begin(), CorpusSummary)
+
+    async def stop(self) -> None:
+        """See Island. Takes at most five seconds."""
+        async with self._stopping:
+            if self._spawning is not None:
+                await asyncio.wait([self._spawning])
+                self._spawning.exception()  # whoever started us has it, or waits no more
+                self._spawning = None
+                self._listen()
+            if self._breaking is not None:
+                self._breaking.cancel()
+                self._breaking = None
+            self._break(RankDiedError("the island was stopped"))
+            if not await self._all_ended(_TERMINATE_SECONDS):
+                for member in self._members:
+                    member.process.kill()
+                await self._all_ended(_KILL_SECONDS)
+            for member in self._members:
+                self._forget(member)
+            self._members = []
+            if self._meeting is not None:
+                self._meeting.remove()
+                self._meeting = None
+
+    async def adopt(self, fragment: int | None = None, *, is_taken: bool = True) -> None:
+        """See Island."""
+        await self._answer_of(Adopt(fragment, is_taken), type(None))
+
+    async def train(self, work: InnerWork, on_progress: Callable[[Progress], None]) -> InnerReport:
+        """See Island. When it is cancelled, the ranks leave off after their current inner step."""
+        self.resuming.tell_of_training(work.token_clock)
+        try:
+            return await self._answer_of(Train(work), InnerReport, on_progress)
+        except asyncio.CancelledError:
+            self._send_halt()
+            raise
+
+    def halt(self) -> None:
+        """See Island."""
+        if self._pending is not None and self._pending.is_training:
+            self._send_halt()
+
+    def _send_halt(self) -> None:
+        for member in self._members:
+            self._send(member, Halt())
+
+    async def publish(self, fragment: int) -> None:
+        """See Island."""
+        await self._answer_of(Publish(fragment), type(None))
+
+    async def keep(self, round: int, *, is_last: bool = False) -> None:
+        """See Island."""
+        if (folder := self.resuming.folder_if_due(is_last=is_last)) is not None:
+            kept = await self.set_aside(Keep(folder, round, is_waited=is_last))
+            self.resuming.tell_of_keeping(round, kept)
+
+    async def set_aside(self, order: Keep) -> Kept:
+        """Has the ranks write their part of a checkpoint, whether or not one is due."""
+        return await self._answer_of(order, Kept)
+
+    async def load(self, about: About, path: Path | None) -> Loaded:
+        """Has the ranks take a checkpoint over; `path` is this host's part, if it has one."""
+        return await self._answer_of(Resume(about, path), Loaded)
+
+    async def evaluate(self) -> Evaluation:
+        """See Island."""
+        return await self._answer_of(Evaluate(), Evaluation)
+
+    def _spawn(self, meeting: Path) -> None:
+        prepare_forkserver()
+        for rank, device in zip(self._ranks, self._devices, strict=True):
+            setup = RankSetup(
+                spec=self._spec,
+                names=self._names,
+                rank=rank,
+                shape=self._shape,
+                device=device,
+                num_threads=self._num_threads,
+                local=self._local,
+                data=self._data,
+                meeting=self._meeting_point or meeting / "store",
+            )
+            process, connection = fork_rank(setup)
+            self._members.append(
+                _Member(rank=rank, device=device, process=process, connection=connection)
+            )
+
+    def _listen(self) -> None:
+        loop = asyncio.get_running_loop()
+        for member in self._members:
+            loop.add_reader(member.connection.fileno(), self._on_replies, member)
+            loop.add_reader(member.process.sentinel, self._on_end, member)
+
+    async def _answer_of(
+        self,
+        command: Command,
+        kind: type[Answer],
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> Answer:
+        """Gives the order to all ranks and waits for all; returns rank 0's answer."""
+        if self._broken is not None:
+            raise self._broken
+        if not self._members:
+            raise RuntimeError("call start() first")
+        if self._pending is not None:
+            raise RuntimeError(f"{command} was asked for before the last order was answered")
+        future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        self._pending = _Pending(
+            number=self._number,
+            is_training=isinstance(command, Train),
+            future=future,
+            on_progress=on_progress,
+        )
+        if not isinstance(command, Begin):
+            for member in self._members:
+                self._send(member, Order(self._number, command))
+        self._number += 1
+        try:
+            with self._watch.over(_kind_of(command)):
+                answer = await future
+        finally:
+            self._pending = None
+        assert isinstance(answer, kind)
+        return answer
+
+    def _send(self, member: _Member, message: Order | Halt) -> None:
+        # A broken pipe means that the rank is ending; its sentinel tells how.
+        with contextlib.suppress(OSError):
+            member.connection.send(message)
+
+    def _on_replies(self, member: _Member) -> None:
+        try:
+            while member.connection.poll():
+                self._take(member, member.connection.recv())
+        except (EOFError, OSError):
+            asyncio.get_running_loop().remove_reader(member.connection.fileno())
+
+    def _take(self, member: _Member, reply: Reply) -> None:
+        self._watch.heard()
+        if isinstance(reply, Failed):
+            self._on_failure(reply.error)
+            return
+        if isinstance(reply, Alive):
+            return
+        pending = self._pending
+        if pending is None or reply.number != pending.number or pending.future.done():
+            return  # the order was cancelled
+        if isinstance(reply, Told):
+            if pending.on_progress is not None:
+                pending.on_progress(reply.progress)
+        else:
+            pending.answers[member.rank] = reply.answer
+            if len(pending.answers) == len(self._members):
+                pending.future.set_result(pending.answers[self._ranks[0]])
+
+    def _on_failure(self, error: AtollError) -> None:
+        if len(self._members) > 1 and isinstance(error, RankFailedError):
+            if self._breaking is None:
+                loop = asyncio.get_running_loop()
+                self._breaking = loop.call_later(_GRACE_SECONDS, self._break, error)
+        else:
+            self._break(error)
+
+    def _on_end(self, member: _Member) -> None:
+        self._on_replies(member)  # what it said last comes first
+        self._unwatch(member)
+        member.ended.set()
+        exit_code = member.process.exitcode
+        # A rank that reported an error ends with 0, and the error is what people should see.
+        if exit_code != 0 or self._breaking is None:
+            self._break(
+                RankDiedError(
+                    f"rank {member.rank} on {member.device} {_manner_of(exit_code)}",
+                    next_step="see the log; if the machine ran out of memory, lower [inner] batch "
+                    "or the number of ranks",
+                )
+            )
+
+    def _on_hang(self, why: str) -> None:
+        devices = ", ".join(dict.fromkeys(member.device for member in self._members))
+        self._break(
+            RankHungError(
+                f"the ranks on {devices} {why}",
+                next_step="see the log; if this machine is just that slow, raise hang_seconds in "
+                "node.toml",
+            )
+        )
+        for member in self._members:  # one that is stopped, or in a driver, takes no other signal
+            if not member.ended.is_set():
+                member.process.kill()
+
+    def _break(self, error: AtollError) -> None:
+        """Ends all ranks; the pending order, or else the next one, raises the first error."""
+        if self._broken is not None:
+            return
+        self._broken = error
+        if self._pending is not None and not self._pending.future.done():
+            self._pending.future.set_exception(error)
+        for member in self._members:
+            if not member.ended.is_set():
+                member.process.terminate()
+
+    async def _all_ended(self, timeout_seconds: float) -> bool:
+        waits = [asyncio.ensure_future(member.ended.wait()) for member in self._members]
+        if not waits:
+            return True
+        _, unfinished = await asyncio.wait(waits, timeout=timeout_seconds)
+        for wait in unfinished:
+            wait.cancel()
+        return not unfinished
+
+    def _unwatch(self, member: _Member) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(member.connection.fileno())
+        loop.remove_reader(member.process.sentinel)
+
+    def _forget(self, member: _Member) -> None:
+        if not member.ended.is_set():  # unkillable, in the kernel: leave it to the system
+            self._unwatch(member)
+            member.connection.close()
+            return
+        member.connection.close()
+        member.process.join()
+        member.process.close()
+
+
+def _kind_of(command: Command) -> str:
+    """What takes about as long each time."""
+    if isinstance(command, Keep) and command.is_waited:
+        return "writing a checkpoint"
+    return type(command).__name__.lower()
+
+
+def _manner_of(exit_code: int | None) -> str:
+    if exit_code is not None and exit_code < 0:
+        with contextlib.suppress(ValueError):
+            return f"was ended by {signal.Signals(-exit_code).name}"
+    return f"ended by itself with exit code {exit_code}"

@@ -1,0 +1,259 @@
+"""The inner optimizers: AdamW on everything, or Muon on the layers' matrices and AdamW on the rest.
+
+With `sparse`, embedding tables have an AdamW of their own that leaves rows without a gradient alone.
+
+Each group carries the `peak_rate` that the schedule scales. What lives elsewhere: the schedule
+(node.island.training.schedule), clipping and the step itself (node.island.training.trainer).
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from node.island.models.architecture import Roles, roles_of
+from node.island.training.whole_matrices import WholeMatrices
+from protocol.run_spec import InnerSection
+
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_ITERATIONS = 5
+_EPSILON = 1e-7
+_MOST_ELEMENTS_AT_ONCE = (
+    1 << 22
+)  # small matrices go through the iteration together, large ones alone
+
+
+Gather = Callable[[list[Tensor]], WholeMatrices]
+"""Finds the way to whole matrices from those that ranks have parts of."""
+
+
+def inner_optimizers(
+    model: nn.Module,
+    inner: InnerSection,
+    *,
+    roles: Roles | None = None,
+    iteration_dtype: torch.dtype = torch.float32,
+    gather: Gather | None = None,
+) -> list[Optimizer]:
+    """The optimizers that together step every trained parameter once; their order is fixed.
+
+    `roles` says which parameters Muon takes and which are tables; by kind of module when it is not
+    given. `gather` is for models whose matrices are spread over ranks.
+    """
+    roles = roles_of(model) if roles is None else roles
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizers: list[Optimizer] = []
+    if inner.sparse and (tables := [p for p in trained if p in roles.tables]):
+        optimizers.append(RowwiseAdamW.of_run(tables, inner))
+        trained = [p for p in trained if p not in roles.tables]
+    matrices = [p for p in trained if p in roles.matrices]
+    if inner.optimizer == "muon" and matrices:
+        optimizers.append(
+            Muon(
+                [{"params": matrices, "peak_rate": inner.muon_peak_rate}],
+                lr=inner.muon_peak_rate,
+                momentum=inner.muon_momentum_or_default,
+                weight_decay=inner.weight_decay,
+                iteration_dtype=iteration_dtype,
+                whole=gather(list(matrices)) if gather is not None else None,
+            )
+        )
+        trained = [p for p in trained if p not in roles.matrices]
+    if trained:
+        optimizers.append(_adamw(trained, roles, inner))
+    return optimizers
+
+
+def iteration_dtype_of(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What Muon iterates in: fp16's range is too small for it, and a CPU would emulate bf16."""
+    is_bf16 = dtype == torch.bfloat16 and device.type != "cpu"
+    return torch.bfloat16 if is_bf16 else torch.float32
+
+
+def _adamw(parameters: list[nn.Parameter], roles: Roles, inner: InnerSection) -> torch.optim.AdamW:
+    """AdamW (Loshchilov and Hutter, 2019); only matrices of layers and head decay."""
+    decayed = [p for p in parameters if p.ndim > 1 and p not in roles.tables]
+    others = [p for p in parameters if p.ndim <= 1 or p in roles.tables]
+    groups = [
+        {"params": decayed, "weight_decay": inner.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group | {"peak_rate": inner.learning_rate} for group in groups if group["params"]],
+        lr=inner.learning_rate,
+        betas=(inner.beta1, inner.beta2),
+        eps=1e-8,
+        fused=True,
+    )
+
+
+class RowwiseAdamW(Optimizer):
+    """AdamW on tables of which a batch looks up few rows: rows without a gradient are left alone.
+
+    Plain AdamW moves every row in every step, by the momentum of gradients long past. Here a row's
+    moments and its count of steps move with its own gradients only, so its first steps are corrected
+    for their bias as AdamW's first ones are. Tables do not decay. Whole rows of a table that is
+    sharded by rows are on one rank, which alone looks at them.
+    """
+
+    def __init__(
+        self,
+        tables: Iterable[Tensor] | list[dict[str, Any]],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float = 1e-8,
+    ) -> None:
+        super().__init__(tables, {"lr": lr, "betas": betas, "eps": eps})
+
+    @classmethod
+    def of_run(cls, tables: list[nn.Parameter], inner: InnerSection) -> "RowwiseAdamW":
+        """As [inner] has it."""
+        return cls(
+            [{"params": tables, "peak_rate": inner.learning_rate}],
+            lr=inner.learning_rate,
+            betas=(inner.beta1, inner.beta2),
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # torch overloads it for closures
+        """Moves the rows that have a gradient other than zero."""
+        assert closure is None
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for table in group["params"]:
+                if table.grad is None:
+                    continue
+                state: dict[str, Any] = self.state[table]
+                if not state:
+                    state.update(self.zero_state(table))
+                gradient = _local(table.grad)
+                rows = gradient.flatten(1).ne(0).any(dim=1).nonzero().squeeze(1)
+                own = gradient[rows]
+                mean, square, steps = (
+                    _local(state[key]) for key in ("exp_avg", "exp_avg_sq", "row_steps")
+                )
+                new_mean = mean[rows].lerp_(own, 1 - beta1)
+                new_square = square[rows].mul_(beta2).addcmul_(own, own, value=1 - beta2)
+                new_steps = steps[rows] + 1
+                mean[rows], square[rows], steps[rows] = new_mean, new_square, new_steps
+                scale = (1 - beta2**new_steps).sqrt() / (1 - beta1**new_steps)  # [rows, 1]
+                direction = new_mean / (new_square.sqrt() + group["eps"] * scale)
+                values = _local(table)
+                values[rows] = values[rows] - group["lr"] * scale * direction
+
+    @staticmethod
+    def zero_state(table: Tensor) -> dict[str, Tensor]:
+        """Of a table that no step has touched yet."""
+        whole = table.detach()
+        return {
+            "exp_avg": torch.zeros_like(whole),
+            "exp_avg_sq": torch.zeros_like(whole),
+            "row_steps": torch.zeros_like(whole.narrow(1, 0, 1)),
+        }
+
+
+class Muon(Optimizer):
+    """Steps by the orthogonalised momentum of each matrix.
+
+    Jordan et al., 2024, "Muon: An optimizer for hidden layers in neural networks". The update is
+    scaled to the size of AdamW's, 0.2 · sqrt(longer side), so that AdamW's learning rate and weight
+    decay suit it (Liu et al., 2025, "Muon is scalable for LLM training", section 2.2).
+    `torch.optim.Muon` does the same, but always iterates in bf16, which a CPU has to emulate.
+    """
+
+    def __init__(
+        self,
+        matrices: Iterable[Tensor] | list[dict[str, Any]],
+        *,
+        lr: float,
+        momentum: float,
+        weight_decay: float,
+        iteration_dtype: torch.dtype = torch.float32,
+        whole: WholeMatrices | None = None,
+    ) -> None:
+        super().__init__(matrices, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        self.iteration_dtype = iteration_dtype
+        self._whole = whole
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # torch overloads it for closures
+        """Moves every matrix that has a gradient."""
+        assert closure is None
+        for group in self.param_groups:
+            with_gradient = [p for p in group["params"] if p.grad is not None]
+            directions = [self._momentum_of(p, group["momentum"]) for p in with_gradient]
+            for parameter, update in zip(
+                with_gradient, self._orthogonalised(directions), strict=True
+            ):
+                values = _local(parameter)
+                values.mul_(1 - group["lr"] * group["weight_decay"])
+                values.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(parameter.shape)))
+
+    def _momentum_of(self, parameter: Tensor, momentum: float) -> Tensor:
+        """Nesterov's: the running mean, moved once more towards the gradient."""
+        state: dict[str, Any] = self.state[parameter]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        gradient = _local(cast("Tensor", parameter.grad))
+        mean = _local(state["momentum_buffer"]).lerp_(gradient, 1 - momentum)
+        return gradient.lerp(mean, momentum)
+
+    def _orthogonalised(self, directions: list[Tensor]) -> list[Tensor]:
+        if self._whole is None:
+            return orthogonalised(directions, self.iteration_dtype)
+        lower = [each.to(self.iteration_dtype) for each in directions]
+        return self._whole.apply(lambda all_of: orthogonalised(all_of, self.iteration_dtype), lower)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The rank's own part, where there are others."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def orthogonalised(matrices: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """About U Vᵀ of each matrix U S Vᵀ, in its own dtype: singular values between 0.7 and 1.2.
+
+    Five steps of a Newton–Schulz iteration whose coefficients grow small singular values fastest
+    and do not converge to exactly one (Jordan et al., 2024). Matrices of a shape go together.
+    """
+    results: list[Tensor | None] = [None] * len(matrices)
+    for chunk in _chunks(matrices):
+        stacked = torch.stack([_lying(matrices[i]) for i in chunk]).to(dtype)  # [N, short, long]
+        for i, update in zip(chunk, _iterated(stacked), strict=True):
+            standing = update.T if matrices[i].shape[0] > matrices[i].shape[1] else update
+            results[i] = standing.to(matrices[i].dtype)
+    return cast("list[Tensor]", results)
+
+
+def _lying(matrix: Tensor) -> Tensor:
+    """With no more rows than columns: the Gram matrix is then the smaller one."""
+    return matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+
+
+def _chunks(matrices: list[Tensor]) -> Iterator[list[int]]:
+    """Places of matrices of one lying shape, as many as may be stacked at once."""
+
+    def shape_at(i: int) -> tuple[int, ...]:
+        return tuple(sorted(matrices[i].shape))
+
+    for shape, places in groupby(sorted(range(len(matrices)), key=shape_at), key=shape_at):
+        together = max(1, _MOST_ELEMENTS_AT_ONCE // math.prod(shape))
+        alike = list(places)
+        for start in range(0, len(alike), together):
+            yield alike[start : start + together]
+
+
+def _iterated(x: Tensor) -> Tensor:
+    """Newton–Schulz on a stack of matrices [N, short, long]."""
+    a, b, c = _COEFFICIENTS
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=_EPSILON)  # spectral norms are now ≤ 1
+    for _ in range(_ITERATIONS):
+        gram = x @ x.mT  # [N, short, short]
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x

@@ -1,0 +1,451 @@
+"""One rank's training: model, inner optimizer, and the inner steps of a round.
+
+The optimizer's state stays with the rank over all rounds; weights come from the shared vector and
+go back there. Processes and commands are node.island.ranks.rank's business.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import blake3
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from node.island.checkpoints.folder import About
+from node.island.checkpoints.inner_state import Blank, Named, Staging, Tensors, is_stepped, named_by
+from node.island.data.dataset import Batch, Dataset
+from node.island.data.manifest import Split
+from node.island.data.samples import Indices, SampleOrder, held_out_choice
+from node.island.island import Evaluation, InnerReport, InnerWork, Progress, rebases
+from node.island.measuring.local_communication import LocalCommunication
+from node.island.measuring.utilisation import flops_per_token, measure_peak_if_unknown, measured
+from node.island.models.architecture import BufferWatch, Tree
+from node.island.models.decoder_modules import NO_TARGET
+from node.island.parallel.boxes import (
+    Held,
+    adopt_boxes,
+    blend_boxes,
+    held_by,
+    publish_boxes,
+    rebase_boxes,
+)
+from node.island.parallel.combinations import check_combination, check_local, may_be_traced
+from node.island.parallel.mesh import Mesh
+from node.island.parallel.mesh_shape import MeshShape, check_batch, check_shape, goes_by_a_plan
+from node.island.parallel.sharded_weights import reshard
+from node.island.ranks.accelerator import (
+    begin_measuring_memory,
+    carries_pinned_memory,
+    tally_dtype,
+)
+from node.island.ranks.faults import TrainingDivergedError
+from node.island.ranks.ferry import copies_of
+from node.island.training.engine import Engine
+from node.island.training.local_training import PLAIN, LocalTraining
+from node.island.training.schedule import (
+    Position,
+    Rewarming,
+    rewarming_steps,
+    scale_of_rates,
+    share_of_peak,
+)
+from node.outer_state import Vector
+from protocol.layout import layout_of
+from protocol.rounds import Digest
+from protocol.run_spec import RunSpec
+
+PROGRESS_SECONDS = 0.5
+
+EXPECTED_SAMPLES = 1 << 14
+"""Samples of a round that data which is far away is asked for ahead: they touch all pieces of a window."""
+
+Clock = Callable[[], float]
+
+
+class _Tally:
+    """Sums of loss and gradient norm, kept on the device: reading them makes a GPU wait."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._sums = torch.zeros(2, dtype=tally_dtype(device), device=device)
+        self._loss_before = 0.0
+        self._steps_before = 0
+        self._losses_before = 0
+        self._mean = 0.0
+        self.steps = 0
+        self.num_losses = 0
+        self.skipped_steps = 0
+        self.loss_sum = 0.0
+
+    def add(self, loss: Tensor | None, norm: Tensor | None) -> None:
+        """Without a norm the step was skipped: its loss counts, if it is finite.
+
+        Without a loss there was nothing to learn from.
+        """
+        self.steps += 1
+        if loss is not None:
+            self._sums += torch.stack((loss, torch.zeros_like(loss) if norm is None else norm))
+            self.num_losses += 1
+            self.skipped_steps += norm is None
+
+    def read(self, training_round: int) -> float:
+        """Mean loss since the last reading that found any; raises TrainingDivergedError."""
+        self.loss_sum, norm_sum = self._sums.tolist()
+        # A finite loss with an infinite gradient has ruined the weights as well.
+        if not (math.isfinite(self.loss_sum) and math.isfinite(norm_sum)):
+            raise TrainingDivergedError(
+                f"round {training_round}: the loss or its gradient is no longer finite "
+                f"(inner step {self._steps_before + 1} to {self.steps})",
+                next_step="lower [inner] learning_rate or [outer] learning_rate in run.toml",
+            )
+        if self.num_losses > self._losses_before:
+            num_new = self.num_losses - self._losses_before
+            self._mean = (self.loss_sum - self._loss_before) / num_new
+        self._loss_before, self._losses_before = self.loss_sum, self.num_losses
+        self._steps_before = self.steps
+        return self._mean
+
+
+LOOK_SECONDS = 0.1
+"""How long ranks train at most before the first tells the others again whether to go on."""
+
+
+def steps_until_next_look(seconds_left: float, *, per_step: float, mesh: MeshShape) -> int:
+    """Inner steps until the ranks agree again, at least one; a lone rank looks after each.
+
+    All wait for what the first one says: after each of many short steps that would cost more than
+    they do.
+    """
+    if mesh.num_ranks == 1 or per_step <= 0:
+        return 1
+    return max(1, int(min(LOOK_SECONDS, seconds_left) / per_step))
+
+
+class Trainer:
+    """A rank's model and inner optimizer. All ranks make the same calls in the same order."""
+
+    def __init__(
+        self,
+        *,
+        spec: RunSpec,
+        corpus: Dataset,
+        device: torch.device,
+        mesh: Mesh,
+        clock: Clock,
+        local: LocalTraining = PLAIN,
+    ) -> None:
+        check_shape(mesh.shape, spec)
+        check_batch(mesh.shape, spec)
+        check_combination(mesh.shape, local)
+        check_local(spec, local)
+        self._spec = spec
+        self._corpus = corpus
+        self._device = device
+        self._mesh = mesh
+        self._clock = clock
+        self._layout = layout_of(spec)
+        self._copies = copies_of(torch.device("cpu") if mesh.shape.has_offload else device)
+        self._staging = Staging(torch.device("cpu") if mesh.shape.has_offload else device)
+        self._engine = Engine(spec=spec, mesh=mesh, device=device, local=local)
+        self._optimizers = self._engine.optimizers(spec.inner)
+        self._buffers: BufferWatch | None = BufferWatch(self._engine.parts)  # for the first step
+        self._order = SampleOrder(
+            seed=spec.run.seed, num_samples=corpus.num_samples, num_together=corpus.num_together
+        )
+        self._counted_tokens = 0  # since training of a round began
+        self._has_plan_to_check = goes_by_a_plan(mesh.shape, spec)
+        self._rewarming = Rewarming(rewarming_steps(spec))
+        self._communication = LocalCommunication(
+            device, mesh, may_trace=may_be_traced(mesh.shape, local)
+        )
+        if local.compile:
+            self._compile_now()
+
+    def take_base(self, base: Path | None) -> None:
+        """Reads what the run does not train, where it leaves something as it is; raises AtollError."""
+        self._engine.take_base(base)
+
+    def know_peak(self) -> None:
+        """Measures what the device can do, unless a table tells."""
+        measure_peak_if_unknown(self._device, self._engine.dtype)
+        self._communication.prepare()
+
+    def adopt(self, parameters: Vector) -> None:
+        """Copies the global parameters into the model; what was trained locally is gone.
+
+        The first time a plan of the run's own for tensor parallel or stages is tried; raises ConfigError.
+        """
+        adopt_boxes(self._held(), parameters, copies=self._copies)
+        if self._has_plan_to_check:
+            from node.island.models.plan_check import check_plan
+
+            self._has_plan_to_check = False
+            first = np.arange(self._engine.rows) % self._corpus.num_held_out_samples
+            batch = self._on_device("held_out", first)
+            check_plan(self._engine, self._mesh, self._spec, parameters, batch)
+
+    def merge(
+        self, parameters: Vector, published: Vector, fragment: int, *, is_taken: bool
+    ) -> None:
+        """Takes over a fragment's new global parameters, as [exchange] overlap says."""
+        exchange = self._spec.exchange
+        span = self._layout.fragments[fragment].span
+        if exchange.overlap == "none":
+            adopt_boxes(self._held(), parameters, span, copies=self._copies)
+        elif rebases(exchange, is_taken=is_taken):
+            rebase_boxes(self._held(), parameters, published, span, copies=self._copies)
+        else:
+            share = exchange.local_share
+            blend_boxes(self._held(), parameters, span, local_share=share, copies=self._copies)
+
+    def publish(self, into: Vector, fragment: int) -> None:
+        """Copies this rank's parts of the fragment to their places in the canonical vector."""
+        span = self._layout.fragments[fragment].span
+        publish_boxes(self._held(), into, span, copies=self._copies)
+
+    def _held(self) -> Iterator[Held]:
+        """What the rank holds, to be read or changed in place."""
+        reshard(self._engine.parts)
+        engine = self._engine
+        return held_by(engine.parts, self._layout, self._mesh, copies=engine.copies())
+
+    def train(
+        self,
+        work: InnerWork,
+        on_progress: Callable[[Progress], None],
+        is_halted: Callable[[], bool] = lambda: False,
+    ) -> InnerReport:
+        """Takes inner steps until they, the samples or the time are used up, at least one.
+
+        `is_halted` is asked after each inner step, of rank 0. Progress shows this rank's loss, the
+        report that of all. Raises TrainingDivergedError.
+        """
+        batch = self._spec.inner.batch
+        step_tokens = self._spec.tokens_per_inner_step
+        max_steps = min(work.inner_steps, work.num_samples // batch)
+        if max_steps < 1:
+            raise ValueError(
+                f"{work.num_samples} samples in {work.inner_steps} steps are no inner step"
+            )
+        num_expected = min(max_steps * batch, EXPECTED_SAMPLES)
+        self._corpus.expect("training", self._order.indices(work.first_sample, num_expected))
+        begin_measuring_memory(self._device)
+        if self._engine.draws:
+            torch.manual_seed(self._seed_of(work))
+        tally = _Tally(self._device)
+        started = self._clock()
+        told_at, told_steps, told_tokens = started, 0, 0
+        self._counted_tokens = 0
+        scale = scale_of_rates(self._spec, work.num_participants)
+        self._rewarming.begin(work.token_clock)
+        to_trace = self._communication.step_to_trace(max_steps)
+        look_at = 1  # inner steps after which the ranks agree next on whether to go on
+        for step in range(max_steps):
+            self._set_learning_rates(Position.of(self._spec, work, step), scale)
+            with self._communication.traced() if step == to_trace else contextlib.nullcontext():
+                tally.add(*self._inner_step(work.first_sample + step * batch))
+            self._rewarming.stepped()
+            now = self._clock()
+            if now - told_at >= PROGRESS_SECONDS:
+                loss = tally.read(work.round)
+                now = self._clock()  # a GPU has caught up only now
+                tokens = self._counted_tokens - told_tokens
+                on_progress(
+                    Progress(
+                        round=work.round,
+                        inner_step=tally.steps,
+                        loss=loss,
+                        tokens_per_second=tokens / (now - told_at),
+                    )
+                )
+                told_at, told_steps, told_tokens = now, tally.steps, self._counted_tokens
+            if tally.steps < look_at:
+                continue
+            seconds_left = work.max_seconds - (now - started)
+            more_steps = 0
+            if seconds_left > 0 and not is_halted():
+                more_steps = steps_until_next_look(
+                    seconds_left, per_step=(now - started) / tally.steps, mesh=self._mesh.shape
+                )
+            more_steps = self._mesh.said_by_first(more_steps)
+            if more_steps == 0:
+                break
+            look_at = tally.steps + more_steps
+        if tally.steps > told_steps:
+            tally.read(work.round)
+        loss_sum = self._mesh.summed(torch.tensor(tally.loss_sum, dtype=torch.float64)).item()
+        num_losses = tally.num_losses * self._mesh.shape.num_data * self._mesh.shape.context
+        seconds = self._clock() - started
+        self._communication.trained(seconds)
+        share = self._communication.share
+        hardware = measured(self._device, self._engine.dtype, self._mesh)
+        return InnerReport(
+            round=work.round,
+            inner_steps=tally.steps,
+            samples=tally.steps * batch,
+            tokens=self._counted_tokens,
+            loss=loss_sum / max(1, num_losses),
+            seconds=seconds,
+            flops=float(tally.steps * step_tokens * flops_per_token(self._spec)),
+            peak_flops_per_second=hardware.peak_flops_per_second,
+            is_peak_measured=hardware.is_peak_measured,
+            peak_memory_bytes=hardware.peak_memory_bytes,
+            skipped_steps=tally.skipped_steps,
+            communication_seconds=None if share is None else share * seconds,
+        )
+
+    def evaluate_at(
+        self, parameters: Vector, on_batch: Callable[[], None] = lambda: None
+    ) -> Evaluation:
+        """Held-out loss of the global parameters; the rank's own weights are put back after it."""
+        # In the CPU's memory: a GPU that a model fills has no room for it twice.
+        own = [torch.empty(held.local.shape) for held in self._held()]
+        self._copies((kept, held.local) for kept, held in zip(own, self._held(), strict=True))
+        self.adopt(parameters)
+        evaluation = self.evaluate(on_batch)
+        self._copies((held.local, kept) for kept, held in zip(own, self._held(), strict=True))
+        return evaluation
+
+    def evaluate(self, on_batch: Callable[[], None] = lambda: None) -> Evaluation:
+        """Held-out loss over a fixed choice of samples, spread evenly over the held-out split."""
+        available = self._corpus.num_held_out_samples
+        chosen = held_out_choice(self._spec.evaluation.samples, available)
+        count = len(chosen)
+        own = chosen[self._mesh.share(count)]
+        rows = self._engine.rows
+        most = -(-count // self._mesh.shape.num_data)  # of any rank: all must go on together
+        sums = torch.zeros(4, dtype=torch.float64)
+        for start in range(0, most, rows):
+            own_chosen = own[start : start + rows]
+            batch = self._on_device("held_out", own_chosen)
+            sums += self._engine.measure(batch, num_samples=len(own_chosen)).tallied()
+            on_batch()
+        loss, weight, metric, samples = self._mesh.summed(sums).tolist()
+        return Evaluation(
+            loss=loss / max(1.0, weight),
+            tokens=self._corpus.num_counted("held_out", chosen),
+            metric=metric / samples if self._engine.has_metric else None,
+        )
+
+    def inner_state(
+        self, *, run_digest: Digest, layout_digest: Digest, round: int
+    ) -> tuple[Tensors, About]:
+        """A copy of this rank's part of the inner optimizer's state, and what belongs to it.
+
+        Raises ValueError before the first step.
+        """
+        named = self._named()
+        if not is_stepped(named):
+            raise ValueError("the inner optimizer has not taken a step yet")
+        scale = self._engine.loss_scale.kept()
+        about = About(
+            run_digest=run_digest.hex(),
+            layout_digest=layout_digest.hex(),
+            round=round,
+            mesh=str(self._mesh.shape),
+            loss_scale=None if scale is None else scale[0],
+            loss_scale_steps=0 if scale is None else scale[1],
+            rewarming_steps=self._rewarming.steps_left,
+        )
+        return self._staging.staged(named, is_part=self._mesh.num_hosts > 1), about
+
+    def blank_inner_state(self) -> Blank:
+        """What a checkpoint is read into."""
+        return Blank(self._named())
+
+    def take_over(self, state: Blank, about: About) -> None:
+        """Lets training go on from a checkpoint that was read."""
+        state.install()
+        self._rewarming.go_on(about.rewarming_steps)
+        if about.loss_scale is not None:
+            self._engine.loss_scale.take_up(about.loss_scale, about.loss_scale_steps)
+
+    def _named(self) -> list[Named]:
+        reshard(self._engine.parts)  # else its parameters are not those that are stepped
+        return named_by(self._engine.parts, self._optimizers, copies=self._engine.copies())
+
+    def _compile_now(self) -> None:
+        """Else the first round, and the speed that it is planned by, would pay for it."""
+        self._add_gradients(first_sample=0)
+        self._engine.forget_gradients()
+        self.evaluate()
+
+    def _inner_step(self, first_sample: int) -> tuple[Tensor | None, Tensor | None]:
+        """One step on this rank's share of a batch: loss, and gradient norm before clipping.
+
+        None for the norm says that the step was left out. So it is on a batch without a target that
+        counts, which has no loss: momentum and weight decay would move the weights by nothing learned.
+        """
+        loss = self._add_gradients(first_sample)
+        if loss is None:
+            return None, None
+        if self._buffers is not None:
+            self._buffers.check()
+            self._buffers = None
+        norm = self._engine.clip(self._spec.inner.clip)
+        is_taken = self._engine.loss_scale.allows(norm)
+        if is_taken:
+            for optimizer in self._optimizers:
+                optimizer.step()
+        self._engine.forget_gradients()
+        return loss, norm if is_taken else None
+
+    def _add_gradients(self, first_sample: int) -> Tensor | None:
+        """Leaves the scaled gradients of this rank's share of a batch; returns its loss.
+
+        Both are means over what counts in the whole batch: a rank with fewer counted targets weighs less.
+        None where nothing counts in it, which all ranks find alike: there are no gradients then.
+        """
+        batch = self._spec.inner.batch
+        indices = self._order.indices(first_sample, batch)
+        counted = self._corpus.num_counted("training", indices)
+        if counted == 0:
+            return None
+        own = indices[self._mesh.share(batch)]
+        loss = self._engine.train(self._on_device("training", own))
+        self._counted_tokens += counted
+        if self._engine.divides_by_all and counted != batch * self._spec.model.context:
+            factor = batch * self._spec.model.context / counted
+            self._engine.scale_gradients(factor)
+            loss = loss * factor
+        return loss
+
+    def _seed_of(self, work: InnerWork) -> int:
+        """Of dropout and the like: the same for ranks that share samples, and for the same work again."""
+        place, shape = self._mesh.place, self._mesh.shape
+        part = place.replicate * shape.shard + place.shard
+        key = f"{self._spec.run.seed}:draws:{work.first_sample}:{part}"
+        return int.from_bytes(blake3.blake3(key.encode()).digest(length=7), "little")
+
+    def _set_learning_rates(self, at: Position, scale: float) -> None:
+        share = scale * share_of_peak(self._spec.inner, at) * self._rewarming.share()
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = share * group["peak_rate"]
+
+    def _on_device(self, split: Split, indices: Indices) -> Tree:
+        """Windows [B, T + 1]; tokens and targets [B, T] where not all is counted; or a function's tree.
+
+        Where attention keeps to documents, with the document of each token, [B, T], as a third.
+        """
+        batch = self._corpus.batch(split, indices)
+        if not isinstance(batch, Batch):
+            return tree_map(self._moved, batch)
+        windows = torch.from_numpy(batch.tokens)  # [B, T + 1]
+        if batch.counted is None and batch.documents is None:
+            return self._moved(windows)
+        tokens, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+        if batch.counted is not None:
+            targets = targets.masked_fill(~torch.from_numpy(batch.counted), NO_TARGET)
+        if batch.documents is None:
+            return self._moved(tokens), self._moved(targets)
+        documents = torch.from_numpy(batch.documents)[:, :-1].contiguous()
+        return self._moved(tokens), self._moved(targets), self._moved(documents)
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        if carries_pinned_memory(self._device):
+            return tensor.pin_memory().to(self._device, non_blocking=True)
+        return tensor.to(self._device)

@@ -1,0 +1,207 @@
+"""Files that are whole or not there at all, and the folders they lie in; what people wrote in them."""
+
+import contextlib
+import errno
+import os
+import shutil
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from protocol.errors import (
+    AtollError,
+    CannotCreateError,
+    ConfigError,
+    NoInputError,
+    SystemRefusedError,
+)
+from protocol.files.leftovers import Held, remove_left
+
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+def refusal_to_write(path: Path, error: OSError) -> AtollError:
+    """The sentence for a file that could not be written."""
+    if error.errno in _DISK_FULL:
+        return SystemRefusedError(
+            f"cannot write {path}: {error.strerror}", next_step="free some space on that disk"
+        )
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return SystemRefusedError(
+            f"cannot write {path}: {error.strerror}",
+            next_step="raise the limit on open files: 'ulimit -n'",
+        )
+    return CannotCreateError(
+        f"cannot write {path}: {error.strerror or error}",
+        next_step=f"make {path.parent} a folder that you may write to, or choose another",
+    )
+
+
+@contextlib.contextmanager
+def refusing(path: Path) -> Iterator[None]:
+    """Turns what the system says against a file into SystemRefusedError or CannotCreateError."""
+    try:
+        yield
+    except OSError as error:
+        raise refusal_to_write(path, error) from error
+
+
+def read_toml(path: Path, *, when_missing: str) -> dict[str, Any]:
+    """Reads a file that people write.
+
+    Raises NoInputError when it cannot be read, with `when_missing` as the next step when it is not
+    there, and ConfigError when it is not TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise NoInputError(f"{path} is not there", next_step=when_missing) from error
+    except OSError as error:
+        raise NoInputError(
+            f"{path} cannot be read: {error.strerror}", next_step="make it a file that you may read"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not TOML: {error}", next_step="correct that line") from error
+
+
+def expanded(path: Path | str) -> Path:
+    """The path with ~ and ~user replaced; raises NoInputError for a user that there is not."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise NoInputError(
+            f"{path}: no home folder of that user is known", next_step="write the path in full"
+        ) from error
+
+
+def make_folder(path: Path, *, mode: int = 0o755) -> None:
+    """Makes a folder and those above it; one that exists is left as it is."""
+    try:
+        path.mkdir(mode=mode, parents=True, exist_ok=True)
+    except OSError as error:
+        raise refusal_to_write(path, error) from error
+
+
+def is_taken(path: Path) -> bool:
+    """Whether there is something that a new folder of this name would have to replace."""
+    return path.exists() and (not path.is_dir() or any(path.iterdir()))
+
+
+@contextlib.contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """A new folder that is whole or not there: fill the one given; then it takes its name.
+
+    Only we can read it. It may replace an empty folder. Raises SystemRefusedError when the disk is
+    full and CannotCreateError when it cannot be made; nothing is left then. What is left when this
+    process is killed is cleared by the next one that makes a folder there.
+    """
+    make_folder(path.parent)
+    clear_unfinished(path.parent)
+    try:
+        building, held = _building_for(path)
+    except OSError as error:
+        raise _refusal_to_make(path, error) from error
+    try:
+        yield building
+        sync_folder(building)
+        building.rename(path)
+        sync_folder(path.parent)
+    except BaseException as error:
+        shutil.rmtree(building, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise _refusal_to_make(path, error) from error
+        raise
+    finally:
+        held.release()
+
+
+_UNFINISHED = "unfinished-"
+
+
+def _building_for(path: Path) -> tuple[Path, Held]:
+    """A folder to be filled, and what holds it for as long as this process lives.
+
+    It is a sibling, so that the rename at the end stays on one file system.
+    """
+    while True:
+        prefix = f".{path.name}.{_UNFINISHED}"
+        building = Path(tempfile.mkdtemp(dir=path.parent, prefix=prefix))
+        with contextlib.suppress(FileNotFoundError):
+            return building, Held(building)
+
+
+def unfinished_in(folder: Path) -> list[Path]:
+    """What processes fill that live, or have left behind."""
+    return sorted(folder.glob(f".*.{_UNFINISHED}*"))
+
+
+def clear_unfinished(folder: Path) -> None:
+    """Removes the folders that `whole_folder` was filling here when its process was killed.
+
+    A process that lives holds a lock on its own.
+    """
+    remove_left(unfinished_in(folder))
+
+
+def _refusal_to_make(path: Path, error: OSError) -> AtollError:
+    if error.errno in _DISK_FULL:
+        return refusal_to_write(path, error)
+    return CannotCreateError(
+        f"{path} cannot be made: {error.strerror}", next_step="choose another folder"
+    )
+
+
+def write_atomically(
+    path: Path, *data: bytes | memoryview, mode: int = 0o644, over: Path | None = None
+) -> None:
+    """Writes a file so that a crash leaves the old file or the new one, never a part.
+
+    What is given is written piece after piece, without a copy of it. The folder must exist. The file
+    has `mode` from its first byte on, or less. `over` is a file of the same folder that nobody needs: it
+    is written over and renamed. Raises SystemRefusedError when the disk is full and CannotCreateError
+    when the file cannot be written; both leave what was there before, but for `over`.
+    """
+    try:
+        if over is None:
+            descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        else:
+            descriptor, name = os.open(over, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC), str(over)
+    except OSError as error:
+        raise refusal_to_write(path, error) from error
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.writelines(data)
+            file.truncate()
+            file.flush()
+            os.fchmod(descriptor, mode)
+            os.fsync(descriptor)
+        Path(name).replace(path)
+        sync_folder(path.parent)
+    except BaseException as error:
+        with contextlib.suppress(FileNotFoundError):  # it is gone once it has taken its name
+            Path(name).unlink()
+        if isinstance(error, OSError):
+            raise refusal_to_write(path, error) from error
+        raise
+
+
+def sync_folder(path: Path) -> None:
+    """Makes renames and removals in a folder survive a power cut."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def remove_durably(path: Path) -> None:
+    """Removes a file, if it is there, so that it stays removed after a power cut."""
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise refusal_to_write(path, error) from error
+    sync_folder(path.parent)

@@ -1,0 +1,377 @@
+"""The commands that ask a coordinator: status, nodes, rounds, data. They start in a fraction of a second.
+
+grpc and rich are imported where they are used: --help and usage errors do not wait for them.
+"""
+
+import math
+import os
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import click
+
+from protocol.errors import AtollError, UsageError
+from protocol.terminal import console
+from protocol.terminal.lazy_group import Entry, LazyGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import grpc
+    from google.protobuf.message import Message
+
+    from protocol.v1 import status_pb2
+    from protocol.v1.status_pb2_grpc import StatusServiceStub
+
+ANSWER_SECONDS = 5.0
+"""How long a query may take before the coordinator counts as away."""
+
+
+class StatusLink:
+    """Asks the coordinator of one folder's swarm.
+
+    After a failure the credentials are read and the channel is opened anew: a coordinator may come
+    back on another port, and gRPC itself waits ever longer before it tries a lost address again.
+    """
+
+    def __init__(self, directory: Path | None) -> None:
+        self._directory = directory
+        self._channel: grpc.Channel | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the channel; a later question opens it again."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    def status(self) -> "status_pb2.GetStatusResponse":
+        """The status; raises AtollError when there is none to be had."""
+        from protocol.v1.status_pb2 import GetStatusRequest
+
+        with self._closing_on_error() as stub:
+            return stub.GetStatus(GetStatusRequest(), timeout=ANSWER_SECONDS)
+
+    def rounds(self, limit: int) -> "status_pb2.ListRoundsResponse":
+        """The latest closed rounds; raises AtollError when there is no answer."""
+        from protocol.v1.status_pb2 import ListRoundsRequest
+
+        with self._closing_on_error() as stub:
+            return stub.ListRounds(ListRoundsRequest(limit=limit), timeout=ANSWER_SECONDS)
+
+    @contextmanager
+    def _closing_on_error(self) -> "Iterator[StatusServiceStub]":
+        try:
+            yield self._stub()
+        except AtollError:
+            self.close()
+            raise
+
+    def _stub(self) -> "StatusServiceStub":
+        from protocol.channel import open_blocking_channel
+        from protocol.trust.credentials import Credentials, find_home
+        from protocol.v1.status_pb2_grpc import StatusServiceStub
+
+        if self._channel is None:
+            home = find_home(self._directory)
+            self._channel = open_blocking_channel(Credentials.load(home))
+        return StatusServiceStub(self._channel)
+
+
+def as_json(message: "Message") -> dict[str, object]:
+    """A message under the names of its fields, which proto/ describes.
+
+    Bytes become hex, enums their short lower-case word; what is absent, and numbers that JSON has
+    not, become null. Every field is there, whatever its value.
+    """
+    return {
+        field.name: [_plain(field, item) for item in getattr(message, field.name)]
+        if field.is_repeated
+        else None
+        if field.has_presence and not message.HasField(field.name)
+        else _plain(field, getattr(message, field.name))
+        for field in message.DESCRIPTOR.fields
+    }
+
+
+def _plain(field: Any, value: Any) -> object:
+    # Any: protobuf's stubs and its C implementation name two unrelated descriptor types.
+    if field.message_type is not None:
+        return as_json(value)
+    if field.enum_type is not None:
+        prefix = field.enum_type.values[0].name.removesuffix("UNSPECIFIED")
+        known = field.enum_type.values_by_number.get(value)
+        return known.name.removeprefix(prefix).lower() if known else f"unknown-{value}"
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+_dir_option = click.option(
+    "--dir",
+    "directory",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder of the node or coordinator. Default: $ATOLL_DIR, else the current folder when it "
+    "is one, else the folder that 'atoll join' made.",
+)
+_json_option = click.option("--json", "is_json", is_flag=True, help="Print JSON.")
+
+
+@click.command()
+@click.option(
+    "--watch", "is_watching", is_flag=True, help="Follow the run until it is finished; Ctrl-C ends."
+)
+@_json_option
+@_dir_option
+def status(is_watching: bool, is_json: bool, directory: Path | None) -> None:
+    """Show what the run and its nodes do.
+
+    \b
+    Example:
+      atoll status --watch
+
+    JSON holds the fields of GetStatusResponse (proto/protocol/v1/status.proto), digests as hex:
+
+    \b
+      {"run": {"run_name": "my-run", "phase": "training", "committed_round": 6,
+               "total_rounds": 100, "outer_digest": "8f3a…", "digests_agree": true, …},
+       "nodes": [{"node_name": "node-1", "state": "ready", "heartbeat": {…}, …}]}
+    """  # noqa: D301 - click reads the character \b, not its two letters
+    if is_watching and is_json:
+        raise UsageError(
+            "--watch shows a picture and --json prints one answer",
+            next_step="leave one of them out",
+        )
+    with StatusLink(directory) as link:
+        if is_watching:
+            _watch(link)
+            return
+        answer = link.status()
+    if is_json:
+        console.print_json(as_json(answer))
+        return
+    from protocol.terminal.status_view import render
+
+    console.terminal().print(render(answer))
+
+
+def _watch(link: StatusLink) -> None:
+    from protocol.terminal.watch import LineScreen, LiveScreen, watch
+
+    screen = LiveScreen() if sys.stdout.isatty() else LineScreen()
+    try:
+        with screen:
+            watch(link.status, screen)
+    except KeyboardInterrupt:
+        return  # the way to end it, hence exit code 0
+
+
+@click.command()
+@_json_option
+@_dir_option
+def nodes(is_json: bool, directory: Path | None) -> None:
+    """List the nodes: who they are and how they stand with the swarm.
+
+    \b
+    Example:
+      atoll nodes --json
+
+    JSON is a list of NodeStatus (proto/protocol/v1/status.proto):
+
+    \b
+      [{"node_id": "5d41…", "node_name": "node-1", "state": "ready", "device": "cpu", …}]
+    """  # noqa: D301 - click reads the character \b, not its two letters
+    with StatusLink(directory) as link:
+        answer = link.status()
+    if is_json:
+        console.print_json([as_json(node) for node in answer.nodes])
+        return
+    from protocol.terminal.status_view import (
+        by_name,
+        copies_in_words,
+        cut_off,
+        device_in_words,
+        link_in_words,
+        memory_in_words,
+        mfu_in_words,
+        name_of,
+        state_in_words,
+        time_in_words,
+    )
+
+    rows = [
+        (
+            name_of(node),
+            node.node_id[:12],
+            state_in_words(node),
+            device_in_words(node),
+            console.age_in_words(node.silent_seconds),
+            console.count_in_words(node.committed_tokens),
+            link_in_words(node),
+            node.heartbeat.congestion_control or "-",
+            time_in_words(node),
+            mfu_in_words(node),
+            memory_in_words(node),
+            "same" if node.same_corpus else "other",
+            node.version,
+            " ".join(node.address.multiaddrs),
+        )
+        for node in by_name(answer.nodes)
+    ]
+    columns = (
+        *("node", "id", "state", "device", "heard", "tokens", "link", "tcp", "time of a round"),
+        *("mfu", "peak memory", "text", "version", "addresses"),
+    )
+    spare = (
+        *("addresses", "peak memory", "tcp", "time of a round", "mfu", "version", "text", "link"),
+        *("device", "id"),
+    )
+    _print_fitting(columns, rows, spare=spare, right=("tokens",))
+    for fault in filter(None, (cut_off(answer.nodes), copies_in_words(answer.nodes))):
+        console.terminal().print(fault)
+
+
+def _print_fitting(
+    columns: "Sequence[str]",
+    rows: "Sequence[Sequence[str]]",
+    *,
+    spare: "Sequence[str]",
+    right: "Sequence[str]",
+) -> None:
+    """Prints a table with the columns that a terminal has room for, and says which it has not."""
+    screen = console.terminal()
+    width = screen.width if screen.is_terminal or "COLUMNS" in os.environ else None
+    shown, cells, left_out = console.fitting(columns, rows, spare=spare, width=width)
+    screen.print(console.table(shown, cells, right=right))
+    if left_out:
+        names = ", ".join(name for name in columns if name in left_out)
+        screen.print(f"left out: {names}; --json shows all")
+
+
+@click.command()
+@click.option(
+    "--limit", type=click.IntRange(1, 4000), default=20, show_default=True, help="How many."
+)
+@_json_option
+@_dir_option
+def rounds(limit: int, is_json: bool, directory: Path | None) -> None:
+    """List the latest closed rounds, newest first.
+
+    \b
+    Example:
+      atoll rounds --limit 5
+
+    JSON is a list of RoundSummary (proto/protocol/v1/status.proto):
+
+    \b
+      [{"round": 7, "num_participants": 3, "num_committed_slices": 3, "tokens": 184320,
+        "seconds": 8.4, "loss": 2.1, "outer_digest": "8f3a…", "reason": "…", …}]
+    """  # noqa: D301 - click reads the character \b, not its two letters
+    with StatusLink(directory) as link:
+        answer = link.rounds(limit)
+    if is_json:
+        console.print_json([as_json(closed) for closed in answer.rounds])
+        return
+    from protocol.terminal.status_view import ledger_bytes
+
+    rows = [
+        (
+            str(closed.round),
+            f"{closed.num_contributors} of {closed.num_participants}",
+            f"{closed.num_committed_slices} of {closed.num_slices}",
+            console.count_in_words(closed.tokens),
+            console.bytes_in_words(ledger_bytes(closed.wire)),
+            console.seconds_in_words(closed.seconds),
+            f"{closed.loss:.3f}" if closed.loss > 0 else "-",
+            console.digest_in_words(closed.outer_digest),
+            closed.reason,
+        )
+        for closed in answer.rounds
+    ]
+    columns = ("round", "nodes", "slices", "tokens", "sent", "took", "loss", "digest", "reason")
+    right = ("round", "tokens", "sent", "took", "loss")
+    _print_fitting(columns, rows, spare=("reason", "digest", "sent", "slices"), right=right)
+
+
+_DATA_COMMANDS = (
+    (
+        "Commands",
+        (
+            Entry(
+                name="prepare",
+                target="node.island.data.command:prepare",
+                summary="Make tokens of text, once, for a run.",
+            ),
+            Entry(
+                name="check",
+                target="node.island.data.command:check",
+                summary="Read a folder of tokens and compare all digests.",
+            ),
+            Entry(
+                name="skip",
+                target="coordinator.cli:skip",
+                summary="Take samples out of a run, after a spike of the loss.",
+            ),
+        ),
+    ),
+)
+
+
+@click.group(cls=LazyGroup, sections=_DATA_COMMANDS, invoke_without_command=True)
+@_json_option
+@_dir_option
+@click.pass_context
+def data(context: click.Context, is_json: bool, directory: Path | None) -> None:
+    """Prepare data for a run; alone: show what became of the run's samples.
+
+    \b
+    Example:
+      atoll data
+      atoll data prepare corpus/*.jsonl --tokenizer tokenizer.json --out tokens
+
+    JSON is the run's DataStatus (proto/protocol/v1/status.proto):
+
+    \b
+      {"epoch_samples": 91400, "committed_samples": 36000, "leased_samples": 720,
+       "free_again_samples": 80, "free_again_pieces": 1, "frontier": 36800, "skipped_samples": 0}
+    """  # noqa: D301 - click reads the character \b, not its two letters
+    if context.invoked_subcommand is not None:
+        return
+    with StatusLink(directory) as link:
+        samples = link.status().run.data
+    if is_json:
+        console.print_json(as_json(samples))
+        return
+    pieces = "piece" if samples.free_again_pieces == 1 else "pieces"
+    counts = [
+        ("committed", samples.committed_samples, "in the model, each counted once"),
+        ("leased now", samples.leased_samples, "to the participants of the round in flight"),
+        (
+            "to be leased again",
+            samples.free_again_samples,
+            f"leased, not committed; in {samples.free_again_pieces} {pieces}",
+        ),
+        ("reached", samples.frontier, "all of the above; what follows was never leased"),
+    ]
+    if samples.skipped_samples:
+        counts.append(("taken out", samples.skipped_samples, "by 'atoll data skip'"))
+    rows = [
+        (
+            what,
+            str(count),
+            f"{count / samples.epoch_samples:.3f}" if samples.epoch_samples else "-",
+            meaning,
+        )
+        for what, count, meaning in counts
+    ]
+    columns = ("what", "samples", "epochs", "")
+    console.terminal().print(console.table(columns, rows, right=("samples", "epochs")))

@@ -1,0 +1,431 @@
+"""A status as a picture and as a line. Pure: it neither asks for a status nor prints one."""
+
+import math
+from collections.abc import Iterable, Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from protocol.terminal.console import (
+    bytes_in_words,
+    count_in_words,
+    digest_in_words,
+    seconds_in_words,
+)
+from protocol.v1 import status_pb2 as pb
+
+SILENT_SECONDS = 6.0
+"""A node not heard for this long is shown as silent: two heartbeats at the default lease."""
+
+_BAR_WIDTH = 24
+_NAME_WIDTH = 16
+
+_STATES: dict[pb.NodeState.ValueType, tuple[str, str]] = {  # word and colour
+    pb.NODE_STATE_JOINING: ("joining", "cyan"),
+    pb.NODE_STATE_READY: ("ready", "green"),
+    pb.NODE_STATE_DIVERGED: ("diverged", "bold red"),
+    pb.NODE_STATE_LOST: ("lost", "red"),
+    pb.NODE_STATE_LEFT: ("left", "dim"),
+}
+
+_PHASES: dict[pb.RunPhase.ValueType, tuple[str, str]] = {
+    pb.RUN_PHASE_WAITING: ("waiting", "yellow"),
+    pb.RUN_PHASE_TRAINING: ("training", "green"),
+    pb.RUN_PHASE_EXCHANGING: ("exchanging", "blue"),
+    pb.RUN_PHASE_APPLYING: ("applying", "blue"),
+    pb.RUN_PHASE_FINISHED: ("finished", "bold green"),
+}
+
+_GONE = frozenset({pb.NODE_STATE_LOST, pb.NODE_STATE_LEFT})
+
+
+def phase_in_words(run: pb.RunStatus) -> str:
+    """What the run does, in one word."""
+    return _PHASES.get(run.phase, ("unknown", ""))[0]
+
+
+def state_in_words(node: pb.NodeStatus) -> str:
+    """How the node stands with the swarm, in one word."""
+    return _state(node)[0]
+
+
+def _state(node: pb.NodeStatus) -> tuple[str, str]:
+    """In one word, and its colour."""
+    if node.is_draining and node.state not in _GONE:
+        return "leaving", "yellow"
+    return _STATES.get(node.state, ("unknown", ""))
+
+
+def name_of(node: pb.NodeStatus) -> str:
+    """What people call the node; the beginning of its id when it has no name."""
+    return node.node_name or node.node_id[:8]
+
+
+def by_name(nodes: Iterable[pb.NodeStatus]) -> list[pb.NodeStatus]:
+    """The nodes as people look for them; their ids, by which they come, say nothing to people."""
+    return sorted(nodes, key=lambda node: (name_of(node), node.node_id))
+
+
+def device_in_words(node: pb.NodeStatus) -> str:
+    """What it trains on, and how its ranks share the work."""
+    ranks = f"{node.device} ×{node.num_ranks}"
+    mesh = node.heartbeat.mesh
+    return f"{ranks}, {mesh}" if mesh and node.num_ranks > 1 else ranks
+
+
+def sent_bytes(node: pb.NodeStatus) -> int:
+    """Bytes that the node has sent since it started, of all kinds."""
+    return sum(count.sent_bytes for count in node.heartbeat.wire)
+
+
+def wire_in_words(node: pb.NodeStatus) -> tuple[str, str]:
+    """Bytes that the node has sent and received since it started; before it has said so, nothing."""
+    counts = node.heartbeat.wire
+    if not counts:
+        return "-", "-"
+    received = sum(count.received_bytes for count in counts)
+    return bytes_in_words(sent_bytes(node)), bytes_in_words(received)
+
+
+MOST_PAIRS = 20
+"""Of nodes that do not reach each other, in one sentence."""
+
+
+def cut_off(nodes: Iterable[pb.NodeStatus]) -> str:
+    """Which nodes do not reach each other, in words; empty when all do."""
+    present = {node.node_id: node for node in nodes if node.state not in _GONE}
+    pairs = {
+        tuple(sorted((name_of(node), name_of(present[other]))))
+        for node in present.values()
+        for other in node.heartbeat.unreachable_ids
+        if other in present
+    }
+    told = [f"{one} and {other} do not reach each other" for one, other in sorted(pairs)]
+    if len(told) > MOST_PAIRS:
+        told[MOST_PAIRS:] = [f"and {len(told) - MOST_PAIRS} more pairs"]
+    return "; ".join(told)
+
+
+def copies_in_words(nodes: Iterable[pb.NodeStatus]) -> str:
+    """Which nodes run twice, in words; empty when none does."""
+    twice = [name_of(node) for node in by_name(nodes) if node.has_waiting_copy]
+    if not twice:
+        return ""
+    verb, whose = ("has", "its") if len(twice) == 1 else ("have", "their")
+    return (
+        f"{', '.join(twice)} {verb} a second process with {whose} key waiting: stop one of the two"
+    )
+
+
+def rates_in_words(nodes: Iterable[pb.NodeStatus]) -> str:
+    """What the links of nodes carry; empty before anything was measured."""
+    return "; ".join(
+        f"{name_of(node)} {link_in_words(node)}"
+        for node in by_name(nodes)
+        if node.HasField("link_rates") and node.state not in _GONE
+    )
+
+
+def link_in_words(node: pb.NodeStatus) -> str:
+    """What the node's link carries, as plans count on it."""
+    if not node.HasField("link_rates"):
+        return "-"
+    rates = node.link_rates
+    return f"{_rate(rates.up_bytes_per_second)} up, {_rate(rates.down_bytes_per_second)} down"
+
+
+def _rate(bytes_per_second: float) -> str:
+    return f"{bytes_in_words(bytes_per_second)}/s" if bytes_per_second else "?"
+
+
+def ledger_bytes(ledger: pb.WireLedger) -> int:
+    """Bytes that all nodes sent."""
+    return sum(count.sent_bytes for count in ledger.counts)
+
+
+def saving_in_words(ledger: pb.WireLedger) -> str:
+    """What rounds have cost against averaging gradients; empty when there is nothing to compare."""
+    sent = ledger_bytes(ledger)
+    if not sent or not ledger.all_reduce_bytes:
+        return ""
+    return (
+        f"{bytes_in_words(sent)} sent by all, {ledger.all_reduce_bytes / sent:.0f} times less than "
+        "a ring all-reduce in fp32 at every inner step"
+    )
+
+
+def training_loss(nodes: Iterable[pb.NodeStatus]) -> float | None:
+    """The mean of the latest training losses of the nodes that are there; None before the first."""
+    losses = [n.heartbeat.loss for n in nodes if n.state not in _GONE and n.heartbeat.loss > 0]
+    return sum(losses) / len(losses) if losses else None
+
+
+def compute_share(nodes: Iterable[pb.NodeStatus]) -> float | None:
+    """The mean share of their latest round that nodes which are there spent in inner steps."""
+    shares = [
+        node.heartbeat.utilisation.compute_share
+        for node in nodes
+        if node.state not in _GONE and node.heartbeat.HasField("utilisation")
+    ]
+    return sum(shares) / len(shares) if shares else None
+
+
+def time_in_words(node: pb.NodeStatus) -> str:
+    """Where the time of its latest round went; what was not measured is said to be so."""
+    if node.state in _GONE or not node.heartbeat.HasField("utilisation"):
+        return "-"
+    made = node.heartbeat.utilisation
+    local = (
+        f"{made.local_communication_share:.0%} local"
+        if made.HasField("local_communication_share")
+        else "local not measured"
+    )
+    exchange = made.exchange_share + made.publish_share + made.adopt_share
+    return (
+        f"{made.compute_share:.0%} compute, {local}, {exchange:.0%} exchange, "
+        f"{made.waiting_share:.0%} waiting"
+    )
+
+
+def mfu_in_words(node: pb.NodeStatus) -> str:
+    """Of the peak of its devices, and whether that peak is the vendor's."""
+    made = node.heartbeat.utilisation
+    if node.state in _GONE or not made.HasField("mfu"):
+        return "-"
+    return f"{made.mfu:.1%} of {'a measured' if made.is_peak_measured else 'the'} peak"
+
+
+def memory_in_words(node: pb.NodeStatus) -> str:
+    """Most memory of one of its ranks."""
+    made = node.heartbeat.utilisation
+    return bytes_in_words(made.peak_memory_bytes) if made.peak_memory_bytes else "-"
+
+
+def mean_time_in_words(nodes: Iterable[pb.NodeStatus]) -> str:
+    """Where the time of all nodes' latest rounds went, on average; empty before the first."""
+    present = [n for n in nodes if n.state not in _GONE and n.heartbeat.HasField("utilisation")]
+    if not present:
+        return ""
+    made = [node.heartbeat.utilisation for node in present]
+    local = [m.local_communication_share for m in made if m.HasField("local_communication_share")]
+    exchange = [m.exchange_share + m.publish_share + m.adopt_share for m in made]
+    unmeasured = len(made) - len(local)
+    return (
+        f"{_mean([m.compute_share for m in made]):.0%} compute, "
+        + (f"{sum(local) / len(made):.0%} local, " if local else "")
+        + f"{_mean(exchange):.0%} exchange, {_mean([m.waiting_share for m in made]):.0%} waiting"
+        + (f"; local not measured on {unmeasured} of {len(made)} nodes" if unmeasured else "")
+    )
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def render(status: pb.GetStatusResponse, *, notice: str = "") -> RenderableType:
+    """Draws the run, its losses, its outer state and its nodes.
+
+    Fits 80 columns. `notice` is shown first: that the coordinator is away, for example.
+    """
+    lines: list[RenderableType] = [Text(notice, style="bold yellow")] if notice else []
+    lines += [_run_line(status.run), _loss_line(status), _digest_line(status.run)]
+    lines.append(_labelled("clock", Text(clock_in_words(status.run))))
+    if status.run.reason:
+        lines.append(_labelled("", Text(status.run.reason, style="italic")))
+    for label, words, style in (
+        ("links", cut_off(status.nodes), "yellow"),
+        ("copies", copies_in_words(status.nodes), "yellow"),
+        ("rates", rates_in_words(status.nodes), ""),
+        ("time", mean_time_in_words(status.nodes), ""),
+        ("wire", saving_in_words(status.run.wire), ""),
+    ):
+        if words:
+            lines.append(_labelled(label, Text(words, style=style)))
+    return Group(*lines, Text(), _node_table(status))
+
+
+def _labelled(label: str, words: Text) -> RenderableType:
+    """A line whose rest, where it is too long, stands below its beginning and not below the label."""
+    line = Table.grid()
+    line.add_column(width=len("digest "), no_wrap=True, style="dim")
+    line.add_column(overflow="fold")
+    line.add_row(label, words)
+    return line
+
+
+def summary_line(status: pb.GetStatusResponse) -> str:
+    """The status in one line, for logs and pipes."""
+    run = status.run
+    parts = [f"round {_round_shown(run)} of {run.total_rounds}, {phase_in_words(run)}"]
+    if (loss := training_loss(status.nodes)) is not None:
+        parts.append(f"loss {loss:.3f}")
+    if (share := compute_share(status.nodes)) is not None:
+        parts.append(f"computing {share:.0%} of the time")
+    if held_out := held_out_in_words(run):
+        parts.append(f"held-out {held_out}")
+    num_ready = sum(node.state == pb.NODE_STATE_READY for node in status.nodes)
+    parts.append(f"{num_ready} of {len(status.nodes)} nodes ready")
+    parts.append(agreement_in_words(run))
+    if run.reason:
+        parts.append(run.reason)
+    if run.HasField("estimated_seconds_left") and run.phase != pb.RUN_PHASE_FINISHED:
+        parts.append(f"the run has about {seconds_in_words(run.estimated_seconds_left)} left")
+    parts += filter(None, (cut_off(status.nodes), copies_in_words(status.nodes)))
+    return "; ".join(parts)
+
+
+def what_people_wait_for(status: pb.GetStatusResponse) -> tuple[object, ...]:
+    """What has to differ before a status is worth a new line: not losses, nor seconds left."""
+    run = status.run
+    return (
+        run.phase,
+        run.open_round,
+        run.committed_round,
+        run.digests_agree,
+        len(run.held_out_losses),
+        tuple((node.node_id, node.state) for node in status.nodes),
+        cut_off(status.nodes),
+        copies_in_words(status.nodes),
+    )
+
+
+def clock_in_words(run: pb.RunStatus) -> str:
+    """How long the run has taken, and how long it will at the pace of recent rounds."""
+    taken = f"{seconds_in_words(run.elapsed_seconds)} so far"
+    if run.phase == pb.RUN_PHASE_FINISHED:
+        return f"{seconds_in_words(run.elapsed_seconds)} in all"
+    if not run.HasField("estimated_seconds_left"):
+        return f"{taken}; the time left is known after some rounds"
+    return f"{taken}, about {seconds_in_words(run.estimated_seconds_left)} left"
+
+
+def _round_shown(run: pb.RunStatus) -> int:
+    return run.open_round or run.committed_round
+
+
+def _run_line(run: pb.RunStatus) -> Text:
+    word, colour = _PHASES.get(run.phase, ("unknown", ""))
+    done = run.committed_round / run.total_rounds if run.total_rounds else 0.0
+    full = round(_BAR_WIDTH * min(done, 1.0))
+    return Text.assemble(
+        (run.run_name, "bold"),
+        "  ",
+        ("━" * full, "green"),
+        ("─" * (_BAR_WIDTH - full), "dim"),
+        f"  round {_round_shown(run)} of {run.total_rounds}  ",
+        (word, colour),
+    )
+
+
+def _loss_line(status: pb.GetStatusResponse) -> RenderableType:
+    loss, share = training_loss(status.nodes), compute_share(status.nodes)
+    words = Text.assemble(
+        f"training {'-' if loss is None else f'{loss:.3f}'}",
+        f"   held-out {held_out_in_words(status.run) or '-'}",
+        f"   {count_in_words(status.run.token_clock)} tokens",
+        "" if share is None else f"   computing {share:.0%}",
+    )
+    return _labelled("loss", words)
+
+
+def held_out_in_words(run: pb.RunStatus) -> str:
+    """The first and the latest held-out loss, nats per token; with bits a byte, metric and data holders."""
+    losses = [held_out.loss for held_out in run.held_out_losses]
+    if not losses:
+        return ""
+    words = f"{losses[0]:.3f}" if len(losses) == 1 else f"{losses[0]:.3f} → {losses[-1]:.3f}"
+    bits = bits_per_byte(losses[-1], run)
+    words += "" if bits is None else f", {bits:.3f} bits a byte"
+    latest = run.held_out_losses[-1]
+    words += f", metric {latest.metric:.4g}" if latest.HasField("metric") else ""
+    return words + holders_in_words(latest.holders)
+
+
+MOST_HOLDERS_NAMED = 4
+"""Of more data holders a line has no room for each."""
+
+
+def holders_in_words(holders: Sequence[pb.HolderLoss]) -> str:
+    """What the latest held-out loss is of each holder of private data; empty where there are none."""
+    if not holders:
+        return ""
+    losses = sorted(holder.loss for holder in holders)
+    if len(losses) > MOST_HOLDERS_NAMED:
+        return f" ({len(losses)} data holders, {losses[0]:.3f} to {losses[-1]:.3f})"
+    named = (f"{one.node_name or one.node_id[:12]} {one.loss:.3f}" for one in holders)
+    return f" ({', '.join(named)})"
+
+
+def bits_per_byte(loss: float, run: pb.RunStatus) -> float | None:
+    """A held-out loss in nats per token as what tokenizers are compared by; None where nobody knows."""
+    if not run.held_out_bytes_per_token:
+        return None
+    return loss / math.log(2) / run.held_out_bytes_per_token
+
+
+def agreement_in_words(run: pb.RunStatus) -> str:
+    """Whether all nodes hold the same outer state, and which."""
+    if not run.outer_digest:
+        return "no digest yet"
+    verdict = "the same on all nodes" if run.digests_agree else "NOT the same on all nodes"
+    return f"{digest_in_words(run.outer_digest)} at round {run.outer_digest_round}, {verdict}"
+
+
+def _digest_line(run: pb.RunStatus) -> RenderableType:
+    is_bad = bool(run.outer_digest) and not run.digests_agree
+    return _labelled("digest", Text(agreement_in_words(run), style="bold red" if is_bad else ""))
+
+
+def _node_table(status: pb.GetStatusResponse) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    table.add_column("node", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    table.add_column("does", no_wrap=True)
+    for heading in ("loss", "tok/s", "sent", "received"):
+        table.add_column(heading, no_wrap=True, justify="right")
+    # The only column that wraps: the others hold figures, and this one gives way on 80 columns.
+    table.add_column("waits for", overflow="fold", min_width=12)
+    for node in by_name(status.nodes):
+        table.add_row(*_node_cells(node, status.run))
+    return table
+
+
+def _node_cells(node: pb.NodeStatus, run: pb.RunStatus) -> tuple[Text, ...]:
+    beat = node.heartbeat
+    word, colour = _state(node)
+    is_gone = node.state in _GONE
+    if is_gone:
+        does, loss, speed, waits_for = Text("-"), "-", "-", ""
+    else:
+        does = _activity(node, run)
+        loss = f"{beat.loss:.3f}" if beat.loss > 0 else "-"
+        speed = count_in_words(beat.tokens_per_second) if beat.tokens_per_second > 0 else "-"
+        waits_for = beat.waiting_for
+    return (
+        Text(_short(name_of(node)), style="dim" if is_gone else ""),
+        Text(word, style=colour),
+        does,
+        Text(loss),
+        Text(speed),
+        *map(Text, wire_in_words(node)),
+        Text(waits_for),
+    )
+
+
+def _short(name: str) -> str:
+    """A name that fits its column, with its end: nodes of one name differ there."""
+    if len(name) <= _NAME_WIDTH:
+        return name
+    tail = _NAME_WIDTH // 3
+    return f"{name[: _NAME_WIDTH - tail - 1]}…{name[-tail:]}"
+
+
+def _activity(node: pb.NodeStatus, run: pb.RunStatus) -> Text:
+    if node.silent_seconds > SILENT_SECONDS:
+        return Text(f"silent {seconds_in_words(node.silent_seconds)}", style="yellow")
+    beat = node.heartbeat
+    if beat.activity.startswith("training"):
+        # Nothing is asked of a node that trains on after its round has ended without it.
+        return Text(f"{beat.activity} {beat.inner_step}/{node.inner_steps or run.inner_steps}")
+    return Text(beat.activity or "-")

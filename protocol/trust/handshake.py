@@ -1,0 +1,153 @@
+"""TLS without gRPC: fetching a certificate before it is trusted, and finding out why a call failed.
+
+gRPC reports "nothing listens", "not our coordinator" and "it refuses our certificate" alike, as
+UNAVAILABLE with some text; the ssl module tells them apart.
+"""
+
+import socket
+import ssl
+import tempfile
+import threading
+from pathlib import Path
+
+from protocol.errors import AtollError, ProtocolMismatchError, UnavailableError
+from protocol.trust.credentials import Credentials
+from protocol.trust.invite import Invite, endpoint_of
+from protocol.trust.pki import pin_of, server_name
+
+TIMEOUT_SECONDS = 5.0
+"""For connecting and for each answer within a handshake."""
+
+_CUT_OFF = (ssl.SSLEOFError, ssl.SSLZeroReturnError)
+
+_CLOCK_ERRORS = {9, 10}  # X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED
+
+
+def nothing_answers(host: str, port: int, error: OSError) -> UnavailableError:
+    """The sentence for a coordinator that cannot be reached."""
+    reason = (
+        "no answer in time" if isinstance(error, TimeoutError) else error.strerror or str(error)
+    )
+    return UnavailableError(
+        f"no coordinator answers at {endpoint_of(host, port)} ({reason})",
+        next_step="start it with 'atoll coordinator start', or check host and port",
+    )
+
+
+def fetch_pinned_certificate(invite: Invite) -> bytes:
+    """The certificate at the invite's address, PEM, which is known to be the one it pins. Blocks.
+
+    Raises UnavailableError when nothing is there and ProtocolMismatchError when it is another.
+    """
+    try:
+        certificate = ssl.get_server_certificate(
+            (invite.host, invite.port), timeout=TIMEOUT_SECONDS
+        ).encode()
+    except ssl.SSLError as error:
+        raise ProtocolMismatchError(
+            f"what answers at {invite.endpoint} is not a coordinator ({error.reason})",
+            next_step="ask the run owner for a new invite: 'atoll invite create'",
+        ) from error
+    except OSError as error:
+        raise nothing_answers(invite.host, invite.port, error) from error
+    pin = pin_of(certificate)
+    if pin != invite.pin:
+        raise ProtocolMismatchError(
+            f"the coordinator at {invite.endpoint} has certificate {pin.hex()[:16]}…, "
+            f"the invite is for {invite.pin.hex()[:16]}…",
+            next_step="ask the run owner for a new invite: 'atoll invite create'",
+        )
+    return certificate
+
+
+class Diagnosis:
+    """Finds out why calls with some credentials do not reach their coordinator."""
+
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = credentials
+        self._lock = threading.Lock()
+        self._made: ssl.SSLContext | None = None
+
+    def find(self) -> AtollError | None:
+        """Tries a handshake. None when it succeeds: then it was the call that failed. Blocks.
+
+        Raises nothing: what it finds is what it returns.
+        """
+        found = self._attempt()
+        # A coordinator that stops while we look hangs up as if it refused us. It has closed its
+        # port by then, so a second look tells the two apart, and a node does not give up for good.
+        return self._attempt() if isinstance(found, ProtocolMismatchError) else found
+
+    def _attempt(self) -> AtollError | None:
+        host, port = self._credentials.host, self._credentials.control_port
+        try:
+            connection = socket.create_connection((host, port), timeout=TIMEOUT_SECONDS)
+        except OSError as error:
+            return nothing_answers(host, port, error)
+        with connection:
+            return self._shake_hands(connection)
+
+    def _shake_hands(self, connection: socket.socket) -> AtollError | None:
+        endpoint, swarm_id = self._credentials.endpoint, self._credentials.swarm_id
+        try:
+            tls = self._context().wrap_socket(connection, server_hostname=server_name(swarm_id))
+        except ssl.SSLCertVerificationError as error:
+            if error.verify_code in _CLOCK_ERRORS:
+                return ProtocolMismatchError(
+                    f"the certificate of the coordinator at {endpoint} is out of date here "
+                    f"({error.verify_message})",
+                    next_step="set this machine's clock",
+                )
+            return ProtocolMismatchError(
+                f"the coordinator at {endpoint} is not of swarm {swarm_id}",
+                next_step="check host and port, or join its swarm with 'atoll join INVITE'",
+            )
+        except OSError as error:
+            if isinstance(error, ssl.SSLError) and not isinstance(error, _CUT_OFF):
+                return ProtocolMismatchError(
+                    f"what answers at {endpoint} is not a coordinator ({error.reason})",
+                    next_step="check host and port",
+                )
+            return UnavailableError(
+                f"the handshake with {endpoint} broke off ({error.strerror or error})",
+                next_step="try again; if it stays so, look at the coordinator's log",
+            )
+        with tls:
+            return (
+                None
+                if _is_welcome(tls)
+                else ProtocolMismatchError(
+                    f"the coordinator at {endpoint} refuses this certificate",
+                    next_step="join again with 'atoll join INVITE'",
+                )
+            )
+
+    def _context(self) -> ssl.SSLContext:
+        """Made once, since it needs the key in a file for a moment."""
+        with self._lock:
+            if self._made is None:
+                context = ssl.create_default_context(
+                    cadata=self._credentials.authority_pem.decode()
+                )
+                context.set_alpn_protocols(["h2"])
+                with tempfile.TemporaryDirectory() as folder:
+                    certificate, key = Path(folder) / "client.pem", Path(folder) / "client.key"
+                    certificate.write_bytes(self._credentials.certificate_pem)
+                    key.write_bytes(self._credentials.key_pem)
+                    context.load_cert_chain(certificate, key)
+                self._made = context
+            return self._made
+
+
+def _is_welcome(tls: ssl.SSLSocket) -> bool:
+    """Whether the server goes on after it has judged our certificate.
+
+    In TLS 1.3 our side is done before that. A gRPC server that accepts sends its HTTP/2 settings at
+    once; one that refuses closes the connection, without an alert.
+    """
+    try:
+        return bool(tls.recv(1))
+    except TimeoutError:
+        return True
+    except OSError:
+        return False

@@ -1,0 +1,58 @@
+"""The coordinator's signature under commits, so that nodes can bring them back to one that lost them."""
+
+from dataclasses import replace
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from protocol.convert import commit_to_wire
+from protocol.rounds import Commit
+from protocol.v1 import round_pb2
+
+_TAG = b"atoll commit 4\n"
+"""What is signed begins with this, so that no signature can be taken for one of another kind."""
+
+
+def commit_statement(commit: Commit) -> bytes:
+    """What is signed of a commit: all but the outer digest, which nodes agree on afterwards."""
+    return statement_of(commit_to_wire(commit))
+
+
+def statement_of(message: round_pb2.Commit) -> bytes:
+    """The same of a commit that is a message already."""
+    unsigned = round_pb2.Commit()
+    unsigned.CopyFrom(message)
+    unsigned.ClearField("outer_digest")
+    unsigned.ClearField("signature")
+    return _TAG + unsigned.SerializeToString(deterministic=True)
+
+
+class CommitSigner:
+    """Signs with the key of the swarm's authority, which only the coordinator has."""
+
+    def __init__(self, key: Ed25519PrivateKey) -> None:
+        self._key = key
+
+    @classmethod
+    def of_authority(cls, key_pem: bytes) -> "CommitSigner":
+        """Reads an authority's private key (protocol.trust.pki.Authority)."""
+        key = serialization.load_pem_private_key(key_pem, password=None)
+        assert isinstance(key, Ed25519PrivateKey)
+        return cls(key)
+
+    def signed(self, commit: Commit) -> Commit:
+        """The commit with its signature. Signing again gives the same bytes."""
+        return replace(commit, signature=self.signature_of(commit_statement(commit)))
+
+    def signature_of(self, statement: bytes) -> bytes:
+        """The signature under what `commit_statement` or `statement_of` gives."""
+        return self._key.sign(statement)
+
+    def has_signed(self, commit: Commit) -> bool:
+        """Whether the commit is one of ours, unchanged."""
+        try:
+            self._key.public_key().verify(commit.signature, commit_statement(commit))
+        except InvalidSignature:
+            return False
+        return True
