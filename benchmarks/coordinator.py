@@ -30,12 +30,12 @@ from benchmarks.processor_time import seconds_of
 from benchmarks.simulated_nodes import SimulatedNode, Timings
 from coordinator.config import CoordinatorConfig, Home, create_home
 from protocol.channel import open_blocking_channel
-from protocol.credentials import Credentials
-from protocol.enrolment import enrol
-from protocol.identity import Identity
-from protocol.invite import Invite
 from protocol.models import Description, TensorShape
 from protocol.run_spec import DESCRIPTION_FILE
+from protocol.trust.credentials import Credentials
+from protocol.trust.enrolment import enrol
+from protocol.trust.identity import Identity
+from protocol.trust.invite import Invite
 from protocol.v1 import operator_pb2
 from protocol.v1.operator_pb2_grpc import OperatorServiceStub
 

@@ -32,7 +32,7 @@ from protocol.rounds import (
     NodeId,
     PeerAddress,
 )
-from protocol.signing import CommitSigner
+from protocol.trust.signing import CommitSigner
 
 BATCH, CONTEXT, INNER_STEPS = 4, 256, 10
 NUM_ELEMENTS = 1 << 26

@@ -46,8 +46,8 @@ from benchmarks.exchange_report import COLUMNS, WORDS, Row, as_markdown, cells_o
 from benchmarks.exchange_swarm import Swarm
 from benchmarks.network_lab import LabUnavailableError, NetworkLab
 from node.exchange.transport.parts import MOST_STREAMS
-from protocol import console
 from protocol.errors import AtollError
+from protocol.terminal import console
 
 Value = TypeVar("Value")
 

@@ -31,10 +31,10 @@ from node.heavy import in_thread
 from node.history import History
 from node.machine.freed_memory import keep_freed_memory
 from protocol import convert
-from protocol.identity import Identity
 from protocol.layout import Layout
 from protocol.messages import Held, Reduced, Report
 from protocol.rounds import Commit, Digest
+from protocol.trust.identity import Identity
 from protocol.v1 import round_pb2, session_pb2
 from protocol.wire_count import WireCounts
 

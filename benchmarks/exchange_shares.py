@@ -33,7 +33,7 @@ from coordinator.presets.cost import (
     predicted,
 )
 from coordinator.presets.link_shares import CUBIC, Link
-from protocol import console
+from protocol.terminal import console
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
 FILES = ("exchange.jsonl", "exchange-nodes.jsonl", "exchange-codecs.jsonl")

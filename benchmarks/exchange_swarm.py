@@ -24,7 +24,6 @@ from coordinator.swarm.state import Rules
 from coordinator.swarm.transition import initial_state, step
 from protocol import convert
 from protocol.errors import SystemRefusedError
-from protocol.identity import node_id_of
 from protocol.messages import Applied, Held, Reduced, RoundCommitted, RoundOpened, Trained
 from protocol.rounds import (
     Commit,
@@ -37,6 +36,7 @@ from protocol.rounds import (
     Plan,
     RosterEntry,
 )
+from protocol.trust.identity import node_id_of
 from protocol.v1 import session_pb2
 from protocol.wire_count import WireTotals, grown
 

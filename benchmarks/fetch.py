@@ -30,8 +30,8 @@ from typing import Any
 from benchmarks.ending import nothing_left
 from benchmarks.network_lab import LabUnavailableError, NetworkLab
 from benchmarks.network_links import Link
-from protocol import console
 from protocol.errors import SystemRefusedError
+from protocol.terminal import console
 
 JOINER = "joiner"
 STATE_BYTES_PER_ELEMENT = 8

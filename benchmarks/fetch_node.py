@@ -29,9 +29,9 @@ from node.exchange.transport.transport import (
     WantManifest,
 )
 from node.heavy import in_thread
-from protocol.identity import Identity, node_id_of
 from protocol.payload import Payload, PayloadHeader
 from protocol.rounds import Digest, NodeId, PeerAddress, RosterEntry
+from protocol.trust.identity import Identity, node_id_of
 from protocol.wire_count import WireCounts, grown
 
 RUN = LAYOUT = Digest(bytes(32))
@@ -144,6 +144,7 @@ class FetchNode:
                 peers=lambda: donors,
                 folder=None,
                 say=lambda _: None,
+                silences=fetching.Silences(transport.round_trip_seconds),
             )
             before = counts.totals()
             began = time.monotonic()

@@ -31,7 +31,7 @@ from node.island.parallel.mesh import Mesh
 from node.island.parallel.mesh_shape import MeshShape
 from node.island.training.local_training import LocalTraining
 from node.island.training.trainer import Trainer
-from protocol.leftovers import TemporaryFolder
+from protocol.files.leftovers import TemporaryFolder
 from protocol.run_spec import RunSpec
 
 PATIENCE_SECONDS = 600.0  # for a hang only

@@ -23,8 +23,8 @@ from node.island.parallel.mesh_shape import MeshShape
 from node.island.ranks.launcher import ProcessIsland
 from node.island.training.local_training import LocalTraining
 from node.outer_state import SharedVectors
+from protocol.files.leftovers import TemporaryFolder
 from protocol.layout import layout_of
-from protocol.leftovers import TemporaryFolder
 from protocol.run_spec import RunSpec
 
 LOSSES_AGREE = 2e-3

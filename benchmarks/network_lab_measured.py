@@ -19,7 +19,7 @@ from contextlib import closing
 
 from benchmarks.network_lab import LabUnavailableError, NetworkLab
 from benchmarks.network_links import Link
-from protocol import console
+from protocol.terminal import console
 
 RATES_MBIT = (10, 100)
 DELAY_SECONDS = 0.05

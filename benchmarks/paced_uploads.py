@@ -28,9 +28,9 @@ from benchmarks.network_links import Link
 from benchmarks.wire_transport import Desk, seal
 from node.exchange.transport.libp2p import Libp2pTransport
 from protocol.channel import channel_options
-from protocol.identity import Identity, peer_id_of
 from protocol.payload import CONTRIBUTION
 from protocol.rounds import PeerAddress, RosterEntry
+from protocol.trust.identity import Identity, peer_id_of
 from protocol.wire_count import WireCounts
 
 UPLINK_MBIT = 10

@@ -27,7 +27,7 @@ from protocol.errors import UnavailableError
 from protocol.messages import RoundOpened
 from protocol.rounds import NodeId
 from protocol.run_spec import RunSpec
-from protocol.signing import CommitSigner
+from protocol.trust.signing import CommitSigner
 from protocol.v1 import session_pb2
 
 Wire = TypeVar("Wire", bound=Message)

@@ -17,11 +17,11 @@ import grpc.aio
 from node.link.session import MOST_REPORTS
 from protocol.channel import open_channel
 from protocol.convert import layout_to_wire
-from protocol.credentials import Credentials
 from protocol.errors import AtollError, TemporaryError, UnavailableError
-from protocol.identity import Identity
 from protocol.layout import layout_of
 from protocol.run_spec import run_from_json
+from protocol.trust.credentials import Credentials
+from protocol.trust.identity import Identity
 from protocol.v1 import round_pb2, session_pb2
 from protocol.v1.session_pb2_grpc import SessionServiceStub
 

@@ -40,10 +40,10 @@ from node.island.parallel.mesh_shape import MeshShape
 from node.island.training.local_training import PLAIN, LocalTraining
 from node.link.calls import CoordinatorLink
 from node.outer_state import Vector
-from protocol.identity import Identity
 from protocol.layout import layout_of
 from protocol.rounds import Commit, Digest, NodeId
 from protocol.run_spec import RunSpec
+from protocol.trust.identity import Identity
 from protocol.wire_count import WIRE_KINDS, WireCounts
 
 Wire = TypeVar("Wire", bound=Message)

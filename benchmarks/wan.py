@@ -49,8 +49,8 @@ from benchmarks.wan_figure import Chosen, drawn, newest_run
 from benchmarks.wan_peers.contender import PUBLISHED, Contender, named
 from benchmarks.wan_report import COLUMNS, Measured, as_markdown, cells_of, target_of, verdict
 from benchmarks.wan_run import Case, Judge, measure
-from protocol import console
 from protocol.errors import AtollError, UsageError
+from protocol.terminal import console
 
 MODELS: dict[str, dict[str, Any]] = {
     "1m": {"hidden_size": 128, "num_layers": 6, "ffn_size": 384},

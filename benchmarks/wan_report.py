@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.wan_peers.contender import VARIANT_MARK
-from protocol import console
+from protocol.terminal import console
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

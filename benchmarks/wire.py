@@ -26,9 +26,9 @@ from benchmarks.ending import nothing_left
 from benchmarks.network_namespace import enter, loopback_counters
 from node.demo.children import Child, Children
 from node.exchange.transport.wire_cost import CONNECTION_BYTES
-from protocol import console
-from protocol.query import StatusLink
-from protocol.status_view import by_name
+from protocol.terminal import console
+from protocol.terminal.query import StatusLink
+from protocol.terminal.status_view import by_name
 from protocol.v1 import status_pb2 as pb
 
 TOLERANCE = 0.1

@@ -22,9 +22,9 @@ from benchmarks.ending import nothing_left
 from benchmarks.network_namespace import enter, loopback_counters
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.exchange.transport.transport import Admission, Want, WantResult
-from protocol.identity import Identity
 from protocol.payload import CONTRIBUTION, RESULT, Payload, PayloadHeader
 from protocol.rounds import Digest, NodeId, PeerAddress, RosterEntry
+from protocol.trust.identity import Identity
 from protocol.wire_count import WireCounts
 
 SIZES_BYTES = (20_000, 200_000, 2_000_000, 20_000_000)

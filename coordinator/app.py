@@ -33,14 +33,14 @@ from coordinator.store import Store
 from coordinator.swarm.state import SwarmState
 from coordinator.swarm.transition import Transition
 from coordinator.telemetry import Telemetry
-from protocol.descriptors import require_open_files
 from protocol.errors import UnavailableError
-from protocol.invite import endpoint_of
+from protocol.files.descriptors import require_open_files
 from protocol.layout import layout_of
 from protocol.logging import LogStream, start_logging
-from protocol.pki import pin_of
 from protocol.server import SERVER_OPTIONS, bind_control, bind_enrolment
-from protocol.signing import CommitSigner
+from protocol.trust.invite import endpoint_of
+from protocol.trust.pki import pin_of
+from protocol.trust.signing import CommitSigner
 from protocol.v1.enrolment_pb2_grpc import add_EnrolmentServiceServicer_to_server
 from protocol.v1.operator_pb2_grpc import add_OperatorServiceServicer_to_server
 from protocol.v1.session_pb2_grpc import add_SessionServiceServicer_to_server

@@ -16,17 +16,17 @@ from pathlib import Path
 from coordinator.config import HOME_FILES, Home, rules_of
 from coordinator.database import DATABASE_NAME
 from coordinator.store import Store
-from protocol.credentials import LINK_FILE
 from protocol.errors import AtollError, CannotCreateError, NoInputError, SystemRefusedError
-from protocol.files import (
+from protocol.files.durable import (
     clear_unfinished,
     is_taken,
     unfinished_in,
     whole_folder,
     write_atomically,
 )
-from protocol.folder_lock import LOCK_NAME
+from protocol.files.folder_lock import LOCK_NAME
 from protocol.run_spec import DESCRIPTION_FILE
+from protocol.trust.credentials import LINK_FILE
 
 _NOTE_PREFIX = ".backup-"
 

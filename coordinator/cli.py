@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import click
 
 from coordinator.new_run import init as new_run
-from protocol import console
 from protocol.errors import UnavailableError, UsageError
+from protocol.terminal import console
 from protocol.time_span import as_seconds
 
 if TYPE_CHECKING:
@@ -244,7 +244,7 @@ def _range(text: str) -> tuple[int, int]:
 
 def _folder(directory: Path | None) -> Path:
     """The folder meant: before its first start a coordinator's has no link.toml to find it by."""
-    from protocol.credentials import HOME_VARIABLE, find_home
+    from protocol.trust.credentials import HOME_VARIABLE, find_home
 
     if directory is None and not os.environ.get(HOME_VARIABLE) and Path(_CONFIG_FILE).is_file():
         return Path.cwd()
@@ -264,7 +264,7 @@ def _standing(status: "InviteStatus") -> str:
 def _operator(directory: Path | None) -> "Iterator[OperatorServiceStub]":
     """The run owner's way to the coordinator, by the credentials in its folder."""
     from protocol.channel import open_blocking_channel
-    from protocol.credentials import LINK_FILE, Credentials
+    from protocol.trust.credentials import LINK_FILE, Credentials
     from protocol.v1.operator_pb2_grpc import OperatorServiceStub
 
     home = _folder(directory)

@@ -19,7 +19,7 @@ from coordinator.swarm.wire_ledger import all_reduce_bytes
 from protocol import convert
 from protocol.messages import Trained
 from protocol.rounds import Digest, NodeId
-from protocol.signing import statement_of
+from protocol.trust.signing import statement_of
 from protocol.v1 import round_pb2
 from protocol.v1 import status_pb2 as pb
 from protocol.wire_count import WireTotals
@@ -31,7 +31,7 @@ MOST_REASON = 400
 """Characters of a round's reason in its figures: a round of many void slices gives one for each."""
 
 Sign = Callable[[bytes], bytes]
-"""Gives the coordinator's signature under what protocol.signing.statement_of says of a commit."""
+"""Gives the coordinator's signature under what protocol.trust.signing.statement_of says of a commit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class KeptCommit:
     incarnation: int
     base_digest: Digest
     outer_digest: Digest | None  # None until nodes have agreed on it
-    statement_digest: Digest  # BLAKE3 of what is signed: protocol.signing.commit_statement
+    statement_digest: Digest  # BLAKE3 of what is signed: protocol.trust.signing.commit_statement
     signature: bytes  # empty where the store was opened without a signer
 
 

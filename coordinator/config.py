@@ -4,7 +4,7 @@ run.toml          the run file; its digest stands in every round, so it never ch
 description.json  what building its model has shown, where it had to be built; likewise
 coordinator.toml  where to listen
 ca.pem, ca.key, server.pem, server.key
-client.pem, client.key, link.toml   the run owner's credentials (protocol.credentials)
+client.pem, client.key, link.toml   the run owner's credentials (protocol.trust.credentials)
 atoll.db, lock    coordinator.store
 """
 
@@ -22,17 +22,9 @@ from coordinator.database import DATABASE_NAME
 from coordinator.presets.cost import CODEC_COSTS
 from coordinator.presets.settling import Settled, settled_run_file, wants_settling
 from coordinator.swarm.state import Rules
-from protocol.credentials import (
-    AUTHORITY_FILE,
-    CERTIFICATE_FILE,
-    KEY_FILE,
-    LINK_FILE,
-    Credentials,
-)
 from protocol.errors import AtollError, CannotCreateError, ConfigError, NoInputError, UsageError
-from protocol.files import is_taken, read_toml, whole_folder, write_atomically
+from protocol.files.durable import is_taken, read_toml, whole_folder, write_atomically
 from protocol.models import Section
-from protocol.pki import Authority, new_swarm_id
 from protocol.run_spec import (
     RunSection,
     RunSpec,
@@ -40,6 +32,14 @@ from protocol.run_spec import (
     load_run_folder,
     validated,
 )
+from protocol.trust.credentials import (
+    AUTHORITY_FILE,
+    CERTIFICATE_FILE,
+    KEY_FILE,
+    LINK_FILE,
+    Credentials,
+)
+from protocol.trust.pki import Authority, new_swarm_id
 from protocol.web.address import web_address_of
 
 DEFAULT_CONTROL_PORT = 7700

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from pydantic import ValidationError
 
 from protocol.errors import BadDataError, ConfigError, SystemRefusedError
-from protocol.folder_lock import FolderLock
+from protocol.files.folder_lock import FolderLock
 
 DATABASE_NAME = "atoll.db"
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from coordinator.presets.link_shares import CongestionControl
-from protocol import console
 from protocol.errors import UsageError
+from protocol.terminal import console
 
 if TYPE_CHECKING:
     from coordinator.config import Home

@@ -21,11 +21,11 @@ from node.machine.placement import num_ranks_of, refuse_what_cannot_work
 from node.outer_state import tell_leftovers
 from node.stopping import StopSignals
 from protocol.channel import open_channel
-from protocol.credentials import Credentials
-from protocol.descriptors import require_open_files
 from protocol.errors import AtollError
-from protocol.folder_lock import FolderLock
-from protocol.identity import Identity
+from protocol.files.descriptors import require_open_files
+from protocol.files.folder_lock import FolderLock
+from protocol.trust.credentials import Credentials
+from protocol.trust.identity import Identity
 from protocol.v1.session_pb2_grpc import SessionServiceStub
 from protocol.wire_count import WireCounts
 

@@ -53,12 +53,12 @@ from node.newest import keep_places, keep_run
 from node.outer_state import SharedVectors, Vector
 from node.own_metrics import own_metrics
 from node.stopping import StopSignals
-from protocol.credentials import Credentials
-from protocol.files import expanded
-from protocol.identity import Identity
+from protocol.files.durable import expanded
 from protocol.layout import Layout, layout_of
 from protocol.rounds import NodeId
 from protocol.run_spec import RunSpec
+from protocol.trust.credentials import Credentials
+from protocol.trust.identity import Identity
 from protocol.wire_count import WireCounts
 
 log = structlog.get_logger()

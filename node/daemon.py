@@ -177,7 +177,7 @@ class Daemon:
         goodbye = "stopped by its owner"
         island = asyncio.ensure_future(self._island.start())
         transport = asyncio.ensure_future(self._transport.start(self._exchange))
-        tasks: list[asyncio.Future[Any]] = [island, transport]
+        tasks: list[asyncio.Task[Any]] = [island, transport]
         try:
             self._corpus, _ = await asyncio.gather(island, transport)
             await self._island.adopt()
@@ -210,7 +210,8 @@ class Daemon:
             if self._patience is not None:
                 self._patience.cancel()
             for task in tasks:
-                task.cancel()
+                if not task.cancelling():  # a second time would break off what it is ending
+                    task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._session.leave(goodbye)
             await self._exchange.stop()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from node.config import SETTINGS_FILE, load_settings, require_node_folder
 from protocol.errors import SystemRefusedError
-from protocol.folder_lock import FolderLock
+from protocol.files.folder_lock import FolderLock
 
 GOODBYE_SECONDS = 20.0
 """How long a node that leaves at once may take to end what it started."""

@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 
 from protocol import convert
 from protocol.errors import AtollError
-from protocol.files import refusing, write_atomically
+from protocol.files.durable import refusing, write_atomically
 from protocol.rounds import Commit
 from protocol.v1 import round_pb2
 
@@ -74,7 +74,7 @@ class History:
         return self._incarnations.get(round_number, 0)
 
     def save(self) -> None:
-        """Makes what was added durable. Raises what protocol.files.refusing does.
+        """Makes what was added durable. Raises what protocol.files.durable.refusing does.
 
         What a disk refused is written the next time, with what was added since.
         """

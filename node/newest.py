@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from node.config import SNAPSHOTS_FOLDER, load_settings, require_node_folder
 from node.island.data.places import DataPlaces
-from protocol.credentials import Credentials
 from protocol.errors import NoInputError
-from protocol.files import write_atomically
+from protocol.files.durable import write_atomically
 from protocol.rounds import Digest
 from protocol.run_spec import RunSpec, run_from_json
+from protocol.trust.credentials import Credentials
 
 if TYPE_CHECKING:
     from node.outer_state import Vector

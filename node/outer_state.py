@@ -22,7 +22,7 @@ import numpy.typing as npt
 import structlog
 
 from protocol.errors import SystemRefusedError
-from protocol.leftovers import PREFIX, Held, remove_leftovers
+from protocol.files.leftovers import PREFIX, Held, remove_leftovers
 from protocol.rounds import Digest
 
 log = structlog.get_logger()

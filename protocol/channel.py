@@ -1,7 +1,7 @@
 """gRPC channels to a coordinator: mutual TLS, deadlines, keepalive, counted bytes, our own errors.
 
 Calls through these channels raise AtollErrors and nothing of gRPC's. Servers are in
-protocol.server, the first contact of a machine that has no certificate yet in protocol.enrolment.
+protocol.server, the first contact of a machine that has no certificate yet in protocol.trust.enrolment.
 """
 
 import asyncio
@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import grpc
 import grpc.aio
 
-from protocol.credentials import Credentials
 from protocol.errors import AtollError, SessionEndedError, TemporaryError, UnavailableError
-from protocol.handshake import Diagnosis
-from protocol.pki import server_name
 from protocol.status_codes import is_domain_error, translated
+from protocol.trust.credentials import Credentials
+from protocol.trust.handshake import Diagnosis
+from protocol.trust.pki import server_name
 from protocol.wire_count import WireCounts
 
 if TYPE_CHECKING:

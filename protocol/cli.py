@@ -11,9 +11,9 @@ from importlib import metadata
 
 import click
 
-from protocol import console
-from protocol.descriptors import open_standard_files
-from protocol.lazy_group import Entry, LazyGroup
+from protocol.files.descriptors import open_standard_files
+from protocol.terminal import console
+from protocol.terminal.lazy_group import Entry, LazyGroup
 
 SECTIONS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
     (
@@ -70,14 +70,18 @@ SECTIONS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         (
             Entry(
                 name="status",
-                target="protocol.query:status",
+                target="protocol.terminal.query:status",
                 summary="Show what the run and its nodes do.",
             ),
-            Entry(name="nodes", target="protocol.query:nodes", summary="List the nodes."),
-            Entry(name="rounds", target="protocol.query:rounds", summary="List the latest rounds."),
+            Entry(name="nodes", target="protocol.terminal.query:nodes", summary="List the nodes."),
+            Entry(
+                name="rounds",
+                target="protocol.terminal.query:rounds",
+                summary="List the latest rounds.",
+            ),
             Entry(
                 name="data",
-                target="protocol.query:data",
+                target="protocol.terminal.query:data",
                 summary="Prepare data; show which samples are trained, leased, waiting.",
             ),
         ),

@@ -7,7 +7,6 @@ ProtocolMismatchError. Whether the values make sense is for who uses them to say
 from collections.abc import Iterable, Mapping, Sequence
 
 from protocol.errors import ProtocolMismatchError
-from protocol.identity import PUBLIC_KEY_BYTES
 from protocol.rounds import (
     CONTRIBUTION_DIGEST_BYTES,
     Assignment,
@@ -24,6 +23,7 @@ from protocol.rounds import (
     Slice,
     SliceOutcome,
 )
+from protocol.trust.identity import PUBLIC_KEY_BYTES
 from protocol.v1 import round_pb2, session_pb2
 from protocol.wire_count import WireTotals
 

@@ -150,7 +150,7 @@ class Commit:
     `incarnation` counts how often history was taken back before: of two commits of a round the one
     with the higher incarnation holds. `assignments` are the plan's. `without_tokens` are participants
     whose samples held no token to predict: used up, and in no result. `signature` is empty where nobody
-    needs it (protocol.signing).
+    needs it (protocol.trust.signing).
     """
 
     round: int

@@ -11,7 +11,7 @@ import blake3
 from pydantic import Field, ValidationError, model_validator
 
 from protocol.errors import ConfigError
-from protocol.files import read_toml
+from protocol.files.durable import read_toml
 from protocol.models import (
     DecoderModel,
     Description,

@@ -15,8 +15,8 @@ import grpc.aio
 
 from protocol.channel import MAX_MESSAGE_BYTES
 from protocol.errors import NotPermittedError, SystemRefusedError
-from protocol.invite import endpoint_of
-from protocol.pki import Principal, principal_of
+from protocol.trust.invite import endpoint_of
+from protocol.trust.pki import Principal, principal_of
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     # With SO_REUSEPORT, gRPC's default, a second coordinator shares the port and steals calls.

@@ -6,13 +6,13 @@ No script, no style or font from elsewhere: it works without the internet and wi
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from protocol.console import (
+from protocol.terminal.console import (
     bytes_in_words,
     count_in_words,
     digest_in_words,
     seconds_in_words,
 )
-from protocol.status_view import (
+from protocol.terminal.status_view import (
     agreement_in_words,
     by_name,
     cut_off,

@@ -26,7 +26,7 @@ from coordinator.presets.wanted import (
     refuse_what_says_nothing,
 )
 from protocol.errors import ConfigError, UsageError
-from protocol.files import write_atomically
+from protocol.files.durable import write_atomically
 from protocol.run_spec import load_run_file, validated
 
 if TYPE_CHECKING:
@@ -373,7 +373,7 @@ def _told_link(text: str | None) -> tuple[float, float]:
 
 def _measured(folder: Path) -> "MeasuredLinks":
     from coordinator.presets.measured_links import measured_links
-    from protocol.query import StatusLink
+    from protocol.terminal.query import StatusLink
 
     with StatusLink(folder) as asked:
         return measured_links(asked.status().nodes)

@@ -20,7 +20,7 @@ from coordinator.presets.reasons import counted
 from coordinator.presets.toml_edit import CannotEditError, Place, with_values
 from protocol.data_rate import directions_of
 from protocol.errors import ConfigError
-from protocol.files import read_toml
+from protocol.files.durable import read_toml
 from protocol.models import Positive, Section
 from protocol.run_spec import RunSpec, validated, validated_file
 from protocol.time_span import seconds_of

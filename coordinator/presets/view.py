@@ -8,8 +8,8 @@ from coordinator.presets.choosing import Plan
 from coordinator.presets.cost import DAEMON_BYTES, DISK_BYTES, RANK_BYTES
 from coordinator.presets.link_shares import share_in_words
 from coordinator.presets.reasons import counted, every
-from protocol import console
 from protocol.data_rate import rate_in_words
+from protocol.terminal import console
 
 
 def show(plan: Plan) -> None:

@@ -13,10 +13,10 @@ from protocol.errors import (
     SystemRefusedError,
     UnavailableError,
 )
-from protocol.pki import Principal, Role
 from protocol.rounds import NodeId
 from protocol.server import caller
 from protocol.status_codes import abort
+from protocol.trust.pki import Principal, Role
 
 _log = structlog.get_logger()
 

@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterable, Sequence
 
 from protocol.errors import BadDataError
-from protocol.identity import node_id_of
 from protocol.messages import Applied, Evaluated, Reduced, Report, Trained
 from protocol.rounds import LayoutSummary, NodeId, PeerAddress
+from protocol.trust.identity import node_id_of
 from protocol.v1.session_pb2 import Utilisation
 from protocol.wire_count import WIRE_KINDS, WireTotals
 

@@ -12,9 +12,9 @@ from coordinator.services import checks
 from coordinator.services.answering import Context, Write, answered_when_durable
 from coordinator.store import Store
 from protocol.errors import AtollError, BadDataError, NotPermittedError, TemporaryError
-from protocol.identity import PUBLIC_KEY_BYTES, is_signed_by, node_id_of
-from protocol.invite import SECRET_BYTES, hash_of_secret
-from protocol.pki import Authority, enrolment_statement
+from protocol.trust.identity import PUBLIC_KEY_BYTES, is_signed_by, node_id_of
+from protocol.trust.invite import SECRET_BYTES, hash_of_secret
+from protocol.trust.pki import Authority, enrolment_statement
 from protocol.v1 import enrolment_pb2 as pb
 from protocol.v1.enrolment_pb2_grpc import EnrolmentServiceServicer
 

@@ -11,7 +11,7 @@ from coordinator.swarm.events import SamplesSkipped
 from coordinator.swarm.ledger import Places
 from coordinator.swarm.state import KEPT_ROUNDS
 from protocol.errors import BadDataError, NoInputError
-from protocol.invite import SECRET_BYTES, Invite, hash_of_secret
+from protocol.trust.invite import SECRET_BYTES, Invite, hash_of_secret
 from protocol.v1 import operator_pb2 as pb
 from protocol.v1.operator_pb2_grpc import OperatorServiceServicer
 

@@ -34,7 +34,7 @@ from protocol.errors import AtollError, BadDataError, CopyAttachedError
 from protocol.messages import Message, RoundCommitted, message_to_wire, report_from_wire
 from protocol.rounds import Commit, NodeId
 from protocol.run_spec import RunSpec
-from protocol.signing import CommitSigner, statement_of
+from protocol.trust.signing import CommitSigner, statement_of
 from protocol.v1 import round_pb2
 from protocol.v1 import session_pb2 as pb
 from protocol.v1.session_pb2_grpc import SessionServiceServicer

@@ -105,7 +105,7 @@ def judge(turn: Turn, node_id: NodeId, *, is_news: bool) -> None:
     if member.outer_round > state.committed_round:
         # Only a coordinator restored from an old copy of its database sees an honest node ahead.
         turn.put_member(replace(member, state=MemberState.JOINING))
-        if is_news:
+        if is_news or member.state is MemberState.READY:  # or what was learned has taken us back
             _ask_commits(turn, node_id)
     elif (
         current is not None

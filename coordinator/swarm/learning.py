@@ -147,10 +147,14 @@ def learn_commit(turn: Turn, event: CommitLearned) -> None:
         judge_all(turn)
 
 
-def _gives_way(state: SwarmState, here: Commit, event: CommitLearned) -> bool:
+def _gives_way(
+    state: SwarmState, here: Commit, event: CommitLearned, *, newest_incarnation: int
+) -> bool:
     """Whether a commit of a round yields to another one, which is made on the same state.
 
-    What has given way once does not come back, or two nodes could bring both for ever.
+    What has given way once does not come back, or two nodes could bring both for ever. A later commit of
+    the same incarnation on the one that is here shows that it has, also to an older copy of this
+    coordinator: what takes a round back is of a newer incarnation than all that there was.
     """
     brought = event.commit
     if is_void(here) and not is_void(brought):
@@ -161,7 +165,7 @@ def _gives_way(state: SwarmState, here: Commit, event: CommitLearned) -> bool:
         and left.incarnation >= brought.incarnation
         for left in state.left
     )
-    return here.incarnation < brought.incarnation and not (is_void(brought) and has_given_way)
+    return newest_incarnation < brought.incarnation and not (is_void(brought) and has_given_way)
 
 
 def _holds_state_after(state: SwarmState, event: CommitLearned) -> bool:
@@ -207,7 +211,8 @@ def _before_what_gives_way(state: SwarmState, event: CommitLearned) -> SwarmStat
         return state
     first = gone[0].commit
     is_same_place = (first.round, first.base_digest) == (commit.round, commit.base_digest)
-    if not is_same_place or not _gives_way(state, first, event):
+    newest = max(closed.commit.incarnation for closed in gone)
+    if not is_same_place or not _gives_way(state, first, event, newest_incarnation=newest):
         return state
     state = _without_open_round(state)
     for closed in reversed(gone):

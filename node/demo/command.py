@@ -15,10 +15,10 @@ import protocol
 from node.demo.children import Child, ChildDiedError, Children
 from node.demo.report import final_report, printable
 from protocol.errors import BadDataError, CannotCreateError, TemporaryError, UnavailableError
-from protocol.query import StatusLink
 from protocol.run_spec import load_run_file
+from protocol.terminal.query import StatusLink
+from protocol.terminal.watch import REFRESH_SECONDS, LineScreen, LiveScreen, Screen
 from protocol.v1 import status_pb2 as pb
-from protocol.watch import REFRESH_SECONDS, LineScreen, LiveScreen, Screen
 
 RUN_FILE = """\
 # The demo: a byte language model on the Python standard library's own source.

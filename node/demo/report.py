@@ -3,9 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from protocol.console import bytes_in_words, count_in_words, digest_in_words, seconds_in_words
 from protocol.errors import AtollError
-from protocol.status_view import by_name, name_of, sent_bytes
+from protocol.terminal.console import (
+    bytes_in_words,
+    count_in_words,
+    digest_in_words,
+    seconds_in_words,
+)
+from protocol.terminal.status_view import by_name, name_of, sent_bytes
 from protocol.v1 import status_pb2 as pb
 
 

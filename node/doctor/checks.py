@@ -18,13 +18,13 @@ from node.doctor.findings import Finding, wrong
 from node.machine.hardware import Hardware, likely_devices, look_around
 from node.machine.kernel import congestion_control
 from node.machine.placement import num_ranks_of
-from protocol import console
-from protocol.credentials import LINK_FILE, Credentials
-from protocol.descriptors import require_open_files
 from protocol.errors import AtollError, SystemRefusedError
-from protocol.folder_lock import FolderLock
-from protocol.identity import Identity
-from protocol.query import StatusLink
+from protocol.files.descriptors import require_open_files
+from protocol.files.folder_lock import FolderLock
+from protocol.terminal import console
+from protocol.terminal.query import StatusLink
+from protocol.trust.credentials import LINK_FILE, Credentials
+from protocol.trust.identity import Identity
 
 PROGRAMS = ("atoll", "torch", "hivemind", "grpcio")
 

@@ -10,8 +10,8 @@ from node.config import NodeSettings, load_settings
 from node.doctor import checks
 from node.doctor.findings import Finding, exit_code_of, wrong
 from node.doctor.kernel import kernel_findings
-from protocol import console
 from protocol.errors import AtollError
+from protocol.terminal import console
 
 _INDENT = 8  # as wide as the longest verdict and two spaces
 

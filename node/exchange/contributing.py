@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
+from random import Random
 
 from node.exchange.codecs.codec import CodecError
 from node.exchange.owing import Owing
@@ -41,7 +42,7 @@ class Contributing:
         self._assigned_samples = assigned_samples
         self._keep_own = keep_own  # for the slices that we reduce ourselves
         self._encoded: dict[int, Payload] = {}
-        self._pushes = Pushes(transport)
+        self._pushes = Pushes(transport, Random(f"{node_id} in {plan.round}"))
         self._is_closed = False
 
     @property

@@ -7,9 +7,11 @@ peers call it at any time through the transport.
 import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
+from random import Random
 
 import structlog
 
+from node.exchange.fetching import Silences
 from node.exchange.held_results import KEPT_ROUNDS, HeldResults
 from node.exchange.outer import Outer
 from node.exchange.pushes import Pushes
@@ -74,8 +76,9 @@ class Exchange:
         self._heavy = heavy
         self._report = report
         self._held = HeldResults()
+        self._silences = Silences(transport.round_trip_seconds)
         self._round: ExchangeRound | None = None
-        self._results_out = Pushes(transport)  # results that peers still wait for
+        self._results_out = Pushes(transport, Random(node_id))  # results that peers still wait for
         self._members: tuple[NodeId, ...] = ()
         self._early: list[tuple[int, RoundNews]] = []  # of rounds that are not open here yet
         # Taken while the outer state changes or is copied: a snapshot is never half of two rounds.
@@ -100,6 +103,7 @@ class Exchange:
             bring_back=bring_back,
             peers=self._peers,
             patience=patience,
+            silences=self._silences,
             run_digest=run_digest,
         )
 
@@ -133,6 +137,7 @@ class Exchange:
             heavy=self._heavy,
             report=self._report,
             results_out=self._results_out,
+            silences=self._silences,
         )
         for round_number, news in self._early:
             if round_number == plan.round:

@@ -7,6 +7,9 @@ measured speeds: who delivers sooner is asked for the next piece sooner.
 Each piece has a libp2p stream of its own, which begins with a small window and costs some round
 trips, so a long way takes many streams to fill. How many are asked of a donor follows from how long
 its pieces take: where they come soon there is more under way, where they come late there is less.
+
+A donor may take a request and send nothing: then another one is asked after a second, whoever brings
+the piece first counts, and the silent donor is asked last for a while.
 """
 
 import asyncio
@@ -15,9 +18,14 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 from typing import Generic, TypeVar
 
+import structlog
+
 from protocol.rounds import NodeId
+
+log = structlog.get_logger()
 
 MOST_AT_ONCE = 16
 """Pieces under way from all donors together. What is in memory of them is bounded by this: with
@@ -42,6 +50,15 @@ OVERDUE_SECONDS = 10.0
 OVERDUE_FACTOR = 3.0
 """A piece that takes longer, and so many times longer than the mean of those that came, is asked of
 another donor too, once nothing else is left to ask for."""
+
+SILENT_SECONDS = 1.0
+SILENT_ROUND_TRIPS = 8
+"""A donor that is asked and of which nothing comes for longer than each of these is silent. In round
+trips, a connection made anew is five or six of them and a stream one. A slow donor sends a few kilobytes
+several times a second, whatever it has under way, so only bytes count and not pieces."""
+
+ASKED_LAST_SECONDS = 600.0
+"""How long a silent donor is asked only where nobody else is left, unless something comes from it."""
 
 FETCH_SECONDS = 60.0
 SLOWEST_BYTES_PER_SECOND = 16_000
@@ -72,20 +89,51 @@ class Job(Generic[Key]):
     donor: NodeId
 
 
+class Silences:
+    """The donors that were silent lately, as all fetches of a node found them. Pure: told the time."""
+
+    def __init__(self, round_trip_seconds: Callable[[NodeId], float]) -> None:
+        self._round_trip_seconds = round_trip_seconds
+        self._last_until: dict[NodeId, float] = {}
+
+    def patience_seconds(self, donor: NodeId) -> float:
+        """How long nothing may come of a donor that is asked."""
+        return max(SILENT_SECONDS, SILENT_ROUND_TRIPS * self._round_trip_seconds(donor))
+
+    def note(self, donor: NodeId, now: float) -> None:
+        """Has a donor asked last from now on."""
+        self._last_until[donor] = now + ASKED_LAST_SECONDS
+
+    def forget(self, donor: NodeId) -> None:
+        """Something has come of the donor."""
+        self._last_until.pop(donor, None)
+
+    def has(self, donor: NodeId, now: float) -> bool:
+        """Whether the donor was silent lately."""
+        return self._last_until.get(donor, -math.inf) > now
+
+
 class Schedule(Generic[Key]):
     """Which piece to ask whom for next. Pure: no clock, no waiting.
 
     `wanted` names the pieces in the order in which they are needed, each with those who hold it for
-    certain; `donors` are all that may be asked, the preferred first.
+    certain; `donors` are all that may be asked, the preferred first. `silences` outlives the schedule.
     """
 
-    def __init__(self, wanted: Mapping[Key, Iterable[NodeId]], donors: Iterable[NodeId]) -> None:
+    def __init__(
+        self,
+        wanted: Mapping[Key, Iterable[NodeId]],
+        donors: Iterable[NodeId],
+        silences: Silences,
+    ) -> None:
         self._holders = {key: frozenset(holders) for key, holders in wanted.items()}
         self._waiting = dict.fromkeys(wanted)  # pieces that nobody is asked for
         self._under_way: dict[Job[Key], float] = {}  # since when
         self._lacking: set[Job[Key]] = set()
         self._arrival_seconds: list[float] = []
         self._widths: dict[NodeId, int] = {}  # pieces to have under way from a donor
+        self._silences = silences
+        self._quiet_since: dict[NodeId, float] = {}  # when something came last, or it was asked
         self.donors = list(dict.fromkeys(donors))
 
     def add_donor(self, donor: NodeId) -> None:
@@ -102,16 +150,46 @@ class Schedule(Generic[Key]):
         if not free:
             return None
         overdue = [] if self._waiting else [k for k, at in self._overdue_at().items() if at <= now]
+        silent = frozenset(donor for donor in self.donors if self._is_silent(donor, now))
         for key in (*self._waiting, *overdue):
-            able = [d for d in free if not self._is_tried(Job(key=key, donor=d))]
+            untried = [d for d in self.donors if not self._is_tried(Job(key=key, donor=d))]
+            # One that sends and is only busy is waited for, rather than to ask one that is silent.
+            asked = [d for d in untried if d not in silent] or untried
+            able = [d for d in asked if d in free]
             if able:
                 # Holders before others, the idle before the busy, the preferred before the rest.
                 donor = min(able, key=lambda d: (d not in self._holders[key], busy[d]))
                 job = Job(key=key, donor=donor)
                 self._waiting.pop(key, None)
                 self._under_way[job] = now
+                if not busy[donor]:
+                    self._quiet_since[donor] = now
                 return job
         return None
+
+    def hear(self, donor: NodeId, now: float) -> None:
+        """Some bytes of a donor have come."""
+        self._quiet_since[donor] = now
+        self._silences.forget(donor)
+
+    def fallen_silent(self, now: float) -> tuple[NodeId, ...]:
+        """Donors that are silent now and were not known to be; they are from here on."""
+        new = tuple(
+            donor
+            for donor in dict.fromkeys(job.donor for job in self._under_way)
+            if self._silent_at(donor) <= now and not self._silences.has(donor, now)
+        )
+        for donor in new:
+            self._silences.note(donor, now)
+        return new
+
+    def _is_silent(self, donor: NodeId, now: float) -> bool:
+        is_asked = self._num_under_way(donor) > 0
+        return self._silences.has(donor, now) or (is_asked and self._silent_at(donor) <= now)
+
+    def _silent_at(self, donor: NodeId) -> float:
+        """When a donor that is asked becomes silent, if nothing comes of it."""
+        return self._quiet_since[donor] + self._silences.patience_seconds(donor)
 
     def width_of(self, donor: NodeId) -> int:
         """How many pieces may be under way from a donor now."""
@@ -119,15 +197,18 @@ class Schedule(Generic[Key]):
 
     def seconds_until_overdue(self, now: float) -> float:
         """How long from now until `begin` may have more to give, if nothing else happens."""
-        if self._waiting:
-            return math.inf
-        coming = [at - now for at in self._overdue_at().values() if at > now]
+        times = [self._silent_at(job.donor) for job in self._under_way]
+        if not self._waiting:
+            times += self._overdue_at().values()
+        coming = [at - now for at in times if at > now]
         # Not so soon that a clock, rounding, wakes up before it over and over again.
         return max(min(coming, default=math.inf), 0.01)
 
     def end(self, job: Job[Key], outcome: Outcome, now: float) -> tuple[Job[Key], ...]:
         """Takes in what came of a job; returns the jobs that need not go on."""
         since = self._under_way.pop(job)
+        if outcome is not Outcome.OUT:
+            self.hear(job.donor, now)
         same = tuple(other for other in self._under_way if other.key == job.key)
         match outcome:
             case Outcome.ARRIVED:
@@ -167,31 +248,42 @@ class Schedule(Generic[Key]):
         return job in self._lacking or job in self._under_way
 
     def _overdue_at(self) -> dict[Key, float]:
-        """When each piece is overdue that only one donor is asked for."""
-        times = Counter(job.key for job in self._under_way)
+        """When each piece under way is worth asking one more donor for.
+
+        Where all that are asked for it are silent, however many; where only one is, also if it sends.
+        """
         num_arrived = len(self._arrival_seconds)
         mean = sum(self._arrival_seconds) / num_arrived if num_arrived else 0.0
         seconds = max(OVERDUE_SECONDS, OVERDUE_FACTOR * mean)
-        return {
-            job.key: since + seconds
-            for job, since in self._under_way.items()
-            if times[job.key] == 1
-        }
+        num_asked = Counter(job.key for job in self._under_way)
+        due: dict[Key, float] = {}
+        for job, since in self._under_way.items():
+            silent_at = self._silent_at(job.donor)
+            if num_asked[job.key] == 1:
+                due[job.key] = min(silent_at, since + seconds)
+            else:
+                due[job.key] = max(silent_at, due.get(job.key, silent_at))
+        return due
 
 
 async def fetch_pieces(
-    schedule: Schedule[Key], fetch: Callable[[Key, NodeId], Awaitable[Outcome]]
+    schedule: Schedule[Key],
+    fetch: Callable[[Key, NodeId, Callable[[], None]], Awaitable[Outcome]],
 ) -> None:
     """Works a schedule off; returns when all has come, or when nobody is left who could supply it.
 
-    `fetch` keeps what it got before it returns. What it raises ends everything under way.
+    `fetch` calls its last argument whenever bytes come of the donor, and keeps what it got before it
+    returns. What it raises ends everything under way.
     """
     clock = asyncio.get_running_loop().time
     tasks: dict[Job[Key], asyncio.Task[Outcome]] = {}
     try:
         while True:
+            for donor in schedule.fallen_silent(clock()):
+                log.info("a donor is silent", peer=donor, next_step="others are asked first")
             while (job := schedule.begin(clock())) is not None:
-                tasks[job] = asyncio.create_task(_awaited(fetch(job.key, job.donor)))
+                heard = partial(_hear, schedule, job.donor)
+                tasks[job] = asyncio.create_task(_awaited(fetch(job.key, job.donor, heard)))
             if not tasks:
                 return
             seconds = schedule.seconds_until_overdue(clock())
@@ -207,6 +299,10 @@ async def fetch_pieces(
                 await _cancelled([tasks.pop(other) for other in needless])
     finally:
         await _cancelled(list(tasks.values()))
+
+
+def _hear(schedule: Schedule[Key], donor: NodeId) -> None:
+    schedule.hear(donor, asyncio.get_running_loop().time())
 
 
 async def _awaited(outcome: Awaitable[Outcome]) -> Outcome:

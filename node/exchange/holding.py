@@ -11,6 +11,7 @@ from typing import Any
 import structlog
 
 from node.exchange.codecs.codec import CodecError
+from node.exchange.fetching import Outcome, Schedule, Silences, fetch_pieces
 from node.exchange.fitting import check_fits, place_of
 from node.exchange.held_results import HeldResults
 from node.exchange.outer import Outer
@@ -60,7 +61,9 @@ class Holding:
         start: Callable[[Coroutine[Any, Any, None]], None],
         deadline: float,  # of results that are offered, by the loop's clock
         patience_seconds: float,  # of a push, from the commit
+        silences: Silences,
     ) -> None:
+        self._silences = silences
         self._round = round
         self._slices = slices
         self._departed = departed
@@ -146,28 +149,33 @@ class Holding:
             await self._changed.wait()
         if self._held.find(self._round, part.index, digest) is not None:
             return
-        for peer in peers:
-            left = self._deadline - asyncio.get_running_loop().time()
-            if left <= 0:
-                return
-            try:
-                payload = await self._transport.fetch(
-                    peer,
-                    want,
-                    max_body_bytes=self._outer.downlink.most_bytes(part.num_elements),
-                    timeout_seconds=left,
-                )
-                check_fits(payload.header, part, self._outer.downlink)
-                await self._heavy(partial(self._outer.check_result, payload))
-                self._hold(payload)
-                return
-            except (
-                NotHeldError,
-                PeerUnreachableError,
-                TransferRefusedError,
-                CodecError,
-            ) as error:
-                log.info("a holder does not deliver", peer=peer, why=str(error))
+        schedule = Schedule({want: ()}, peers, self._silences)
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(self._deadline):
+                await fetch_pieces(schedule, partial(self._fetch_from, part))
+
+    async def _fetch_from(
+        self, part: Slice, want: WantResult, peer: NodeId, heard: Callable[[], None]
+    ) -> Outcome:
+        try:
+            payload = await self._transport.fetch(
+                peer,
+                want,
+                max_body_bytes=self._outer.downlink.most_bytes(part.num_elements),
+                timeout_seconds=self._deadline - asyncio.get_running_loop().time(),
+                heard=heard,
+            )
+            check_fits(payload.header, part, self._outer.downlink)
+            await self._heavy(partial(self._outer.check_result, payload))
+        except NotHeldError:
+            return Outcome.LACKING
+        except (PeerUnreachableError, TransferRefusedError, CodecError) as error:
+            log.info("a holder does not deliver", peer=peer, why=str(error))
+            return Outcome.OUT
+        # Another holder may have brought it in the same moment.
+        if self._held.find(self._round, part.index, want.digest) is None:
+            self._hold(payload)
+        return Outcome.ARRIVED
 
     async def complete(self, commit: Commit, fetch: FetchResults) -> None:
         """Waits for committed results that are being pushed to us, and fetches those that are not.

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from random import Random
 
 import structlog
 
@@ -18,6 +19,9 @@ log = structlog.get_logger()
 
 FIRST_RETRY_SECONDS = 0.2
 LAST_RETRY_SECONDS = 3.0
+"""The longest pauses before a push is repeated: the first one, and all from the fifth on. Each pause is drawn
+from zero to its longest ("full jitter"): a reducer that refuses a hundred contributors at once would
+otherwise be asked by all of them at once again, and refuse most of them again."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -47,8 +51,9 @@ class _Lot:
 class Pushes:
     """Transfers that go on in the background."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, rng: Random) -> None:
         self._transport = transport
+        self._rng = rng  # another one at each node, or their pauses are in step
         self._tasks: dict[asyncio.Task[None], int] = {}  # with the round of what is pushed
         self._lots: dict[tuple[str, int, NodeId], _Lot] = {}
 
@@ -115,7 +120,7 @@ class Pushes:
                 return
             if not is_wanted():
                 return
-            await asyncio.sleep(min(retry_seconds, left))
+            await asyncio.sleep(min(self._rng.uniform(0.0, retry_seconds), left))
             if is_wanted():
                 lot.tell_repetition(why)  # after the pause, when all that fails with it has failed
             retry_seconds = min(2 * retry_seconds, LAST_RETRY_SECONDS)

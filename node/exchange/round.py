@@ -14,7 +14,7 @@ from typing import Any
 import structlog
 
 from node.exchange.contributing import Contributing
-from node.exchange.fetching import fetch_seconds
+from node.exchange.fetching import Silences, fetch_seconds
 from node.exchange.held_results import HeldResults
 from node.exchange.holding import FetchResults, Holding
 from node.exchange.outer import Outer
@@ -44,6 +44,7 @@ class ExchangeRound:
         heavy: Heavy,
         report: Callable[[int, Report], None],
         results_out: Pushes,
+        silences: Silences,
     ) -> None:
         self.plan = plan
         self._node_id = node_id
@@ -67,6 +68,7 @@ class ExchangeRound:
             start=self._start,
             deadline=opened_at + plan.commit_seconds,
             patience_seconds=patience_seconds,
+            silences=silences,
         )
         self._reducing = Reducing(
             plan=plan,

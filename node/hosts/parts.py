@@ -13,8 +13,8 @@ from pathlib import Path
 import structlog
 
 from node.island.checkpoints.folder import Checkpoint, CheckpointFolder
-from protocol.files import make_folder
-from protocol.folder_lock import FolderLock
+from protocol.files.durable import make_folder
+from protocol.files.folder_lock import FolderLock
 from protocol.rounds import Digest
 
 log = structlog.get_logger()

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Self
 
 from protocol.errors import BadDataError, NoInputError
-from protocol.files import refusing, write_atomically
-from protocol.pki import Authority, new_swarm_id, pin_of
+from protocol.files.durable import refusing, write_atomically
+from protocol.trust.pki import Authority, new_swarm_id, pin_of
 
 TOKEN_FILE = "island.token"
 _KEY_FILE = "island.key"

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from node.config import IDENTITY_FILE, write_settings
-from protocol.credentials import COORDINATOR_FILE, LINK_FILE, Credentials
 from protocol.errors import (
     AnswerLostError,
     AtollError,
@@ -16,10 +15,11 @@ from protocol.errors import (
     NoInputError,
     UsageError,
 )
-from protocol.files import expanded, make_folder
-from protocol.folder_lock import FolderLock
-from protocol.identity import Identity
-from protocol.invite import Invite
+from protocol.files.durable import expanded, make_folder
+from protocol.files.folder_lock import FolderLock
+from protocol.trust.credentials import COORDINATOR_FILE, LINK_FILE, Credentials
+from protocol.trust.identity import Identity
+from protocol.trust.invite import Invite
 
 INVITE_VARIABLE = "ATOLL_INVITE"
 
@@ -83,7 +83,7 @@ async def join(invite: Invite, folder: Path, *, name: str) -> Credentials:
 
     A folder that belongs to another swarm is left as it is. Raises AtollError.
     """
-    from protocol.enrolment import enrol
+    from protocol.trust.enrolment import enrol
 
     _check_is_free(folder)
     with _held(folder):

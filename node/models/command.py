@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 import click
 
 from node.cli import DIRECTORY
-from protocol.credentials import find_home
 from protocol.errors import NoInputError, UsageError
+from protocol.trust.credentials import find_home
 
 if TYPE_CHECKING:
     from node.models.card import DType

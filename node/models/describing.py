@@ -31,12 +31,12 @@ from node.models.reading import (
     write_first,
 )
 from node.outer_state import Vector
-from protocol.console import count_in_words
 from protocol.errors import BadDataError, CannotCreateError, UsageError
-from protocol.files import refusal_to_write, write_atomically
+from protocol.files.durable import refusal_to_write, write_atomically
 from protocol.layout import layout_of
 from protocol.models import BYTES_VOCABULARY, DecoderModel, Description, TransformersModel
 from protocol.run_spec import DESCRIPTION_FILE, RunSpec, load_run_file, validated
+from protocol.terminal.console import count_in_words
 
 RUN_FILE = "run.toml"
 TOKENIZER = "tokenizer.json"

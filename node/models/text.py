@@ -21,7 +21,7 @@ from node.island.data.tokenizing import (
     tokenizer_folder,
 )
 from protocol.errors import NoInputError
-from protocol.files import expanded, make_folder, write_atomically
+from protocol.files.durable import expanded, make_folder, write_atomically
 from protocol.models import BYTES_VOCABULARY
 from protocol.run_spec import RunSpec
 

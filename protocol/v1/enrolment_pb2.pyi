@@ -37,7 +37,7 @@ class EnrolRequest(_message.Message):
     certificate_request: _builtins.bytes
     """PKCS#10 request of a fresh P-256 key, DER."""
     proof: _builtins.bytes
-    """Ed25519 signature over the enrolment statement (protocol.pki.enrolment_statement): proves
+    """Ed25519 signature over the enrolment statement (protocol.trust.pki.enrolment_statement): proves
     that the sender holds the identity it claims.
     """
     node_name: _builtins.str

@@ -57,7 +57,7 @@ class CreateInviteResponse(_message.Message):
     INVITE_FIELD_NUMBER: _builtins.int
     INVITE_ID_FIELD_NUMBER: _builtins.int
     invite: _builtins.str
-    """The invite as text (protocol.invite)."""
+    """The invite as text (protocol.trust.invite)."""
     invite_id: _builtins.str
     """Its public name."""
     def __init__(

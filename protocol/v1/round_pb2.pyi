@@ -320,7 +320,7 @@ class Commit(_message.Message):
     incarnation: _builtins.int
     """How often the run's history had been taken back when this was decided."""
     signature: _builtins.bytes
-    """Ed25519 signature of the swarm's authority over protocol.signing.commit_statement, 64 bytes."""
+    """Ed25519 signature of the swarm's authority over protocol.trust.signing.commit_statement, 64 bytes."""
     @_builtins.property
     def slices(self) -> _containers.RepeatedCompositeFieldContainer[Global___SliceOutcome]:
         """Every slice of the plan, in order."""

@@ -22,7 +22,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from protocol.errors import SystemRefusedError
-from protocol.invite import endpoint_of
+from protocol.trust.invite import endpoint_of
 
 MAX_CALLS = 32
 """Answered at once; more are told to come back, so that strangers cannot take all sockets."""

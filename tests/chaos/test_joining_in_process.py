@@ -27,8 +27,9 @@ JOINS_AT = 42.0
 
 LATE = Life(starts_at=JOINS_AT, seconds_per_inner_step=1.0)
 CHUNK_BYTES = 4096
-CHUNKS_A_SECOND = 1.0
-"""From each donor and stream: the tiny model's state is some dozens of chunks."""
+CHUNKS_A_SECOND = 1.05
+"""From each donor and stream: the tiny model's state is some dozens of chunks. Nothing of a chunk comes
+before all of it, which must take less than the second after which a donor is silent."""
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,13 @@ from coordinator.app import Coordinator
 from coordinator.config import CoordinatorConfig, Home, create_home
 from protocol.channel import open_blocking_channel, open_channel
 from protocol.convert import layout_to_wire
-from protocol.credentials import Credentials
-from protocol.enrolment import enrol
-from protocol.identity import Identity
-from protocol.invite import Invite
 from protocol.layout import layout_of
 from protocol.models import Description, TensorShape
 from protocol.run_spec import DESCRIPTION_FILE, run_from_json
+from protocol.trust.credentials import Credentials
+from protocol.trust.enrolment import enrol
+from protocol.trust.identity import Identity
+from protocol.trust.invite import Invite
 from protocol.v1 import operator_pb2, round_pb2, session_pb2
 from protocol.v1.operator_pb2_grpc import OperatorServiceStub
 from protocol.v1.session_pb2_grpc import SessionServiceStub

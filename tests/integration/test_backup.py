@@ -15,7 +15,7 @@ from typed_commands import Swarm, atoll, done, refused, until
 
 from coordinator.config import CoordinatorConfig, Home, create_home, rules_of
 from coordinator.store import Store
-from protocol.query import StatusLink
+from protocol.terminal.query import StatusLink
 from tests.tiny_runs import tiny_text
 
 RUN = tiny_text(

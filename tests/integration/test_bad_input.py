@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from typed_commands import Swarm, atoll, done, refused
 
-from protocol.invite import Invite
+from protocol.trust.invite import Invite
 from protocol.v1 import status_pb2
 from tests.tiny_runs import tiny_text
 

@@ -20,11 +20,10 @@ from tls_coordinator import (
     unused_port,
 )
 
-from protocol import errors, pki
+from protocol import errors
 from protocol.channel import (
     open_channel,
 )
-from protocol.enrolment import enrol
 from protocol.errors import (
     AtollError,
     NotPermittedError,
@@ -32,9 +31,11 @@ from protocol.errors import (
     TemporaryError,
     UnavailableError,
 )
-from protocol.handshake import Diagnosis
-from protocol.identity import Identity
 from protocol.status_codes import abort
+from protocol.trust import pki
+from protocol.trust.enrolment import enrol
+from protocol.trust.handshake import Diagnosis
+from protocol.trust.identity import Identity
 from protocol.v1 import session_pb2_grpc
 
 

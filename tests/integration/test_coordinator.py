@@ -23,9 +23,9 @@ from coordinator_scene import (
 
 from coordinator.config import RUN_TEMPLATE, Home, run_text
 from protocol.channel import open_channel
-from protocol.credentials import Credentials
 from protocol.errors import NoInputError, NotPermittedError, SessionEndedError
 from protocol.run_spec import RunSpec, run_from_json, validated
+from protocol.trust.credentials import Credentials
 from protocol.v1 import operator_pb2, session_pb2, status_pb2
 from protocol.v1.operator_pb2_grpc import OperatorServiceStub
 

@@ -13,12 +13,12 @@ from node import drain
 from node.config import IDENTITY_FILE
 from node.drain import drain_node
 from protocol.errors import NoInputError, SystemRefusedError
-from protocol.folder_lock import LOCK_NAME
+from protocol.files.folder_lock import LOCK_NAME
 
 NODE = """
 import signal, sys
 from pathlib import Path
-from protocol.folder_lock import FolderLock
+from protocol.files.folder_lock import FolderLock
 
 left = int(sys.argv[2])  # signals that it does not mind
 def hear(*_):

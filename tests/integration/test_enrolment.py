@@ -11,15 +11,15 @@ from tls_coordinator import (
     unused_port,
 )
 
-from protocol import pki
-from protocol.enrolment import enrol
 from protocol.errors import (
     ProtocolMismatchError,
     SystemRefusedError,
     UnavailableError,
 )
-from protocol.identity import Identity
 from protocol.server import SERVER_OPTIONS, bind_enrolment
+from protocol.trust import pki
+from protocol.trust.enrolment import enrol
+from protocol.trust.identity import Identity
 
 
 async def test_a_second_coordinator_cannot_take_the_port(coordinator: Coordinator) -> None:

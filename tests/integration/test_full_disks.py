@@ -16,7 +16,7 @@ from small_machine import SmallDisk, small_disk
 from typed_commands import ROOT, Swarm, atoll, until
 
 from node.newest import newest_model
-from protocol.query import StatusLink
+from protocol.terminal.query import StatusLink
 from protocol.v1 import status_pb2
 
 RUN = """

@@ -19,8 +19,6 @@ from coordinator_scene import (
 
 from coordinator.cli import invite as invite_command
 from protocol.channel import open_channel
-from protocol.credentials import Credentials
-from protocol.enrolment import enrol
 from protocol.errors import (
     BadDataError,
     NoInputError,
@@ -29,9 +27,11 @@ from protocol.errors import (
     TemporaryError,
     UnavailableError,
 )
-from protocol.identity import Identity
-from protocol.invite import Invite
-from protocol.pki import make_request
+from protocol.trust.credentials import Credentials
+from protocol.trust.enrolment import enrol
+from protocol.trust.identity import Identity
+from protocol.trust.invite import Invite
+from protocol.trust.pki import make_request
 from protocol.v1 import operator_pb2, session_pb2, status_pb2
 from protocol.v1.operator_pb2_grpc import OperatorServiceStub
 from protocol.v1.session_pb2_grpc import SessionServiceStub

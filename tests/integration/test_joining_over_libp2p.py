@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from transport_peers import Desk, Peer, introduce
 
+from node.exchange.fetching import Silences
 from node.exchange.state.donor import Donor
 from node.exchange.state.download import Download
 from node.exchange.state.manifest import CHUNK_BYTES, Manifest
@@ -17,9 +18,9 @@ from node.exchange.state.snapshot import OpenSnapshot, Owed, Snapshot, SnapshotF
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.exchange.transport.transport import Want, WantChunk, WantManifest
 from node.heavy import in_thread
-from protocol.identity import Identity
 from protocol.payload import Payload
 from protocol.rounds import Digest, NodeId
+from protocol.trust.identity import Identity
 from protocol.wire_count import WireCounts
 
 RUN, LAYOUT = Digest(bytes(32)), Digest(bytes(31) + b"l")
@@ -91,6 +92,7 @@ class Scene:
             peers=lambda: donors,
             folder=self._folder / "joiner",
             say=lambda text: None,
+            silences=Silences(self.transports[0].round_trip_seconds),
         )
 
     async def is_the_swarms(self, round: int, digest: Digest) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from node.outer_state import SHARED_MEMORY, SharedVectors
-from protocol.leftovers import PREFIX, Held, TemporaryFolder, remove_leftovers
+from protocol.files.leftovers import PREFIX, Held, TemporaryFolder, remove_leftovers
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -21,7 +21,7 @@ import asyncio, os, signal, sys, time
 from multiprocessing import resource_tracker
 from node.exchange.transport.p2pd import P2pd
 from node.outer_state import SharedVectors
-from protocol.identity import Identity
+from protocol.trust.identity import Identity
 
 async def live():
     async def refuse(peer, reader, writer): ...

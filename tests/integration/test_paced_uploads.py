@@ -14,7 +14,7 @@ from transport_peers import Peer, introduce, make_payload, want
 from benchmarks.paced_uploads import PACED_SHARE, UPLINK_MBIT
 from node.exchange.transport.frames import Limits
 from node.exchange.transport.libp2p import Libp2pTransport
-from protocol.identity import Identity
+from protocol.trust.identity import Identity
 from protocol.wire_count import WireCounts
 
 ROOT = Path(__file__).parent.parent.parent

@@ -8,9 +8,10 @@ from coordinator_scene import LOCAL, serving
 from benchmarks.presets import checked, checks
 from benchmarks.simulation import Life, simulate
 from coordinator.config import Home, create_home, settle_preset
-from protocol import cli, console
+from protocol import cli
 from protocol.errors import ConfigError
 from protocol.run_spec import RunSpec, load_run_file
+from protocol.terminal import console
 
 CHECKS = dict(checks())
 

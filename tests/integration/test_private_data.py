@@ -16,11 +16,12 @@ from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
 from node.island.data.samples import SampleOrder
 from node.outer_state import Vector
-from protocol import cli, console
+from protocol import cli
 from protocol.errors import BadDataError, ConfigError
 from protocol.payload import Payload
 from protocol.rounds import BOOK_PLACES, book_of, book_of_data
 from protocol.run_spec import RunSpec
+from protocol.terminal import console
 from tests.tiny_runs import tiny
 from tests.unit.tokens_scene import prepared, words, write_jsonl, write_tokenizer
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typed_commands import Swarm
 
-from protocol.query import StatusLink
+from protocol.terminal.query import StatusLink
 from protocol.v1 import status_pb2
 from tests.tiny_runs import tiny_text
 

@@ -20,7 +20,6 @@ from node.exchange.transport.transport import (
     WantManifest,
     WantTokens,
 )
-from protocol.identity import Identity
 from protocol.payload import (
     CHUNK,
     CONTRIBUTION,
@@ -30,6 +29,7 @@ from protocol.payload import (
     TOKENS_MANIFEST,
     Payload,
 )
+from protocol.trust.identity import Identity
 from protocol.wire_count import WireCounts
 
 SECONDS = 20.0
@@ -144,6 +144,39 @@ async def test_only_so_many_pieces_are_given_at_once_and_nothing_else_waits_for_
         assert not fetching.done()
         fetching.cancel()
     await asyncio.gather(*fetches, return_exceptions=True)
+
+
+async def test_a_fetch_tells_of_bytes_as_they_come_and_of_none_before(swarm: Swarm) -> None:
+    one, other = await swarm.pair()
+    payload = make_payload(body=bytes(BIG))
+    other.desk.held = payload
+    other.desk.supply_gate = asyncio.Event()
+    swarm.network.slow_down(other.node_id, 2 * BIG)
+    heard = asyncio.Event()
+    num_heard = 0
+
+    def hear() -> None:
+        nonlocal num_heard
+        num_heard += 1
+        heard.set()
+
+    fetching = asyncio.create_task(
+        one.transport.fetch(
+            other.node_id,
+            want(payload),
+            max_body_bytes=BIG,
+            timeout_seconds=SECONDS,
+            heard=hear,
+        )
+    )
+    await asyncio.sleep(0.2)
+    assert other.desk.wanted
+    assert not heard.is_set()
+    other.desk.supply_gate.set()
+    await heard.wait()
+    assert not fetching.done()
+    assert await fetching == payload
+    assert num_heard > 1
 
 
 async def test_an_empty_body_is_a_payload_too(swarm: Swarm) -> None:

@@ -24,9 +24,9 @@ from node.exchange.transport.transport import (
     WantChunk,
     WantManifest,
 )
-from protocol.identity import Identity
 from protocol.payload import CHUNK, MANIFEST, Payload, PayloadHeader
 from protocol.rounds import Digest, PeerAddress, RosterEntry
+from protocol.trust.identity import Identity
 from protocol.v1 import transfer_pb2 as wire
 from protocol.wire_count import WireCounts
 

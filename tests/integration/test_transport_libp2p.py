@@ -20,7 +20,7 @@ from node.exchange.transport.transport import (
     PeerUnreachableError,
 )
 from protocol.errors import SystemRefusedError
-from protocol.identity import Identity
+from protocol.trust.identity import Identity
 from protocol.wire_count import WireCounts
 
 SECONDS = 20.0
@@ -99,7 +99,7 @@ def test_p2pd_does_not_outlive_a_killed_node_which_has_loaded_neither_torch_nor_
     program = """
 import asyncio, sys
 from node.exchange.transport.libp2p import Libp2pTransport
-from protocol.identity import Identity
+from protocol.trust.identity import Identity
 from protocol.wire_count import WireCounts
 
 async def main():

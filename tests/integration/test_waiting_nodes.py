@@ -13,9 +13,9 @@ from node.doctor.checks import coordinator_findings
 from node.link.calls import CoordinatorLink
 from node.link.first_contact import run_of_coordinator
 from protocol.channel import open_channel
-from protocol.enrolment import enrol
 from protocol.errors import ExitCode
-from protocol.identity import Identity
+from protocol.trust.enrolment import enrol
+from protocol.trust.identity import Identity
 from protocol.v1.session_pb2_grpc import SessionServiceStub
 
 

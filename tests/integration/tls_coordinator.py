@@ -8,15 +8,15 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from protocol import pki
 from protocol.channel import (
     open_blocking_channel,
     open_channel,
 )
-from protocol.credentials import Credentials
-from protocol.identity import Identity, is_signed_by, node_id_of
-from protocol.invite import Invite
 from protocol.server import SERVER_OPTIONS, bind_control, bind_enrolment, caller
+from protocol.trust import pki
+from protocol.trust.credentials import Credentials
+from protocol.trust.identity import Identity, is_signed_by, node_id_of
+from protocol.trust.invite import Invite
 from protocol.v1 import enrolment_pb2, enrolment_pb2_grpc, session_pb2, session_pb2_grpc
 from protocol.wire_count import WireCounts
 

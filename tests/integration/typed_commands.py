@@ -22,7 +22,7 @@ from benchmarks.processes import (
     atoll_environment,
     maps_of,
 )
-from protocol.query import StatusLink
+from protocol.terminal.query import StatusLink
 from protocol.v1 import status_pb2
 
 ROOT = SOURCES

@@ -14,6 +14,7 @@ from node.exchange.fetching import (
     Job,
     Outcome,
     Schedule,
+    Silences,
 )
 from protocol.rounds import NodeId
 
@@ -34,7 +35,7 @@ def test_no_limit_is_broken_and_no_piece_is_lost(
     num_pieces: int, num_donors: int, answers: list[tuple[int, Outcome, float]]
 ) -> None:
     donors = DONORS[:num_donors]
-    schedule = Schedule(dict.fromkeys(range(num_pieces), ()), donors)
+    schedule = Schedule(dict.fromkeys(range(num_pieces), ()), donors, Silences(lambda donor: 0.0))
     under_way: list[Job[int]] = []
     arrived: Counter[int] = Counter()
     now = 0.0
@@ -58,6 +59,7 @@ def test_no_limit_is_broken_and_no_piece_is_lost(
         if not under_way:
             break
         now += seconds
+        schedule.fallen_silent(now)
         end(under_way[which % len(under_way)], outcome)
         begin()
     # Now a donor comes that has everything, and all that are asked give what they are asked for.
@@ -79,7 +81,7 @@ def test_what_is_under_way_follows_what_the_way_carries(
 ) -> None:
     """One donor, whose pieces of 2 MiB take six round trips, or their share of the link."""
     piece_bytes = 2 << 20
-    schedule = Schedule(dict.fromkeys(range(400), ()), (DONORS[0],))
+    schedule = Schedule(dict.fromkeys(range(400), ()), (DONORS[0],), Silences(lambda donor: 0.0))
     now = 0.0
     under_way: dict[Job[int], float] = {}
     widths = []

@@ -9,13 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from node.exchange.fetching import Silences
 from node.exchange.state import manifest as manifest_file
 from node.exchange.state.donor import Donor
 from node.exchange.state.download import Download
 from node.exchange.state.manifest import Manifest
 from node.exchange.state.snapshot import Snapshot
 from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
-from node.exchange.transport.transport import Admission, Want, WantChunk, WantManifest
+from node.exchange.transport.transport import (
+    Admission,
+    Want,
+    WantChunk,
+    WantManifest,
+    do_nothing,
+)
 from node.heavy import in_place
 from protocol.payload import Payload, PayloadHeader
 from protocol.rounds import Digest, NodeId, PeerAddress, RosterEntry
@@ -203,6 +210,7 @@ class DownloadScene:
             peers=lambda: tuple(self.donors),
             folder=self._folder,
             say=self.said.append,
+            silences=Silences(self.transport.round_trip_seconds),
         )
 
     async def is_the_swarms(self, round: int, digest: Digest) -> bool:
@@ -229,7 +237,13 @@ class _Watched:
         self._scene = scene
 
     async def fetch(
-        self, peer: NodeId, want: Want, *, max_body_bytes: int, timeout_seconds: float
+        self,
+        peer: NodeId,
+        want: Want,
+        *,
+        max_body_bytes: int,
+        timeout_seconds: float,
+        heard: Callable[[], None] = do_nothing,
     ) -> Payload:
         scene, under_way = self._scene, self._scene._under_way
         counted = isinstance(want, WantChunk)
@@ -238,7 +252,11 @@ class _Watched:
         scene.most_from_one = max(scene.most_from_one, under_way[peer])
         try:
             return await scene.transport.fetch(
-                peer, want, max_body_bytes=max_body_bytes, timeout_seconds=timeout_seconds
+                peer,
+                want,
+                max_body_bytes=max_body_bytes,
+                timeout_seconds=timeout_seconds,
+                heard=heard,
             )
         finally:
             under_way[peer] -= counted

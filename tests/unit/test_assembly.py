@@ -20,8 +20,8 @@ from node.hosts.leading import HostsIsland
 from node.island.models.first_weights import initial_parameters
 from node.machine.hardware import look_around
 from protocol.errors import ConfigError
-from protocol.identity import Identity
 from protocol.layout import Layout, layout_of
+from protocol.trust.identity import Identity
 from protocol.wire_count import WireCounts
 from tests.tiny_runs import run_of, tiny
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from protocol import cli, console, query
+from protocol import cli
 from protocol.errors import ExitCode
+from protocol.terminal import console, query
 from protocol.v1 import session_pb2, status_pb2
 
 ROOT = Path(cli.__file__).parent.parent
@@ -19,7 +20,7 @@ ROOT = Path(cli.__file__).parent.parent
 def loaded_by(arguments):
     """The modules that a fresh process has imported after running the command."""
     program = (
-        "import sys; from protocol import cli, console; "
+        "import sys; from protocol import cli; from protocol.terminal import console; "
         f"code = console.run(cli.root, {arguments!r}); "
         "print(); print('LOADED', code, *sorted(sys.modules))"
     )
@@ -42,7 +43,7 @@ def test_help_waits_for_no_heavy_import(arguments):
 def test_a_query_imports_neither_torch_nor_hivemind_nor_asks_for_them(tmp_path):
     code, modules = loaded_by(["status", "--dir", str(tmp_path)])
     assert code == ExitCode.NO_INPUT  # no swarm joined in this folder
-    assert "protocol.credentials" in modules
+    assert "protocol.trust.credentials" in modules
     assert not {"torch", "hivemind", "numba", "numpy"} & modules
 
 
@@ -94,7 +95,7 @@ def test_the_module_is_the_command_and_passes_the_exit_code_on():
     "program",
     [
         "from protocol.cli import main; main(['--help'])",
-        "import click, sys; from protocol import console; "
+        "import click, sys; from protocol.terminal import console; "
         "show = lambda: console.terminal().print(console.table(['node'], [['a']] * 9999)); "
         "sys.exit(console.run(click.Command('it', callback=show), []))",
     ],

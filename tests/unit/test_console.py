@@ -5,8 +5,8 @@ import json
 import click
 import pytest
 
-from protocol import console
 from protocol.errors import ConfigError, ExitCode
+from protocol.terminal import console
 
 
 def command_that(action):

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from protocol import credentials as module
-from protocol.credentials import Credentials, find_home
 from protocol.errors import BadDataError, CannotCreateError, NoInputError
-from protocol.identity import Identity
-from protocol.pki import Authority, make_request, new_swarm_id
+from protocol.trust import credentials as module
+from protocol.trust.credentials import Credentials, find_home
+from protocol.trust.identity import Identity
+from protocol.trust.pki import Authority, make_request, new_swarm_id
 
 
 def joined(*, host: str = "coordinator.example") -> Credentials:

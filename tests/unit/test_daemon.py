@@ -420,6 +420,27 @@ def test_a_node_stopped_at_any_time_leaves_nothing_running(seconds: float) -> No
 
 
 @in_virtual_time
+async def test_a_node_stopped_while_it_starts_lets_its_transport_end_what_it_began() -> None:
+    ended = []
+
+    async def start(_: object) -> None:
+        try:
+            await asyncio.sleep(1e6)
+        finally:
+            await asyncio.sleep(1)  # as p2pd takes to end
+            ended.append("p2pd")
+
+    life = Life()
+    life.transport.start = start  # type: ignore[method-assign]
+    life.island.start = lambda: asyncio.sleep(1e6)  # which is cancelled at once
+    running = asyncio.create_task(life.daemon.run())
+    await asyncio.sleep(2)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert ended == ["p2pd"]
+
+
+@in_virtual_time
 async def test_an_island_that_does_not_start_takes_the_transport_down_with_it() -> None:
     life = Life()
     life.island.fault = SystemRefusedError("no such device")

@@ -12,8 +12,8 @@ from node.demo.children import ChildDiedError, Children
 from node.demo.command import follow
 from node.demo.report import NotProvenError, agreed_digest, printable, traffic_of
 from protocol.errors import ExitCode, TemporaryError, UnavailableError
+from protocol.terminal.watch import LineScreen
 from protocol.v1 import session_pb2, status_pb2
-from protocol.watch import LineScreen
 
 SLEEP = ["sleep", "60"]
 

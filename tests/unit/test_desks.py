@@ -25,12 +25,18 @@ from coordinator.store import Store
 from coordinator.telemetry import Telemetry
 from protocol import convert
 from protocol.errors import AtollError, BadDataError, SessionEndedError, TemporaryError
-from protocol.identity import Identity
-from protocol.invite import hash_of_secret
-from protocol.pki import Authority, enrolment_statement, make_request, new_swarm_id, principal_of
 from protocol.rounds import Commit, Digest, NodeId, SliceOutcome
 from protocol.run_spec import RunSpec
-from protocol.signing import CommitSigner
+from protocol.trust.identity import Identity
+from protocol.trust.invite import hash_of_secret
+from protocol.trust.pki import (
+    Authority,
+    enrolment_statement,
+    make_request,
+    new_swarm_id,
+    principal_of,
+)
+from protocol.trust.signing import CommitSigner
 from protocol.v1 import enrolment_pb2, session_pb2, status_pb2
 
 T = TypeVar("T")

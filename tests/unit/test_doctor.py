@@ -15,7 +15,7 @@ from node.machine.gpus import Gpu
 from node.machine.hardware import Hardware
 from node.machine.kernel import congestion_control
 from protocol.errors import ConfigError, ExitCode, SystemRefusedError
-from protocol.folder_lock import FolderLock
+from protocol.files.folder_lock import FolderLock
 
 FAST = {
     "tcp_slow_start_after_idle": "0",

@@ -2,24 +2,41 @@
 
 import asyncio
 import math
+from collections.abc import Callable, Iterable, Mapping
 
 import pytest
 
 from node.exchange.fetching import (
+    ASKED_LAST_SECONDS,
     FIRST_FROM_ONE,
     LATE_SECONDS,
     MOST_AT_ONCE,
     MOST_FROM_ONE,
     OVERDUE_FACTOR,
     OVERDUE_SECONDS,
+    SILENT_ROUND_TRIPS,
+    SILENT_SECONDS,
     SOON_SECONDS,
     Job,
     Outcome,
     Schedule,
+    Silences,
     fetch_pieces,
 )
 from protocol.rounds import NodeId
 from tests.unit.exchange_scene import A, B, C, in_virtual_time
+
+
+def silences_of(round_trip_seconds: float = 0.0) -> Silences:
+    return Silences(lambda donor: round_trip_seconds)
+
+
+def schedule_of(
+    wanted: Mapping[str, Iterable[NodeId]],
+    donors: Iterable[NodeId],
+    silences: Silences | None = None,
+) -> Schedule[str]:
+    return Schedule(wanted, donors, silences or silences_of())
 
 
 def begun(schedule: Schedule[str], now: float = 0.0) -> list[str]:
@@ -37,7 +54,7 @@ def job(name: str) -> Job[str]:
 
 
 def test_the_preferred_donor_is_asked_first_and_the_idle_one_before_the_busy() -> None:
-    assert begun(Schedule(pieces("pqr"), (B, A))) == ["pb", "qa", "rb"]
+    assert begun(schedule_of(pieces("pqr"), (B, A))) == ["pb", "qa", "rb"]
 
 
 MANY = "".join(map(chr, range(ord("A"), ord("A") + 60)))
@@ -61,26 +78,30 @@ def widened(schedule: Schedule[str], *, seconds: float, num_pieces: int) -> int:
 
 
 def test_a_donor_gives_few_pieces_at_first() -> None:
-    assert len(begun(Schedule(pieces(MANY), (A,)))) == FIRST_FROM_ONE
-    assert len(begun(Schedule(pieces(MANY), (A, B, C)))) == 3 * FIRST_FROM_ONE
+    assert len(begun(schedule_of(pieces(MANY), (A,)))) == FIRST_FROM_ONE
+    assert len(begun(schedule_of(pieces(MANY), (A, B, C)))) == 3 * FIRST_FROM_ONE
 
 
 def test_each_piece_that_comes_soon_puts_one_more_under_way_up_to_the_limits() -> None:
     soon = SOON_SECONDS / 2
-    assert widened(Schedule(pieces(MANY), (A,)), seconds=soon, num_pieces=1) == FIRST_FROM_ONE + 1
-    assert widened(Schedule(pieces(MANY), (A,)), seconds=soon, num_pieces=20) == MOST_FROM_ONE
-    assert widened(Schedule(pieces(MANY), (A, B, C)), seconds=soon, num_pieces=40) == MOST_AT_ONCE
+    assert (
+        widened(schedule_of(pieces(MANY), (A,)), seconds=soon, num_pieces=1) == FIRST_FROM_ONE + 1
+    )
+    assert widened(schedule_of(pieces(MANY), (A,)), seconds=soon, num_pieces=20) == MOST_FROM_ONE
+    assert (
+        widened(schedule_of(pieces(MANY), (A, B, C)), seconds=soon, num_pieces=40) == MOST_AT_ONCE
+    )
 
 
 def test_where_pieces_take_their_time_no_more_are_asked_for() -> None:
     steady = (SOON_SECONDS + LATE_SECONDS) / 2
-    assert widened(Schedule(pieces(MANY), (A,)), seconds=steady, num_pieces=20) == FIRST_FROM_ONE
+    assert widened(schedule_of(pieces(MANY), (A,)), seconds=steady, num_pieces=20) == FIRST_FROM_ONE
 
 
 def test_a_donor_whose_pieces_come_late_gives_fewer_at_a_time_and_never_less_than_at_first() -> (
     None
 ):
-    schedule = Schedule(pieces(MANY), (A,))
+    schedule = schedule_of(pieces(MANY), (A,))
     widened(schedule, seconds=SOON_SECONDS / 2, num_pieces=20)
     under_way = list(schedule._under_way)
     for piece in under_way:
@@ -90,14 +111,14 @@ def test_a_donor_whose_pieces_come_late_gives_fewer_at_a_time_and_never_less_tha
 
 
 def test_one_donor_that_is_near_does_not_widen_the_other() -> None:
-    schedule = Schedule(pieces(MANY), (A, B))
+    schedule = schedule_of(pieces(MANY), (A, B))
     begun(schedule)
     delivered(schedule, "Aa", seconds=SOON_SECONDS / 2, at=100.0)
     assert (schedule.width_of(A), schedule.width_of(B)) == (FIRST_FROM_ONE + 1, FIRST_FROM_ONE)
 
 
 def test_a_donor_that_refuses_one_more_goes_on_with_those_it_has() -> None:
-    schedule = Schedule(pieces("pqrst"), (A, B))
+    schedule = schedule_of(pieces("pqrst"), (A, B))
     assert begun(schedule) == ["pa", "qb", "ra", "sb"]
     schedule.end(job("ra"), Outcome.REFUSED, 1.0)
     assert begun(schedule) == []
@@ -108,7 +129,7 @@ def test_a_donor_that_refuses_one_more_goes_on_with_those_it_has() -> None:
 
 
 def test_a_donor_that_refuses_all_is_out() -> None:
-    schedule = Schedule(pieces("pq"), (A, B))
+    schedule = schedule_of(pieces("pq"), (A, B))
     assert begun(schedule) == ["pa", "qb"]
     schedule.end(job("pa"), Outcome.REFUSED, 1.0)
     assert schedule.donors == [B]
@@ -116,23 +137,23 @@ def test_a_donor_that_refuses_all_is_out() -> None:
 
 
 def test_who_delivers_is_asked_for_the_next_piece() -> None:
-    schedule = Schedule(pieces("pqrst"), (A, B))
+    schedule = schedule_of(pieces("pqrst"), (A, B))
     assert begun(schedule) == ["pa", "qb", "ra", "sb"]
     assert schedule.end(job("sb"), Outcome.ARRIVED, 1.0) == ()
     assert begun(schedule) == ["tb"]
 
 
 def test_a_holder_is_asked_before_others_even_when_it_is_busy() -> None:
-    schedule = Schedule({"p": (C,), "q": (C,), "r": (C,)}, (A, B, C))
+    schedule = schedule_of({"p": (C,), "q": (C,), "r": (C,)}, (A, B, C))
     assert begun(schedule) == ["pc", "qc", "ra"]
 
 
 def test_a_holder_that_is_no_donor_is_not_asked() -> None:
-    assert begun(Schedule({"p": (C,)}, (A,))) == ["pa"]
+    assert begun(schedule_of({"p": (C,)}, (A,))) == ["pa"]
 
 
 def test_a_donor_that_lacks_a_piece_is_asked_for_others_only() -> None:
-    schedule = Schedule(pieces("pq"), (A,))
+    schedule = schedule_of(pieces("pq"), (A,))
     assert begun(schedule) == ["pa", "qa"]
     schedule.end(job("pa"), Outcome.LACKING, 1.0)
     assert begun(schedule) == []
@@ -141,7 +162,7 @@ def test_a_donor_that_lacks_a_piece_is_asked_for_others_only() -> None:
 
 
 def test_a_donor_that_is_out_gives_its_piece_to_the_next_before_all_others() -> None:
-    schedule = Schedule(pieces("pqrst"), (A, B))
+    schedule = schedule_of(pieces("pqrst"), (A, B))
     assert begun(schedule) == ["pa", "qb", "ra", "sb"]
     schedule.end(job("pa"), Outcome.OUT, 1.0)
     schedule.end(job("qb"), Outcome.ARRIVED, SOON_SECONDS)
@@ -152,36 +173,42 @@ def test_a_donor_that_is_out_gives_its_piece_to_the_next_before_all_others() -> 
 
 
 def test_what_is_overdue_at_the_end_is_asked_of_another_and_the_first_to_come_counts() -> None:
-    schedule = Schedule(pieces("pq"), (A, B))
+    schedule = schedule_of(pieces("pq"), (A, B))
     assert begun(schedule) == ["pa", "qb"]
     schedule.end(job("qb"), Outcome.ARRIVED, 1.0)
-    assert begun(schedule, 1.0) == []
-    assert schedule.seconds_until_overdue(1.0) == OVERDUE_SECONDS - 1.0
+    schedule.hear(A, OVERDUE_SECONDS - 0.1)
+    assert begun(schedule, OVERDUE_SECONDS - 0.1) == []
+    assert schedule.seconds_until_overdue(OVERDUE_SECONDS - 0.1) == pytest.approx(0.1)
     assert begun(schedule, OVERDUE_SECONDS) == ["pb"]
-    assert begun(schedule, 5 * OVERDUE_SECONDS) == []  # two are enough
-    assert schedule.seconds_until_overdue(5 * OVERDUE_SECONDS) == math.inf
+    schedule.hear(A, 5 * OVERDUE_SECONDS)
+    schedule.hear(B, 5 * OVERDUE_SECONDS)
+    assert begun(schedule, 5 * OVERDUE_SECONDS) == []  # two that send are enough
+    assert schedule.seconds_until_overdue(6 * OVERDUE_SECONDS) == math.inf
     assert schedule.end(job("pb"), Outcome.ARRIVED, 20.0) == (job("pa"),)
     assert begun(schedule, 100.0) == []
 
 
 def test_nothing_is_asked_twice_while_there_is_something_else_to_ask_for() -> None:
-    schedule = Schedule(pieces("pqrst"), (A, B))
+    schedule = schedule_of(pieces("pqrst"), (A, B))
     begun(schedule)
-    assert schedule.seconds_until_overdue(0.0) == math.inf
+    schedule.hear(A, OVERDUE_SECONDS + 1)
+    schedule.hear(B, OVERDUE_SECONDS + 1)
+    assert schedule.seconds_until_overdue(OVERDUE_SECONDS + 1) == SILENT_SECONDS
     schedule.end(job("qb"), Outcome.ARRIVED, OVERDUE_SECONDS + 1)
     assert begun(schedule, OVERDUE_SECONDS + 1) == ["tb"]
 
 
 def test_where_all_are_slow_a_slow_piece_is_not_overdue() -> None:
-    schedule = Schedule(pieces("pq"), (A, B))
+    schedule = schedule_of(pieces("pq"), (A, B))
     begun(schedule)
     schedule.end(job("qb"), Outcome.ARRIVED, 20.0)
+    schedule.hear(A, 20.0 * OVERDUE_FACTOR - 1)
     assert begun(schedule, 20.0 * OVERDUE_FACTOR - 1) == []
     assert begun(schedule, 20.0 * OVERDUE_FACTOR) == ["pb"]
 
 
 def test_a_piece_that_two_were_asked_for_waits_only_when_both_have_failed() -> None:
-    schedule = Schedule(pieces("p"), (A, B))
+    schedule = schedule_of(pieces("p"), (A, B))
     assert begun(schedule) == ["pa"]
     assert begun(schedule, OVERDUE_SECONDS) == ["pb"]
     schedule.end(job("pb"), Outcome.LACKING, 11.0)
@@ -192,21 +219,87 @@ def test_a_piece_that_two_were_asked_for_waits_only_when_both_have_failed() -> N
     assert begun(schedule, 12.0) == ["pa"]
 
 
+def test_a_silent_donor_costs_a_second_and_each_that_is_silent_after_it_one_more() -> None:
+    schedule = schedule_of(pieces("p"), (A, B, C))
+    assert begun(schedule) == ["pa"]
+    assert schedule.seconds_until_overdue(0.0) == SILENT_SECONDS
+    assert begun(schedule, 0.9 * SILENT_SECONDS) == []
+    assert begun(schedule, SILENT_SECONDS) == ["pb"]
+    assert begun(schedule, 1.9 * SILENT_SECONDS) == []
+    assert begun(schedule, 2 * SILENT_SECONDS) == ["pc"]
+    assert set(schedule.end(job("pc"), Outcome.ARRIVED, 2.1)) == {job("pa"), job("pb")}
+
+
+def test_a_donor_that_sends_is_not_silent_however_long_its_pieces_take() -> None:
+    schedule = schedule_of(pieces("pq"), (A, B))
+    begun(schedule)
+    schedule.end(job("qb"), Outcome.ARRIVED, 0.5)
+    for tenths in range(1, 10 * int(OVERDUE_SECONDS)):
+        schedule.hear(A, tenths / 10)
+        assert schedule.fallen_silent(tenths / 10) == ()
+        assert begun(schedule, tenths / 10) == []
+
+
+def test_over_a_long_way_the_first_bytes_have_some_round_trips() -> None:
+    schedule = schedule_of(pieces("p"), (A, B), silences_of(round_trip_seconds=0.5))
+    begun(schedule)
+    assert begun(schedule, 0.5 * SILENT_ROUND_TRIPS - 0.1) == []
+    assert begun(schedule, 0.5 * SILENT_ROUND_TRIPS) == ["pb"]
+
+
+def test_a_donor_that_was_silent_is_asked_last_for_a_while_and_no_longer_when_it_speaks() -> None:
+    silences = silences_of()
+    first = schedule_of(pieces("p"), (A, B), silences)
+    begun(first)
+    assert first.fallen_silent(0.9 * SILENT_SECONDS) == ()
+    assert first.fallen_silent(SILENT_SECONDS) == (A,)
+    assert first.fallen_silent(2 * SILENT_SECONDS) == ()  # known already
+
+    def next_asked(now: float) -> list[str]:
+        return begun(schedule_of(pieces("pqr"), (A, B), silences), now)
+
+    assert next_asked(10.0) == ["pb", "qb"]  # r waits for b, which is only busy
+    assert next_asked(SILENT_SECONDS + ASKED_LAST_SECONDS) == ["pa", "qb", "ra"]
+    first.hear(A, 20.0)
+    assert next_asked(20.0) == ["pa", "qb", "ra"]
+
+
+def test_a_silent_donor_is_asked_where_nobody_else_is_left() -> None:
+    silences = silences_of()
+    silences.note(A, 0.0)
+    schedule = schedule_of(pieces("p"), (A, B), silences)
+    assert begun(schedule) == ["pb"]
+    schedule.end(job("pb"), Outcome.LACKING, 0.1)
+    assert begun(schedule, 0.1) == ["pa"]
+
+
+def test_who_was_asked_for_nothing_for_long_has_a_second_from_when_it_is_asked() -> None:
+    schedule = schedule_of(pieces("pq"), (A, B))
+    begun(schedule)
+    schedule.end(job("qb"), Outcome.ARRIVED, 0.5)
+    schedule.hear(A, 100.0)
+    assert schedule.fallen_silent(100.0) == ()
+    assert begun(schedule, 100.0) == ["pb"]
+    assert schedule.fallen_silent(100.0) == ()
+
+
 @in_virtual_time
 async def test_all_pieces_come_and_a_late_double_is_called_off() -> None:
     came: list[str] = []
     called_off: list[str] = []
 
-    async def fetch(key: str, donor: NodeId) -> Outcome:
+    async def fetch(key: str, donor: NodeId, heard: Callable[[], None]) -> Outcome:
         try:
-            await asyncio.sleep(1000 if donor == A and key == "p" else 1)
+            for _ in range(1000 if donor == A and key == "p" else 1):
+                await asyncio.sleep(0.9)
+                heard()
         except asyncio.CancelledError:
             called_off.append(key + donor)
             raise
         came.append(key)
         return Outcome.ARRIVED
 
-    await fetch_pieces(Schedule(pieces("pqrst"), (A, B)), fetch)
+    await fetch_pieces(schedule_of(pieces("pqrst"), (A, B)), fetch)
     assert sorted(came) == list("pqrst")
     assert called_off == ["pa"]
     assert asyncio.get_running_loop().time() < OVERDUE_SECONDS + 5
@@ -214,20 +307,20 @@ async def test_all_pieces_come_and_a_late_double_is_called_off() -> None:
 
 @in_virtual_time
 async def test_what_nobody_supplies_is_not_waited_for() -> None:
-    async def fetch(key: str, donor: NodeId) -> Outcome:
+    async def fetch(key: str, donor: NodeId, heard: Callable[[], None]) -> Outcome:
         return Outcome.LACKING if key == "p" else Outcome.OUT
 
-    await asyncio.wait_for(fetch_pieces(Schedule(pieces("pq"), (A, B)), fetch), 1)
+    await asyncio.wait_for(fetch_pieces(schedule_of(pieces("pq"), (A, B)), fetch), 1)
 
 
 @in_virtual_time
 async def test_a_fault_ends_what_is_under_way_and_is_raised() -> None:
-    async def fetch(key: str, donor: NodeId) -> Outcome:
+    async def fetch(key: str, donor: NodeId, heard: Callable[[], None]) -> Outcome:
         if key == "q":
             raise ZeroDivisionError
         await asyncio.sleep(1000)
         return Outcome.ARRIVED
 
     with pytest.raises(ZeroDivisionError):
-        await fetch_pieces(Schedule(pieces("pqr"), (A, B)), fetch)
+        await fetch_pieces(schedule_of(pieces("pqr"), (A, B)), fetch)
     assert asyncio.all_tasks() == {asyncio.current_task()}

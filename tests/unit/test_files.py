@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import CannotCreateError, SystemRefusedError
-from protocol.files import clear_unfinished, is_taken, whole_folder
-from protocol.leftovers import TemporaryFolder
+from protocol.files.durable import clear_unfinished, is_taken, whole_folder
+from protocol.files.leftovers import TemporaryFolder
 
 
 def test_a_folder_takes_its_name_when_it_is_whole(tmp_path: Path) -> None:
@@ -37,7 +37,7 @@ def test_a_folder_that_did_not_become_whole_was_never_there(tmp_path: Path) -> N
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from protocol.files import whole_folder
+from protocol.files.durable import whole_folder
 with whole_folder(Path(sys.argv[1])) as building:
     (building / "secret.key").write_text("secret")
     os.kill(os.getpid(), signal.SIGKILL)

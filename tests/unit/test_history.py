@@ -14,7 +14,7 @@ from node.history import History
 from protocol.convert import commit_to_wire
 from protocol.errors import SystemRefusedError
 from protocol.rounds import Assignment, Commit, Contributor, Digest, NodeId, SliceOutcome
-from protocol.signing import CommitSigner, commit_statement
+from protocol.trust.signing import CommitSigner, commit_statement
 
 SIGNER = CommitSigner(Ed25519PrivateKey.from_private_bytes(b"k" * 32))
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import BadDataError, NoInputError
-from protocol.identity import Identity, is_signed_by, node_id_of, peer_id_of
+from protocol.trust.identity import Identity, is_signed_by, node_id_of, peer_id_of
 
 # The Ed25519 key of libp2p's peer id specification (its test vectors), and its peer id as p2pd says.
 LIBP2P_KEY = bytes.fromhex(

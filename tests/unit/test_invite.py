@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import BadDataError, UsageError
-from protocol.invite import Invite, endpoint_of, hash_of_secret
+from protocol.trust.invite import Invite, endpoint_of, hash_of_secret
 
 INVITE = Invite(
     host="atoll.example.org",

@@ -6,9 +6,9 @@ import pytest
 
 from node.link.join import join
 from protocol.errors import AnswerLostError, AtollError, NotPermittedError, SystemRefusedError
-from protocol.folder_lock import FolderLock
-from protocol.identity import Identity
-from protocol.invite import Invite
+from protocol.files.folder_lock import FolderLock
+from protocol.trust.identity import Identity
+from protocol.trust.invite import Invite
 
 INVITE = Invite(host="127.0.0.1", port=1, pin=b"p" * 32, invite_id="i", secret=b"s" * 32)
 
@@ -22,7 +22,7 @@ def enrolling(monkeypatch: pytest.MonkeyPatch) -> list[Identity]:
         tried.append(identity)
         raise AnswerLostError("no answer")
 
-    monkeypatch.setattr("protocol.enrolment.enrol", enrol)
+    monkeypatch.setattr("protocol.trust.enrolment.enrol", enrol)
     return tried
 
 
@@ -42,7 +42,7 @@ async def test_a_refused_join_leaves_the_folder_as_it_was(
     async def enrol(*_: object) -> None:
         raise NotPermittedError("used up")
 
-    monkeypatch.setattr("protocol.enrolment.enrol", enrol)
+    monkeypatch.setattr("protocol.trust.enrolment.enrol", enrol)
     folder = tmp_path / "node"
     if not is_new:
         folder.mkdir()

@@ -14,7 +14,7 @@ from coordinator.swarm import membership
 from coordinator.swarm.events import CommitLearned, Event
 from coordinator.swarm.state import ClosedRound, HeldOut, HolderLoss, SwarmState
 from protocol.rounds import NodeId
-from protocol.signing import CommitSigner, commit_statement
+from protocol.trust.signing import CommitSigner, commit_statement
 
 SIGNER = CommitSigner(Ed25519PrivateKey.from_private_bytes(bytes(32)))
 KEPT = 20

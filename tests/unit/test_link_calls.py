@@ -47,7 +47,7 @@ from protocol.rounds import (
     RosterEntry,
 )
 from protocol.run_spec import RunSpec
-from protocol.signing import CommitSigner
+from protocol.trust.signing import CommitSigner
 from protocol.v1 import session_pb2 as pb
 from tests.unit.exchange_scene import A, B, plan_for
 

@@ -12,8 +12,8 @@ import atoll
 from atoll.child import ChildNode
 from atoll.connection import find_folder
 from benchmarks.processes import SOURCES
-from protocol.credentials import LINK_FILE, find_home
-from protocol.folder_lock import FolderLock
+from protocol.files.folder_lock import FolderLock
+from protocol.trust.credentials import LINK_FILE, find_home
 
 _ALONE = """
 import sys

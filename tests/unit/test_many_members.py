@@ -36,7 +36,7 @@ from coordinator.telemetry import Telemetry
 from protocol.errors import BadDataError
 from protocol.rounds import Assignment, NodeId
 from protocol.run_spec import RunSpec
-from protocol.signing import CommitSigner
+from protocol.trust.signing import CommitSigner
 from protocol.v1 import session_pb2, status_pb2
 
 SWARM = str(Path(coordinator.swarm.__file__).parent)

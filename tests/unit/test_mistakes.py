@@ -11,8 +11,9 @@ from node.config import require_node_folder
 from node.island.data.corpus import _read as read_text
 from node.island.data.corpus import text_files
 from node.link.join import read_invite
-from protocol import cli, console
+from protocol import cli
 from protocol.errors import ExitCode, NoInputError
+from protocol.terminal import console
 
 
 def typed(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:

@@ -13,10 +13,11 @@ from coordinator.config import run_text
 from coordinator.presets.choosing import chosen
 from coordinator.presets.link_shares import Link
 from coordinator.presets.measured_links import measured_links
-from protocol import cli, console
-from protocol.console import bytes_in_words, count_in_words, seconds_in_words
-from protocol.query import StatusLink
+from protocol import cli
 from protocol.run_spec import RunSpec, load_run_file
+from protocol.terminal import console
+from protocol.terminal.console import bytes_in_words, count_in_words, seconds_in_words
+from protocol.terminal.query import StatusLink
 from protocol.v1 import status_pb2 as pb
 from protocol.v1.session_pb2 import LinkRates
 from tests.unit.test_cli import loaded_by

@@ -11,8 +11,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from protocol.errors import BadDataError, ProtocolMismatchError
-from protocol.identity import Identity
-from protocol.pki import (
+from protocol.trust.identity import Identity
+from protocol.trust.pki import (
     Authority,
     Principal,
     Role,

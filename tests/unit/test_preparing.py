@@ -20,7 +20,7 @@ from node.island.data.documents import Document, parts_of
 from node.island.data.documents import documents_of as read_documents
 from node.island.data.manifest import read_manifest
 from node.island.data.shard_writing import HASHES, hash_of
-from protocol import cli, console
+from protocol import cli
 from protocol.errors import (
     BadDataError,
     CannotCreateError,
@@ -30,6 +30,7 @@ from protocol.errors import (
     SystemRefusedError,
     UsageError,
 )
+from protocol.terminal import console
 from tests.unit.tokens_scene import (
     END,
     documents_of,

@@ -1,6 +1,8 @@
 """Pushes in the background: repeated until they arrive, and told of once for a peer and a round."""
 
 import asyncio
+from collections import Counter
+from random import Random
 
 from structlog.testing import capture_logs
 
@@ -53,7 +55,7 @@ class Scene:
     async def begin(self) -> None:
         await self._transport(B, self.takers[B])
         await self._transport(C, self.takers[C])
-        self.pushes = Pushes(await self._transport(A, Taker()))
+        self.pushes = Pushes(await self._transport(A, Taker()), Random(0))
 
     async def _transport(self, node_id: NodeId, taker: Taker) -> MemoryTransport:
         transport = MemoryTransport(network=self.network, node_id=node_id, counts=WireCounts())
@@ -148,3 +150,62 @@ async def test_what_is_not_wanted_any_more_is_neither_repeated_nor_told_of() -> 
         scene.network.mend(A, B)
         await asyncio.sleep(30)
     assert not logs and not scene.takers[B].taken
+
+
+NUM_CONTRIBUTORS, MOST_AT_ONCE = 100, 10
+
+
+class CrowdedTaker(Taker):
+    """A reducer that takes so many at once, each for a second, and refuses all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_refused = 0
+        self.tries: Counter[float] = Counter()  # when -> how many
+
+    def admit(self, sender: NodeId, header: PayloadHeader) -> Admission:
+        self.tries[asyncio.get_running_loop().time()] += 1
+        if self._num_admitted == MOST_AT_ONCE:
+            self.num_refused += 1
+            raise TransferRefusedError("busy")
+        self._num_admitted += 1
+        return Admission(take=self._take, end=self._end)
+
+    _num_admitted = 0
+
+    async def _take(self, payload: Payload) -> None:
+        await asyncio.sleep(1.0)
+        await super()._take(payload)
+
+    def _end(self) -> None:
+        self._num_admitted -= 1
+
+
+@in_virtual_time
+async def test_a_hundred_that_a_reducer_refuses_do_not_come_back_in_step() -> None:
+    network, taker = MemoryNetwork(), CrowdedTaker()
+    nodes = [NodeId(f"node-{number}") for number in range(NUM_CONTRIBUTORS)]
+    roster = tuple(
+        RosterEntry(
+            node_id=member,
+            node_name=member,
+            address=PeerAddress(public_key=bytes(32), multiaddrs=()),
+        )
+        for member in (B, *nodes)
+    )
+    reducer = MemoryTransport(network=network, node_id=B, counts=WireCounts())
+    await reducer.start(taker)
+    reducer.set_roster(roster)
+    for node_id in nodes:
+        transport = MemoryTransport(network=network, node_id=node_id, counts=WireCounts())
+        await transport.start(Taker())
+        transport.set_roster(roster)
+        Pushes(transport, Random(node_id)).start(
+            B, contribution(1, 0), deadline=60.0, is_wanted=lambda: True
+        )
+    await asyncio.sleep(60)
+    assert len(taker.taken) == NUM_CONTRIBUTORS
+    assert taker.num_refused >= NUM_CONTRIBUTORS - MOST_AT_ONCE
+    first, *others = (taker.tries[at] for at in sorted(taker.tries))
+    assert first == NUM_CONTRIBUTORS
+    assert max(others) <= 2

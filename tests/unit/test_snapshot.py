@@ -9,8 +9,8 @@ from structlog.testing import capture_logs
 
 from node.exchange.state import snapshot as snapshot_module
 from node.exchange.state.snapshot import OpenSnapshot, Owed, Snapshot, SnapshotError, SnapshotFolder
-from protocol import files as files_module
 from protocol.errors import BadDataError, CannotCreateError, ConfigError
+from protocol.files import durable as files_module
 from protocol.rounds import Digest
 
 RUN = Digest(bytes(range(32)))

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from protocol.errors import NotPermittedError, UnavailableError
-from protocol.status_view import (
+from protocol.terminal.status_view import (
     clock_in_words,
     copies_in_words,
     device_in_words,
@@ -16,8 +16,8 @@ from protocol.status_view import (
     summary_line,
     time_in_words,
 )
+from protocol.terminal.watch import LineScreen, watch
 from protocol.v1 import session_pb2, status_pb2
-from protocol.watch import LineScreen, watch
 
 DIGEST = bytes(range(32))
 

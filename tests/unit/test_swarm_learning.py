@@ -263,6 +263,35 @@ def test_a_round_that_was_taken_back_holds_again_when_a_node_returns_with_its_st
     assert older.state.ledger.committed == scene.state.ledger.committed
 
 
+def test_level_nodes_are_asked_for_commits_when_one_that_was_brought_takes_the_run_back() -> None:
+    scene, states = run_of(1)
+    (first,) = commits_of(scene)
+    void = tuple(replace(outcome, digest=None, holder_ids=()) for outcome in first.slices)
+    taken_back = replace(first, incarnation=1, slices=void, outer_digest=first.base_digest)
+    later = replace(first, round=2, slices=void, base_digest=after(1), outer_digest=after(1))
+    older = restored(states[1], scene)
+    older.do(CommitLearned(commit=later, node_id=A))
+    older.apply(after(1), "node-a", "node-b")
+    assert {m.state for m in older.state.members.values()} == {MemberState.READY}
+    older.do(CommitLearned(commit=taken_back, node_id=NodeId("node-b")))
+    assert (older.state.committed_round, older.state.outer_digest) == (1, first.base_digest)
+    assert asked_of(older.actions, CommitsWanted) == ["node-a", "node-b"]
+
+
+def test_what_gave_way_does_not_come_back_to_a_copy_that_has_not_heard_of_it() -> None:
+    """The copy knows by the commit that was made later, in the same incarnation, on what holds again."""
+    scene, states = run_of(1)
+    (first,) = commits_of(scene)
+    void = tuple(replace(outcome, digest=None, holder_ids=()) for outcome in first.slices)
+    taken_back = replace(first, incarnation=1, slices=void, outer_digest=first.base_digest)
+    later = replace(taken_back, round=2, base_digest=after(1), outer_digest=after(1))
+    older = restored(states[1], scene)
+    older.do(CommitLearned(commit=later, node_id=A))
+    assert (older.state.committed_round, older.state.incarnation) == (2, 1)
+    older.do(CommitLearned(commit=taken_back, node_id=A))
+    assert (older.state.committed_round, older.state.outer_digest) == (2, after(1))
+
+
 def test_what_has_given_way_once_does_not_come_back() -> None:
     scene, older = taken_back()
     void = next(c for c in commits_of(older) if c.incarnation == 1)

@@ -14,10 +14,10 @@ from node.link.calls import Announcement, Attachment, CoordinatorLink, Vitals
 from node.link.session import Session
 from protocol.channel import RETRY_CAP_SECONDS
 from protocol.errors import UnavailableError
-from protocol.query import as_json
 from protocol.rounds import CorpusSummary, Digest, LayoutSummary, PeerAddress
 from protocol.run_spec import RunSpec
-from protocol.status_view import copies_in_words, summary_line
+from protocol.terminal.query import as_json
+from protocol.terminal.status_view import copies_in_words, summary_line
 from protocol.v1 import status_pb2
 from tests.unit.exchange_scene import in_virtual_time
 

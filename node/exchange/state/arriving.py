@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from node.exchange.state.manifest import Manifest, ManifestError
 from node.exchange.state.snapshot import Snapshot
-from protocol.files import make_folder, refusing, remove_durably, write_atomically
+from protocol.files.durable import make_folder, refusing, remove_durably, write_atomically
 from protocol.rounds import Digest
 
 MANIFEST_FILE = "arriving.manifest"

@@ -19,7 +19,7 @@ from functools import partial
 import structlog
 
 from node.exchange.codecs.codec import CodecError
-from node.exchange.fetching import Outcome, Schedule, fetch_pieces, fetch_seconds
+from node.exchange.fetching import Outcome, Schedule, Silences, fetch_pieces, fetch_seconds
 from node.exchange.fitting import check_fits
 from node.exchange.held_results import HeldResults
 from node.exchange.outer import NotApplicableError, Outer, Position
@@ -80,8 +80,10 @@ class CatchUp:
         bring_back: Callable[[int], Awaitable[bool]],
         peers: Callable[[], tuple[NodeId, ...]],
         patience: Patience,
+        silences: Silences,
     ) -> None:
         self.waiting_for = ""
+        self._silences = silences
         self._patience = patience
         self._outer = outer
         self._held = held
@@ -102,6 +104,7 @@ class CatchUp:
             peers=peers,
             folder=None if disk is None else disk.path,
             say=self._say,
+            silences=silences,
         )
 
     async def to_commit(self, commit: Commit) -> None:
@@ -288,11 +291,13 @@ class CatchUp:
         self._say(f"results of {which}")
         holders = {key: outcome.holder_ids for key, outcome in wanted.items()}
         await fetch_pieces(
-            Schedule(holders, self._peers()),
-            lambda key, peer: self._fetch_result(key[0], wanted[key], peer),
+            Schedule(holders, self._peers(), self._silences),
+            lambda key, peer, heard: self._fetch_result(key[0], wanted[key], peer, heard),
         )
 
-    async def _fetch_result(self, round: int, outcome: SliceOutcome, peer: NodeId) -> Outcome:
+    async def _fetch_result(
+        self, round: int, outcome: SliceOutcome, peer: NodeId, heard: Callable[[], None]
+    ) -> Outcome:
         assert outcome.digest is not None
         max_body_bytes = self._outer.downlink.most_bytes(outcome.num_elements)
         try:
@@ -301,6 +306,7 @@ class CatchUp:
                 WantResult(round=round, slice_index=outcome.index, digest=outcome.digest),
                 max_body_bytes=max_body_bytes,
                 timeout_seconds=fetch_seconds(max_body_bytes),
+                heard=heard,
             )
         except NotHeldError:
             return Outcome.LACKING

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import structlog
 
-from node.exchange.fetching import Outcome, Schedule, fetch_pieces, fetch_seconds
+from node.exchange.fetching import Outcome, Schedule, Silences, fetch_pieces, fetch_seconds
 from node.exchange.state.arriving import Arrivals, Arriving
 from node.exchange.state.manifest import Manifest, ManifestError
 from node.exchange.state.snapshot import Snapshot
@@ -28,6 +28,7 @@ from node.exchange.transport.transport import (
     Want,
     WantChunk,
     WantManifest,
+    do_nothing,
 )
 from node.heavy import Heavy
 from protocol.payload import Payload
@@ -77,8 +78,10 @@ class Download:
         peers: Callable[[], tuple[NodeId, ...]],
         folder: Path | None,
         say: Callable[[str], None],
+        silences: Silences,
     ) -> None:
         self._say = say
+        self._silences = silences
         self._run_digest = run_digest
         self._layout_digest = layout_digest
         self._num_elements = num_elements
@@ -216,7 +219,7 @@ class Download:
             of=len(manifest.chunk_digests),
             donors=len(donors),
         )
-        schedule = Schedule(dict.fromkeys(sorted(arriving.missing), ()), donors)
+        schedule = Schedule(dict.fromkeys(sorted(arriving.missing), ()), donors, self._silences)
         vouching = list(donors)
         recruiting = asyncio.create_task(self._recruit(schedule, manifest, vouching))
         try:
@@ -226,7 +229,9 @@ class Download:
             await asyncio.gather(recruiting, return_exceptions=True)
         return vouching
 
-    async def _fetch_chunk(self, arriving: Arriving, index: int, donor: NodeId) -> Outcome:
+    async def _fetch_chunk(
+        self, arriving: Arriving, index: int, donor: NodeId, heard: Callable[[], None]
+    ) -> Outcome:
         manifest = arriving.manifest
         num_missing, num_chunks = len(arriving.missing), len(manifest.chunk_digests)
         self._say(f"{num_missing} of {num_chunks} chunks of the state at round {manifest.round}")
@@ -234,7 +239,7 @@ class Download:
         start, stop = manifest.span(index)
         self._failed.add(donor)
         try:
-            payload = await self._payload(donor, want, stop - start)
+            payload = await self._payload(donor, want, stop - start, heard)
         except NotHeldError:
             log.info("a donor has gone on to another state", peer=donor, round=manifest.round)
             return Outcome.OUT
@@ -263,7 +268,13 @@ class Download:
 
     # Peers
 
-    async def _payload(self, peer: NodeId, want: Want, max_body_bytes: int) -> Payload | None:
+    async def _payload(
+        self,
+        peer: NodeId,
+        want: Want,
+        max_body_bytes: int,
+        heard: Callable[[], None] = do_nothing,
+    ) -> Payload | None:
         """What a peer answers, or None when that is nothing of use.
 
         Raises NotHeldError, and TransferRefusedError from who may be asked again.
@@ -274,6 +285,7 @@ class Download:
                 want,
                 max_body_bytes=max_body_bytes,
                 timeout_seconds=fetch_seconds(max_body_bytes),
+                heard=heard,
             )
         except FalseAnswerError as error:
             self._distrust(peer, str(error))
@@ -285,8 +297,10 @@ class Download:
         return None
 
     def _trusted(self) -> tuple[NodeId, ...]:
+        """Whom to ask, those last that were silent lately."""
         now = asyncio.get_running_loop().time()
-        return tuple(p for p in self._peers() if self._distrusted_until.get(p, 0.0) <= now)
+        trusted = (p for p in self._peers() if self._distrusted_until.get(p, 0.0) <= now)
+        return tuple(sorted(trusted, key=lambda peer: self._silences.has(peer, now)))
 
     def _distrust(self, peer: NodeId, why: str) -> None:
         log.warning("a donor lies, and is not asked for a while", peer=peer, why=why)

@@ -33,7 +33,7 @@ from node.exchange.state.snapshot import (
 from node.history import KEPT_BYTES, History
 from node.machine.disk import seconds_between
 from protocol.errors import AtollError, SystemRefusedError
-from protocol.files import make_folder
+from protocol.files.durable import make_folder
 from protocol.layout import Layout
 from protocol.payload import Payload
 from protocol.rounds import Commit

@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 import structlog
 
-from protocol.files import make_folder, remove_durably, write_atomically
+from protocol.files.durable import make_folder, remove_durably, write_atomically
 from protocol.payload import MAX_HEADER_BYTES, Payload, PayloadError, PayloadHeader
 from protocol.rounds import Digest
 

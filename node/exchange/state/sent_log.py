@@ -13,7 +13,7 @@ from pathlib import Path
 import structlog
 
 from protocol.errors import AtollError
-from protocol.files import make_folder, refusing, write_atomically
+from protocol.files.durable import make_folder, refusing, write_atomically
 from protocol.rounds import ContributionDigest
 
 log = structlog.get_logger()
@@ -76,7 +76,7 @@ class SentLog:
             log.warning("not noted on disk what is sent", round=round, why=str(error))
 
     def forget_before(self, round: int) -> None:
-        """Drops earlier rounds, which nothing leads through any more. Raises as protocol.files.refusing."""
+        """Drops earlier rounds, which nothing leads through any more. Raises as `refusing` does."""
         kept = {number: sent for number, sent in self._sent.items() if number >= round}
         if len(kept) == len(self._sent):
             return

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from node.exchange.state.spare_files import kept_for_reading, set_aside
 from node.outer_state import PIECE_ELEMENTS, Vector, digest_of_pieces, outer_digest
 from protocol.errors import BadDataError, ConfigError
-from protocol.files import make_folder, remove_durably, write_atomically
+from protocol.files.durable import make_folder, remove_durably, write_atomically
 from protocol.rounds import Digest
 
 log = structlog.get_logger()

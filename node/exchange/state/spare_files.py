@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from protocol.files import remove_durably, sync_folder
+from protocol.files.durable import remove_durably, sync_folder
 
 
 @contextmanager

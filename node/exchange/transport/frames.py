@@ -7,7 +7,7 @@ anything is allocated; a body's size was in a header that was admitted first.
 import asyncio
 import contextlib
 import io
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError, Message
 from node.exchange.transport.parts import MOST_STREAMS
 from node.exchange.transport.rates.pacing import CHUNK_BYTES, Pacer
 from node.exchange.transport.tally import Tally
+from node.exchange.transport.transport import do_nothing
 from protocol.payload import (
     CHUNK,
     CONTRIBUTION,
@@ -184,8 +185,8 @@ class TransferStream:
             await self._pacer.body(len(chunk))  # our own wait: idle_seconds are the other side's
             await self._write(chunk)
 
-    async def receive_body(self, num_bytes: int) -> bytes:
-        """Reads exactly so many bytes; raises EOFError when fewer come.
+    async def receive_body(self, num_bytes: int, heard: Callable[[], None] = do_nothing) -> bytes:
+        """Reads exactly so many bytes; raises EOFError when fewer come. `heard` is called as they come.
 
         `num_bytes` must have been admitted: that much is allocated.
         """
@@ -194,6 +195,7 @@ class TransferStream:
         body = io.BytesIO(bytes(num_bytes))
         async for chunk in self.receive_chunks(num_bytes):
             body.write(chunk)
+            heard()
         return body.getvalue()
 
     async def receive_chunks(self, num_bytes: int) -> AsyncIterator[bytes]:

@@ -32,10 +32,11 @@ from node.exchange.transport.transport import (
     TransferHandler,
     TransferRefusedError,
     Want,
+    do_nothing,
 )
-from protocol.identity import Identity, peer_id_of
 from protocol.payload import Payload, PayloadHeader
 from protocol.rounds import NodeId, RosterEntry
+from protocol.trust.identity import Identity, peer_id_of
 from protocol.v1 import transfer_pb2 as wire
 from protocol.wire_count import WireCounts
 
@@ -215,13 +216,21 @@ class Libp2pTransport:
         )
 
     async def fetch(
-        self, peer: NodeId, want: Want, *, max_body_bytes: int, timeout_seconds: float
+        self,
+        peer: NodeId,
+        want: Want,
+        *,
+        max_body_bytes: int,
+        timeout_seconds: float,
+        heard: Callable[[], None] = do_nothing,
     ) -> Payload:
         """See Transport.fetch."""
         entry = self._member(peer)
         async with self._in_time(entry, timeout_seconds), self._stream_to(entry) as stream:
             with self._tally.receiving():
-                return await fetch_over(stream, want, max_body_bytes=max_body_bytes, verify=_verify)
+                return await fetch_over(
+                    stream, want, max_body_bytes=max_body_bytes, verify=_verify, heard=heard
+                )
 
     def _member(self, peer: NodeId) -> RosterEntry:
         entry = self._members.get(peer)

@@ -6,7 +6,7 @@ takes the same order of events each time it is run the same way. Bodies are hand
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -21,12 +21,17 @@ from node.exchange.transport.transport import (
     TransferHandler,
     TransferRefusedError,
     Want,
+    do_nothing,
 )
 from protocol.payload import Payload, PayloadError
 from protocol.rounds import NodeId, RosterEntry
 from protocol.wire_count import WireCounts
 
 T = TypeVar("T")
+
+
+HEARD_SECONDS = 0.25
+"""How often some of a payload comes that takes longer."""
 
 
 class MemoryNetwork:
@@ -158,7 +163,13 @@ class MemoryTransport:
                 admission.end()
 
     async def fetch(
-        self, peer: NodeId, want: Want, *, max_body_bytes: int, timeout_seconds: float
+        self,
+        peer: NodeId,
+        want: Want,
+        *,
+        max_body_bytes: int,
+        timeout_seconds: float,
+        heard: Callable[[], None] = do_nothing,
     ) -> Payload:
         """See Transport.fetch."""
         async with _deadline(peer, timeout_seconds):
@@ -168,7 +179,7 @@ class MemoryTransport:
                 if payload is None:
                     raise NotHeldError("the peer does not hold it")
                 check_answer(want, payload.header, max_body_bytes=max_body_bytes)
-                await callee._pass(self, payload)
+                await callee._pass(self, payload, heard)
             try:
                 return Payload.verified(payload.header, payload.body)
             except PayloadError as error:
@@ -189,7 +200,12 @@ class MemoryTransport:
             raise TransferRefusedError("you are not on the roster")
         return callee
 
-    async def _pass(self, receiver: "MemoryTransport", payload: Payload) -> None:
+    async def _pass(
+        self,
+        receiver: "MemoryTransport",
+        payload: Payload,
+        heard: Callable[[], None] | None = None,
+    ) -> None:
         """Carries a payload to the other side, and counts it at both."""
         num_bytes = len(payload.header.encode()) + len(payload.body)
         clock = asyncio.get_running_loop().time
@@ -198,7 +214,11 @@ class MemoryTransport:
         for meter in meters:
             meter.begin(began_at)
         try:
-            await asyncio.sleep(self._network.seconds_for(self.node_id, num_bytes))
+            seconds = self._network.seconds_for(self.node_id, num_bytes)
+            if heard is not None and seconds < math.inf:
+                await self._trickled(seconds, heard)
+            else:
+                await asyncio.sleep(seconds)
             self._network.reach(self, receiver.node_id)
             for meter in meters:
                 meter.moved(num_bytes, since=began_at, now=clock())
@@ -208,6 +228,17 @@ class MemoryTransport:
         kind = WIRE_KINDS_BY_PAYLOAD[payload.header.kind]
         self._counts.sent(kind, num_bytes)
         receiver._counts.received(kind, num_bytes)
+
+    async def _trickled(self, seconds: float, heard: Callable[[], None]) -> None:
+        """Takes so long, and tells of bytes that come meanwhile, the first after the latency."""
+        left = seconds - self._network.latency_seconds
+        await asyncio.sleep(seconds - left)
+        while left > HEARD_SECONDS:
+            heard()
+            await asyncio.sleep(HEARD_SECONDS)
+            left -= HEARD_SECONDS
+        await asyncio.sleep(left)
+        heard()
 
     async def _handled_by(self, callee: "MemoryTransport", work: Awaitable[T]) -> T:
         """Lets the callee work; it goes on when the caller gives up, and ends with the callee."""

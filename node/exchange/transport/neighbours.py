@@ -9,8 +9,8 @@ import asyncio
 from collections.abc import Callable
 
 from node.exchange.transport.p2pd import DaemonError, P2pd
-from protocol.identity import peer_id_of
 from protocol.rounds import RosterEntry
+from protocol.trust.identity import peer_id_of
 
 _LOOK_SECONDS = 10.0
 _YIELD_SECONDS = 3.0  # of two members one dials first; both at once make a connection too many

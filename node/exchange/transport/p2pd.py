@@ -26,8 +26,8 @@ import structlog
 from node.exchange.transport.frames import drop
 from node.exchange.transport.rates.tcp_pacing import TcpPacing
 from protocol.errors import SystemRefusedError
-from protocol.identity import Identity
-from protocol.leftovers import TemporaryFolder
+from protocol.files.leftovers import TemporaryFolder
+from protocol.trust.identity import Identity
 
 _START_SECONDS = 60.0
 _STOP_SECONDS = 5.0

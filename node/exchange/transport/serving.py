@@ -25,6 +25,7 @@ from node.exchange.transport.transport import (
     WantManifest,
     WantResult,
     WantTokens,
+    do_nothing,
 )
 from protocol.payload import (
     CHUNK,
@@ -143,16 +144,22 @@ async def serve(
 
 
 async def fetch_over(
-    stream: TransferStream, want: Want, *, max_body_bytes: int, verify: Verify
+    stream: TransferStream,
+    want: Want,
+    *,
+    max_body_bytes: int,
+    verify: Verify,
+    heard: Callable[[], None],
 ) -> Payload:
     """Our side of a fetch. Raises as `answers.expect`, FalseAnswerError, or frames.BROKEN."""
     stream.carries(_kind_of(want))
     await stream.send(_encode_want(want))
     response = await expect(stream, wire.TRANSFER_STATUS_GO_ON)
+    heard()
     try:
         header = PayloadHeader.decode(response.header)
         check_answer(want, header, max_body_bytes=max_body_bytes)
-        return await verify(header, await _receive_body(stream, header))
+        return await verify(header, await _receive_body(stream, header, heard))
     except PayloadError as error:
         raise FalseAnswerError(str(error)) from error
 
@@ -226,10 +233,12 @@ def _digest_of(offer: wire.Offer) -> Digest:
     return Digest(blake3.blake3(offer.header).digest())
 
 
-async def _receive_body(stream: TransferStream, header: PayloadHeader) -> bytes:
+async def _receive_body(
+    stream: TransferStream, header: PayloadHeader, heard: Callable[[], None] = do_nothing
+) -> bytes:
     try:
         began_at = stream.tally.now()
-        body = await stream.receive_body(header.body_bytes)
+        body = await stream.receive_body(header.body_bytes, heard)
         stream.moved(received_bytes=header.body_bytes, since=began_at)
         return body
     except MemoryError as error:

@@ -85,8 +85,8 @@ class WantTokens:
 Want = WantResult | WantManifest | WantChunk | WantTokens
 
 
-def _do_nothing() -> None:
-    pass
+def do_nothing() -> None:
+    """Where nobody needs to be told."""
 
 
 def _always() -> bool:
@@ -101,7 +101,7 @@ class Admission:
     """Takes the payload, which is whole and has the right digest. Raises TransferRefusedError."""
     is_wanted: Callable[[], bool] = _always
     """Whether it will still be taken. A transport may look while the body comes, and refuse the rest."""
-    end: Callable[[], None] = _do_nothing
+    end: Callable[[], None] = do_nothing
     """Nothing more comes of it: it was taken, broke off, or was damaged or refused. Called once."""
 
 
@@ -156,9 +156,15 @@ class Transport(Protocol):
         """
 
     async def fetch(
-        self, peer: NodeId, want: Want, *, max_body_bytes: int, timeout_seconds: float
+        self,
+        peer: NodeId,
+        want: Want,
+        *,
+        max_body_bytes: int,
+        timeout_seconds: float,
+        heard: Callable[[], None] = do_nothing,
     ) -> Payload:
-        """Fetches a payload and checks its digest.
+        """Fetches a payload and checks its digest; calls `heard` whenever some of the answer comes.
 
         Raises PeerUnreachableError, also at the timeout, NotHeldError, TransferRefusedError when
         the peer refuses, or FalseAnswerError when it sends something else, something damaged, or

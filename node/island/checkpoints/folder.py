@@ -19,7 +19,7 @@ import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from protocol.errors import SystemRefusedError
-from protocol.files import make_folder, sync_folder, write_atomically
+from protocol.files.durable import make_folder, sync_folder, write_atomically
 from protocol.rounds import Digest
 
 log = structlog.get_logger()

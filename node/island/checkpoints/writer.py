@@ -24,7 +24,7 @@ from node.island.checkpoints.passing import PassingReader
 from node.island.parallel.mesh import Mesh
 from node.island.training.trainer import Trainer
 from protocol.errors import AtollError
-from protocol.files import make_folder
+from protocol.files.durable import make_folder
 
 _NICENESS = 10
 """Of the thread that writes, where threads have their own: training comes first."""

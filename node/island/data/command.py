@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from protocol import console
 from protocol.errors import UsageError
+from protocol.terminal import console
 
 if TYPE_CHECKING:
     from node.island.data.manifest import Manifest

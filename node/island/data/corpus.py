@@ -25,7 +25,7 @@ from node.island.data.dataset import Batch
 from node.island.data.manifest import Split
 from node.island.data.samples import Indices
 from protocol.errors import NoInputError
-from protocol.files import expanded
+from protocol.files.durable import expanded
 from protocol.rounds import CorpusSummary, Digest
 from protocol.run_spec import DataSection
 

@@ -18,7 +18,7 @@ from typing import IO, Any, Literal, cast
 
 from node.island.data.extras import needs_package
 from protocol.errors import BadDataError, NoInputError
-from protocol.files import expanded
+from protocol.files.durable import expanded
 
 DOCUMENT_BYTES = 1 << 20
 DOCUMENT_BYTES_OF_LITTLE_TEXT = 64 << 10

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from node.island.data.extras import needs_package
 from node.island.data.manifest import FileEntry, piece_digests
 from protocol.errors import AtollError, BadDataError, UnavailableError
-from protocol.files import make_folder, write_atomically
+from protocol.files.durable import make_folder, write_atomically
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -32,7 +32,7 @@ from node.island.data.manifest import (
 from node.island.data.progress import State
 from node.island.data.tokenizing import FileTokenizer, tokenizer_files
 from protocol.errors import BadDataError, CannotCreateError, UsageError
-from protocol.files import is_taken, refusing, whole_folder
+from protocol.files.durable import is_taken, refusing, whole_folder
 
 TOKEN_SUFFIXES = (".bin", ".ds")
 BESIDE_TOKENS = (".idx", ".index", ".metadata", ".loss")

@@ -27,7 +27,7 @@ from node.island.data.opening import check_is_runs, keep_manifest, kept_manifest
 from node.island.data.places import DataPlaces
 from node.island.data.tokenizing import COPIED_FILES, tokenizer_folder
 from protocol.errors import ConfigError, NoInputError
-from protocol.files import expanded, make_folder, write_atomically
+from protocol.files.durable import expanded, make_folder, write_atomically
 from protocol.rounds import Digest
 from protocol.run_spec import RunSpec
 

@@ -32,7 +32,7 @@ from node.island.data.manifest import (
 from node.island.data.places import DataPlaces
 from node.island.data.token_shards import Files, FoundFiles, MappedFiles, TokenShards
 from protocol.errors import BadDataError, ConfigError, NoInputError
-from protocol.files import expanded, make_folder, write_atomically
+from protocol.files.durable import expanded, make_folder, write_atomically
 from protocol.models import BYTES_VOCABULARY, DecoderModel
 from protocol.rounds import Digest
 from protocol.run_spec import DataSection, RunSpec

@@ -59,8 +59,8 @@ from protocol.errors import (
     CannotCreateError,
     SystemRefusedError,
 )
-from protocol.files import is_taken, make_folder, refusing, sync_folder, write_atomically
-from protocol.folder_lock import LOCK_NAME, FolderLock
+from protocol.files.durable import is_taken, make_folder, refusing, sync_folder, write_atomically
+from protocol.files.folder_lock import LOCK_NAME, FolderLock
 
 MOST_SHARD_BYTES = 256 << 20
 LEAST_SHARD_BYTES = 4 << 20

@@ -24,7 +24,7 @@ from node.island.data.manifest import (
     ShardEntry,
 )
 from node.island.data.tokenizing import ByteTokenizer, Encoded, FileTokenizer, Tokenizer
-from protocol.files import refusing
+from protocol.files.durable import refusing
 from protocol.models import Section
 
 ENCODED_BYTES = 256 << 10

@@ -44,7 +44,7 @@ from node.island.ranks.hang_watch import HangWatch
 from node.island.training.local_training import PLAIN, LocalTraining
 from node.outer_state import SharedNames
 from protocol.errors import AtollError, SystemRefusedError
-from protocol.leftovers import TemporaryFolder
+from protocol.files.leftovers import TemporaryFolder
 from protocol.rounds import CorpusSummary
 from protocol.run_spec import RunSpec
 

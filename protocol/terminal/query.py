@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 import click
 
-from protocol import console
 from protocol.errors import AtollError, UsageError
-from protocol.lazy_group import Entry, LazyGroup
+from protocol.terminal import console
+from protocol.terminal.lazy_group import Entry, LazyGroup
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -76,7 +76,7 @@ class StatusLink:
 
     def _stub(self) -> "StatusServiceStub":
         from protocol.channel import open_blocking_channel
-        from protocol.credentials import Credentials, find_home
+        from protocol.trust.credentials import Credentials, find_home
         from protocol.v1.status_pb2_grpc import StatusServiceStub
 
         if self._channel is None:
@@ -159,13 +159,13 @@ def status(is_watching: bool, is_json: bool, directory: Path | None) -> None:
     if is_json:
         console.print_json(as_json(answer))
         return
-    from protocol.status_view import render
+    from protocol.terminal.status_view import render
 
     console.terminal().print(render(answer))
 
 
 def _watch(link: StatusLink) -> None:
-    from protocol.watch import LineScreen, LiveScreen, watch
+    from protocol.terminal.watch import LineScreen, LiveScreen, watch
 
     screen = LiveScreen() if sys.stdout.isatty() else LineScreen()
     try:
@@ -195,7 +195,7 @@ def nodes(is_json: bool, directory: Path | None) -> None:
     if is_json:
         console.print_json([as_json(node) for node in answer.nodes])
         return
-    from protocol.status_view import (
+    from protocol.terminal.status_view import (
         by_name,
         copies_in_words,
         cut_off,
@@ -281,7 +281,7 @@ def rounds(limit: int, is_json: bool, directory: Path | None) -> None:
     if is_json:
         console.print_json([as_json(closed) for closed in answer.rounds])
         return
-    from protocol.status_view import ledger_bytes
+    from protocol.terminal.status_view import ledger_bytes
 
     rows = [
         (

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import platformdirs
 
-from protocol import pki
 from protocol.errors import AtollError, BadDataError, NoInputError, ProtocolMismatchError
-from protocol.files import expanded, make_folder, remove_durably, write_atomically
-from protocol.invite import endpoint_of
+from protocol.files.durable import expanded, make_folder, remove_durably, write_atomically
+from protocol.trust import pki
+from protocol.trust.invite import endpoint_of
 
 LINK_FILE = "link.toml"
 AUTHORITY_FILE = "ca.pem"

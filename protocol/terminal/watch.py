@@ -8,9 +8,9 @@ from typing import Protocol, Self
 import click
 from rich.live import Live
 
-from protocol import console
 from protocol.errors import TemporaryError, UnavailableError
-from protocol.status_view import render, summary_line, what_people_wait_for
+from protocol.terminal import console
+from protocol.terminal.status_view import render, summary_line, what_people_wait_for
 from protocol.v1 import status_pb2 as pb
 
 REFRESH_SECONDS = 1.0

@@ -7,7 +7,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from protocol.console import bytes_in_words, count_in_words, digest_in_words, seconds_in_words
+from protocol.terminal.console import (
+    bytes_in_words,
+    count_in_words,
+    digest_in_words,
+    seconds_in_words,
+)
 from protocol.v1 import status_pb2 as pb
 
 SILENT_SECONDS = 6.0

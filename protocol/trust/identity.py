@@ -11,7 +11,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from protocol.errors import BadDataError, NoInputError
-from protocol.files import write_atomically
+from protocol.files.durable import write_atomically
 from protocol.rounds import NodeId
 
 PUBLIC_KEY_BYTES = 32

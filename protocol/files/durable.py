@@ -17,7 +17,7 @@ from protocol.errors import (
     NoInputError,
     SystemRefusedError,
 )
-from protocol.leftovers import Held, remove_left
+from protocol.files.leftovers import Held, remove_left
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 

@@ -36,7 +36,7 @@ class CommitSigner:
 
     @classmethod
     def of_authority(cls, key_pem: bytes) -> "CommitSigner":
-        """Reads an authority's private key (protocol.pki.Authority)."""
+        """Reads an authority's private key (protocol.trust.pki.Authority)."""
         key = serialization.load_pem_private_key(key_pem, password=None)
         assert isinstance(key, Ed25519PrivateKey)
         return cls(key)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Self
 
 from protocol.errors import SystemRefusedError
-from protocol.files import refusal_to_write
+from protocol.files.durable import refusal_to_write
 
 LOCK_NAME = "lock"
 

@@ -10,13 +10,20 @@ import grpc
 import grpc.aio
 
 from protocol.channel import DEADLINE_SECONDS, channel_options
-from protocol.credentials import Credentials
 from protocol.errors import AnswerLostError, ProtocolMismatchError, UnavailableError
-from protocol.handshake import fetch_pinned_certificate
-from protocol.identity import Identity
-from protocol.invite import Invite
-from protocol.pki import Principal, Role, enrolment_statement, has_issued, make_request, name_in
 from protocol.status_codes import is_domain_error, translated
+from protocol.trust.credentials import Credentials
+from protocol.trust.handshake import fetch_pinned_certificate
+from protocol.trust.identity import Identity
+from protocol.trust.invite import Invite
+from protocol.trust.pki import (
+    Principal,
+    Role,
+    enrolment_statement,
+    has_issued,
+    make_request,
+    name_in,
+)
 from protocol.v1 import enrolment_pb2, enrolment_pb2_grpc
 
 

@@ -10,10 +10,10 @@ import tempfile
 import threading
 from pathlib import Path
 
-from protocol.credentials import Credentials
 from protocol.errors import AtollError, ProtocolMismatchError, UnavailableError
-from protocol.invite import Invite, endpoint_of
-from protocol.pki import pin_of, server_name
+from protocol.trust.credentials import Credentials
+from protocol.trust.invite import Invite, endpoint_of
+from protocol.trust.pki import pin_of, server_name
 
 TIMEOUT_SECONDS = 5.0
 """For connecting and for each answer within a handshake."""

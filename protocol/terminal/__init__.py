@@ -1,0 +1,1 @@
+"""Commands that ask and print: for people at a terminal, and for scripts."""

@@ -1,0 +1,1 @@
+"""Who is who: keys, certificates, invites, signatures."""
