@@ -4,6 +4,7 @@ Rooms for kinds of modules build on it; what only the built-in decoder can do is
 start (node.island.parallel.mesh_shape).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from node.island.training.precision import LossScale
 from protocol.run_spec import RunSpec
 
 
-class GenericArchitecture:
+class GenericArchitecture(ABC):
     """The part of Architecture that needs to know nothing but the module."""
 
     def __init__(self, spec: RunSpec) -> None:
@@ -29,9 +30,9 @@ class GenericArchitecture:
         self.stages: list[nn.Module] = []
         """The rank's parts of a pipeline."""
 
+    @abstractmethod
     def build(self) -> nn.Module:
         """A whole model, its parameters without memory; raises what tells it is not the run's."""
-        raise NotImplementedError
 
     def run_alone(
         self, part: nn.Module, modules: Sequence[nn.Module], *, is_first: bool, is_last: bool
@@ -81,7 +82,8 @@ class GenericArchitecture:
         yield [part], torch.float32
 
     def fill_buffers(self, part: nn.Module, mesh: Mesh, device: torch.device) -> None:
-        """See Architecture. They were never without memory."""
+        """See Architecture."""
+        return  # they were never without memory
 
     def layers(self, part: nn.Module) -> Sequence[nn.Module]:
         """See Architecture."""
