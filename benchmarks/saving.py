@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.outer_arithmetic import RoundsOfOneNode, Stages
+from node.disk.snapshots import SnapshotFolder
 from node.exchange.codecs.tiles import Tiles
 from node.exchange.held_results import HeldResults
 from node.exchange.state.on_disk import StateOnDisk
-from node.exchange.state.snapshot import SnapshotFolder
 from node.history import History
 
 WAYS = ("as nodes do", "a snapshot a round")

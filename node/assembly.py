@@ -15,13 +15,14 @@ import structlog
 
 from node.config import HISTORY_FILE, SENT_FILE, SNAPSHOTS_FOLDER, NodeSettings
 from node.daemon import Daemon, NodeFacts, Tokens
+from node.disk.logs import SentLog
+from node.disk.snapshots import snapshot_bytes
 from node.duties.exchange_time import ExchangeTime
 from node.exchange.codecs.compiled import remove_unused_kernels
 from node.exchange.codecs.tiles import Tiles, threads_beside
 from node.exchange.outer import Outer
 from node.exchange.preparing import prepare_kernels
 from node.exchange.state.on_disk import StateOnDisk, most_result_bytes
-from node.exchange.state.sent_log import SentLog
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.heavy import in_thread
 from node.history import History
@@ -44,7 +45,6 @@ from node.island.ranks.devices import kind_of
 from node.island.ranks.launcher import ProcessIsland
 from node.island.ranks.usable_devices import UsableDevices, usable_devices
 from node.link.calls import CoordinatorLink
-from node.machine.disk import seconds_between
 from node.machine.hardware import Hardware, likely_devices
 from node.machine.kernel import congestion_control
 from node.machine.placement import mesh_for, num_ranks_of
@@ -86,10 +86,22 @@ async def run_daemon(
     layout = layout_of(spec)
     desk = None if settings.loop else await _desk_of(folder, settings, spec, kind_of(devices))
     history = await in_thread(lambda: History(folder / HISTORY_FILE))
-    disk = StateOnDisk(folder / SNAPSHOTS_FOLDER, history=history, sent=SentLog(folder / SENT_FILE))
-    state_bytes = disk.require_room(layout.num_elements, most_result_bytes(spec, layout))
-    checkpoints = _checkpoints_of(
-        folder, settings, spec, layout, num_ranks=len(devices), besides_bytes=state_bytes
+    checkpoints = _checkpoints_of(folder, settings, spec, layout)
+    disk = StateOnDisk(
+        folder / SNAPSHOTS_FOLDER,
+        history=history,
+        sent=SentLog(folder / SENT_FILE),
+        budget=settings.disk_budget,
+        besides_bytes=0 if checkpoints is None else _part_bytes(settings, layout),
+        aside=in_thread,
+    )
+    needs = disk.needs(layout.num_elements, most_result_bytes(spec, layout))
+    if checkpoints is not None:
+        num_parts = len(devices) * len(layout.places)
+        needs += (checkpoints.need(layout.num_elements, num_parts),)
+    settings.disk_budget.require(
+        needs,
+        advice="" if checkpoints is None else ", or set checkpoint_every_rounds = 0 in node.toml",
     )
     tiles = Tiles(
         threads_beside(
@@ -245,30 +257,26 @@ def _fill_first_weights(
         )
 
 
+def _part_bytes(settings: NodeSettings, layout: Layout) -> int:
+    """What one checkpoint takes on this host."""
+    return moments_bytes(layout.num_elements) // settings.hosts
+
+
 def _checkpoints_of(
-    folder: Path,
-    settings: NodeSettings,
-    spec: RunSpec,
-    layout: Layout,
-    *,
-    num_ranks: int,
-    besides_bytes: int,
+    folder: Path, settings: NodeSettings, spec: RunSpec, layout: Layout
 ) -> CheckpointFolder | None:
-    """Where ranks keep their inner optimizer's state; raises SystemRefusedError without room for it."""
+    """Where ranks keep their inner optimizer's state, if they do."""
     if settings.checkpoint_every_rounds == 0 or settings.loop:
         return None
-    checkpoints = CheckpointFolder(
+    each = snapshot_bytes(layout.num_elements) + _part_bytes(settings, layout)
+    return CheckpointFolder(
         path=folder / CHECKPOINTS_FOLDER,
         run_digest=spec.digest(),
         layout_digest=layout.summary().digest,
         every_rounds=settings.checkpoint_every_rounds,
-        least_seconds=seconds_between(moments_bytes(layout.num_elements) // settings.hosts),
+        least_seconds=settings.disk_budget.seconds_between(each),
         num_hosts=settings.hosts,
     )
-    checkpoints.require_room(
-        layout.num_elements, num_ranks * len(layout.places), besides_bytes=besides_bytes
-    )
-    return checkpoints
 
 
 async def _devices_of(settings: NodeSettings, hardware: Hardware) -> UsableDevices:

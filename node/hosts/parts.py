@@ -12,6 +12,7 @@ from pathlib import Path
 
 import structlog
 
+from node.disk.budget import DiskBudget
 from node.island.checkpoints.folder import Checkpoint, CheckpointFolder
 from protocol.files.durable import make_folder
 from protocol.files.folder_lock import FolderLock
@@ -105,7 +106,7 @@ class Shelf:
             every_rounds=every_rounds,
             num_hosts=num_hosts,
         )
-        self._folder.require_room(num_elements, num_parts, besides_bytes=0)
+        DiskBudget().require([self._folder.need(num_elements, num_parts)])
         self._folder.remove_unfinished()
         self._checkpoints = {}
         for checkpoint in self._folder.whole():

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
+from node.disk.logs import ResultLog
+from node.disk.snapshots import Owed, SnapshotFolder
 from node.exchange import held_results
 from node.exchange.fetching import FIRST_FROM_ONE, MOST_AT_ONCE
 from node.exchange.outer import NotApplicableError, Outer
@@ -17,8 +19,6 @@ from node.exchange.state import manifest as manifest_file
 from node.exchange.state.catch_up import ROUNDS_AHEAD, SETTLE_SECONDS
 from node.exchange.state.manifest import Manifest
 from node.exchange.state.patience import LONGEST_SECONDS
-from node.exchange.state.result_log import ResultLog
-from node.exchange.state.snapshot import Owed, SnapshotFolder
 from node.exchange.transport.transport import Want, WantChunk, WantManifest, WantResult
 from protocol.messages import Held
 from protocol.payload import Payload

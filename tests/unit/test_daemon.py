@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
+from node.disk.snapshots import Snapshot, SnapshotFolder
 from node.duties.duties import FINISH_SECONDS
 from node.exchange.state.on_disk import StateOnDisk
-from node.exchange.state.snapshot import Snapshot, SnapshotFolder
 from node.heavy import in_thread
 from node.history import History
 from node.outer_state import Vector

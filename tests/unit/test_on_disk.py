@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from node.disk.budget import LONGEST_SECONDS, DiskBudget
+from node.disk.logs import SentLog
+from node.disk.snapshots import Owed, snapshot_bytes
 from node.exchange import held_results
 from node.exchange.state.on_disk import LONGEST_ROUNDS, StateOnDisk, rounds_between
-from node.exchange.state.sent_log import SentLog
-from node.exchange.state.snapshot import Owed, snapshot_bytes
 from node.exchange.transport.transport import WantManifest, WantResult
 from node.history import History
-from node.machine import disk
 from protocol.errors import SystemRefusedError
 from protocol.rounds import Commit, ContributionDigest, NodeId
 from tests.unit.exchange_scene import NUM_ELEMENTS, A, B, Scene, in_virtual_time
@@ -24,7 +24,7 @@ from tests.unit.exchange_scene import NUM_ELEMENTS, A, B, Scene, in_virtual_time
 @pytest.fixture
 def slow_disks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A snapshot only where nothing else will do."""
-    monkeypatch.setattr(disk, "BYTES_PER_SECOND", 1.0)
+    monkeypatch.setattr(DiskBudget, "seconds_between", lambda *_: LONGEST_SECONDS)
 
 
 async def swarm_on(folder: Path) -> Scene:
@@ -47,7 +47,7 @@ async def trained(
     commit = scene.close_round(plan, void=void)
     for node in scene.nodes.values():
         await node.exchange.apply(commit)
-        await node.exchange.save()
+        await node.saved()
     scene.settle(A)
     return commit
 
@@ -252,29 +252,48 @@ async def test_where_rounds_take_long_each_has_a_snapshot(tmp_path: Path) -> Non
 def test_snapshots_are_as_rare_as_they_must_be_and_no_rarer(
     num_elements: int, rounds: int, seconds: float, result_bytes: int
 ) -> None:
+    one, budget = snapshot_bytes(num_elements), DiskBudget()
+    apart = budget.seconds_between(one)
     every = rounds_between(
-        num_elements=num_elements, rounds=rounds, seconds=seconds, result_bytes=result_bytes
+        num_elements=num_elements,
+        rounds=rounds,
+        seconds=seconds,
+        result_bytes=result_bytes,
+        apart_seconds=apart,
     )
     assert every & (every - 1) == 0
-    if every > 1:  # results stay below half a snapshot, and what is owed is on disk within an hour
-        assert every * result_bytes / rounds <= snapshot_bytes(num_elements) / 2
-        assert every * seconds / rounds <= disk.LONGEST_SECONDS * 1.001
+    if every > 1:  # results stay below their share, and what is owed is on disk within an hour
+        assert every * result_bytes / rounds <= one / 4
+        assert every * seconds / rounds <= LONGEST_SECONDS * 1.001
     is_most = every == LONGEST_ROUNDS
-    rate = snapshot_bytes(num_elements) * rounds / (2 * every * max(seconds, 1e-9))
-    is_slow = rate < disk.BYTES_PER_SECOND
-    is_full = 2 * every * max(result_bytes, 1) / rounds > snapshot_bytes(num_elements) / 2
-    is_old = 2 * every * seconds / rounds > disk.LONGEST_SECONDS
+    is_slow = one * rounds / (2 * every * max(seconds, 1e-9)) < budget.bytes_per_second
+    is_full = 2 * every * max(result_bytes, 1) / rounds > one / 4
+    is_old = 2 * every * seconds / rounds > LONGEST_SECONDS
     assert is_most or is_slow or is_full or is_old  # twice as rare would be too rare, or needless
 
 
-def test_the_disk_needs_room_for_three_snapshots_and_the_results_between(tmp_path: Path) -> None:
+def test_the_disk_needs_room_for_two_snapshots_and_the_results_between(tmp_path: Path) -> None:
     state = StateOnDisk(tmp_path / "snapshots", history=History(None))
-    state.require_room(NUM_ELEMENTS, 100)
-    with pytest.raises(SystemRefusedError, match=r"need 64,000,000,000,016,392 bytes in .*: they"):
-        state.require_room(10**15, 4)
-    with pytest.raises(SystemRefusedError, match=r"need 80,000,000,000,012,288 bytes in .*: they"):
-        state.require_room(10**15, 2 * 10**15)
+    DiskBudget().require(state.needs(NUM_ELEMENTS, 100))
+    snapshots, results = state.needs(10**9, 1000)
+    assert (snapshots.num_bytes, results.num_bytes) == (32_000_008_192, 8_000_006_048)
+    _, results = state.needs(10**9, 10**9)
+    assert results.num_bytes == 16 * 10**9
+    with pytest.raises(
+        SystemRefusedError,
+        match=r"needs 40,000,000,000,014,240 bytes of disk \(32,000,000,000,008,192 for snapshots "
+        r"and 8,000,000,000,006,048 for results\) in .*: 0 of it is there and [0-9,]+ are free",
+    ):
+        DiskBudget().require(state.needs(10**15, 1000))
     assert list(state.path.iterdir()) == []
+
+
+def test_an_owner_may_give_less_than_the_disk_has(tmp_path: Path) -> None:
+    needs = StateOnDisk(tmp_path / "snapshots", history=History(None)).needs(10**6, 1000)
+    DiskBudget(most_bytes=41_000_000).require(needs)
+    with pytest.raises(SystemRefusedError, match=r"max_disk allows 39,000,000") as refused:
+        DiskBudget(most_bytes=39_000_000).require(needs, advice=", or ask for less")
+    assert refused.value.next_step == "raise max_disk in node.toml to 1GB or more, or ask for less"
 
 
 @pytest.mark.usefixtures("slow_disks")
