@@ -41,8 +41,12 @@ PUSHED_BYTES = 1_000_000
 TINY = {
     "run": {"rounds": 4, "min_nodes": 3, "seed": 1},
     "model": {
-        **{"hidden_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1},
-        **{"ffn_size": 64, "context": 32},
+        "hidden_size": 32,
+        "num_layers": 1,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "ffn_size": 64,
+        "context": 32,
     },
     "inner": {"steps": 5, "batch": 4},
     "evaluation": {"every_rounds": 2, "samples": 16},
