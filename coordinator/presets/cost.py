@@ -43,7 +43,7 @@ FP32_BYTES = 4
 PEER_ROUND_TRIPS = 1
 """Half of it until the first contribution is there, half until the last result is: what else is said travels
 beside bodies. If there were two, some exchanges would have got more than their link
-(benchmarks/exchange_shares.py)."""
+(benchmarks/exchange/shares.py)."""
 
 COORDINATOR_ROUND_TRIPS = 2
 """One from the last report to the commit, one from the report that it is applied to the next plan."""
@@ -61,8 +61,8 @@ RANK_BYTES = 16
 """Of memory for each parameter in a node's ranks together: the model, its gradients and AdamW's two moments
 in fp32. Activations come on top."""
 
-DISK_BYTES = 3 * (16 + 8)
-"""Of a node's disk for each parameter: three snapshots and three checkpoints of the inner optimizer."""
+DISK_BYTES = 2 * (16 + 8) + 8
+"""Of a node's disk for each parameter: two snapshots, two checkpoints of the inner optimizer, and results."""
 
 PAYLOAD_HEADER_BYTES = 200
 """What goes before each body, whatever its size."""

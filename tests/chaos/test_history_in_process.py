@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.simulated_coordinator import Outage
-from benchmarks.simulation import Life, SimulatedNode, SimulatedRun, simulate
 from coordinator.swarm.ledger import num_samples_of
-from node.disk import budget as disk
+from lab.simulation.coordinator import Outage
+from lab.simulation.swarm import Life, SimulatedNode, SimulatedRun, simulate
+from node.disk.budget import LONGEST_SECONDS, DiskBudget
 from node.exchange.transport.memory import MemoryNetwork
 from node.island.data.corpus import Corpus, read_corpus
 from tests.tiny_runs import tiny
@@ -31,7 +31,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 def disk_pace(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Disks are fast enough for everything, or nothing is written that need not be."""
     if request.param == "results between snapshots":
-        monkeypatch.setattr(disk, "BYTES_PER_SECOND", 1.0)
+        monkeypatch.setattr(DiskBudget, "seconds_between", lambda *_: LONGEST_SECONDS)
 
 
 def assert_sound(run: SimulatedRun, *, rounds: int) -> None:

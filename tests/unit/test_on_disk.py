@@ -1,17 +1,20 @@
 """What is on a node's disk leads to the newest state, to the bit, whenever the power goes."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from node.disk.budget import LONGEST_SECONDS, DiskBudget
 from node.disk.logs import SentLog
-from node.disk.snapshots import Owed, snapshot_bytes
+from node.disk.snapshots import Owed, SnapshotWriting, snapshot_bytes
 from node.exchange import held_results
 from node.exchange.state.on_disk import LONGEST_ROUNDS, StateOnDisk, rounds_between
 from node.exchange.transport.transport import WantManifest, WantResult
@@ -19,6 +22,8 @@ from node.history import History
 from protocol.errors import SystemRefusedError
 from protocol.rounds import Commit, ContributionDigest, NodeId
 from tests.unit.exchange_scene import NUM_ELEMENTS, A, B, Scene, in_virtual_time
+
+Result = TypeVar("Result")
 
 
 @pytest.fixture
@@ -36,7 +41,12 @@ async def swarm_on(folder: Path) -> Scene:
 
 
 async def trained(
-    scene: Scene, number: int, *, by: tuple[NodeId, ...] = (A, B), void: tuple[int, ...] = ()
+    scene: Scene,
+    number: int,
+    *,
+    by: tuple[NodeId, ...] = (A, B),
+    void: tuple[int, ...] = (),
+    settles: bool = True,
 ) -> Commit:
     """A round; what it leaves is on the disks of both nodes."""
     plan = await scene.open_round(number, *by)
@@ -47,7 +57,7 @@ async def trained(
     commit = scene.close_round(plan, void=void)
     for node in scene.nodes.values():
         await node.exchange.apply(commit)
-        await node.saved()
+        await (node.saved() if settles else node.exchange.save())
     scene.settle(A)
     return commit
 
@@ -112,6 +122,72 @@ async def test_inner_steps_that_a_round_did_not_take_are_on_the_disk_at_once(
     np.testing.assert_array_equal(again.residual, owed)
     await trained(scene, 3)  # that takes them: results will do again
     assert files(tmp_path)[-1] == "round-00000003.results"
+    await scene.stop()
+
+
+class Gate:
+    """Where a snapshot is written: it waits for the gate to be opened."""
+
+    def __init__(self) -> None:
+        self.open = asyncio.Event()
+
+    async def __call__(self, work: Callable[[], Result]) -> Result:
+        await self.open.wait()
+        return work()
+
+
+@pytest.mark.usefixtures("slow_disks")
+@in_virtual_time
+async def test_rounds_go_on_while_a_snapshot_is_written_and_leave_no_trace_in_it(
+    tmp_path: Path,
+) -> None:
+    scene = await swarm_on(tmp_path)
+    node = scene.nodes[A]
+    assert node.disk is not None
+    node.disk._aside = gate = Gate()
+    await trained(scene, 1, void=(0,), settles=False)
+    state, owed = node.outer.snapshot(), node.outer.owed()
+    for number in (2, 3):
+        await trained(scene, number, settles=False)
+    assert not node.exchange._lock.locked()
+    assert node.disk.snapshots.rounds() == [0]
+    assert files(tmp_path)[-3:] == [f"round-0000000{number}.results" for number in (1, 2, 3)]
+    gate.open.set()
+    await node.disk.settled()
+    kept = node.disk.snapshots.load(1, state.outer_digest())
+    assert kept is not None and kept[1] is not None
+    np.testing.assert_array_equal(kept[0].parameters, state.parameters)
+    np.testing.assert_array_equal(kept[0].momentum, state.momentum)
+    for name, values in owed.tensors().items():
+        np.testing.assert_array_equal(kept[1].tensors()[name], values)
+    digest = node.outer.digest
+    assert (await scene.add(A)).outer.position == (3, digest)
+    await scene.stop()
+
+
+@pytest.mark.usefixtures("slow_disks")
+@in_virtual_time
+async def test_a_snapshot_behind_that_fails_is_raised_by_the_next_save_and_tried_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = await swarm_on(tmp_path)
+    node = scene.nodes[A]
+    assert node.disk is not None
+
+    def full(*_: object, **__: object) -> Path:
+        raise SystemRefusedError("cannot write it: No space left on device")
+
+    with monkeypatch.context() as patched, capture_logs() as told:
+        patched.setattr(SnapshotWriting, "write", full)
+        await trained(scene, 1, void=(0,), settles=False)
+        await asyncio.sleep(1)
+        with pytest.raises(SystemRefusedError, match="No space left"):
+            await node.exchange.save()
+    assert "not saved" in [line["event"] for line in told]
+    owed = node.residual
+    await node.exchange.save(is_last=True)
+    assert files(tmp_path)[-1] == "round-00000001.safetensors"
+    np.testing.assert_array_equal((await scene.add(A)).residual, owed)
     await scene.stop()
 
 

@@ -351,4 +351,4 @@ class StateOnDisk:
 def _tell_unwritten(behind: asyncio.Future[None]) -> None:
     """Tells at once what the next save raises."""
     if not behind.cancelled() and (error := behind.exception()) is not None:
-        log.error("snapshot not written", why=str(error))
+        log.error("not saved", why=str(error))
