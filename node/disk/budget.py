@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from protocol.errors import SystemRefusedError
-from protocol.files.durable import make_folder
 
 BYTES_PER_SECOND = 40e6
 """1,200 TB a year, two thirds of it snapshots: what a consumer's SSD endures."""
@@ -45,17 +44,18 @@ class DiskBudget:
 
         `advice` is one more thing that a person can do about it.
         """
-        for need in needs:
-            make_folder(need.path)
         in_all = sum(need.num_bytes for need in needs)
         if self.most_bytes is not None and in_all > self.most_bytes:
             raise SystemRefusedError(
                 f"this run needs {_listed(needs)}, and max_disk allows {self.most_bytes:,}",
                 next_step=f"raise max_disk in node.toml to {-(-in_all // 10**9)}GB or more{advice}",
             )
-        for device in {need.path.stat().st_dev for need in needs}:
-            here = [need for need in needs if need.path.stat().st_dev == device]
-            disk = os.statvfs(here[0].path)
+        places = [_nearest(need.path) for need in needs]
+        for device in {place.stat().st_dev for place in places}:
+            here = [
+                n for n, place in zip(needs, places, strict=True) if place.stat().st_dev == device
+            ]
+            disk = os.statvfs(_nearest(here[0].path))
             free = disk.f_bavail * disk.f_frsize
             held = sum(min(need.held_bytes, need.num_bytes) for need in here)
             if sum(need.num_bytes for need in here) > held + free:
@@ -70,3 +70,8 @@ class DiskBudget:
 def _listed(needs: Sequence[Need]) -> str:
     kinds = " and ".join(f"{need.num_bytes:,} for {need.what}" for need in needs)
     return f"{sum(need.num_bytes for need in needs):,} bytes of disk ({kinds})"
+
+
+def _nearest(path: Path) -> Path:
+    """What there is of a path already: the disk on which it will be."""
+    return path if path.exists() else _nearest(path.absolute().parent)
