@@ -9,6 +9,7 @@ its bytes. How states travel between nodes: node.exchange.state.manifest.
 """
 
 import json
+import mmap
 import os
 import threading
 import time
@@ -22,7 +23,6 @@ from typing import Any, TypeVar
 import blake3
 import numpy as np
 import structlog
-from safetensors import SafetensorError, safe_open
 
 from node.disk.round_folder import RoundFolder, kept_for_reading
 from node.outer_state import PIECE_ELEMENTS, Vector, digest_of_pieces, outer_digest
@@ -371,31 +371,23 @@ class OpenSnapshot:
     """
 
     def __init__(self, path: Path) -> None:
-        kept = ExitStack()
-        weakref.finalize(self, kept.close)
+        file = _Mapped(path)
         try:
-            kept.enter_context(kept_for_reading(path))
-            file: Any = safe_open(path, framework="numpy")
-            metadata: dict[str, str] = file.metadata() or {}
-            _check_format(metadata)
+            metadata = dict(file.metadata)
             self.round = int(metadata["round"])
             self.run_digest = Digest(bytes.fromhex(metadata["run_digest"]))
             self.layout_digest = Digest(bytes.fromhex(metadata["layout_digest"]))
             self._outer_digest = Digest(bytes.fromhex(metadata["outer_digest"]))
-            self._parameters = file.get_slice("parameters")
-            self._momentum = file.get_slice("momentum")
-            (num_elements,) = self._parameters.get_shape()
-            self.num_elements = int(num_elements)
-            for name, part in (("parameters", self._parameters), ("momentum", self._momentum)):
-                if part.get_dtype() != "F32" or part.get_shape() != [self.num_elements]:
-                    raise SnapshotError(
-                        f"its {name} is {part.get_dtype()} of shape {part.get_shape()}"
-                    )
+            self._parameters = file.tensors["parameters"]
+            self._momentum = file.tensors["momentum"]
+            self.num_elements = self._parameters.size
+            if self._momentum.size != self.num_elements:
+                raise DamagedError(f"its momentum has {self._momentum.size} elements")
             del metadata["seal"]
             if metadata.pop("head_seal", None) not in (None, _seal(metadata, {})):
-                raise SnapshotError("its metadata do not match their seal")
-        except (SafetensorError, OSError, KeyError, ValueError) as error:
-            raise SnapshotError(str(error)) from error
+                raise DamagedError("its metadata do not match their seal")
+        except (KeyError, ValueError) as error:
+            raise DamagedError(str(error)) from error
 
     def outer_digest(self) -> Digest:
         """What it was when the file was written."""
@@ -420,6 +412,46 @@ def _file_header(tensors: Mapping[str, Vector], metadata: Mapping[str, str]) -> 
     text = json.dumps(table).encode()
     text += b" " * (-len(text) % 8)  # values are aligned
     return len(text).to_bytes(8, "little") + text
+
+
+class _Mapped:
+    """What stands in a file, in no memory of the process: nobody writes over it while this is used."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises SnapshotError for a file that cannot be read, DamagedError for one that is none."""
+        kept = ExitStack()
+        try:
+            kept.enter_context(kept_for_reading(path))
+            with path.open("rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise SnapshotError(str(error)) from error
+        except ValueError as error:
+            raise DamagedError(str(error)) from error
+        weakref.finalize(mapped, kept.close)  # with the last of its tensors
+        try:
+            values = 8 + int.from_bytes(mapped[:8], "little")
+            table: dict[str, Any] = json.loads(mapped[8:values])
+            self.metadata: dict[str, str] = table.pop("__metadata__")
+            self.tensors: dict[str, Vector] = {}
+            at = 0
+            for name, found in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
+                (size,), (begin, end) = found["shape"], found["data_offsets"]
+                if (found["dtype"], begin, end) != ("F32", at, at + 4 * size):
+                    raise DamagedError(f"its {name} is {found}")
+                vector = np.frombuffer(mapped, dtype="<f4", count=size, offset=values + begin)
+                self.tensors[name] = vector.astype(np.float32, copy=False)
+                at = end
+            if values + at != len(mapped):
+                raise DamagedError(f"it has {len(mapped)} bytes, not {values + at}")
+            if self.metadata["format"] not in _FORMATS_READ:
+                raise SnapshotError(
+                    f"its format is {self.metadata['format']!r}, not {FILE_FORMAT!r}"
+                )
+        except SnapshotError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DamagedError(f"it is no snapshot: {error!r}") from error
 
 
 def _state_bytes(
@@ -450,10 +482,7 @@ def _parameters_of(path: Path, run_digest: Digest, layout_digest: Digest) -> Par
     values = np.empty(file.num_elements, dtype=np.float32)
     pieces: list[bytes] = []
     for start in range(0, 8 * values.size, 4 * PIECE_ELEMENTS):
-        try:
-            piece = file.read(start, min(start + 4 * PIECE_ELEMENTS, 8 * values.size))
-        except (SafetensorError, OSError) as error:
-            raise SnapshotError(str(error)) from error
+        piece = file.read(start, min(start + 4 * PIECE_ELEMENTS, 8 * values.size))
         pieces.append(blake3.blake3(piece).digest())
         part = values[start // 4 : start // 4 + PIECE_ELEMENTS]  # none of the momentum's
         part[:] = np.frombuffer(piece, dtype="<f4", count=part.size)
@@ -465,30 +494,18 @@ def _parameters_of(path: Path, run_digest: Digest, layout_digest: Digest) -> Par
     return Parameters(round=file.round, outer_digest=file.outer_digest(), values=values)
 
 
-def _check_format(metadata: Mapping[str, str]) -> None:
-    if metadata["format"] not in _FORMATS_READ:
-        raise SnapshotError(f"its format is {metadata['format']!r}, not {FILE_FORMAT!r}")
-
-
 def _read(path: Path) -> tuple[Snapshot, Owed | None]:
-    """A whole, undamaged file; raises SnapshotError otherwise."""
-    try:
-        with kept_for_reading(path), safe_open(path, framework="numpy") as file:
-            metadata: dict[str, str] = file.metadata() or {}
-            tensors: dict[str, Vector] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-    except OSError as error:
-        raise SnapshotError(str(error)) from error
-    except SafetensorError as error:
-        raise DamagedError(str(error)) from error
+    """A whole, undamaged file, as it lies on the disk; raises SnapshotError otherwise."""
+    file = _Mapped(path)
+    metadata, tensors = dict(file.metadata), file.tensors
     owed = None
     if "residual" in tensors:
         owed = Owed(residual=tensors["residual"], reducer_error=tensors.get("reducer_error"))
     try:
-        _check_format(metadata)
         num_elements = tensors["parameters"].size
         for name, vector in tensors.items():
-            if vector.dtype != np.float32 or vector.shape != (num_elements,):
-                raise DamagedError(f"its {name} is {vector.dtype} of shape {vector.shape}")
+            if vector.size != num_elements:
+                raise DamagedError(f"its {name} has {vector.size} elements")
         # Other nodes cannot tell a wrong residual from a right one: nothing else would find it.
         if metadata.pop("seal") != _seal_of(metadata, owed):
             raise DamagedError("what it says is owed, or its metadata, do not match its seal")
@@ -501,10 +518,10 @@ def _read(path: Path) -> tuple[Snapshot, Owed | None]:
         )
         if snapshot.outer_digest().hex() != metadata["outer_digest"]:
             raise DamagedError("its values do not match its outer digest")
-    except KeyError as error:
+    except (KeyError, ValueError) as error:
+        if isinstance(error, SnapshotError):
+            raise
         raise DamagedError(f"it has no {error}") from error
-    for vector in tensors.values():
-        vector.flags.writeable = False
     return snapshot, owed
 
 

@@ -136,16 +136,16 @@ class Gate:
         return work()
 
 
-@pytest.mark.usefixtures("slow_disks")
+@pytest.mark.parametrize("void", [(), (0,)], ids=["due", "late work"])
 @in_virtual_time
 async def test_rounds_go_on_while_a_snapshot_is_written_and_leave_no_trace_in_it(
-    tmp_path: Path,
+    tmp_path: Path, void: tuple[int, ...]
 ) -> None:
     scene = await swarm_on(tmp_path)
     node = scene.nodes[A]
     assert node.disk is not None
     node.disk._aside = gate = Gate()
-    await trained(scene, 1, void=(0,), settles=False)
+    await trained(scene, 1, void=void, settles=False)
     state, owed = node.outer.snapshot(), node.outer.owed()
     for number in (2, 3):
         await trained(scene, number, settles=False)
