@@ -1,0 +1,420 @@
+"""What an event does to a round as this node knows it: (state, event, now) -> (state, actions, refusal).
+
+This node contributes to every slice, reduces its own, and holds the results for the commit. All that is
+decided about it is decided here: no I/O, no clock and no waiting. Events that are repeated, late or of
+an earlier takeover change nothing.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from node.exchange.reduction import SliceResult
+from node.exchange.round.admission import refusal
+from node.exchange.round.state import (
+    Action,
+    Closed,
+    Committed,
+    ContributionEncoded,
+    Drop,
+    Event,
+    Fetch,
+    FetchEnded,
+    Hold,
+    MeanTaken,
+    PayloadCame,
+    Phase,
+    PushBegan,
+    PushEnded,
+    Reduce,
+    ResultFetched,
+    RoundState,
+    Rules,
+    Send,
+    SliceState,
+    Tell,
+    TimePassed,
+)
+from protocol.messages import (
+    Held,
+    ParticipantsDeparted,
+    ParticipantsIdle,
+    Reduced,
+    ResultOffered,
+    SliceTakenOver,
+)
+from protocol.payload import CONTRIBUTION, RESULT, Payload
+from protocol.rounds import NodeId, Plan, SliceOutcome
+
+GRACE_SECONDS = 2.0
+GRACE_ROUND_TRIPS = 8
+"""So long nothing may come from a reducer that should push a result, until we fetch it from others.
+
+It began to push before the commit, so only its offer's way counts. In round trips, a connection made anew
+is five or six of them and a stream one; in seconds, a lost packet is one, and a router's queue of 1 MB
+nearly another at 10 Mbit/s. At 500 ms that is 6 s: fetched sooner, a result would often travel twice. Where
+a round trip takes a millisecond it is 2 s, and they are lost only when a reducer that lives and can be
+reached pushes nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transition:
+    """What an event led to: the state, what the edge does in this order, and why a payload is not taken."""
+
+    state: RoundState
+    actions: tuple[Action, ...]
+    refusal: str = ""  # of the payload that came
+
+
+def opened(plan: Plan, rules: Rules, *, patience_seconds: float, now: float) -> RoundState:
+    """A round as its plan opens it."""
+    return RoundState(
+        plan=plan,
+        rules=rules,
+        commit_deadline=now + plan.commit_seconds,
+        patience_seconds=patience_seconds,
+        slices={
+            part.index: SliceState(
+                part=part,
+                phase=Phase.COLLECTING if part.reducer_id == rules.node_id else Phase.ELSEWHERE,
+                deadline=now + plan.contribute_seconds,
+            )
+            for part in plan.slices
+        },
+    )
+
+
+def step(state: RoundState, event: Event, now: float) -> Transition:
+    """What `event` does at `now`, which is never less than before."""
+    turn = _Turn(state=state, now=now)
+    if isinstance(event, PayloadCame):
+        header = event.payload.header
+        why = refusal(state.rules, state, event.sender, header, is_coming=True)
+        if why:
+            return Transition(state=state, actions=(), refusal=why)
+    if state.is_closed:
+        return Transition(state=state, actions=())
+    if isinstance(event, Closed):
+        # Bodies leave the memory; what is being pushed goes on its way.
+        return Transition(state=replace(state, is_closed=True, slices={}), actions=())
+    _take_in(turn, event)
+    _reduce_what_is_here(turn)
+    _fetch_what_is_offered(turn)
+    _fetch_what_is_late(turn)
+    return Transition(state=turn.state, actions=tuple(turn.actions))
+
+
+def next_wake(state: RoundState) -> float | None:
+    """When time alone would do something next; None when it never does."""
+    times = [known.deadline for known in state.collecting()]
+    times += _due_times(state).values()
+    return min((at for at in times if at < math.inf), default=None)
+
+
+def is_wanted(state: RoundState, send: Send) -> bool:
+    """Whether a payload is still to be sent: its slice has not been taken over, and the peer is here.
+
+    Once the round is committed, who lacks a result fetches it.
+    """
+    known = state.slices.get(send.payload.header.slice_index)
+    is_present = send.peer not in state.departed
+    return known is not None and known.attempt == send.attempt and is_present
+
+
+def is_complete(state: RoundState) -> bool:
+    """Whether all that will come of the committed results is here; what nobody delivers is missing."""
+    if state.commit is None:
+        return False
+    missing = [state.slices[outcome.index] for outcome in _missing(state)]
+    return not missing or (all(known.is_fetched for known in missing) and not state.num_fetches)
+
+
+def waiting_for(state: RoundState) -> str:
+    """What the exchange waits for, in words; empty when for nothing."""
+    if state.commit is not None:
+        missing = [outcome.index for outcome in _missing(state)]
+        if len(missing) > 1:
+            return f"results of {len(missing)} slices of round {state.plan.round}"
+        return "".join(f"the result of slice {i} of round {state.plan.round}" for i in missing)
+    nodes = {node_id for known in state.collecting() for node_id in state.missing_from(known)}
+    if len(nodes) < 2:
+        return "one contribution" if nodes else ""
+    return f"contributions of {len(nodes)} nodes"
+
+
+@dataclass(slots=True, kw_only=True)
+class _Turn:
+    """The state as it changes, and the actions so far."""
+
+    state: RoundState
+    now: float
+    actions: list[Action] = field(default_factory=list)
+
+    def put(self, index: int, **changes: Any) -> SliceState:
+        changed = replace(self.state.slices[index], **changes)
+        self.state = replace(self.state, slices={**self.state.slices, index: changed})
+        return changed
+
+
+def _take_in(turn: _Turn, event: Event) -> None:
+    match event:
+        case ContributionEncoded(payload=payload):
+            if turn.state.slices[payload.header.slice_index].own is None:
+                turn.put(payload.header.slice_index, own=payload)
+                _contribute(turn, payload.header.slice_index)
+        case PayloadCame(payload=payload) if payload.header.kind == CONTRIBUTION:
+            _keep(turn, payload)
+        case PayloadCame(payload=payload) if payload.header.kind == RESULT:
+            if turn.state.slices[payload.header.slice_index].held is None:
+                _hold(turn, payload)
+        case PushBegan(index=index):
+            num_arriving = turn.state.slices[index].num_arriving + 1
+            turn.put(index, num_arriving=num_arriving, is_broken=False)
+        case PushEnded():
+            _push_ended(turn, event)
+        case MeanTaken():
+            _hand_out(turn, event)
+        case ResultFetched():
+            _take_fetched(turn, event)
+        case FetchEnded(fetch=fetch):
+            _fetch_ended(turn, fetch)
+        case ParticipantsDeparted(node_ids=node_ids):
+            turn.state = replace(turn.state, departed=turn.state.departed.union(node_ids))
+            _excuse(turn, node_ids)
+        case ParticipantsIdle(node_ids=node_ids):
+            _excuse(turn, node_ids)
+        case SliceTakenOver():
+            _take_over(turn, event)
+        case ResultOffered():
+            _note_offer(turn, event)
+        case Committed(commit=commit, links=links):
+            turn.state = replace(turn.state, commit=commit, committed_at=turn.now, links=links)
+        case TimePassed(links=links):
+            turn.state = replace(turn.state, links=links)
+
+
+# Contributions
+
+
+def _contribute(turn: _Turn, index: int) -> None:
+    """Brings our contribution to who reduces the slice now; nothing before it is encoded."""
+    known = turn.state.slices[index]
+    if known.own is None:
+        return
+    reducer = known.part.reducer_id
+    if reducer == turn.state.rules.node_id:
+        _keep(turn, known.own)
+    elif reducer not in turn.state.departed:
+        send = Send(peer=reducer, payload=known.own, attempt=known.attempt, until=known.deadline)
+        turn.actions.append(send)
+
+
+def _keep(turn: _Turn, payload: Payload) -> None:
+    """Takes a contribution for the mean; one that comes too late is left to its sender's residual."""
+    header = payload.header
+    known = turn.state.slices[header.slice_index]
+    if known.phase is Phase.COLLECTING:
+        contributions = {header.sender_id: payload, **known.contributions}  # the first one counts
+        turn.put(header.slice_index, contributions=contributions)
+
+
+def _excuse(turn: _Turn, node_ids: Iterable[NodeId]) -> None:
+    """Waits for no contribution of these any longer; what has come of them counts."""
+    turn.state = replace(turn.state, silent=turn.state.silent.union(node_ids))
+
+
+def _take_over(turn: _Turn, event: SliceTakenOver) -> None:
+    """Another node reduces a slice from now on, or the same one anew: it is sent our contribution."""
+    index, rules = event.slice_index, turn.state.rules
+    known = turn.state.slices.get(index)
+    if known is None or event.attempt <= known.attempt:
+        return
+    is_ours = event.reducer_id == rules.node_id
+    deadline = turn.now + event.contribute_seconds
+    goes_on = is_ours and known.phase is Phase.COLLECTING  # what has come to it counts
+    changed = SliceState(
+        part=replace(known.part, reducer_id=event.reducer_id),
+        attempt=event.attempt,
+        phase=Phase.COLLECTING if is_ours else Phase.ELSEWHERE,
+        deadline=max(deadline, known.deadline) if goes_on else deadline,
+        own=known.own,
+        contributions=known.contributions if goes_on else {},
+        is_fetched=known.is_fetched,
+    )
+    turn.state = replace(
+        turn.state,
+        slices={**turn.state.slices, index: changed},
+        departed=turn.state.departed - {event.reducer_id},  # if it was gone, it is back
+    )
+    if known.held is not None:
+        turn.actions.append(Drop(index=index))
+    _contribute(turn, index)
+
+
+# Means
+
+
+def _reduce_what_is_here(turn: _Turn) -> None:
+    """Takes the mean of each slice of ours of which all is here, or whose deadline has passed."""
+    for known in tuple(turn.state.collecting()):
+        missing = turn.state.missing_from(known)
+        if not missing or turn.now >= known.deadline:
+            turn.put(known.part.index, phase=Phase.AVERAGING)
+            turn.actions.append(
+                Reduce(
+                    part=known.part,
+                    attempt=known.attempt,
+                    contributions=known.contributions,
+                    missing=missing,
+                )
+            )
+
+
+def _hand_out(turn: _Turn, event: MeanTaken) -> None:
+    """A result of ours is held, reported and sent to all; unless another node reduces the slice now."""
+    known = turn.state.slices[event.index]
+    if known.attempt != event.attempt or known.phase is not Phase.AVERAGING:
+        return
+    if event.result is None:
+        turn.put(event.index, phase=Phase.REDUCED)
+        report = Reduced(slice_index=event.index, digest=None, contributors=(), contributions=())
+        turn.actions.append(Tell(report=report))
+        return
+    payload = event.result.payload
+    turn.put(event.index, phase=Phase.REDUCED)
+    _hold(turn, payload, made=event.result)
+    until = turn.state.commit_deadline + turn.state.patience_seconds  # then nobody waits for a push
+    turn.actions += [
+        Send(peer=peer, payload=payload, attempt=known.attempt, until=until)
+        for peer in turn.state.plan.participants
+        if peer != turn.state.rules.node_id and peer not in turn.state.departed
+    ]
+
+
+# Results
+
+
+def _hold(turn: _Turn, payload: Payload, *, made: SliceResult | None = None) -> None:
+    index = payload.header.slice_index
+    turn.put(index, held=payload)
+    turn.actions.append(Hold(payload=payload, made=made))
+    if made is not None:
+        reduced = Reduced(
+            slice_index=index,
+            digest=payload.digest,
+            contributors=made.contributors,
+            contributions=made.contributions,
+        )
+        turn.actions.append(Tell(report=reduced))
+    turn.actions.append(Tell(report=Held(slice_index=index, digest=payload.digest)))
+
+
+def _push_ended(turn: _Turn, event: PushEnded) -> None:
+    known, ended_at = turn.state.slices[event.index], turn.state.push_ended_at
+    turn.state = replace(turn.state, push_ended_at={**ended_at, event.sender: turn.now})
+    if event.attempt == known.attempt:
+        turn.put(event.index, num_arriving=known.num_arriving - 1, is_broken=known.held is None)
+
+
+def _note_offer(turn: _Turn, event: ResultOffered) -> None:
+    """Remembers that a result which its reducer did not hand out is with these holders."""
+    if (known := turn.state.slices.get(event.slice_index)) is not None:
+        others = tuple(n for n in event.holder_ids if n != turn.state.rules.node_id)
+        offer = SliceOutcome(
+            index=event.slice_index,
+            start=known.part.start,
+            num_elements=known.part.num_elements,
+            digest=event.digest,
+            holder_ids=others,
+        )
+        turn.put(event.slice_index, offer=offer)
+
+
+def _fetch_what_is_offered(turn: _Turn) -> None:
+    """Fetches each offered result, unless it is here or does get through to us: it would come twice."""
+    for index, known in tuple(turn.state.slices.items()):
+        if known.offer is None or known.num_arriving or known.is_fetching_offer:
+            continue
+        is_needed = known.held is None or known.held.digest != known.offer.digest
+        turn.put(index, offer=None, is_fetching_offer=is_needed)
+        if is_needed:
+            until = turn.state.commit_deadline
+            turn.actions.append(Fetch(outcomes=(known.offer,), attempt=known.attempt, until=until))
+
+
+def _fetch_what_is_late(turn: _Turn) -> None:
+    """Fetches the committed results that are not worth waiting for any longer.
+
+    Links differ by a thousand: what arrives is waited for as long as it does, for fetching would send its
+    bytes once more over the link that is slow. A push that stalls is broken off by the transport, and one
+    that takes longer than the patience has a donor beside it. Each slice is fetched once.
+    """
+    late = {index for index, at in _due_times(turn.state).items() if at <= turn.now}
+    if not late:
+        return
+    outcomes = tuple(outcome for outcome in _missing(turn.state) if outcome.index in late)
+    for index in late:
+        turn.put(index, is_fetched=True)
+    turn.state = replace(turn.state, num_fetches=turn.state.num_fetches + 1)
+    turn.actions.append(Fetch(outcomes=outcomes))
+
+
+def _take_fetched(turn: _Turn, event: ResultFetched) -> None:
+    """Holds what was fetched, unless it came otherwise meanwhile or is of an earlier takeover."""
+    payload = event.payload
+    known = turn.state.slices[payload.header.slice_index]
+    if known.held is not None and known.held.digest == payload.digest:
+        return
+    if event.fetch.attempt is None:  # the coordinator has decided: it need not be told
+        turn.put(payload.header.slice_index, held=payload)
+        turn.actions.append(Hold(payload=payload))
+    elif event.fetch.attempt == known.attempt:
+        _hold(turn, payload)
+
+
+def _fetch_ended(turn: _Turn, fetch: Fetch) -> None:
+    if fetch.attempt is None:
+        turn.state = replace(turn.state, num_fetches=turn.state.num_fetches - 1)
+        return
+    for outcome in fetch.outcomes:
+        if turn.state.slices[outcome.index].attempt == fetch.attempt:
+            turn.put(outcome.index, is_fetching_offer=False)
+
+
+def _missing(state: RoundState) -> list[SliceOutcome]:
+    """The committed results that are not here; those of another plan's slices are for the catch-up."""
+    if state.commit is None:
+        return []
+    results = [o for o in state.commit.slices if o.digest is not None and o.index in state.slices]
+    held = {index: known.held for index, known in state.slices.items() if known.held is not None}
+    return [o for o in results if o.index not in held or held[o.index].digest != o.digest]
+
+
+def _due_times(state: RoundState) -> Mapping[int, float]:
+    """Until when each committed result that is missing is left to its reducer, by its index."""
+    patient_until = state.committed_at + state.patience_seconds
+    known = (state.slices[outcome.index] for outcome in _missing(state))
+    return {
+        each.part.index: min(_due_at(state, each), patient_until)
+        for each in known
+        if not each.is_fetched
+    }
+
+
+def _due_at(state: RoundState, known: SliceState) -> float:
+    """Until when a committed result is left to its reducer.
+
+    A push that breaks off is not repeated once the reducer knows of the commit. What goes to one
+    peer goes in order: while one result of a reducer arrives, the next one waits behind it.
+    """
+    if known.num_arriving:
+        return math.inf
+    reducer = known.part.reducer_id
+    if reducer in state.departed | state.links.unreachable or known.is_broken:
+        return state.committed_at
+    if any(o.num_arriving and o.part.reducer_id == reducer for o in state.slices.values()):
+        return math.inf
+    round_trip_seconds = state.links.round_trip_seconds.get(reducer, 0.0)
+    grace_seconds = GRACE_SECONDS + GRACE_ROUND_TRIPS * round_trip_seconds
+    return max(state.committed_at, state.push_ended_at.get(reducer, 0.0)) + grace_seconds
