@@ -18,6 +18,7 @@ from node.exchange.outer import Outer
 from node.exchange.pushes import Pushes
 from node.exchange.round.admission import refusal
 from node.exchange.round.state import RoundNews, Rules
+from node.exchange.round.transition import waiting_for
 from node.exchange.runner import RoundRunner
 from node.exchange.state.catch_up import CatchUp, CoordinatorCalls
 from node.exchange.state.donor import Donor, State
@@ -86,6 +87,7 @@ class Exchange:
         )
         self._donors = Donors(
             transport=transport,
+            downlink=outer.downlink,
             peers=self._peers,
             silences=Silences(transport.round_trip_seconds),
         )
@@ -231,7 +233,7 @@ class Exchange:
         """What the exchange waits for, in words; empty when for nothing."""
         if self._catch_up.waiting_for:
             return self._catch_up.waiting_for
-        return self._round.waiting_for() if self._round is not None else ""
+        return waiting_for(self._round.state) if self._round is not None else ""
 
     # What peers ask for (TransferHandler)
 

@@ -17,7 +17,6 @@ from node.exchange.fetching import Donors, fetch_results, fetch_seconds
 from node.exchange.held_results import HeldResults
 from node.exchange.outer import Outer
 from node.exchange.pushes import Pushes
-from node.exchange.reduction import Reduction
 from node.exchange.round.admission import refusal
 from node.exchange.round.state import (
     Action,
@@ -49,7 +48,6 @@ from node.exchange.round.transition import (
     next_wake,
     opened,
     step,
-    waiting_for,
 )
 from node.exchange.transport.transport import Admission, TransferRefusedError, WantResult
 from node.heavy import Heavy
@@ -122,16 +120,14 @@ class RoundRunner:
                 if made is not None:
                     self._outer.owing.note_result(made)
                 self._held.hold(payload)
-                self._tell_phase("handing out" if made else "holding", payload.header.slice_index)
+                phase, index = "handing out" if made else "holding", payload.header.slice_index
+                log.debug("phase", phase=phase, round=self.state.plan.round, slice=index)
             case Drop(index=index):
                 self._held.drop(self.state.plan.round, index)
             case Tell(report=report):
                 self._report(report)
             case Fetch():
                 self._start(self._fetch(action))
-
-    def _tell_phase(self, phase: str, index: int) -> None:
-        log.debug("phase", phase=phase, round=self.state.plan.round, slice=index)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -164,10 +160,6 @@ class RoundRunner:
         )
 
     # What the daemon asks for
-
-    def waiting_for(self) -> str:
-        """What the exchange waits for, in words; empty when for nothing."""
-        return waiting_for(self.state)
 
     def hear(self, news: RoundNews) -> None:
         """Takes in what the coordinator says of the round."""
@@ -261,48 +253,41 @@ class RoundRunner:
     # What takes time
 
     async def _reduce(self, reduce: Reduce) -> None:
-        plan, rules, index = self.state.plan, self.state.rules, reduce.part.index
-        if reduce.missing:
-            missing = [str(node_id) for node_id in reduce.missing]
-            log.info("reducing without some", round=plan.round, slice=index, missing=missing)
-        self._tell_phase("reducing", index)
-        reduction = Reduction(
-            plan=plan,
-            slice=reduce.part,
-            contributions=reduce.contributions,
-            late=frozenset(reduce.missing),
-            uplink=rules.uplink,
-            context=rules.context,
-        )
+        reduction, plan = reduce.reduction, self.state.plan
+        place = {"round": plan.round, "slice": reduction.slice.index}
+        if reduction.late:
+            missing = [str(node_id) for node_id in sorted(reduction.late)]
+            log.info("reducing without some", **place, missing=missing)
+        log.debug("phase", phase="reducing", **place)
         result = None
         try:
             result = await self._heavy(partial(self._outer.result_of, reduction, plan.fragment))
         except CodecError as error:  # finite contributions whose mean is not
-            log.error("slice not reduced", round=plan.round, slice=index, why=str(error))
-        self.feed(MeanTaken(index=index, attempt=reduce.attempt, result=result))
+            log.error("slice not reduced", **place, why=str(error))
+        self.feed(MeanTaken(index=reduction.slice.index, attempt=reduce.attempt, result=result))
 
     async def _fetch(self, fetch: Fetch) -> None:
-        plan, is_committed = self.state.plan, fetch.attempt is None
-        if is_committed:
+        wanted, until = {}, None
+        peers = self._donors.peers()
+        if fetch.is_committed:
             late = [outcome.index for outcome in fetch.outcomes]
-            log.info("results are late", round=plan.round, slices=late)
-
-        async def take(payload: Payload) -> None:
-            if not is_committed:  # the commit names what nodes vouch for: that it decodes, too
-                await self._heavy(partial(self._outer.check_result, payload))
-            self.feed(ResultFetched(fetch=fetch, payload=payload))
-
-        wanted = {}
+            log.info("results are late", round=self.state.plan.round, slices=late)
+        else:
+            until = self.state.commit_deadline
+            peers = fetch.outcomes[0].holder_ids
         for outcome in fetch.outcomes:
             assert outcome.digest is not None, "nobody fetches what is void"
-            place = {"round": plan.round, "slice_index": outcome.index}
-            wanted[WantResult(**place, digest=outcome.digest)] = outcome
-        peers = self._donors.peers() if is_committed else fetch.outcomes[0].holder_ids
+            want = WantResult(
+                round=self.state.plan.round, slice_index=outcome.index, digest=outcome.digest
+            )
+            wanted[want] = outcome
         try:
             with suppress(TimeoutError):
-                async with asyncio.timeout_at(fetch.until):
-                    await fetch_results(
-                        wanted, take, of=self._donors, peers=peers, downlink=self._outer.downlink
-                    )
+                async with asyncio.timeout_at(until):
+                    await fetch_results(wanted, self._take_fetched, of=self._donors, peers=peers)
         finally:
-            self.feed(FetchEnded(fetch=fetch))
+            self.feed(FetchEnded(is_committed=fetch.is_committed))
+
+    async def _take_fetched(self, payload: Payload) -> None:
+        await self._heavy(partial(self._outer.check_result, payload))
+        self.feed(ResultFetched(payload=payload))

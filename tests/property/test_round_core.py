@@ -131,11 +131,11 @@ class RoundMachine(RuleBasedStateMachine):
                 assert action.peer != A
                 assert action not in self.edge.sends
                 self.edge.sends.append(action)
-            case Reduce(part=part):
-                assert part.reducer_id == A
-                assert set(action.missing).isdisjoint(action.contributions)
-                is_late = self.now >= before.slices[part.index].deadline
-                assert not action.missing or is_late or isinstance(event, SliceTakenOver)
+            case Reduce(reduction=reduction):
+                assert reduction.slice.reducer_id == A
+                assert reduction.late.isdisjoint(reduction.contributions)
+                is_late = self.now >= self.state.slices[reduction.slice.index].deadline
+                assert is_late or not reduction.late
                 self.edge.reducing.append(action)
             case Hold(payload=payload):
                 index, held = payload.header.slice_index, self.edge.held
@@ -183,6 +183,11 @@ class RoundMachine(RuleBasedStateMachine):
             self.feed(PushBegan(index=index))
         self.edge.coming.append((sender, payload, self.state.slices[index].attempt))
 
+    @rule(index=INDEX)
+    def all_contribute(self, index: int) -> None:
+        for sender in (B, C):
+            self.feed(PayloadCame(sender=sender, payload=contributed(sender, index, 0)))
+
     @rule(place=st.integers(0, 100), is_whole=st.booleans())
     def a_payload_has_come_or_broken_off(self, place: int, is_whole: bool) -> None:
         if not self.edge.coming:
@@ -209,18 +214,18 @@ class RoundMachine(RuleBasedStateMachine):
         if not self.edge.reducing:
             return
         reduce = self.edge.reducing.pop(place % len(self.edge.reducing))
-        index = reduce.part.index
+        index, contributions = reduce.reduction.slice.index, reduce.reduction.contributions
         result = None
-        if reduce.contributions and not is_empty:
+        if contributions and not is_empty:
             result = SliceResult(
                 payload=made_by(A, index, 0),
                 contributors=tuple(
                     Contributor(node_id=n, samples=TOKENS, tokens=TOKENS)
-                    for n in sorted(reduce.contributions)
+                    for n in sorted(contributions)
                 ),
                 contributions=tuple(
-                    ContributionDigest(reduce.contributions[n].header.body_digest[:16])
-                    for n in sorted(reduce.contributions)
+                    ContributionDigest(contributions[n].header.body_digest[:16])
+                    for n in sorted(contributions)
                 ),
                 weighed_tokens=TOKENS,
                 error=None,
@@ -276,8 +281,8 @@ class RoundMachine(RuleBasedStateMachine):
         for outcome in fetch.outcomes if is_delivered else ():
             payloads = [made_by(n, outcome.index, which) for n in NODES for which in (0, 1)]
             (payload,) = (p for p in payloads if p.digest == outcome.digest)
-            self.feed(ResultFetched(fetch=fetch, payload=payload))
-        self.feed(FetchEnded(fetch=fetch))
+            self.feed(ResultFetched(payload=payload))
+        self.feed(FetchEnded(is_committed=fetch.is_committed))
 
     @rule(which=st.lists(st.sampled_from([0, 0, 1, None]), min_size=3, max_size=3))
     def the_round_is_committed(self, which: list[int | None]) -> None:
@@ -320,7 +325,7 @@ class RoundMachine(RuleBasedStateMachine):
     @invariant()
     def nobody_is_waited_for_who_is_not_missing(self) -> None:
         for known in self.state.collecting():
-            assert self.state.missing_from(known), "all is here, and no mean is taken"
+            assert self.state.late_for(known), "all is here, and no mean is taken"
             assert known.part.reducer_id == A
         is_over = self.state.is_closed or is_complete(self.state)
         if self.state.commit is not None and not is_over:
@@ -355,11 +360,23 @@ def test_the_mean_is_of_what_was_here_when_it_began() -> None:
         state = step(state, event, 1.0).state
     (reduce,) = step(state, TimePassed(links=Links()), 20.0).actions
     assert isinstance(reduce, Reduce)
-    assert (set(reduce.contributions), reduce.missing) == ({A, B}, (C,))
+    assert (set(reduce.reduction.contributions), reduce.reduction.late) == ({A, B}, {C})
     state = step(state, TimePassed(links=Links()), 20.0).state
     late = step(state, PayloadCame(sender=C, payload=contributed(C, 0, 0)), 20.1)
     assert late.refusal == "slice 0 of round 1 is already reduced"
     assert set(late.state.slices[0].contributions) == {A, B}
+
+
+def test_a_mean_of_before_a_takeover_is_told_to_nobody() -> None:
+    state = opened(plan_for(*NODES), RULES, patience_seconds=50.0, now=0.0)
+    everybody = ParticipantsIdle(round=1, node_ids=NODES)
+    state = step(state, everybody, 1.0).state
+    news = SliceTakenOver(round=1, slice_index=0, reducer_id=A, attempt=1, contribute_seconds=9.0)
+    (reduce,) = step(state, news, 2.0).actions  # taken anew, while the first is still being taken
+    state = step(state, news, 2.0).state
+    assert isinstance(reduce, Reduce)
+    assert not step(state, MeanTaken(index=0, attempt=0, result=None), 3.0).actions
+    assert step(state, MeanTaken(index=0, attempt=reduce.attempt, result=None), 3.0).actions
 
 
 def test_of_another_runs_payload_only_the_run_is_looked_at() -> None:

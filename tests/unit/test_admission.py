@@ -9,6 +9,7 @@ import pytest
 
 from node.exchange.codecs.codec import Codec
 from node.exchange.codecs.registry import codec_named
+from node.exchange.reduction import Reduction
 from node.exchange.round.admission import refusal
 from node.exchange.round.state import (
     Links,
@@ -45,9 +46,10 @@ def came(state: RoundState, *payloads: Payload, at: float = 1.0) -> RoundState:
     return state
 
 
-def reduced(state: RoundState, at: float) -> tuple[RoundState, Sequence[Reduce]]:
+def reduced(state: RoundState, at: float) -> tuple[RoundState, Sequence[Reduction]]:
     transition = step(state, TimePassed(links=Links()), at)
-    return transition.state, [a for a in transition.actions if isinstance(a, Reduce)]
+    means = [a.reduction for a in transition.actions if isinstance(a, Reduce)]
+    return transition.state, means
 
 
 def why_refused(state: RoundState, sender: NodeId, header: PayloadHeader) -> str:
@@ -118,8 +120,8 @@ def test_a_node_cannot_change_its_contribution_and_may_repeat_it() -> None:
     # Two that were admitted at the same time:
     late = step(state, PayloadCame(sender=B, payload=other), 1.0)
     assert late.refusal == why
-    _, (reduce,) = reduced(late.state, PLAN.contribute_seconds)
-    assert reduce.contributions == {B: contribution(B, 1)}
+    _, (mean,) = reduced(late.state, PLAN.contribute_seconds)
+    assert mean.contributions == {B: contribution(B, 1)}
 
 
 def test_what_was_admitted_is_refused_when_the_slice_was_taken_over_meanwhile() -> None:
@@ -133,16 +135,16 @@ def test_what_was_admitted_is_refused_when_the_slice_was_taken_over_meanwhile() 
 
 def test_a_mean_waits_for_nobody_who_is_gone_and_for_others_to_the_deadline() -> None:
     waiting = came(round_at_a(), contribution(A, 1), contribution(B, 1))
-    assert waiting.missing_from(waiting.slices[0]) == (C,)
+    assert waiting.late_for(waiting.slices[0]) == {C}
     gone = step(waiting, ParticipantsDeparted(round=1, node_ids=(C,)), 2.0)
-    (reduce,) = gone.actions
-    assert isinstance(reduce, Reduce)
-    assert set(reduce.contributions) == {A, B} and not reduce.missing
+    (mean,) = gone.actions
+    assert isinstance(mean, Reduce)
+    assert set(mean.reduction.contributions) == {A, B} and not mean.reduction.late
 
     just_before, nothing = reduced(waiting, PLAN.contribute_seconds - 0.001)
     assert not nothing
-    state, (reduce,) = reduced(just_before, PLAN.contribute_seconds)
-    assert set(reduce.contributions) == {A, B} and reduce.missing == (C,)
+    state, (mean,) = reduced(just_before, PLAN.contribute_seconds)
+    assert set(mean.contributions) == {A, B} and mean.late == {C}
     late = contribution(C, 1)
     assert why_refused(state, C, late.header) == "slice 0 of round 1 is already reduced"
     assert not why_refused(state, B, contribution(B, 1).header)  # said again, it is thanked for
@@ -151,5 +153,5 @@ def test_a_mean_waits_for_nobody_who_is_gone_and_for_others_to_the_deadline() ->
 def test_who_departs_after_contributing_still_counts() -> None:
     state = came(round_at_a(), contribution(B, 1))
     state = step(state, ParticipantsDeparted(round=1, node_ids=(B,)), 2.0).state
-    _, (reduce,) = reduced(state, PLAN.contribute_seconds)
-    assert set(reduce.contributions) == {B}
+    _, (mean,) = reduced(state, PLAN.contribute_seconds)
+    assert set(mean.contributions) == {B}

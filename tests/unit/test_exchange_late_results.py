@@ -150,6 +150,24 @@ async def test_nothing_is_awaited_of_a_reducer_that_cannot_push(why: str) -> Non
 
 
 @in_virtual_time
+async def test_what_does_come_of_a_reducer_that_is_gone_is_waited_for() -> None:
+    """The coordinator may have lost a node that its peers have not."""
+    scene = await Scene.of(A, B, C)
+    commit = await committed(scene, {C: 1e6})
+    node, payload = scene.nodes[A], scene.nodes[C].exchange._held.get(1, 2)
+    assert payload is not None
+    admission = node.exchange.admit(C, payload.header)
+    node.exchange.tell(ParticipantsDeparted(round=1, node_ids=(C,)))
+    applying = asyncio.create_task(seconds_to_apply(node, commit))
+    await asyncio.sleep(10)
+    await admission.take(payload)
+    admission.end()
+    assert await applying == pytest.approx(10, abs=0.1)
+    assert num_received(node) == 1  # B's
+    await scene.stop()
+
+
+@in_virtual_time
 async def test_a_push_that_breaks_off_is_not_waited_for_again() -> None:
     scene = await Scene.of(A, B, C)
     commit = await committed(scene, {C: 1e6})

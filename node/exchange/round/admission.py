@@ -75,7 +75,7 @@ def _refusal_of_result(
     place = place_of(header)
     if known is None or known.part.reducer_id != sender or header.sender_id != sender:
         return f"{sender} does not reduce {place}"
-    if known.is_fetched and not is_coming:  # what comes already is as good as what is fetched
+    if known.is_fetched and state.commit is not None and not is_coming:  # it would come twice
         return f"{place} is being fetched already"
     if known.held is not None and known.held.header != header:
         return f"another result of {place} is held already"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from node.exchange.codecs.codec import Codec
-from node.exchange.reduction import SliceResult
+from node.exchange.reduction import Reduction, SliceResult
 from protocol.messages import (
     ParticipantsDeparted,
     ParticipantsIdle,
@@ -57,9 +57,16 @@ class SliceState:
     held: Payload | None = None  # its result; only one that its present reducer made
     num_arriving: int = 0  # pushes of its result that are under way to us
     is_broken: bool = False  # the latest such push ended, and the result is not here
-    offer: SliceOutcome | None = None  # a result to be fetched from its holders, once it is needed
-    is_fetching_offer: bool = False
-    is_fetched: bool = False  # others were asked for the committed result; that is done once
+    wanted: SliceOutcome | None = (
+        None  # its result as the coordinator names it: offered, or committed
+    )
+    is_fetched: bool = False  # others were asked for what is wanted; that is done once
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether the result that the coordinator names is not here."""
+        digest = None if self.wanted is None else self.wanted.digest
+        return digest is not None and (self.held is None or self.held.digest != digest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,14 +95,18 @@ class RoundState:
     num_fetches: int = 0  # of committed results, under way
     is_closed: bool = False  # nothing of the round is taken, sent or waited for any more
 
-    def missing_from(self, known: SliceState) -> tuple[NodeId, ...]:
-        """Whose contributions to a slice are waited for, in order."""
+    def late_for(self, known: SliceState) -> frozenset[NodeId]:
+        """Whose contributions to a slice are waited for."""
         assigned = {assignment.node_id for assignment in self.plan.assignments}
-        return tuple(sorted(assigned - known.contributions.keys() - self.silent))
+        return frozenset(assigned - known.contributions.keys() - self.silent)
 
     def collecting(self) -> Iterator[SliceState]:
         """The slices that contributions are waited for."""
         return (each for each in self.slices.values() if each.phase is Phase.COLLECTING)
+
+    def missing(self) -> list[SliceState]:
+        """The slices whose result the coordinator names and this node does not have."""
+        return [each for each in self.slices.values() if each.is_missing]
 
     def goes_by(self, plan: Plan) -> bool:
         """Whether the plan asks the same of everybody, apart from who reduces and until when."""
@@ -167,6 +178,20 @@ class MeanTaken:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ResultFetched:
+    """A result that was asked for is here, and decodes."""
+
+    payload: Payload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchEnded:
+    """Nothing more comes of a fetch."""
+
+    is_committed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
     """The coordinator has decided on the round."""
 
@@ -186,6 +211,24 @@ class Closed:
     """The commit's results are here, or the round ends without one: the node goes on."""
 
 
+RoundNews = ParticipantsDeparted | ParticipantsIdle | SliceTakenOver | ResultOffered
+"""What the coordinator says of a round between its plan and its commit."""
+
+Event = (
+    RoundNews
+    | ContributionEncoded
+    | PayloadCame
+    | PushBegan
+    | PushEnded
+    | MeanTaken
+    | ResultFetched
+    | FetchEnded
+    | Committed
+    | TimePassed
+    | Closed
+)
+
+
 # Actions
 
 
@@ -201,12 +244,10 @@ class Send:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduce:
-    """The mean of a slice is to be taken of these contributions."""
+    """The mean of a slice is to be taken."""
 
-    part: Slice
-    attempt: int
-    contributions: Mapping[NodeId, Payload]
-    missing: tuple[NodeId, ...]  # who was waited for to the deadline
+    reduction: Reduction
+    attempt: int  # of the slice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,41 +277,7 @@ class Fetch:
     """Results are fetched: committed ones from whoever has them, an offered one from its holders."""
 
     outcomes: tuple[SliceOutcome, ...]
-    attempt: int | None = None  # of the slice that is offered; None: they are committed
-    until: float | None = None
+    is_committed: bool
 
 
 Action = Send | Reduce | Hold | Drop | Tell | Fetch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResultFetched:
-    """A result that was asked for is here; one that was offered decodes."""
-
-    fetch: Fetch
-    payload: Payload
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FetchEnded:
-    """Nothing more comes of a fetch."""
-
-    fetch: Fetch
-
-
-RoundNews = ParticipantsDeparted | ParticipantsIdle | SliceTakenOver | ResultOffered
-"""What the coordinator says of a round between its plan and its commit."""
-
-Event = (
-    RoundNews
-    | ContributionEncoded
-    | PayloadCame
-    | PushBegan
-    | PushEnded
-    | MeanTaken
-    | ResultFetched
-    | FetchEnded
-    | Committed
-    | TimePassed
-    | Closed
-)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from node.exchange.reduction import SliceResult
+from node.exchange.reduction import Reduction, SliceResult
 from node.exchange.round.admission import refusal
 from node.exchange.round.state import (
     Action,
@@ -100,8 +100,7 @@ def step(state: RoundState, event: Event, now: float) -> Transition:
         return Transition(state=replace(state, is_closed=True, slices={}), actions=())
     _take_in(turn, event)
     _reduce_what_is_here(turn)
-    _fetch_what_is_offered(turn)
-    _fetch_what_is_late(turn)
+    _fetch_what_is_due(turn)
     return Transition(state=turn.state, actions=tuple(turn.actions))
 
 
@@ -124,20 +123,19 @@ def is_wanted(state: RoundState, send: Send) -> bool:
 
 def is_complete(state: RoundState) -> bool:
     """Whether all that will come of the committed results is here; what nobody delivers is missing."""
-    if state.commit is None:
-        return False
-    missing = [state.slices[outcome.index] for outcome in _missing(state)]
-    return not missing or (all(known.is_fetched for known in missing) and not state.num_fetches)
+    missing = state.missing()
+    is_over = all(known.is_fetched for known in missing) and not state.num_fetches
+    return state.commit is not None and (is_over or not missing)
 
 
 def waiting_for(state: RoundState) -> str:
     """What the exchange waits for, in words; empty when for nothing."""
     if state.commit is not None:
-        missing = [outcome.index for outcome in _missing(state)]
+        missing = [known.part.index for known in state.missing()]
         if len(missing) > 1:
             return f"results of {len(missing)} slices of round {state.plan.round}"
         return "".join(f"the result of slice {i} of round {state.plan.round}" for i in missing)
-    nodes = {node_id for known in state.collecting() for node_id in state.missing_from(known)}
+    nodes = {node_id for known in state.collecting() for node_id in state.late_for(known)}
     if len(nodes) < 2:
         return "one contribution" if nodes else ""
     return f"contributions of {len(nodes)} nodes"
@@ -175,10 +173,12 @@ def _take_in(turn: _Turn, event: Event) -> None:
             _push_ended(turn, event)
         case MeanTaken():
             _hand_out(turn, event)
-        case ResultFetched():
-            _take_fetched(turn, event)
-        case FetchEnded(fetch=fetch):
-            _fetch_ended(turn, fetch)
+        case ResultFetched(payload=payload):
+            known = turn.state.slices[payload.header.slice_index]
+            if known.is_missing and known.wanted and known.wanted.digest == payload.digest:
+                _hold(turn, payload)
+        case FetchEnded(is_committed=is_committed):
+            turn.state = replace(turn.state, num_fetches=turn.state.num_fetches - is_committed)
         case ParticipantsDeparted(node_ids=node_ids):
             turn.state = replace(turn.state, departed=turn.state.departed.union(node_ids))
             _excuse(turn, node_ids)
@@ -188,8 +188,8 @@ def _take_in(turn: _Turn, event: Event) -> None:
             _take_over(turn, event)
         case ResultOffered():
             _note_offer(turn, event)
-        case Committed(commit=commit, links=links):
-            turn.state = replace(turn.state, commit=commit, committed_at=turn.now, links=links)
+        case Committed():
+            _commit(turn, event)
         case TimePassed(links=links):
             turn.state = replace(turn.state, links=links)
 
@@ -240,7 +240,6 @@ def _take_over(turn: _Turn, event: SliceTakenOver) -> None:
         deadline=max(deadline, known.deadline) if goes_on else deadline,
         own=known.own,
         contributions=known.contributions if goes_on else {},
-        is_fetched=known.is_fetched,
     )
     turn.state = replace(
         turn.state,
@@ -258,17 +257,18 @@ def _take_over(turn: _Turn, event: SliceTakenOver) -> None:
 def _reduce_what_is_here(turn: _Turn) -> None:
     """Takes the mean of each slice of ours of which all is here, or whose deadline has passed."""
     for known in tuple(turn.state.collecting()):
-        missing = turn.state.missing_from(known)
-        if not missing or turn.now >= known.deadline:
+        late = turn.state.late_for(known)
+        if not late or turn.now >= known.deadline:
             turn.put(known.part.index, phase=Phase.AVERAGING)
-            turn.actions.append(
-                Reduce(
-                    part=known.part,
-                    attempt=known.attempt,
-                    contributions=known.contributions,
-                    missing=missing,
-                )
+            reduction = Reduction(
+                plan=turn.state.plan,
+                slice=known.part,
+                contributions=known.contributions,
+                late=late,
+                uplink=turn.state.rules.uplink,
+                context=turn.state.rules.context,
             )
+            turn.actions.append(Reduce(reduction=reduction, attempt=known.attempt))
 
 
 def _hand_out(turn: _Turn, event: MeanTaken) -> None:
@@ -318,98 +318,67 @@ def _push_ended(turn: _Turn, event: PushEnded) -> None:
 
 
 def _note_offer(turn: _Turn, event: ResultOffered) -> None:
-    """Remembers that a result which its reducer did not hand out is with these holders."""
-    if (known := turn.state.slices.get(event.slice_index)) is not None:
-        others = tuple(n for n in event.holder_ids if n != turn.state.rules.node_id)
-        offer = SliceOutcome(
+    """Wants a result that its reducer did not hand out, and that is with these holders."""
+    known = turn.state.slices.get(event.slice_index)
+    if known is not None and turn.state.commit is None:
+        offered = SliceOutcome(
             index=event.slice_index,
             start=known.part.start,
             num_elements=known.part.num_elements,
             digest=event.digest,
-            holder_ids=others,
+            holder_ids=tuple(n for n in event.holder_ids if n != turn.state.rules.node_id),
         )
-        turn.put(event.slice_index, offer=offer)
+        turn.put(event.slice_index, wanted=offered, is_fetched=False)
 
 
-def _fetch_what_is_offered(turn: _Turn) -> None:
-    """Fetches each offered result, unless it is here or does get through to us: it would come twice."""
-    for index, known in tuple(turn.state.slices.items()):
-        if known.offer is None or known.num_arriving or known.is_fetching_offer:
-            continue
-        is_needed = known.held is None or known.held.digest != known.offer.digest
-        turn.put(index, offer=None, is_fetching_offer=is_needed)
-        if is_needed:
-            until = turn.state.commit_deadline
-            turn.actions.append(Fetch(outcomes=(known.offer,), attempt=known.attempt, until=until))
+def _commit(turn: _Turn, event: Committed) -> None:
+    """Wants the committed results. Of slices of another plan they are for the catch-up."""
+    turn.state = replace(turn.state, commit=event.commit, committed_at=turn.now, links=event.links)
+    for outcome in event.commit.slices:
+        if outcome.index in turn.state.slices:
+            turn.put(outcome.index, wanted=outcome, is_fetched=False)
 
 
-def _fetch_what_is_late(turn: _Turn) -> None:
-    """Fetches the committed results that are not worth waiting for any longer.
+def _fetch_what_is_due(turn: _Turn) -> None:
+    """Fetches the missing results that are not worth waiting for any longer.
 
     Links differ by a thousand: what arrives is waited for as long as it does, for fetching would send its
     bytes once more over the link that is slow. A push that stalls is broken off by the transport, and one
-    that takes longer than the patience has a donor beside it. Each slice is fetched once.
+    that takes longer than the patience has a donor beside it.
     """
-    late = {index for index, at in _due_times(turn.state).items() if at <= turn.now}
-    if not late:
-        return
-    outcomes = tuple(outcome for outcome in _missing(turn.state) if outcome.index in late)
-    for index in late:
+    due = {index for index, at in _due_times(turn.state).items() if at <= turn.now}
+    outcomes = tuple(k.wanted for i, k in turn.state.slices.items() if i in due and k.wanted)
+    for index in due:
         turn.put(index, is_fetched=True)
-    turn.state = replace(turn.state, num_fetches=turn.state.num_fetches + 1)
-    turn.actions.append(Fetch(outcomes=outcomes))
-
-
-def _take_fetched(turn: _Turn, event: ResultFetched) -> None:
-    """Holds what was fetched, unless it came otherwise meanwhile or is of an earlier takeover."""
-    payload = event.payload
-    known = turn.state.slices[payload.header.slice_index]
-    if known.held is not None and known.held.digest == payload.digest:
-        return
-    if event.fetch.attempt is None:  # the coordinator has decided: it need not be told
-        turn.put(payload.header.slice_index, held=payload)
-        turn.actions.append(Hold(payload=payload))
-    elif event.fetch.attempt == known.attempt:
-        _hold(turn, payload)
-
-
-def _fetch_ended(turn: _Turn, fetch: Fetch) -> None:
-    if fetch.attempt is None:
-        turn.state = replace(turn.state, num_fetches=turn.state.num_fetches - 1)
-        return
-    for outcome in fetch.outcomes:
-        if turn.state.slices[outcome.index].attempt == fetch.attempt:
-            turn.put(outcome.index, is_fetching_offer=False)
-
-
-def _missing(state: RoundState) -> list[SliceOutcome]:
-    """The committed results that are not here; those of another plan's slices are for the catch-up."""
-    if state.commit is None:
-        return []
-    results = [o for o in state.commit.slices if o.digest is not None and o.index in state.slices]
-    held = {index: known.held for index, known in state.slices.items() if known.held is not None}
-    return [o for o in results if o.index not in held or held[o.index].digest != o.digest]
+    if turn.state.commit is None:
+        turn.actions += [Fetch(outcomes=(each,), is_committed=False) for each in outcomes]
+    elif outcomes:
+        turn.actions.append(Fetch(outcomes=outcomes, is_committed=True))
+        turn.state = replace(turn.state, num_fetches=turn.state.num_fetches + 1)
 
 
 def _due_times(state: RoundState) -> Mapping[int, float]:
-    """Until when each committed result that is missing is left to its reducer, by its index."""
-    patient_until = state.committed_at + state.patience_seconds
-    known = (state.slices[outcome.index] for outcome in _missing(state))
+    """From when each missing result that nobody was asked for is fetched, by its slice's index."""
+    patient_until = math.inf
+    if state.commit is not None:
+        patient_until = state.committed_at + state.patience_seconds
     return {
-        each.part.index: min(_due_at(state, each), patient_until)
-        for each in known
-        if not each.is_fetched
+        known.part.index: min(_due_at(state, known), patient_until)
+        for known in state.missing()
+        if not known.is_fetched
     }
 
 
 def _due_at(state: RoundState, known: SliceState) -> float:
-    """Until when a committed result is left to its reducer.
+    """Until when a missing result is left to its reducer; an offered one is not, unless it does come.
 
     A push that breaks off is not repeated once the reducer knows of the commit. What goes to one
     peer goes in order: while one result of a reducer arrives, the next one waits behind it.
     """
     if known.num_arriving:
         return math.inf
+    if state.commit is None:
+        return 0.0
     reducer = known.part.reducer_id
     if reducer in state.departed | state.links.unreachable or known.is_broken:
         return state.committed_at

@@ -271,13 +271,7 @@ class CatchUp:
             first, last = min(rounds), max(rounds)
             which = f"round {first}" if first == last else f"rounds {first} to {last}"
             self._say(f"results of {which}")
-            await fetch_results(
-                wanted,
-                self._keep,
-                of=self._donors,
-                peers=self._donors.peers(),
-                downlink=self._outer.downlink,
-            )
+            await fetch_results(wanted, self._keep, of=self._donors, peers=self._donors.peers())
 
     async def _keep(self, payload: Payload) -> None:
         self._held.hold(payload)
