@@ -101,8 +101,9 @@ class RoundState:
         return frozenset(assigned - known.contributions.keys() - self.silent)
 
     def collecting(self) -> Iterator[SliceState]:
-        """The slices that contributions are waited for."""
-        return (each for each in self.slices.values() if each.phase is Phase.COLLECTING)
+        """The slices that contributions are waited for; none once the round is decided."""
+        slices = self.slices.values() if self.commit is None else ()
+        return (each for each in slices if each.phase is Phase.COLLECTING)
 
     def missing(self) -> list[SliceState]:
         """The slices whose result the coordinator names and this node does not have."""

@@ -6,7 +6,7 @@ an earlier takeover change nothing.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -45,7 +45,7 @@ from protocol.messages import (
     SliceTakenOver,
 )
 from protocol.payload import CONTRIBUTION, RESULT, Payload
-from protocol.rounds import NodeId, Plan, SliceOutcome
+from protocol.rounds import Plan, SliceOutcome
 
 GRACE_SECONDS = 2.0
 GRACE_ROUND_TRIPS = 8
@@ -88,13 +88,12 @@ def opened(plan: Plan, rules: Rules, *, patience_seconds: float, now: float) -> 
 def step(state: RoundState, event: Event, now: float) -> Transition:
     """What `event` does at `now`, which is never less than before."""
     turn = _Turn(state=state, now=now)
+    why = ""
     if isinstance(event, PayloadCame):
         header = event.payload.header
         why = refusal(state.rules, state, event.sender, header, is_coming=True)
-        if why:
-            return Transition(state=state, actions=(), refusal=why)
-    if state.is_closed:
-        return Transition(state=state, actions=())
+    if why or state.is_closed:
+        return Transition(state=state, actions=(), refusal=why)
     if isinstance(event, Closed):
         # Bodies leave the memory; what is being pushed goes on its way.
         return Transition(state=replace(state, is_closed=True, slices={}), actions=())
@@ -149,10 +148,9 @@ class _Turn:
     now: float
     actions: list[Action] = field(default_factory=list)
 
-    def put(self, index: int, **changes: Any) -> SliceState:
+    def put(self, index: int, **changes: Any) -> None:
         changed = replace(self.state.slices[index], **changes)
         self.state = replace(self.state, slices={**self.state.slices, index: changed})
-        return changed
 
 
 def _take_in(turn: _Turn, event: Event) -> None:
@@ -179,11 +177,8 @@ def _take_in(turn: _Turn, event: Event) -> None:
                 _hold(turn, payload)
         case FetchEnded(is_committed=is_committed):
             turn.state = replace(turn.state, num_fetches=turn.state.num_fetches - is_committed)
-        case ParticipantsDeparted(node_ids=node_ids):
-            turn.state = replace(turn.state, departed=turn.state.departed.union(node_ids))
-            _excuse(turn, node_ids)
-        case ParticipantsIdle(node_ids=node_ids):
-            _excuse(turn, node_ids)
+        case ParticipantsDeparted() | ParticipantsIdle():
+            _excuse(turn, event)
         case SliceTakenOver():
             _take_over(turn, event)
         case ResultOffered():
@@ -219,9 +214,12 @@ def _keep(turn: _Turn, payload: Payload) -> None:
         turn.put(header.slice_index, contributions=contributions)
 
 
-def _excuse(turn: _Turn, node_ids: Iterable[NodeId]) -> None:
+def _excuse(turn: _Turn, event: ParticipantsDeparted | ParticipantsIdle) -> None:
     """Waits for no contribution of these any longer; what has come of them counts."""
-    turn.state = replace(turn.state, silent=turn.state.silent.union(node_ids))
+    is_gone = isinstance(event, ParticipantsDeparted)
+    departed = turn.state.departed.union(event.node_ids if is_gone else ())
+    silent = turn.state.silent.union(event.node_ids)
+    turn.state = replace(turn.state, departed=departed, silent=silent)
 
 
 def _take_over(turn: _Turn, event: SliceTakenOver) -> None:
@@ -272,21 +270,30 @@ def _reduce_what_is_here(turn: _Turn) -> None:
 
 
 def _hand_out(turn: _Turn, event: MeanTaken) -> None:
-    """A result of ours is held, reported and sent to all; unless another node reduces the slice now."""
+    """A result of ours is held, reported and sent to all.
+
+    Unless another node reduces the slice now, or an earlier process of this node has made its result.
+    """
     known = turn.state.slices[event.index]
     if known.attempt != event.attempt or known.phase is not Phase.AVERAGING:
         return
-    if event.result is None:
-        turn.put(event.index, phase=Phase.REDUCED)
-        report = Reduced(slice_index=event.index, digest=None, contributors=(), contributions=())
-        turn.actions.append(Tell(report=report))
+    if known.held is not None or turn.state.commit is not None:
         return
-    payload = event.result.payload
     turn.put(event.index, phase=Phase.REDUCED)
-    _hold(turn, payload, made=event.result)
+    made = event.result
+    reduced = Reduced(
+        slice_index=event.index,
+        digest=None if made is None else made.payload.digest,
+        contributors=() if made is None else made.contributors,
+        contributions=() if made is None else made.contributions,
+    )
+    turn.actions.append(Tell(report=reduced))
+    if made is None:
+        return
+    _hold(turn, made.payload, made=made)
     until = turn.state.commit_deadline + turn.state.patience_seconds  # then nobody waits for a push
     turn.actions += [
-        Send(peer=peer, payload=payload, attempt=known.attempt, until=until)
+        Send(peer=peer, payload=made.payload, attempt=known.attempt, until=until)
         for peer in turn.state.plan.participants
         if peer != turn.state.rules.node_id and peer not in turn.state.departed
     ]
@@ -299,14 +306,6 @@ def _hold(turn: _Turn, payload: Payload, *, made: SliceResult | None = None) -> 
     index = payload.header.slice_index
     turn.put(index, held=payload)
     turn.actions.append(Hold(payload=payload, made=made))
-    if made is not None:
-        reduced = Reduced(
-            slice_index=index,
-            digest=payload.digest,
-            contributors=made.contributors,
-            contributions=made.contributions,
-        )
-        turn.actions.append(Tell(report=reduced))
     turn.actions.append(Tell(report=Held(slice_index=index, digest=payload.digest)))
 
 
