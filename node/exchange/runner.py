@@ -161,11 +161,12 @@ class RoundRunner:
 
     def hear(self, news: RoundNews) -> None:
         """Takes in what the coordinator says of the round."""
-        before = self.state
+        if isinstance(news, SliceTakenOver):
+            index, round = news.slice_index, news.round
+            known = self.state.slices.get(index)
+            if known is not None and news.attempt > known.attempt:
+                log.info("slice taken over", round=round, slice=index, reducer=news.reducer_id)
         self.feed(news)
-        if isinstance(news, SliceTakenOver) and self.state.slices != before.slices:
-            round, index = before.plan.round, news.slice_index
-            log.info("slice taken over", round=round, slice=index, reducer=news.reducer_id)
 
     async def contribute(self, *, samples: int, tokens: int) -> None:
         """Encodes what this node owes for the fragment and sends each slice to its reducer.
