@@ -51,15 +51,12 @@ class SliceState:
     phase: Phase = Phase.ELSEWHERE
     deadline: float  # until when its reducer collects
     own: Payload | None = None  # our contribution, once it is encoded
-    contributions: Mapping[NodeId, Payload] = field(
-        default_factory=dict
-    )  # by sender; empty elsewhere
+    # By sender; empty where another node reduces.
+    contributions: Mapping[NodeId, Payload] = field(default_factory=dict)
     held: Payload | None = None  # its result; only one that its present reducer made
     num_arriving: int = 0  # pushes of its result that are under way to us
     is_broken: bool = False  # the latest such push ended, and the result is not here
-    wanted: SliceOutcome | None = (
-        None  # its result as the coordinator names it: offered, or committed
-    )
+    wanted: SliceOutcome | None = None  # its result as the coordinator names it
     is_fetched: bool = False  # others were asked for what is wanted; that is done once
 
 
