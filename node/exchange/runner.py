@@ -282,7 +282,13 @@ class RoundRunner:
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(until):
-                    await fetch_results(wanted, self._take_fetched, of=self._donors, peers=peers)
+                    await fetch_results(
+                        wanted,
+                        self._take_fetched,
+                        of=self._donors,
+                        peers=peers,
+                        downlink=self._outer.downlink,
+                    )
         finally:
             self.feed(FetchEnded(is_committed=fetch.is_committed))
 

@@ -19,7 +19,7 @@ from node.exchange.round.state import (
     Rules,
     TimePassed,
 )
-from node.exchange.round.transition import late_for, opened, step
+from node.exchange.round.transition import late_for, opened, step, waiting_for
 from protocol.messages import ParticipantsDeparted, SliceTakenOver
 from protocol.payload import MANIFEST, Payload, PayloadHeader
 from protocol.rounds import BLOCK, NodeId
@@ -147,12 +147,15 @@ def test_what_was_admitted_is_refused_when_the_slice_was_taken_over_meanwhile() 
 
 
 def test_a_mean_waits_for_nobody_who_is_gone_and_for_others_to_the_deadline() -> None:
+    assert waiting_for(round_at_a()) == "contributions of 3 nodes"
     waiting = came(round_at_a(), contribution(A, 1), contribution(B, 1))
+    assert waiting_for(waiting) == "one contribution"
     assert late_for(waiting, waiting.slices[0]) == {C}
     gone = step(waiting, ParticipantsDeparted(round=1, node_ids=(C,)), 2.0)
     (mean,) = gone.actions
     assert isinstance(mean, Reduce)
     assert set(mean.reduction.contributions) == {A, B} and not mean.reduction.late
+    assert waiting_for(gone.state) == ""
 
     just_before, nothing = reduced(waiting, PLAN.contribute_seconds - 0.001)
     assert not nothing
