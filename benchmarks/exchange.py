@@ -45,7 +45,7 @@ from benchmarks.exchange_plain import plain_seconds
 from benchmarks.exchange_report import COLUMNS, WORDS, Row, as_markdown, cells_of, drawn, newest
 from benchmarks.exchange_swarm import Swarm
 from benchmarks.network_lab import LabUnavailableError, NetworkLab
-from node.exchange.transport.parts import MOST_STREAMS
+from node.exchange.transport.limits import Limits
 from protocol.errors import AtollError
 from protocol.terminal import console
 
@@ -212,7 +212,7 @@ def parser() -> argparse.ArgumentParser:
         "--stripes",
         type=int,
         nargs="+",
-        default=[MOST_STREAMS],
+        default=[Limits().max_streams_per_body],
         help="streams for one body at most",
     )
     made.add_argument("--rounds", type=int, default=5, help="that count (default 5)")

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from benchmarks.figures import Point, scattered
-from node.exchange.transport.parts import MOST_STREAMS
+from node.exchange.transport.limits import Limits
 
 Row = dict[str, Any]
 
@@ -12,7 +12,7 @@ Row = dict[str, Any]
 _DEFAULTS: Row = {
     "slow": 1.0,
     "by_bandwidth": True,
-    "stripes": MOST_STREAMS,
+    "stripes": Limits().max_streams_per_body,
     "keeps_window": False,
     "congestion_control": "bbr",  # what the kernel had
     "pause_seconds": 1.0,

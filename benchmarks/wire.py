@@ -25,7 +25,7 @@ from pathlib import Path
 from benchmarks.ending import nothing_left
 from benchmarks.network_namespace import enter, loopback_counters
 from node.demo.children import Child, Children
-from node.exchange.transport.wire_cost import CONNECTION_BYTES
+from node.exchange.transport.rates.traffic import CONNECTION_BYTES
 from protocol.terminal import console
 from protocol.terminal.query import StatusLink
 from protocol.terminal.status_view import by_name

@@ -9,9 +9,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from coordinator.services.session import SentMessages
-from node.exchange.transport.rates.link_rates import LinkRates
-from node.link.calls import Announcement, CoordinatorLink, Vitals
-from node.link.utilisation import Utilisation
+from node.link.calls import Announcement, CoordinatorLink
 from protocol import convert
 from protocol.errors import ConfigError, ProtocolMismatchError
 from protocol.messages import (
@@ -49,6 +47,7 @@ from protocol.rounds import (
 from protocol.run_spec import RunSpec
 from protocol.trust.signing import CommitSigner
 from protocol.v1 import session_pb2 as pb
+from protocol.vitals import LinkRates, Utilisation, Vitals
 from tests.unit.exchange_scene import A, B, plan_for
 
 SIGNER = CommitSigner(Ed25519PrivateKey.generate())

@@ -8,24 +8,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.virtual_time import run_in_virtual_time
-from node.exchange.transport.rates.link_rates import LEAST_BYTES, LEAST_MEASUREMENTS, LinkMeter
-from node.exchange.transport.rates.pacing import (
-    BURST_SECONDS,
-    CHUNK_BYTES,
+from node.exchange.transport.limits import Limits
+from node.exchange.transport.rates.traffic import CHUNK_BYTES, TokenBucket, Traffic, wire_bytes
+from node.exchange.transport.rates.uplink import (
     HEADROOM,
-    Pacer,
-    TokenBucket,
+    LEAST_BYTES,
+    LEAST_MEASUREMENTS,
+    LinkMeter,
 )
-from node.exchange.transport.wire_cost import wire_bytes
+from protocol.wire_count import WireCounts
 
 RATE = 1_000_000.0  # wire bytes a second
 FLOOR = 2048.0
 SECONDS = 10.0
+BURST_SECONDS = Limits().burst_seconds
 BURST = BURST_SECONDS * RATE
 
 
-def pacer_at(rate: float | None) -> Pacer:
-    return Pacer(rate, floor_bytes_per_second=FLOOR, now=asyncio.get_running_loop().time)
+def traffic_at(rate: float | None) -> Traffic:
+    limits = Limits(floor_bytes_per_second=FLOOR)
+    return Traffic(WireCounts(), limits=limits, allowed_bytes_per_second=rate)
 
 
 def wire(body_bytes: float) -> float:
@@ -35,17 +37,17 @@ def wire(body_bytes: float) -> float:
 
 
 async def upload_for(
-    seconds: float, pacer: Pacer, *, num_streams: int, note: Callable[[int], None] | None = None
+    seconds: float, traffic: Traffic, *, num_streams: int, note: Callable[[int], None] | None = None
 ) -> list[int]:
     """Bytes that each of so many streams, which always have more to send, sent in that time."""
     sent = [0] * num_streams
 
     async def upload(index: int) -> None:
         while True:
-            await pacer.body(pacer.chunk_bytes)
-            sent[index] += pacer.chunk_bytes
+            await traffic.leave(traffic.chunk_bytes)
+            sent[index] += traffic.chunk_bytes
             if note is not None:
-                note(pacer.chunk_bytes)
+                note(traffic.chunk_bytes)
 
     streams = [asyncio.create_task(upload(index)) for index in range(num_streams)]
     await asyncio.sleep(seconds)
@@ -58,7 +60,7 @@ async def upload_for(
 @pytest.mark.parametrize("num_streams", [1, 3, 8])
 def test_streams_use_the_whole_rate_and_share_it_evenly(num_streams: int) -> None:
     async def scene() -> list[int]:
-        return await upload_for(SECONDS, pacer_at(RATE), num_streams=num_streams)
+        return await upload_for(SECONDS, traffic_at(RATE), num_streams=num_streams)
 
     sent = run_in_virtual_time(scene())
     share = RATE * SECONDS / num_streams
@@ -68,11 +70,11 @@ def test_streams_use_the_whole_rate_and_share_it_evenly(num_streams: int) -> Non
 def test_in_no_stretch_of_time_is_more_sent_than_the_rate_and_one_burst() -> None:
     async def scene() -> list[tuple[float, int]]:
         loop, log = asyncio.get_running_loop(), list[tuple[float, int]]()
-        pacer = pacer_at(RATE)
+        traffic = traffic_at(RATE)
         for pause in (0.0, 0.01, 5.0):  # what an idle time saves up is one burst, however long
             await asyncio.sleep(pause)
             await upload_for(
-                1.0, pacer, num_streams=4, note=lambda size: log.append((loop.time(), size))
+                1.0, traffic, num_streams=4, note=lambda size: log.append((loop.time(), size))
             )
         return log
 
@@ -86,33 +88,35 @@ def test_in_no_stretch_of_time_is_more_sent_than_the_rate_and_one_burst() -> Non
 
 
 def test_bodies_make_room_for_what_does_not_wait() -> None:
-    async def sent_beside(work: Callable[[Pacer], None]) -> int:
-        pacer = pacer_at(RATE)
-        work(pacer)
-        return sum(await upload_for(SECONDS, pacer, num_streams=2))
+    async def sent_beside(work: Callable[[Traffic], None]) -> int:
+        traffic = traffic_at(RATE)
+        work(traffic)
+        return sum(await upload_for(SECONDS, traffic, num_streams=2))
 
-    def cost(work: Callable[[Pacer], None]) -> float:
+    def cost(work: Callable[[Traffic], None]) -> float:
         alone = run_in_virtual_time(sent_beside(lambda _: None))
         return wire(alone - run_in_virtual_time(sent_beside(work)))
 
-    assert cost(lambda pacer: pacer.message(500_000)) == pytest.approx(wire(500_000), abs=BURST)
+    assert cost(lambda traffic: traffic.sent_message(500_000)) == pytest.approx(
+        wire(500_000), abs=BURST
+    )
     downloaded = 100_000_000
     acknowledgements = wire_bytes(0, downloaded)[0]
-    assert cost(lambda pacer: pacer.received(downloaded)) == pytest.approx(
+    assert cost(lambda traffic: traffic.received(downloaded)) == pytest.approx(
         acknowledgements, abs=BURST
     )
 
 
 def test_a_transfer_that_gives_up_while_it_waits_takes_nothing_from_the_others() -> None:
     async def scene() -> float:
-        loop, pacer = asyncio.get_running_loop(), pacer_at(RATE)
-        await pacer.body(pacer.chunk_bytes)
-        waiting = [asyncio.create_task(pacer.body(pacer.chunk_bytes)) for _ in range(50)]
+        loop, traffic = asyncio.get_running_loop(), traffic_at(RATE)
+        await traffic.leave(traffic.chunk_bytes)
+        waiting = [asyncio.create_task(traffic.leave(traffic.chunk_bytes)) for _ in range(50)]
         await asyncio.sleep(BURST_SECONDS / 2)
         for task in waiting:
             task.cancel()
         await asyncio.wait(waiting)
-        await pacer.body(pacer.chunk_bytes)
+        await traffic.leave(traffic.chunk_bytes)
         return loop.time()
 
     assert run_in_virtual_time(scene()) == pytest.approx(BURST_SECONDS, rel=0.01)
@@ -120,15 +124,15 @@ def test_a_transfer_that_gives_up_while_it_waits_takes_nothing_from_the_others()
 
 def test_so_few_bodies_go_at_once_that_receivers_take_none_for_a_trickle() -> None:
     async def scene() -> tuple[int, int]:
-        pacer, most, now = pacer_at(32_000.0), 0, 0
+        traffic, most, now = traffic_at(32_000.0), 0, 0
 
         async def upload() -> None:
             nonlocal most, now
-            async with pacer.place():
+            async with traffic.place():
                 now += 1
                 most = max(most, now)
                 for _ in range(20):
-                    await pacer.body(pacer.chunk_bytes)
+                    await traffic.leave(traffic.chunk_bytes)
                 now -= 1
 
         await asyncio.gather(*(upload() for _ in range(40)))
@@ -142,7 +146,7 @@ def test_so_few_bodies_go_at_once_that_receivers_take_none_for_a_trickle() -> No
 
 def test_chunks_are_short_in_time_at_a_low_rate_and_short_in_bytes_at_a_high_one() -> None:
     async def chunk_bytes_at(rate: float | None) -> int:
-        return pacer_at(rate).chunk_bytes
+        return traffic_at(rate).chunk_bytes
 
     slow = run_in_virtual_time(chunk_bytes_at(32_000.0))
     assert 0 < wire(slow) / 32_000.0 <= 0.1
@@ -152,11 +156,11 @@ def test_chunks_are_short_in_time_at_a_low_rate_and_short_in_bytes_at_a_high_one
 
 def test_without_a_rate_nothing_waits() -> None:
     async def scene() -> float:
-        pacer = pacer_at(None)
+        traffic = traffic_at(None)
         for _ in range(1000):
-            async with pacer.place():
-                await pacer.body(pacer.chunk_bytes)
-            pacer.received(1 << 40)
+            async with traffic.place():
+                await traffic.leave(traffic.chunk_bytes)
+            traffic.received(1 << 40)
         return asyncio.get_running_loop().time()
 
     assert run_in_virtual_time(scene()) == 0.0
@@ -179,9 +183,22 @@ def test_whoever_waits_as_long_as_the_bucket_says_never_leaves_a_debt(
         assert taken <= 100.0 + 10.0 * now + 1e-6
 
 
-def pacer_that_sees(seen: Callable[[], float | None], allowed: float | None = None) -> Pacer:
-    clock = asyncio.get_running_loop().time
-    return Pacer(allowed, floor_bytes_per_second=FLOOR, seen=seen, now=clock)
+class Meter(LinkMeter):
+    """That has seen what a test says."""
+
+    def __init__(self, seen: Callable[[], float | None]) -> None:
+        super().__init__(Limits())
+        self._seen = seen
+
+    @property
+    def most_bytes_per_second(self) -> float | None:
+        return self._seen()
+
+
+def traffic_that_sees(seen: Callable[[], float | None], allowed: float | None = None) -> Traffic:
+    traffic = traffic_at(allowed)
+    traffic.uplink.meter = Meter(seen)
+    return traffic
 
 
 def test_without_a_limit_nothing_waits_until_the_uplink_is_known_and_then_there_is_headroom() -> (
@@ -189,13 +206,13 @@ def test_without_a_limit_nothing_waits_until_the_uplink_is_known_and_then_there_
 ):
     async def scene() -> float:
         seen: list[float] = []
-        pacer = pacer_that_sees(lambda: seen[-1] if seen else None)
+        traffic = traffic_that_sees(lambda: seen[-1] if seen else None)
         began_at = asyncio.get_running_loop().time()
         for _ in range(1000):
-            await pacer.body(pacer.chunk_bytes)
+            await traffic.leave(traffic.chunk_bytes)
         assert asyncio.get_running_loop().time() == began_at
         seen.append(RATE)
-        return sum(await upload_for(SECONDS, pacer, num_streams=3)) / SECONDS
+        return sum(await upload_for(SECONDS, traffic, num_streams=3)) / SECONDS
 
     assert run_in_virtual_time(scene()) == pytest.approx(HEADROOM * RATE, rel=0.05)
 
@@ -205,8 +222,8 @@ def test_of_what_is_allowed_and_what_the_link_carries_the_less_counts(
     allowed: float, kept: float
 ) -> None:
     async def scene() -> float:
-        pacer = pacer_that_sees(lambda: RATE, allowed)
-        return wire(sum(await upload_for(SECONDS, pacer, num_streams=3))) / SECONDS
+        traffic = traffic_that_sees(lambda: RATE, allowed)
+        return wire(sum(await upload_for(SECONDS, traffic, num_streams=3))) / SECONDS
 
     assert run_in_virtual_time(scene()) == pytest.approx(kept, rel=0.05)
 
@@ -216,11 +233,11 @@ class QueuedUplink:
 
     def __init__(self, bytes_per_second: float) -> None:
         self.bytes_per_second = bytes_per_second
-        self.meter = LinkMeter()
+        self.meter = LinkMeter(Limits())
         self.longest_queue_seconds = 0.0
         self._clock = asyncio.get_running_loop().time
         self._is_free_at = 0.0
-        self._pacer = pacer_that_sees(lambda: self.meter.most_bytes_per_second)
+        self._traffic = traffic_that_sees(lambda: self.meter.most_bytes_per_second)
 
     async def exchange(self) -> float:
         """Sends as much to each peer; returns how many seconds that took."""
@@ -243,8 +260,8 @@ class QueuedUplink:
                 sent_at = self._clock()
                 left = CHUNK_BYTES
                 while left > 0:
-                    chunk = min(left, self._pacer.chunk_bytes)
-                    await self._pacer.body(chunk)
+                    chunk = min(left, self._traffic.chunk_bytes)
+                    await self._traffic.leave(chunk)
                     self._is_free_at = max(self._is_free_at, self._clock())
                     self._is_free_at += chunk / self.bytes_per_second
                     left -= chunk
