@@ -8,7 +8,7 @@ import pytest
 from sending_scene import BODY, PART, SENDER, Wire, offered, part_of
 from transport_peers import make_payload
 
-from benchmarks.virtual_time import run_in_virtual_time
+from lab.simulation.virtual_time import run_in_virtual_time
 from node.exchange.transport.limits import Limits
 from node.exchange.transport.rates.traffic import Traffic
 from node.exchange.transport.receiver import EarlyParts, Receiver, complete, take_parts

@@ -13,7 +13,7 @@ import pytest
 from sending_scene import BODY, PART, SENDER, Wire, offered
 from transport_peers import make_payload
 
-from benchmarks.virtual_time import run_in_virtual_time
+from lab.simulation.virtual_time import run_in_virtual_time
 from node.exchange.transport import sender as sender_room
 from node.exchange.transport.limits import Limits
 from node.exchange.transport.rates.traffic import Traffic
