@@ -16,6 +16,7 @@ from node.exchange.transport.rates.uplink import (
     LEAST_MEASUREMENTS,
     LinkMeter,
 )
+from protocol.vitals import FREE, NO_UPLOAD, UploadPace, upload_in_words
 from protocol.wire_count import WireCounts
 
 RATE = 1_000_000.0  # wire bytes a second
@@ -292,3 +293,78 @@ def test_a_paced_uplink_stays_full_behind_a_short_queue_and_one_that_gets_faster
     assert all(seconds < 0.6 * least for seconds in queued[LEAST_MEASUREMENTS:30])
     assert took[40] < 0.2 * least
     assert took[59] < 0.15 * least
+
+
+class LossyKernel:
+    """It paces TCP, and has seen losses."""
+
+    why_not = ""
+    shared_bytes_per_second: float | None = 3e6
+
+
+def test_what_waits_says_for_what_and_forgets_it_when_nothing_waits_any_more() -> None:
+    async def scene(traffic: Traffic) -> list[UploadPace]:
+        told = [traffic.pace(0)]
+        with traffic.sending():
+            told.append(traffic.pace(0))
+            await upload_for(3.0, traffic, num_streams=2)
+            told.append(traffic.pace(2))
+            await asyncio.sleep(3.0)
+            told.append(traffic.pace(2))
+        told.append(traffic.pace(0))
+        return told
+
+    async def limited() -> list[UploadPace]:
+        return await scene(traffic_at(RATE))
+
+    async def on_a_slow_link() -> list[UploadPace]:
+        return await scene(traffic_that_sees(lambda: RATE / HEADROOM, 100 * RATE))
+
+    answers = UploadPace(held_by="answers", num_peers=2)
+    limit = UploadPace(held_by="limit", bytes_per_second=RATE)
+    link = UploadPace(held_by="link", bytes_per_second=RATE)
+    assert run_in_virtual_time(limited()) == [NO_UPLOAD, FREE, limit, answers, NO_UPLOAD]
+    assert run_in_virtual_time(on_a_slow_link()) == [NO_UPLOAD, FREE, link, answers, NO_UPLOAD]
+
+
+def test_the_kernels_shares_are_told_while_they_hold_something_back() -> None:
+    async def scene() -> None:
+        traffic, kernel = traffic_at(None), LossyKernel()
+        traffic.kernel = kernel
+        with traffic.sending():
+            assert traffic.pace(1) == UploadPace(held_by="losses", bytes_per_second=3e6)
+            kernel.shared_bytes_per_second = None
+            assert traffic.pace(0) == FREE
+
+    run_in_virtual_time(scene())
+
+
+def test_the_door_answers_how_long_and_why_and_takes_nothing() -> None:
+    async def scene() -> None:
+        traffic, now = traffic_at(RATE), asyncio.get_running_loop().time()
+        assert traffic.may_send(traffic.chunk_bytes, now).seconds == 0
+        await traffic.leave(traffic.chunk_bytes)
+        for _ in range(2):
+            seconds, why = traffic.may_send(traffic.chunk_bytes, now)
+            assert seconds == pytest.approx(BURST_SECONDS, rel=0.01)
+            assert upload_in_words(why) == "its owner's limit of 1 MB/s"
+
+    run_in_virtual_time(scene())
+
+
+@pytest.mark.parametrize(
+    ("pace", "words"),
+    [
+        (NO_UPLOAD, ""),
+        (FREE, "as fast as the network takes it"),
+        (UploadPace(held_by="link", bytes_per_second=1.234e6), "the link carries 1.23 MB/s"),
+        (
+            UploadPace(held_by="losses", bytes_per_second=3e5),
+            "packets are lost: connections share 0.3 MB/s",
+        ),
+        (UploadPace(held_by="answers", num_peers=1), "waiting for answers of 1 peer"),
+        (UploadPace(held_by="answers", num_peers=3), "waiting for answers of 3 peers"),
+    ],
+)
+def test_a_pace_is_told_in_words(pace: UploadPace, words: str) -> None:
+    assert upload_in_words(pace) == words

@@ -12,9 +12,9 @@ import structlog
 from node.exchange.transport.admission import StreamAdmission
 from node.exchange.transport.connections import Connections
 from node.exchange.transport.limits import Limits
+from node.exchange.transport.outgoing import first_streams
 from node.exchange.transport.p2pd import DaemonError, P2pd
 from node.exchange.transport.rates.traffic import Traffic
-from node.exchange.transport.sender import first_streams
 from node.exchange.transport.sending import Sending
 from node.exchange.transport.serving import Server, fetch_over, verify_inline
 from node.exchange.transport.streams import BROKEN, FrameError, TransferStream, drop, refuse
