@@ -124,15 +124,17 @@ class RoundsOfOneNode:
         for part in self._slices:
             with stages.stage("encode"):
                 outer.owing.contribution_to(part, samples=TOKENS, tokens=TOKENS)
+        bodies = {n: pending.bodies[0] if n == self._ids[0] else self._arriving for n in self._ids}
         reduction = Reduction(
             plan=plan,
-            slice_=own,
+            slice=own,
+            contributions={
+                sender: _sealed(CONTRIBUTION, plan, own, sender, body, outer.uplink.name)
+                for sender, body in bodies.items()
+            },
             uplink=outer.uplink,
             context=1,
         )
-        for sender in self._ids:
-            body = pending.bodies[0] if sender == self._ids[0] else self._arriving
-            reduction.add(_sealed(CONTRIBUTION, plan, own, sender, body, outer.uplink.name))
         with stages.stage("reduce"):
             reduced = outer.result_of(reduction, plan.fragment)
         assert reduced is not None

@@ -3,12 +3,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from node.disk.snapshots import Owed
 from node.exchange.codecs.codec import CodecError
 from node.exchange.outer import Outer, UnequalBaseError
 from node.exchange.owing import Pending
 from node.exchange.rate_scaling import RateScale
 from node.exchange.reduction import Reduction
-from node.exchange.state.snapshot import Owed
 from node.outer_state import Vector
 from protocol.payload import Payload
 from protocol.rounds import BLOCK, Commit, ContributionDigest, Contributor, SliceOutcome
@@ -154,19 +154,20 @@ def test_a_void_round_moves_the_round_and_not_the_digest() -> None:
 def reduced_by(outer: Outer, pending: Pending, *, index: int) -> Payload:
     """The result of a slice that this node reduces, from its own contribution and another."""
     plan = plan_for(A, B, C, round=outer.round + 1)
-    reduction = Reduction(
-        plan=plan,
-        slice_=plan.slices[index],
-        uplink=outer.uplink,
-        context=1,
-    )
-    reduction.depart([C])
     bodies = {A: pending.bodies[index], B: outer.uplink.encode(OTHERS)}
+    contributions = {}
     for sender, body in bodies.items():
         header = result_of(ONES, sender_id=sender, index=index).header
         count = 1 if sender == A else 3
         header = replace(header, samples=count, tokens=count)
-        reduction.add(Payload(header=header, body=body))
+        contributions[sender] = Payload(header=header, body=body)
+    reduction = Reduction(
+        plan=plan,
+        slice=plan.slices[index],
+        contributions=contributions,
+        uplink=outer.uplink,
+        context=1,
+    )
     result = outer.result_of(reduction, 0)
     assert result is not None
     outer.owing.note_result(result)
