@@ -1,4 +1,4 @@
-"""What the links of a swarm carry, by what its nodes have told: for the next run's file."""
+"""What a swarm's links carry and how fast its nodes compute, by what they told: for the next run's file."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ class MeasuredLinks:
     up_bits_per_second: float
     num_nodes: int
     num_with_bbr: int  # who does not say counts as one with cubic
+    arithmetic: float | None = None  # of the slowest node that told: see Situation
 
     @property
     def advice(self) -> str:
@@ -51,4 +52,13 @@ def measured_links(nodes: Iterable[pb.NodeStatus]) -> MeasuredLinks:
         up_bits_per_second=8 * min(ups or downs),
         num_nodes=len(present),
         num_with_bbr=sum(node.heartbeat.congestion_control == "bbr" for node in present),
+        arithmetic=min(_arithmetic_of(present, spec), default=None),
     )
+
+
+def _arithmetic_of(nodes: Iterable[pb.NodeStatus], spec: RunSpec) -> Iterator[float]:
+    """Of each node that has told, in multiples of the tables that presets count with."""
+    ours = exchange_bytes_per_second(spec.exchange.uplink, spec.exchange.downlink)
+    for node in nodes:
+        if node.heartbeat.exchange_bytes_per_second > 0:
+            yield node.heartbeat.exchange_bytes_per_second / ours
