@@ -8,19 +8,19 @@ A commit took a contribution when it names the very bytes that this node has sen
 a contributor of which it has nothing, or has something else, makes nobody drop anything.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 import numpy as np
 import structlog
 
+from node.disk.logs import SentLog, SentSlice
+from node.disk.snapshots import Owed
 from node.exchange.codecs.codec import Codec
 from node.exchange.reducer_error import ReducerError
 from node.exchange.reduction import SliceResult
 from node.exchange.residual import Residual
-from node.exchange.state.sent_log import SentLog, SentSlice
-from node.exchange.state.snapshot import Owed
 from node.outer_state import Vector
 from protocol.layout import Layout
 from protocol.payload import CONTRIBUTION, Payload
@@ -65,8 +65,12 @@ class Owing:
         run_digest: Digest,
         node_id: NodeId,
         sent: SentLog | None = None,
+        before_change: Callable[[slice], None] = lambda span: None,
     ) -> None:
-        """`sent` is what earlier processes of the node have sent; None: nothing is known of any."""
+        """`sent` is what earlier processes of the node have sent; None: nothing is known of any.
+
+        `before_change` hears of a span before what is owed of it changes outside of a commit.
+        """
         self.residual = residual
         self.reducer_error = reducer_error
         self.pending: Pending | None = None
@@ -83,6 +87,7 @@ class Owing:
         self._run_digest = run_digest
         self._node_id = node_id
         self._sent = sent or SentLog(None)
+        self._before_change = before_change
         # Of these fragments work of earlier rounds may be owed, and not only what encoding left out.
         self._late_fragments = set(range(len(layout.fragments)))
         self._settled_round = 0
@@ -96,6 +101,7 @@ class Owing:
         """
         span = self._layout.fragments[fragment].span
         if fragment in self._late_fragments:
+            self._before_change(span)
             rounds = self.residual.limit(
                 span, self._parameters[span], self._published[span], share=share
             )
@@ -189,6 +195,7 @@ class Owing:
         self.holds_work = True
         self._late_fragments.add(fragment)
         span, pending = self._layout.fragments[fragment].span, self.pending
+        self._before_change(span)
         if pending is None or pending.fragment != fragment:
             values = self.residual.values[span]
             values += self._parameters[span] - self._published[span]

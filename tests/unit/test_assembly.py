@@ -15,7 +15,7 @@ import pytest
 
 from node import assembly
 from node.config import SNAPSHOTS_FOLDER, NodeSettings
-from node.exchange.state.snapshot import Owed, Snapshot, SnapshotFolder
+from node.disk.snapshots import Owed, Snapshot, SnapshotFolder
 from node.hosts.leading import HostsIsland
 from node.island.models.first_weights import initial_parameters
 from node.machine.hardware import look_around
