@@ -211,7 +211,9 @@ def host_seconds(situation: Situation, setting: Setting, host: HostSpeeds) -> fl
     """Work on a node's cores in a round's exchange."""
     up, down = CODEC_COSTS[setting.uplink], CODEC_COSTS[setting.downlink]
     # A node decodes N contributions to an N-th of the fragment, and encodes their mean.
-    coding = 1 / up.encode + 1 / up.decode + 1 / (situation.num_nodes * down.encode) + 1 / down.decode
+    coding = (
+        1 / up.encode + 1 / up.decode + 1 / (situation.num_nodes * down.encode) + 1 / down.decode
+    )
     summing = sum(1 / x for x in (host.sums, host.reduce, host.apply, host.digest))
     return _gigabytes(situation, setting) * (summing + coding / host.codecs) / _times(situation)
 

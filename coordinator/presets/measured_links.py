@@ -1,8 +1,9 @@
 """What a swarm's links carry and how fast its nodes compute, by what they told: for the next run's file."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from coordinator.presets.cost import CODEC_COSTS, exchange_bytes_per_second
 from protocol.errors import TemporaryError
 from protocol.v1 import status_pb2 as pb
 
@@ -52,13 +53,13 @@ def measured_links(nodes: Iterable[pb.NodeStatus]) -> MeasuredLinks:
         up_bits_per_second=8 * min(ups or downs),
         num_nodes=len(present),
         num_with_bbr=sum(node.heartbeat.congestion_control == "bbr" for node in present),
-        arithmetic=min(_arithmetic_of(present, spec), default=None),
+        arithmetic=min(_arithmetic_of(present), default=None),
     )
 
 
-def _arithmetic_of(nodes: Iterable[pb.NodeStatus], spec: RunSpec) -> Iterator[float]:
+def _arithmetic_of(nodes: Iterable[pb.NodeStatus]) -> Iterator[float]:
     """Of each node that has told, in multiples of the tables that presets count with."""
-    ours = exchange_bytes_per_second(spec.exchange.uplink, spec.exchange.downlink)
     for node in nodes:
-        if node.heartbeat.exchange_bytes_per_second > 0:
-            yield node.heartbeat.exchange_bytes_per_second / ours
+        told = node.heartbeat.exchange_speed
+        if told.bytes_per_second > 0 and {told.uplink, told.downlink} <= CODEC_COSTS.keys():
+            yield told.bytes_per_second / exchange_bytes_per_second(told.uplink, told.downlink)
