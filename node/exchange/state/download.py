@@ -7,16 +7,18 @@ for a while. So a donor that lies or dies costs time, never correctness.
 """
 
 import asyncio
+from asyncio import FIRST_COMPLETED
+from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import structlog
 
 from node.disk.snapshots import Snapshot
-from node.exchange.fetching import Outcome, Schedule, Silences, fetch_pieces, fetch_seconds
+from node.exchange.fetching import Donors, Outcome, Schedule, fetch_pieces, fetch_seconds
 from node.exchange.state.arriving import Arrivals, Arriving
 from node.exchange.state.manifest import Manifest, ManifestError
 from node.exchange.transport.transport import (
@@ -24,7 +26,6 @@ from node.exchange.transport.transport import (
     NotHeldError,
     PeerUnreachableError,
     TransferRefusedError,
-    Transport,
     Want,
     WantChunk,
     WantManifest,
@@ -39,8 +40,8 @@ log = structlog.get_logger()
 ENOUGH_DONORS = 4
 """No more are looked for: a few fill our link, and more would cost each of them."""
 
-ANSWER_SECONDS = 15.0
-"""Who has not given a manifest by then is not waited for, once somebody else has."""
+MOST_ASKED = 4 * ENOUGH_DONORS
+"""For a manifest at once, silent ones included: each reads its whole state to answer."""
 
 RECRUIT_SECONDS = 15.0
 """How often more donors are looked for while there are too few."""
@@ -60,11 +61,24 @@ class Candidate:
     donors: list[NodeId]
 
 
+@dataclass(slots=True, kw_only=True)
+class _Asked:
+    """A peer that is asked for a manifest."""
+
+    peer: NodeId = field(kw_only=False)
+    patience: float  # seconds
+    until: float  # then it is silent, unless something comes from it
+
+    def hear(self) -> None:
+        """Something came, or may come in a moment."""
+        self.until = asyncio.get_running_loop().time() + self.patience
+
+
 class Download:
     """Fetches one state at a time; keeps what has come until a whole one is taken over.
 
-    `folder` is where it keeps that, so that it survives a restart; in memory when None. `peers` are
-    those to ask, the preferred first; `say` hears how far it is.
+    `folder` is where it keeps that, so that it survives a restart; in memory when None. `say` hears
+    how far it is.
     """
 
     def __init__(
@@ -73,21 +87,17 @@ class Download:
         run_digest: Digest,
         layout_digest: Digest,
         num_elements: int,
-        transport: Transport,
         heavy: Heavy,
-        peers: Callable[[], tuple[NodeId, ...]],
+        donors: Donors,
         folder: Path | None,
         say: Callable[[str], None],
-        silences: Silences,
     ) -> None:
         self._say = say
-        self._silences = silences
         self._run_digest = run_digest
         self._layout_digest = layout_digest
         self._num_elements = num_elements
-        self._transport = transport
         self._heavy = heavy
-        self._peers = peers
+        self._donors = donors
         self._arrivals = Arrivals(folder, run_digest=run_digest, layout_digest=layout_digest)
         self._distrusted_until: dict[NodeId, float] = {}
         self._failed: set[NodeId] = set()  # gave no chunk when last asked for one
@@ -155,40 +165,50 @@ class Download:
         return sum(donor not in self._failed for donor in candidate.donors)
 
     async def _candidates(self, want: WantManifest) -> list[Candidate]:
-        """Asks peers, some at a time, until there are enough donors of one state."""
+        """Asks peers, some at a time, until there are enough donors of one state.
+
+        In place of one that is silent for a second the next is asked. A silent one is only waited for while
+        nobody gives a manifest, and while others may answer sooner.
+        """
         candidates: dict[Manifest, Candidate] = {}
-        peers = self._trusted()
-        for start in range(0, len(peers), ENOUGH_DONORS):
-            for peer, manifest in await self._asked(peers[start : start + ENOUGH_DONORS], want):
-                candidates.setdefault(
-                    manifest, Candidate(manifest=manifest, donors=[])
-                ).donors.append(peer)
-            if any(len(candidate.donors) >= ENOUGH_DONORS for candidate in candidates.values()):
-                break
-        return list(candidates.values())
-
-    async def _asked(
-        self, peers: tuple[NodeId, ...], want: WantManifest
-    ) -> list[tuple[NodeId, Manifest]]:
-        """The manifests that some peers give. A silent one is only waited for while nobody gives one."""
-        tasks = {peer: asyncio.create_task(self._manifest_of(peer, want)) for peer in peers}
+        left = deque(self._trusted())
+        asked: dict[asyncio.Task[Manifest | None], _Asked] = {}
+        clock = asyncio.get_running_loop().time
         try:
-            await asyncio.wait(tasks.values(), timeout=ANSWER_SECONDS)
-            while not any(t.done() and t.result() for t in tasks.values()):
-                pending = [task for task in tasks.values() if not task.done()]
-                if not pending:
+            while True:
+                best = max((len(each.donors) for each in candidates.values()), default=0)
+                waits = [one.until - clock() for one in asked.values() if one.until > clock()]
+                while left and len(waits) + best < ENOUGH_DONORS and len(asked) < MOST_ASKED:
+                    patience = self._donors.silences.patience_seconds(left[0])
+                    one = _Asked(left.popleft(), patience=patience, until=clock() + patience)
+                    asked[asyncio.create_task(self._manifest_of(one.peer, want, one.hear))] = one
+                    waits.append(patience)
+                if best >= ENOUGH_DONORS or not asked or (candidates and not waits):
                     break
-                await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            answers = [(peer, task.result()) for peer, task in tasks.items() if task.done()]
-            return [(peer, manifest) for peer, manifest in answers if manifest is not None]
+                timeout = min(waits, default=None)
+                done, _ = await asyncio.wait(asked, timeout=timeout, return_when=FIRST_COMPLETED)
+                for task in done:
+                    peer = asked.pop(task).peer
+                    if (manifest := task.result()) is not None:
+                        candidate = Candidate(manifest=manifest, donors=[])
+                        candidates.setdefault(manifest, candidate).donors.append(peer)
+                        for one in asked.values():
+                            one.hear()  # theirs may be a moment later
+            if candidates:
+                for one in asked.values():
+                    self._donors.silences.note(one.peer, clock())
+            return list(candidates.values())
         finally:
-            for task in tasks.values():
+            for task in asked:
                 task.cancel()
-            await asyncio.gather(*tasks.values(), return_exceptions=True)
+            await asyncio.gather(*asked, return_exceptions=True)
 
-    async def _manifest_of(self, peer: NodeId, want: WantManifest) -> Manifest | None:
+    async def _manifest_of(
+        self, peer: NodeId, want: WantManifest, heard: Callable[[], None] = do_nothing
+    ) -> Manifest | None:
         with suppress(NotHeldError, TransferRefusedError):
-            payload = await self._payload(peer, want, Manifest.body_bytes(self._num_elements))
+            most_bytes = Manifest.body_bytes(self._num_elements)
+            payload = await self._payload(peer, want, most_bytes, heard)
             if payload is None:
                 return None
             try:
@@ -219,7 +239,9 @@ class Download:
             of=len(manifest.chunk_digests),
             donors=len(donors),
         )
-        schedule = Schedule(dict.fromkeys(sorted(arriving.missing), ()), donors, self._silences)
+        schedule = Schedule(
+            dict.fromkeys(sorted(arriving.missing), ()), donors, self._donors.silences
+        )
         vouching = list(donors)
         recruiting = asyncio.create_task(self._recruit(schedule, manifest, vouching))
         try:
@@ -280,7 +302,7 @@ class Download:
         Raises NotHeldError, and TransferRefusedError from who may be asked again.
         """
         try:
-            return await self._transport.fetch(
+            return await self._donors.transport.fetch(
                 peer,
                 want,
                 max_body_bytes=max_body_bytes,
@@ -299,8 +321,8 @@ class Download:
     def _trusted(self) -> tuple[NodeId, ...]:
         """Whom to ask, those last that were silent lately."""
         now = asyncio.get_running_loop().time()
-        trusted = (p for p in self._peers() if self._distrusted_until.get(p, 0.0) <= now)
-        return tuple(sorted(trusted, key=lambda peer: self._silences.has(peer, now)))
+        trusted = (p for p in self._donors.peers() if self._distrusted_until.get(p, 0.0) <= now)
+        return tuple(sorted(trusted, key=lambda peer: self._donors.silences.has(peer, now)))
 
     def _distrust(self, peer: NodeId, why: str) -> None:
         log.warning("a donor lies, and is not asked for a while", peer=peer, why=why)
