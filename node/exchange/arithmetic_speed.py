@@ -11,12 +11,22 @@ import blake3
 import numpy as np
 
 from node.exchange.codecs.codec import Codec
+from node.exchange.codecs.registry import codec_named
+from protocol.run_spec import RunSpec
+from protocol.vitals import ExchangeSpeed
 
 NUM_VALUES = 1 << 22
 """16 MB of fp32: more than caches hold, and little beside a model."""
 
 REPEATS = 3
 """The quickest counts: other work of the machine is no property of it."""
+
+
+def measured_speed(spec: RunSpec) -> ExchangeSpeed:
+    """With the codecs of a run, whose kernels are compiled. Heavy."""
+    uplink, downlink = spec.exchange.uplink, spec.exchange.downlink
+    bytes_per_second = exchange_bytes_per_second(codec_named(uplink), codec_named(downlink))
+    return ExchangeSpeed(bytes_per_second=bytes_per_second, uplink=uplink, downlink=downlink)
 
 
 def exchange_bytes_per_second(
