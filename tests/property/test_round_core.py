@@ -33,13 +33,13 @@ from node.exchange.round.state import (
     Send,
     Tell,
     TimePassed,
+    opened,
 )
 from node.exchange.round.transition import (
     collecting,
     is_complete,
     is_wanted,
     late_for,
-    opened,
     step,
     waiting_for,
 )
