@@ -186,8 +186,8 @@ class Download:
                 if best >= ENOUGH_DONORS or not asked or (candidates and not waits):
                     break
                 timeout = min(waits, default=None)
-                done, _ = await asyncio.wait(asked, timeout=timeout, return_when=FIRST_COMPLETED)
-                for task in done:
+                await asyncio.wait(asked, timeout=timeout, return_when=FIRST_COMPLETED)
+                for task in [task for task in asked if task.done()]:  # the preferred peers first
                     peer = asked.pop(task).peer
                     if (manifest := task.result()) is not None:
                         candidate = Candidate(manifest=manifest, donors=[])
