@@ -33,12 +33,13 @@ from node.exchange.round.state import (
     Send,
     Tell,
     TimePassed,
+    opened,
 )
 from node.exchange.round.transition import (
+    collecting,
     is_complete,
     is_wanted,
-    next_wake,
-    opened,
+    late_for,
     step,
     waiting_for,
 )
@@ -93,6 +94,10 @@ def made_by(reducer: NodeId, index: int, which: int) -> Payload:
     return result_of(BODIES[which], sender_id=reducer, index=index)
 
 
+def body_of(payload: Payload, attempt: int = 0) -> PayloadCame:
+    return PayloadCame(sender=payload.header.sender_id, payload=payload, admitted_in=attempt)
+
+
 @dataclass(slots=True, kw_only=True)
 class Edge:
     """What the actions have led to, as a runner would carry them out."""
@@ -124,6 +129,9 @@ class RoundMachine(RuleBasedStateMachine):
         for action in transition.actions:
             self.note(before, event, action)
         return transition.refusal
+
+    def wake_at(self) -> float | None:
+        return step(self.state, TimePassed(links=self.state.links), self.now).wake_at
 
     def note(self, before: RoundState, event: Event, action: object) -> None:
         match action:
@@ -187,7 +195,7 @@ class RoundMachine(RuleBasedStateMachine):
     @rule(index=INDEX)
     def all_contribute(self, index: int) -> None:
         for sender in (B, C):
-            self.feed(PayloadCame(sender=sender, payload=contributed(sender, index, 0)))
+            self.feed(body_of(contributed(sender, index, 0)))
 
     @rule(place=st.integers(0, 100), is_whole=st.booleans())
     def a_payload_has_come_or_broken_off(self, place: int, is_whole: bool) -> None:
@@ -197,13 +205,14 @@ class RoundMachine(RuleBasedStateMachine):
         header = payload.header
         before = self.state.slices.get(header.slice_index)
         if is_whole:
-            why = self.feed(PayloadCame(sender=sender, payload=payload))
+            why = self.feed(body_of(payload, attempt))
             if not why and header.kind == CONTRIBUTION:
                 assert before is not None
                 kept = self.state.slices[header.slice_index].contributions
                 assert kept[sender].header == header, "what is taken counts"
                 assert before.phase is Phase.COLLECTING or kept == before.contributions
             elif not why:
+                assert self.state.slices[header.slice_index].attempt == attempt
                 assert self.edge.held[header.slice_index].digest == payload.digest
             elif before is not None:
                 assert self.state.slices[header.slice_index] == before
@@ -307,7 +316,7 @@ class RoundMachine(RuleBasedStateMachine):
     @rule(seconds=SECONDS, is_cut=st.booleans())
     def time_passes(self, seconds: float, is_cut: bool) -> None:
         """Never past the time at which the core wants to be woken."""
-        wake = next_wake(self.state)
+        wake = self.wake_at()
         self.now = min(self.now + seconds, wake) if wake is not None else self.now + seconds
         unreachable = frozenset({B}) if is_cut else frozenset()
         self.feed(TimePassed(links=Links(unreachable=unreachable)))
@@ -323,19 +332,19 @@ class RoundMachine(RuleBasedStateMachine):
 
     @invariant()
     def time_has_nothing_to_do_before_it_is_asked(self) -> None:
-        wake = next_wake(self.state)
+        wake = self.wake_at()
         assert wake is None or wake > self.now
         again = step(self.state, TimePassed(links=self.state.links), self.now)
         assert not again.actions, "all that can be decided now has been"
 
     @invariant()
     def nobody_is_waited_for_who_is_not_missing(self) -> None:
-        for known in self.state.collecting():
-            assert self.state.late_for(known), "all is here, and no mean is taken"
+        for known in collecting(self.state):
+            assert late_for(self.state, known), "all is here, and no mean is taken"
             assert known.part.reducer_id == A
         is_over = self.state.is_closed or is_complete(self.state)
         if self.state.commit is not None and not is_over:
-            has_prospects = next_wake(self.state) or self.edge.fetching or self.edge.coming
+            has_prospects = self.wake_at() or self.edge.fetching or self.edge.coming
             assert has_prospects, "it waits for what nothing will bring"
         if self.state.is_closed:
             assert waiting_for(self.state) == "" or self.state.commit is None
@@ -362,13 +371,12 @@ def test_the_mean_is_of_what_was_here_when_it_began() -> None:
     """The example that the machine comes to by itself only now and then."""
     state = opened(plan_for(*NODES), RULES, patience_seconds=50.0, now=0.0)
     for sender in (A, B):
-        event = PayloadCame(sender=sender, payload=contributed(sender, 0, 0))
-        state = step(state, event, 1.0).state
+        state = step(state, body_of(contributed(sender, 0, 0)), 1.0).state
     (reduce,) = step(state, TimePassed(links=Links()), 20.0).actions
     assert isinstance(reduce, Reduce)
     assert (set(reduce.reduction.contributions), reduce.reduction.late) == ({A, B}, {C})
     state = step(state, TimePassed(links=Links()), 20.0).state
-    late = step(state, PayloadCame(sender=C, payload=contributed(C, 0, 0)), 20.1)
+    late = step(state, body_of(contributed(C, 0, 0)), 20.1)
     assert late.refusal == "slice 0 of round 1 is already reduced"
     assert set(late.state.slices[0].contributions) == {A, B}
 
@@ -383,6 +391,43 @@ def test_a_mean_of_before_a_takeover_is_told_to_nobody() -> None:
     assert isinstance(reduce, Reduce)
     assert not step(state, MeanTaken(index=0, attempt=0, result=None), 3.0).actions
     assert step(state, MeanTaken(index=0, attempt=reduce.attempt, result=None), 3.0).actions
+
+
+def test_no_result_of_ours_stands_in_the_place_of_the_committed_one() -> None:
+    """An earlier process of this node has made it, and the coordinator went back to a copy since."""
+    state = opened(plan_for(*NODES), RULES, patience_seconds=50.0, now=0.0)
+    state = step(state, ParticipantsIdle(round=1, node_ids=NODES), 1.0).state  # the mean is taken
+    committed, ours = made_by(A, 0, 0), made_by(A, 0, 1)
+    outcome = SliceOutcome(index=0, start=0, num_elements=BLOCK, digest=committed.digest)
+    commit = Commit(round=1, fragment=0, base_digest=RUN, slices=(outcome,))
+    state = step(state, Committed(commit=commit, links=Links()), 2.0).state
+    state = step(state, ResultFetched(payload=committed), 3.0).state
+    made = SliceResult(
+        payload=ours, contributors=(), contributions=(), weighed_tokens=TOKENS, error=None
+    )
+    late = step(state, MeanTaken(index=0, attempt=0, result=made), 4.0)
+    assert not late.actions and late.state.slices[0].held is committed
+
+
+def test_a_slice_that_comes_back_in_time_keeps_what_came_and_the_later_deadline() -> None:
+    state = opened(plan_for(*NODES), RULES, patience_seconds=50.0, now=0.0)
+    state = step(state, body_of(contributed(B, 0, 0)), 1.0).state
+    for attempt, seconds in ((1, 5.0), (2, 40.0)):
+        news = SliceTakenOver(
+            round=1, slice_index=0, reducer_id=A, attempt=attempt, contribute_seconds=seconds
+        )
+        state = step(state, news, 2.0).state
+        assert set(state.slices[0].contributions) == {B}
+        assert state.slices[0].deadline == max(20.0, 2.0 + seconds)
+
+
+def test_a_push_of_before_a_takeover_says_nothing_of_those_that_come_now() -> None:
+    state = opened(plan_for(*NODES), RULES, patience_seconds=50.0, now=0.0)
+    state = step(state, PushBegan(index=1), 1.0).state
+    news = SliceTakenOver(round=1, slice_index=1, reducer_id=C, attempt=1, contribute_seconds=9.0)
+    for event in (news, PushBegan(index=1), PushEnded(index=1, attempt=0, sender=B)):
+        state = step(state, event, 2.0).state
+    assert state.slices[1].num_arriving == 1 and not state.slices[1].is_broken
 
 
 def test_of_another_runs_payload_only_the_run_is_looked_at() -> None:

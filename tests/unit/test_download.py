@@ -440,7 +440,7 @@ async def test_damage_on_our_own_disk_is_mended_and_nobody_blamed(
     times = itertools.count()
 
     def flip_once() -> None:
-        (path,) = tmp_path.glob("*.state")
+        (path,) = tmp_path.glob("*.arriving")
         content = bytearray(path.read_bytes())
         content[5 * CHUNK_BYTES] ^= 1
         path.write_bytes(content)
