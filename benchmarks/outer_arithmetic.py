@@ -93,6 +93,7 @@ class RoundsOfOneNode:
             exchange=ExchangeSection(uplink=codec, downlink=codec),  # type: ignore[arg-type]
             outer=rules or OuterSection(),
         )
+        self.run_digest = spec.digest()
         rng = np.random.default_rng(0)
         shapes: list[list[NamedShape]] = [[(f"w{index}", (values,))] for index in range(fragments)]
         layout = Layout.of(*shapes)
@@ -102,7 +103,7 @@ class RoundsOfOneNode:
             spec,
             layout=layout,
             parameters=parameters,
-            published=parameters + np.float32(1e-3) * _drift(rng, layout.num_elements),
+            published=parameters[:values] + np.float32(1e-3) * _drift(rng, values),
             node_id=self._ids[0],
             tiles=tiles,
         )
@@ -134,7 +135,7 @@ class RoundsOfOneNode:
             context=1,
         )
         for sender in self._ids:
-            body = pending.bodies[0] if sender == self._ids[0] else self._arriving
+            body = pending.encoded[0].body if sender == self._ids[0] else self._arriving
             reduction.add(_sealed(CONTRIBUTION, plan, own, sender, body, outer.uplink.name))
         with stages.stage("reduce"):
             reduced = outer.result_of(reduction, plan.fragment)

@@ -119,11 +119,12 @@ class _Following:
             self._calls.put_nowait(message)
 
     def _place_of(self, message: Message) -> Vector:
-        """Where a call's values belong: parameters, or what all hosts published, of a fragment or all."""
+        """Where a call's values belong: parameters, or what all hosts published of a fragment."""
         assert self._shared is not None and self._layout is not None, "values come after the start"
-        is_published = message["call"] == "hold"
-        whole = self._shared.published if is_published else self._shared.parameters
         fragment = message["arguments"].get("fragment")
+        if message["call"] == "hold":
+            return self._shared.published[: self._layout.fragments[fragment].num_elements]
+        whole = self._shared.parameters
         return whole if fragment is None else whole[self._layout.fragments[fragment].span]
 
     async def _work(self) -> None:
@@ -171,7 +172,7 @@ class _Following:
             await asyncio.gather(*telling)
         elif call == "publish":
             fragment = int(arguments["fragment"])
-            vector = self._shared.published[self._layout.fragments[fragment].span]
+            vector = self._shared.published[: self._layout.fragments[fragment].num_elements]
             vector[:] = 0  # what other hosts publish
             await self._island.publish(fragment)
         elif call == "load":
@@ -207,7 +208,9 @@ class _Following:
         )  # the leader's owner does not speak for this machine's
         if self._shared is None:
             self._layout = layout_of(run)
-            self._shared = SharedVectors.create(self._layout.num_elements)
+            self._shared = SharedVectors.create(
+                self._layout.num_elements, self._layout.largest_fragment
+            )
         usable = await usable_devices(self._device, num_ranks)
         self._island = ProcessIsland(
             spec=run,

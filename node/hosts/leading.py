@@ -199,7 +199,8 @@ class HostsIsland:
             parameters = parameters[span]
             if rebases(self._spec.exchange, is_taken=is_taken):
                 # A rank may hold what one of another host published: each has its own part only.
-                await host.call("hold", vector=self._shared.published[span], fragment=fragment)
+                published = self._shared.published[: span.stop - span.start]
+                await host.call("hold", vector=published, fragment=fragment)
         return await host.call("adopt", vector=parameters, fragment=fragment, is_taken=is_taken)
 
     async def train(self, work: InnerWork, on_progress: Callable[[Progress], None]) -> InnerReport:
@@ -219,7 +220,7 @@ class HostsIsland:
 
     async def publish(self, fragment: int) -> None:
         """See Island."""
-        published = self._shared.published[self._layout.fragments[fragment].span]
+        published = self._shared.published[: self._layout.fragments[fragment].num_elements]
         await in_thread(lambda: published.fill(0))
         parts = [zeros(len(published)) for _ in self._others]
         await _together(

@@ -93,7 +93,7 @@ def outer_of(
             needs_feedback=codec in WANTS_FEEDBACK,
             most_owed=most_owed,
         ),
-        reducer_error=ReducerError(layout.num_elements, rule=reducer_error),
+        reducer_error=ReducerError(rule=reducer_error, num_fragments=len(layout.fragments)),
         merge="mean",
         rate_scale=RateScale(scaling="none", full_round_samples=1),
         run_digest=RUN,

@@ -31,7 +31,7 @@ def state(round: int, num_elements: int) -> tuple[Snapshot, Owed]:
         parameters=values[0],
         momentum=values[1],
     )
-    return snapshot, Owed(residual=values[2], reducer_error=values[3])
+    return snapshot, Owed(residual=values[2], reducer_error={0: values[3]})
 
 
 def flip(path: Path, place: int) -> None:

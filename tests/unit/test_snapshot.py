@@ -23,7 +23,7 @@ def vector(seed: int) -> np.ndarray:
 
 
 RESIDUAL = Owed(residual=vector(9))
-BOTH = Owed(residual=vector(9), reducer_error=vector(10))
+BOTH = Owed(residual=vector(9), reducer_error={0: vector(10)[:2], 3: vector(10)[:1]})
 
 
 def snapshot_at(round: int) -> Snapshot:
@@ -104,12 +104,12 @@ def test_a_file_of_the_format_before_is_read(
 def test_a_file_of_a_format_to_come_is_refused_by_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshot_module, "FILE_FORMAT", "atoll snapshot 3")
+    monkeypatch.setattr(snapshot_module, "FILE_FORMAT", "atoll snapshot 4")
     SnapshotFolder(tmp_path).save(snapshot_at(12), RESIDUAL)
     monkeypatch.undo()
     with capture_logs() as logs, pytest.raises(BadDataError):
         SnapshotFolder(tmp_path).load_newest(RUN, LAYOUT)
-    assert "'atoll snapshot 3'" in logs[0]["why"]
+    assert "'atoll snapshot 4'" in logs[0]["why"]
 
 
 def test_strided_vectors_are_saved_as_they_look(tmp_path: Path) -> None:

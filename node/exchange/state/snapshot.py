@@ -31,14 +31,15 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 
-FILE_FORMAT = "atoll snapshot 2"
-_FORMATS_READ = ("atoll snapshot 1", FILE_FORMAT)
+FILE_FORMAT = "atoll snapshot 3"
+_FORMATS_READ = ("atoll snapshot 1", "atoll snapshot 2", FILE_FORMAT)
 _FILE_NAME = re.compile(r"round-(\d+)\.safetensors")
 
 KEPT_FILES = 2
 """A damaged newest file costs a round, not the outer state."""
 
 _ELEMENT_BYTES = 16  # parameters, momentum, residual, reducer_error
+_PIECE_OF_ERROR = "reducer_error."
 _FILE_HEADER_BYTES = 4096  # at most, with room to spare
 
 
@@ -56,13 +57,31 @@ class Owed:
     """What a node still owes at a snapshot's round. It never leaves the node."""
 
     residual: Vector = field(repr=False)  # [n], canonical order
-    reducer_error: Vector | None = field(default=None, repr=False)  # [n], where the run keeps it
+    reducer_error: Mapping[int, Vector] | None = field(default=None, repr=False)
+    """Where the run keeps it, of spans that this node reduces: by their first element."""
 
     def tensors(self) -> dict[str, Vector]:
         """What is owed, by the names in the file."""
-        if self.reducer_error is None:
-            return {"residual": self.residual}
-        return {"residual": self.residual, "reducer_error": self.reducer_error}
+        kept = self.reducer_error or {}
+        pieces = {f"{_PIECE_OF_ERROR}{start}": values for start, values in kept.items()}
+        return {"residual": self.residual, **pieces}
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Vector]) -> "Owed":
+        """What is owed, by a file's tensors; raises KeyError or ValueError where they are not so."""
+        pieces = {
+            int(name.removeprefix(_PIECE_OF_ERROR)): values
+            for name, values in tensors.items()
+            if name.startswith(_PIECE_OF_ERROR)
+        }
+        if (
+            whole := tensors.get("reducer_error")
+        ) is not None:  # as format 2 had it: of all elements
+            parts = (
+                (at, whole[at : at + PIECE_ELEMENTS]) for at in range(0, whole.size, PIECE_ELEMENTS)
+            )
+            pieces |= {at: part.copy() for at, part in parts if part.any()}
+        return cls(residual=tensors["residual"], reducer_error=pieces or None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -337,12 +356,15 @@ def _read(path: Path) -> tuple[Snapshot, Owed | None]:
         raise SnapshotError(str(error)) from error
     owed = None
     if "residual" in tensors:
-        owed = Owed(residual=tensors["residual"], reducer_error=tensors.get("reducer_error"))
+        owed = Owed.of(tensors)
     try:
         _check_format(metadata)
         num_elements = tensors["parameters"].size
         for name, vector in tensors.items():
-            if vector.dtype != np.float32 or vector.shape != (num_elements,):
+            is_piece = name.startswith(_PIECE_OF_ERROR)
+            if vector.dtype != np.float32 or (
+                vector.shape != (num_elements,) and (vector.ndim != 1 or not is_piece)
+            ):
                 raise SnapshotError(f"its {name} is {vector.dtype} of shape {vector.shape}")
         # Other nodes cannot tell a wrong residual from a right one: nothing else would find it.
         if metadata.pop("seal") != _seal(metadata, owed):
