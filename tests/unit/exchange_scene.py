@@ -83,7 +83,7 @@ def outer_of(
     return Outer(
         layout=layout,
         parameters=np.zeros(layout.num_elements, dtype=np.float32),
-        published=np.zeros(layout.num_elements, dtype=np.float32),
+        published=np.zeros(layout.largest_fragment, dtype=np.float32),
         optimizer=Sgd(learning_rate=1.0),
         uplink=codec_named(codec),
         downlink=codec_named(codec),
