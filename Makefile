@@ -9,7 +9,7 @@ RUN := $(VENV)/.made-from-pyproject-and-constraints
 DEV := $(VENV)/.with-development-tools
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test nightly mutants lint style types kernels generate tree clean
+.PHONY: help demo test nightly mutants lint style types kernels generate tree counts clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ generate: $(DEV)  ## Write protocol/v1 anew from proto/
 
 tree:  ## Print what each file is for
 	@$(PYTHON) tools/tree.py
+
+counts: $(DEV)  ## Count files, lines, and files that a round and a push enter
+	$(BIN)/python tools/counts.py
 
 clean:  ## Remove .venv and caches; demo folders stay
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist

@@ -13,19 +13,16 @@ thread the time is the thread's own on the processor, so that other work on the 
 with more it is the clock's. `--output` appends one line of JSON for each setting.
 """
 
-import argparse
-import json
-import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.codec import Spread
+from benchmarks.codec.command import Spread
+from benchmarks.measurement import Rows, add_results, machine, parser_of
 from node.exchange.codecs.tiles import Tiles
 from node.exchange.outer import Outer
 from node.exchange.reduction import Reduction
@@ -265,7 +262,7 @@ def report(found: list[Stages], setting: dict[str, object]) -> dict[str, object]
 
 def main() -> None:
     """Measures every setting, prints a table of each and writes the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--values", type=int, nargs="+", default=[8 << 20, 32 << 20])
     parser.add_argument("--nodes", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--fragments", type=int, default=1)
@@ -273,8 +270,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--label", default="")
-    parser.add_argument("--output", type=Path)
+    add_results(parser)
     asked = parser.parse_args()
+    results = Rows(asked.results, about=machine(), is_printed=False)
     for values in asked.values:
         for nodes in asked.nodes:
             rounds = RoundsOfOneNode(
@@ -289,7 +287,6 @@ def main() -> None:
                 found,
                 {
                     "label": asked.label,
-                    "machine": f"{platform.machine()}, {platform.processor() or 'unknown'}",
                     "codec": rounds.outer.uplink.name,
                     "values": values,
                     "nodes": nodes,
@@ -298,9 +295,7 @@ def main() -> None:
                     "repeats": asked.repeats,
                 },
             )
-            if asked.output is not None:
-                with asked.output.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
+            results.add(line)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ JSON: what preparing took with the peak of anonymous memory over all its process
 in it), and what a node takes to open the result and to read random batches of it.
 """
 
-import argparse
 import json
 import os
 import resource
@@ -23,7 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.processes import MARK, Family, atoll_command, atoll_environment
+from benchmarks.measurement import parser_of
+from lab.processes.family import MARK, Family, atoll_command, atoll_environment
 from node.island.data.manifest import read_manifest
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
@@ -151,7 +151,7 @@ def read_measured(out: Path) -> Iterator[tuple[str, object]]:
 
 def main() -> None:
     """Runs it and prints what came of it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_of(__doc__)
     parser.add_argument("--gigabytes", type=float, default=0.2, help="of text, before tokens")
     parser.add_argument("--folder", type=Path, help="where to work; default: a temporary folder")
     parser.add_argument("--texts", nargs="+", default=TEXTS, help="globs of files to repeat")

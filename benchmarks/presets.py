@@ -4,7 +4,6 @@ python -m benchmarks.presets            # the tables of docs/performance.md
 python -m benchmarks.presets --check    # predicted rounds beside simulated ones, in virtual time
 """
 
-import argparse
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,8 +11,7 @@ from typing import get_args
 
 import structlog
 
-from benchmarks.queued_network import QueuedNetwork
-from benchmarks.simulation import Life, simulate
+from benchmarks.measurement import parser_of
 from coordinator.presets.choosing import Plan, chosen
 from coordinator.presets.cost import (
     INSTANT_HOST,
@@ -25,6 +23,8 @@ from coordinator.presets.cost import (
 )
 from coordinator.presets.link_shares import CUBIC, CongestionControl
 from coordinator.presets.model_sizes import NAMED_MODELS
+from lab.simulation.queued_network import QueuedNetwork
+from lab.simulation.swarm import Life, simulate
 from protocol.run_spec import RunSpec, validated
 
 MODELS = ("0.2m", "125m", "1b", "7b")
@@ -193,7 +193,7 @@ def _print_checks() -> None:
 
 def main() -> None:
     """Prints what was asked for."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--check", action="store_true")
     asked = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))

@@ -9,8 +9,6 @@ when they return. Rounds count from the fourth snapshot on: the first three make
 longer than to write over them, as later ones are.
 """
 
-import argparse
-import json
 import shutil
 import tempfile
 import time
@@ -18,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.measurement import Rows, add_results, machine, parser_of
 from benchmarks.outer_arithmetic import RoundsOfOneNode, Stages
 from node.exchange.codecs.tiles import Tiles
 from node.exchange.held_results import HeldResults
@@ -83,14 +82,15 @@ def measured(
 
 def main() -> None:
     """Prints a row for each size and way, and writes the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--values", type=int, nargs="+", default=[4_900_000, 64_000_000])
     parser.add_argument("--round-seconds", type=float, nargs="+", default=[0.6, 6.0])
     parser.add_argument("--rounds", type=int, default=32)
     parser.add_argument("--codec", default="ec2")
     parser.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure")
-    parser.add_argument("--output", type=Path)
+    add_results(parser)
     asked = parser.parse_args()
+    results = Rows(asked.results, about=machine(), is_printed=False)
     print("values | seconds a round | saved | MB a round | s a round | s of processor | longest s")
     for values, round_seconds in zip(asked.values, asked.round_seconds, strict=True):
         folder = Path(tempfile.mkdtemp(prefix="saving-", dir=asked.folder))
@@ -105,7 +105,7 @@ def main() -> None:
         finally:
             shutil.rmtree(folder)
         for way, cost in costs.items():
-            line = {
+            row = {
                 "values": values,
                 "round_seconds": round_seconds,
                 "codec": asked.codec,
@@ -122,9 +122,7 @@ def main() -> None:
                 f"{cost.longest:.3f}",
                 flush=True,
             )
-            if asked.output is not None:
-                with asked.output.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(line) + "\n")
+            results.add(row)
 
 
 if __name__ == "__main__":

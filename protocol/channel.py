@@ -39,7 +39,7 @@ over 200 heartbeats 0.1 s apart and a stream of 200 messages 0.1 s apart. Their 
 interface's own counter in /proc/net/dev says. Back to back, when acknowledgements ride on data, a
 call costs 133 and 139; IPv6 adds 20 for each segment. Not counted: connections that came to no
 answer, and keepalive pings, which only a connection idle for 20 s needs. How it adds up over a
-whole run: benchmarks/wire.py.
+whole run: benchmarks/wire.
 """
 
 ANSWER_RECEIVED_BYTES = 165

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from benchmarks.run_files import TINY_MODEL, toml_of
+from lab.run_files import TINY_MODEL, toml_of
 from protocol.models import DecoderModel
 from protocol.run_spec import ExchangeSection, RunSection, RunSpec, validated
 

@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("protocol", "coordinator", "node", "benchmarks", "tools", "tests")
+ROOMS = ("protocol", "coordinator", "node", "lab", "benchmarks", "tools", "tests")
 GENERATED = {"__pycache__", "v1"}
 COLUMN = 40
 

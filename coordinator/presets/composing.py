@@ -56,7 +56,7 @@ ADAPTERS_TIMES = 10
 not measured here."""
 
 MUON_RATE = 2.4e-2
-"""The best of five for the demo's model, eight times AdamW's (benchmarks.inner_optimizers)."""
+"""The best of five for the demo's model, eight times AdamW's (benchmarks.learning.inner_optimizers)."""
 
 HEADER = """\
 # The run: what is trained, on what, how, and by which rules. Written by 'atoll init' for what was named

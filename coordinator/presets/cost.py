@@ -43,7 +43,7 @@ FP32_BYTES = 4
 PEER_ROUND_TRIPS = 1
 """Half of it until the first contribution is there, half until the last result is: what else is said travels
 beside bodies. If there were two, some exchanges would have got more than their link
-(benchmarks/exchange_shares.py)."""
+(benchmarks/exchange/shares.py)."""
 
 COORDINATOR_ROUND_TRIPS = 2
 """One from the last report to the commit, one from the report that it is applied to the next plan."""

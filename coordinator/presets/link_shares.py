@@ -6,7 +6,7 @@ link is full. That costs as many round trips however many bytes follow, and the 
 the longer the link is. bbr goes on at the rate that it has seen, and cubic does where hosts keep its windows
 over pauses (net.ipv4.tcp_slow_start_after_idle = 0).
 
-The share was measured (benchmarks/exchange_shares.py): two nodes, 100 and 10 Mbit/s, 50 ms. Slow start is
+The share was measured (benchmarks/exchange/shares.py): two nodes, 100 and 10 Mbit/s, 50 ms. Slow start is
 arithmetic; kept windows saved as much of it as it says, to a round trip, at 100 Mbit/s and 50 ms.
 """
 

@@ -28,7 +28,7 @@ def _norm(values: Vector, less: Vector | None = None) -> float:
 MOST_OWED = 2.0
 """So many rounds' pseudo-gradients may be owed, by their norm, beside those of the round itself.
 
-One node of three came too late for 8 and for 30 rounds (benchmarks/late_node.py): with all of it owed the
+One node of three came late for 8 and for 30 rounds (benchmarks.learning.late_node): with all of it owed the
 held-out loss jumped by 0.08 and 0.4 when it landed, with 3 by 0.03, with 2 not at all. Two keeps whole what
 two rounds in a row missed."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.processes import SOURCES, atoll_environment
+from lab.processes.family import SOURCES, atoll_environment
 
 PATIENCE_SECONDS = 900
 """It takes a tenth of that on two cores with nothing else to do."""

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from benchmarks.simulated_coordinator import Outage
-from benchmarks.simulation import Life, SimulatedNode, SimulatedRun, simulate
+from lab.simulation.coordinator import Outage
+from lab.simulation.swarm import Life, SimulatedNode, SimulatedRun, simulate
 from node.exchange.transport.memory import MemoryNetwork
 from node.island.data.corpus import Corpus
 from tests.chaos.test_restored_copies import (

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from benchmarks.simulation import Life, SimulatedNode, simulate
+from lab.simulation.swarm import Life, SimulatedNode, simulate
 from node.exchange.transport.memory import MemoryNetwork
 from node.island.data.corpus import Corpus, read_corpus
 from tests.tiny_runs import tiny

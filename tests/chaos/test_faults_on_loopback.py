@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults import Faults
-from benchmarks.invariants import broken, gather
-from benchmarks.real_swarm import Member, RealSwarm
+from lab.processes.faults import Faults
+from lab.processes.invariants import broken, gather
+from lab.processes.swarm import Member, RealSwarm
 from tests.tiny_runs import tiny_text
 
 

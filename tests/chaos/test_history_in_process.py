@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.simulated_coordinator import Outage
-from benchmarks.simulation import Life, SimulatedNode, SimulatedRun, simulate
 from coordinator.swarm.ledger import num_samples_of
+from lab.simulation.coordinator import Outage
+from lab.simulation.swarm import Life, SimulatedNode, SimulatedRun, simulate
 from node.exchange.transport.memory import MemoryNetwork
 from node.island.data.corpus import Corpus, read_corpus
 from node.machine import disk

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from benchmarks.simulation import Life, Script, SimulatedNode, SimulatedRun, simulate
+from lab.simulation.swarm import Life, Script, SimulatedNode, SimulatedRun, simulate
 from node.exchange import held_results
 from node.exchange.fetching import MOST_AT_ONCE
 from node.exchange.state import manifest as manifest_file

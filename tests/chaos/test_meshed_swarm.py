@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.simulation import Life, SimulatedRun, simulate
+from lab.simulation.swarm import Life, SimulatedRun, simulate
 from node.exchange.outer import Outer
 from node.island.data.corpus import read_corpus
 from node.island.parallel.mesh_shape import MeshShape

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.overlap import run_with
-from benchmarks.simulation import Life, SimulatedRun, simulate
+from benchmarks.learning.overlap import run_with
 from coordinator.swarm.ledger import num_samples_of
+from lab.simulation.swarm import Life, SimulatedRun, simulate
 from node.island.data.corpus import Corpus, read_corpus
 from protocol.run_spec import RunSpec
 from tests.tiny_runs import tiny

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from benchmarks.simulated_coordinator import Outage
-from benchmarks.simulation import Life, SimulatedNode, SimulatedRun, simulate
 from coordinator.swarm.ledger import num_samples_of
+from lab.simulation.coordinator import Outage
+from lab.simulation.swarm import Life, SimulatedNode, SimulatedRun, simulate
 from node.exchange.transport.memory import MemoryNetwork
 from node.island.data.corpus import Corpus, read_corpus
 from tests.tiny_runs import tiny

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.invariants import broken, gather
-from benchmarks.real_swarm import Member, RealSwarm
+from lab.processes.invariants import broken, gather
+from lab.processes.swarm import Member, RealSwarm
 from tests.tiny_runs import tiny_text
 
 PATIENCE_SECONDS = 300

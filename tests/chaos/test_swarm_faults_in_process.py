@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from benchmarks.simulation import Life, Script, SimulatedNode, SimulatedRun, simulate
 from coordinator.swarm.ledger import num_samples_of
+from lab.simulation.swarm import Life, Script, SimulatedNode, SimulatedRun, simulate
 from node.exchange import held_results
 from node.exchange.transport.memory import MemoryNetwork
 from node.island.data.corpus import Corpus, read_corpus

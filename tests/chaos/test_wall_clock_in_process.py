@@ -9,12 +9,12 @@ from itertools import cycle
 
 import pytest
 
-from benchmarks.simulation import Life, SimulatedRun, simulate
+from lab.simulation.swarm import Life, SimulatedRun, simulate
 from node.island.data.corpus import Corpus, read_corpus
 from tests.tiny_runs import tiny
 
 HOUR = 3600.0
-ROOMS = ("node", "protocol", "coordinator", "benchmarks")
+ROOMS = ("node", "protocol", "coordinator", "lab", "benchmarks")
 REAL = (time.time, time.time_ns, datetime.datetime)
 
 

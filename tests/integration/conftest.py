@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator
 import pytest
 from tls_coordinator import Coordinator
 
-from benchmarks.network_lab import LabUnavailableError, NetworkLab
-from benchmarks.network_links import Link
+from lab.network.lab import LabUnavailableError, NetworkLab
+from lab.network.links import Link
 
 
 @pytest.fixture

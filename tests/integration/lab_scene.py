@@ -6,7 +6,7 @@ from contextlib import ExitStack, suppress
 
 from typed_commands import until
 
-from benchmarks.network_lab import NetworkLab
+from lab.network.lab import NetworkLab
 
 SECONDS = 60.0  # for what takes far less on an idle machine
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from typed_commands import ROOT, Running, Swarm, until
 
-from benchmarks.processes import atoll_environment
+from lab.processes.family import atoll_environment
 from node.newest import newest_model
 from protocol.v1 import status_pb2
 from tests.tiny_runs import tiny_text

@@ -8,7 +8,7 @@ import pytest
 from own_loops_scene import Loop
 from typed_commands import ROOT, Swarm
 
-from benchmarks.run_files import toml_of
+from lab.run_files import toml_of
 from node.models.reading import FIRST_WEIGHTS
 from node.newest import newest_model
 from tests.transformers_configs import CONFIGS

@@ -13,7 +13,7 @@ import pytest
 from conveyor_scene import BODY, PART, SENDER, Wire, offered
 from transport_peers import make_payload
 
-from benchmarks.virtual_time import run_in_virtual_time
+from lab.simulation.virtual_time import run_in_virtual_time
 from node.exchange.transport import conveyor as conveying
 from node.exchange.transport.conveyor import MOST_BODIES, WORTH_KEEPING, Conveyor
 from node.exchange.transport.frames import TransferStream

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from benchmarks.coordinator import measured, table
+from benchmarks.coordinator.command import measured, table
 
 
 async def test_a_few_simulated_nodes_go_through_their_rounds(tmp_path: Path) -> None:

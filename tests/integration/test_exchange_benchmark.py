@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks.exchange import measure
-from benchmarks.exchange_case import Case, codecs_named
+from benchmarks.exchange.case import Case, codecs_named
+from benchmarks.exchange.command import measure
 
 pytestmark = pytest.mark.usefixtures("may_make_network_labs")
 

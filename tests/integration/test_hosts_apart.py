@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typed_commands import Running, atoll, done, until
 
-from benchmarks.network_lab import NetworkLab
-from benchmarks.network_links import Link
+from lab.network.lab import NetworkLab
+from lab.network.links import Link
 from tests.tiny_runs import tiny_text
 
 pytestmark = pytest.mark.usefixtures("may_make_network_labs")

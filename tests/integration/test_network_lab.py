@@ -14,9 +14,9 @@ import pytest
 from lab_scene import SECONDS, Post, begin_to_dial, is_refused, listen, talk
 from typed_commands import ROOT, until
 
-from benchmarks import network_lab
-from benchmarks.network_lab import LabBrokenError, LabUnavailableError, NetworkLab
-from benchmarks.network_links import Link
+from lab.network import lab as network_lab
+from lab.network.lab import LabBrokenError, LabUnavailableError, NetworkLab
+from lab.network.links import Link
 from protocol.errors import UsageError
 
 NAMED_NAMESPACES = Path("/var/run/netns")
@@ -238,8 +238,8 @@ def test_nothing_is_left_of_a_lab(start_lab: StartLab) -> None:
 
 _DIES = """
 import os, subprocess, sys, time
-from benchmarks.network_lab import NetworkLab
-from benchmarks.network_links import Link
+from lab.network.lab import NetworkLab
+from lab.network.links import Link
 with NetworkLab({"one": Link(), "other": Link()}) as lab:
     stays = lab.popen("one", ["sleep", "1000"])
     lab.popen("other", ["setsid", "--fork", "sleep", "1000"]).wait()
@@ -311,8 +311,8 @@ def test_the_end_of_a_lab_gives_back_the_shared_memory_of_its_processes(
 
 
 _LOOKS_IN = """
-from benchmarks.network_lab import NetworkLab
-from benchmarks.network_links import Link
+from lab.network.lab import NetworkLab
+from lab.network.links import Link
 lab = NetworkLab({"one": Link()}).__enter__()
 stays = lab.popen("one", ["sleep", "1000"])
 with lab.inside("one"):  # as its main thread is, so is the process, for who looks for processes

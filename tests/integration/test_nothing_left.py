@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from typed_commands import PATIENCE_SECONDS, ROOT, until
 
-from benchmarks.processes import MARK, Family
+from lab.processes.family import MARK, Family
 
 # Started by a thread that ends at once, in a session of its own, as real benchmarks start nodes; and
 # with a child that its parent has forgotten, in another session, as p2pd is.
 _BENCHMARK = """
 import signal, subprocess, sys, tempfile, threading, time
-from benchmarks.ending import nothing_left
+from lab.processes.ending import nothing_left
 
 HOLDS_MEMORY = '''
 import subprocess, time
@@ -48,7 +48,7 @@ _POOL = """
 import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from benchmarks.ending import nothing_left
+from lab.processes.ending import nothing_left
 
 with nothing_left(), ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
     assert pool.submit(int, "7").result() == 7

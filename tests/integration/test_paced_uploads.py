@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from transport_peers import Peer, introduce, make_payload, want
 
-from benchmarks.paced_uploads import PACED_SHARE, UPLINK_MBIT
+from benchmarks.wire.paced_uploads import PACED_SHARE, UPLINK_MBIT
 from node.exchange.transport.frames import Limits
 from node.exchange.transport.libp2p import Libp2pTransport
 from protocol.trust.identity import Identity
@@ -92,7 +92,7 @@ async def test_slow_uploads_in_both_ways_never_look_like_a_trickle_to_the_receiv
 
 @pytest.mark.usefixtures("may_make_network_labs")
 def test_beside_a_paced_upload_every_heartbeat_gets_through_a_slow_uplink() -> None:
-    command = [sys.executable, "-m", "benchmarks.paced_uploads", "--bytes", "3000000"]
+    command = [sys.executable, "-m", "benchmarks.wire.paced_uploads", "--bytes", "3000000"]
     ran = subprocess.run(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200
     )

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from typed_commands import Running, Swarm, atoll, done
 
-from benchmarks.network_lab import NetworkLab
-from benchmarks.network_links import Link
+from lab.network.lab import NetworkLab
+from lab.network.links import Link
 from node.newest import newest_model
 from tests.tiny_runs import tiny_text
 

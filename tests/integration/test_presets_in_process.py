@@ -6,8 +6,8 @@ import pytest
 from coordinator_scene import LOCAL, serving
 
 from benchmarks.presets import checked, checks
-from benchmarks.simulation import Life, simulate
 from coordinator.config import Home, create_home, settle_preset
+from lab.simulation.swarm import Life, simulate
 from protocol import cli
 from protocol.errors import ConfigError
 from protocol.run_spec import RunSpec, load_run_file

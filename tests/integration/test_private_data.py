@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from google.protobuf.message import Message
 
-from benchmarks import simulated_coordinator
-from benchmarks.simulation import Life, SimulatedRun, simulate
+from lab.simulation import coordinator as simulated_coordinator
+from lab.simulation.swarm import Life, SimulatedRun, simulate
 from node.exchange.reduction import Reduction
 from node.island.data.dataset import Dataset
 from node.island.data.manifest import read_manifest

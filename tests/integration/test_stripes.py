@@ -8,7 +8,7 @@ import pytest
 from conveyor_scene import BODY, PART, SENDER, Wire, offered, part_of
 from transport_peers import make_payload
 
-from benchmarks.virtual_time import run_in_virtual_time
+from lab.simulation.virtual_time import run_in_virtual_time
 from node.exchange.transport import early
 from node.exchange.transport import inbound as receiving
 from node.exchange.transport.conveyor import UNUSED_SECONDS

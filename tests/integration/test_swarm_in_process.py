@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.simulation import Life, SimulatedRun, simulate
+from lab.simulation.swarm import Life, SimulatedRun, simulate
 from node.island.data.corpus import Corpus, read_corpus
 from node.island.island import InnerReport, InnerWork
 from node.island.training.local_training import LocalTraining, Precision

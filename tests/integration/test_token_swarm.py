@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from typed_commands import Swarm, atoll, done
 
-from benchmarks.simulation import Life, simulate
+from lab.simulation.swarm import Life, simulate
 from node.config import SETTINGS_FILE
 from node.island.data.dataset import Dataset
 from node.island.data.manifest import read_manifest

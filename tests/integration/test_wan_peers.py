@@ -1,4 +1,4 @@
-"""A peer of benchmarks/wan.py over loopback: real processes that exchange for real."""
+"""A peer of benchmarks/wan over loopback: real processes that exchange for real."""
 
 import json
 import os
@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.processes import SOURCES
-from benchmarks.run_files import TINY_MODEL
-from benchmarks.wan_peers.order import Order
+from benchmarks.wan.peers.order import Order
+from lab.processes.family import SOURCES
+from lab.run_files import TINY_MODEL
 from node.island.models.first_weights import initial_parameters
 from protocol.run_spec import RunSpec
 
@@ -91,7 +91,7 @@ def exchanges_of(order: Order) -> dict[int, str]:
 
 @pytest.mark.parametrize(
     "started",
-    ["benchmarks.wan_peers.ddp", "benchmarks.wan_peers.gloo_diloco"],
+    ["benchmarks.wan.peers.ddp", "benchmarks.wan.peers.gloo_diloco"],
     indirect=True,
 )
 def test_peers_that_exchange_train_and_stay_equal(

@@ -1,4 +1,4 @@
-"""What nodes count against what the network carried: the shortest form of benchmarks/wire.py."""
+"""What nodes count against what the network carried: the shortest form of benchmarks/wire."""
 
 import json
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.wire import TOLERANCE
+from benchmarks.wire.command import TOLERANCE
 
 ROOT = Path(__file__).parent.parent.parent
 NUM_NODES = 2
@@ -26,7 +26,15 @@ def may_make_namespaces() -> None:
 
 @pytest.mark.usefixtures("may_make_namespaces")
 def test_the_bytes_that_nodes_count_are_those_that_the_network_carried() -> None:
-    command = [sys.executable, "-m", "benchmarks.wire", "--rounds", "2", "--nodes", str(NUM_NODES)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.wire",
+        "--rounds",
+        "2",
+        "--nodes",
+        str(NUM_NODES),
+    ]
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as benchmark:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from small_machine import SmallDisk
 
-from benchmarks.processes import (
+from lab.processes.family import (
     MARK,
     SOURCES,
     Family,

@@ -16,7 +16,7 @@ import pytest
 import torch
 from rank_scene import with_texts
 
-from benchmarks.lone_work import lone_work, unseen
+from lab.simulation.lone_work import lone_work, unseen
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
 from node.island.models.decoder_modules import Attention

@@ -9,16 +9,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.convergence import digest_of
-from benchmarks.convergence_claims import CLAIMS
-from benchmarks.convergence_long import FRAGMENTS_STEPS, FRONTIER_STEPS, LONG_STEPS
-from benchmarks.convergence_parts import PARTS
-from benchmarks.convergence_report import Difference, Losses, frontier, verdict
-from benchmarks.convergence_settings import INNER_STEPS
-from benchmarks.local_swarm import Setting, parts_of, swarm_at_end
-from benchmarks.overlap import run_with
-from benchmarks.processes import SOURCES, atoll_environment
-from benchmarks.simulation import Life, simulate
+from benchmarks.convergence.claims import CLAIMS
+from benchmarks.convergence.command import digest_of
+from benchmarks.convergence.long import FRAGMENTS_STEPS, FRONTIER_STEPS, LONG_STEPS
+from benchmarks.convergence.parts import PARTS
+from benchmarks.convergence.report import Difference, Losses, frontier, verdict
+from benchmarks.convergence.settings import INNER_STEPS
+from benchmarks.learning.overlap import run_with
+from lab.processes.family import SOURCES, atoll_environment
+from lab.simulation.plain_calls import Setting, parts_of, swarm_at_end
+from lab.simulation.swarm import Life, simulate
 from node.island.data.corpus import Corpus, read_corpus
 from node.island.models.first_weights import initial_parameters
 from protocol.run_spec import validated

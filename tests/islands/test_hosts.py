@@ -18,7 +18,7 @@ from rank_scene import initial_vectors, with_texts
 from structlog.testing import capture_logs
 from test_ranks import ENDLESS, ignore, small_spec, trained_inline, work_of
 
-from benchmarks.processes import MARK, Family, atoll_command, atoll_environment
+from lab.processes.family import MARK, Family, atoll_command, atoll_environment
 from node.hosts.desk import HostDesk
 from node.hosts.following import follow
 from node.hosts.leading import HostsIsland

@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks.island_loops import Kind
-from benchmarks.island_speed import compare, copy_speeds
+from benchmarks.island.loops import Kind
+from benchmarks.island.speed import compare, copy_speeds
 from node.island.parallel.mesh_shape import MeshShape
 from node.island.ranks.forkserver import prepare_forkserver
 from node.island.training.local_training import PLAIN

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.island_memory import memory_of
+from benchmarks.island.memory import memory_of
 from node.island.parallel.auto_mesh import ESTIMATE_FACTOR
 from node.island.parallel.mesh_shape import MeshShape
 from node.island.ranks.forkserver import prepare_forkserver

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.virtual_time import run_in_virtual_time
+from lab.simulation.virtual_time import run_in_virtual_time
 from node.exchange.state import manifest as manifest_file
 from node.exchange.state.download import DISTRUST_SECONDS
 from node.exchange.state.manifest import Manifest

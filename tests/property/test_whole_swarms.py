@@ -12,8 +12,8 @@ from effort import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.simulation import Life, SimulatedNode, simulate
 from coordinator.swarm.ledger import num_samples_of
+from lab.simulation.swarm import Life, SimulatedNode, simulate
 from node.exchange.transport.memory import MemoryNetwork
 from node.island.data.corpus import Corpus, read_corpus
 from protocol.rounds import NodeId

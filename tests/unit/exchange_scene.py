@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.virtual_time import run_in_virtual_time
+from lab.simulation.virtual_time import run_in_virtual_time
 from node.exchange.codecs.registry import codec_named
 from node.exchange.exchange import Exchange
 from node.exchange.outer import Outer

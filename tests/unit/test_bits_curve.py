@@ -6,9 +6,9 @@ from typing import Any, get_args
 
 import pytest
 
-from benchmarks.convergence import digest_of, run_all
-from benchmarks.convergence_bits import NOTHING_LOST, SERIES, costs_of, drawn, table
-from benchmarks.convergence_parts import PARTS, codecs_part
+from benchmarks.convergence.bits import NOTHING_LOST, SERIES, costs_of, drawn, table
+from benchmarks.convergence.command import digest_of, run_all
+from benchmarks.convergence.parts import PARTS, codecs_part
 from protocol.run_spec import CodecName
 
 

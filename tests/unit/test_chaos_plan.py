@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.chaos_plan import (
+from benchmarks.chaos.plan import (
     COORDINATOR_PHASES,
     KINDS,
     NODE_PHASES,

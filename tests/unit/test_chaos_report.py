@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.chaos_report import Kill, began, in_words, recovered_at
-from benchmarks.invariants import Evidence
+from benchmarks.chaos.report import Kill, began, in_words, recovered_at
+from lab.processes.invariants import Evidence
 
 
 def phase(phase: str, round: int, at: float) -> dict[str, Any]:

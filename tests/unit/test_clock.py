@@ -4,13 +4,13 @@ import asyncio
 
 import pytest
 
-from benchmarks.virtual_time import run_in_virtual_time
 from coordinator.clock import LONGEST_GAP_SECONDS, TICK_SECONDS, LoopClock, seconds_since_boot
 from coordinator.driver import UNNOTICED_SECONDS, Driver
 from coordinator.store import Store
 from coordinator.swarm.events import HeartbeatSeen
 from coordinator.swarm.state import MemberState
 from coordinator.swarm.transition import initial_state
+from lab.simulation.virtual_time import run_in_virtual_time
 from protocol.channel import RETRY_CAP_SECONDS
 from tests.unit.test_driver import RULES, RUN, START, A, B, attach
 

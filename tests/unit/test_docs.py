@@ -22,7 +22,7 @@ PAGE_IDS = [page.name for page in PAGES]
 
 ROOMS = (
     *("atoll", "protocol", "coordinator", "node", "proto"),
-    *("benchmarks", "examples", "tools", "tests", "docs"),
+    *("lab", "benchmarks", "examples", "tools", "tests", "docs"),
 )
 BLOCK_INDENT = 4
 
@@ -127,7 +127,9 @@ def test_every_file_that_a_page_names_is_there(page: Path) -> None:
     for name in re.findall(rf"`((?:{'|'.join(ROOMS)})/[\w./*-]+)`", text):
         assert any(ROOT.glob(name.rstrip("/"))), f"{page.name} names {name}"
     for module in re.findall(r"python -m ([\w.]+)", page.read_text()):
-        assert (ROOT / f"{module.replace('.', '/')}.py").is_file(), f"{page.name} runs {module}"
+        place = ROOT / module.replace(".", "/")
+        runs = (place.with_suffix(".py"), place / "__main__.py")
+        assert any(file.is_file() for file in runs), f"{page.name} runs {module}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)

@@ -1,4 +1,4 @@
-"""What benchmarks/exchange.py measures, and what it makes of it; the measuring itself needs root."""
+"""What benchmarks/exchange measures, and what it makes of it; the measuring itself needs root."""
 
 import os
 import subprocess
@@ -9,12 +9,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.exchange import chosen_cases, parser
-from benchmarks.exchange_case import Case, codecs_named, count_of
-from benchmarks.exchange_report import COLUMNS, as_markdown, cells_of, drawn, newest
-from benchmarks.processor_time import processor_time, ticks_of_machine, ticks_of_tree
-from benchmarks.slow_motion import stretch_waits
+from benchmarks.exchange.case import Case, codecs_named, count_of
+from benchmarks.exchange.command import chosen_cases, parser
+from benchmarks.exchange.report import COLUMNS, as_markdown, cells_of, drawn, newest
+from benchmarks.exchange.slow_motion import stretch_waits
 from coordinator.config import rules_of
+from lab.processes.processor_time import processor_time, ticks_of_machine, ticks_of_tree
 from node.exchange.transport import frames
 from node.exchange.transport.frames import Limits
 from protocol.errors import UsageError
@@ -120,7 +120,7 @@ def test_an_exchange_has_waits_that_slow_motion_stretches() -> None:
     """In a process of its own: they stay stretched."""
     script = (
         "import node.exchange.exchange as e\n"
-        "from benchmarks.slow_motion import stretch_waits\n"
+        "from benchmarks.exchange.slow_motion import stretch_waits\n"
         "print(*stretch_waits(1.0))"
     )
     told = subprocess.run(

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults import STRIKE_AGAIN_SECONDS, Faults
-from benchmarks.followed_logs import FollowedLogs
+from lab.processes.faults import STRIKE_AGAIN_SECONDS, Faults
+from lab.processes.logs import FollowedLogs
 
 
 class Paper:

@@ -6,15 +6,14 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.convergence import read_results
-from benchmarks.convergence_bits import costs_of
-from benchmarks.convergence_bits import drawn as drawn_bits
-from benchmarks.convergence_report import frontier, frontier_drawn
-from benchmarks.exchange import read_rows
-from benchmarks.exchange_report import drawn as drawn_exchange
+from benchmarks.convergence.bits import costs_of
+from benchmarks.convergence.bits import drawn as drawn_bits
+from benchmarks.convergence.report import frontier, frontier_drawn
+from benchmarks.exchange.report import drawn as drawn_exchange
 from benchmarks.figures import Point, Stack, nice_ceiling, scattered, stacked_bars
-from benchmarks.island_memory import drawn as drawn_memory
-from benchmarks.island_memory import rows_of
+from benchmarks.island.memory import drawn as drawn_memory
+from benchmarks.island.memory import rows_of
+from benchmarks.measurement import read_rows
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -64,7 +63,7 @@ def test_a_scale_ends_with_a_round_number_above_the_highest_bar(
 
 
 def test_the_figure_in_the_docs_is_drawn_from_the_results_beside_it() -> None:
-    """Run 'python -m benchmarks.island_memory RESULTS FIGURE' after either has changed."""
+    """Run 'python -m benchmarks.island.memory RESULTS FIGURE' after either has changed."""
     rows = rows_of(DOCS / "results" / "island-memory.jsonl")
     assert len(rows) == 12
     assert (DOCS / "figures" / "island-memory.svg").read_text() == drawn_memory(rows)
@@ -72,13 +71,13 @@ def test_the_figure_in_the_docs_is_drawn_from_the_results_beside_it() -> None:
 
 def test_the_frontier_in_the_docs_is_drawn_from_the_results_beside_it() -> None:
     """Run 'python -m benchmarks.convergence --report --figure FIGURE' after either has changed."""
-    points = frontier(read_results(DOCS / "results" / "convergence.jsonl"))
+    points = frontier(read_rows(DOCS / "results" / "convergence.jsonl"))
     assert (DOCS / "figures" / "frontier.svg").read_text() == frontier_drawn(points)
 
 
 def test_the_curve_of_codecs_in_the_docs_is_drawn_from_the_results_beside_it() -> None:
     """Run 'python -m benchmarks.convergence --report --bits-figure FIGURE' after either has changed."""
-    costs = costs_of(read_results(DOCS / "results" / "convergence.jsonl"))
+    costs = costs_of(read_rows(DOCS / "results" / "convergence.jsonl"))
     assert (DOCS / "figures" / "codec-bits.svg").read_text() == drawn_bits(costs)
 
 
@@ -94,7 +93,7 @@ def test_exchanges_in_the_docs_are_drawn_from_the_results_beside_them(
     figure: str, results: tuple[str, ...]
 ) -> None:
     """Run 'python -m benchmarks.exchange --report RESULTS … --figure FIGURE' after either has changed."""
-    rows = read_rows([DOCS / "results" / f"{name}.jsonl" for name in results])
+    rows = read_rows(*(DOCS / "results" / f"{name}.jsonl" for name in results))
     assert (DOCS / "figures" / f"{figure}.svg").read_text() == drawn_exchange(rows)
 
 

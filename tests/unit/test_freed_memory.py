@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from benchmarks.processes import SOURCES
+from lab.processes.family import SOURCES
 
 FAULTS_OF_TAKING_MEMORY_AGAIN = """
 import resource, sys

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.invariants import Evidence, Places, Samples, broken, samples_of
+from lab.processes.invariants import Evidence, Places, Samples, broken, samples_of
 
 CONTEXT = 8
 DIGESTS = {1: "aa" * 32, 2: "bb" * 32}

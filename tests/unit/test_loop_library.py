@@ -11,7 +11,7 @@ import torch
 import atoll
 from atoll.child import ChildNode
 from atoll.connection import find_folder
-from benchmarks.processes import SOURCES
+from lab.processes.family import SOURCES
 from protocol.files.folder_lock import FolderLock
 from protocol.trust.credentials import LINK_FILE, find_home
 
@@ -34,7 +34,17 @@ except ModuleNotFoundError as error:
 """
 
 _OURS_AND_THEIRS = {
-    *("node", "protocol", "coordinator", "benchmarks", "pydantic", "grpc", "hivemind", "structlog"),
+    *(
+        "node",
+        "protocol",
+        "coordinator",
+        "lab",
+        "benchmarks",
+        "pydantic",
+        "grpc",
+        "hivemind",
+        "structlog",
+    ),
     *("click", "rich", "blake3", "platformdirs", "google", "numba", "cryptography", "transformers"),
 }
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.network_links import (
+from lab.network.links import (
     Link,
     Network,
     Packet,

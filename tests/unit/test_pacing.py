@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.virtual_time import run_in_virtual_time
+from lab.simulation.virtual_time import run_in_virtual_time
 from node.exchange.transport.rates.link_rates import LEAST_BYTES, LEAST_MEASUREMENTS, LinkMeter
 from node.exchange.transport.rates.pacing import (
     BURST_SECONDS,

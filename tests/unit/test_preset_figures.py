@@ -9,8 +9,8 @@ from typing import Any, get_args
 
 import pytest
 
-from benchmarks.convergence_long import FRAGMENTS_STEPS
-from benchmarks.exchange_shares import (
+from benchmarks.convergence.long import FRAGMENTS_STEPS
+from benchmarks.exchange.shares import (
     Exchange,
     exchanges,
     measured_share,
@@ -52,7 +52,7 @@ def rows(name: str) -> list[dict[str, Any]]:
 
 
 def test_the_share_of_a_full_link_is_what_exchanges_got() -> None:
-    """Run 'python -m benchmarks.exchange_shares' after rows have been added: it prints what belongs there."""
+    """Run 'python -m benchmarks.exchange.shares' after rows have been added: it prints what belongs there."""
     found = exchanges()
     assert measured_share(found) == pytest.approx(MEASURED_SHARE, abs=0.006)
     shares = {

@@ -6,10 +6,10 @@ from typing import Any
 
 from structlog.testing import capture_logs
 
-from benchmarks.simulated_coordinator import DeskStub, SimulatedCoordinator
-from benchmarks.simulation import identity_of
 from coordinator.services.session import SessionDesk
 from coordinator.services.status import StatusDesk
+from lab.simulation.coordinator import DeskStub, SimulatedCoordinator
+from lab.simulation.swarm import identity_of
 from node.link.calls import Announcement, Attachment, CoordinatorLink, Vitals
 from node.link.session import Session
 from protocol.channel import RETRY_CAP_SECONDS

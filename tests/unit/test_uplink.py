@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from benchmarks.virtual_time import run_in_virtual_time
+from lab.simulation.virtual_time import run_in_virtual_time
 from node.exchange.transport.rates.pacing import Pacer
 from node.exchange.transport.rates.uplink import (
     EPOCH_SECONDS,

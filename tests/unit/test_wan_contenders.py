@@ -1,4 +1,4 @@
-"""The contenders of benchmarks/wan.py: their settings hold, and one that is missing says so."""
+"""The contenders of benchmarks/wan: their settings hold, and one that is missing says so."""
 
 import argparse
 import dataclasses
@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import wan
-from benchmarks.lone_work import lone_work, unseen
-from benchmarks.run_files import toml_of
-from benchmarks.wan_peers import atoll_rank
-from benchmarks.wan_peers.contender import BY_NAME, CONTENDERS, PUBLISHED, Contender, named
-from benchmarks.wan_peers.order import ORDER_VARIABLE, Order, Teller
-from benchmarks.wan_peers.training import first_sample
-from benchmarks.wan_run import Case, measure
+from benchmarks.wan import command as wan
+from benchmarks.wan.peers import atoll_rank
+from benchmarks.wan.peers.contender import BY_NAME, CONTENDERS, PUBLISHED, Contender, named
+from benchmarks.wan.peers.order import ORDER_VARIABLE, Order, Teller
+from benchmarks.wan.peers.training import first_sample
+from benchmarks.wan.run import Case, measure
+from lab.run_files import toml_of
+from lab.simulation.lone_work import lone_work, unseen
 from node.island.data.corpus import read_corpus
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh import Mesh
@@ -52,7 +52,7 @@ def order_of(folder: Path, spec: RunSpec) -> Order:
 
 @pytest.mark.parametrize("contender", CONTENDERS, ids=lambda contender: contender.name)
 def test_every_contender_has_a_file_and_a_run_that_is_valid(contender: Contender) -> None:
-    assert importlib.util.find_spec(f"benchmarks.wan_peers.{contender.module}") is not None
+    assert importlib.util.find_spec(f"benchmarks.wan.peers.{contender.module}") is not None
     spec = case_of().spec(contender)
     assert spec.run.min_nodes == 2
 

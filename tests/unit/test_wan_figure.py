@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.wan import parser
-from benchmarks.wan import report as report_command
-from benchmarks.wan_figure import Chosen, drawn, newest_run
-from benchmarks.wan_report import Measured, Point
+from benchmarks.wan.command import parser
+from benchmarks.wan.command import report as report_command
+from benchmarks.wan.figure import Chosen, drawn, newest_run
+from benchmarks.wan.report import Measured, Point
 from protocol.errors import UsageError
 
 NAMES = ("atoll", "gloo-diloco", "hivemind")

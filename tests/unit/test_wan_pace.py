@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.wan_peers.pace import BACKWARD_ENDS, FORWARD_ENDS, Pace
+from benchmarks.wan.peers.pace import BACKWARD_ENDS, FORWARD_ENDS, Pace
 
 STEP_SECONDS = 3.0
 

@@ -1,10 +1,10 @@
-"""Times to a loss and the table of benchmarks/wan.py."""
+"""Times to a loss and the table of benchmarks/wan."""
 
 from dataclasses import replace
 
 import pytest
 
-from benchmarks.wan_report import (
+from benchmarks.wan.report import (
     COLUMNS,
     Measured,
     Point,

@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from benchmarks.wan_tuning import AVERAGE, parser, trials_of
+from benchmarks.wan.tuning import AVERAGE, parser, trials_of
 from protocol.errors import UsageError
 
 

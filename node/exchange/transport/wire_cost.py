@@ -3,7 +3,7 @@
 p2pd does not tell how much it sent. To the bytes that we hand over come encryption (Noise), streams
 (yamux), TCP and IP (52 bytes in each packet of 1500), and the acknowledgements of the other way.
 
-Measured by benchmarks/wire_transport.py (2 nodes, MTU 1500, IP headers included, no link layer);
+Measured by benchmarks/wire/transport.py (2 nodes, MTU 1500, IP headers included, no link layer);
 body, then bytes on the wire for a push and for a fetch, both ways together:
 
     20 KB    22.2 KB  22.1 KB       2 MB   2.084 MB  2.088 MB

@@ -33,7 +33,7 @@ _NODE_VALUES = 12  # of each parameter, at the fullest moment of a round; measur
 
 ESTIMATE_FACTOR = 1.3
 """What a rank's tensors take and what is estimated are within this factor of each other, for models
-that fill some megabytes. Measured: benchmarks/island.py, on the CPU."""
+that fill some megabytes. Measured: benchmarks/island, on the CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""A swarm of real processes under faults."""

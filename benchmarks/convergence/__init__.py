@@ -1,0 +1,1 @@
+"""Loss over bytes, for codecs, intervals and outer rules."""

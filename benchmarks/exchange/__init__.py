@@ -1,0 +1,1 @@
+"""How long an exchange takes over slow links."""

@@ -1,0 +1,199 @@
+"""One node of benchmarks/exchange: a real exchange over real libp2p, without training.
+
+Runs as a process of its own in a host of the network lab. Orders come as lines of JSON on standard
+input, and answers and reports go out the same way; protobuf messages in them are base64.
+"""
+
+import asyncio
+import base64
+import json
+import logging
+import sys
+import time
+from random import Random
+from typing import Any
+
+import numpy as np
+import structlog
+
+from benchmarks.exchange.slow_motion import stretch_waits
+from node.exchange.codecs.registry import codec_named
+from node.exchange.exchange import Exchange
+from node.exchange.outer import Outer
+from node.exchange.outer_optimizer import Sgd
+from node.exchange.rate_scaling import RateScale
+from node.exchange.reducer_error import ReducerError
+from node.exchange.residual import Residual
+from node.exchange.state.patience import Patience
+from node.exchange.transport.frames import Limits
+from node.exchange.transport.libp2p import Libp2pTransport
+from node.heavy import in_thread
+from node.history import History
+from node.machine.freed_memory import keep_freed_memory
+from protocol import convert
+from protocol.layout import Layout
+from protocol.messages import Held, Reduced, Report
+from protocol.rounds import Commit, Digest
+from protocol.trust.identity import Identity
+from protocol.v1 import round_pb2, session_pb2
+from protocol.wire_count import WireCounts
+
+RUN = Digest(bytes(32))
+
+
+def say(**message: Any) -> None:
+    """One line to the benchmark."""
+    print(json.dumps(message), flush=True)
+
+
+class BenchmarkNode:
+    """Owes the same pseudo-gradient in every round."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        identity = Identity.generate()
+        self._tokens: int = order["tokens"]
+        self._counts = WireCounts()
+        num_elements = order["num_elements"]
+        layout = Layout.of([("w", (num_elements,))])
+        rng = np.random.default_rng(identity.public_key[0])
+        self.outer = Outer(
+            layout=layout,
+            parameters=np.zeros(num_elements, dtype=np.float32),
+            published=rng.standard_normal(num_elements, dtype=np.float32),
+            optimizer=Sgd(learning_rate=1.0),
+            uplink=codec_named(order["uplink"]),
+            downlink=codec_named(order["downlink"]),
+            residual=Residual(num_elements, error_feedback=False),
+            reducer_error=ReducerError(rule="drop"),
+            merge="mean",
+            rate_scale=RateScale(scaling="none", full_round_samples=1),
+            run_digest=RUN,
+            node_id=identity.node_id,
+        )
+        self.transport = Libp2pTransport(
+            identity=identity,
+            counts=self._counts,
+            listen_multiaddrs=(f"/ip4/{order['host']}/tcp/0",),
+            limits=Limits(max_stripes_per_body=order["stripes"]),
+        )
+        self.exchange = Exchange(
+            node_id=identity.node_id,
+            run_digest=RUN,
+            context=self._tokens,  # one sample is assigned
+            outer=self.outer,
+            transport=self.transport,
+            disk=None,
+            history=History(None),
+            heavy=in_thread,
+            report=self._report,
+            list_commits=self._list_commits,
+            bring_back=self._bring_back,
+            patience=Patience(Random(0)),
+        )
+        self._public_key = identity.public_key
+        self._commits: list[Commit] = []
+
+    async def start(self) -> None:
+        await self.transport.start(self.exchange)
+        summary = convert.layout_to_wire(self.outer.layout.summary())
+        say(
+            said="started",
+            public_key=self._public_key.hex(),
+            multiaddrs=self.transport.multiaddrs,
+            layout=base64.b64encode(summary.SerializeToString()).decode(),
+            digest=self.outer.digest.hex(),
+        )
+
+    async def obey(self, order: dict[str, Any]) -> None:
+        message = base64.b64decode(order.get("message", ""))
+        match order["do"]:
+            case "roster":
+                roster = session_pb2.Roster.FromString(message)
+                members = tuple(convert.roster_entry_from_wire(m) for m in roster.members)
+                self.exchange.set_roster(members)
+                say(said="met")
+            case "plan":
+                plan = convert.plan_from_wire(round_pb2.Plan.FromString(message))
+                await self.exchange.open_round(plan)
+                say(said="opened")
+            case "contribute":
+                say(said="contributing", at=time.monotonic())
+                await self.exchange.contribute(samples=1, tokens=self._tokens)
+            case "commit":
+                commit = convert.commit_from_wire(round_pb2.Commit.FromString(message))
+                self._commits.append(commit)
+                await self.exchange.apply(commit)
+                rates = self.transport.rates
+                say(
+                    said="applied",
+                    at=time.monotonic(),
+                    round=commit.round,
+                    digest=self.outer.digest.hex(),
+                    up=rates.up_bytes_per_second,
+                    down=rates.down_bytes_per_second,
+                )
+            case "count":
+                say(said="counted", wire=dict(self._counts.totals()))
+
+    def _report(self, round: int, report: Report) -> None:
+        now = time.monotonic()
+        match report:
+            case Reduced(slice_index=index, digest=digest):
+                say(
+                    said="reduced",
+                    round=round,
+                    slice=index,
+                    at=now,
+                    digest=None if digest is None else digest.hex(),
+                    contributors=[
+                        (c.node_id, c.tokens, contribution.hex())
+                        for c, contribution in zip(
+                            report.contributors, report.contributions, strict=True
+                        )
+                    ],
+                )
+            case Held(slice_index=index, digest=digest):
+                say(said="held", round=round, slice=index, at=now, digest=digest.hex())
+
+    async def _list_commits(self, after_round: int) -> tuple[Commit, ...]:
+        return tuple(c for c in self._commits if c.round > after_round)
+
+    async def _bring_back(self, _: int) -> bool:
+        """Nobody lacks a commit here."""
+        return True
+
+
+async def run() -> None:
+    """Obeys until standard input ends."""
+    reader = asyncio.StreamReader(limit=1 << 24)
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
+    order = json.loads(await reader.readline())
+    stretch_waits(order["slow_motion"])
+    keep_freed_memory()  # as a node does
+    node = BenchmarkNode(order)
+    working: set[asyncio.Task[None]] = set()
+    try:
+        await node.start()
+        while line := await reader.readline():
+            task = asyncio.create_task(node.obey(json.loads(line)))
+            working.add(task)
+            task.add_done_callback(working.discard)
+            task.add_done_callback(_end_on_error)
+    finally:
+        await node.exchange.stop()
+        await node.transport.stop()
+
+
+def _end_on_error(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        say(said="failed", why=repr(error))
+
+
+if __name__ == "__main__":
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+    asyncio.run(run())

@@ -1,0 +1,1 @@
+"""Speed and memory of an island, and how it starts."""

@@ -1,0 +1,1 @@
+"""What settings do to the loss."""

@@ -1,0 +1,1 @@
+"""Atoll beside its peers, over the same links."""

@@ -1,0 +1,224 @@
+"""How long a joiner takes to fetch the outer state, against what its links could do at best.
+
+    python -m benchmarks.wire.fetch [--donors 1 3] [--links 100/50 100/200] [--megabytes 32]
+
+Each node is a process of its own (fetch_node.py) in a host of the network lab, over real libp2p. All
+have the same link, given as Mbit/s and the milliseconds of a round trip. A fetch lasts from the
+first question for a manifest until the whole state is here and its digest is right, over connections
+that it makes itself, as a joiner's does. Its limit is the wire ledger's bytes divided by the rate of
+the joiner's link. `--limits` sets constants of node/exchange/fetching.py, so that other choices stand
+beside ours: FIRST_FROM_ONE=2,MOST_FROM_ONE=2,MOST_AT_ONCE=4 is two pieces from a donor whatever the
+way, and "" is what nodes do. Needs root. Prints a table; `--output` adds the rows as JSON lines to a
+file.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from benchmarks.measurement import Rows, add_results, machine, parser_of
+from lab.network.lab import LabUnavailableError, NetworkLab
+from lab.network.links import Link
+from lab.processes.ending import nothing_left
+from protocol.errors import SystemRefusedError
+from protocol.terminal import console
+
+JOINER = "joiner"
+STATE_BYTES_PER_ELEMENT = 8
+SECONDS = 300.0
+"""For every answer of a node: far more than it takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What is fetched, from how many, over which links."""
+
+    num_donors: int
+    megabytes: float  # of the state
+    mbit: float
+    round_trip_ms: float
+    congestion_control: str
+    limits: dict[str, int] = field(default_factory=dict)  # of node.exchange.fetching
+
+    def link(self) -> Link:
+        """Two links make a path, and a round trip passes it twice. A round trip of buffer."""
+        rate = 1e6 * self.mbit
+        return Link(
+            up_bits_per_second=rate,
+            down_bits_per_second=rate,
+            delay_seconds=self.round_trip_ms / 4e3,
+            buffer_bytes=max(100_000, int(rate * self.round_trip_ms / 8e3)),
+        )
+
+
+class Nodes:
+    """The processes of one case, by host."""
+
+    def __init__(self, processes: dict[str, asyncio.subprocess.Process]) -> None:
+        self._processes = processes
+
+    async def ask(self, host: str, said: str, **order: Any) -> dict[str, Any]:
+        """Gives an order and waits for its answer."""
+        self.tell(host, **order)
+        return await self.hear(host, said)
+
+    def tell(self, host: str, **order: Any) -> None:
+        """Gives an order."""
+        stdin = self._processes[host].stdin
+        assert stdin is not None
+        stdin.write(json.dumps(order).encode() + b"\n")
+
+    async def hear(self, host: str, said: str) -> dict[str, Any]:
+        """Waits for an answer of a kind."""
+        stdout = self._processes[host].stdout
+        assert stdout is not None
+        async with asyncio.timeout(SECONDS):
+            line = await stdout.readline()
+        told: dict[str, Any] = json.loads(line) if line else {"said": "nothing: it ended"}
+        if told["said"] != said:
+            raise SystemRefusedError(f"{host} said {told}", next_step="read its words above")
+        return told
+
+
+@contextlib.asynccontextmanager
+async def started(case: Case, lab: NetworkLab) -> AsyncIterator[Nodes]:
+    """All nodes of a case, who know each other; they end with the block."""
+    processes = {
+        host: await asyncio.create_subprocess_exec(
+            *lab.command(host, [sys.executable, "-m", "benchmarks.wire.fetch_node"]),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        for host in lab.hosts
+    }
+    try:
+        nodes = Nodes(processes)
+        for host in lab.hosts:
+            nodes.tell(
+                host,
+                address=lab.address(host),
+                num_elements=int(case.megabytes * 1e6 / STATE_BYTES_PER_ELEMENT),
+                limits=case.limits,
+            )
+        members = []
+        for host in lab.hosts:
+            told = await nodes.hear(host, "started")
+            members.append((host, told["public_key"], told["multiaddrs"]))
+        for host in lab.hosts:
+            await nodes.ask(host, "met", do="roster", members=members)
+        yield nodes
+    finally:
+        for process in processes.values():
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in processes.values():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(30):
+                    await process.wait()
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+
+
+async def measured(case: Case, num_fetches: int) -> dict[str, Any]:
+    """Runs one case; returns its row."""
+    hosts = [*(f"donor-{number}" for number in range(case.num_donors)), JOINER]
+    links = dict.fromkeys(hosts, case.link())
+    with NetworkLab(links, congestion_control=case.congestion_control) as lab:
+        async with started(case, lab) as nodes:
+            fetches = [await nodes.ask(JOINER, "fetched", do="fetch") for _ in range(num_fetches)]
+    limit_seconds = 8 * fetches[0]["received_bytes"] / (1e6 * case.mbit)
+    seconds = [fetch["seconds"] for fetch in fetches]
+    return {
+        **asdict(case),
+        "seconds": round(statistics.median(seconds), 3),
+        "limit_seconds": round(limit_seconds, 3),
+        "ratio": round(statistics.median(seconds) / limit_seconds, 3),
+        "ratio_least": round(min(seconds) / limit_seconds, 3),
+        "ratio_most": round(max(seconds) / limit_seconds, 3),
+    }
+
+
+def link_of(text: str) -> tuple[float, float]:
+    """Mbit/s and the milliseconds of a round trip, from "100/50"."""
+    mbit, _, round_trip_ms = text.partition("/")
+    return float(mbit), float(round_trip_ms)
+
+
+def cases_of(chosen: argparse.Namespace) -> list[Case]:
+    """Every combination that was asked for."""
+    limits = [dict(pair.split("=") for pair in text.split(",") if pair) for text in chosen.limits]
+    return [
+        Case(
+            num_donors=num_donors,
+            megabytes=megabytes,
+            mbit=mbit,
+            round_trip_ms=round_trip_ms,
+            congestion_control=chosen.congestion_control,
+            limits={name: int(value) for name, value in limit.items()},
+        )
+        for (mbit, round_trip_ms), megabytes, num_donors, limit in itertools.product(
+            chosen.links, chosen.megabytes, chosen.donors, limits
+        )
+    ]
+
+
+def main() -> None:
+    """Measures all cases, prints."""
+    parser = parser_of(__doc__, prog="python -m benchmarks.wire.fetch")
+    parser.add_argument("--donors", type=int, nargs="+", default=[1, 3])
+    parser.add_argument(
+        "--links",
+        type=link_of,
+        nargs="+",
+        default=[(100, 50), (100, 200)],
+        help="Mbit/s and milliseconds of a round trip, as 100/50",
+    )
+    parser.add_argument("--megabytes", type=float, nargs="+", default=[32])
+    parser.add_argument("--fetches", type=int, default=3, help="of each case (default 3)")
+    parser.add_argument("--congestion-control", default="cubic", help="TCP's; '': the kernel's")
+    parser.add_argument(
+        "--limits",
+        nargs="+",
+        default=[""],
+        help="constants of node.exchange.fetching, as MOST_FROM_ONE=1,MOST_AT_ONCE=4",
+    )
+    add_results(parser)
+    chosen = parser.parse_args()
+    results = Rows(chosen.results, about=machine())
+    for case in cases_of(chosen):
+        try:
+            results.add(asyncio.run(measured(case, chosen.fetches)))
+        except LabUnavailableError as error:
+            sys.exit(str(error))
+    columns = ("donors", "MB", "Mbit/s", "round trip", "limits", "took", "limit", "ratio", "spread")
+    cells = [
+        (
+            f"{row['num_donors']}",
+            f"{row['megabytes']:g}",
+            f"{row['mbit']:g}",
+            f"{row['round_trip_ms']:g} ms",
+            ", ".join(f"{name} {value}" for name, value in row["limits"].items()),
+            f"{row['seconds']:.2f} s",
+            f"{row['limit_seconds']:.2f} s",
+            f"{row['ratio']:.2f}",
+            f"{row['ratio_least']:.2f} to {row['ratio_most']:.2f}",
+        )
+        for row in results.rows
+    ]
+    console.terminal().print(console.table(columns, cells, right=(*columns[:4], *columns[5:8])))
+
+
+if __name__ == "__main__":
+    with nothing_left():
+        main()

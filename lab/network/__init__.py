@@ -1,0 +1,1 @@
+"""A small internet on one machine."""

@@ -1,0 +1,1 @@
+"""A swarm in one process, with production's code and a clock that jumps."""

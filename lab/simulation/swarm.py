@@ -1,0 +1,385 @@
+"""A whole swarm in one process and in virtual time: the real coordinator core and store, the real nodes.
+
+Only the edges differ from `atoll coordinator start` and `atoll node start`: calls go to the
+coordinator's desks without gRPC (every message is still serialised), payloads go through the
+in-memory transport, and the islands train in place, one after the other. So it is deterministic:
+the same run file gives the same digests.
+"""
+
+import asyncio
+import itertools
+import math
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from google.protobuf.message import Message
+
+from coordinator.swarm.explain import explain
+from coordinator.swarm.state import HeldOut, SwarmState
+from lab.simulation.coordinator import DeskStub, Outage, SimulatedCoordinator, new_folder
+from lab.simulation.meshed_island import MeshedIsland
+from lab.simulation.virtual_time import run_in_virtual_time
+from node.daemon import Daemon, NodeFacts
+from node.exchange.held_results import HeldResults
+from node.exchange.outer import Outer
+from node.exchange.state.on_disk import StateOnDisk
+from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
+from node.heavy import in_place
+from node.history import History
+from node.island.data.dataset import Dataset
+from node.island.data.opening import open_dataset
+from node.island.data.places import DataPlaces
+from node.island.inline import InlineIsland
+from node.island.island import InnerReport, InnerWork, Progress
+from node.island.models.first_weights import initial_parameters
+from node.island.parallel.mesh_shape import MeshShape
+from node.island.training.local_training import PLAIN, LocalTraining
+from node.link.calls import CoordinatorLink
+from node.outer_state import Vector
+from protocol.layout import layout_of
+from protocol.rounds import Commit, Digest, NodeId
+from protocol.run_spec import RunSpec
+from protocol.trust.identity import Identity
+from protocol.wire_count import WIRE_KINDS, WireCounts
+
+Wire = TypeVar("Wire", bound=Message)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Life:
+    """When a simulated node comes, how fast it is, and how it goes. Virtual seconds."""
+
+    starts_at: float = 0.0
+    seconds_per_inner_step: float = 0.0
+    absences: tuple[tuple[float, float | None], ...] = ()
+    """When its process is killed, in the middle of whatever it does, and when it is started again,
+    with what its disk holds; None for never."""
+    mesh: MeshShape | None = None
+    """Of ranks in processes of their own, which take no virtual time; None trains in this one."""
+    local: LocalTraining = PLAIN
+    """Its machine's own choices."""
+    corpus: Dataset | None = None
+    """Its own data, where they are private."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedRun:
+    """What came of a run."""
+
+    final: SwarmState
+    commits: tuple[Commit, ...]
+    begins: tuple[float, ...]  # when each round of the commits was opened, virtual seconds
+    digests: dict[NodeId, Digest]  # of the outer state of every node that lived to the end
+    parameters: Vector
+    bytes_sent: dict[NodeId, int]
+    bytes_of_kind: dict[str, int]  # sent by all nodes
+    seconds: float  # virtual
+    compute_seconds: dict[NodeId, float]  # of each node: virtual seconds in inner steps
+
+    @property
+    def held_out(self) -> tuple[HeldOut, ...]:
+        """The held-out losses, oldest first."""
+        return self.final.held_out
+
+
+class PacedIsland(InlineIsland):
+    """An island whose inner steps take virtual time."""
+
+    def __init__(self, *, seconds_per_inner_step: float, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.seconds_per_inner_step = seconds_per_inner_step
+        self.compute_seconds = 0.0
+        self._halted = asyncio.Event()
+
+    async def train(
+        self,
+        work: InnerWork,
+        on_progress: Callable[[Progress], None],
+        is_halted: Callable[[], bool] = lambda: False,
+    ) -> InnerReport:
+        """Lets the time of as many inner steps as fit pass, or of fewer when halted; then trains them.
+
+        Without a pace the report says 0 s, which is no measurement: the plans stay equal.
+        """
+        pace = self.seconds_per_inner_step
+        steps = work.inner_steps
+        if pace:
+            steps = max(1, int(min(steps, work.max_seconds / pace)))  # as real islands do
+            steps = await self._steps_before_halt(steps, pace)
+        taken = itertools.count(1)  # asked after each inner step
+        report = await super().train(work, on_progress, lambda: next(taken) == steps or is_halted())
+        self.compute_seconds += pace * report.inner_steps
+        return replace(report, seconds=pace * report.inner_steps)
+
+    def halt(self) -> None:
+        """See Island."""
+        self._halted.set()
+
+    async def _steps_before_halt(self, steps: int, pace: float) -> int:
+        clock = asyncio.get_running_loop().time
+        began_at = clock()
+        self._halted.clear()
+        try:
+            async with asyncio.timeout(pace * steps):
+                await self._halted.wait()
+        except TimeoutError:
+            return steps
+        steps = max(1, math.ceil((clock() - began_at) / pace))
+        await asyncio.sleep(began_at + pace * steps - clock())
+        return steps
+
+
+def identity_of(place: int) -> Identity:
+    """A fixed identity for the node at a place, so that repeated simulations are equal."""
+    return Identity(private_key=Ed25519PrivateKey.from_private_bytes(bytes([place + 1]) * 32))
+
+
+class RunStuckError(Exception):
+    """The run is not over in time; says what its coordinator waits for."""
+
+
+Script = Callable[[MemoryNetwork, "Sequence[SimulatedNode]"], Awaitable[None]]
+"""Does something to links and nodes while the swarm runs."""
+
+
+def simulate(
+    spec: RunSpec,
+    *,
+    lives: Sequence[Life],
+    corpus: Dataset | None = None,
+    script: Script | None = None,
+    outage: Outage | Sequence[Outage] | None = None,
+    disks: Path | None = None,
+    network: MemoryNetwork | None = None,
+    within_seconds: float | None = None,
+) -> SimulatedRun:
+    """Runs a swarm to its end and returns what came of it.
+
+    There is one node for each life. Whoever dies and returns needs `disks`, an empty folder. Without
+    a `network` transfers take no time. A run that is not over `within_seconds` of virtual time raises
+    RunStuckError: nodes that wait for ever would never come to an end here.
+    """
+    network = network or MemoryNetwork()
+    return run_in_virtual_time(
+        _simulate(spec, lives, corpus, script, outage, disks, network, within_seconds)
+    )
+
+
+async def _simulate(
+    spec: RunSpec,
+    lives: Sequence[Life],
+    corpus: Dataset | None,
+    script: Script | None,
+    outage: Outage | Sequence[Outage] | None,
+    disks: Path | None,
+    network: MemoryNetwork,
+    within_seconds: float | None,
+) -> SimulatedRun:
+    if corpus is None:
+        corpus = lives[0].corpus or open_dataset(spec, DataPlaces(folder=Path.cwd()))
+    coordinator = SimulatedCoordinator(spec, None if disks is None else disks / "coordinator")
+    nodes = [
+        SimulatedNode(spec, place, life, coordinator, network, corpus, disks)
+        for place, life in enumerate(lives)
+    ]
+    background: list[asyncio.Future[None]] = []
+    if outage is not None:
+        outages = (outage,) if isinstance(outage, Outage) else tuple(outage)
+        background.append(asyncio.ensure_future(coordinator.suffer(outages)))
+    if script is not None:
+        script_run = script(network, nodes)
+        background.append(asyncio.ensure_future(script_run))
+    try:
+        try:
+            async with asyncio.timeout(within_seconds):
+                lived = await asyncio.gather(*(n.live() for n in nodes))
+        except TimeoutError:
+            driver = coordinator.driver
+            reason = explain(driver.state, driver.clock.now())
+            raise RunStuckError(f"not over after {within_seconds:g} s: {reason}") from None
+        survivors = [node for node in lived if node is not None]
+        commits = coordinator.store.commits_after(0, limit=1 << 30)
+        return SimulatedRun(
+            final=coordinator.driver.state,
+            commits=commits,
+            begins=tuple(coordinator.begins[commit.round] for commit in commits),
+            digests={node.node_id: node.outer.digest for node in survivors},
+            parameters=survivors[0].parameters,
+            bytes_sent={
+                node.node_id: sum(sent for sent, _ in node.counts.totals().values())
+                for node in nodes
+            },
+            bytes_of_kind={
+                kind: sum(node.counts.totals()[kind][0] for node in nodes) for kind in WIRE_KINDS
+            },
+            seconds=asyncio.get_running_loop().time(),
+            compute_seconds={node.node_id: node.compute_seconds for node in nodes},
+        )
+    finally:
+        for task in background:
+            task.cancel()
+        for fault in await asyncio.gather(*background, return_exceptions=True):
+            if isinstance(fault, Exception):
+                raise fault
+        await coordinator.end()
+
+
+class MortalDisk(StateOnDisk):
+    """One whose process can be killed: from then on it writes nothing more."""
+
+    is_cut = False
+
+    def save(self, outer: Outer, held: HeldResults, *, is_last: bool = False) -> None:
+        if not self.is_cut:
+            super().save(outer, held, is_last=is_last)
+
+    def save_whole(self, outer: Outer) -> None:
+        if not self.is_cut:
+            super().save_whole(outer)
+
+
+class SimulatedNode:
+    """One simulated node with its own vectors, and its own disk if there is a folder for it."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        place: int,
+        life: Life,
+        coordinator: SimulatedCoordinator,
+        network: MemoryNetwork,
+        corpus: Dataset,
+        disks: Path | None,
+    ) -> None:
+        self._spec = spec
+        self._place = place
+        self._life = life
+        self._coordinator = coordinator
+        self._network = network
+        self._corpus = life.corpus or corpus
+        self._disk = None if disks is None else new_folder(disks / f"node-{place + 1}")
+        self._has_left = False
+        self._num_processes = 0
+        self._identity = identity_of(place)
+        self.node_id = self._identity.node_id
+        self.counts = WireCounts()
+        self._begin()
+
+    def _begin(self) -> None:
+        """A new process: all that is left of an earlier one is on the disk."""
+        self._num_processes += 1
+        spec = self._spec
+        layout = layout_of(spec)
+        self.parameters = initial_parameters(spec)
+        published = self.parameters[: layout.largest_fragment].copy()
+        self.outer = Outer.of_run(
+            spec,
+            layout=layout,
+            parameters=self.parameters,
+            published=published,
+            node_id=self.node_id,
+        )
+        history = History(None if self._disk is None else self._disk / "history")
+        disk: MortalDisk | None = None
+        if self._disk is not None:
+            clock = asyncio.get_running_loop().time
+            disk = MortalDisk(self._disk / "snapshots", history=history, clock=clock)
+            kept = disk.snapshots.load_newest(spec.digest(), layout.summary().digest)
+            if kept is not None:
+                disk.resume(self.outer, kept)
+        self._state_on_disk = disk
+        self._stub = DeskStub(self._coordinator, self.node_id)
+        self._transport = MemoryTransport(
+            network=self._network, node_id=self.node_id, counts=self.counts
+        )
+        self._island = self._new_island(published)
+        self._daemon = Daemon(
+            facts=NodeFacts(
+                node_id=self.node_id,
+                node_name=f"node-{self._place + 1}",
+                public_key=self._identity.public_key,
+                device="cpu",
+                num_ranks=1 if self._life.mesh is None else self._life.mesh.num_ranks,
+                version="simulated",
+            ),
+            spec=spec,
+            link=CoordinatorLink(self._stub),
+            transport=self._transport,
+            island=self._island,
+            outer=self.outer,
+            disk=disk,
+            history=history,
+            heavy=in_place,
+            counts=self.counts,
+            rng=random.Random(f"{self._place}, process {self._num_processes}"),
+        )
+
+    def _new_island(self, published: Vector) -> PacedIsland | MeshedIsland:
+        if self._life.mesh is None:
+            return PacedIsland(
+                seconds_per_inner_step=self._life.seconds_per_inner_step,
+                spec=self._spec,
+                parameters=self.parameters,
+                published=published,
+                folder=Path.cwd(),
+                corpus=self._corpus,
+                clock=asyncio.get_running_loop().time,
+                local=self._life.local,
+            )
+        assert self._life.seconds_per_inner_step == 0, "a mesh takes no virtual time"
+        return MeshedIsland(
+            spec=self._spec,
+            shape=self._life.mesh,
+            parameters=self.parameters,
+            published=published,
+            folder=Path.cwd(),
+        )
+
+    @property
+    def compute_seconds(self) -> float:
+        """Virtual seconds in inner steps since the process began."""
+        return self._island.compute_seconds
+
+    def drain(self, within_seconds: float) -> None:
+        """Lets it leave with its work; a round must be in flight."""
+        assert self._daemon.drain(within_seconds), "nothing is in flight"
+        self._has_left = True
+
+    def lose_coordinator(self, *, is_away: bool = True) -> None:
+        """Its calls reach no coordinator until it is found again: `is_away=False`."""
+        self._stub.is_cut = is_away
+
+    def change_pace(self, seconds_per_inner_step: float) -> None:
+        """Trains faster or slower from the next round on."""
+        assert isinstance(self._island, PacedIsland)
+        self._island.seconds_per_inner_step = seconds_per_inner_step
+
+    async def live(self) -> "SimulatedNode | None":
+        """Runs the node; returns it when it lives to the end of the run."""
+        clock = asyncio.get_running_loop().time
+        await asyncio.sleep(self._life.starts_at)
+        for dies_at, returns_at in self._life.absences:
+            running = asyncio.ensure_future(self._daemon.run())
+            await asyncio.wait((running,), timeout=dies_at - clock())
+            if running.done():  # the run was over before
+                running.result()
+                return self
+            await self._die(running)
+            if returns_at is None:
+                return None
+            await asyncio.sleep(returns_at - clock())
+            self._begin()
+        await self._daemon.run()
+        return None if self._has_left else self
+
+    async def _die(self, running: asyncio.Future[str]) -> None:
+        self._stub.is_cut = True
+        if self._state_on_disk is not None:
+            self._state_on_disk.is_cut = True
+        self._network.detach(self._transport)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
