@@ -11,7 +11,7 @@ import errno
 import os
 import secrets
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import shared_memory
@@ -152,6 +152,10 @@ def tell_leftovers() -> None:
         log.info("removed what a killed process has left", path=str(path))
 
 
+EachRun = Callable[[int, Callable[[int, int], None]], object]
+"""Calls the work with runs, from a first number up to another, that cover so many things."""
+
+
 class OuterDigest:
     """The digest of an outer state, of which only what has changed is read again.
 
@@ -160,10 +164,13 @@ class OuterDigest:
     BLAKE3 of the pieces' BLAKE3s, one after the other; of a single piece, it is that piece's.
     """
 
-    def __init__(self, parameters: Vector, momentum: Vector, *, num_threads: int = 1) -> None:
+    def __init__(
+        self, parameters: Vector, momentum: Vector, *, each_run: EachRun | None = None
+    ) -> None:
+        """`each_run` spreads pieces over threads; BLAKE3 of one piece gains nothing by several."""
         self._vectors = (parameters, momentum)
         self._num_elements = parameters.size
-        self._num_threads = num_threads
+        self._each_run = each_run or (lambda count, work: work(0, count))
         self._pieces = [b""] * -(-2 * self._num_elements // PIECE_ELEMENTS)
         self.renew([slice(0, self._num_elements)])
 
@@ -174,12 +181,18 @@ class OuterDigest:
             for offset in (0, self._num_elements) if has_momentum_changed else (0,):
                 first, past = offset + span.start, offset + span.stop
                 stale.update(range(first // PIECE_ELEMENTS, -(-past // PIECE_ELEMENTS)))
-        for index in stale:
-            self._pieces[index] = self._piece(index)
+        indices = sorted(stale)
+
+        def read(first: int, past: int) -> None:
+            for index in indices[first:past]:
+                self._pieces[index] = self._piece(index)
+
+        if indices:
+            self._each_run(len(indices), read)
         self.value = digest_of_pieces(self._pieces)
 
     def _piece(self, index: int) -> bytes:
-        hasher = blake3.blake3(max_threads=self._num_threads)
+        hasher = blake3.blake3()
         first = index * PIECE_ELEMENTS
         for vector in self._vectors:
             part = vector[max(first, 0) : max(first + PIECE_ELEMENTS, 0)]

@@ -6,6 +6,7 @@ here is arithmetic on vectors: no I/O and no waiting.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -106,7 +107,7 @@ class Outer:
             NodeId, int
         ] = {}  # rounds in a row that did not take a participant's work
         self._digest = OuterDigest(
-            parameters, self._momentum, num_threads=downlink.tiles.num_threads
+            parameters, self._momentum, each_run=partial(downlink.tiles.each_run, unit=1)
         )
         self.position = Position(round=0, digest=self._digest.value)
 
@@ -136,6 +137,7 @@ class Outer:
                 error_feedback=exchange.error_feedback,
                 decay=exchange.residual_decay,
                 needs_feedback=exchange.uplink in WANTS_FEEDBACK,
+                tiles=tiles,
             ),
             reducer_error=ReducerError(
                 rule=exchange.reducer_error, num_fragments=len(layout.fragments)

@@ -12,7 +12,8 @@ A commit took a contribution when it names the very bytes that this node has sen
 a contributor of which it has nothing, or has something else, makes nobody drop anything.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
@@ -103,6 +104,7 @@ class Owing:
         self._late_fragments = set(range(len(layout.fragments)))
         self._settled_round = 0
         self._aside: _Aside | None = None
+        self._rooms: list[Vector] = []  # not in use: new memory takes longer to get than to write
 
     def accumulate(self, *, round: int, fragment: int, share: float = 1.0) -> Pending:
         """What is owed of a fragment that was published, (global − published) + residual, is pending now.
@@ -123,14 +125,26 @@ class Owing:
         self.pending = Pending(round=round, fragment=fragment, share=share)
         return self.pending
 
-    def accumulated(self, start: int, num_elements: int) -> Vector:
-        """What is pending of a part of the fragment [num_elements]. Heavy."""
+    @contextmanager
+    def _room(self, num_elements: int) -> Iterator[Vector]:
+        """Memory for so many values, kept from slice to slice and from round to round."""
+        try:
+            room = self._rooms.pop()
+        except IndexError:
+            room = np.empty(0, dtype=np.float32)
+        if room.size < num_elements:
+            room = np.empty(num_elements, dtype=np.float32)
+        yield room[:num_elements]
+        self._rooms.append(room)
+
+    def accumulated(self, start: int, num_elements: int, *, out: Vector | None = None) -> Vector:
+        """What is pending of a part of the fragment [num_elements], in `out` or new memory. Heavy."""
         pending, end = self.pending, start + num_elements
         assert pending is not None, "accumulate comes first"
         if (aside := self._aside_of(pending)) is not None:
             return aside.accumulated[start:end]
         span = self._layout.span_of(pending.fragment, start, num_elements)
-        return self.residual.owed(span, self._parameters[span], self._published[start:end])
+        return self.residual.owed(span, self._parameters[span], self._published[start:end], out=out)
 
     def _published_of(self, span: slice) -> Vector:
         """What was published last, if it is of the fragment with this span."""
@@ -157,7 +171,10 @@ class Owing:
     def contribution_to(self, part: Slice, *, samples: int, tokens: int) -> Payload:
         """What is pending of a slice, encoded. Heavy; raises CodecError when it is not finite."""
         assert self.pending is not None, "accumulate comes first"
-        encoded = self._uplink.encoded(self.accumulated(part.start, part.num_elements))
+        with self._room(part.num_elements) as room:
+            encoded = self._uplink.encoded(
+                self.accumulated(part.start, part.num_elements, out=room)
+            )
         payload = Payload.seal(
             kind=CONTRIBUTION,
             run_digest=self._run_digest,

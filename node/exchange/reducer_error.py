@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import structlog
 
+from node.exchange.codecs.compiled import read_only
 from node.outer_state import Vector
 from protocol.rounds import Digest, SliceOutcome
 from protocol.run_spec import ReducerErrorRule
@@ -75,17 +76,19 @@ class ReducerError:
         return {start: self._kept[start].values for start in self._starts}
 
     def carried(self, span: slice) -> Vector | None:
-        """What goes into the next mean of these elements [n]; None when nothing does."""
-        if self.rule != "keep":
+        """What goes into the next mean of these elements [n], to be read; None when nothing does."""
+        starts = self._overlapping(span)
+        if not starts:
             return None
-        carried = None
-        for start in self._overlapping(span):
-            if carried is None:
-                carried = np.zeros(span.stop - span.start, dtype=np.float32)
+        whole = self._kept[starts[0]].values
+        if (starts[0], whole.size) == (span.start, span.stop - span.start):  # as mostly
+            return read_only(whole)
+        carried = np.zeros(span.stop - span.start, dtype=np.float32)
+        for start in starts:
             values = self._kept[start].values
             first, past = max(start, span.start), min(start + values.size, span.stop)
             carried[first - span.start : past - span.start] = values[first - start : past - start]
-        return carried
+        return read_only(carried)
 
     def stage(self, round: int, index: int, digest: Digest, error: Vector, *, share: float) -> None:
         """Remembers what a result leaves behind, until its round's commit is settled.

@@ -208,7 +208,12 @@ class Reduction:
         else:
             return None
         if carried is not None:
-            np.add(values, carried, out=values)
+            owed = carried
+
+            def add(first: int, past: int) -> None:
+                np.add(values[first:past], owed[first:past], out=values[first:past])
+
+            downlink.tiles.each_run(values.size, add)
         encoded = downlink.encoded(values)
         rounded_away = None
         if wants_error:
