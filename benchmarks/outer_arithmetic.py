@@ -134,11 +134,17 @@ class RoundsOfOneNode:
         for part in self.slices:
             others = self._arriving[part.index]
             if part.reducer_id == ids[0]:
-                reduction = Reduction(plan=plan, slice_=part, uplink=outer.uplink, context=1)
-                for sender in ids:
-                    body = bodies[part.index] if sender == ids[0] else others
-                    payload = _sealed(CONTRIBUTION, plan, part, sender, body, outer.uplink.name)
-                    reduction.add(payload)
+                here = {n: bodies[part.index] if n == ids[0] else others for n in ids}
+                reduction = Reduction(
+                    plan=plan,
+                    slice=part,
+                    contributions={
+                        sender: _sealed(CONTRIBUTION, plan, part, sender, body, outer.uplink.name)
+                        for sender, body in here.items()
+                    },
+                    uplink=outer.uplink,
+                    context=1,
+                )
                 with stages.stage("reduce"):
                     reduced = outer.result_of(reduction, plan.fragment)
                 assert reduced is not None

@@ -5,12 +5,14 @@ ranks come from: a coordinator that is another's, a device that no machine has, 
 """
 
 import asyncio
+import os
 import random
 from pathlib import Path
 
 import structlog
 
 from node.config import IDENTITY_FILE, NodeSettings
+from node.island.data.places import DataPlaces, check_reach
 from node.island.models.code import DIGITS, check_functions, code_digest, functions_of, in_words
 from node.island.ranks.forkserver import end_forkserver, prepare_forkserver
 from node.link.calls import CoordinatorLink
@@ -110,6 +112,9 @@ async def _run(
                     digest=code_digest(spec)[:DIGITS],
                 )
         refuse_what_cannot_work(settings, spec, hardware)
+        if spec.data.source == "text" and not spec.data.private and not settings.data:
+            places = settings.data_places(home=folder, folder=Path.cwd())
+            _tell_what_is_read(spec.data.paths, places)
         log.info(
             "run", name=spec.run.name, rounds=spec.run.rounds, coordinator=credentials.endpoint
         )
@@ -122,3 +127,18 @@ async def _run(
         return await run_daemon(
             folder, settings, credentials, identity, spec, hardware, link, counts, signals
         )
+
+
+def _tell_what_is_read(patterns: tuple[str, ...], places: DataPlaces) -> None:
+    """Says which files of this machine the run file names, before any is read. Raises AtollError."""
+    from node.island.data.corpus import text_files
+
+    check_reach(patterns, places)
+    files = [file.path for file in text_files(patterns, places.folder)]
+    log.info(
+        "the run trains on text of this machine",
+        files=len(files),
+        bytes=sum(path.stat().st_size for path in files),
+        folder=os.path.commonpath([path.absolute().parent for path in files]),
+        first=[path.name for path in files[:3]],
+    )

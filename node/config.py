@@ -98,6 +98,10 @@ deterministic = false
 # the run file.
 data = ""
 
+# Folders that text of the run file may lie in, beside the one where 'atoll node start' is typed. Elsewhere
+# whoever wrote the run file does not choose what of yours is read, nor anything hidden.
+may_read = []
+
 # Most that fetched tokens take in this folder; what was not used for longest makes room.
 data_cache = "20GB"
 
@@ -251,6 +255,7 @@ class NodeSettings(Section):
     compile: bool = False
     deterministic: bool = False
     data: str = ""
+    may_read: Annotated[tuple[str, ...], Field(strict=False)] = ()  # TOML gives lists
     data_cache: Annotated[str, AfterValidator(_size)] = "20GB"
     serve_data: bool = True
     allow_functions: Annotated[tuple[str, ...], Field(strict=False)] = ()  # TOML gives lists
@@ -350,6 +355,7 @@ class NodeSettings(Section):
         return DataPlaces(
             folder=folder,
             own=self.data,
+            may_read=tuple((folder / expanded(each)).absolute() for each in self.may_read),
             code=self.code_folder(folder),
             base=folder / expanded(self.base) if self.base else None,
             cache=home / DATA_CACHE_FOLDER,

@@ -17,6 +17,8 @@ from node.duties.lasting_island import LastingIsland
 from node.duties.work import CatchUpNeeded, PlanReceived
 from node.exchange.exchange import Exchange
 from node.exchange.outer import Outer
+from node.exchange.round.state import Rules
+from node.exchange.state.catch_up import CoordinatorCalls
 from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.state.patience import Patience
 from node.exchange.tokens import HeldTokens, PeerTokens
@@ -125,18 +127,24 @@ class Daemon:
             )
         self._peer_tokens = peer_tokens
         self._exchange = Exchange(
-            node_id=facts.node_id,
-            run_digest=self._run_digest,
-            context=spec.model.context,
+            Rules(
+                node_id=facts.node_id,
+                run_digest=self._run_digest,
+                context=spec.model.context,
+                uplink=outer.uplink,
+                downlink=outer.downlink,
+            ),
             outer=outer,
             transport=transport,
             disk=disk,
             history=history,
             heavy=exchange_time.over(heavy),
-            report=self._report,
-            list_commits=self._list_commits,
-            bring_back=self._bring_commits,
-            patience=self._asking,
+            coordinator=CoordinatorCalls(
+                report=self._report,
+                list_commits=self._list_commits,
+                bring_back=self._bring_commits,
+                patience=self._asking,
+            ),
             give_tokens=None if peer_tokens is None else peer_tokens.supply,
         )
         self._session = Session(
@@ -334,19 +342,8 @@ class Daemon:
                 self._exchange.set_roster(members)
                 if self._peer_tokens is not None:
                     self._peer_tokens.set_roster(members)
-            case ParticipantsDeparted(node_ids=node_ids):
-                self._exchange.tell(message.round, lambda open_: open_.depart(node_ids))
-            case ParticipantsIdle(node_ids=node_ids):
-                self._exchange.tell(message.round, lambda open_: open_.excuse(node_ids))
-            case SliceTakenOver(slice_index=index, reducer_id=reducer, attempt=attempt):
-                deadline = asyncio.get_running_loop().time() + message.contribute_seconds
-                self._exchange.tell(
-                    message.round, lambda open_: open_.take_over(index, reducer, attempt, deadline)
-                )
-            case ResultOffered(slice_index=index, digest=digest, holder_ids=holders):
-                self._exchange.tell(
-                    message.round, lambda open_: open_.fetch_offered(index, digest, holders)
-                )
+            case ParticipantsDeparted() | ParticipantsIdle() | SliceTakenOver() | ResultOffered():
+                self._exchange.tell(message)
             case CommitsWanted(after_round=after_round):
                 log.warning("the coordinator lacks commits", after_round=after_round)
                 self._commits_wanted.put_nowait(after_round)

@@ -24,6 +24,8 @@ from node.exchange.outer_optimizer import Sgd
 from node.exchange.rate_scaling import RateScale
 from node.exchange.reducer_error import ReducerError
 from node.exchange.residual import Residual
+from node.exchange.round.state import Rules
+from node.exchange.state.catch_up import CoordinatorCalls
 from node.exchange.state.patience import Patience
 from node.exchange.transport.frames import Limits
 from node.exchange.transport.libp2p import Libp2pTransport
@@ -77,18 +79,24 @@ class BenchmarkNode:
             limits=Limits(max_stripes_per_body=order["stripes"]),
         )
         self.exchange = Exchange(
-            node_id=identity.node_id,
-            run_digest=RUN,
-            context=self._tokens,  # one sample is assigned
+            Rules(
+                node_id=identity.node_id,
+                run_digest=RUN,
+                context=self._tokens,  # one sample is assigned
+                uplink=self.outer.uplink,
+                downlink=self.outer.downlink,
+            ),
             outer=self.outer,
             transport=self.transport,
             disk=None,
             history=History(None),
             heavy=in_thread,
-            report=self._report,
-            list_commits=self._list_commits,
-            bring_back=self._bring_back,
-            patience=Patience(Random(0)),
+            coordinator=CoordinatorCalls(
+                report=self._report,
+                list_commits=self._list_commits,
+                bring_back=self._bring_back,
+                patience=Patience(Random(0)),
+            ),
         )
         self._public_key = identity.public_key
         self._commits: list[Commit] = []

@@ -70,7 +70,7 @@ class MeshedIsland:
             names=self._shared.names,
             devices=("cpu",) * self._shape.num_ranks,
             shape=self._shape,
-            data=DataPlaces(folder=self._folder),
+            data=DataPlaces(folder=self._folder, may_read=(Path("/"),)),
             num_threads=1,
         )
         return self._answer_of(self._ranks.start())

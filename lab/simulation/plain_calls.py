@@ -198,13 +198,12 @@ def exchange(plan: Plan, nodes: Sequence[LocalNode], *, context: int, late: set[
         outer = by_id[part.reducer_id].outer
         reduction = Reduction(
             plan=plan,
-            slice_=part,
+            slice=part,
+            contributions={n: sent[n][part.index] for n in sent.keys() - late},
+            late=sent.keys() & late,
             uplink=outer.uplink,
             context=context,
         )
-        for node_id, payloads in sent.items():
-            if node_id not in late:
-                reduction.add(payloads[part.index])
         result = outer.result_of(reduction, plan.fragment)
         assert result is not None, "somebody is in time"
         outer.owing.note_result(result)

@@ -180,7 +180,9 @@ async def _simulate(
     within_seconds: float | None,
 ) -> SimulatedRun:
     if corpus is None:
-        corpus = lives[0].corpus or open_dataset(spec, DataPlaces(folder=Path.cwd()))
+        corpus = lives[0].corpus or open_dataset(
+            spec, DataPlaces(folder=Path.cwd(), may_read=(Path("/"),))
+        )
     coordinator = SimulatedCoordinator(spec, None if disks is None else disks / "coordinator")
     nodes = [
         SimulatedNode(spec, place, life, coordinator, network, corpus, disks)

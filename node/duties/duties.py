@@ -27,6 +27,7 @@ from protocol.messages import (
     Draining,
     Evaluated,
     EvaluationAsked,
+    ParticipantsIdle,
     RefetchAsked,
     RoundCommitted,
     RunFinished,
@@ -289,7 +290,7 @@ class Duties:
         if trained.tokens > 0:
             await self._exchange.contribute(samples=trained.samples, tokens=trained.tokens)
         else:  # others hear of it from the coordinator; slices that this node reduces wait for it too
-            self._exchange.tell(plan.round, lambda open_: open_.excuse((self._node_id,)))
+            self._exchange.tell(ParticipantsIdle(round=plan.round, node_ids=(self._node_id,)))
 
     async def _take_part_again(self, received: PlanReceived, assignment: Assignment) -> None:
         """A plan comes again after every break of the session, and then nothing need be done.

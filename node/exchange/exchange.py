@@ -6,20 +6,23 @@ peers call it at any time through the transport.
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from random import Random
 
 import structlog
 
-from node.exchange.fetching import Silences
+from node.exchange.fetching import Donors, Silences
 from node.exchange.held_results import KEPT_ROUNDS, HeldResults
 from node.exchange.outer import Outer
 from node.exchange.pushes import Pushes
-from node.exchange.round import ExchangeRound
-from node.exchange.state.catch_up import CatchUp
+from node.exchange.round.admission import refusal
+from node.exchange.round.state import RoundNews, Rules
+from node.exchange.round.transition import waiting_for
+from node.exchange.runner import RoundRunner
+from node.exchange.state.catch_up import CatchUp, CoordinatorCalls
 from node.exchange.state.donor import Donor, State
 from node.exchange.state.on_disk import StateOnDisk
-from node.exchange.state.patience import Patience
 from node.exchange.transport.transport import (
     Admission,
     TransferRefusedError,
@@ -32,14 +35,11 @@ from node.exchange.transport.transport import (
 )
 from node.heavy import Heavy
 from node.history import History
-from protocol.messages import Report
+from protocol.messages import SliceTakenOver
 from protocol.payload import Payload, PayloadHeader
 from protocol.rounds import Commit, Digest, NodeId, Plan, RosterEntry
 
 log = structlog.get_logger()
-
-RoundNews = Callable[[ExchangeRound], None]
-"""Something that happened to a round since its plan was made."""
 
 GiveTokens = Callable[[NodeId, WantTokens], Awaitable[Payload | None]]
 """Who asks, and for what; raises TransferRefusedError."""
@@ -50,61 +50,56 @@ class Exchange:
 
     def __init__(
         self,
+        rules: Rules,
         *,
-        node_id: NodeId,
-        run_digest: Digest,
-        context: int,
         outer: Outer,
         transport: Transport,
         disk: StateOnDisk | None,
         history: History,
         heavy: Heavy,
-        report: Callable[[int, Report], None],
-        list_commits: Callable[[int], Awaitable[tuple[Commit, ...]]],
-        bring_back: Callable[[int], Awaitable[bool]],
-        patience: Patience,
+        coordinator: CoordinatorCalls,
         give_tokens: GiveTokens | None = None,
     ) -> None:
         """`give_tokens` answers what peers ask of the run's tokens; None: nothing is given."""
         self._give_tokens = give_tokens
         self.outer = outer
-        self._node_id = node_id
-        self._run_digest = run_digest
-        self._context = context
+        self._rules = rules
         self._transport = transport
         self._disk = disk
         self._heavy = heavy
-        self._report = report
+        self._report = coordinator.report
         self._held = HeldResults()
-        self._silences = Silences(transport.round_trip_seconds)
-        self._round: ExchangeRound | None = None
-        self._results_out = Pushes(transport, Random(node_id))  # results that peers still wait for
+        self._round: RoundRunner | None = None
+        # One for all rounds: peers still wait for results when the next round begins.
+        self._pushes = Pushes(transport, Random(rules.node_id))
         self._members: tuple[NodeId, ...] = ()
-        self._early: list[tuple[int, RoundNews]] = []  # of rounds that are not open here yet
+        self._early: list[tuple[float, RoundNews]] = []  # of rounds that are not open here yet
         # Taken while the outer state changes or is copied: a snapshot is never half of two rounds.
         self._lock = asyncio.Lock()
         self._donor = Donor(
-            node_id=node_id,
-            run_digest=run_digest,
+            node_id=rules.node_id,
+            run_digest=rules.run_digest,
             layout_digest=outer.layout_digest,
             num_elements=outer.layout.num_elements,
             oldest_round=self._oldest_useful_round,
             open_state=self._opened_state,
             heavy=heavy,
         )
+        self._donors = Donors(
+            transport=transport,
+            downlink=outer.downlink,
+            peers=self._peers,
+            silences=Silences(transport.round_trip_seconds),
+        )
         self._catch_up = CatchUp(
+            run_digest=rules.run_digest,
             outer=outer,
             held=self._held,
-            transport=transport,
             heavy=heavy,
             disk=disk,
             history=history,
-            list_commits=list_commits,
-            bring_back=bring_back,
-            peers=self._peers,
-            patience=patience,
-            silences=self._silences,
-            run_digest=run_digest,
+            coordinator=coordinator,
+            donors=self._donors,
         )
 
     # What the daemon asks for
@@ -112,7 +107,7 @@ class Exchange:
     def set_roster(self, members: tuple[RosterEntry, ...]) -> None:
         """Tells the transport who is a member, and remembers whom to ask."""
         self._transport.set_roster(members)
-        self._members = tuple(m.node_id for m in members if m.node_id != self._node_id)
+        self._members = tuple(m.node_id for m in members if m.node_id != self._rules.node_id)
 
     def _peers(self) -> tuple[NodeId, ...]:
         """Whom to ask, those first that can be reached."""
@@ -125,31 +120,31 @@ class Exchange:
         Of another plan of the same round nothing is kept: results of its slices would stand in the way.
         """
         await self._break_off_round()
-        await self._results_out.withdraw(plan.round)
+        await self._pushes.stop(from_round=plan.round)
         self._held.forget_from(plan.round)
-        self._round = ExchangeRound(
-            plan=plan,
-            context=self._context,
-            node_id=self._node_id,
+        self._round = RoundRunner(
+            plan,
+            self._rules,
             outer=self.outer,
             held=self._held,
-            transport=self._transport,
             heavy=self._heavy,
             report=self._report,
-            results_out=self._results_out,
-            silences=self._silences,
+            pushes=self._pushes,
+            donors=self._donors,
         )
-        for round_number, news in self._early:
-            if round_number == plan.round:
-                news(self._round)
-        self._early = [(number, news) for number, news in self._early if number >= plan.round]
+        # Kept as long as the round may be planned anew.
+        self._early = [(at, news) for at, news in self._early if news.round >= plan.round]
+        now = asyncio.get_running_loop().time()
+        for told_at, news in self._early:
+            if news.round == plan.round:
+                self._round.hear(_aged(news, now - told_at))
 
     def is_open_by(self, plan: Plan) -> bool:
         """Whether the open round goes by this plan; who reduces may have changed since."""
-        return self._round is not None and self._round.goes_by(plan)
+        return self._round is not None and self._round.state.goes_by(plan)
 
     async def contribute(self, *, samples: int, tokens: int) -> None:
-        """Sends what the island published for the open round: see Contributing.contribute."""
+        """Sends what the island published for the open round: see RoundRunner.contribute."""
         assert self._round is not None, "contribute follows open_round"
         await self._round.contribute(samples=samples, tokens=tokens)
 
@@ -166,12 +161,12 @@ class Exchange:
                     return
                 await self._heavy(partial(self.outer.owing.add_published, fragment, before))
 
-    def tell(self, round: int, news: RoundNews) -> None:
-        """Passes on what happened to a round, which may not be open here yet."""
-        if self._round is not None and self._round.plan.round == round:
-            news(self._round)
-        elif round > self.outer.round:
-            self._early.append((round, news))
+    def tell(self, news: RoundNews) -> None:
+        """Takes in what the coordinator says of a round, which may not be open here yet."""
+        if self._round is not None and self._round.state.plan.round == news.round:
+            self._round.hear(news)
+        elif news.round > self.outer.round:
+            self._early.append((asyncio.get_running_loop().time(), news))
 
     async def _close_round(self) -> None:
         """Ends the transfers of the round in flight; what is pending of it waits for the commit."""
@@ -188,15 +183,15 @@ class Exchange:
         """Ends everything in flight, results that peers still wait for included."""
         self._donor.drop()
         await self._break_off_round()
-        await self._results_out.stop()
+        await self._pushes.stop()
         if kept := await self._heavy(self.outer.owing.kept_elements):
             # Nobody else can owe it: lost with this node, unless it comes back with its folder.
             log.info("rounding error leaves", round=self.outer.round, elements=kept)
 
     async def apply(self, commit: Commit) -> None:
         """Brings the outer state to the commit's round, by results or, failing that, by a snapshot."""
-        if self._round is not None and self._round.plan.round == commit.round:
-            await self._round.complete(commit, partial(self._catch_up.fetch_results, commit.round))
+        if self._round is not None and self._round.state.plan.round == commit.round:
+            await self._round.complete(commit)
         await self._close_round()
         async with self._lock:
             await self._catch_up.to_commit(commit)
@@ -232,24 +227,22 @@ class Exchange:
     @property
     def is_sending(self) -> bool:
         """Whether contributions or results are on their way to peers."""
-        return not self._results_out.is_idle or (self._round is not None and self._round.is_sending)
+        return not self._pushes.is_idle
 
     def waiting_for(self) -> str:
         """What the exchange waits for, in words; empty when for nothing."""
         if self._catch_up.waiting_for:
             return self._catch_up.waiting_for
-        return self._round.waiting_for() if self._round is not None else ""
+        return waiting_for(self._round.state) if self._round is not None else ""
 
     # What peers ask for (TransferHandler)
 
     def admit(self, sender: NodeId, header: PayloadHeader) -> Admission:
         """Decides on an offered payload by its header alone."""
-        if header.run_digest != self._run_digest:
-            raise TransferRefusedError(
-                f"run digest {header.run_digest.hex()[:8]} is not ours, {self._run_digest.hex()[:8]}"
-            )
-        if self._round is None or self._round.plan.round != header.round:
-            raise TransferRefusedError(f"round {header.round} is not open at this node")
+        state = None if self._round is None else self._round.state
+        if why := refusal(self._rules, state, sender, header):
+            raise TransferRefusedError(why)
+        assert self._round is not None, "nothing is taken for a round that is not open"
         return self._round.admit(sender, header)
 
     async def supply(self, sender: NodeId, want: Want) -> Payload | None:
@@ -291,3 +284,10 @@ class Exchange:
         """After earlier states there may soon be no results to replay."""
         newest_files = [] if self._disk is None else self._disk.snapshots.rounds()[:1]
         return min([self.outer.round - KEPT_ROUNDS // 2, *newest_files])
+
+
+def _aged(news: RoundNews, seconds: float) -> RoundNews:
+    """What was told so many seconds ago, as if it were told now."""
+    if isinstance(news, SliceTakenOver):
+        return replace(news, contribute_seconds=news.contribute_seconds - seconds)
+    return news

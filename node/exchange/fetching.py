@@ -10,6 +10,8 @@ its pieces take: where they come soon there is more under way, where they come l
 
 A donor may take a request and send nothing: then another one is asked after a second, whoever brings
 the piece first counts, and the silent donor is asked last for a while.
+
+Results of slices are fetched here from first to last (`fetch_results`), whoever needs them.
 """
 
 import asyncio
@@ -23,7 +25,18 @@ from typing import Generic, TypeVar
 
 import structlog
 
-from protocol.rounds import NodeId
+from node.exchange.codecs.codec import Codec, CodecError
+from node.exchange.round.admission import misfit
+from node.exchange.transport.transport import (
+    FalseAnswerError,
+    NotHeldError,
+    PeerUnreachableError,
+    TransferRefusedError,
+    Transport,
+    WantResult,
+)
+from protocol.payload import Payload
+from protocol.rounds import NodeId, SliceOutcome
 
 log = structlog.get_logger()
 
@@ -313,3 +326,59 @@ async def _cancelled(tasks: list[asyncio.Task[Outcome]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Donors:
+    """Who can be asked for what this node lacks, over what, and how results come."""
+
+    transport: Transport
+    downlink: Codec
+    peers: Callable[[], tuple[NodeId, ...]]  # all members, those first that can be reached
+    silences: Silences
+
+
+async def fetch_results(
+    wanted: Mapping[WantResult, SliceOutcome],
+    take: Callable[[Payload], Awaitable[None]],
+    *,
+    of: Donors,
+    peers: Iterable[NodeId],
+) -> None:
+    """Fetches results from those of the peers that hold them, as far as they deliver; holders first.
+
+    Each goes to `take` when it is here: the very payload that was named, and as its slice must have
+    it. What that raises CodecError for is as wrong at any donor.
+    """
+
+    async def fetch(want: WantResult, peer: NodeId, heard: Callable[[], None]) -> Outcome:
+        outcome = wanted[want]
+        max_body_bytes = of.downlink.most_bytes(outcome.num_elements)
+        try:
+            payload = await of.transport.fetch(
+                peer,
+                want,
+                max_body_bytes=max_body_bytes,
+                timeout_seconds=fetch_seconds(max_body_bytes),
+                heard=heard,
+            )
+        except NotHeldError:
+            return Outcome.LACKING
+        except (PeerUnreachableError, FalseAnswerError) as error:
+            log.info("a donor does not deliver", peer=peer, why=str(error))
+            return Outcome.OUT
+        except TransferRefusedError as error:
+            log.info("a donor refuses", peer=peer, why=str(error))
+            return Outcome.REFUSED
+        why = misfit(payload.header, outcome, of.downlink)
+        if not why:
+            try:
+                await take(payload)
+                return Outcome.ARRIVED
+            except CodecError as error:
+                why = str(error)
+        log.warning("a result is malformed", peer=peer, why=why)
+        return Outcome.LACKING
+
+    holders = {want: outcome.holder_ids for want, outcome in wanted.items()}
+    await fetch_pieces(Schedule(holders, peers, of.silences), fetch)

@@ -12,7 +12,7 @@ from node.exchange.transport.transport import (
     TransferRefusedError,
     Transport,
 )
-from protocol.payload import Payload
+from protocol.payload import Payload, PayloadHeader
 from protocol.rounds import NodeId
 
 log = structlog.get_logger()
@@ -54,7 +54,7 @@ class Pushes:
     def __init__(self, transport: Transport, rng: Random) -> None:
         self._transport = transport
         self._rng = rng  # another one at each node, or their pauses are in step
-        self._tasks: dict[asyncio.Task[None], int] = {}  # with the round of what is pushed
+        self._tasks: dict[asyncio.Task[None], PayloadHeader] = {}  # of what is pushed
         self._lots: dict[tuple[str, int, NodeId], _Lot] = {}
 
     @property
@@ -72,16 +72,16 @@ class Pushes:
         """
         push = self._push_of_lot(peer, payload, deadline, is_wanted)
         task = asyncio.get_running_loop().create_task(push)
-        self._tasks[task] = payload.header.round
+        self._tasks[task] = payload.header
         task.add_done_callback(self._tasks.pop)
 
-    async def stop(self) -> None:
-        """Breaks everything off."""
-        await self.withdraw(0)
-
-    async def withdraw(self, round: int) -> None:
-        """Breaks off what is of this round or a later one: it is made anew."""
-        tasks = [task for task, number in self._tasks.items() if number >= round]
+    async def stop(self, *, kind: int | None = None, from_round: int = 0) -> None:
+        """Breaks off what is of this kind, or any, and of this round or a later one."""
+        tasks = [
+            task
+            for task, header in self._tasks.items()
+            if kind in (None, header.kind) and header.round >= from_round
+        ]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,18 +1,15 @@
-"""One slice at its reducer: contributions come in, the mean goes out once, as the same bytes for everyone."""
+"""A slice's result: the mean of its contributions, encoded once, as the same bytes for everyone."""
 
-import asyncio
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
 import structlog
 
 from node.exchange.codecs.codec import Codec, Opened
-from node.exchange.fitting import check_fits, place_of
 from node.exchange.mean import Encoded, UndecodableError, merged
-from node.exchange.transport.transport import Admission, TransferRefusedError
 from node.outer_state import Vector
-from protocol.payload import RESULT, Payload, PayloadHeader
+from protocol.payload import RESULT, Payload
 from protocol.rounds import (
     Commit,
     ContributionDigest,
@@ -43,119 +40,16 @@ class SliceResult:
     )  # [slice]: what the encoding rounded away, if asked for
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reduction:
-    """Collects the contributions to a slice until all are here or its deadline passes."""
+    """A slice with the contributions that are in its mean: what was here when that began."""
 
-    def __init__(
-        self,
-        *,
-        plan: Plan,
-        slice_: Slice,
-        uplink: Codec,
-        context: int,  # tokens of a sample
-    ) -> None:
-        self.slice = slice_
-        self._plan = plan
-        self._uplink = uplink
-        self._context = context
-        self._assigned = {a.node_id: a.num_samples for a in plan.assignments}
-        self._holders = {a.node_id: book_of(a.first_sample) for a in plan.assignments}
-        self._contributions: dict[NodeId, Payload] = {}
-        self._departed: frozenset[NodeId] = frozenset()
-        self._is_closed = False
-        self._is_given_up = False
-        self._time_limit: asyncio.Timeout | None = None
-        self._complete = asyncio.Event()
-
-    def admit(self, sender: NodeId, header: PayloadHeader) -> Admission:
-        """Refuses a contribution that does not belong into the mean, before its body is read."""
-        place = place_of(header)
-        if header.sender_id != sender:
-            raise TransferRefusedError(
-                f"{sender} offers a contribution in the name of {header.sender_id}"
-            )
-        if sender not in self._assigned:
-            raise TransferRefusedError(f"{sender} takes no part in round {self._plan.round}")
-        check_fits(header, self.slice, self._uplink)
-        if header.samples > self._assigned[sender]:
-            raise TransferRefusedError(
-                f"{header.samples} samples for {place}, where {self._assigned[sender]} were assigned"
-            )
-        if not 0 < header.tokens <= header.samples * self._context:
-            raise TransferRefusedError(
-                f"{header.tokens} tokens in {header.samples} samples for {place}, which have "
-                f"{header.samples * self._context}"
-            )
-        known = self._contributions.get(sender)
-        if known is not None and known.header.body_digest != header.body_digest:
-            raise TransferRefusedError(f"{place} has another contribution of {sender} already")
-        if known is None and self._is_closed:
-            raise TransferRefusedError(f"{place} is already reduced")
-        return Admission(take=self._take)
-
-    async def _take(self, payload: Payload) -> None:
-        if self._is_given_up:
-            raise TransferRefusedError(f"{place_of(payload.header)} is not reduced here any more")
-        self.add(payload)
-
-    def add(self, contribution: Payload) -> None:
-        """Keeps a contribution; one that comes too late is left to its sender's residual."""
-        if not self._is_closed:
-            self._contributions.setdefault(contribution.header.sender_id, contribution)
-            self._check_complete()
-
-    def depart(self, node_ids: Iterable[NodeId]) -> None:
-        """Does not wait for these any longer; what has arrived from them counts."""
-        self._departed |= frozenset(node_ids)
-        self._check_complete()
-
-    def _check_complete(self) -> None:
-        if set(self._assigned) <= self._contributions.keys() | self._departed:
-            self._complete.set()
-
-    @property
-    def missing(self) -> tuple[NodeId, ...]:
-        """Who is still waited for."""
-        return tuple(sorted(set(self._assigned) - self._contributions.keys() - self._departed))
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether the mean is being taken: nothing more is collected."""
-        return self._is_closed
-
-    @property
-    def is_given_up(self) -> bool:
-        """Whether nobody wants the result any more."""
-        return self._is_given_up
-
-    def give_up(self) -> None:
-        """Another node reduces the slice, or the round is over: contributions leave the memory.
-
-        A mean that is being taken meanwhile is of those that were here when it began.
-        """
-        self._is_given_up = self._is_closed = True
-        self._contributions = {}
-        self._complete.set()
-
-    def extend(self, deadline: float) -> None:
-        """Collects until then, by the loop's clock, unless that is earlier than before."""
-        limit = self._time_limit
-        if limit is not None and not limit.expired() and deadline > (limit.when() or 0):
-            limit.reschedule(deadline)
-
-    async def collected(self, *, deadline: float) -> None:
-        """Returns when all contributions are here, or at the deadline with what there is."""
-        try:
-            async with asyncio.timeout_at(deadline) as self._time_limit:
-                await self._complete.wait()
-        except TimeoutError:
-            log.info(
-                "reducing without some",
-                round=self._plan.round,
-                slice=self.slice.index,
-                missing=[str(node_id) for node_id in self.missing],
-            )
-        self._is_closed = True
+    plan: Plan
+    slice: Slice
+    contributions: Mapping[NodeId, Payload]  # by sender
+    late: Set[NodeId] = frozenset()  # whose contributions were waited for in vain
+    uplink: Codec
+    context: int  # tokens of a sample
 
     def result(
         self,
@@ -175,15 +69,16 @@ class Reduction:
 
         `carried` [slice] is added to the mean before it is encoded (node.exchange.reducer_error).
 
-        Who is still waited for will contribute in a later round: their tokens count now, those of all
-        samples that they were assigned, unless they are `long_missed`: of what these owe no more is
-        kept (node.exchange.residual). Who is gone or excused has nothing to bring.
+        Who is late will contribute in a later round: their tokens count now, those of all samples that
+        they were assigned, unless they are `long_missed`: of what these owe no more is kept
+        (node.exchange.residual). Who is gone or excused has nothing to bring, and is not late.
 
         Contributions are added in the order of node ids, so that equal contributions give equal
-        bytes. One that does not decode is left out, and said. Heavy; call it once, when collected.
+        bytes. One that does not decode is left out, and said. Heavy.
         """
-        contributions = self._contributions  # in a thread: the reduction may be given up meanwhile
-        late_samples = sum(self._assigned[n] for n in self.missing if n not in long_missed)
+        contributions, assigned = self.contributions, self.plan.assignments
+        late = self.late - long_missed
+        late_samples = sum(a.num_samples for a in assigned if a.node_id in late)
         contributors = [
             Contributor(
                 node_id=sender, samples=payload.header.samples, tokens=payload.header.tokens
@@ -191,19 +86,20 @@ class Reduction:
             for sender, payload in sorted(contributions.items())
         ]
         while contributors:
-            late_tokens = tokens_of_late(late_samples, contributors, context=self._context)
+            late_tokens = tokens_of_late(late_samples, contributors, context=self.context)
             try:
                 bodies = [contributions[each.node_id].body for each in contributors]
                 weights = [each.tokens for each in contributors]
                 if most_weight is not None:
-                    holders = [self._holders[each.node_id] for each in contributors]
+                    books = {a.node_id: book_of(a.first_sample) for a in assigned}
+                    holders = [books[each.node_id] for each in contributors]
                     weights = bounded_weights(weights, holders, most=most_weight)
                 values = self._merged(weights, bodies, merge, late_tokens)
                 break
             except UndecodableError as error:  # then all is added anew: its tokens do not count
                 sender = contributors.pop(error.index).node_id
                 log.warning(
-                    "contribution left out", round=self._plan.round, sender=sender, why=str(error)
+                    "contribution left out", round=self.plan.round, sender=sender, why=str(error)
                 )
         else:
             return None
@@ -227,8 +123,8 @@ class Reduction:
         payload = Payload.seal(
             kind=RESULT,
             run_digest=run_digest,
-            round=self._plan.round,
-            fragment=self._plan.fragment,
+            round=self.plan.round,
+            fragment=self.plan.fragment,
             slice_index=self.slice.index,
             start=self.slice.start,
             num_elements=self.slice.num_elements,
@@ -252,7 +148,7 @@ class Reduction:
     def _merged(
         self, weights: list[int], bodies: list[bytes], merge: Merge, late_tokens: int
     ) -> Vector:
-        codec, size = self._uplink, self.slice.num_elements
+        codec, size = self.uplink, self.slice.num_elements
         return merged(
             [
                 (weight, Encoded(codec=codec, body=body, size=size))

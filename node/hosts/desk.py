@@ -1,15 +1,16 @@
-"""The leader's desk: hosts that come to follow, and calls to each of them.
+"""The leader's desk: hosts that come to follow, and orders to each of them.
 
-What they are called for is node.hosts.leading's.
+What they are ordered to do is node.hosts.leading's.
 """
 
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 
+from node.hosts.orders import End, Order, answer_from_wire, to_wire
 from node.hosts.token import LeaderKey
 from node.hosts.wire import Message, Wire, is_invited, server_context, zeros
 from node.island.island import Progress
@@ -27,9 +28,11 @@ _FAULTS: dict[str, type[AtollError]] = {
 
 STOP_SECONDS = 10.0
 
+Answer = TypeVar("Answer")
+
 
 class Host:
-    """One that follows. Its calls are made one at a time; `is_gone` says that it went."""
+    """One that follows. It gets one order at a time; `is_gone` says that it went."""
 
     def __init__(self, wire: Wire, *, name: str, device_kind: str) -> None:
         self._wire = wire
@@ -37,9 +40,9 @@ class Host:
         self.device_kind = device_kind
         self.address = wire.peer
         self._number = 0
-        self._answer: asyncio.Future[Message] | None = None
+        self._answer: asyncio.Future[Any] | None = None
         self._into: Vector | None = None
-        self._most_elements = 0  # of the call that last asked for values
+        self._most_elements = 0  # of the order that last asked for values
         self._on_progress: Callable[[Progress], None] | None = None
         self._listening = asyncio.create_task(self._listen())
 
@@ -48,15 +51,14 @@ class Host:
         """Whether the connection has ended."""
         return self._listening.done()
 
-    async def call(
+    async def give(
         self,
-        name: str,
+        order: Order[Answer],
         *,
         vector: Vector | None = None,
         into: Vector | None = None,
         on_progress: Callable[[Progress], None] | None = None,
-        **arguments: Any,
-    ) -> Message:
+    ) -> Answer:
         """Its answer; a vector in it lies in `into`. Raises what the follower met, or RankDiedError."""
         if self.is_gone:
             raise self._death()
@@ -65,10 +67,9 @@ class Host:
         self._into, self._on_progress = into, on_progress
         self._most_elements = self._most_elements if into is None else len(into)
         try:
-            call = {"call": name, "number": self._number, "arguments": arguments}
             with suppress(OSError):  # the listener says what became of the connection
-                await self._wire.send(call, vector)
-            return await self._answer
+                await self._wire.send(to_wire(order) | {"number": self._number}, vector)
+            return answer_from_wire(order, await self._answer)
         finally:
             self._answer = self._into = self._on_progress = None
 
@@ -102,7 +103,7 @@ class Host:
         message = await self._wire.receive()
         if "num_elements" in message:
             is_awaited = self._into is not None and message.get("number") == self._number
-            # When its call was cancelled, the values are read all the same, and forgotten.
+            # When its order was given up, the values are read all the same, and forgotten.
             into = self._into if is_awaited else zeros(self._most_elements)
             assert into is not None
             await self._wire.receive_vector(message, into)
@@ -155,7 +156,7 @@ class HostDesk:
         for host in self._hosts:
             with suppress(AtollError, TimeoutError):
                 async with asyncio.timeout(STOP_SECONDS):
-                    await host.call("end")
+                    await host.give(End())
             await host.close()
         self._hosts = []
 

@@ -8,21 +8,42 @@ from typing import Any
 
 import structlog
 
+from node.hosts.orders import (
+    Adopt,
+    End,
+    Evaluate,
+    Hold,
+    KeepPart,
+    OpenShelf,
+    Order,
+    Publish,
+    Shelved,
+    Start,
+    Started,
+    Stop,
+    TakeOver,
+    Train,
+    answer_to_wire,
+    from_wire,
+)
 from node.hosts.parts import Shelf
 from node.hosts.rendezvous import interface_of
 from node.hosts.token import HostToken
-from node.hosts.wire import Message, Wire, connect
-from node.island.checkpoints.folder import About
+from node.hosts.wire import Wire, connect
 from node.island.data.places import DataPlaces
-from node.island.island import InnerWork, Progress
+from node.island.island import InnerReport, InnerWork, Progress
 from node.island.models.code import check_functions
-from node.island.parallel.mesh_shape import MeshShape
 from node.island.ranks.commands import Keep, MeetingPoint
 from node.island.ranks.launcher import ProcessIsland
 from node.island.ranks.usable_devices import usable_devices
-from node.island.training.local_training import LocalTraining
 from node.outer_state import SharedVectors, Vector
-from protocol.errors import AtollError, ExitCode, NotPermittedError, UnavailableError
+from protocol.errors import (
+    AtollError,
+    ExitCode,
+    NotPermittedError,
+    ProtocolMismatchError,
+    UnavailableError,
+)
 from protocol.layout import Layout, layout_of
 from protocol.run_spec import run_from_json
 
@@ -82,11 +103,11 @@ class _Following:
         self._layout: Layout | None = None
         self._shared: SharedVectors | None = None
         self._island: ProcessIsland | None = None
-        self._calls: asyncio.Queue[Message] = asyncio.Queue()
+        self._orders: asyncio.Queue[tuple[int, Order[Any]]] = asyncio.Queue()
         self._stopping: list[asyncio.Task[None]] = []
 
     async def serve(self) -> None:
-        """Carries out the leader's calls in turn until the last. Raises EOFError, OSError."""
+        """Carries out the leader's orders in turn until the last. Raises EOFError, OSError."""
         listening = asyncio.create_task(self._listen())
         working = asyncio.create_task(self._work())
         try:
@@ -111,32 +132,39 @@ class _Following:
     async def _listen(self) -> None:
         while True:
             message = await self._wire.receive()
-            if "num_elements" in message:
-                await self._wire.receive_vector(message, self._place_of(message))
-            if message["call"] == "stop" and self._island is not None:
+            order = from_wire(message)
+            if isinstance(order, Hold | Adopt | Evaluate):
+                await self._wire.receive_vector(message, self._place_of(order))
+            if isinstance(order, Stop) and self._island is not None:
                 # At once: what it is to end may hang, as a rank of another host has died.
                 self._stopping.append(asyncio.create_task(self._island.stop()))
-            self._calls.put_nowait(message)
+            self._orders.put_nowait((int(message.get("number", 0)), order))
 
-    def _place_of(self, message: Message) -> Vector:
-        """Where a call's values belong: parameters, or what all hosts published of a fragment."""
-        assert self._shared is not None and self._layout is not None, "values come after the start"
-        fragment = message["arguments"].get("fragment")
-        if message["call"] == "hold":
-            return self._shared.published[: self._layout.fragments[fragment].num_elements]
+    def _place_of(self, order: Hold | Adopt | Evaluate) -> Vector:
+        """Where an order's values belong: parameters, or what all hosts published of a fragment."""
+        if self._shared is None or self._layout is None:
+            raise ProtocolMismatchError("the leader sends values before it has started the ranks")
         whole = self._shared.parameters
+        fragment = None if isinstance(order, Evaluate) else order.fragment
+        if fragment is not None and not 0 <= fragment < len(self._layout.fragments):
+            raise ProtocolMismatchError(
+                f"the leader names fragment {fragment}, which the run has not"
+            )
+        if isinstance(order, Hold):
+            return self._shared.published[: self._layout.fragments[order.fragment].num_elements]
         return whole if fragment is None else whole[self._layout.fragments[fragment].span]
 
     async def _work(self) -> None:
         while True:
-            message = await self._calls.get()
-            number = message["number"]
-            if message["call"] == "end":
+            number, order = await self._orders.get()
+            if isinstance(order, End):
                 with suppress(OSError):
-                    await self._wire.send({"number": number, "answer": {}})
+                    await self._wire.send({"number": number, "answer": None})
                 return
             try:
-                await self._carry_out(message["call"], number, message["arguments"])
+                answer, vector = await self._carry_out(number, order)
+                told = {"number": number, "answer": answer_to_wire(order, answer)}
+                await self._wire.send(told, vector)
             except AtollError as error:
                 if error.exit_code == ExitCode.INTERNAL:
                     log.error("a rank failed", error=str(error))
@@ -149,81 +177,85 @@ class _Following:
                     }
                 )
 
-    async def _carry_out(self, call: str, number: int, arguments: dict[str, Any]) -> None:
-        answer: Message = {}
-        vector = None
-        if call == "start":
-            answer = await self._start(**arguments)
-        elif call == "shelve":
-            parts = await asyncio.to_thread(self._shelf.open, **arguments)
-            answer = {"parts": [asdict(part) for part in parts]}
-        elif self._island is None or self._shared is None or self._layout is None:
-            pass  # it was never started: there is nothing to stop
-        elif call == "adopt":
-            await self._island.adopt(arguments["fragment"], is_taken=arguments["is_taken"])
-        elif call == "train":
+    async def _carry_out(self, number: int, order: Order[Any]) -> tuple[Any, Vector | None]:
+        """What it is answered with, and the values that go with the answer."""
+        if isinstance(order, Start):
+            return await self._start(order), None
+        if isinstance(order, OpenShelf):
+            parts = await asyncio.to_thread(self._shelf.open, order)
+            return Shelved(parts=tuple(parts)), None
+        if self._island is None or self._shared is None or self._layout is None:
+            if isinstance(order, Stop):
+                return None, None  # nothing was ever started
+            raise ProtocolMismatchError(f"{type(order).__name__} comes before the start")
+        island = self._island
+        match order:
+            case Hold():
+                return None, None  # its values are in their place
+            case Adopt():
+                await island.adopt(order.fragment, is_taken=order.is_taken)
+                return None, None
+            case Train():
+                return await self._train(island, number, order.work), None
+            case Publish():
+                size = self._layout.fragments[order.fragment].num_elements
+                published = self._shared.published[:size]
+                published[:] = 0  # what other hosts publish
+                await island.publish(order.fragment)
+                return None, published
+            case TakeOver(about=about):
+                loaded = await island.load(about, self._shelf.part_of(about.set_id))
+                if not loaded.failure:
+                    island.resuming.goes_on_from(about, loaded)
+                return loaded, None
+            case KeepPart():
+                keep = Keep(self._shelf.folder, order.round, order.is_waited, order.set_id)
+                return await island.set_aside(keep), None
+            case Evaluate():
+                return await island.evaluate(), None
+            case Stop():
+                await island.stop()
+                return None, None
+        raise AssertionError(f"{order} is carried out elsewhere")
 
-            def tell(progress: Progress) -> None:
-                told = {"number": number, "progress": asdict(progress)}
-                telling.add(asyncio.ensure_future(self._wire.send(told)))
+    async def _train(self, island: ProcessIsland, number: int, work: InnerWork) -> InnerReport:
+        telling: set[asyncio.Future[None]] = set()
 
-            telling: set[asyncio.Future[None]] = set()
-            answer = asdict(await self._island.train(InnerWork(**arguments["work"]), tell))
-            await asyncio.gather(*telling)
-        elif call == "publish":
-            fragment = int(arguments["fragment"])
-            vector = self._shared.published[: self._layout.fragments[fragment].num_elements]
-            vector[:] = 0  # what other hosts publish
-            await self._island.publish(fragment)
-        elif call == "load":
-            about = About.model_validate(arguments["about"])
-            loaded = await self._island.load(about, self._shelf.part_of(about.set_id))
-            if not loaded.failure:
-                self._island.resuming.goes_on_from(about, loaded)
-            answer = asdict(loaded)
-        elif call == "keep":
-            order = Keep(self._shelf.folder, **arguments)
-            answer = asdict(await self._island.set_aside(order))
-        elif call == "evaluate":
-            answer = asdict(await self._island.evaluate())
-        elif call == "stop":
-            await self._island.stop()
-        await self._wire.send({"number": number, "answer": answer}, vector)
+        def tell(progress: Progress) -> None:
+            told = {"number": number, "progress": asdict(progress)}
+            telling.add(asyncio.ensure_future(self._wire.send(told)))
 
-    async def _start(  # its ranks were stopped, or never started
-        self,
-        *,
-        spec: dict[str, Any],
-        shape: dict[str, Any],
-        local: dict[str, Any],
-        first_rank: int,
-        num_ranks: int,
-        host: str,
-        port: int,
-        num_hosts: int,
-    ) -> Message:
-        run = run_from_json(json.dumps(spec))
-        check_functions(
-            run, allowed=(), code=None
-        )  # the leader's owner does not speak for this machine's
+        report = await island.train(work, tell)
+        await asyncio.gather(*telling)
+        return report
+
+    async def _start(self, order: Start) -> Started:  # its ranks were stopped, or never started
+        run = run_from_json(json.dumps(order.spec))
+        # The leader's owner does not speak for this machine's.
+        check_functions(run, allowed=(), code=None)
         if self._shared is None:
             self._layout = layout_of(run)
             self._shared = SharedVectors.create(
                 self._layout.num_elements, self._layout.largest_fragment
             )
-        usable = await usable_devices(self._device, num_ranks)
+        usable = await usable_devices(self._device, order.num_ranks)
         self._island = ProcessIsland(
             spec=run,
             names=self._shared.names,
             devices=usable.names,
-            shape=MeshShape(**shape),
-            ranks=range(first_rank, first_rank + num_ranks),
+            shape=order.shape,
+            ranks=range(order.first_rank, order.first_rank + order.num_ranks),
             data=self._data,
-            local=LocalTraining(**local),
+            local=order.local,
         )
         interface = interface_of(self._wire.own_host)
         self._island.meet_at(
-            MeetingPoint(host=host, port=port, interface=interface, num_hosts=num_hosts)
+            MeetingPoint(
+                host=order.host,
+                port=order.port,
+                interface=interface,
+                num_hosts=order.num_hosts,
+            )
         )
         summary = await self._island.bring_up()
-        return {"corpus": summary.digest.hex()}
+        return Started(corpus=summary.digest.hex())

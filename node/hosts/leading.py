@@ -4,16 +4,28 @@ import asyncio
 import json
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
 from node.heavy import in_thread
 from node.hosts.desk import STOP_SECONDS, Host, HostDesk
-from node.hosts.parts import Part, arranged, part_of
+from node.hosts.orders import (
+    Adopt,
+    Evaluate,
+    Hold,
+    KeepPart,
+    OpenShelf,
+    Publish,
+    Start,
+    Stop,
+    TakeOver,
+    Train,
+)
+from node.hosts.parts import arranged, part_of
 from node.hosts.rendezvous import interface_of, open_store
-from node.hosts.wire import Message, zeros
+from node.hosts.wire import zeros
 from node.island.checkpoints.folder import Checkpoint, Kept, Loaded
 from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork, Progress, rebases
 from node.island.parallel.mesh_shape import MeshShape
@@ -33,6 +45,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 Answer = TypeVar("Answer")
+Theirs = TypeVar("Theirs")
 
 _GRACE_SECONDS = 5.0
 COME_BACK_SECONDS = 60.0
@@ -100,24 +113,25 @@ class HostsIsland:
         summary, theirs = await _together(
             self._own.bring_up(),
             (
-                host.call(
-                    "start",
-                    spec=json.loads(self._spec.canonical_json()),
-                    shape=asdict(self._shape),
-                    local=asdict(self._local),
-                    first_rank=each * (place + 1),
-                    num_ranks=each,
-                    host=self._listen_host,
-                    port=port,
-                    num_hosts=self._num_hosts,
+                host.give(
+                    Start(
+                        spec=json.loads(self._spec.canonical_json()),
+                        shape=self._shape,
+                        local=self._local,
+                        first_rank=each * (place + 1),
+                        num_ranks=each,
+                        host=self._listen_host,
+                        port=port,
+                        num_hosts=self._num_hosts,
+                    )
                 )
                 for place, host in enumerate(self._others)
             ),
         )
         for host, answer in zip(self._others, theirs, strict=True):
-            if answer["corpus"] != summary.digest.hex():
+            if answer.corpus != summary.digest.hex():
                 raise ConfigError(
-                    f"host {host.name} reads other text than the leader: {answer['corpus'][:12]}, "
+                    f"host {host.name} reads other text than the leader: {answer.corpus[:12]}, "
                     f"not {summary.digest.hex()[:12]}",
                     next_step="give all hosts the same files, and start them in the same folder",
                 )
@@ -135,21 +149,24 @@ class HostsIsland:
         own, theirs = await _together(
             asyncio.to_thread(lambda: list(folder.whole())),
             (
-                host.call(
-                    "shelve",
-                    run_digest=folder.run_digest.hex(),
-                    layout_digest=folder.layout_digest.hex(),
-                    every_rounds=folder.every_rounds,
-                    num_hosts=folder.num_hosts,
-                    num_elements=self._layout.num_elements,
-                    num_parts=len(self._layout.places) * self._shape.num_ranks // self._num_hosts,
+                host.give(
+                    OpenShelf(
+                        run_digest=folder.run_digest.hex(),
+                        layout_digest=folder.layout_digest.hex(),
+                        every_rounds=folder.every_rounds,
+                        num_hosts=folder.num_hosts,
+                        num_elements=self._layout.num_elements,
+                        num_parts=len(self._layout.places)
+                        * self._shape.num_ranks
+                        // self._num_hosts,
+                    )
                 )
                 for host in self._others
             ),
         )
         arrangement = arranged(
             [part_of(checkpoint) for checkpoint in own],
-            [[Part(**part) for part in told["parts"]] for told in theirs],
+            [shelved.parts for shelved in theirs],
         )
         self._others = [self._others[index] for index in arrangement.order]
         had = []
@@ -162,13 +179,14 @@ class HostsIsland:
 
     async def _load(self, checkpoint: Checkpoint) -> Loaded:
         """Has the ranks of all hosts take a checkpoint over; none does when one cannot."""
-        about = checkpoint.about.model_dump(exclude={"files"})  # which are other ones on each host
+        # Which files it has differs by host.
+        order = TakeOver(about=checkpoint.about.model_copy(update={"files": {}}))
         loaded, theirs = await _together(
             self._own.load(checkpoint.about, checkpoint.path),
-            (host.call("load", about=about) for host in self._others),
+            (host.give(order) for host in self._others),
         )
         return replace(
-            loaded, failure=self._reasons(loaded.failure, [told["failure"] for told in theirs])
+            loaded, failure=self._reasons(loaded.failure, [other.failure for other in theirs])
         )
 
     def _reasons(self, own: str, theirs: list[str]) -> str:
@@ -192,7 +210,7 @@ class HostsIsland:
             (self._adopt_there(host, fragment, is_taken=is_taken) for host in self._others),
         )
 
-    async def _adopt_there(self, host: Host, fragment: int | None, *, is_taken: bool) -> Message:
+    async def _adopt_there(self, host: Host, fragment: int | None, *, is_taken: bool) -> None:
         parameters = self._shared.parameters
         if fragment is not None:
             span = self._layout.fragments[fragment].span
@@ -200,17 +218,14 @@ class HostsIsland:
             if rebases(self._spec.exchange, is_taken=is_taken):
                 # A rank may hold what one of another host published: each has its own part only.
                 published = self._shared.published[: span.stop - span.start]
-                await host.call("hold", vector=published, fragment=fragment)
-        return await host.call("adopt", vector=parameters, fragment=fragment, is_taken=is_taken)
+                await host.give(Hold(fragment=fragment), vector=published)
+        await host.give(Adopt(fragment=fragment, is_taken=is_taken), vector=parameters)
 
     async def train(self, work: InnerWork, on_progress: Callable[[Progress], None]) -> InnerReport:
         """See Island."""
         report, _ = await _together(
             self._own.train(work, on_progress),
-            (
-                host.call("train", on_progress=on_progress, work=asdict(work))
-                for host in self._others
-            ),
+            (host.give(Train(work=work), on_progress=on_progress) for host in self._others),
         )
         return report
 
@@ -226,7 +241,7 @@ class HostsIsland:
         await _together(
             self._own.publish(fragment),
             (
-                host.call("publish", into=part, fragment=fragment)
+                host.give(Publish(fragment=fragment), into=part)
                 for host, part in zip(self._others, parts, strict=True)
             ),
         )
@@ -240,25 +255,25 @@ class HostsIsland:
         kept, theirs = await _together(
             self._own.set_aside(Keep(folder, round, is_waited=is_last, set_id=set_id)),
             (
-                host.call("keep", round=round, is_waited=is_last, set_id=set_id)
+                host.give(KeepPart(round=round, is_waited=is_last, set_id=set_id))
                 for host in self._others
             ),
         )
-        failure = self._reasons(kept.failure, [told["failure"] for told in theirs])
+        failure = self._reasons(kept.failure, [other.failure for other in theirs])
         self._own.resuming.tell_of_keeping(round, Kept(is_busy=kept.is_busy, failure=failure))
 
     async def evaluate(self) -> Evaluation:
         """See Island."""
         evaluation, _ = await _together(
             self._own.evaluate(),
-            (host.call("evaluate", vector=self._shared.parameters) for host in self._others),
+            (host.give(Evaluate(), vector=self._shared.parameters) for host in self._others),
         )
         return evaluation
 
     async def _stop(self, host: Host) -> None:
         try:
             async with asyncio.timeout(STOP_SECONDS):
-                await host.call("stop")
+                await host.give(Stop())
         except (AtollError, TimeoutError):
             await host.close()
 
@@ -269,14 +284,14 @@ def _add_all(published: Vector, parts: Sequence[Vector]) -> None:
 
 
 async def _together(
-    own: Awaitable[Answer], calls: Iterable[Awaitable[Message]]
-) -> tuple[Answer, list[Message]]:
+    own: Awaitable[Answer], orders: Iterable[Awaitable[Theirs]]
+) -> tuple[Answer, list[Theirs]]:
     """All answers; the first error ends the wait for the others, as they may hang because of it.
 
     A rank that failed may have done so because another one died, which is what people should hear.
     """
     first = asyncio.ensure_future(own)
-    others = [asyncio.ensure_future(call) for call in calls]
+    others = [asyncio.ensure_future(order) for order in orders]
     tasks: list[asyncio.Future[Any]] = [first, *others]
     try:
         ended, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)

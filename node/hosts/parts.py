@@ -12,21 +12,13 @@ from pathlib import Path
 
 import structlog
 
+from node.hosts.orders import OpenShelf, Part
 from node.island.checkpoints.folder import Checkpoint, CheckpointFolder
 from protocol.files.durable import make_folder
 from protocol.files.folder_lock import FolderLock
 from protocol.rounds import Digest
 
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """One host's part of one writing."""
-
-    set_id: str
-    host: int
-    num_hosts: int  # that wrote
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,25 +79,16 @@ class Shelf:
         self._folder: CheckpointFolder | None = None
         self._checkpoints: dict[str, Checkpoint] = {}
 
-    def open(
-        self,
-        *,
-        run_digest: str,
-        layout_digest: str,
-        every_rounds: int,
-        num_hosts: int,
-        num_elements: int,
-        num_parts: int,
-    ) -> list[Part]:
+    def open(self, order: OpenShelf) -> list[Part]:
         """What lies there of this run. No rank may run. Raises SystemRefusedError."""
         self._folder = CheckpointFolder(
             path=self._path,
-            run_digest=Digest(bytes.fromhex(run_digest)),
-            layout_digest=Digest(bytes.fromhex(layout_digest)),
-            every_rounds=every_rounds,
-            num_hosts=num_hosts,
+            run_digest=Digest(bytes.fromhex(order.run_digest)),
+            layout_digest=Digest(bytes.fromhex(order.layout_digest)),
+            every_rounds=order.every_rounds,
+            num_hosts=order.num_hosts,
         )
-        self._folder.require_room(num_elements, num_parts, besides_bytes=0)
+        self._folder.require_room(order.num_elements, order.num_parts, besides_bytes=0)
         self._folder.remove_unfinished()
         self._checkpoints = {}
         for checkpoint in self._folder.whole():

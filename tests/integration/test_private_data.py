@@ -128,7 +128,7 @@ def test_conversations_weigh_by_their_answers_and_use_their_samples_up(
     merge = Reduction._merged
 
     def merged(self: Reduction, weights: list[int], *rest: Any) -> Vector:
-        weighed.append((weights, self._plan.round))
+        weighed.append((weights, self.plan.round))
         return merge(self, weights, *rest)
 
     monkeypatch.setattr(Reduction, "_merged", merged)

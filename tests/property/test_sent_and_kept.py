@@ -134,18 +134,20 @@ class World:
             if fate == "taken over":  # the first result is handed out and not committed
                 reducers.append(IDS[(IDS.index(part.reducer_id) + 1) % 3])
             for reducer in reducers:
+                tokens = drawn["tokens"]
+                contributions = {
+                    n: contribution(plan, part.index, n, pending.bodies[part.index], tokens[n])
+                    for n, pending in pendings.items()
+                    if drawn["acts"][n] != "late"
+                }
                 reduction = Reduction(
                     plan=plan,
-                    slice_=part,
+                    slice=part,
+                    contributions=contributions,
+                    late=frozenset(plan.participants) - contributions.keys(),
                     uplink=self.outers[reducer].uplink,
                     context=1,
                 )
-                for node_id, pending in pendings.items():
-                    if drawn["acts"][node_id] != "late":
-                        body = pending.bodies[part.index]
-                        tokens = drawn["tokens"][node_id]
-                        payload = contribution(plan, part.index, node_id, body, tokens)
-                        reduction.add(payload)
                 result = self.outers[reducer].result_of(reduction, 0)
                 if result is not None:
                     self.outers[reducer].owing.note_result(result)

@@ -18,6 +18,8 @@ from node.exchange.outer_optimizer import Sgd
 from node.exchange.rate_scaling import RateScale
 from node.exchange.reducer_error import ReducerError
 from node.exchange.residual import MOST_OWED, Residual
+from node.exchange.round.state import Rules
+from node.exchange.state.catch_up import CoordinatorCalls
 from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.state.patience import Patience
 from node.exchange.state.sent_log import SentLog
@@ -204,6 +206,16 @@ def commit_of(outer: Outer, result: Payload, *, fragment: int = 0) -> Commit:
     )
 
 
+def rules_of(outer: Outer, node_id: NodeId) -> Rules:
+    return Rules(
+        node_id=node_id,
+        run_digest=RUN,
+        context=1,
+        uplink=outer.uplink,
+        downlink=outer.downlink,
+    )
+
+
 class Node:
     """One node's exchange, what it reports, and what its island would have trained."""
 
@@ -224,18 +236,18 @@ class Node:
         )
         self.patience = Patience(Random(0))
         self.exchange = Exchange(
-            node_id=node_id,
-            run_digest=RUN,
-            context=1,
+            rules_of(outer, node_id),
             outer=outer,
             transport=self.transport,
             disk=disk,
             history=history or History(None),
             heavy=in_place,
-            report=lambda round, report: self.reports.append((round, report)),
-            list_commits=scene.list_commits,
-            bring_back=scene.take_back,
-            patience=self.patience,
+            coordinator=CoordinatorCalls(
+                report=lambda round, report: self.reports.append((round, report)),
+                list_commits=scene.list_commits,
+                bring_back=scene.take_back,
+                patience=self.patience,
+            ),
         )
 
     @property

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from node.exchange import fetching
-from node.exchange.holding import GRACE_ROUND_TRIPS, GRACE_SECONDS
+from node.exchange.round.transition import GRACE_ROUND_TRIPS, GRACE_SECONDS
 from node.exchange.transport.transport import TransferRefusedError
+from protocol.messages import ParticipantsDeparted, ResultOffered
 from protocol.payload import RESULT, Payload
 from protocol.rounds import BLOCK, Commit, NodeId, Plan
 from tests.unit.exchange_scene import (
@@ -141,10 +142,28 @@ async def test_nothing_is_awaited_of_a_reducer_that_cannot_push(why: str) -> Non
     scene = await Scene.of(A, B, C)
     commit = await committed(scene, {C: 1e6})
     if why == "gone":
-        scene.nodes[A].exchange.tell(1, lambda round_: round_.depart((C,)))
+        scene.nodes[A].exchange.tell(ParticipantsDeparted(round=1, node_ids=(C,)))
     else:
         scene.network.cut(A, C)
     assert await seconds_to_apply(scene.nodes[A], commit) < 0.1
+    await scene.stop()
+
+
+@in_virtual_time
+async def test_what_does_come_of_a_reducer_that_is_gone_is_waited_for() -> None:
+    """The coordinator may have lost a node that its peers have not."""
+    scene = await Scene.of(A, B, C)
+    commit = await committed(scene, {C: 1e6})
+    node, payload = scene.nodes[A], scene.nodes[C].exchange._held.get(1, 2)
+    assert payload is not None
+    admission = node.exchange.admit(C, payload.header)
+    node.exchange.tell(ParticipantsDeparted(round=1, node_ids=(C,)))
+    applying = asyncio.create_task(seconds_to_apply(node, commit))
+    await asyncio.sleep(10)
+    await admission.take(payload)
+    admission.end()
+    assert await applying == pytest.approx(10, abs=0.1)
+    assert num_received(node) == 1  # B's
     await scene.stop()
 
 
@@ -247,8 +266,8 @@ async def test_an_offered_result_is_not_fetched_while_its_reducer_does_get_throu
     payload = scene.nodes[C].exchange._held.get(1, 2)
     assert payload is not None
     admission = scene.nodes[A].exchange.admit(C, payload.header)
-    offered = payload.digest
-    scene.nodes[A].exchange.tell(1, lambda round_: round_.fetch_offered(2, offered, (B, C)))
+    offered = ResultOffered(round=1, slice_index=2, digest=payload.digest, holder_ids=(B, C))
+    scene.nodes[A].exchange.tell(offered)
     await asyncio.sleep(10)
     await admission.take(payload)
     admission.end()

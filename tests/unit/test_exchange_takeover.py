@@ -8,9 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from node.exchange.holding import GRACE_SECONDS
+from node.exchange.round.transition import GRACE_SECONDS
 from node.exchange.transport.transport import TransferRefusedError
-from protocol.messages import Held, Reduced
+from protocol.messages import (
+    Held,
+    ParticipantsDeparted,
+    ParticipantsIdle,
+    Reduced,
+    ResultOffered,
+    SliceTakenOver,
+)
 from protocol.rounds import BLOCK, Digest, NodeId, Plan
 from tests.unit.exchange_scene import (
     COMMIT_SECONDS,
@@ -28,11 +35,15 @@ VALUES = np.ones(BLOCK, dtype=np.float32)
 
 
 def hand_over(scene: Scene, *told: NodeId, index: int, to: NodeId, attempt: int = 1) -> None:
-    deadline = asyncio.get_running_loop().time() + 10
+    news = SliceTakenOver(
+        round=1, slice_index=index, reducer_id=to, attempt=attempt, contribute_seconds=10
+    )
     for node_id in told:
-        scene.nodes[node_id].exchange.tell(
-            1, lambda round_: round_.take_over(index, to, attempt, deadline)
-        )
+        scene.nodes[node_id].exchange.tell(news)
+
+
+def offer_of(index: int, digest: Digest) -> ResultOffered:
+    return ResultOffered(round=1, slice_index=index, digest=digest, holder_ids=(B, C))
 
 
 def with_reducer(plan: Plan, index: int, reducer: NodeId) -> Plan:
@@ -46,7 +57,7 @@ async def kill(scene: Scene, node_id: NodeId) -> None:
     await scene.nodes[node_id].exchange.stop()
     await scene.nodes[node_id].transport.stop()
     for other in set(scene.nodes) - {node_id}:
-        scene.nodes[other].exchange.tell(1, lambda round_: round_.depart((node_id,)))
+        scene.nodes[other].exchange.tell(ParticipantsDeparted(round=1, node_ids=(node_id,)))
 
 
 @in_virtual_time
@@ -125,7 +136,7 @@ async def test_the_former_reducers_result_is_dropped_and_refused() -> None:
     hand_over(scene, A, index=1, to=C)
     with pytest.raises(TransferRefusedError, match="does not reduce"):
         node.exchange.admit(B, old.header)
-    with pytest.raises(TransferRefusedError, match="taken slice 1 of round 1 over"):
+    with pytest.raises(TransferRefusedError, match="b does not reduce slice 1"):
         await under_way.take(old)
     new = result_of(2 * VALUES, sender_id=C, index=1)
     await node.receive(C, new)
@@ -143,12 +154,12 @@ async def test_a_slice_that_is_taken_over_while_it_is_reduced_or_its_result_deco
     await scene.open_round(1, A, B, C)
     result = result_of(VALUES, sender_id=C, index=2)
     decoding = asyncio.create_task(scene.nodes[A].receive(C, result))
-    scene.nodes[B].exchange.tell(1, lambda round_: round_.excuse((A, B, C)))  # so B reduces now
+    scene.nodes[B].exchange.tell(ParticipantsIdle(round=1, node_ids=(A, B, C)))  # so B reduces now
     await asyncio.sleep(0.5)
     hand_over(scene, A, B, C, index=1, to=C)
     hand_over(scene, A, B, C, index=2, to=B)
     await asyncio.sleep(1)
-    with pytest.raises(TransferRefusedError, match="taken slice 2 of round 1 over"):
+    with pytest.raises(TransferRefusedError, match="c does not reduce slice 2"):
         await decoding
     assert not scene.nodes[A].reported(Held, 1)
     assert not [r for r in scene.nodes[B].reported(Reduced, 1) if r.slice_index == 1]
@@ -162,7 +173,7 @@ async def test_a_slice_that_comes_back_while_its_mean_is_taken_has_one_result() 
     await scene.open_round(1, A, B, C)
     for node_id in (A, C):
         await scene.nodes[node_id].contribute(1.0)
-    scene.nodes[B].exchange.tell(1, lambda round_: round_.excuse((B,)))
+    scene.nodes[B].exchange.tell(ParticipantsIdle(round=1, node_ids=(B,)))
     await asyncio.sleep(0.5)  # B takes the mean
     hand_over(scene, A, B, C, index=1, to=B)
     await asyncio.sleep(5)
@@ -181,7 +192,7 @@ async def test_nothing_more_is_sent_to_a_reducer_that_is_gone_or_relieved(news: 
     if news == "taken over":
         hand_over(scene, A, index=1, to=C)
     elif news == "departed":
-        scene.nodes[A].exchange.tell(1, lambda round_: round_.depart((B,)))
+        scene.nodes[A].exchange.tell(ParticipantsDeparted(round=1, node_ids=(B,)))
     scene.network.mend(A, B)
     await scene.nodes[B].contribute(1.0)
     await asyncio.sleep(CONTRIBUTE_SECONDS + 1)
@@ -223,14 +234,10 @@ async def test_an_offered_result_is_fetched_from_whoever_of_its_holders_delivers
     result = result_of(VALUES, sender_id=B, index=1)
     await scene.nodes[C].receive(B, result)
     for offered in (result.digest, result.digest):  # said twice, fetched once
-        scene.nodes[A].exchange.tell(
-            1, lambda round_, digest=offered: round_.fetch_offered(1, digest, (B, C))
-        )
+        scene.nodes[A].exchange.tell(offer_of(1, offered))
         await asyncio.sleep(1)
     assert scene.nodes[A].reported(Held, 1) == [Held(slice_index=1, digest=result.digest)]
-    scene.nodes[A].exchange.tell(
-        1, lambda round_: round_.fetch_offered(0, Digest(b"x" * 32), (B, C))
-    )
+    scene.nodes[A].exchange.tell(offer_of(0, Digest(b"x" * 32)))
     await asyncio.sleep(COMMIT_SECONDS)
     assert len(scene.nodes[A].reported(Held, 1)) == 1  # nobody has that
     await scene.stop()
@@ -241,7 +248,7 @@ async def test_who_has_nothing_to_contribute_is_not_waited_for_but_gets_the_resu
     scene = await Scene.of(A, B, C)
     await scene.open_round(1, A, B, C)
     for node_id in (A, B):
-        scene.nodes[node_id].exchange.tell(1, lambda round_: round_.excuse((C,)))
+        scene.nodes[node_id].exchange.tell(ParticipantsIdle(round=1, node_ids=(C,)))
         await scene.nodes[node_id].contribute(1.0)
     await asyncio.sleep(1)
     assert {held.slice_index for held in scene.nodes[C].reported(Held, 1)} == {0, 1}

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from node.hosts.parts import Arrangement, Part, Shelf, arranged
+from node.hosts.orders import OpenShelf, Part
+from node.hosts.parts import Arrangement, Shelf, arranged
 from node.island.checkpoints.folder import About, CheckpointFolder
 from protocol.errors import SystemRefusedError
 from protocol.rounds import Digest
@@ -111,12 +112,14 @@ def write(path: Path, round_: int, *, num_hosts: int = 2, mesh: str = MESH) -> N
 
 def opened(shelf: Shelf) -> list[Part]:
     return shelf.open(
-        run_digest=RUN.hex(),
-        layout_digest=LAYOUT.hex(),
-        every_rounds=1,
-        num_hosts=2,
-        num_elements=1000,
-        num_parts=10,
+        OpenShelf(
+            run_digest=RUN.hex(),
+            layout_digest=LAYOUT.hex(),
+            every_rounds=1,
+            num_hosts=2,
+            num_elements=1000,
+            num_parts=10,
+        )
     )
 
 

@@ -154,19 +154,20 @@ def test_a_void_round_moves_the_round_and_not_the_digest() -> None:
 def reduced_by(outer: Outer, pending: Pending, *, index: int) -> Payload:
     """The result of a slice that this node reduces, from its own contribution and another."""
     plan = plan_for(A, B, C, round=outer.round + 1)
-    reduction = Reduction(
-        plan=plan,
-        slice_=plan.slices[index],
-        uplink=outer.uplink,
-        context=1,
-    )
-    reduction.depart([C])
     bodies = {A: pending.encoded[index].body, B: outer.uplink.encode(OTHERS)}
+    contributions = {}
     for sender, body in bodies.items():
         header = result_of(ONES, sender_id=sender, index=index).header
         count = 1 if sender == A else 3
         header = replace(header, samples=count, tokens=count)
-        reduction.add(Payload(header=header, body=body))
+        contributions[sender] = Payload(header=header, body=body)
+    reduction = Reduction(
+        plan=plan,
+        slice=plan.slices[index],
+        contributions=contributions,
+        uplink=outer.uplink,
+        context=1,
+    )
     result = outer.result_of(reduction, 0)
     assert result is not None
     outer.owing.note_result(result)

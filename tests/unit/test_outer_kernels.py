@@ -211,15 +211,19 @@ def test_a_mean_is_as_if_what_does_not_decode_had_not_come() -> None:
 
     def result(*senders: NodeId) -> tuple[bytes, tuple[Contributor, ...], int]:
         asked = tuple(a for a in plan.assignments if a.node_id in senders)
-        reduction = Reduction(
-            plan=replace(plan, assignments=asked), slice_=part, uplink=INT4, context=1
-        )
+        contributions = {}
         for sender in senders:
             body, weight = bodies[sender], 5 if sender == B else 2 + (sender == C)
-            payload = contribution_of(
+            contributions[sender] = contribution_of(
                 body, sender_id=sender, num_elements=LARGE, codec=INT4.name, tokens=weight
             )
-            reduction.add(payload)
+        reduction = Reduction(
+            plan=replace(plan, assignments=asked),
+            slice=part,
+            contributions=contributions,
+            uplink=INT4,
+            context=1,
+        )
         reduced = reduction.result(downlink=codec_named("fp32"), run_digest=RUN, node_id=A)
         assert reduced is not None
         return reduced.payload.body, reduced.contributors, reduced.weighed_tokens

@@ -1,8 +1,7 @@
-"""One slice at its reducer."""
+"""One slice at its reducer: what becomes of the contributions that are here."""
 
-import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import blake3
 import numpy as np
@@ -10,10 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.exchange.codecs.codec import Codec
 from node.exchange.codecs.registry import codec_named
 from node.exchange.reduction import Reduction, bounded_weights, missed_in_a_row
-from node.exchange.transport.transport import TransferRefusedError
 from protocol.payload import Payload
 from protocol.rounds import BLOCK, Commit, Contributor, NodeId, SliceOutcome
 from tests.unit.exchange_scene import (
@@ -23,7 +20,6 @@ from tests.unit.exchange_scene import (
     B,
     C,
     contribution_of,
-    in_virtual_time,
     plan_for,
 )
 
@@ -31,24 +27,22 @@ PLAN = plan_for(A, B, C)
 FP32 = codec_named("fp32")
 
 
-def reduction_at_a(uplink: Codec = FP32) -> Reduction:
-    return Reduction(
-        plan=PLAN,
-        slice_=PLAN.slices[0],
-        uplink=uplink,
-        context=1,
-    )
-
-
 def contribution(sender: NodeId, value: float, *, tokens: int = TOKENS) -> Payload:
     body = np.full(BLOCK, value, dtype="<f4").tobytes()
     return contribution_of(body, sender_id=sender, tokens=tokens)
 
 
-def give(reduction: Reduction, *payloads: Payload) -> None:
-    for payload in payloads:
-        reduction.admit(payload.header.sender_id, payload.header)
-        reduction.add(payload)
+def reduction_of(*given: Payload, silent: Sequence[NodeId] = ()) -> Reduction:
+    """The first slice, which A reduces; who neither gave something nor is silent is late."""
+    contributions = {payload.header.sender_id: payload for payload in given}
+    return Reduction(
+        plan=PLAN,
+        slice=PLAN.slices[0],
+        contributions=contributions,
+        late=frozenset(PLAN.participants) - contributions.keys() - set(silent),
+        uplink=FP32,
+        context=1,
+    )
 
 
 def mean_of(reduction: Reduction) -> tuple[Payload, tuple[Contributor, ...]]:
@@ -58,77 +52,11 @@ def mean_of(reduction: Reduction) -> tuple[Payload, tuple[Contributor, ...]]:
     return reduced.payload, reduced.contributors
 
 
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        ({"start": 1}, "elements"),
-        ({"num_elements": BLOCK - 1}, "elements"),
-        ({"codec": "int8/1"}, "fp32/1"),
-        ({"body_bytes": 4 * BLOCK + 1}, "no body"),
-        ({"samples": TOKENS + 1, "tokens": TOKENS}, f"{TOKENS + 1} samples .* were assigned"),
-        ({"tokens": 0}, "0 tokens in 8 samples"),
-        ({"tokens": TOKENS + 1}, "9 tokens in 8 samples"),
-        ({"samples": 1, "tokens": 2}, "2 tokens in 1 samples .* have 1"),
-    ],
-)
-def test_a_header_that_does_not_fit_is_refused_unread(change: dict[str, Any], why: str) -> None:
-    reduction = reduction_at_a()
-    with pytest.raises(TransferRefusedError, match=why):
-        reduction.admit(B, replace(contribution(B, 1).header, **change))
-
-
-def test_of_a_codec_whose_size_varies_what_is_no_larger_than_possible_is_admitted() -> None:
-    codec = codec_named("ec2")
-    reduction = reduction_at_a(codec)
-    body = codec.encode(np.sin(np.arange(BLOCK, dtype=np.float32)))
-    header = replace(contribution(B, 1).header, codec=codec.name, body_bytes=len(body))
-    reduction.admit(B, header)
-    reduction.admit(B, replace(header, body_bytes=codec.most_bytes(BLOCK)))
-    for wrong in (codec.most_bytes(BLOCK) + 1, 0, 8):
-        with pytest.raises(TransferRefusedError, match="no body"):
-            reduction.admit(B, replace(header, body_bytes=wrong))
-
-
-def test_a_stranger_to_the_round_is_refused() -> None:
-    stranger = NodeId("stranger")
-    with pytest.raises(TransferRefusedError, match="takes no part"):
-        reduction_at_a().admit(stranger, contribution(stranger, 1).header)
-
-
-def test_nobody_contributes_in_anothers_name() -> None:
-    with pytest.raises(TransferRefusedError, match="b offers a contribution in the name of c"):
-        reduction_at_a().admit(B, contribution(C, 1).header)
-
-
-async def test_what_was_admitted_is_refused_when_it_comes_after_the_slice_was_given_up() -> None:
-    reduction, payload = reduction_at_a(), contribution(B, 1)
-    admission = reduction.admit(B, payload.header)
-    give(reduction, contribution(A, 1))
-    reduction.give_up()
-    with pytest.raises(TransferRefusedError, match="not reduced here any more"):
-        await admission.take(payload)
-    assert reduction.result(downlink=FP32, run_digest=RUN, node_id=A) is None  # nothing is kept
-
-
-def test_a_node_cannot_change_its_contribution_and_may_repeat_it() -> None:
-    reduction = reduction_at_a()
-    reduction.depart([A, C])
-    give(reduction, contribution(B, 1), contribution(B, 1))
-    with pytest.raises(TransferRefusedError, match="already"):
-        give(reduction, contribution(B, 2))
-    reduction.add(contribution(B, 2))  # two that were admitted at the same time
-    payload, contributors = mean_of(reduction)
-    assert FP32.decode(payload.body, BLOCK)[0] == 1
-    assert contributors == (Contributor(node_id=B, samples=TOKENS, tokens=TOKENS),)
-
-
 def test_the_order_of_arrival_changes_no_bit_and_tokens_are_the_weights() -> None:
     given = [contribution(A, 0.1, tokens=1), contribution(B, 0.3, tokens=5), contribution(C, 1e-3)]
     digests = set()
     for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0]):
-        reduction = reduction_at_a()
-        give(reduction, *(given[place] for place in order))
-        payload, _ = mean_of(reduction)
+        payload, _ = mean_of(reduction_of(*(given[place] for place in order)))
         digests.add(payload.digest)
     assert len(digests) == 1
     expected = (1 * 0.1 + 5 * 0.3 + TOKENS * 1e-3) / (6 + TOKENS)
@@ -136,9 +64,7 @@ def test_the_order_of_arrival_changes_no_bit_and_tokens_are_the_weights() -> Non
 
 
 def test_a_contribution_that_does_not_decode_is_left_out_and_named_by_nobody() -> None:
-    reduction = reduction_at_a()
-    reduction.depart([A])
-    give(reduction, contribution(B, np.nan), contribution(C, 2))
+    reduction = reduction_of(contribution(B, np.nan), contribution(C, 2), silent=[A])
     payload, contributors = mean_of(reduction)
     assert FP32.decode(payload.body, BLOCK)[0] == 2
     assert [c.node_id for c in contributors] == [C]
@@ -148,9 +74,7 @@ def test_a_contribution_that_does_not_decode_is_left_out_and_named_by_nobody() -
 def test_what_is_carried_goes_into_the_mean_and_what_is_rounded_away_is_told(
     carried: float | None,
 ) -> None:
-    reduction = reduction_at_a()
-    reduction.depart([A])
-    give(reduction, contribution(B, 1), contribution(C, 2))
+    reduction = reduction_of(contribution(B, 1), contribution(C, 2), silent=[A])
     old = None if carried is None else np.linspace(0, carried, BLOCK, dtype=np.float32)
     int4 = codec_named("int4")
     reduced = reduction.result(
@@ -164,18 +88,16 @@ def test_what_is_carried_goes_into_the_mean_and_what_is_rounded_away_is_told(
 
 
 def test_the_merge_is_the_runs() -> None:
-    reduction = reduction_at_a()
-    reduction.depart([A])
     apart = contribution(B, 0)
     values = np.zeros(BLOCK, dtype="<f4")
     values[0] = 4
     lone = replace(apart, body=values.tobytes())
-    reduction.add(lone)
-    reduction.add(contribution(C, 0))
+    reduction = reduction_of(lone, contribution(C, 0), silent=[A])
     reduced = reduction.result(downlink=FP32, run_digest=RUN, node_id=A, merge="norm-preserving")
     assert reduced is not None
     assert FP32.decode(reduced.payload.body, BLOCK)[0] == 2  # one of two is as long as the mean
-    reduction.add(replace(contribution(A, 0), body=np.roll(values, 1).tobytes()))
+    third = replace(contribution(A, 0), body=np.roll(values, 1).tobytes())
+    reduction = reduction_of(lone, contribution(C, 0), third)
     reduced = reduction.result(downlink=FP32, run_digest=RUN, node_id=A, merge="norm-preserving")
     assert reduced is not None
     merged = FP32.decode(reduced.payload.body, BLOCK)
@@ -184,8 +106,7 @@ def test_the_merge_is_the_runs() -> None:
 
 def test_late_work_counts_in_a_later_mean_and_not_twice_by_its_absence() -> None:
     """B's 4 tokens come now; A's and C's, 8 each as they were assigned, with a later contribution."""
-    reduction = reduction_at_a()
-    give(reduction, contribution(B, 5, tokens=4))
+    reduction = reduction_of(contribution(B, 5, tokens=4))
     payload, contributors = mean_of(reduction)
     assert FP32.decode(payload.body, BLOCK)[0] == 1
     assert contributors == (Contributor(node_id=B, samples=4, tokens=4),)
@@ -193,11 +114,11 @@ def test_late_work_counts_in_a_later_mean_and_not_twice_by_its_absence() -> None
 
 def test_late_work_weighs_as_if_as_much_of_it_counted_as_of_what_is_here() -> None:
     """Of A's 8 tokens 1 counts and of B's 3, so of C's 2 may: it is late, and nobody knows better."""
-    reduction = reduction_at_a()
+    given = []
     for sender, value, tokens in ((A, 6, 1), (B, 10, 3)):
-        given = contribution(sender, value)
-        give(reduction, replace(given, header=replace(given.header, tokens=tokens)))
-    reduced = reduction.result(downlink=FP32, run_digest=RUN, node_id=A)
+        whole = contribution(sender, value)
+        given.append(replace(whole, header=replace(whole.header, tokens=tokens)))
+    reduced = reduction_of(*given).result(downlink=FP32, run_digest=RUN, node_id=A)
     assert reduced is not None
     assert reduced.weighed_tokens == 1 + 3 + 2
     assert FP32.decode(reduced.payload.body, BLOCK)[0] == pytest.approx((6 * 1 + 10 * 3) / 6)
@@ -206,20 +127,17 @@ def test_late_work_weighs_as_if_as_much_of_it_counted_as_of_what_is_here() -> No
 
 def test_a_reducer_divides_its_own_error_by_the_share_that_it_has_beside_late_work() -> None:
     """With `"own"` its error must be as much in the next mean as its contribution is."""
-    reduction = reduction_at_a()
-    give(reduction, contribution(A, 1, tokens=4), contribution(B, 5, tokens=4))
-    reduced = reduction.result(downlink=FP32, run_digest=RUN, node_id=A)
+    given = [contribution(A, 1, tokens=4), contribution(B, 5, tokens=4)]
+    reduced = reduction_of(*given).result(downlink=FP32, run_digest=RUN, node_id=A)
     assert reduced is not None
     assert reduced.weighed_tokens == 4 + 4 + TOKENS  # C's is late
-    reduction.depart([C])
-    reduced = reduction.result(downlink=FP32, run_digest=RUN, node_id=A)
+    reduced = reduction_of(*given, silent=[C]).result(downlink=FP32, run_digest=RUN, node_id=A)
     assert reduced is not None
     assert reduced.weighed_tokens == 4 + 4
 
 
 def test_the_tokens_of_who_never_gets_through_do_not_count() -> None:
-    reduction = reduction_at_a()
-    give(reduction, contribution(B, 5, tokens=4))
+    reduction = reduction_of(contribution(B, 5, tokens=4))
     long_missed = frozenset({A, B})  # B is in time now: it counts like any other
     reduced = reduction.result(downlink=FP32, run_digest=RUN, node_id=A, long_missed=long_missed)
     assert reduced is not None
@@ -228,11 +146,9 @@ def test_the_tokens_of_who_never_gets_through_do_not_count() -> None:
 
 
 def test_a_result_says_of_each_contributor_which_bytes_are_in_it() -> None:
-    reduction = reduction_at_a()
     broken = contribution(A, float("nan"))
     sent = [broken, contribution(C, 2), contribution(B, 1)]
-    give(reduction, *sent)
-    reduced = reduction.result(downlink=FP32, run_digest=RUN, node_id=A)
+    reduced = reduction_of(*sent).result(downlink=FP32, run_digest=RUN, node_id=A)
     assert reduced is not None
     assert [c.node_id for c in reduced.contributors] == [B, C]
     digests = [blake3.blake3(payload.body).digest()[:16] for payload in (sent[2], sent[1])]
@@ -280,44 +196,13 @@ def test_a_reducer_goes_by_its_own_slices_where_it_had_any() -> None:
 
 
 def test_the_work_of_who_is_gone_is_not_waited_for_in_later_means() -> None:
-    reduction = reduction_at_a()
-    give(reduction, contribution(B, 5, tokens=4))
-    reduction.depart([A, C])
+    reduction = reduction_of(contribution(B, 5, tokens=4), silent=[A, C])
     payload, _ = mean_of(reduction)
     assert FP32.decode(payload.body, BLOCK)[0] == 5
 
 
 def test_nothing_to_reduce_is_no_result() -> None:
-    assert reduction_at_a().result(downlink=FP32, run_digest=RUN, node_id=A) is None
-
-
-@in_virtual_time
-async def test_it_waits_for_nobody_who_is_gone_and_for_others_to_the_deadline() -> None:
-    clock = asyncio.get_running_loop().time
-    complete = reduction_at_a()
-    give(complete, contribution(A, 1), contribution(B, 1))
-    assert complete.missing == (C,)
-    complete.depart([C])
-    await complete.collected(deadline=20)
-    assert clock() == 0
-
-    waiting = reduction_at_a()
-    give(waiting, contribution(A, 1), contribution(B, 1))
-    await waiting.collected(deadline=20)
-    assert clock() == 20
-    late = contribution(C, 1)
-    with pytest.raises(TransferRefusedError, match="already reduced"):
-        waiting.admit(C, late.header)
-    waiting.add(late)  # admitted just before the deadline
-    _, contributors = mean_of(waiting)
-    assert [c.node_id for c in contributors] == [A, B]
-
-
-def test_who_departs_after_contributing_still_counts() -> None:
-    reduction = reduction_at_a()
-    give(reduction, contribution(B, 1))
-    reduction.depart([B])
-    assert [c.node_id for c in mean_of(reduction)[1]] == [B]
+    assert reduction_of().result(downlink=FP32, run_digest=RUN, node_id=A) is None
 
 
 # One data holder's part of a mean

@@ -8,7 +8,7 @@ import pytest
 
 from node.exchange.fetching import ASKED_LAST_SECONDS, OVERDUE_SECONDS, SILENT_SECONDS
 from node.exchange.transport.transport import Want, WantChunk, WantResult
-from protocol.messages import Held
+from protocol.messages import Held, ResultOffered
 from protocol.payload import Payload
 from protocol.rounds import BLOCK, Commit, NodeId
 from tests.unit.download_scene import (
@@ -142,7 +142,7 @@ async def test_an_offered_result_does_not_wait_for_its_silent_holder() -> None:
     await swarm.scene.nodes[C].receive(B, result)
     swarm.silent = {B}
     exchange = swarm.scene.nodes[A].exchange
-    exchange.tell(1, lambda round_: round_.fetch_offered(1, result.digest, (B, C)))
+    exchange.tell(ResultOffered(round=1, slice_index=1, digest=result.digest, holder_ids=(B, C)))
     await asyncio.sleep(SILENT_SECONDS + 0.1)
     held = [Held(slice_index=1, digest=result.digest)]
     assert swarm.scene.nodes[A].reported(Held, 1) == held

@@ -12,15 +12,14 @@ What to fetch and when is decided here; how it is fetched, in download.py and fe
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import structlog
 
 from node.exchange.codecs.codec import CodecError
-from node.exchange.fetching import Outcome, Schedule, Silences, fetch_pieces, fetch_seconds
-from node.exchange.fitting import check_fits
+from node.exchange.fetching import Donors, fetch_results
 from node.exchange.held_results import HeldResults
 from node.exchange.outer import NotApplicableError, Outer, Position
 from node.exchange.state.download import Download
@@ -28,18 +27,12 @@ from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.state.patience import Patience
 from node.exchange.state.result_log import ResultLog
 from node.exchange.state.snapshot import Snapshot
-from node.exchange.transport.transport import (
-    FalseAnswerError,
-    NotHeldError,
-    PeerUnreachableError,
-    TransferRefusedError,
-    Transport,
-    WantResult,
-)
+from node.exchange.transport.transport import WantResult
 from node.heavy import Heavy
 from node.history import History
+from protocol.messages import Report
 from protocol.payload import Payload
-from protocol.rounds import Commit, Digest, NodeId, SliceOutcome
+from protocol.rounds import Commit, Digest, SliceOutcome
 
 log = structlog.get_logger()
 
@@ -63,6 +56,16 @@ ROUNDS_AHEAD = 4
 """Results of so many rounds are fetched together, and are in memory before they are applied."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorCalls:
+    """What the exchange asks of the coordinator, and how patiently it asks again."""
+
+    report: Callable[[int, Report], None]  # of a round
+    list_commits: Callable[[int], Awaitable[tuple[Commit, ...]]]  # after a round
+    bring_back: Callable[[int], Awaitable[bool]]  # our commits after a round, which it lacks
+    patience: Patience
+
+
 class CatchUp:
     """Applies commits, fetching what is missing."""
 
@@ -72,39 +75,33 @@ class CatchUp:
         run_digest: Digest,
         outer: Outer,
         held: HeldResults,
-        transport: Transport,
         heavy: Heavy,
         disk: StateOnDisk | None,
         history: History,
-        list_commits: Callable[[int], Awaitable[tuple[Commit, ...]]],
-        bring_back: Callable[[int], Awaitable[bool]],
-        peers: Callable[[], tuple[NodeId, ...]],
-        patience: Patience,
-        silences: Silences,
+        coordinator: CoordinatorCalls,
+        donors: Donors,
     ) -> None:
         self.waiting_for = ""
-        self._silences = silences
-        self._patience = patience
         self._outer = outer
         self._held = held
-        self._transport = transport
         self._heavy = heavy
         self._disk = disk
         self._history = history
-        self._list_commits = list_commits
-        self._bring_back = bring_back
+        self._list_commits = coordinator.list_commits
+        self._bring_back = coordinator.bring_back
+        self._patience = coordinator.patience
         self._brought_for: tuple[Position, object] | None = None
-        self._peers = peers
+        self._donors = donors
         self._download = Download(
             run_digest=run_digest,
             layout_digest=outer.layout_digest,
             num_elements=outer.layout.num_elements,
-            transport=transport,
+            transport=donors.transport,
             heavy=heavy,
-            peers=peers,
+            peers=donors.peers,
             folder=None if disk is None else disk.path,
             say=self._say,
-            silences=silences,
+            silences=donors.silences,
         )
 
     async def to_commit(self, commit: Commit) -> None:
@@ -259,21 +256,25 @@ class CatchUp:
         if self._outer.is_base_of(commits[0]) and self._missing(commits[0]):
             await self._fetch_missing(commits)
 
-    async def fetch_results(self, round: int, outcomes: Iterable[SliceOutcome]) -> None:
-        """Fetches results of one round from who holds them, as far as they deliver."""
-        await self._fetch_wanted({(round, outcome.index): outcome for outcome in outcomes})
-
     async def _fetch_missing(self, commits: Sequence[Commit]) -> None:
         """Fetches the results that are missing of some rounds, from our own disk first."""
         if self._disk is not None:
             await self._heavy(partial(self._recall, self._disk.results, commits))
         wanted = {
-            (commit.round, outcome.index): outcome
+            WantResult(round=commit.round, slice_index=each.index, digest=each.digest): each
             for commit in commits
-            for outcome in self._missing(commit)
+            for each in self._missing(commit)
+            if each.digest is not None
         }
         if wanted:
-            await self._fetch_wanted(wanted)
+            rounds = [want.round for want in wanted]
+            first, last = min(rounds), max(rounds)
+            which = f"round {first}" if first == last else f"rounds {first} to {last}"
+            self._say(f"results of {which}")
+            await fetch_results(wanted, self._keep, of=self._donors, peers=self._donors.peers())
+
+    async def _keep(self, payload: Payload) -> None:
+        self._held.hold(payload)
 
     def _recall(self, results: ResultLog, commits: Sequence[Commit]) -> None:
         for commit in commits:
@@ -282,47 +283,6 @@ class CatchUp:
                 payload = results.find(commit.round, outcome.index, outcome.digest)
                 if payload is not None:
                     self._held.hold(payload)
-
-    async def _fetch_wanted(self, wanted: Mapping[tuple[int, int], SliceOutcome]) -> None:
-        """Asks several peers at once for results, which are named by their round and slice."""
-        rounds = [round for round, _ in wanted]
-        first, last = min(rounds), max(rounds)
-        which = f"round {first}" if first == last else f"rounds {first} to {last}"
-        self._say(f"results of {which}")
-        holders = {key: outcome.holder_ids for key, outcome in wanted.items()}
-        await fetch_pieces(
-            Schedule(holders, self._peers(), self._silences),
-            lambda key, peer, heard: self._fetch_result(key[0], wanted[key], peer, heard),
-        )
-
-    async def _fetch_result(
-        self, round: int, outcome: SliceOutcome, peer: NodeId, heard: Callable[[], None]
-    ) -> Outcome:
-        assert outcome.digest is not None
-        max_body_bytes = self._outer.downlink.most_bytes(outcome.num_elements)
-        try:
-            payload = await self._transport.fetch(
-                peer,
-                WantResult(round=round, slice_index=outcome.index, digest=outcome.digest),
-                max_body_bytes=max_body_bytes,
-                timeout_seconds=fetch_seconds(max_body_bytes),
-                heard=heard,
-            )
-        except NotHeldError:
-            return Outcome.LACKING
-        except (PeerUnreachableError, FalseAnswerError) as error:
-            log.info("a donor does not deliver", peer=peer, why=str(error))
-            return Outcome.OUT
-        except TransferRefusedError as error:
-            log.info("a donor refuses", peer=peer, why=str(error))
-            return Outcome.REFUSED
-        try:
-            check_fits(payload.header, outcome, self._outer.downlink)
-        except TransferRefusedError as error:
-            log.warning("a result is malformed", peer=peer, why=str(error))
-            return Outcome.LACKING
-        self._held.hold(payload)
-        return Outcome.ARRIVED
 
     def _say(self, waiting_for: str) -> None:
         self.waiting_for = waiting_for

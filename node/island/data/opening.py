@@ -29,7 +29,7 @@ from node.island.data.manifest import (
     manifest_of,
     read_manifest,
 )
-from node.island.data.places import DataPlaces
+from node.island.data.places import DataPlaces, check_reach
 from node.island.data.token_shards import Files, FoundFiles, MappedFiles, TokenShards
 from protocol.errors import BadDataError, ConfigError, NoInputError
 from protocol.files.durable import expanded, make_folder, write_atomically
@@ -53,6 +53,8 @@ def open_dataset(spec: RunSpec, places: DataPlaces) -> Dataset:
             f"text is read as {BYTES_VOCABULARY} different bytes, and [model] vocab_size is {vocabulary}",
             next_step=f"set [model] vocab_size = {BYTES_VOCABULARY}, or train on tokens",
         )
+    if data is spec.data:
+        check_reach(data.paths, places)
     context, batch = spec.model.context, spec.inner.batch
     return read_corpus(data, context=context, batch=batch, folder=places.folder)
 

@@ -1,7 +1,13 @@
 """Where a node has the data of its run, as its owner says. Importing it costs nothing."""
 
+import glob
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+from protocol.errors import NotPermittedError
+from protocol.files.durable import expanded
 
 DEFAULT_CACHE_BYTES = 20 * 10**9
 
@@ -12,6 +18,7 @@ class DataPlaces:
 
     folder: Path  # where relative paths begin
     own: str = ""  # before the run file's paths; "" for none
+    may_read: tuple[Path, ...] = ()  # where text of the run file may lie, beside `folder`
     code: Path | None = None  # where functions of the run are found, beside what is installed
     base: Path | None = None  # the model that the run's adapters belong to
     cache: Path | None = None  # for what is fetched; None: nothing can be
@@ -19,3 +26,39 @@ class DataPlaces:
     has_supply: bool = (
         False  # whether the daemon has what is not here come from peers before it is read
     )
+
+
+def check_reach(patterns: Iterable[str], places: DataPlaces) -> None:
+    """Refuses text that a run file names outside of what this machine's owner lets it read.
+
+    Whoever writes a run file must not choose which of a contributor's files are trained on, and so
+    told to the swarm: none above the node's folder or elsewhere, and nothing hidden. Paths are compared as
+    they are written; a link in the folder is its owner's doing. Raises NotPermittedError.
+    """
+    here = places.folder.absolute()
+    roots = [Path(os.path.normpath(root)) for root in (here, *places.may_read)]
+    for pattern in patterns:
+        whole = here / expanded(pattern)
+        at = Path(os.path.normpath(whole))
+        root = next((root for root in roots if at.is_relative_to(root)), None)
+        first_wild = next((i for i, p in enumerate(whole.parts) if glob.has_magic(p)), None)
+        climbs = first_wild is not None and ".." in whole.parts[first_wild:]
+        if root is None or climbs:
+            why = f"it lies outside of {here}"
+        elif any(part.startswith(".") for part in at.relative_to(root).parts):
+            why = "it is hidden"
+        else:
+            continue
+        raise NotPermittedError(
+            f"the run wants to train on {pattern!r} of this machine, and {why}: its owner has not "
+            "allowed that",
+            next_step=f'if you want it, add may_read = ["{_fixed(at)}"] to node.toml; '
+            "or name text of yours: data in node.toml",
+        )
+
+
+def _fixed(pattern: Path) -> Path:
+    """The folder before the first wildcard."""
+    parts = pattern.parts
+    wild = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)
+    return Path(*parts[: max(1, wild)])

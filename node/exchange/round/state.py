@@ -1,0 +1,284 @@
+"""A round as this node knows it: one value, what can happen to it, and what follows from that.
+
+Values only. What an event does is in transition.py, what a peer may bring in admission.py; who carries
+actions out is node.exchange.runner. Payloads are referred to here, and their bodies never looked into.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from node.exchange.codecs.codec import Codec
+from node.exchange.reduction import Reduction, SliceResult
+from protocol.messages import (
+    ParticipantsDeparted,
+    ParticipantsIdle,
+    Report,
+    ResultOffered,
+    SliceTakenOver,
+)
+from protocol.payload import Payload
+from protocol.rounds import Commit, Digest, NodeId, Plan, Slice, SliceOutcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """Who we are, and what payloads of the run look like."""
+
+    node_id: NodeId
+    run_digest: Digest
+    context: int  # tokens of a sample
+    uplink: Codec
+    downlink: Codec
+
+
+class Phase(Enum):
+    """What this node does with a slice as its reducer."""
+
+    ELSEWHERE = auto()  # nothing: another node reduces it; no contribution but our own is here
+    COLLECTING = auto()  # takes contributions, until all are here or the deadline passes
+    AVERAGING = auto()  # takes the mean of those that were here; no other counts any more
+    REDUCED = auto()  # has made the result, or had nothing to make it of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceState:
+    """All that this node knows of a slice."""
+
+    part: Slice  # with who reduces it now
+    attempt: int = 0  # the latest takeover that we know of; what belongs to an earlier one is stale
+    phase: Phase = Phase.ELSEWHERE
+    deadline: float  # until when its reducer collects
+    own: Payload | None = None  # our contribution, once it is encoded
+    contributions: Mapping[NodeId, Payload] = field(
+        default_factory=dict
+    )  # by sender; empty elsewhere
+    held: Payload | None = None  # its result; only one that its present reducer made
+    num_arriving: int = 0  # pushes of its result that are under way to us
+    is_broken: bool = False  # the latest such push ended, and the result is not here
+    wanted: SliceOutcome | None = (
+        None  # its result as the coordinator names it: offered, or committed
+    )
+    is_fetched: bool = False  # others were asked for what is wanted; that is done once
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether the result that the coordinator names is not here."""
+        digest = None if self.wanted is None else self.wanted.digest
+        return digest is not None and (self.held is None or self.held.digest != digest)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """What the transport knows of the links to reducers."""
+
+    unreachable: frozenset[NodeId] = frozenset()
+    round_trip_seconds: Mapping[NodeId, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundState:
+    """All that this node knows of a round. Times are of the loop's clock, in seconds."""
+
+    plan: Plan
+    rules: Rules
+    commit_deadline: float
+    patience_seconds: float  # of a push of a result, from the commit
+    slices: Mapping[int, SliceState]
+    departed: frozenset[NodeId] = frozenset()  # they are sent nothing
+    silent: frozenset[NodeId] = frozenset()  # no contribution of theirs is waited for
+    push_ended_at: Mapping[NodeId, float] = field(default_factory=dict)  # the latest of a reducer
+    links: Links = Links()  # as they were seen last
+    commit: Commit | None = None
+    committed_at: float = 0.0
+    num_fetches: int = 0  # of committed results, under way
+    is_closed: bool = False  # nothing of the round is taken, sent or waited for any more
+
+    def late_for(self, known: SliceState) -> frozenset[NodeId]:
+        """Whose contributions to a slice are waited for."""
+        assigned = {assignment.node_id for assignment in self.plan.assignments}
+        return frozenset(assigned - known.contributions.keys() - self.silent)
+
+    def collecting(self) -> Iterator[SliceState]:
+        """The slices that contributions are waited for; none once the round is decided."""
+        slices = self.slices.values() if self.commit is None else ()
+        return (each for each in slices if each.phase is Phase.COLLECTING)
+
+    def missing(self) -> list[SliceState]:
+        """The slices whose result the coordinator names and this node does not have."""
+        return [each for each in self.slices.values() if each.is_missing]
+
+    def goes_by(self, plan: Plan) -> bool:
+        """Whether the plan asks the same of everybody, apart from who reduces and until when."""
+        ours, theirs = (
+            (p.round, p.base_digest, p.assignments, [(s.start, s.num_elements) for s in p.slices])
+            for p in (self.plan, plan)
+        )
+        return ours == theirs
+
+
+def in_order_of_sending(slices: Sequence[Slice], node_id: NodeId) -> list[Slice]:
+    """Each reducer's first slice, then each one's second, and so on: all begin to reduce at once.
+
+    Our own slices come after the others', which have a way to go, and not all nodes begin with
+    the same reducer.
+    """
+    reducers = list(dict.fromkeys(part.reducer_id for part in slices))
+    own = reducers.index(node_id) if node_id in reducers else 0
+    seen: Counter[NodeId] = Counter()
+    places: dict[int, tuple[int, int]] = {}
+    for part in slices:
+        after_own = (reducers.index(part.reducer_id) - own - 1) % len(reducers)
+        places[part.index] = seen[part.reducer_id], after_own
+        seen[part.reducer_id] += 1
+    return sorted(slices, key=lambda part: places[part.index])
+
+
+# Events
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContributionEncoded:
+    """What this node contributes to a slice is ready to be sent."""
+
+    payload: Payload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PayloadCame:
+    """A peer has brought a contribution or a result, which is whole; a result decodes."""
+
+    sender: NodeId
+    payload: Payload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushBegan:
+    """The result of a slice begins to come from its reducer."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushEnded:
+    """Nothing more comes of such a push: the result is here, or it broke off or was refused."""
+
+    index: int
+    attempt: int  # of the slice when it began
+    sender: NodeId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeanTaken:
+    """The result of a slice is made, or None when nothing that decodes was contributed."""
+
+    index: int
+    attempt: int
+    result: SliceResult | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultFetched:
+    """A result that was asked for is here, and decodes."""
+
+    payload: Payload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchEnded:
+    """Nothing more comes of a fetch."""
+
+    is_committed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """The coordinator has decided on the round."""
+
+    commit: Commit
+    links: Links
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimePassed:
+    """It is as late as the core wanted to be woken, or later."""
+
+    links: Links
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closed:
+    """The commit's results are here, or the round ends without one: the node goes on."""
+
+
+RoundNews = ParticipantsDeparted | ParticipantsIdle | SliceTakenOver | ResultOffered
+"""What the coordinator says of a round between its plan and its commit."""
+
+Event = (
+    RoundNews
+    | ContributionEncoded
+    | PayloadCame
+    | PushBegan
+    | PushEnded
+    | MeanTaken
+    | ResultFetched
+    | FetchEnded
+    | Committed
+    | TimePassed
+    | Closed
+)
+
+
+# Actions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Send:
+    """A payload goes to a peer, again and again until it is there, as long as `is_wanted` says so."""
+
+    peer: NodeId
+    payload: Payload
+    attempt: int  # of the slice
+    until: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reduce:
+    """The mean of a slice is to be taken."""
+
+    reduction: Reduction
+    attempt: int  # of the slice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hold:
+    """A result is kept for the commit and for peers. With `made` it is ours, and leaves an error."""
+
+    payload: Payload
+    made: SliceResult | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drop:
+    """The result of a slice is of no use any more: another node makes it anew."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tell:
+    """The coordinator is told."""
+
+    report: Report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetch:
+    """Results are fetched: committed ones from whoever has them, an offered one from its holders."""
+
+    outcomes: tuple[SliceOutcome, ...]
+    is_committed: bool
+
+
+Action = Send | Reduce | Hold | Drop | Tell | Fetch

@@ -1,0 +1,388 @@
+"""What an event does to a round as this node knows it: (state, event, now) -> (state, actions, refusal).
+
+This node contributes to every slice, reduces its own, and holds the results for the commit. All that is
+decided about it is decided here: no I/O, no clock and no waiting. Events that are repeated, late or of
+an earlier takeover change nothing.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from node.exchange.reduction import Reduction, SliceResult
+from node.exchange.round.admission import refusal
+from node.exchange.round.state import (
+    Action,
+    Closed,
+    Committed,
+    ContributionEncoded,
+    Drop,
+    Event,
+    Fetch,
+    FetchEnded,
+    Hold,
+    MeanTaken,
+    PayloadCame,
+    Phase,
+    PushBegan,
+    PushEnded,
+    Reduce,
+    ResultFetched,
+    RoundState,
+    Rules,
+    Send,
+    SliceState,
+    Tell,
+    TimePassed,
+)
+from protocol.messages import (
+    Held,
+    ParticipantsDeparted,
+    ParticipantsIdle,
+    Reduced,
+    ResultOffered,
+    SliceTakenOver,
+)
+from protocol.payload import CONTRIBUTION, RESULT, Payload
+from protocol.rounds import Plan, SliceOutcome
+
+GRACE_SECONDS = 2.0
+GRACE_ROUND_TRIPS = 8
+"""So long nothing may come from a reducer that should push a result, until we fetch it from others.
+
+It began to push before the commit, so only its offer's way counts. In round trips, a connection made anew
+is five or six of them and a stream one; in seconds, a lost packet is one, and a router's queue of 1 MB
+nearly another at 10 Mbit/s. At 500 ms that is 6 s: fetched sooner, a result would often travel twice. Where
+a round trip takes a millisecond it is 2 s, and they are lost only when a reducer that lives and can be
+reached pushes nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transition:
+    """What an event led to: the state, what the edge does in this order, and why a payload is not taken."""
+
+    state: RoundState
+    actions: tuple[Action, ...]
+    refusal: str = ""  # of the payload that came
+
+
+def opened(plan: Plan, rules: Rules, *, patience_seconds: float, now: float) -> RoundState:
+    """A round as its plan opens it."""
+    return RoundState(
+        plan=plan,
+        rules=rules,
+        commit_deadline=now + plan.commit_seconds,
+        patience_seconds=patience_seconds,
+        slices={
+            part.index: SliceState(
+                part=part,
+                phase=Phase.COLLECTING if part.reducer_id == rules.node_id else Phase.ELSEWHERE,
+                deadline=now + plan.contribute_seconds,
+            )
+            for part in plan.slices
+        },
+    )
+
+
+def step(state: RoundState, event: Event, now: float) -> Transition:
+    """What `event` does at `now`, which is never less than before."""
+    turn = _Turn(state=state, now=now)
+    why = ""
+    if isinstance(event, PayloadCame):
+        header = event.payload.header
+        why = refusal(state.rules, state, event.sender, header, is_coming=True)
+    if why or state.is_closed:
+        return Transition(state=state, actions=(), refusal=why)
+    if isinstance(event, Closed):
+        # Bodies leave the memory; what is being pushed goes on its way.
+        return Transition(state=replace(state, is_closed=True, slices={}), actions=())
+    _take_in(turn, event)
+    _reduce_what_is_here(turn)
+    _fetch_what_is_due(turn)
+    return Transition(state=turn.state, actions=tuple(turn.actions))
+
+
+def next_wake(state: RoundState) -> float | None:
+    """When time alone would do something next; None when it never does."""
+    times = [known.deadline for known in state.collecting()]
+    times += _due_times(state).values()
+    return min((at for at in times if at < math.inf), default=None)
+
+
+def is_wanted(state: RoundState, send: Send) -> bool:
+    """Whether a payload is still to be sent: its slice has not been taken over, and the peer is here.
+
+    Once the round is committed, who lacks a result fetches it.
+    """
+    known = state.slices.get(send.payload.header.slice_index)
+    is_present = send.peer not in state.departed
+    return known is not None and known.attempt == send.attempt and is_present
+
+
+def is_complete(state: RoundState) -> bool:
+    """Whether all that will come of the committed results is here; what nobody delivers is missing."""
+    missing = state.missing()
+    is_over = all(known.is_fetched for known in missing) and not state.num_fetches
+    return state.commit is not None and (is_over or not missing)
+
+
+def waiting_for(state: RoundState) -> str:
+    """What the exchange waits for, in words; empty when for nothing."""
+    if state.commit is not None:
+        missing = [known.part.index for known in state.missing()]
+        if len(missing) > 1:
+            return f"results of {len(missing)} slices of round {state.plan.round}"
+        return "".join(f"the result of slice {i} of round {state.plan.round}" for i in missing)
+    nodes = {node_id for known in state.collecting() for node_id in state.late_for(known)}
+    if len(nodes) < 2:
+        return "one contribution" if nodes else ""
+    return f"contributions of {len(nodes)} nodes"
+
+
+@dataclass(slots=True, kw_only=True)
+class _Turn:
+    """The state as it changes, and the actions so far."""
+
+    state: RoundState
+    now: float
+    actions: list[Action] = field(default_factory=list)
+
+    def put(self, index: int, **changes: Any) -> None:
+        changed = replace(self.state.slices[index], **changes)
+        self.state = replace(self.state, slices={**self.state.slices, index: changed})
+
+
+def _take_in(turn: _Turn, event: Event) -> None:
+    match event:
+        case ContributionEncoded(payload=payload):
+            if turn.state.slices[payload.header.slice_index].own is None:
+                turn.put(payload.header.slice_index, own=payload)
+                _contribute(turn, payload.header.slice_index)
+        case PayloadCame(payload=payload) if payload.header.kind == CONTRIBUTION:
+            _keep(turn, payload)
+        case PayloadCame(payload=payload) if payload.header.kind == RESULT:
+            if turn.state.slices[payload.header.slice_index].held is None:
+                _hold(turn, payload)
+        case PushBegan(index=index):
+            num_arriving = turn.state.slices[index].num_arriving + 1
+            turn.put(index, num_arriving=num_arriving, is_broken=False)
+        case PushEnded():
+            _push_ended(turn, event)
+        case MeanTaken():
+            _hand_out(turn, event)
+        case ResultFetched(payload=payload):
+            known = turn.state.slices[payload.header.slice_index]
+            if known.is_missing and known.wanted and known.wanted.digest == payload.digest:
+                _hold(turn, payload)
+        case FetchEnded(is_committed=is_committed):
+            turn.state = replace(turn.state, num_fetches=turn.state.num_fetches - is_committed)
+        case ParticipantsDeparted() | ParticipantsIdle():
+            _excuse(turn, event)
+        case SliceTakenOver():
+            _take_over(turn, event)
+        case ResultOffered():
+            _note_offer(turn, event)
+        case Committed():
+            _commit(turn, event)
+        case TimePassed(links=links):
+            turn.state = replace(turn.state, links=links)
+
+
+# Contributions
+
+
+def _contribute(turn: _Turn, index: int) -> None:
+    """Brings our contribution to who reduces the slice now; nothing before it is encoded."""
+    known = turn.state.slices[index]
+    if known.own is None:
+        return
+    reducer = known.part.reducer_id
+    if reducer == turn.state.rules.node_id:
+        _keep(turn, known.own)
+    elif reducer not in turn.state.departed:
+        send = Send(peer=reducer, payload=known.own, attempt=known.attempt, until=known.deadline)
+        turn.actions.append(send)
+
+
+def _keep(turn: _Turn, payload: Payload) -> None:
+    """Takes a contribution for the mean; one that comes too late is left to its sender's residual."""
+    header = payload.header
+    known = turn.state.slices[header.slice_index]
+    if known.phase is Phase.COLLECTING:
+        contributions = {header.sender_id: payload, **known.contributions}  # the first one counts
+        turn.put(header.slice_index, contributions=contributions)
+
+
+def _excuse(turn: _Turn, event: ParticipantsDeparted | ParticipantsIdle) -> None:
+    """Waits for no contribution of these any longer; what has come of them counts."""
+    is_gone = isinstance(event, ParticipantsDeparted)
+    departed = turn.state.departed.union(event.node_ids if is_gone else ())
+    silent = turn.state.silent.union(event.node_ids)
+    turn.state = replace(turn.state, departed=departed, silent=silent)
+
+
+def _take_over(turn: _Turn, event: SliceTakenOver) -> None:
+    """Another node reduces a slice from now on, or the same one anew: it is sent our contribution."""
+    index, rules = event.slice_index, turn.state.rules
+    known = turn.state.slices.get(index)
+    if known is None or event.attempt <= known.attempt:
+        return
+    is_ours = event.reducer_id == rules.node_id
+    deadline = turn.now + event.contribute_seconds
+    goes_on = is_ours and known.phase is Phase.COLLECTING  # what has come to it counts
+    changed = SliceState(
+        part=replace(known.part, reducer_id=event.reducer_id),
+        attempt=event.attempt,
+        phase=Phase.COLLECTING if is_ours else Phase.ELSEWHERE,
+        deadline=max(deadline, known.deadline) if goes_on else deadline,
+        own=known.own,
+        contributions=known.contributions if goes_on else {},
+    )
+    turn.state = replace(
+        turn.state,
+        slices={**turn.state.slices, index: changed},
+        departed=turn.state.departed - {event.reducer_id},  # if it was gone, it is back
+    )
+    if known.held is not None:
+        turn.actions.append(Drop(index=index))
+    _contribute(turn, index)
+
+
+# Means
+
+
+def _reduce_what_is_here(turn: _Turn) -> None:
+    """Takes the mean of each slice of ours of which all is here, or whose deadline has passed."""
+    for known in tuple(turn.state.collecting()):
+        late = turn.state.late_for(known)
+        if not late or turn.now >= known.deadline:
+            turn.put(known.part.index, phase=Phase.AVERAGING)
+            reduction = Reduction(
+                plan=turn.state.plan,
+                slice=known.part,
+                contributions=known.contributions,
+                late=late,
+                uplink=turn.state.rules.uplink,
+                context=turn.state.rules.context,
+            )
+            turn.actions.append(Reduce(reduction=reduction, attempt=known.attempt))
+
+
+def _hand_out(turn: _Turn, event: MeanTaken) -> None:
+    """A result of ours is held, reported and sent to all.
+
+    Unless another node reduces the slice now, or an earlier process of this node has made its result.
+    """
+    known = turn.state.slices[event.index]
+    if known.attempt != event.attempt or known.phase is not Phase.AVERAGING:
+        return
+    if known.held is not None or turn.state.commit is not None:
+        return
+    turn.put(event.index, phase=Phase.REDUCED)
+    made = event.result
+    reduced = Reduced(
+        slice_index=event.index,
+        digest=None if made is None else made.payload.digest,
+        contributors=() if made is None else made.contributors,
+        contributions=() if made is None else made.contributions,
+    )
+    turn.actions.append(Tell(report=reduced))
+    if made is None:
+        return
+    _hold(turn, made.payload, made=made)
+    until = turn.state.commit_deadline + turn.state.patience_seconds  # then nobody waits for a push
+    turn.actions += [
+        Send(peer=peer, payload=made.payload, attempt=known.attempt, until=until)
+        for peer in turn.state.plan.participants
+        if peer != turn.state.rules.node_id and peer not in turn.state.departed
+    ]
+
+
+# Results
+
+
+def _hold(turn: _Turn, payload: Payload, *, made: SliceResult | None = None) -> None:
+    index = payload.header.slice_index
+    turn.put(index, held=payload)
+    turn.actions.append(Hold(payload=payload, made=made))
+    turn.actions.append(Tell(report=Held(slice_index=index, digest=payload.digest)))
+
+
+def _push_ended(turn: _Turn, event: PushEnded) -> None:
+    known, ended_at = turn.state.slices[event.index], turn.state.push_ended_at
+    turn.state = replace(turn.state, push_ended_at={**ended_at, event.sender: turn.now})
+    if event.attempt == known.attempt:
+        turn.put(event.index, num_arriving=known.num_arriving - 1, is_broken=known.held is None)
+
+
+def _note_offer(turn: _Turn, event: ResultOffered) -> None:
+    """Wants a result that its reducer did not hand out, and that is with these holders."""
+    known = turn.state.slices.get(event.slice_index)
+    if known is not None and turn.state.commit is None:
+        offered = SliceOutcome(
+            index=event.slice_index,
+            start=known.part.start,
+            num_elements=known.part.num_elements,
+            digest=event.digest,
+            holder_ids=tuple(n for n in event.holder_ids if n != turn.state.rules.node_id),
+        )
+        turn.put(event.slice_index, wanted=offered, is_fetched=False)
+
+
+def _commit(turn: _Turn, event: Committed) -> None:
+    """Wants the committed results. Of slices of another plan they are for the catch-up."""
+    turn.state = replace(turn.state, commit=event.commit, committed_at=turn.now, links=event.links)
+    for outcome in event.commit.slices:
+        if outcome.index in turn.state.slices:
+            turn.put(outcome.index, wanted=outcome, is_fetched=False)
+
+
+def _fetch_what_is_due(turn: _Turn) -> None:
+    """Fetches the missing results that are not worth waiting for any longer.
+
+    Links differ by a thousand: what arrives is waited for as long as it does, for fetching would send its
+    bytes once more over the link that is slow. A push that stalls is broken off by the transport, and one
+    that takes longer than the patience has a donor beside it.
+    """
+    due = {index for index, at in _due_times(turn.state).items() if at <= turn.now}
+    outcomes = tuple(k.wanted for i, k in turn.state.slices.items() if i in due and k.wanted)
+    for index in due:
+        turn.put(index, is_fetched=True)
+    if turn.state.commit is None:
+        turn.actions += [Fetch(outcomes=(each,), is_committed=False) for each in outcomes]
+    elif outcomes:
+        turn.actions.append(Fetch(outcomes=outcomes, is_committed=True))
+        turn.state = replace(turn.state, num_fetches=turn.state.num_fetches + 1)
+
+
+def _due_times(state: RoundState) -> Mapping[int, float]:
+    """From when each missing result that nobody was asked for is fetched, by its slice's index."""
+    patient_until = math.inf
+    if state.commit is not None:
+        patient_until = state.committed_at + state.patience_seconds
+    return {
+        known.part.index: min(_due_at(state, known), patient_until)
+        for known in state.missing()
+        if not known.is_fetched
+    }
+
+
+def _due_at(state: RoundState, known: SliceState) -> float:
+    """Until when a missing result is left to its reducer; an offered one is not, unless it does come.
+
+    A push that breaks off is not repeated once the reducer knows of the commit. What goes to one
+    peer goes in order: while one result of a reducer arrives, the next one waits behind it.
+    """
+    if known.num_arriving:
+        return math.inf
+    if state.commit is None:
+        return 0.0
+    reducer = known.part.reducer_id
+    if reducer in state.departed | state.links.unreachable or known.is_broken:
+        return state.committed_at
+    if any(o.num_arriving and o.part.reducer_id == reducer for o in state.slices.values()):
+        return math.inf
+    round_trip_seconds = state.links.round_trip_seconds.get(reducer, 0.0)
+    grace_seconds = GRACE_SECONDS + GRACE_ROUND_TRIPS * round_trip_seconds
+    return max(state.committed_at, state.push_ended_at.get(reducer, 0.0)) + grace_seconds

@@ -1,0 +1,293 @@
+"""Carries out what the round's core decides: arithmetic beside the loop, transfers, reports, timers.
+
+Whatever happens is an event to the core (node.exchange.round), and whatever follows from it is an action
+here; nothing is decided in this file.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import structlog
+
+from node.exchange.codecs.codec import CodecError
+from node.exchange.fetching import Donors, fetch_results, fetch_seconds
+from node.exchange.held_results import HeldResults
+from node.exchange.outer import Outer
+from node.exchange.pushes import Pushes
+from node.exchange.round.admission import refusal
+from node.exchange.round.state import (
+    Action,
+    Closed,
+    Committed,
+    ContributionEncoded,
+    Drop,
+    Event,
+    Fetch,
+    FetchEnded,
+    Hold,
+    Links,
+    MeanTaken,
+    PayloadCame,
+    PushBegan,
+    PushEnded,
+    Reduce,
+    ResultFetched,
+    RoundNews,
+    Rules,
+    Send,
+    Tell,
+    TimePassed,
+    in_order_of_sending,
+)
+from node.exchange.round.transition import (
+    is_complete,
+    is_wanted,
+    next_wake,
+    opened,
+    step,
+)
+from node.exchange.transport.transport import Admission, TransferRefusedError, WantResult
+from node.heavy import Heavy
+from protocol.errors import BadDataError
+from protocol.messages import Report, SliceTakenOver
+from protocol.payload import CONTRIBUTION, RESULT, Payload, PayloadHeader
+from protocol.rounds import Commit, NodeId, Plan
+
+log = structlog.get_logger()
+
+
+class RoundRunner:
+    """The exchange of one round. Start it with the plan, close it with the commit."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        rules: Rules,
+        *,
+        outer: Outer,
+        held: HeldResults,
+        heavy: Heavy,
+        report: Callable[[int, Report], None],
+        pushes: Pushes,
+        donors: Donors,
+    ) -> None:
+        self._outer = outer
+        self._held = held
+        self._heavy = heavy
+        self._report = partial(report, plan.round)
+        self._pushes = pushes  # results on their way outlive the round
+        self._donors = donors
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._completed = asyncio.Event()
+        result_bytes = sum(outer.downlink.most_bytes(part.num_elements) for part in plan.slices)
+        self.state = opened(
+            plan,
+            rules,
+            patience_seconds=fetch_seconds(result_bytes),
+            now=asyncio.get_running_loop().time(),
+        )
+        self._wake_in_time()
+
+    def feed(self, event: Event, *, not_before: float = 0.0) -> str:
+        """Tells the core of an event and does what follows; returns why a payload is not taken."""
+        # A timer may ring a rounding error too early, and would then ring for ever.
+        now = max(asyncio.get_running_loop().time(), not_before)
+        transition = step(self.state, event, now)
+        self.state = transition.state
+        for action in transition.actions:
+            self._carry_out(action)
+        self._wake_in_time()
+        if is_complete(self.state):
+            self._completed.set()
+        return transition.refusal
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case Send():
+                self._pushes.start(
+                    action.peer,
+                    action.payload,
+                    deadline=action.until,
+                    is_wanted=lambda: is_wanted(self.state, action),
+                )
+            case Reduce():
+                self._start(self._reduce(action))
+            case Hold(payload=payload, made=made):
+                if made is not None:
+                    self._outer.owing.note_result(made)
+                self._held.hold(payload)
+                phase, index = "handing out" if made else "holding", payload.header.slice_index
+                log.debug("phase", phase=phase, round=self.state.plan.round, slice=index)
+            case Drop(index=index):
+                self._held.drop(self.state.plan.round, index)
+            case Tell(report=report):
+                self._report(report)
+            case Fetch():
+                self._start(self._fetch(action))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._say_if_failed)
+
+    def _say_if_failed(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("exchange task failed", round=self.state.plan.round, exc_info=error)
+
+    def _wake_in_time(self) -> None:
+        at = next_wake(self.state)
+        if self._timer is not None and self._timer.when() != at:
+            self._timer.cancel()
+            self._timer = None
+        if self._timer is None and at is not None:
+            self._timer = asyncio.get_running_loop().call_at(at, self._wake, at)
+
+    def _wake(self, at: float) -> None:
+        self._timer = None
+        self.feed(TimePassed(links=self._links()), not_before=at)
+
+    def _links(self) -> Links:
+        transport = self._donors.transport
+        reducers = {known.part.reducer_id for known in self.state.slices.values()}
+        return Links(
+            unreachable=frozenset(transport.unreachable),
+            round_trip_seconds={peer: transport.round_trip_seconds(peer) for peer in reducers},
+        )
+
+    # What the daemon asks for
+
+    def hear(self, news: RoundNews) -> None:
+        """Takes in what the coordinator says of the round."""
+        before = self.state
+        self.feed(news)
+        if isinstance(news, SliceTakenOver) and self.state.slices != before.slices:
+            round, index = before.plan.round, news.slice_index
+            log.info("slice taken over", round=round, slice=index, reducer=news.reducer_id)
+
+    async def contribute(self, *, samples: int, tokens: int) -> None:
+        """Encodes what this node owes for the fragment and sends each slice to its reducer.
+
+        `samples` were used up for it, and `tokens` in them are what it weighs.
+
+        Returns once everything is encoded and on its way; transfers go on in the background until
+        they succeed or the reducers' deadline passes. Raises BadDataError when what it owes is not
+        finite.
+        """
+        plan, owing = self.state.plan, self._outer.owing
+        assignment = plan.assignment_of(self.state.rules.node_id)
+        assigned = 0 if assignment is None else assignment.num_samples
+        share = samples / max(samples, assigned)
+        accumulate = partial(
+            owing.accumulate, round=plan.round, fragment=plan.fragment, share=share
+        )
+        await self._heavy(accumulate)
+        for part in in_order_of_sending(plan.slices, self.state.rules.node_id):
+            encode = partial(owing.contribution_to, part, samples=samples, tokens=tokens)
+            try:
+                payload = await self._heavy(encode)
+            except CodecError as error:
+                raise BadDataError(
+                    f"round {plan.round}: this node's pseudo-gradient cannot be sent: {error}",
+                    next_step="lower [inner] learning_rate or [outer] learning_rate in run.toml",
+                ) from error
+            if self.state.is_closed:
+                return
+            self.feed(ContributionEncoded(payload=payload))
+
+    async def complete(self, commit: Commit) -> None:
+        """Waits for the committed results that are on their way, and fetches those that are not.
+
+        What nobody delivers now is still missing at the end.
+        """
+        self.feed(Committed(commit=commit, links=self._links()))
+        await self._completed.wait()
+
+    async def close(self) -> None:
+        """Ends the round at this node: its commit is known, or the node stops.
+
+        Results that we are pushing go on their way, and hold nothing else of the round in memory.
+        """
+        self.feed(Closed())
+        tasks = tuple(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await self._pushes.stop(kind=CONTRIBUTION)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # What peers bring
+
+    def admit(self, sender: NodeId, header: PayloadHeader) -> Admission:
+        """Takes in that an admitted payload begins to come."""
+        index = header.slice_index
+        is_taken = partial(self._is_taken, sender, header)
+        take = partial(self._take, sender)
+        if header.kind != RESULT:
+            return Admission(take=take, is_wanted=is_taken)
+        self.feed(PushBegan(index=index))
+        attempt = self.state.slices[index].attempt
+
+        def end() -> None:
+            self.feed(PushEnded(index=index, attempt=attempt, sender=sender))
+
+        return Admission(take=take, is_wanted=is_taken, end=end)
+
+    def _is_taken(self, sender: NodeId, header: PayloadHeader) -> bool:
+        return not refusal(self.state.rules, self.state, sender, header, is_coming=True)
+
+    async def _take(self, sender: NodeId, payload: Payload) -> None:
+        if payload.header.kind == RESULT:
+            try:
+                await self._heavy(partial(self._outer.check_result, payload))
+            except CodecError as error:
+                round = self.state.plan.round
+                log.warning("result refused", round=round, sender=sender, why=str(error))
+                raise TransferRefusedError(f"the result does not decode: {error}") from error
+        if why := self.feed(PayloadCame(sender=sender, payload=payload)):
+            raise TransferRefusedError(why)
+
+    # What takes time
+
+    async def _reduce(self, reduce: Reduce) -> None:
+        reduction, plan = reduce.reduction, self.state.plan
+        place = {"round": plan.round, "slice": reduction.slice.index}
+        if reduction.late:
+            missing = [str(node_id) for node_id in sorted(reduction.late)]
+            log.info("reducing without some", **place, missing=missing)
+        log.debug("phase", phase="reducing", **place)
+        result = None
+        try:
+            result = await self._heavy(partial(self._outer.result_of, reduction, plan.fragment))
+        except CodecError as error:  # finite contributions whose mean is not
+            log.error("slice not reduced", **place, why=str(error))
+        self.feed(MeanTaken(index=reduction.slice.index, attempt=reduce.attempt, result=result))
+
+    async def _fetch(self, fetch: Fetch) -> None:
+        wanted, until = {}, None
+        peers = self._donors.peers()
+        if fetch.is_committed:
+            late = [outcome.index for outcome in fetch.outcomes]
+            log.info("results are late", round=self.state.plan.round, slices=late)
+        else:
+            until = self.state.commit_deadline
+            peers = fetch.outcomes[0].holder_ids
+        for outcome in fetch.outcomes:
+            assert outcome.digest is not None, "nobody fetches what is void"
+            want = WantResult(
+                round=self.state.plan.round, slice_index=outcome.index, digest=outcome.digest
+            )
+            wanted[want] = outcome
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(until):
+                    await fetch_results(wanted, self._take_fetched, of=self._donors, peers=peers)
+        finally:
+            self.feed(FetchEnded(is_committed=fetch.is_committed))
+
+    async def _take_fetched(self, payload: Payload) -> None:
+        await self._heavy(partial(self._outer.check_result, payload))
+        self.feed(ResultFetched(payload=payload))

@@ -1,0 +1,391 @@
+"""The node's round against events in any order: what must hold whatever peers and coordinator do."""
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from effort import examples
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from node.exchange.codecs.registry import codec_named
+from node.exchange.reduction import SliceResult
+from node.exchange.round.admission import refusal
+from node.exchange.round.state import (
+    Closed,
+    Committed,
+    ContributionEncoded,
+    Drop,
+    Event,
+    Fetch,
+    FetchEnded,
+    Hold,
+    Links,
+    MeanTaken,
+    PayloadCame,
+    Phase,
+    PushBegan,
+    PushEnded,
+    Reduce,
+    ResultFetched,
+    RoundState,
+    Rules,
+    Send,
+    Tell,
+    TimePassed,
+)
+from node.exchange.round.transition import (
+    is_complete,
+    is_wanted,
+    next_wake,
+    opened,
+    step,
+    waiting_for,
+)
+from protocol.messages import (
+    Held,
+    ParticipantsDeparted,
+    ParticipantsIdle,
+    Reduced,
+    ResultOffered,
+    SliceTakenOver,
+)
+from protocol.payload import CONTRIBUTION, Payload
+from protocol.rounds import (
+    Commit,
+    ContributionDigest,
+    Contributor,
+    Digest,
+    NodeId,
+    SliceOutcome,
+)
+from tests.unit.exchange_scene import (
+    BLOCK,
+    RUN,
+    TOKENS,
+    A,
+    B,
+    C,
+    contribution_of,
+    plan_for,
+    result_of,
+)
+
+NODES = (A, B, C)
+"""The round is A's; each of the three reduces a slice at first."""
+STRANGER = NodeId("stranger")
+FP32 = codec_named("fp32")
+RULES = Rules(node_id=A, run_digest=RUN, context=1, uplink=FP32, downlink=FP32)
+BODIES = [np.full(BLOCK, value, dtype="<f4") for value in (1, 2)]
+"""Two for each sender: who sends both lies, or was restarted."""
+
+INDEX = st.integers(0, 2)
+NODE = st.sampled_from(NODES)
+WHICH = st.integers(0, 1)
+SECONDS = st.sampled_from([0.0, 0.0, 0.1, 1.0, 5.0, 30.0])
+
+
+def contributed(sender: NodeId, index: int, which: int) -> Payload:
+    return contribution_of(BODIES[which].tobytes(), sender_id=sender, index=index)
+
+
+def made_by(reducer: NodeId, index: int, which: int) -> Payload:
+    return result_of(BODIES[which], sender_id=reducer, index=index)
+
+
+@dataclass(slots=True, kw_only=True)
+class Edge:
+    """What the actions have led to, as a runner would carry them out."""
+
+    held: dict[int, Payload] = field(default_factory=dict)
+    told: list[tuple[object, int]] = field(default_factory=list)  # reports with their attempts
+    sends: list[Send] = field(default_factory=list)
+    reducing: list[Reduce] = field(default_factory=list)
+    fetching: list[Fetch] = field(default_factory=list)
+    reported: dict[tuple[int, int], int] = field(default_factory=dict)
+    coming: list[tuple[NodeId, Payload, int]] = field(default_factory=list)  # with attempts
+
+
+class RoundMachine(RuleBasedStateMachine):
+    state: RoundState
+
+    @initialize()
+    def begin(self) -> None:
+        self.now = 100.0
+        self.edge = Edge()
+        self.state = opened(plan_for(*NODES), RULES, patience_seconds=50.0, now=self.now)
+
+    def feed(self, event: Event) -> str:
+        before = self.state
+        transition = step(before, event, self.now)
+        self.state = transition.state
+        if before.is_closed:
+            assert not transition.actions, "a round that is over does nothing more"
+        for action in transition.actions:
+            self.note(before, event, action)
+        return transition.refusal
+
+    def note(self, before: RoundState, event: Event, action: object) -> None:
+        match action:
+            case Send():
+                assert is_wanted(self.state, action), "nothing is sent that nobody wants"
+                assert action.peer != A
+                assert action not in self.edge.sends
+                self.edge.sends.append(action)
+            case Reduce(reduction=reduction):
+                assert reduction.slice.reducer_id == A
+                assert reduction.late.isdisjoint(reduction.contributions)
+                is_late = self.now >= self.state.slices[reduction.slice.index].deadline
+                assert is_late or not reduction.late
+                self.edge.reducing.append(action)
+            case Hold(payload=payload):
+                index, held = payload.header.slice_index, self.edge.held
+                assert index not in held or held[index].digest != payload.digest, "held twice"
+                is_asked_for = isinstance(event, ResultFetched)  # by the digest that counts
+                reducer = before.slices[index].part.reducer_id
+                assert is_asked_for or payload.header.sender_id == reducer
+                assert is_asked_for or index not in held, "another one is held"
+                held[index] = payload
+            case Drop(index=index):
+                del self.edge.held[index]
+            case Tell(report=Reduced() | Held() as report):
+                known = self.state.slices[report.slice_index]
+                assert (report, known.attempt) not in self.edge.told, "told twice"
+                self.edge.told.append((report, known.attempt))
+                if isinstance(report, Reduced):
+                    assert known.part.reducer_id == A
+                else:
+                    assert self.edge.held[report.slice_index].digest == report.digest
+            case Fetch():
+                self.edge.fetching.append(action)
+
+    # What happens
+
+    @rule(index=INDEX)
+    def our_contribution_is_encoded(self, index: int) -> None:
+        self.feed(ContributionEncoded(payload=contributed(A, index, 0)))
+
+    @rule(
+        sender=st.sampled_from([*NODES, STRANGER]),
+        name=st.sampled_from([*NODES, None, None]),
+        index=INDEX,
+        which=WHICH,
+        is_result=st.booleans(),
+    )
+    def a_payload_is_offered(
+        self, sender: NodeId, name: NodeId | None, index: int, which: int, is_result: bool
+    ) -> None:
+        make = made_by if is_result else contributed
+        payload = make(name or sender, index, which)
+        if refusal(RULES, self.state, sender, payload.header):
+            return
+        assert payload.header.sender_id == sender != STRANGER
+        if is_result:
+            self.feed(PushBegan(index=index))
+        self.edge.coming.append((sender, payload, self.state.slices[index].attempt))
+
+    @rule(index=INDEX)
+    def all_contribute(self, index: int) -> None:
+        for sender in (B, C):
+            self.feed(PayloadCame(sender=sender, payload=contributed(sender, index, 0)))
+
+    @rule(place=st.integers(0, 100), is_whole=st.booleans())
+    def a_payload_has_come_or_broken_off(self, place: int, is_whole: bool) -> None:
+        if not self.edge.coming:
+            return
+        sender, payload, attempt = self.edge.coming.pop(place % len(self.edge.coming))
+        header = payload.header
+        before = self.state.slices.get(header.slice_index)
+        if is_whole:
+            why = self.feed(PayloadCame(sender=sender, payload=payload))
+            if not why and header.kind == CONTRIBUTION:
+                assert before is not None
+                kept = self.state.slices[header.slice_index].contributions
+                assert kept[sender].header == header, "what is taken counts"
+                assert before.phase is Phase.COLLECTING or kept == before.contributions
+            elif not why:
+                assert self.edge.held[header.slice_index].digest == payload.digest
+            elif before is not None:
+                assert self.state.slices[header.slice_index] == before
+        if header.kind != CONTRIBUTION:
+            self.feed(PushEnded(index=header.slice_index, attempt=attempt, sender=sender))
+
+    @rule(place=st.integers(0, 100), is_empty=st.booleans())
+    def a_mean_is_taken(self, place: int, is_empty: bool) -> None:
+        if not self.edge.reducing:
+            return
+        reduce = self.edge.reducing.pop(place % len(self.edge.reducing))
+        index, contributions = reduce.reduction.slice.index, reduce.reduction.contributions
+        result = None
+        if contributions and not is_empty:
+            result = SliceResult(
+                payload=made_by(A, index, 0),
+                contributors=tuple(
+                    Contributor(node_id=n, samples=TOKENS, tokens=TOKENS)
+                    for n in sorted(contributions)
+                ),
+                contributions=tuple(
+                    ContributionDigest(contributions[n].header.body_digest[:16])
+                    for n in sorted(contributions)
+                ),
+                weighed_tokens=TOKENS,
+                error=None,
+            )
+        told, known = len(self.edge.told), self.state.slices.get(index)
+        self.feed(MeanTaken(index=index, attempt=reduce.attempt, result=result))
+        if known is None or known.attempt != reduce.attempt:
+            assert len(self.edge.told) == told, "what was given up is told to nobody"
+
+    @rule(index=INDEX, to=NODE, is_old=st.booleans(), seconds=SECONDS)
+    def a_slice_is_taken_over(self, index: int, to: NodeId, is_old: bool, seconds: float) -> None:
+        if self.state.is_closed:
+            return
+        before = self.state
+        attempt = before.slices[index].attempt + (not is_old)
+        sends = [s for s in self.edge.sends if s.payload.header.slice_index == index]
+        self.feed(
+            SliceTakenOver(
+                round=1,
+                slice_index=index,
+                reducer_id=to,
+                attempt=attempt,
+                contribute_seconds=seconds,
+            )
+        )
+        if is_old:
+            assert self.state.slices == before.slices
+            return
+        assert index not in self.edge.held
+        assert not any(is_wanted(self.state, send) for send in sends)
+
+    @rule(node_id=st.sampled_from([B, C]), is_gone=st.booleans())
+    def a_participant_departs_or_is_idle(self, node_id: NodeId, is_gone: bool) -> None:
+        if not is_gone:
+            self.feed(ParticipantsIdle(round=1, node_ids=(node_id,)))
+            return
+        self.feed(ParticipantsDeparted(round=1, node_ids=(node_id,)))
+        to_it = [send for send in self.edge.sends if send.peer == node_id]
+        assert not any(is_wanted(self.state, send) for send in to_it)
+
+    def reported(self, index: int, which: int) -> Digest:
+        """What the coordinator knows of a slice: one result of a reducer, whatever that pushes."""
+        known = self.state.slices[index]
+        which = self.edge.reported.setdefault((index, known.attempt), which)
+        return made_by(known.part.reducer_id, index, which).digest
+
+    @rule(index=INDEX, which=WHICH)
+    def a_result_is_offered(self, index: int, which: int) -> None:
+        if self.state.is_closed:
+            return
+        digest = self.reported(index, which)
+        self.feed(ResultOffered(round=1, slice_index=index, digest=digest, holder_ids=NODES))
+
+    @rule(place=st.integers(0, 100), is_delivered=st.booleans())
+    def a_fetch_ends(self, place: int, is_delivered: bool) -> None:
+        if not self.edge.fetching:
+            return
+        fetch = self.edge.fetching.pop(place % len(self.edge.fetching))
+        for outcome in fetch.outcomes if is_delivered else ():
+            payloads = [made_by(n, outcome.index, which) for n in NODES for which in (0, 1)]
+            (payload,) = (p for p in payloads if p.digest == outcome.digest)
+            self.feed(ResultFetched(payload=payload))
+        self.feed(FetchEnded(is_committed=fetch.is_committed))
+
+    @rule(which=st.lists(st.sampled_from([0, 0, 1, None]), min_size=3, max_size=3))
+    def the_round_is_committed(self, which: list[int | None]) -> None:
+        if self.state.is_closed or self.state.commit is not None:
+            return
+        outcomes = []
+        for part, body in zip(self.state.plan.slices, which, strict=True):
+            digest = None if body is None else self.reported(part.index, body)
+            outcomes.append(
+                SliceOutcome(index=part.index, start=part.start, num_elements=BLOCK, digest=digest)
+            )
+        commit = Commit(round=1, fragment=0, base_digest=RUN, slices=tuple(outcomes))
+        self.feed(Committed(commit=commit, links=Links()))
+
+    @rule(seconds=SECONDS, is_cut=st.booleans())
+    def time_passes(self, seconds: float, is_cut: bool) -> None:
+        """Never past the time at which the core wants to be woken."""
+        wake = next_wake(self.state)
+        self.now = min(self.now + seconds, wake) if wake is not None else self.now + seconds
+        unreachable = frozenset({B}) if is_cut else frozenset()
+        self.feed(TimePassed(links=Links(unreachable=unreachable)))
+
+    @rule(is_meant=st.sampled_from([False, False, False, False, True]))
+    def the_round_is_closed(self, is_meant: bool) -> None:
+        if is_meant:
+            self.feed(Closed())
+            assert not any(is_wanted(self.state, send) for send in self.edge.sends)
+            assert not self.state.slices, "nothing of it stays in the memory"
+
+    # What holds at any time
+
+    @invariant()
+    def time_has_nothing_to_do_before_it_is_asked(self) -> None:
+        wake = next_wake(self.state)
+        assert wake is None or wake > self.now
+        again = step(self.state, TimePassed(links=self.state.links), self.now)
+        assert not again.actions, "all that can be decided now has been"
+
+    @invariant()
+    def nobody_is_waited_for_who_is_not_missing(self) -> None:
+        for known in self.state.collecting():
+            assert self.state.late_for(known), "all is here, and no mean is taken"
+            assert known.part.reducer_id == A
+        is_over = self.state.is_closed or is_complete(self.state)
+        if self.state.commit is not None and not is_over:
+            has_prospects = next_wake(self.state) or self.edge.fetching or self.edge.coming
+            assert has_prospects, "it waits for what nothing will bring"
+        if self.state.is_closed:
+            assert waiting_for(self.state) == "" or self.state.commit is None
+
+    @invariant()
+    def contributions_are_only_here_where_this_node_reduces(self) -> None:
+        for known in self.state.slices.values():
+            is_ours = known.part.reducer_id == A
+            assert (known.phase is Phase.ELSEWHERE) == (not is_ours)
+            assert is_ours or not known.contributions
+            assert known.num_arriving >= 0
+
+    @invariant()
+    def the_core_knows_what_is_held(self) -> None:
+        known = {i: each.held for i, each in self.state.slices.items() if each.held is not None}
+        assert self.state.is_closed or known == self.edge.held
+
+
+TestRounds = RoundMachine.TestCase
+TestRounds.settings = settings(examples(60), stateful_step_count=60)
+
+
+def test_the_mean_is_of_what_was_here_when_it_began() -> None:
+    """The example that the machine comes to by itself only now and then."""
+    state = opened(plan_for(*NODES), RULES, patience_seconds=50.0, now=0.0)
+    for sender in (A, B):
+        event = PayloadCame(sender=sender, payload=contributed(sender, 0, 0))
+        state = step(state, event, 1.0).state
+    (reduce,) = step(state, TimePassed(links=Links()), 20.0).actions
+    assert isinstance(reduce, Reduce)
+    assert (set(reduce.reduction.contributions), reduce.reduction.late) == ({A, B}, {C})
+    state = step(state, TimePassed(links=Links()), 20.0).state
+    late = step(state, PayloadCame(sender=C, payload=contributed(C, 0, 0)), 20.1)
+    assert late.refusal == "slice 0 of round 1 is already reduced"
+    assert set(late.state.slices[0].contributions) == {A, B}
+
+
+def test_a_mean_of_before_a_takeover_is_told_to_nobody() -> None:
+    state = opened(plan_for(*NODES), RULES, patience_seconds=50.0, now=0.0)
+    everybody = ParticipantsIdle(round=1, node_ids=NODES)
+    state = step(state, everybody, 1.0).state
+    news = SliceTakenOver(round=1, slice_index=0, reducer_id=A, attempt=1, contribute_seconds=9.0)
+    (reduce,) = step(state, news, 2.0).actions  # taken anew, while the first is still being taken
+    state = step(state, news, 2.0).state
+    assert isinstance(reduce, Reduce)
+    assert not step(state, MeanTaken(index=0, attempt=0, result=None), 3.0).actions
+    assert step(state, MeanTaken(index=0, attempt=reduce.attempt, result=None), 3.0).actions
+
+
+def test_of_another_runs_payload_only_the_run_is_looked_at() -> None:
+    state = opened(plan_for(*NODES), RULES, patience_seconds=50.0, now=0.0)
+    header = replace(contributed(B, 0, 0).header, run_digest=Digest(b"x" * 32))
+    assert refusal(RULES, state, B, header).startswith("run digest 7878")
