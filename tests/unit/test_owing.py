@@ -42,7 +42,7 @@ def normal(seed: int) -> Vector:
 
 def contributed(outer: Outer, work: Vector, *, slices: int = 3) -> list[ContributionDigest]:
     """Sends so many slices of the work in the next round; returns what names them."""
-    outer.owing._published[:] = outer._parameters - work
+    outer.owing._published[:] = outer._parameters[:NUM_ELEMENTS] - work
     outer.owing.accumulate(round=outer.round + 1, fragment=0)
     sent = [
         outer.owing.contribution_to(part, samples=TOKENS, tokens=TOKENS) for part in SLICES[:slices]
@@ -383,3 +383,55 @@ def test_what_ranks_hand_in_without_a_round_is_bounded_when_it_is_sent() -> None
         outer.owing.add_published(0, before)
     contributed(outer, work)
     np.testing.assert_allclose(all_pending(outer), 3 * work, rtol=1e-5)
+
+
+# What is pending stays what it was, whatever is done with what it is formed from
+
+
+def in_two(*, sent: Vector, trained: Vector) -> tuple[Outer, list[ContributionDigest]]:
+    """A fragment of work was sent for round 1; since then the ranks have trained both fragments on.
+
+    They hand in all that they hold, as before a commit that came without them.
+    """
+    outer = outer_of(A, layout=Layout.of([("v", (NUM_ELEMENTS,))], [("w", (NUM_ELEMENTS,))]))
+    named = contributed(outer, sent)
+    for fragment in (0, 1):
+        before = outer.owing.published_of(fragment)
+        outer.owing._published[:] = -(sent + trained if fragment == 0 else trained)
+        outer.owing.add_published(fragment, before)
+    return outer, named
+
+
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_what_ranks_hand_in_while_a_round_is_in_flight_leaves_what_was_sent_as_it_was(
+    is_taken: bool,
+) -> None:
+    sent, trained = np.float32(8) * np.ones(NUM_ELEMENTS, "f4"), np.ones(NUM_ELEMENTS, "f4")
+    outer, named = in_two(sent=sent, trained=trained)
+    np.testing.assert_array_equal(all_pending(outer), sent)
+    results = results_of(outer)
+    outer.apply(commit_naming(outer, results, named if is_taken else None), results)
+    first, second = outer.owed().residual.reshape(2, -1)
+    np.testing.assert_array_equal(first, trained if is_taken else sent + trained)
+    np.testing.assert_array_equal(second, trained)
+
+
+def test_a_plan_that_changes_after_a_hand_in_sends_the_fragment_that_was_published() -> None:
+    sent, trained = np.float32(8) * np.ones(NUM_ELEMENTS, "f4"), np.ones(NUM_ELEMENTS, "f4")
+    outer, _ = in_two(sent=sent, trained=trained)
+    outer.owing.forget_pending()
+    outer.owing.accumulate(round=1, fragment=0)
+    np.testing.assert_array_equal(all_pending(outer), sent + trained)
+
+
+def test_a_return_to_an_earlier_state_leaves_what_was_sent_as_it_was() -> None:
+    outer, work = outer_of(A), normal(0)
+    earlier, owed = outer.snapshot(), outer.owed()
+    outer.apply(commit_naming(outer, {}, None), {})
+    outer._parameters[:] = 5
+    outer.owing.residual.values[:] = normal(1)
+    contributed(outer, work)  # for round 2
+    before = all_pending(outer)
+    outer.restore(earlier, owed)
+    assert outer.owing.pending is not None
+    assert all_pending(outer).tobytes() == before.tobytes()
