@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.outer_arithmetic import RoundsOfOneNode, Stages
+from node.disk.snapshots import SnapshotFolder
 from node.exchange.codecs.tiles import ONE_THREAD
-from node.exchange.state.snapshot import SnapshotFolder
 from node.machine.freed_memory import keep_freed_memory
 from protocol.files.leftovers import TemporaryFolder
 

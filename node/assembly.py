@@ -13,15 +13,14 @@ from pathlib import Path
 
 import structlog
 
-from node.config import HISTORY_FILE, SENT_FILE, SNAPSHOTS_FOLDER, NodeSettings
+from node.config import HISTORY_FILE, NodeSettings
 from node.daemon import Daemon, NodeFacts, Tokens
 from node.duties.exchange_time import ExchangeTime
 from node.exchange.codecs.compiled import remove_unused_kernels
 from node.exchange.codecs.tiles import Tiles, threads_beside
 from node.exchange.outer import Outer
 from node.exchange.preparing import prepare_kernels
-from node.exchange.state.on_disk import StateOnDisk, most_result_bytes
-from node.exchange.state.sent_log import SentLog
+from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.heavy import in_thread
 from node.history import History
@@ -29,7 +28,7 @@ from node.hosts.desk import HostDesk
 from node.hosts.leading import HostsIsland
 from node.hosts.rendezvous import interface_of
 from node.hosts.token import LeaderKey
-from node.island.checkpoints.folder import CHECKPOINTS_FOLDER, CheckpointFolder, moments_bytes
+from node.island.checkpoints.folder import CheckpointFolder
 from node.island.data.fetching import is_url
 from node.island.data.held import TokensHere
 from node.island.data.island import SuppliedIsland
@@ -44,7 +43,6 @@ from node.island.ranks.devices import kind_of
 from node.island.ranks.launcher import ProcessIsland
 from node.island.ranks.usable_devices import UsableDevices, usable_devices
 from node.link.calls import CoordinatorLink
-from node.machine.disk import seconds_between
 from node.machine.hardware import Hardware, likely_devices
 from node.machine.kernel import congestion_control
 from node.machine.placement import mesh_for, num_ranks_of
@@ -52,6 +50,7 @@ from node.models.reading import read_first
 from node.newest import keep_places, keep_run
 from node.outer_state import SharedVectors, Vector
 from node.own_metrics import own_metrics
+from node.records import Records
 from node.stopping import StopSignals
 from protocol.files.durable import expanded
 from protocol.layout import Layout, layout_of
@@ -86,11 +85,8 @@ async def run_daemon(
     layout = layout_of(spec)
     desk = None if settings.loop else await _desk_of(folder, settings, spec, kind_of(devices))
     history = await in_thread(lambda: History(folder / HISTORY_FILE))
-    disk = StateOnDisk(folder / SNAPSHOTS_FOLDER, history=history, sent=SentLog(folder / SENT_FILE))
-    state_bytes = disk.require_room(layout.num_elements, most_result_bytes(spec, layout))
-    checkpoints = _checkpoints_of(
-        folder, settings, spec, layout, num_ranks=len(devices), besides_bytes=state_bytes
-    )
+    records = Records.of(folder, settings, spec, layout, history=history, num_ranks=len(devices))
+    records.require_room()
     tiles = Tiles(
         threads_beside(
             num_ranks=len(devices),
@@ -109,7 +105,7 @@ async def run_daemon(
                 spec,
                 layout,
                 shared,
-                disk,
+                records.state,
                 tiles,
                 identity.node_id,
                 expanded(settings.weights) if settings.weights else None,
@@ -131,7 +127,9 @@ async def run_daemon(
                 hang_seconds=settings.hang_seconds,
             )
         else:
-            island = _island_of(settings, spec, devices, shape, shared, desk, checkpoints, data)
+            island = _island_of(
+                settings, spec, devices, shape, shared, desk, records.checkpoints, data
+            )
         tokens: Tokens | None = None
         if held is not None:
             supplied: SuppliedIsland | None = None
@@ -166,7 +164,7 @@ async def run_daemon(
             ),
             island=island,
             outer=outer,
-            disk=disk,
+            disk=records.state,
             history=history,
             heavy=in_thread,
             counts=counts,
@@ -243,32 +241,6 @@ def _fill_first_weights(
         log.info(
             "the first weights come from a node that has them", digest=spec.first_digest.hex()[:12]
         )
-
-
-def _checkpoints_of(
-    folder: Path,
-    settings: NodeSettings,
-    spec: RunSpec,
-    layout: Layout,
-    *,
-    num_ranks: int,
-    besides_bytes: int,
-) -> CheckpointFolder | None:
-    """Where ranks keep their inner optimizer's state; raises SystemRefusedError without room for it."""
-    if settings.checkpoint_every_rounds == 0 or settings.loop:
-        return None
-    checkpoints = CheckpointFolder(
-        path=folder / CHECKPOINTS_FOLDER,
-        run_digest=spec.digest(),
-        layout_digest=layout.summary().digest,
-        every_rounds=settings.checkpoint_every_rounds,
-        least_seconds=seconds_between(moments_bytes(layout.num_elements) // settings.hosts),
-        num_hosts=settings.hosts,
-    )
-    checkpoints.require_room(
-        layout.num_elements, num_ranks * len(layout.places), besides_bytes=besides_bytes
-    )
-    return checkpoints
 
 
 async def _devices_of(settings: NodeSettings, hardware: Hardware) -> UsableDevices:

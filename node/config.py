@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
+from node.disk.budget import DiskBudget
 from node.island.data.places import DataPlaces
 from node.island.parallel.mesh_shape import MeshShape, ScheduleName
 from node.island.training.local_training import Accumulating, LocalTraining, Precision, Recomputing
@@ -122,9 +123,17 @@ code = ""
 base = ""
 
 # After how many rounds the inner optimizer's state is written to this folder (8 bytes for each
-# parameter, behind the training; with large models more seldom, at 20 MB/s on average), so that a
+# parameter, behind the training; with large models more seldom, see max_disk_writes), so that a
 # restart goes on from it; 0 means never.
 checkpoint_every_rounds = 10
+
+# Most that snapshots, results and checkpoints may take of this disk, such as "500GB". A run that needs more
+# is refused at the start. Empty means what is free.
+max_disk = ""
+
+# Most that snapshots and checkpoints write, on average, whatever the model: "40MB/s" are 1,200 TB a year,
+# which an SSD endures. With less they come more seldom, but once an hour.
+max_disk_writes = "40MB/s"
 
 # Seconds without a sign of life after which ranks that work count as hung, and are started again; ten
 # times as long for what they do the first time, or as the slowest that ended well. 0 means never.
@@ -193,14 +202,24 @@ def bytes_of(size: str) -> int:
     match = _SIZE.fullmatch(size)
     if match is None:
         raise PydanticCustomError("size", "Write a size as 500MB, 20GB or 1.5TB")
-    num_bytes = round(float(match[1]) * {"MB": 10**6, "GB": 10**9, "TB": 10**12}[match[2]])
-    if num_bytes < LEAST_CACHE_BYTES:
+    return round(float(match[1]) * {"MB": 10**6, "GB": 10**9, "TB": 10**12}[match[2]])
+
+
+def _cache_size(text: str) -> str:
+    if bytes_of(text) < LEAST_CACHE_BYTES:
         raise PydanticCustomError("size", "Less than 256MB holds too few pieces of the data")
-    return num_bytes
+    return text
 
 
-def _size(text: str) -> str:
-    bytes_of(text)
+def _size_or_none(text: str) -> str:
+    if text:
+        bytes_of(text)
+    return text
+
+
+def _disk_rate(text: str) -> str:
+    if not bits_per_second_of(text):
+        raise PydanticCustomError("rate", "Write bytes a second as 40MB/s")
     return text
 
 
@@ -256,12 +275,14 @@ class NodeSettings(Section):
     deterministic: bool = False
     data: str = ""
     may_read: Annotated[tuple[str, ...], Field(strict=False)] = ()  # TOML gives lists
-    data_cache: Annotated[str, AfterValidator(_size)] = "20GB"
+    data_cache: Annotated[str, AfterValidator(_cache_size)] = "20GB"
     serve_data: bool = True
     allow_functions: Annotated[tuple[str, ...], Field(strict=False)] = ()  # TOML gives lists
     code: str = ""
     base: str = ""
     checkpoint_every_rounds: Annotated[int, Field(ge=0, lt=2**31)] = 10
+    max_disk: Annotated[str, AfterValidator(_size_or_none)] = ""
+    max_disk_writes: Annotated[str, AfterValidator(_disk_rate)] = "40MB/s"
     hang_seconds: Annotated[float, Field(ge=0, le=7 * 86400)] = 120.0
     loop: bool = False
     listen: str = ""
@@ -349,6 +370,16 @@ class NodeSettings(Section):
     def max_upload_bytes_per_second(self) -> float | None:
         """None is no limit."""
         return bytes_per_second_of(self.max_upload)
+
+    @property
+    def disk_budget(self) -> DiskBudget:
+        """Of all records of this node."""
+        bits_per_second = bits_per_second_of(self.max_disk_writes)
+        assert bits_per_second is not None, "it was checked when it was read"
+        return DiskBudget(
+            most_bytes=bytes_of(self.max_disk) if self.max_disk else None,
+            bytes_per_second=bits_per_second / 8,
+        )
 
     def data_places(self, *, home: Path, folder: Path) -> DataPlaces:
         """Where the data, the functions and the base of the run are; relative paths begin at `folder`."""

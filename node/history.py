@@ -6,7 +6,6 @@ that a write that was cut off costs the last one. Of two commits of a round the 
 and makes all after it void: history was taken back.
 """
 
-import os
 import struct
 from bisect import bisect_right
 from pathlib import Path
@@ -14,9 +13,9 @@ from pathlib import Path
 import structlog
 from google.protobuf.message import DecodeError
 
+from node.disk.logs import AppendedFile
 from protocol import convert
 from protocol.errors import AtollError
-from protocol.files.durable import refusing, write_atomically
 from protocol.rounds import Commit
 from protocol.v1 import round_pb2
 
@@ -33,14 +32,13 @@ class History:
 
     def __init__(self, path: Path | None) -> None:
         """Reads the file, if there is one; None keeps everything in memory."""
-        self._path = path
+        self._file = None if path is None else AppendedFile(path)
         self._rounds: list[int] = []  # in order
         self._commits: dict[int, bytes] = {}  # round -> atoll.v1.Commit
         self._incarnations: dict[int, int] = {}
         self._unsaved: list[bytes] = []
-        self._file_bytes = 0
-        if path is not None and path.exists():
-            self._read(path)
+        if self._file is not None:
+            self._read(self._file)
 
     def add(self, commit: Commit) -> None:
         """Remembers a commit that was applied; drops those that it takes back."""
@@ -48,7 +46,7 @@ class History:
         if self._commits.get(commit.round) == encoded:
             return
         self._put(commit.round, commit.incarnation, encoded)
-        if self._path is not None:
+        if self._file is not None:
             self._unsaved.append(encoded)
 
     def after(self, round_number: int, *, max_bytes: int) -> tuple[Commit, ...]:
@@ -78,26 +76,19 @@ class History:
 
         What a disk refused is written the next time, with what was added since.
         """
-        if self._path is None or not self._unsaved:
+        if self._file is None or not self._unsaved:
             return
         num_unsaved = len(self._unsaved)
         frames = b"".join(map(_framed, self._unsaved[:num_unsaved]))
-        if self._file_bytes + len(frames) > KEPT_BYTES:
+        if self._file.num_bytes + len(frames) > KEPT_BYTES:
             older = self._rounds[: len(self._rounds) // 2]
             rounds = self._rounds[len(older) :]
-            frames = b"".join(_framed(self._commits[number]) for number in rounds)
-            write_atomically(self._path, frames)
+            self._file.replace(b"".join(_framed(self._commits[number]) for number in rounds))
             for number in older:
                 self._drop(number)
             self._rounds = self._rounds[len(older) :]
-            self._file_bytes = len(frames)
         else:
-            with refusing(self._path), self._path.open("ab") as file:
-                file.truncate(self._file_bytes)  # what an earlier write left half done
-                file.write(frames)
-                file.flush()
-                os.fsync(file.fileno())
-            self._file_bytes += len(frames)
+            self._file.append(frames, is_forced=True)
         del self._unsaved[:num_unsaved]
 
     def _put(self, number: int, incarnation: int, encoded: bytes) -> None:
@@ -111,9 +102,9 @@ class History:
         del self._commits[number]
         del self._incarnations[number]
 
-    def _read(self, path: Path) -> None:
+    def _read(self, file: AppendedFile) -> None:
         """Takes in whole frames; what follows the first damaged one is left out, and overwritten."""
-        data = path.read_bytes()
+        data = file.read()
         at = 0
         while at + _LENGTH.size <= len(data):
             end = at + _LENGTH.size + _LENGTH.unpack_from(data, at)[0]
@@ -126,9 +117,9 @@ class History:
                 break
             self._put(commit.round, commit.incarnation, encoded)
             at = end
-        self._file_bytes = at
+        file.num_bytes = at
         if at < len(data):
-            log.warning("history damaged", path=str(path), kept_rounds=len(self._rounds))
+            log.warning("history damaged", path=str(file.path), kept_rounds=len(self._rounds))
 
 
 def _framed(encoded: bytes) -> bytes:

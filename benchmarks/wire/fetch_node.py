@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import structlog
 
+from node.disk.snapshots import Snapshot
 from node.exchange import fetching
 from node.exchange.state.donor import Donor
 from node.exchange.state.download import Download
-from node.exchange.state.snapshot import Snapshot
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.exchange.transport.transport import (
     Admission,

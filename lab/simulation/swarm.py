@@ -24,9 +24,10 @@ from lab.simulation.coordinator import DeskStub, Outage, SimulatedCoordinator, n
 from lab.simulation.meshed_island import MeshedIsland
 from lab.simulation.virtual_time import run_in_virtual_time
 from node.daemon import Daemon, NodeFacts
+from node.disk.snapshots import SnapshotWriting
 from node.exchange.held_results import HeldResults
 from node.exchange.outer import Outer
-from node.exchange.state.on_disk import StateOnDisk
+from node.exchange.state.on_disk import Saving, StateOnDisk
 from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
 from node.heavy import in_place
 from node.history import History
@@ -235,13 +236,20 @@ class MortalDisk(StateOnDisk):
 
     is_cut = False
 
-    def save(self, outer: Outer, held: HeldResults, *, is_last: bool = False) -> None:
-        if not self.is_cut:
-            super().save(outer, held, is_last=is_last)
+    def begin(self, outer: Outer, held: HeldResults, *, is_last: bool = False) -> Saving:
+        if self.is_cut:
+            return Saving(position=outer.position, results=(), snapshot=None, is_awaited=False)
+        return super().begin(outer, held, is_last=is_last)
 
-    def save_whole(self, outer: Outer) -> None:
+    def write_results(self, saving: Saving) -> None:
         if not self.is_cut:
-            super().save_whole(outer)
+            super().write_results(saving)
+
+    def write_snapshot(
+        self, writing: SnapshotWriting, outer: Outer, *, is_patient: bool = False
+    ) -> None:
+        if not self.is_cut:
+            super().write_snapshot(writing, outer, is_patient=is_patient)
 
 
 class SimulatedNode:

@@ -6,6 +6,7 @@ hide the next.
 
 import asyncio
 import platform
+import shutil
 import socket
 import time
 from collections.abc import Callable, Iterable
@@ -15,12 +16,16 @@ from pathlib import Path
 from node.app import OPEN_FILES_PER_RANK, OWN_OPEN_FILES
 from node.config import NodeSettings
 from node.doctor.findings import Finding, wrong
+from node.history import History
 from node.machine.hardware import Hardware, likely_devices, look_around
 from node.machine.kernel import congestion_control
 from node.machine.placement import num_ranks_of
+from node.newest import RUN_FILE
 from protocol.errors import AtollError, SystemRefusedError
 from protocol.files.descriptors import require_open_files
 from protocol.files.folder_lock import FolderLock
+from protocol.layout import layout_of
+from protocol.run_spec import run_from_json
 from protocol.terminal import console
 from protocol.terminal.query import StatusLink
 from protocol.trust.credentials import LINK_FILE, Credentials
@@ -77,6 +82,38 @@ def open_files_findings(num_ranks: int) -> list[Finding]:
     except AtollError as error:
         return [wrong("open files", error)]
     return [Finding(about="open files", verdict="fine", what=f"{allowed} are allowed")]
+
+
+def disk_findings(folder: Path, settings: NodeSettings) -> list[Finding]:
+    """Whether what the node keeps of its run fits on its disk, and how fast it is written."""
+    pace = (
+        f"written at {console.bytes_in_words(settings.disk_budget.bytes_per_second)}/s on average"
+    )
+    if not (folder / RUN_FILE).is_file():
+        free = console.bytes_in_words(shutil.disk_usage(folder if folder.is_dir() else ".").free)
+        what = f"{free} free; what a run needs shows once this node has met its coordinator"
+        return [Finding(about="disk", verdict="note", what=what)]
+    from node.records import Records
+
+    try:
+        spec = run_from_json((folder / RUN_FILE).read_text(encoding="utf-8"))
+        records = Records.of(
+            folder,
+            settings,
+            spec,
+            layout_of(spec),
+            history=History(None),
+            num_ranks=settings.ranks_here,
+        )
+        records.require_room()
+    except AtollError as error:
+        return [wrong("disk", error)]
+    kinds = ", ".join(
+        f"{console.bytes_in_words(need.num_bytes)} for {need.what}" for need in records.needs
+    )
+    held = console.bytes_in_words(sum(need.held_bytes for need in records.needs))
+    what = f"at most {kinds}; {held} of it is there, {pace}"
+    return [Finding(about="disk", verdict="fine", what=what)]
 
 
 def coordinator_findings(

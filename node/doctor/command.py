@@ -27,6 +27,7 @@ def examined(folder: Path) -> Iterator[Finding]:
         settings, num_ranks = NodeSettings(name="node"), 1
     yield from checks.device_findings(settings)
     yield from checks.open_files_findings(num_ranks)
+    yield from checks.disk_findings(folder, settings)
     yield from checks.coordinator_findings(folder)
     yield from checks.port_findings(folder, settings)
     yield from checks.libp2p_findings()

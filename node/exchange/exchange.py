@@ -216,11 +216,15 @@ class Exchange:
             return await self._catch_up.replace(round, digest)
 
     async def save(self, *, is_last: bool = False) -> None:
-        """Makes the outer state durable, if the node has a folder: see StateOnDisk.save."""
+        """Makes the outer state durable, if the node has a folder: see StateOnDisk.save.
+
+        Its lock is held for as long as it takes to see what to write, whatever is written.
+        """
         if self._disk is None:
             return
-        async with self._lock:  # and no copy is made: the next commit waits for the disk anyway
-            await self._heavy(partial(self._disk.save, self.outer, self._held, is_last=is_last))
+        await self._disk.save(
+            self.outer, self._held, lock=self._lock, heavy=self._heavy, is_last=is_last
+        )
         # Who asks for earlier ones gets them from the disk.
         self._held.forget_before(self.outer.round - 1)
 
@@ -266,19 +270,16 @@ class Exchange:
 
     async def _opened_state(self, want: WantManifest) -> State | None:
         """The newest state that is asked for: from disk, or copied where there is no folder."""
-        disk = self._disk
-        if disk is not None:
-            opened = await self._heavy(partial(disk.opened, want.includes))
-            if opened is not None:
-                return opened
+        if self._disk is not None:
+            return await self._disk.served(
+                want.includes, self.outer, lock=self._lock, heavy=self._heavy
+            )
         if self._lock.locked():
             return None  # it is changing; two nodes that catch up must not wait for each other
         async with self._lock:
-            if not want.includes(self.outer.round):
-                return None
-            if disk is None:
-                return await self._heavy(self.outer.snapshot)
-            return await self._heavy(partial(disk.written_and_opened, self.outer))
+            return (
+                await self._heavy(self.outer.snapshot) if want.includes(self.outer.round) else None
+            )
 
     def _oldest_useful_round(self) -> int:
         """After earlier states there may soon be no results to replay."""

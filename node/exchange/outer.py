@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from node.disk.logs import SentLog
+from node.disk.snapshots import Owed, Snapshot, SnapshotWriting
 from node.exchange.codecs.codec import Codec, Opened
 from node.exchange.codecs.registry import codec_named, compile_kernels
 from node.exchange.codecs.tiles import ONE_THREAD, Tiles
@@ -25,8 +27,6 @@ from node.exchange.rate_scaling import RateScale, rate_scale_of
 from node.exchange.reducer_error import ReducerError
 from node.exchange.reduction import COUNTED_ROUNDS, Reduction, SliceResult, missed_in_a_row
 from node.exchange.residual import Residual
-from node.exchange.state.sent_log import SentLog
-from node.exchange.state.snapshot import Owed, Snapshot
 from node.outer_state import OuterDigest, Vector
 from protocol.layout import Layout
 from protocol.payload import Payload
@@ -95,7 +95,10 @@ class Outer:
             run_digest=run_digest,
             node_id=node_id,
             sent=sent,
+            before_change=self._before_change,
         )
+        self.writing: SnapshotWriting | None = None
+        """Of a snapshot that is being written: it hears of each change before it is made."""
         self._optimizer = optimizer
         self._merge: Merge = merge
         self._most_weight = most_weight
@@ -241,6 +244,7 @@ class Outer:
             opened[outcome.index] = self._open(result)
         refuse_flushed_subnormals()
         self._opened.clear()
+        self._before_change(self.layout.fragments[commit.fragment].span)
         reducers = {index: payload.header.sender_id for index, payload in results.items()}
         self.owing.settle(commit, reducers)
         for outcome in committed:
@@ -259,6 +263,11 @@ class Outer:
     def count_missed(self, commit: Commit, own_slices: Collection[int] = ()) -> None:
         """Takes in whose work a commit took: the tokens of who is missing again and again do not count."""
         self._missed = missed_in_a_row(self._missed, commit, own_slices)
+
+    def _before_change(self, span: slice) -> None:
+        """Elements of the state, or of what is owed, are about to change."""
+        if (writing := self.writing) is not None:
+            writing.keep(span)
 
     def _check_fits(self, commit: Commit) -> None:
         """Raises NotApplicableError unless the slices lie in the commit's fragment, one behind the other."""
@@ -328,6 +337,7 @@ class Outer:
         self._check_state(snapshot, None)
         for commit in passed:
             self._check_fits(commit)
+        self._before_change(slice(0, self.layout.num_elements))
         for commit in passed:
             self.owing.settle(commit, {})
             self.count_missed(commit)
@@ -344,6 +354,7 @@ class Outer:
         Raises NotApplicableError before anything changes.
         """
         self._check_state(snapshot, owed)
+        self._before_change(slice(0, self.layout.num_elements))
         self.owing.restore(owed, round=snapshot.round)
         self._parameters[:] = snapshot.parameters
         self._momentum[:] = snapshot.momentum

@@ -12,7 +12,7 @@ A commit took a contribution when it names the very bytes that this node has sen
 a contributor of which it has nothing, or has something else, makes nobody drop anything.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
@@ -20,12 +20,12 @@ from enum import Enum, auto
 import numpy as np
 import structlog
 
+from node.disk.logs import SentLog, SentSlice
+from node.disk.snapshots import Owed
 from node.exchange.codecs.codec import Codec, Opened
 from node.exchange.reducer_error import ReducerError
 from node.exchange.reduction import SliceResult
 from node.exchange.residual import Residual
-from node.exchange.state.sent_log import SentLog, SentSlice
-from node.exchange.state.snapshot import Owed
 from node.outer_state import Vector
 from protocol.layout import Layout
 from protocol.payload import CONTRIBUTION, Payload
@@ -79,10 +79,12 @@ class Owing:
         run_digest: Digest,
         node_id: NodeId,
         sent: SentLog | None = None,
+        before_change: Callable[[slice], None] = lambda span: None,
     ) -> None:
         """`published` begins with what the island published last, of one fragment.
 
         `sent` is what earlier processes of the node have sent; None: nothing is known of any.
+        `before_change` hears of a span before what is owed of it changes outside of a commit.
         """
         self.residual = residual
         self.reducer_error = reducer_error
@@ -100,6 +102,7 @@ class Owing:
         self._run_digest = run_digest
         self._node_id = node_id
         self._sent = sent or SentLog(None)
+        self._before_change = before_change
         # Of these fragments work of earlier rounds may be owed, and not only what encoding left out.
         self._late_fragments = set(range(len(layout.fragments)))
         self._settled_round = 0
@@ -118,6 +121,7 @@ class Owing:
             self._published[: aside.published.size] = aside.published
         span = self._layout.fragments[fragment].span
         if fragment in self._late_fragments:
+            self._before_change(span)
             rounds = self.residual.limit(
                 span, self._parameters[span], self._published_of(span), share=share
             )
@@ -254,6 +258,7 @@ class Owing:
         self._late_fragments.add(fragment)
         span, pending = self._layout.fragments[fragment].span, self.pending
         published = self._published_of(span)
+        self._before_change(span)
         if pending is None or pending.fragment != fragment:
             self.residual.owed(
                 span, self._parameters[span], published, out=self.residual.values[span]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import structlog
 
+from node.disk.budget import DiskBudget
 from node.hosts.orders import OpenShelf, Part
 from node.island.checkpoints.folder import Checkpoint, CheckpointFolder
 from protocol.files.durable import make_folder
@@ -88,7 +89,7 @@ class Shelf:
             every_rounds=order.every_rounds,
             num_hosts=order.num_hosts,
         )
-        self._folder.require_room(order.num_elements, order.num_parts, besides_bytes=0)
+        DiskBudget().require([self._folder.need(order.num_elements, order.num_parts)])
         self._folder.remove_unfinished()
         self._checkpoints = {}
         for checkpoint in self._folder.whole():

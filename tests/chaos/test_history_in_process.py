@@ -9,9 +9,9 @@ import pytest
 from coordinator.swarm.ledger import num_samples_of
 from lab.simulation.coordinator import Outage
 from lab.simulation.swarm import Life, SimulatedNode, SimulatedRun, simulate
+from node.disk.budget import LONGEST_SECONDS, DiskBudget
 from node.exchange.transport.memory import MemoryNetwork
 from node.island.data.corpus import Corpus, read_corpus
-from node.machine import disk
 from tests.tiny_runs import tiny
 
 DEADLINES = {"train": 20, "contribute": 30, "commit": 40, "apply": 10, "lease": 15}
@@ -31,7 +31,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 def disk_pace(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Disks are fast enough for everything, or nothing is written that need not be."""
     if request.param == "results between snapshots":
-        monkeypatch.setattr(disk, "BYTES_PER_SECOND", 1.0)
+        monkeypatch.setattr(DiskBudget, "seconds_between", lambda *_: LONGEST_SECONDS)
 
 
 def assert_sound(run: SimulatedRun, *, rounds: int) -> None:

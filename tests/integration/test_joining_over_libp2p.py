@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from transport_peers import Desk, Peer, introduce
 
+from node.disk.snapshots import OpenSnapshot, Owed, Snapshot, SnapshotFolder
 from node.exchange.fetching import Silences
 from node.exchange.state.donor import Donor
 from node.exchange.state.download import Download
 from node.exchange.state.manifest import CHUNK_BYTES, Manifest
-from node.exchange.state.snapshot import OpenSnapshot, Owed, Snapshot, SnapshotFolder
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.exchange.transport.transport import Want, WantChunk, WantManifest
 from node.heavy import in_thread

@@ -125,7 +125,7 @@ async def live(scene: Scene, rounds: list[dict]) -> None:
             taken[n] += taken_by_last(scene, plan, nodes[A].parameters - before, n)
         for n, node in sorted(nodes.items()):
             if node.disk is not None and node.outer.round == number:
-                await node.exchange.save()
+                await node.saved()
                 if n in drawn["dies"]:
                     assert (await scene.add(n)).outer.digest == node.outer.digest
     for n in nodes:

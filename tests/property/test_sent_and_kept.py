@@ -15,8 +15,8 @@ from effort import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
+from node.disk.snapshots import Snapshot
 from node.exchange.reduction import Reduction
-from node.exchange.state.snapshot import Snapshot
 from node.outer_state import Vector
 from protocol.payload import CONTRIBUTION, Payload
 from protocol.rounds import BLOCK, Commit, NodeId, Plan, SliceOutcome, cut_into_slices

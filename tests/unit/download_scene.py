@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from node.disk.snapshots import Snapshot
 from node.exchange.fetching import Silences
 from node.exchange.state import manifest as manifest_file
 from node.exchange.state.donor import Donor
 from node.exchange.state.download import Download
 from node.exchange.state.manifest import Manifest
-from node.exchange.state.snapshot import Snapshot
 from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
 from node.exchange.transport.transport import (
     Admission,

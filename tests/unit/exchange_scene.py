@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lab.simulation.virtual_time import run_in_virtual_time
+from node.disk.logs import SentLog
+from node.disk.snapshots import Owed, Snapshot
 from node.exchange.codecs.registry import codec_named
 from node.exchange.exchange import Exchange
 from node.exchange.outer import Outer
@@ -22,8 +24,6 @@ from node.exchange.round.state import Rules
 from node.exchange.state.catch_up import CoordinatorCalls
 from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.state.patience import Patience
-from node.exchange.state.sent_log import SentLog
-from node.exchange.state.snapshot import Owed, Snapshot
 from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
 from node.heavy import in_place
 from node.history import History
@@ -262,6 +262,12 @@ class Node:
         """As if the island had trained its way to global parameters minus `work`."""
         self.outer.owing._published[:] = self.outer._parameters - np.float32(1) * work
         await self.exchange.contribute(samples=tokens, tokens=tokens)
+
+    async def saved(self) -> None:
+        """All that a save writes is on the disk, what is written behind included."""
+        await self.exchange.save()
+        if self.disk is not None:
+            await self.disk.settled()
 
     async def receive(self, sender: NodeId, payload: Payload) -> None:
         """As a transport does it: the payload is offered, and comes whole."""

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from node.disk.snapshots import Snapshot
 from node.exchange.state.arriving import MANIFEST_FILE, STATE_FILE, Arrivals
 from node.exchange.state.manifest import Manifest
-from node.exchange.state.snapshot import Snapshot
 from protocol.errors import SystemRefusedError
 from tests.unit.download_scene import (
     CHUNK_BYTES,

@@ -15,8 +15,9 @@ import pytest
 
 from node import assembly
 from node.config import SNAPSHOTS_FOLDER, NodeSettings
-from node.exchange.state.snapshot import Owed, Snapshot, SnapshotFolder
+from node.disk.snapshots import Owed, Snapshot, SnapshotFolder
 from node.hosts.leading import HostsIsland
+from node.hosts.orders import Publish
 from node.island.models.first_weights import initial_parameters
 from node.machine.hardware import look_around
 from protocol.errors import ConfigError
@@ -195,9 +196,8 @@ def test_what_hosts_published_is_added_up_beside_the_loop(
             np.asarray(published)[:4] = 1
 
     class Other:
-        async def call(self, call: str, *, into: Any, fragment: int) -> dict[str, Any]:
+        async def give(self, order: Publish, *, into: Any) -> None:
             into[4:8] = 2
-            return {}
 
     island = object.__new__(HostsIsland)
     island._shared = SimpleNamespace(published=published)  # type: ignore[assignment]

@@ -10,16 +10,18 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
+from node.disk.snapshots import Owed
 from node.exchange import held_results
 from node.exchange.fetching import FIRST_FROM_ONE, MOST_AT_ONCE
+from node.exchange.held_results import HeldResults
 from node.exchange.outer import NotApplicableError, Outer
 from node.exchange.state import manifest as manifest_file
 from node.exchange.state.catch_up import ROUNDS_AHEAD, SETTLE_SECONDS
 from node.exchange.state.manifest import Manifest
+from node.exchange.state.on_disk import Saving, StateOnDisk
 from node.exchange.state.patience import LONGEST_SECONDS
-from node.exchange.state.result_log import ResultLog
-from node.exchange.state.snapshot import Owed, SnapshotFolder
 from node.exchange.transport.transport import Want, WantChunk, WantManifest, WantResult
+from node.history import History
 from protocol.messages import Held
 from protocol.payload import Payload
 from protocol.rounds import Commit, Digest, NodeId
@@ -384,7 +386,9 @@ async def test_a_state_that_the_swarm_never_agreed_on_is_not_taken_however_long_
 
 
 @in_virtual_time
-async def test_while_a_commit_is_being_applied_nobody_saves_or_copies_half_of_it() -> None:
+async def test_while_a_commit_is_being_applied_nobody_saves_or_copies_half_of_it(
+    tmp_path: Path,
+) -> None:
     scene = await Scene.of(A, B)
     node = scene.nodes[A]
     plan = await scene.open_round(1, A, B)
@@ -399,18 +403,13 @@ async def test_while_a_commit_is_being_applied_nobody_saves_or_copies_half_of_it
         await may_apply.wait()
         return work()
 
-    class Disk:
-        results = ResultLog(Path("nowhere"))
-        snapshots = SnapshotFolder(Path("nowhere"))
-
-        def opened(self, includes: object) -> None:
-            return None
-
-        def save(self, outer: Outer, held: object, *, is_last: bool) -> None:
+    class Disk(StateOnDisk):
+        def begin(self, outer: Outer, held: HeldResults, *, is_last: bool = False) -> Saving:
             saves.append(outer.round)
+            return super().begin(outer, held, is_last=is_last)
 
     node.exchange._catch_up._heavy = slow
-    node.exchange._disk = Disk()  # type: ignore[assignment]
+    node.exchange._disk = Disk(tmp_path, history=History(None))
     applying = asyncio.create_task(node.exchange.apply(commit))
     await asyncio.sleep(1)
     saving = asyncio.create_task(node.exchange.save())

@@ -10,7 +10,6 @@ from structlog.testing import capture_logs
 from node.island.checkpoints.folder import About, Checkpoint, CheckpointFolder, Kept, Loaded
 from node.island.checkpoints.resuming import Resuming
 from node.island.ranks.faults import RankDiedError
-from protocol.errors import SystemRefusedError
 from protocol.rounds import Digest
 from protocol.run_spec import InnerSection, RunSpec
 
@@ -31,6 +30,7 @@ def write(
     run: Digest = RUN,
     layout: Digest = LAYOUT,
 ) -> None:
+    folder.make_room(round_)
     building = folder.building(round_)
     building.mkdir(parents=True)
     (building / "moments").write_bytes(b"moments of round %d" % round_)
@@ -107,17 +107,24 @@ def test_those_of_another_run_or_model_are_left_out(folder: CheckpointFolder) ->
     assert "it is of another run" in lines[1]["why"]
 
 
-def test_a_disk_without_room_for_three_beside_the_snapshots_is_refused(
-    folder: CheckpointFolder,
-) -> None:
-    folder.require_room(1000, 10, besides_bytes=0)
-    with pytest.raises(SystemRefusedError, match=r"need 269,760 bytes in .* 0 are free") as caught:
-        folder.require_room(1000, 10, besides_bytes=1 << 62)
-    assert "checkpoint_every_rounds = 0" in caught.value.next_step
-    (folder.path / "round-1").mkdir()
-    with (folder.path / "round-1" / "moments").open("wb") as file:
-        file.truncate(269_760)  # what is there already need not be free
-    folder.require_room(1000, 10, besides_bytes=1 << 62)
+def test_there_is_never_room_for_more_than_two(folder: CheckpointFolder) -> None:
+    for round_ in (9, 10):
+        write(folder, round_)
+    folder.make_room(11)
+    folder.building(11).mkdir()
+    assert rounds(folder) == [10]
+    need = folder.need(1000, 10)
+    assert need.num_bytes == 2 * (8 * 1000 + 8192 * 10)
+    assert need.held_bytes == sum(p.stat().st_size for p in folder.path.rglob("*") if p.is_file())
+
+
+def test_a_damaged_newest_one_does_not_cost_the_one_before_it(folder: CheckpointFolder) -> None:
+    for round_ in (1, 2):
+        write(folder, round_)
+    damage(folder.path / "round-2" / "moments")
+    assert rounds(folder) == [1]
+    folder.make_room(3)
+    assert [path.name for path in folder.path.iterdir()] == ["round-1"]
 
 
 class Ranks:

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
+from node.disk.snapshots import SnapshotFolder, SnapshotWriting
 from node.duties.duties import FINISH_SECONDS
 from node.exchange.state.on_disk import StateOnDisk
-from node.exchange.state.snapshot import Snapshot, SnapshotFolder
 from node.heavy import in_thread
 from node.history import History
-from node.outer_state import Vector
 from protocol.errors import IncompleteError, SystemRefusedError, UnavailableError
 from protocol.messages import (
     Applied,
@@ -494,7 +493,7 @@ async def test_heavy_work_in_a_thread_has_ended_when_its_cancellation_has() -> N
 
 
 class FullDisk(SnapshotFolder):
-    def save(self, snapshot: Snapshot, residual: Vector | None) -> Path:
+    def begin(self, *_: Any, **__: Any) -> SnapshotWriting:
         raise SystemRefusedError("cannot write it: No space left on device")
 
 

@@ -14,8 +14,10 @@ from node.doctor.kernel import LARGE_BUFFER_BYTES, kernel_findings
 from node.machine.gpus import Gpu
 from node.machine.hardware import Hardware
 from node.machine.kernel import congestion_control
+from node.newest import keep_run
 from protocol.errors import ConfigError, ExitCode, SystemRefusedError
 from protocol.files.folder_lock import FolderLock
+from tests.tiny_runs import tiny
 
 FAST = {
     "tcp_slow_start_after_idle": "0",
@@ -37,6 +39,28 @@ def kernel(folder: Path, **changes: str | None) -> list[Finding]:
 
 def advice_in(findings: list[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.verdict == "advice"]
+
+
+# The disk
+
+
+def test_what_a_run_needs_of_the_disk_is_told_and_how_fast_it_is_written(tmp_path: Path) -> None:
+    (before,) = checks.disk_findings(tmp_path, NodeSettings(name="n"))
+    assert before.verdict == "note" and "free" in before.what
+    keep_run(tmp_path, tiny())
+    (found,) = checks.disk_findings(tmp_path, NodeSettings(name="n"))
+    assert found.verdict == "fine"
+    for words in ("for snapshots", "for results", "for checkpoints", "40.0 MB/s on average"):
+        assert words in found.what
+    (without,) = checks.disk_findings(tmp_path, NodeSettings(name="n", checkpoint_every_rounds=0))
+    assert "checkpoints" not in without.what
+
+
+def test_a_run_that_its_owner_gives_too_little_disk_is_told_with_what_to_do(tmp_path: Path) -> None:
+    keep_run(tmp_path, tiny())
+    (found,) = checks.disk_findings(tmp_path, NodeSettings(name="n", max_disk="0.001MB"))
+    assert found.verdict == "wrong" and "max_disk allows 1,000" in found.what
+    assert "raise max_disk in node.toml to 1GB or more, or set checkpoint" in found.next_step
 
 
 # The kernel

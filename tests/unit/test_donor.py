@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from node.disk.snapshots import Snapshot
 from node.exchange.state.donor import (
     KEPT_SECONDS,
     LONGEST_SECONDS,
     MOST_COPIES,
 )
 from node.exchange.state.manifest import Manifest
-from node.exchange.state.snapshot import Snapshot
 from node.exchange.transport.memory import MemoryNetwork
 from node.exchange.transport.transport import WantChunk, WantManifest
 from protocol.payload import CHUNK, MANIFEST, Payload

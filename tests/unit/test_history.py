@@ -10,6 +10,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from node import history
+from node.disk import logs
 from node.history import History
 from protocol.convert import commit_to_wire
 from protocol.errors import SystemRefusedError
@@ -124,7 +125,7 @@ def test_what_a_disk_refused_is_written_the_next_time(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(history.os, "fsync", full)
+        patched.setattr(logs.os, "fsync", full)
         written.add(commit_of(4))
         with pytest.raises(SystemRefusedError):
             written.save()

@@ -1,30 +1,35 @@
 """What is on a node's disk leads to the newest state, to the bit, whenever the power goes."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
+from node.disk.budget import LONGEST_SECONDS, DiskBudget
+from node.disk.logs import SentLog
+from node.disk.snapshots import Owed, SnapshotWriting, snapshot_bytes
 from node.exchange import held_results
 from node.exchange.state.on_disk import LONGEST_ROUNDS, StateOnDisk, rounds_between
-from node.exchange.state.sent_log import SentLog
-from node.exchange.state.snapshot import Owed, snapshot_bytes
 from node.exchange.transport.transport import WantManifest, WantResult
 from node.history import History
-from node.machine import disk
 from protocol.errors import SystemRefusedError
 from protocol.rounds import Commit, ContributionDigest, NodeId
 from tests.unit.exchange_scene import NUM_ELEMENTS, A, B, Scene, in_virtual_time
+
+Result = TypeVar("Result")
 
 
 @pytest.fixture
 def slow_disks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A snapshot only where nothing else will do."""
-    monkeypatch.setattr(disk, "BYTES_PER_SECOND", 1.0)
+    monkeypatch.setattr(DiskBudget, "seconds_between", lambda *_: LONGEST_SECONDS)
 
 
 async def swarm_on(folder: Path) -> Scene:
@@ -36,7 +41,12 @@ async def swarm_on(folder: Path) -> Scene:
 
 
 async def trained(
-    scene: Scene, number: int, *, by: tuple[NodeId, ...] = (A, B), void: tuple[int, ...] = ()
+    scene: Scene,
+    number: int,
+    *,
+    by: tuple[NodeId, ...] = (A, B),
+    void: tuple[int, ...] = (),
+    settles: bool = True,
 ) -> Commit:
     """A round; what it leaves is on the disks of both nodes."""
     plan = await scene.open_round(number, *by)
@@ -47,7 +57,7 @@ async def trained(
     commit = scene.close_round(plan, void=void)
     for node in scene.nodes.values():
         await node.exchange.apply(commit)
-        await node.exchange.save()
+        await (node.saved() if settles else node.exchange.save())
     scene.settle(A)
     return commit
 
@@ -112,6 +122,72 @@ async def test_inner_steps_that_a_round_did_not_take_are_on_the_disk_at_once(
     np.testing.assert_array_equal(again.residual, owed)
     await trained(scene, 3)  # that takes them: results will do again
     assert files(tmp_path)[-1] == "round-00000003.results"
+    await scene.stop()
+
+
+class Gate:
+    """Where a snapshot is written: it waits for the gate to be opened."""
+
+    def __init__(self) -> None:
+        self.open = asyncio.Event()
+
+    async def __call__(self, work: Callable[[], Result]) -> Result:
+        await self.open.wait()
+        return work()
+
+
+@pytest.mark.parametrize("void", [(), (0,)], ids=["due", "late work"])
+@in_virtual_time
+async def test_rounds_go_on_while_a_snapshot_is_written_and_leave_no_trace_in_it(
+    tmp_path: Path, void: tuple[int, ...]
+) -> None:
+    scene = await swarm_on(tmp_path)
+    node = scene.nodes[A]
+    assert node.disk is not None
+    node.disk._aside = gate = Gate()
+    await trained(scene, 1, void=void, settles=False)
+    state, owed = node.outer.snapshot(), node.outer.owed()
+    for number in (2, 3):
+        await trained(scene, number, settles=False)
+    assert not node.exchange._lock.locked()
+    assert node.disk.snapshots.rounds() == [0]
+    assert files(tmp_path)[-3:] == [f"round-0000000{number}.results" for number in (1, 2, 3)]
+    gate.open.set()
+    await node.disk.settled()
+    kept = node.disk.snapshots.load(1, state.outer_digest())
+    assert kept is not None and kept[1] is not None
+    np.testing.assert_array_equal(kept[0].parameters, state.parameters)
+    np.testing.assert_array_equal(kept[0].momentum, state.momentum)
+    for name, values in owed.tensors().items():
+        np.testing.assert_array_equal(kept[1].tensors()[name], values)
+    digest = node.outer.digest
+    assert (await scene.add(A)).outer.position == (3, digest)
+    await scene.stop()
+
+
+@pytest.mark.usefixtures("slow_disks")
+@in_virtual_time
+async def test_a_snapshot_behind_that_fails_is_raised_by_the_next_save_and_tried_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = await swarm_on(tmp_path)
+    node = scene.nodes[A]
+    assert node.disk is not None
+
+    def full(*_: object, **__: object) -> Path:
+        raise SystemRefusedError("cannot write it: No space left on device")
+
+    with monkeypatch.context() as patched, capture_logs() as told:
+        patched.setattr(SnapshotWriting, "write", full)
+        await trained(scene, 1, void=(0,), settles=False)
+        await asyncio.sleep(1)
+        with pytest.raises(SystemRefusedError, match="No space left"):
+            await node.exchange.save()
+    assert "not saved" in [line["event"] for line in told]
+    owed = node.residual
+    await node.exchange.save(is_last=True)
+    assert files(tmp_path)[-1] == "round-00000001.safetensors"
+    np.testing.assert_array_equal((await scene.add(A)).residual, owed)
     await scene.stop()
 
 
@@ -252,29 +328,48 @@ async def test_where_rounds_take_long_each_has_a_snapshot(tmp_path: Path) -> Non
 def test_snapshots_are_as_rare_as_they_must_be_and_no_rarer(
     num_elements: int, rounds: int, seconds: float, result_bytes: int
 ) -> None:
+    one, budget = snapshot_bytes(num_elements), DiskBudget()
+    apart = budget.seconds_between(one)
     every = rounds_between(
-        num_elements=num_elements, rounds=rounds, seconds=seconds, result_bytes=result_bytes
+        num_elements=num_elements,
+        rounds=rounds,
+        seconds=seconds,
+        result_bytes=result_bytes,
+        apart_seconds=apart,
     )
     assert every & (every - 1) == 0
-    if every > 1:  # results stay below half a snapshot, and what is owed is on disk within an hour
-        assert every * result_bytes / rounds <= snapshot_bytes(num_elements) / 2
-        assert every * seconds / rounds <= disk.LONGEST_SECONDS * 1.001
+    if every > 1:  # results stay below their share, and what is owed is on disk within an hour
+        assert every * result_bytes / rounds <= one / 4
+        assert every * seconds / rounds <= LONGEST_SECONDS * 1.001
     is_most = every == LONGEST_ROUNDS
-    rate = snapshot_bytes(num_elements) * rounds / (2 * every * max(seconds, 1e-9))
-    is_slow = rate < disk.BYTES_PER_SECOND
-    is_full = 2 * every * max(result_bytes, 1) / rounds > snapshot_bytes(num_elements) / 2
-    is_old = 2 * every * seconds / rounds > disk.LONGEST_SECONDS
+    is_slow = one * rounds / (2 * every * max(seconds, 1e-9)) < budget.bytes_per_second
+    is_full = 2 * every * max(result_bytes, 1) / rounds > one / 4
+    is_old = 2 * every * seconds / rounds > LONGEST_SECONDS
     assert is_most or is_slow or is_full or is_old  # twice as rare would be too rare, or needless
 
 
-def test_the_disk_needs_room_for_three_snapshots_and_the_results_between(tmp_path: Path) -> None:
+def test_the_disk_needs_room_for_two_snapshots_and_the_results_between(tmp_path: Path) -> None:
     state = StateOnDisk(tmp_path / "snapshots", history=History(None))
-    state.require_room(NUM_ELEMENTS, 100)
-    with pytest.raises(SystemRefusedError, match=r"need 64,000,000,000,016,392 bytes in .*: they"):
-        state.require_room(10**15, 4)
-    with pytest.raises(SystemRefusedError, match=r"need 80,000,000,000,012,288 bytes in .*: they"):
-        state.require_room(10**15, 2 * 10**15)
-    assert list(state.path.iterdir()) == []
+    DiskBudget().require(state.needs(NUM_ELEMENTS, 100))
+    snapshots, results = state.needs(10**9, 1000)
+    assert (snapshots.num_bytes, results.num_bytes) == (32_000_008_192, 8_000_006_048)
+    _, results = state.needs(10**9, 10**9)
+    assert results.num_bytes == 16 * 10**9
+    with pytest.raises(
+        SystemRefusedError,
+        match=r"needs 40,000,000,000,014,240 bytes of disk \(32,000,000,000,008,192 for snapshots "
+        r"and 8,000,000,000,006,048 for results\) in .*: 0 of it is there and [0-9,]+ are free",
+    ):
+        DiskBudget().require(state.needs(10**15, 1000))
+    assert not state.path.exists()
+
+
+def test_an_owner_may_give_less_than_the_disk_has(tmp_path: Path) -> None:
+    needs = StateOnDisk(tmp_path / "snapshots", history=History(None)).needs(10**6, 1000)
+    DiskBudget(most_bytes=41_000_000).require(needs)
+    with pytest.raises(SystemRefusedError, match=r"max_disk allows 39,000,000") as refused:
+        DiskBudget(most_bytes=39_000_000).require(needs, advice=", or ask for less")
+    assert refused.value.next_step == "raise max_disk in node.toml to 1GB or more, or ask for less"
 
 
 @pytest.mark.usefixtures("slow_disks")

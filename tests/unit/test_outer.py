@@ -3,12 +3,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from node.disk.snapshots import Owed
 from node.exchange.codecs.codec import CodecError
 from node.exchange.outer import Outer, UnequalBaseError
 from node.exchange.owing import Pending
 from node.exchange.rate_scaling import RateScale
 from node.exchange.reduction import Reduction
-from node.exchange.state.snapshot import Owed
 from node.outer_state import Vector
 from protocol.payload import Payload
 from protocol.rounds import BLOCK, Commit, ContributionDigest, Contributor, SliceOutcome

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from node.disk.logs import SentLog
+from node.disk.snapshots import Owed
 from node.exchange.outer import NotApplicableError, Outer
-from node.exchange.state.sent_log import SentLog
-from node.exchange.state.snapshot import Owed
 from node.outer_state import Vector
 from protocol.layout import Layout
 from protocol.payload import Payload

@@ -3,14 +3,15 @@ import fcntl
 import os
 from pathlib import Path
 
+import blake3
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from structlog.testing import capture_logs
 
-from node.exchange.state import snapshot as snapshot_module
-from node.exchange.state.snapshot import OpenSnapshot, Owed, Snapshot, SnapshotError, SnapshotFolder
-from protocol.errors import BadDataError, CannotCreateError, ConfigError
-from protocol.files import durable as files_module
+from node.disk import snapshots as snapshot_module
+from node.disk.snapshots import OpenSnapshot, Owed, Snapshot, SnapshotError, SnapshotFolder
+from protocol.errors import BadDataError, CannotCreateError, ConfigError, SystemRefusedError
 from protocol.rounds import Digest
 
 RUN = Digest(bytes(range(32)))
@@ -87,18 +88,36 @@ def test_a_file_returns_every_bit(tmp_path: Path, owed: Owed | None) -> None:
         assert all(found[name].tobytes() == expected[name].tobytes() for name in expected)
 
 
-def test_a_file_of_the_format_before_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It had no reducer's error, and was the same in all else."""
-    monkeypatch.setattr(snapshot_module, "FILE_FORMAT", "atoll snapshot 1")
-    SnapshotFolder(tmp_path).save(snapshot_at(12), RESIDUAL)
-    monkeypatch.undo()
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_file_of_a_format_before_is_read(tmp_path: Path, number: int) -> None:
+    """Its seal was over all that is owed; format 1 had no reducer's error, format 2 one of all elements."""
+    state = snapshot_at(12)
+    owed = (
+        {"residual": vector(9)}
+        if number == 1
+        else {"residual": vector(9), "reducer_error": vector(10)}
+    )
+    metadata = {
+        "format": f"atoll snapshot {number}",
+        "round": "12",
+        "run_digest": RUN.hex(),
+        "layout_digest": LAYOUT.hex(),
+        "outer_digest": state.outer_digest().hex(),
+    }
+    hasher = blake3.blake3("".join(f"{k}={metadata[k]}\n" for k in sorted(metadata)).encode())
+    for values in owed.values():
+        hasher.update(values.tobytes())
+    metadata["seal"] = hasher.hexdigest()
+    vectors = {"parameters": state.parameters, "momentum": state.momentum, **owed}
+    save_file(vectors, tmp_path / "round-00000012.safetensors", metadata)
     loaded = SnapshotFolder(tmp_path).load_newest(RUN, LAYOUT)
     assert loaded is not None and loaded[1] is not None
-    assert_same(loaded[0], snapshot_at(12))
+    assert_same(loaded[0], state)
     assert loaded[1].residual.tobytes() == vector(9).tobytes()
-    assert loaded[1].reducer_error is None
+    kept = {at: values.tobytes() for at, values in (loaded[1].reducer_error or {}).items()}
+    assert kept == ({} if number == 1 else {0: vector(10).tobytes()})
+    parameters = SnapshotFolder(tmp_path).load_newest_parameters(RUN, LAYOUT)
+    assert parameters is not None and parameters.values.tobytes() == vector(12).tobytes()
 
 
 def test_a_file_of_a_format_to_come_is_refused_by_its_name(
@@ -164,8 +183,9 @@ def test_a_truncated_file_is_passed_over(tmp_path: Path) -> None:
     folder = SnapshotFolder(tmp_path)
     folder.save(snapshot_at(1), None)
     path = folder.save(snapshot_at(2), None)
-    for length in (0, 5, 400, path.stat().st_size - 1):
-        path.write_bytes(path.read_bytes()[:length])
+    whole = path.read_bytes()
+    for length in (0, 5, 400, len(whole) - 1):
+        path.write_bytes(whole[:length])
         loaded = folder.load_newest(RUN, LAYOUT)
         assert loaded is not None and loaded[0].round == 1
 
@@ -219,7 +239,7 @@ def test_files_are_written_over_the_oldest_and_nothing_of_that_is_left(tmp_path:
         loaded = folder.load(round, snapshot_at(round).outer_digest())
         assert loaded is not None and (loaded[1] is None) == (owed is None)
         assert_same(loaded[0], snapshot_at(round))
-    assert inodes[3:] == inodes[:-3] and len(set(inodes)) == 3
+    assert inodes[2:] == inodes[:-2] and len(set(inodes)) == 2
     assert folder.rounds() == [8, 7]
 
 
@@ -240,8 +260,7 @@ def test_a_file_is_written_over_again_once_nobody_serves_it(tmp_path: Path) -> N
     folder.save(snapshot_at(2), None)
     assert state is not None
     del state
-    folder.save(snapshot_at(3), None)
-    assert folder.save(snapshot_at(4), None).stat().st_ino == served
+    assert folder.save(snapshot_at(3), None).stat().st_ino == served
 
 
 def test_a_file_that_is_just_set_aside_does_not_open(tmp_path: Path) -> None:
@@ -266,21 +285,74 @@ def test_a_copy_by_another_name_is_not_written_over(tmp_path: Path) -> None:
     assert copy.read_bytes() == whole
 
 
-def test_a_crash_in_the_midst_of_writing_leaves_both_files(
+def test_a_damaged_newest_file_makes_room_before_the_whole_one(tmp_path: Path) -> None:
+    folder = SnapshotFolder(tmp_path)
+    whole = folder.save(snapshot_at(1), BOTH)
+    damaged = folder.save(snapshot_at(2), BOTH)
+    inode = damaged.stat().st_ino
+    flip(damaged, -1)
+    loaded = folder.load_newest(RUN, LAYOUT)
+    assert loaded is not None and loaded[0].round == 1
+    assert names(tmp_path) == [whole.name, damaged.name + ".damaged"]
+    writing = folder.begin(snapshot_at(3), BOTH)
+    assert names(tmp_path) == [whole.name]
+    assert writing.write().stat().st_ino == inode
+    assert folder.rounds() == [3, 1]
+
+
+class Killed(BaseException):
+    """Nothing that comes after it is done."""
+
+
+@pytest.mark.parametrize("num_before", [1, 2, 3])
+def test_a_kill_at_any_byte_leaves_the_newest_file_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_before: int
+) -> None:
+    folder = SnapshotFolder(tmp_path)
+    for round in range(1, num_before + 1):
+        size = folder.save(snapshot_at(round), BOTH).stat().st_size
+    pwrite = os.pwrite
+    for last_byte in range(0, size + 9, 53):  # all bytes, and eight that say that it is none
+        left = last_byte
+
+        def until_killed(descriptor: int, data: bytes, at: int) -> int:
+            nonlocal left
+            num_written = pwrite(descriptor, bytes(data)[:left], at)
+            left -= num_written
+            if not left:
+                raise Killed
+            return num_written
+
+        with monkeypatch.context() as death:
+            death.setattr(snapshot_module.os, "pwrite", until_killed)
+            with pytest.raises(Killed):
+                folder.save(snapshot_at(9), BOTH)
+        assert folder.rounds()[0] == num_before, last_byte
+        kept = folder.load(num_before, snapshot_at(num_before).outer_digest())
+        assert kept is not None and kept[1] is not None
+        assert kept[1].residual.tobytes() == BOTH.residual.tobytes()
+    folder.save(snapshot_at(9), BOTH)
+    assert folder.rounds() == [9, num_before]
+    names(tmp_path)
+
+
+def test_a_disk_that_refuses_keeps_nobody_from_changing_the_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = SnapshotFolder(tmp_path)
-    for round in (1, 2, 3):
-        folder.save(snapshot_at(round), BOTH)
-    with monkeypatch.context() as crash:
-        crash.setattr(files_module.os, "fsync", lambda descriptor: os._exit(9))
-        if (child := os.fork()) == 0:
-            folder.save(snapshot_at(4), BOTH)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    for round in (3, 2):
-        assert folder.load(round, snapshot_at(round).outer_digest()) is not None
-    folder.save(snapshot_at(4), BOTH)
-    assert names(tmp_path) == ["round-00000003.safetensors", "round-00000004.safetensors"]
+    folder.save(snapshot_at(1), BOTH)
+    writing = folder.begin(snapshot_at(2), BOTH)
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(snapshot_module.os, "pwrite", full)
+        writing.keep(slice(0, NUM_ELEMENTS))
+    for _ in range(2):
+        with pytest.raises(SystemRefusedError, match="No space left"):
+            writing.write()
+    assert [path.name for path in tmp_path.iterdir()] == ["round-00000001.safetensors"]
 
 
 def test_where_nothing_can_be_locked_old_files_are_removed(

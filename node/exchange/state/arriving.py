@@ -14,8 +14,8 @@ import blake3
 import numpy as np
 import numpy.typing as npt
 
+from node.disk.snapshots import Snapshot
 from node.exchange.state.manifest import Manifest, ManifestError
-from node.exchange.state.snapshot import Snapshot
 from protocol.files.durable import make_folder, refusing, remove_durably, write_atomically
 from protocol.rounds import Digest
 

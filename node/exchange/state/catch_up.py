@@ -18,6 +18,8 @@ from functools import partial
 
 import structlog
 
+from node.disk.logs import ResultLog
+from node.disk.snapshots import Snapshot
 from node.exchange.codecs.codec import CodecError
 from node.exchange.fetching import Donors, fetch_results
 from node.exchange.held_results import HeldResults
@@ -25,8 +27,6 @@ from node.exchange.outer import NotApplicableError, Outer, Position
 from node.exchange.state.download import Download
 from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.state.patience import Patience
-from node.exchange.state.result_log import ResultLog
-from node.exchange.state.snapshot import Snapshot
 from node.exchange.transport.transport import WantResult
 from node.heavy import Heavy
 from node.history import History

@@ -34,7 +34,7 @@ LONGEST_SECONDS = 3600.0
 
 
 class State(Protocol):
-    """The outer state of one round, which does not change: node.exchange.state.snapshot has two."""
+    """The outer state of one round, which does not change: node.disk.snapshots has two."""
 
     @property
     def round(self) -> int:

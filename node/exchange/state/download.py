@@ -15,10 +15,10 @@ from pathlib import Path
 
 import structlog
 
+from node.disk.snapshots import Snapshot
 from node.exchange.fetching import Outcome, Schedule, Silences, fetch_pieces, fetch_seconds
 from node.exchange.state.arriving import Arrivals, Arriving
 from node.exchange.state.manifest import Manifest, ManifestError
-from node.exchange.state.snapshot import Snapshot
 from node.exchange.transport.transport import (
     FalseAnswerError,
     NotHeldError,

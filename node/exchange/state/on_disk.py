@@ -6,34 +6,37 @@ state, to the same bits. What the node owed at a snapshot is then still owed whe
 Inner steps that a round did not take are on the disk at once, for they bring a snapshot.
 """
 
-import os
+import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import structlog
 
-from node.exchange import held_results
-from node.exchange.codecs.codec import CodecError
-from node.exchange.codecs.registry import codec_named
-from node.exchange.held_results import HeldResults
-from node.exchange.outer import NotApplicableError, Outer, Position
-from node.exchange.reduction import COUNTED_ROUNDS
-from node.exchange.state.result_log import ResultLog
-from node.exchange.state.sent_log import SentLog
-from node.exchange.state.snapshot import (
+from node.disk.budget import DiskBudget, Need
+from node.disk.logs import ResultLog, SentLog
+from node.disk.snapshots import (
     KEPT_FILES,
     OpenSnapshot,
     Owed,
     Snapshot,
     SnapshotError,
     SnapshotFolder,
+    SnapshotWriting,
     snapshot_bytes,
 )
+from node.exchange import held_results
+from node.exchange.codecs.codec import CodecError
+from node.exchange.codecs.registry import codec_named
+from node.exchange.held_results import HeldResults
+from node.exchange.outer import NotApplicableError, Outer, Position
+from node.exchange.reduction import COUNTED_ROUNDS
+from node.heavy import Heavy, in_place
 from node.history import KEPT_BYTES, History
-from node.machine.disk import seconds_between
-from protocol.errors import AtollError, SystemRefusedError
-from protocol.files.durable import make_folder
+from protocol.errors import AtollError
 from protocol.layout import Layout
 from protocol.payload import Payload
 from protocol.rounds import Commit
@@ -44,16 +47,20 @@ log = structlog.get_logger()
 LONGEST_ROUNDS = 1 << 20
 """More lie between snapshots only where rounds take no time at all."""
 
+RESULTS_SHARE = 0.25
+"""Of a snapshot's size: no more results lie between two snapshots. They stay back to the older of two."""
 
-def rounds_between(*, num_elements: int, rounds: int, seconds: float, result_bytes: int) -> int:
+
+def rounds_between(
+    *, num_elements: int, rounds: int, seconds: float, result_bytes: int, apart_seconds: float
+) -> int:
     """Every how many rounds a snapshot is due, by what the latest `rounds` took.
 
-    So that neither snapshots are written too fast nor results take more than half a snapshot. It is a
-    power of two, for a joiner can fetch a round's state from all nodes that have a snapshot of it.
+    So that neither snapshots come sooner than `apart_seconds` nor results take more than their share. It
+    is a power of two, for a joiner can fetch a round's state from all nodes that have a snapshot of it.
     """
-    whole = snapshot_bytes(num_elements)
-    by_time = seconds_between(whole) * rounds / max(seconds, 1e-9)
-    by_bytes = whole / 2 * rounds / max(result_bytes, 1)
+    by_time = apart_seconds * rounds / max(seconds, 1e-9)
+    by_bytes = RESULTS_SHARE * snapshot_bytes(num_elements) * rounds / max(result_bytes, 1)
     most = int(min(by_time, by_bytes, LONGEST_ROUNDS))
     return 1 << max(0, most.bit_length() - 1)
 
@@ -62,6 +69,16 @@ def most_result_bytes(spec: RunSpec, layout: Layout) -> int:
     """What the results of one round take at most: those of the largest fragment."""
     codec = codec_named(spec.exchange.downlink)
     return max(codec.most_bytes(fragment.num_elements) for fragment in layout.fragments)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saving:
+    """What is to be written of one state, which may change again."""
+
+    position: Position
+    results: tuple[tuple[int, tuple[Payload, ...]], ...]  # by round
+    snapshot: SnapshotWriting | None
+    is_awaited: bool  # the snapshot: nothing else leads to this state, or nothing comes after it
 
 
 class StateOnDisk:
@@ -73,39 +90,49 @@ class StateOnDisk:
         *,
         history: History,
         sent: SentLog | None = None,
+        budget: DiskBudget | None = None,
+        besides_bytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
+        aside: Heavy = in_place,
     ) -> None:
+        """`besides_bytes` is what else of the node is written as often; `aside` is where snapshots are."""
         self.path = path
         self.snapshots = SnapshotFolder(path)
         self.results = ResultLog(path)
         self.sent = sent or SentLog(None)
         self._history = history
+        self._budget = budget or DiskBudget()
+        self._besides_bytes = besides_bytes
         self._clock = clock
+        self._aside = aside
         self._durable: Position | None = None  # where what is on the disk leads
         self._snapshot_round = 0
         self._snapshot_at = clock()
         self._result_bytes = 0  # since the snapshot
+        self._writing: SnapshotWriting | None = None
+        self._behind: asyncio.Future[None] | None = None  # it, where nobody waits for it
 
-    def require_room(self, num_elements: int, result_bytes: int) -> int:
-        """Raises SystemRefusedError unless the disk has room for all that `save` will ever need.
+    def needs(self, num_elements: int, result_bytes: int) -> tuple[Need, ...]:
+        """What is ever kept at most, with results of `result_bytes` a round.
 
-        That is the kept snapshots, the one that is written before the oldest is removed, and results
-        of `result_bytes` a round at most. Returns how many bytes of it are still free.
+        A state that is on its way here has the room of the results that it makes needless.
         """
-        make_folder(self.path)
         one = snapshot_bytes(num_elements)
-        results = max(held_results.KEPT_ROUNDS * result_bytes, one + 2 * result_bytes)
-        needed = (KEPT_FILES + 1) * one + results
-        held = self.snapshots.held_bytes() + self.results.held_bytes()
-        disk = os.statvfs(self.path)
-        free = disk.f_bavail * disk.f_frsize
-        if needed > held + free:
-            raise SystemRefusedError(
-                f"snapshots of this model need {needed:,} bytes in {self.path}: "
-                f"they take {held:,} and {free:,} are free",
-                next_step="free some space on that disk, or move the node's folder to another",
-            )
-        return max(0, needed - held)
+        since_the_older = int(2 * RESULTS_SHARE * one) + 4 * result_bytes
+        return (
+            Need(
+                what="snapshots",
+                path=self.path,
+                num_bytes=KEPT_FILES * one,
+                held_bytes=self.snapshots.folder.held_bytes(),
+            ),
+            Need(
+                what="results",
+                path=self.path,
+                num_bytes=max(held_results.KEPT_ROUNDS * result_bytes, since_the_older),
+                held_bytes=self.results.folder.held_bytes(),
+            ),
+        )
 
     def resume(self, outer: Outer, kept: tuple[Snapshot, Owed | None]) -> None:
         """Takes up a snapshot, and what followed on it as far as results are there. Heavy."""
@@ -142,34 +169,114 @@ class StateOnDisk:
         }
         return found if len(found) == len(outcomes) else None
 
-    def save(self, outer: Outer, held: HeldResults, *, is_last: bool = False) -> None:
-        """Makes a state durable: by its round's results, or by a snapshot where one is due. Heavy.
+    async def save(
+        self,
+        outer: Outer,
+        held: HeldResults,
+        *,
+        lock: asyncio.Lock,
+        heavy: Heavy,
+        is_last: bool = False,
+    ) -> None:
+        """Makes a state durable: by its round's results, or by a snapshot where these do not lead there.
 
-        Nothing may change the state meanwhile. The last time in a process is a snapshot, so that all
-        that the node owes stays owed. Raises SystemRefusedError when the disk is full and
-        CannotCreateError when the folder cannot be written to; what was durable still is.
+        `lock` is held only until it is known what to write: while it is, nothing changes the state. A
+        snapshot that is due is written behind all else, and a failure of that is raised by the next
+        save. The last save in a process is a snapshot, so that all that the node owes stays owed. Raises
+        SystemRefusedError when the disk is full and CannotCreateError when the folder cannot be written
+        to; what was durable still is.
         """
-        self._history.save()
-        if is_last and self._durable is None:
-            return  # nothing ever moved
-        if outer.position != self._durable:
-            leads_here = self._results_saved(outer.position, held)
-            if not leads_here or outer.owing.holds_work or self._is_due(outer):
-                self.save_whole(outer)
-            self._durable = outer.position
-        if is_last and (self._snapshot_round != outer.round or outer.owing.holds_work):
-            self.save_whole(outer)
+        if is_last:
+            with suppress(AtollError):  # it is tried once more
+                await self.settled()
+        elif self._behind is not None and self._behind.done():
+            await self.settled()
+        async with lock:
+            saving = await heavy(partial(self.begin, outer, held, is_last=is_last))
+        await heavy(partial(self.write_results, saving))
+        writing = saving.snapshot
+        if writing is not None and saving.is_awaited:
+            await heavy(partial(self.write_snapshot, writing, outer))
+        elif writing is not None:
+            write = partial(self.write_snapshot, writing, outer, is_patient=True)
+            self._behind = asyncio.ensure_future(self._aside(write))
+            self._behind.add_done_callback(_tell_unwritten)
+        self._durable = saving.position
 
-    def save_whole(self, outer: Outer) -> None:
-        """Writes a snapshot, and drops results that are no longer needed. See `save`."""
-        self.snapshots.save(*outer.held())
-        outer.owing.note_saved()
-        self._durable = outer.position
-        self._snapshot_round, self._snapshot_at = outer.round, self._clock()
-        self._result_bytes = 0
+    async def settled(self) -> None:
+        """Waits for the snapshot that is being written behind all else. Raises as `save`."""
+        behind, self._behind = self._behind, None
+        if self._writing is not None:
+            self._writing.hurry()
+        if behind is not None:
+            await behind
+
+    def begin(self, outer: Outer, held: HeldResults, *, is_last: bool = False) -> Saving:
+        """Finds out what is to be written; nothing may change the state meanwhile. Raises as `save`."""
+        self._history.save()
+        position, has_moved = outer.position, outer.position != self._durable
+        results: tuple[tuple[int, tuple[Payload, ...]], ...] = ()
+        leads_here = True
+        if is_last and self._durable is None:  # nothing ever moved
+            return Saving(position=position, results=(), snapshot=None, is_awaited=False)
+        if has_moved:
+            results, leads_here = self._results_to(position, held)
+            self._result_bytes += sum(len(p.body) for _, payloads in results for p in payloads)
+        is_busy = self._writing is not None
+        if is_last:
+            is_due = self._snapshot_round != outer.round or outer.owing.holds_work
+        else:
+            is_due = has_moved and not is_busy and (outer.owing.holds_work or self._is_due(outer))
+        snapshot = self._begun(outer) if is_due or not leads_here else None
+        return Saving(
+            position=position,
+            results=results,
+            snapshot=snapshot,
+            is_awaited=is_last or not leads_here,
+        )
+
+    def write_results(self, saving: Saving) -> None:
+        """Writes what leads to a state. Heavy; raises as `save`."""
+        for round, payloads in saving.results:
+            self.results.write(round, payloads)
+
+    def write_snapshot(
+        self, writing: SnapshotWriting, outer: Outer, *, is_patient: bool = False
+    ) -> None:
+        """Writes what is left of a snapshot, and drops what it makes needless. Heavy; raises as `save`."""
+        try:
+            writing.write(is_patient=is_patient)
+        except AtollError:
+            outer.owing.holds_work, self._snapshot_round = True, -1
+            raise
+        finally:
+            if outer.writing is writing:
+                outer.writing = None
+            if self._writing is writing:
+                self._writing = None
         oldest_file = self.snapshots.rounds()[-1]
         self.sent.forget_before(oldest_file + 1)
-        self.results.forget_before(min(oldest_file, outer.round - held_results.KEPT_ROUNDS) + 1)
+        oldest_asked_for = writing.round - held_results.KEPT_ROUNDS
+        self.results.folder.forget_before(min(oldest_file, oldest_asked_for) + 1)
+
+    def save_whole(self, outer: Outer) -> None:
+        """Writes a snapshot at once, for whoever changes nothing meanwhile. Heavy; raises as `save`."""
+        self.write_snapshot(self._begun(outer), outer)
+        self._durable = outer.position
+
+    def _begun(self, outer: Outer) -> SnapshotWriting:
+        """Begins a snapshot. What the next commits change is written first, so that they need not wait."""
+        if self._writing is not None:  # two would take the room of three
+            self.write_snapshot(self._writing, outer)
+        fragments = outer.layout.fragments
+        first = (outer.round + 1) % len(fragments)
+        order = [fragment.span for fragment in (*fragments[first:], *fragments[:first])]
+        writing = self.snapshots.begin(*outer.held(), order=order)
+        outer.writing = self._writing = writing
+        outer.owing.note_saved()
+        self._snapshot_round, self._snapshot_at = outer.round, self._clock()
+        self._result_bytes = 0
+        return writing
 
     def opened(self, includes: Callable[[int], bool]) -> OpenSnapshot | None:
         """The newest snapshot of such a round that opens, to be served."""
@@ -180,17 +287,28 @@ class StateOnDisk:
                 log.warning("a snapshot to be served does not open", round=round, why=str(error))
         return None
 
-    def written_and_opened(self, outer: Outer) -> OpenSnapshot | None:
-        """A snapshot of the state as it is, to be served; None where it cannot be written. Heavy."""
+    async def served(
+        self, includes: Callable[[int], bool], outer: Outer, *, lock: asyncio.Lock, heavy: Heavy
+    ) -> OpenSnapshot | None:
+        """A state of such a round, written for it where need be; None where there is none now."""
+        opened = await heavy(partial(self.opened, includes))
+        if opened is not None or lock.locked():
+            return opened  # it is changing; two nodes that catch up must not wait for each other
         try:
-            self.save_whole(outer)
+            async with lock:
+                if not includes(outer.round):
+                    return None
+                writing = await heavy(partial(self._begun, outer))
+            await heavy(partial(self.write_snapshot, writing, outer))
         except AtollError as error:
             log.warning("no snapshot to be served", round=outer.round, why=str(error))
             return None
-        return self.opened(lambda round: round == outer.round)
+        return await heavy(partial(self.opened, lambda round: round == writing.round))
 
-    def _results_saved(self, position: Position, held: HeldResults) -> bool:
-        """Writes what came since; whether it leads from what was durable to this position."""
+    def _results_to(
+        self, position: Position, held: HeldResults
+    ) -> tuple[tuple[tuple[int, tuple[Payload, ...]], ...], bool]:
+        """What came since, by round; whether it leads from what was durable to this position."""
         before = self._durable or Position(position.round - 1, position.digest)
         commits = [
             commit
@@ -203,18 +321,19 @@ class StateOnDisk:
             and bool(commits)
             and commits[0].base_digest == before.digest
         )
+        results = []
         for commit in commits:
             payloads = [
                 held.find(commit.round, outcome.index, outcome.digest)
                 for outcome in commit.slices
                 if outcome.digest is not None
             ]
-            found = [payload for payload in payloads if payload is not None]
+            found = tuple(payload for payload in payloads if payload is not None)
             if len(found) == len(payloads):
-                self._result_bytes += self.results.write(commit.round, found)
+                results.append((commit.round, found))
             else:
                 leads_here = False
-        return leads_here
+        return tuple(results), leads_here
 
     def _is_due(self, outer: Outer) -> bool:
         every = rounds_between(
@@ -222,5 +341,14 @@ class StateOnDisk:
             rounds=outer.round - self._snapshot_round,
             seconds=self._clock() - self._snapshot_at,
             result_bytes=self._result_bytes,
+            apart_seconds=self._budget.seconds_between(
+                snapshot_bytes(outer.layout.num_elements) + self._besides_bytes
+            ),
         )
         return outer.round // every > self._snapshot_round // every
+
+
+def _tell_unwritten(behind: asyncio.Future[None]) -> None:
+    """Tells at once what the next save raises."""
+    if not behind.cancelled() and (error := behind.exception()) is not None:
+        log.error("not saved", why=str(error))

@@ -6,8 +6,6 @@ hosts each has its own ranks' part, and all parts of one writing have the same `
 torch; what is in the files is node.island.checkpoints.inner_state's business.
 """
 
-import os
-import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,18 +16,18 @@ import blake3
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from protocol.errors import SystemRefusedError
-from protocol.files.durable import make_folder, sync_folder, write_atomically
+from node.disk.budget import Need
+from node.disk.round_folder import RoundFolder
+from protocol.files.durable import write_atomically
 from protocol.rounds import Digest
 
 log = structlog.get_logger()
 
 CHECKPOINTS_FOLDER = "inner"
 KEPT = 2
-"""A damaged newest one costs some rounds' moments, not all."""
+"""A damaged newest one costs some rounds' moments, not all. The older one makes room for the next."""
 
 _ABOUT = "checkpoint.json"
-_NAME = re.compile(r"round-(\d+)")
 _ELEMENT_BYTES = 8  # AdamW's two moments; Muon has one
 _PART_BYTES = 8192  # at most, of what lies around the values of one rank's part of a tensor
 
@@ -92,7 +90,11 @@ def moments_bytes(num_elements: int) -> int:
 
 
 class NoCheckpointError(ValueError):
-    """A folder that is none, or a damaged one, or one of another run; or parts that are no whole."""
+    """A folder that is none, or one of another run; or parts that are no whole."""
+
+
+class DamagedCheckpointError(NoCheckpointError):
+    """A folder that cannot be what was written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,33 +113,30 @@ class CheckpointFolder:
     num_hosts: int = 1
     """Of the island: one alone cannot read parts, as the others are not there."""
 
-    def require_room(self, num_elements: int, num_parts: int, *, besides_bytes: int) -> None:
-        """Raises SystemRefusedError unless the disk has room for all that will ever be written.
+    @property
+    def _records(self) -> RoundFolder:
+        return RoundFolder(self.path, suffix="", kept=KEPT, digits=1)
 
-        `num_parts` is tensors times ranks; `besides_bytes` is what else the node will still write to
-        the same disk.
-        """
-        make_folder(self.path)
-        one = moments_bytes(num_elements) + _PART_BYTES * num_parts
-        held = sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
-        disk = os.statvfs(self.path)
-        free = max(0, disk.f_bavail * disk.f_frsize - besides_bytes)
-        if (KEPT + 1) * one > held + free:
-            raise SystemRefusedError(
-                f"checkpoints of the inner optimizer need {(KEPT + 1) * one:,} bytes in "
-                f"{self.path}: they take {held:,} and {free:,} are free beside the snapshots",
-                next_step="free some space on that disk, or set checkpoint_every_rounds = 0 in "
-                "node.toml",
-            )
+    def need(self, num_elements: int, num_parts: int) -> Need:
+        """What is ever kept at most; `num_parts` is tensors times ranks."""
+        return Need(
+            what="checkpoints of the inner optimizer",
+            path=self.path,
+            num_bytes=KEPT * (moments_bytes(num_elements) + _PART_BYTES * num_parts),
+            held_bytes=self._records.held_bytes(),
+        )
 
     def building(self, round: int) -> Path:
         """Where a checkpoint is made before it gets its name."""
-        return self.path / f".round-{round}"
+        return self._records.building(round)
+
+    def make_room(self, round: int) -> None:
+        """Drops what must go before a checkpoint of this round is made; one that is whole stays."""
+        self._records.make_room(round)
 
     def remove_unfinished(self) -> None:
         """What a rank was writing when it died. No rank may run."""
-        for path in self.path.glob(".round-*"):
-            shutil.rmtree(path, ignore_errors=True)
+        self._records.sweep()
 
     def seal(self, about: About) -> None:
         """Says what was built, so that damage shows. Raises OSError or AtollError."""
@@ -147,47 +146,29 @@ class CheckpointFolder:
         write_atomically(building / _ABOUT, whole.model_dump_json(indent=1).encode())
 
     def finish(self, round: int) -> None:
-        """Gives what was built and sealed its name; then removes all but the two newest.
-
-        Raises OSError.
-        """
-        path = self.path / f"round-{round}"
-        # Trained again after a death: the older one of that name makes room.
-        shutil.rmtree(path, ignore_errors=True)
-        self.building(round).rename(path)
-        sync_folder(self.path)
-        # Later rounds are of a history that was left, by a return to an earlier one.
-        paths = self._paths()
-        own = paths.index(path)
-        for other in (*paths[:own], *paths[own + KEPT :]):
-            shutil.rmtree(other, ignore_errors=True)
+        """Gives what was built and sealed its name. Raises AtollError."""
+        self._records.finish(round)
 
     def whole(self) -> Iterator[Checkpoint]:
         """Those that may be loaded, the newest first; the log tells why others are not."""
-        for path in self._paths():
+        for round in self._records.rounds():
+            path = self._records.path_of(round)
             try:
                 yield self._read(path)
             except (NoCheckpointError, OSError) as error:
                 log.warning("checkpoint left out", path=str(path), why=str(error))
+                if isinstance(error, DamagedCheckpointError):
+                    self._records.set_apart(round)
 
     def discard(self, checkpoint: Checkpoint) -> None:
         """Removes one that cannot be loaded, so that it is not tried for ever."""
         shutil.rmtree(checkpoint.path, ignore_errors=True)
 
-    def _paths(self) -> list[Path]:
-        """The newest first."""
-        rounds = {
-            int(match[1]): path
-            for path in self.path.glob("round-*")
-            if (match := _NAME.fullmatch(path.name))
-        }
-        return [rounds[number] for number in sorted(rounds, reverse=True)]
-
     def _read(self, path: Path) -> Checkpoint:
         try:
             about = About.model_validate_json((path / _ABOUT).read_bytes())
         except (FileNotFoundError, ValidationError) as error:
-            raise NoCheckpointError(f"its {_ABOUT} is not there or damaged") from error
+            raise DamagedCheckpointError(f"its {_ABOUT} is not there or damaged") from error
         if about.run_digest != self.run_digest.hex():
             raise NoCheckpointError(f"it is of another run: {about.run_digest[:12]}…")
         if about.layout_digest != self.layout_digest.hex():
@@ -195,10 +176,10 @@ class CheckpointFolder:
         self._check_hosts(about)
         names = {file.name for file in path.iterdir()} - {_ABOUT}
         if names != about.files.keys():
-            raise NoCheckpointError("files are missing, or there are others")
+            raise DamagedCheckpointError("files are missing, or there are others")
         for name, seal in about.files.items():
             if _seal_of(path / name) != seal:
-                raise NoCheckpointError(f"{name} is damaged")
+                raise DamagedCheckpointError(f"{name} is damaged")
         return Checkpoint(path=path, about=about)
 
     def _check_hosts(self, about: About) -> None:

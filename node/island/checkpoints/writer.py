@@ -24,7 +24,6 @@ from node.island.checkpoints.passing import PassingReader
 from node.island.parallel.mesh import Mesh
 from node.island.training.trainer import Trainer
 from protocol.errors import AtollError
-from protocol.files.durable import make_folder
 
 _NICENESS = 10
 """Of the thread that writes, where threads have their own: training comes first."""
@@ -158,8 +157,7 @@ class CheckpointWriter:
         building = folder.building(about.round)
         try:
             if self._mesh.is_first_of_host:
-                make_folder(folder.path)
-                shutil.rmtree(building, ignore_errors=True)
+                folder.make_room(about.round)
             state_dict_saver.save(
                 tensors,
                 storage_writer=filesystem.FileSystemWriter(building),

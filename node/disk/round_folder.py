@@ -1,0 +1,191 @@
+"""Records of rounds in a folder: whole or not there, as many as are kept, and what becomes of all others.
+
+Snapshots, results and checkpoints of the inner optimizer are such records: a file or a folder with the
+round in its name. What is still being made has a hidden name. One process at a time may write to a folder.
+"""
+
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from protocol.files.durable import (
+    make_folder,
+    refusing,
+    remove_durably,
+    sync_folder,
+    write_atomically,
+)
+
+_DAMAGED = ".damaged"
+
+
+class RoundFolder:
+    """The records of one kind. Its methods read or change the disk: heavy."""
+
+    def __init__(
+        self, path: Path, *, suffix: str, kept: int | None = None, digits: int = 8
+    ) -> None:
+        """`kept` are there at most, with the one that is being made; None: `forget_before` decides."""
+        self.path = path
+        self._suffix = suffix
+        self._kept = kept
+        self._digits = digits
+        self._name = re.compile(rf"round-(\d+){re.escape(suffix)}")
+
+    def path_of(self, round: int) -> Path:
+        """Where the record of a round is, or would be."""
+        return self.path / f"round-{round:0{self._digits}}{self._suffix}"
+
+    def building(self, round: int) -> Path:
+        """Where a record is made before it gets its name."""
+        return self.path / f".{self.path_of(round).name}.new"
+
+    def rounds(self) -> list[int]:
+        """Of which rounds there are whole records, the newest first."""
+        if not self.path.is_dir():
+            return []
+        matches = (self._name.fullmatch(path.name) for path in self.path.iterdir())
+        return sorted((int(match[1]) for match in matches if match), reverse=True)
+
+    def held_bytes(self) -> int:
+        """What all of it takes, with what is unfinished or damaged."""
+        paths = [*map(self.path_of, self.rounds()), *self._unfinished(), *self._damaged()]
+        return sum(map(_size_of, paths))
+
+    def write(self, round: int, *data: bytes | memoryview) -> None:
+        """Makes a file of a round, and drops what it makes needless.
+
+        Raises SystemRefusedError when the disk is full and CannotCreateError when the folder cannot be
+        written to; nothing else has changed then.
+        """
+        make_folder(self.path)
+        self.sweep()
+        write_atomically(self.path_of(round), *data)
+        self.drop_after(round)
+
+    def make_room(self, round: int) -> Path | None:
+        """Drops what must go before a record of this round is made, so that there are not too many.
+
+        Returns a file to write over, which takes neither new pages nor new blocks; None where there is
+        none that nobody reads. At least one whole record stays, if there was one. Raises as `write`.
+        """
+        make_folder(self.path)
+        leaving = [*self._damaged(), *map(self.path_of, self._leaving(round))]
+        spares = self._unfinished()
+        for path in leaving:
+            if spares or path.is_dir():
+                _remove(path)
+            elif spare := _set_aside(path):
+                spares.append(spare)
+        for path in spares[1:]:
+            _remove(path)
+        if spares and spares[0].is_dir():
+            _remove(spares.pop(0))
+        return spares[0] if spares else None
+
+    def finish(self, round: int) -> Path:
+        """Gives what was built its name, durably, and drops what it makes needless. Raises as `write`."""
+        path = self.path_of(round)
+        with refusing(path):
+            if path.is_dir():  # trained again after a death: the older one of that name makes room
+                shutil.rmtree(path)
+            self.building(round).replace(path)
+            sync_folder(self.path)
+        self.drop_after(round)
+        return path
+
+    def drop_after(self, round: int) -> None:
+        """Drops records of later rounds: they are of a history that was left."""
+        for number in self.rounds():
+            if number > round:
+                _remove(self.path_of(number))
+
+    def forget_before(self, round: int) -> None:
+        """Drops the records of earlier rounds."""
+        for number in self.rounds():
+            if number < round:
+                _remove(self.path_of(number))
+
+    def set_apart(self, round: int) -> Path:
+        """Takes a damaged record out of the way, until the next one needs its room; returns where it is."""
+        path = self.path_of(round)
+        apart = path.with_name(path.name + _DAMAGED)
+        _remove(apart)
+        with refusing(path):
+            path.replace(apart)
+        return apart
+
+    def sweep(self) -> None:
+        """Removes what a killed process was making. Nobody may be making anything."""
+        for path in self._unfinished():
+            _remove(path)
+
+    def _leaving(self, round: int) -> list[int]:
+        return [] if self._kept is None else leaving(self.rounds(), round, kept=self._kept)
+
+    def _unfinished(self) -> list[Path]:
+        return sorted(self.path.glob(f".round-*{self._suffix}*" if self._suffix else ".round-*"))
+
+    def _damaged(self) -> list[Path]:
+        return sorted(self.path.glob(f"round-*{self._suffix}{_DAMAGED}"))
+
+
+def leaving(rounds: Collection[int], new: int, *, kept: int) -> list[int]:
+    """Which records go before one of round `new` is made, so that with it there are `kept`.
+
+    The newest of its own history stay. Later rounds are of a history that was left: they stay only
+    where nothing else is whole until the new one is.
+    """
+    others = sorted((r for r in rounds if r != new), key=lambda r: (r > new, -r))
+    is_made_anew = new in rounds  # it is whole until the new one takes its name
+    return others[max(0, kept - 1 - is_made_anew) :]
+
+
+@contextmanager
+def kept_for_reading(path: Path) -> Iterator[None]:
+    """Nobody writes over the file as long as this is entered; it may be removed meanwhile.
+
+    Open it within. Raises FileNotFoundError when it is gone by then, and OSError.
+    """
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise FileNotFoundError(f"{path} is just being set aside") from error
+        except OSError:  # a file system without locks, where `_set_aside` has none either
+            pass
+        if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            raise FileNotFoundError(f"{path} has just been replaced")
+        yield
+
+
+def _set_aside(path: Path) -> Path | None:
+    """Renames a file that can be written over; removes one that is read, or has another name too."""
+    spare = path.with_name(f".{path.name.removesuffix(_DAMAGED)}.spare")
+    with suppress(OSError), path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(file.fileno()).st_nlink == 1:
+            path.replace(spare)
+            sync_folder(path.parent)
+            return spare
+    remove_durably(path)
+    return None
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        remove_durably(path)
+
+
+def _size_of(path: Path) -> int:
+    with suppress(FileNotFoundError):  # another thread prunes
+        if path.is_dir():
+            return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        return path.stat().st_size
+    return 0

@@ -1,0 +1,70 @@
+"""A node's records on its disk: the outer state, the checkpoints of its ranks, and the one budget of both."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from node.config import SENT_FILE, SNAPSHOTS_FOLDER, NodeSettings
+from node.disk.budget import DiskBudget, Need
+from node.disk.logs import SentLog
+from node.disk.snapshots import snapshot_bytes
+from node.exchange.state.on_disk import StateOnDisk, most_result_bytes
+from node.heavy import in_thread
+from node.history import History
+from node.island.checkpoints.folder import CHECKPOINTS_FOLDER, CheckpointFolder, moments_bytes
+from protocol.layout import Layout
+from protocol.run_spec import RunSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Records:
+    """What a node keeps of one run, and what that takes at most."""
+
+    state: StateOnDisk
+    checkpoints: (
+        CheckpointFolder | None
+    )  # where ranks keep their inner optimizer's state, if they do
+    budget: DiskBudget
+    needs: tuple[Need, ...]
+
+    @classmethod
+    def of(
+        cls,
+        folder: Path,
+        settings: NodeSettings,
+        spec: RunSpec,
+        layout: Layout,
+        *,
+        history: History,
+        num_ranks: int,
+    ) -> "Records":
+        """The records in a node's folder, as its owner and the run want them."""
+        budget = settings.disk_budget
+        has_checkpoints = settings.checkpoint_every_rounds > 0 and not settings.loop
+        checkpoint_bytes = moments_bytes(layout.num_elements) // settings.hosts
+        state = StateOnDisk(
+            folder / SNAPSHOTS_FOLDER,
+            history=history,
+            sent=SentLog(folder / SENT_FILE),
+            budget=budget,
+            besides_bytes=checkpoint_bytes if has_checkpoints else 0,
+            aside=in_thread,
+        )
+        needs = state.needs(layout.num_elements, most_result_bytes(spec, layout))
+        checkpoints = None
+        if has_checkpoints:
+            each = snapshot_bytes(layout.num_elements) + checkpoint_bytes
+            checkpoints = CheckpointFolder(
+                path=folder / CHECKPOINTS_FOLDER,
+                run_digest=spec.digest(),
+                layout_digest=layout.summary().digest,
+                every_rounds=settings.checkpoint_every_rounds,
+                least_seconds=budget.seconds_between(each),
+                num_hosts=settings.hosts,
+            )
+            needs += (checkpoints.need(layout.num_elements, num_ranks * len(layout.places)),)
+        return cls(state=state, checkpoints=checkpoints, budget=budget, needs=needs)
+
+    def require_room(self) -> None:
+        """Raises SystemRefusedError unless the disk, and its owner, have room for all of it."""
+        advice = ", or set checkpoint_every_rounds = 0 in node.toml" if self.checkpoints else ""
+        self.budget.require(self.needs, advice=advice)
