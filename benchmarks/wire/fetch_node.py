@@ -139,12 +139,14 @@ class FetchNode:
                 run_digest=RUN,
                 layout_digest=LAYOUT,
                 num_elements=self._num_elements,
-                transport=transport,
                 heavy=in_thread,
-                peers=lambda: donors,
+                donors=fetching.Donors(
+                    transport=transport,
+                    peers=lambda: donors,
+                    silences=fetching.Silences(transport.round_trip_seconds),
+                ),
                 folder=None,
                 say=lambda _: None,
-                silences=fetching.Silences(transport.round_trip_seconds),
             )
             before = counts.totals()
             began = time.monotonic()

@@ -87,7 +87,6 @@ class Exchange:
         )
         self._donors = Donors(
             transport=transport,
-            downlink=outer.downlink,
             peers=self._peers,
             silences=Silences(transport.round_trip_seconds),
         )

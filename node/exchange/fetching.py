@@ -330,10 +330,9 @@ async def _cancelled(tasks: list[asyncio.Task[Outcome]]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Donors:
-    """Who can be asked for what this node lacks, over what, and how results come."""
+    """Who can be asked for what this node lacks, and over what."""
 
     transport: Transport
-    downlink: Codec
     peers: Callable[[], tuple[NodeId, ...]]  # all members, those first that can be reached
     silences: Silences
 
@@ -344,6 +343,7 @@ async def fetch_results(
     *,
     of: Donors,
     peers: Iterable[NodeId],
+    downlink: Codec,
 ) -> None:
     """Fetches results from those of the peers that hold them, as far as they deliver; holders first.
 
@@ -353,7 +353,7 @@ async def fetch_results(
 
     async def fetch(want: WantResult, peer: NodeId, heard: Callable[[], None]) -> Outcome:
         outcome = wanted[want]
-        max_body_bytes = of.downlink.most_bytes(outcome.num_elements)
+        max_body_bytes = downlink.most_bytes(outcome.num_elements)
         try:
             payload = await of.transport.fetch(
                 peer,
@@ -370,7 +370,7 @@ async def fetch_results(
         except TransferRefusedError as error:
             log.info("a donor refuses", peer=peer, why=str(error))
             return Outcome.REFUSED
-        why = misfit(payload.header, outcome, of.downlink)
+        why = misfit(payload.header, outcome, downlink)
         if not why:
             try:
                 await take(payload)

@@ -45,7 +45,6 @@ from node.exchange.round.state import (
 from node.exchange.round.transition import (
     is_complete,
     is_wanted,
-    next_wake,
     opened,
     step,
 )
@@ -90,7 +89,7 @@ class RoundRunner:
             patience_seconds=fetch_seconds(result_bytes),
             now=asyncio.get_running_loop().time(),
         )
-        self._wake_in_time()
+        self.feed(TimePassed(links=self._links()))
 
     def feed(self, event: Event, *, not_before: float = 0.0) -> str:
         """Tells the core of an event and does what follows; returns why a payload is not taken."""
@@ -100,8 +99,8 @@ class RoundRunner:
         self.state = transition.state
         for action in transition.actions:
             self._carry_out(action)
-        self._wake_in_time()
-        if is_complete(self.state):
+        self._wake_in_time(transition.wake_at)
+        if self.state.commit is not None and is_complete(self.state):
             self._completed.set()
         return transition.refusal
 
@@ -139,8 +138,7 @@ class RoundRunner:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("exchange task failed", round=self.state.plan.round, exc_info=error)
 
-    def _wake_in_time(self) -> None:
-        at = next_wake(self.state)
+    def _wake_in_time(self, at: float | None) -> None:
         if self._timer is not None and self._timer.when() != at:
             self._timer.cancel()
             self._timer = None
@@ -163,11 +161,12 @@ class RoundRunner:
 
     def hear(self, news: RoundNews) -> None:
         """Takes in what the coordinator says of the round."""
-        before = self.state
+        if isinstance(news, SliceTakenOver):
+            index, round = news.slice_index, news.round
+            known = self.state.slices.get(index)
+            if known is not None and news.attempt > known.attempt:
+                log.info("slice taken over", round=round, slice=index, reducer=news.reducer_id)
         self.feed(news)
-        if isinstance(news, SliceTakenOver) and self.state.slices != before.slices:
-            round, index = before.plan.round, news.slice_index
-            log.info("slice taken over", round=round, slice=index, reducer=news.reducer_id)
 
     async def contribute(self, *, samples: int, tokens: int) -> None:
         """Encodes what this node owes for the fragment and sends each slice to its reducer.
@@ -224,22 +223,20 @@ class RoundRunner:
     def admit(self, sender: NodeId, header: PayloadHeader) -> Admission:
         """Takes in that an admitted payload begins to come."""
         index = header.slice_index
-        is_taken = partial(self._is_taken, sender, header)
-        take = partial(self._take, sender)
-        if header.kind != RESULT:
-            return Admission(take=take, is_wanted=is_taken)
-        self.feed(PushBegan(index=index))
         attempt = self.state.slices[index].attempt
 
+        def is_wanted() -> bool:
+            return not refusal(self.state.rules, self.state, sender, header, admitted_in=attempt)
+
         def end() -> None:
-            self.feed(PushEnded(index=index, attempt=attempt, sender=sender))
+            if header.kind == RESULT:
+                self.feed(PushEnded(index=index, attempt=attempt, sender=sender))
 
-        return Admission(take=take, is_wanted=is_taken, end=end)
+        if header.kind == RESULT:
+            self.feed(PushBegan(index=index))
+        return Admission(take=partial(self._take, sender, attempt), is_wanted=is_wanted, end=end)
 
-    def _is_taken(self, sender: NodeId, header: PayloadHeader) -> bool:
-        return not refusal(self.state.rules, self.state, sender, header, is_coming=True)
-
-    async def _take(self, sender: NodeId, payload: Payload) -> None:
+    async def _take(self, sender: NodeId, attempt: int, payload: Payload) -> None:
         if payload.header.kind == RESULT:
             try:
                 await self._heavy(partial(self._outer.check_result, payload))
@@ -247,7 +244,8 @@ class RoundRunner:
                 round = self.state.plan.round
                 log.warning("result refused", round=round, sender=sender, why=str(error))
                 raise TransferRefusedError(f"the result does not decode: {error}") from error
-        if why := self.feed(PayloadCame(sender=sender, payload=payload)):
+        came = PayloadCame(sender=sender, payload=payload, admitted_in=attempt)
+        if why := self.feed(came):
             raise TransferRefusedError(why)
 
     # What takes time
@@ -284,7 +282,13 @@ class RoundRunner:
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(until):
-                    await fetch_results(wanted, self._take_fetched, of=self._donors, peers=peers)
+                    await fetch_results(
+                        wanted,
+                        self._take_fetched,
+                        of=self._donors,
+                        peers=peers,
+                        downlink=self._outer.downlink,
+                    )
         finally:
             self.feed(FetchEnded(is_committed=fetch.is_committed))
 

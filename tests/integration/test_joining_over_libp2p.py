@@ -11,7 +11,7 @@ import pytest
 from transport_peers import Desk, Peer, introduce
 
 from node.disk.snapshots import OpenSnapshot, Owed, Snapshot, SnapshotFolder
-from node.exchange.fetching import Silences
+from node.exchange.fetching import Donors, Silences
 from node.exchange.state.donor import Donor
 from node.exchange.state.download import Download
 from node.exchange.state.manifest import CHUNK_BYTES, Manifest
@@ -87,12 +87,14 @@ class Scene:
             run_digest=RUN,
             layout_digest=LAYOUT,
             num_elements=NUM_ELEMENTS,
-            transport=self.transports[0],
             heavy=in_thread,
-            peers=lambda: donors,
+            donors=Donors(
+                transport=self.transports[0],
+                peers=lambda: donors,
+                silences=Silences(self.transports[0].round_trip_seconds),
+            ),
             folder=self._folder / "joiner",
             say=lambda text: None,
-            silences=Silences(self.transports[0].round_trip_seconds),
         )
 
     async def is_the_swarms(self, round: int, digest: Digest) -> bool:

@@ -35,9 +35,10 @@ from node.exchange.round.state import (
     TimePassed,
 )
 from node.exchange.round.transition import (
+    collecting,
     is_complete,
     is_wanted,
-    next_wake,
+    late_for,
     opened,
     step,
     waiting_for,
@@ -93,6 +94,10 @@ def made_by(reducer: NodeId, index: int, which: int) -> Payload:
     return result_of(BODIES[which], sender_id=reducer, index=index)
 
 
+def body_of(payload: Payload, attempt: int = 0) -> PayloadCame:
+    return PayloadCame(sender=payload.header.sender_id, payload=payload, admitted_in=attempt)
+
+
 @dataclass(slots=True, kw_only=True)
 class Edge:
     """What the actions have led to, as a runner would carry them out."""
@@ -124,6 +129,9 @@ class RoundMachine(RuleBasedStateMachine):
         for action in transition.actions:
             self.note(before, event, action)
         return transition.refusal
+
+    def wake_at(self) -> float | None:
+        return step(self.state, TimePassed(links=self.state.links), self.now).wake_at
 
     def note(self, before: RoundState, event: Event, action: object) -> None:
         match action:
@@ -187,7 +195,7 @@ class RoundMachine(RuleBasedStateMachine):
     @rule(index=INDEX)
     def all_contribute(self, index: int) -> None:
         for sender in (B, C):
-            self.feed(PayloadCame(sender=sender, payload=contributed(sender, index, 0)))
+            self.feed(body_of(contributed(sender, index, 0)))
 
     @rule(place=st.integers(0, 100), is_whole=st.booleans())
     def a_payload_has_come_or_broken_off(self, place: int, is_whole: bool) -> None:
@@ -197,13 +205,14 @@ class RoundMachine(RuleBasedStateMachine):
         header = payload.header
         before = self.state.slices.get(header.slice_index)
         if is_whole:
-            why = self.feed(PayloadCame(sender=sender, payload=payload))
+            why = self.feed(body_of(payload, attempt))
             if not why and header.kind == CONTRIBUTION:
                 assert before is not None
                 kept = self.state.slices[header.slice_index].contributions
                 assert kept[sender].header == header, "what is taken counts"
                 assert before.phase is Phase.COLLECTING or kept == before.contributions
             elif not why:
+                assert self.state.slices[header.slice_index].attempt == attempt
                 assert self.edge.held[header.slice_index].digest == payload.digest
             elif before is not None:
                 assert self.state.slices[header.slice_index] == before
@@ -307,7 +316,7 @@ class RoundMachine(RuleBasedStateMachine):
     @rule(seconds=SECONDS, is_cut=st.booleans())
     def time_passes(self, seconds: float, is_cut: bool) -> None:
         """Never past the time at which the core wants to be woken."""
-        wake = next_wake(self.state)
+        wake = self.wake_at()
         self.now = min(self.now + seconds, wake) if wake is not None else self.now + seconds
         unreachable = frozenset({B}) if is_cut else frozenset()
         self.feed(TimePassed(links=Links(unreachable=unreachable)))
@@ -323,19 +332,19 @@ class RoundMachine(RuleBasedStateMachine):
 
     @invariant()
     def time_has_nothing_to_do_before_it_is_asked(self) -> None:
-        wake = next_wake(self.state)
+        wake = self.wake_at()
         assert wake is None or wake > self.now
         again = step(self.state, TimePassed(links=self.state.links), self.now)
         assert not again.actions, "all that can be decided now has been"
 
     @invariant()
     def nobody_is_waited_for_who_is_not_missing(self) -> None:
-        for known in self.state.collecting():
-            assert self.state.late_for(known), "all is here, and no mean is taken"
+        for known in collecting(self.state):
+            assert late_for(self.state, known), "all is here, and no mean is taken"
             assert known.part.reducer_id == A
         is_over = self.state.is_closed or is_complete(self.state)
         if self.state.commit is not None and not is_over:
-            has_prospects = next_wake(self.state) or self.edge.fetching or self.edge.coming
+            has_prospects = self.wake_at() or self.edge.fetching or self.edge.coming
             assert has_prospects, "it waits for what nothing will bring"
         if self.state.is_closed:
             assert waiting_for(self.state) == "" or self.state.commit is None
@@ -362,13 +371,12 @@ def test_the_mean_is_of_what_was_here_when_it_began() -> None:
     """The example that the machine comes to by itself only now and then."""
     state = opened(plan_for(*NODES), RULES, patience_seconds=50.0, now=0.0)
     for sender in (A, B):
-        event = PayloadCame(sender=sender, payload=contributed(sender, 0, 0))
-        state = step(state, event, 1.0).state
+        state = step(state, body_of(contributed(sender, 0, 0)), 1.0).state
     (reduce,) = step(state, TimePassed(links=Links()), 20.0).actions
     assert isinstance(reduce, Reduce)
     assert (set(reduce.reduction.contributions), reduce.reduction.late) == ({A, B}, {C})
     state = step(state, TimePassed(links=Links()), 20.0).state
-    late = step(state, PayloadCame(sender=C, payload=contributed(C, 0, 0)), 20.1)
+    late = step(state, body_of(contributed(C, 0, 0)), 20.1)
     assert late.refusal == "slice 0 of round 1 is already reduced"
     assert set(late.state.slices[0].contributions) == {A, B}
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from node.disk.snapshots import Snapshot
-from node.exchange.fetching import Silences
+from node.exchange.fetching import Donors, Silences
 from node.exchange.state import manifest as manifest_file
 from node.exchange.state.donor import Donor
 from node.exchange.state.download import Download
@@ -205,12 +205,14 @@ class DownloadScene:
             run_digest=RUN,
             layout_digest=LAYOUT,
             num_elements=NUM_ELEMENTS,
-            transport=_Watched(self),
             heavy=in_place,
-            peers=lambda: tuple(self.donors),
+            donors=Donors(
+                transport=_Watched(self),
+                peers=lambda: tuple(self.donors),
+                silences=Silences(self.transport.round_trip_seconds),
+            ),
             folder=self._folder,
             say=self.said.append,
-            silences=Silences(self.transport.round_trip_seconds),
         )
 
     async def is_the_swarms(self, round: int, digest: Digest) -> bool:

@@ -19,11 +19,20 @@ from node.exchange.round.state import (
     Rules,
     TimePassed,
 )
-from node.exchange.round.transition import opened, step
+from node.exchange.round.transition import late_for, opened, step, waiting_for
 from protocol.messages import ParticipantsDeparted, SliceTakenOver
 from protocol.payload import MANIFEST, Payload, PayloadHeader
 from protocol.rounds import BLOCK, NodeId
-from tests.unit.exchange_scene import RUN, TOKENS, A, B, C, contribution_of, plan_for
+from tests.unit.exchange_scene import (
+    RUN,
+    TOKENS,
+    A,
+    B,
+    C,
+    contribution_of,
+    plan_for,
+    result_of,
+)
 
 PLAN = plan_for(A, B, C)
 FP32 = codec_named("fp32")
@@ -38,9 +47,13 @@ def contribution(sender: NodeId, value: float) -> Payload:
     return contribution_of(np.full(BLOCK, value, dtype="<f4").tobytes(), sender_id=sender)
 
 
+def body_of(payload: Payload) -> PayloadCame:
+    return PayloadCame(sender=payload.header.sender_id, payload=payload, admitted_in=0)
+
+
 def came(state: RoundState, *payloads: Payload, at: float = 1.0) -> RoundState:
     for payload in payloads:
-        transition = step(state, PayloadCame(sender=payload.header.sender_id, payload=payload), at)
+        transition = step(state, body_of(payload), at)
         assert not transition.refusal
         state = transition.state
     return state
@@ -118,7 +131,7 @@ def test_a_node_cannot_change_its_contribution_and_may_repeat_it() -> None:
     why = "slice 0 of round 1 has another contribution of b already"
     assert why_refused(state, B, other.header) == why
     # Two that were admitted at the same time:
-    late = step(state, PayloadCame(sender=B, payload=other), 1.0)
+    late = step(state, body_of(other), 1.0)
     assert late.refusal == why
     _, (mean,) = reduced(late.state, PLAN.contribute_seconds)
     assert mean.contributions == {B: contribution(B, 1)}
@@ -128,18 +141,21 @@ def test_what_was_admitted_is_refused_when_the_slice_was_taken_over_meanwhile() 
     state = came(round_at_a(), contribution(A, 1))
     news = SliceTakenOver(round=1, slice_index=0, reducer_id=C, attempt=1, contribute_seconds=10.0)
     state = step(state, news, 2.0).state
-    late = step(state, PayloadCame(sender=B, payload=contribution(B, 1)), 3.0)
+    late = step(state, body_of(contribution(B, 1)), 3.0)
     assert late.refusal == "this node does not reduce slice 0 of round 1"
     assert not late.state.slices[0].contributions  # nothing is kept
 
 
 def test_a_mean_waits_for_nobody_who_is_gone_and_for_others_to_the_deadline() -> None:
+    assert waiting_for(round_at_a()) == "contributions of 3 nodes"
     waiting = came(round_at_a(), contribution(A, 1), contribution(B, 1))
-    assert waiting.late_for(waiting.slices[0]) == {C}
+    assert waiting_for(waiting) == "one contribution"
+    assert late_for(waiting, waiting.slices[0]) == {C}
     gone = step(waiting, ParticipantsDeparted(round=1, node_ids=(C,)), 2.0)
     (mean,) = gone.actions
     assert isinstance(mean, Reduce)
     assert set(mean.reduction.contributions) == {A, B} and not mean.reduction.late
+    assert waiting_for(gone.state) == ""
 
     just_before, nothing = reduced(waiting, PLAN.contribute_seconds - 0.001)
     assert not nothing
@@ -155,3 +171,20 @@ def test_who_departs_after_contributing_still_counts() -> None:
     state = step(state, ParticipantsDeparted(round=1, node_ids=(B,)), 2.0).state
     _, (mean,) = reduced(state, PLAN.contribute_seconds)
     assert set(mean.contributions) == {B}
+
+
+def test_a_result_of_before_its_slice_went_away_and_came_back_is_refused() -> None:
+    """Its reducer makes another one, which the old one would stand in the way of."""
+    state = round_at_a()
+    old = result_of(np.ones(BLOCK, dtype=np.float32), sender_id=B, index=1)
+    assert not why_refused(state, B, old.header)
+    for attempt, reducer in ((1, C), (2, B)):
+        news = SliceTakenOver(
+            round=1, slice_index=1, reducer_id=reducer, attempt=attempt, contribute_seconds=10.0
+        )
+        state = step(state, news, 2.0).state
+    late = step(state, body_of(old), 3.0)
+    assert late.refusal == "slice 1 of round 1 has been taken over meanwhile"
+    assert not why_refused(
+        state, B, old.header
+    )  # B, which may not have heard of it, offers it anew

@@ -160,6 +160,7 @@ async def test_what_does_come_of_a_reducer_that_is_gone_is_waited_for() -> None:
     node.exchange.tell(ParticipantsDeparted(round=1, node_ids=(C,)))
     applying = asyncio.create_task(seconds_to_apply(node, commit))
     await asyncio.sleep(10)
+    assert node.exchange.waiting_for() == "the result of slice 2 of round 1"
     await admission.take(payload)
     admission.end()
     assert await applying == pytest.approx(10, abs=0.1)

@@ -16,12 +16,12 @@ def refusal(
     sender: NodeId,
     header: PayloadHeader,
     *,
-    is_coming: bool = False,
+    admitted_in: int | None = None,
 ) -> str:
     """Why a payload is not taken of its sender, in a sentence; empty when it is.
 
-    `is_coming`: it was admitted before, and some or all of its body is here. `state` is of the round
-    that is open at this node; None when none is.
+    `admitted_in` is the slice's attempt when it was admitted; None: it is offered. `state` is of the
+    round that is open at this node; None when none is.
     """
     if header.run_digest != rules.run_digest:
         return f"run digest {header.run_digest.hex()[:8]} is not ours, {rules.run_digest.hex()[:8]}"
@@ -31,7 +31,7 @@ def refusal(
     if header.kind == CONTRIBUTION:
         return _refusal_of_contribution(state, known, sender, header)
     if header.kind == RESULT:
-        return _refusal_of_result(state, known, sender, header, is_coming=is_coming)
+        return _refusal_of_result(state, known, sender, header, admitted_in)
     return f"a {header.kind_name} is fetched, never pushed"
 
 
@@ -69,14 +69,15 @@ def _refusal_of_result(
     known: SliceState | None,
     sender: NodeId,
     header: PayloadHeader,
-    *,
-    is_coming: bool,
+    admitted_in: int | None,
 ) -> str:
     place = place_of(header)
     if known is None or known.part.reducer_id != sender or header.sender_id != sender:
         return f"{sender} does not reduce {place}"
-    if known.is_fetched and state.commit is not None and not is_coming:  # it would come twice
+    if admitted_in is None and known.is_fetched and state.commit is not None:
         return f"{place} is being fetched already"
+    if admitted_in not in (None, known.attempt):  # its reducer makes another result
+        return f"{place} has been taken over meanwhile"
     if known.held is not None and known.held.header != header:
         return f"another result of {place} is held already"
     return misfit(header, known.part, state.rules.downlink)

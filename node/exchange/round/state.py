@@ -5,7 +5,7 @@ actions out is node.exchange.runner. Payloads are referred to here, and their bo
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -51,22 +51,13 @@ class SliceState:
     phase: Phase = Phase.ELSEWHERE
     deadline: float  # until when its reducer collects
     own: Payload | None = None  # our contribution, once it is encoded
-    contributions: Mapping[NodeId, Payload] = field(
-        default_factory=dict
-    )  # by sender; empty elsewhere
+    # By sender; empty where another node reduces.
+    contributions: Mapping[NodeId, Payload] = field(default_factory=dict)
     held: Payload | None = None  # its result; only one that its present reducer made
     num_arriving: int = 0  # pushes of its result that are under way to us
     is_broken: bool = False  # the latest such push ended, and the result is not here
-    wanted: SliceOutcome | None = (
-        None  # its result as the coordinator names it: offered, or committed
-    )
+    wanted: SliceOutcome | None = None  # its result as the coordinator names it
     is_fetched: bool = False  # others were asked for what is wanted; that is done once
-
-    @property
-    def is_missing(self) -> bool:
-        """Whether the result that the coordinator names is not here."""
-        digest = None if self.wanted is None else self.wanted.digest
-        return digest is not None and (self.held is None or self.held.digest != digest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,20 +85,6 @@ class RoundState:
     committed_at: float = 0.0
     num_fetches: int = 0  # of committed results, under way
     is_closed: bool = False  # nothing of the round is taken, sent or waited for any more
-
-    def late_for(self, known: SliceState) -> frozenset[NodeId]:
-        """Whose contributions to a slice are waited for."""
-        assigned = {assignment.node_id for assignment in self.plan.assignments}
-        return frozenset(assigned - known.contributions.keys() - self.silent)
-
-    def collecting(self) -> Iterator[SliceState]:
-        """The slices that contributions are waited for; none once the round is decided."""
-        slices = self.slices.values() if self.commit is None else ()
-        return (each for each in slices if each.phase is Phase.COLLECTING)
-
-    def missing(self) -> list[SliceState]:
-        """The slices whose result the coordinator names and this node does not have."""
-        return [each for each in self.slices.values() if each.is_missing]
 
     def goes_by(self, plan: Plan) -> bool:
         """Whether the plan asks the same of everybody, apart from who reduces and until when."""
@@ -151,6 +128,7 @@ class PayloadCame:
 
     sender: NodeId
     payload: Payload
+    admitted_in: int  # the attempt of the slice when it was offered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,7 +45,7 @@ from protocol.messages import (
     SliceTakenOver,
 )
 from protocol.payload import CONTRIBUTION, RESULT, Payload
-from protocol.rounds import Plan, SliceOutcome
+from protocol.rounds import NodeId, Plan, SliceOutcome
 
 GRACE_SECONDS = 2.0
 GRACE_ROUND_TRIPS = 8
@@ -64,6 +64,7 @@ class Transition:
 
     state: RoundState
     actions: tuple[Action, ...]
+    wake_at: float | None = None  # when time alone would do something next; None: never
     refusal: str = ""  # of the payload that came
 
 
@@ -90,24 +91,33 @@ def step(state: RoundState, event: Event, now: float) -> Transition:
     turn = _Turn(state=state, now=now)
     why = ""
     if isinstance(event, PayloadCame):
-        header = event.payload.header
-        why = refusal(state.rules, state, event.sender, header, is_coming=True)
-    if why or state.is_closed:
+        header, admitted_in = event.payload.header, event.admitted_in
+        why = refusal(state.rules, state, event.sender, header, admitted_in=admitted_in)
+    if state.is_closed:
         return Transition(state=state, actions=(), refusal=why)
     if isinstance(event, Closed):
         # Bodies leave the memory; what is being pushed goes on its way.
         return Transition(state=replace(state, is_closed=True, slices={}), actions=())
-    _take_in(turn, event)
+    if not why:
+        _take_in(turn, event)
     _reduce_what_is_here(turn)
     _fetch_what_is_due(turn)
-    return Transition(state=turn.state, actions=tuple(turn.actions))
+    times = [known.deadline for known in collecting(turn.state)]
+    times += [at for at in _due_times(turn.state).values() if at < math.inf]
+    wake_at = min(times, default=None)
+    return Transition(state=turn.state, actions=tuple(turn.actions), wake_at=wake_at, refusal=why)
 
 
-def next_wake(state: RoundState) -> float | None:
-    """When time alone would do something next; None when it never does."""
-    times = [known.deadline for known in state.collecting()]
-    times += _due_times(state).values()
-    return min((at for at in times if at < math.inf), default=None)
+def collecting(state: RoundState) -> list[SliceState]:
+    """The slices that contributions are waited for; none once the round is decided."""
+    slices = state.slices.values() if state.commit is None else ()
+    return [known for known in slices if known.phase is Phase.COLLECTING]
+
+
+def late_for(state: RoundState, known: SliceState) -> frozenset[NodeId]:
+    """Whose contributions to a slice are waited for."""
+    assigned = {assignment.node_id for assignment in state.plan.assignments}
+    return frozenset(assigned - known.contributions.keys() - state.silent)
 
 
 def is_wanted(state: RoundState, send: Send) -> bool:
@@ -122,19 +132,18 @@ def is_wanted(state: RoundState, send: Send) -> bool:
 
 def is_complete(state: RoundState) -> bool:
     """Whether all that will come of the committed results is here; what nobody delivers is missing."""
-    missing = state.missing()
-    is_over = all(known.is_fetched for known in missing) and not state.num_fetches
-    return state.commit is not None and (is_over or not missing)
+    missing = _missing(state)
+    return not missing or (all(known.is_fetched for known in missing) and not state.num_fetches)
 
 
 def waiting_for(state: RoundState) -> str:
     """What the exchange waits for, in words; empty when for nothing."""
     if state.commit is not None:
-        missing = [known.part.index for known in state.missing()]
+        missing = [known.part.index for known in _missing(state)]
         if len(missing) > 1:
             return f"results of {len(missing)} slices of round {state.plan.round}"
         return "".join(f"the result of slice {i} of round {state.plan.round}" for i in missing)
-    nodes = {node_id for known in state.collecting() for node_id in state.late_for(known)}
+    nodes = {node_id for known in collecting(state) for node_id in late_for(state, known)}
     if len(nodes) < 2:
         return "one contribution" if nodes else ""
     return f"contributions of {len(nodes)} nodes"
@@ -173,7 +182,7 @@ def _take_in(turn: _Turn, event: Event) -> None:
             _hand_out(turn, event)
         case ResultFetched(payload=payload):
             known = turn.state.slices[payload.header.slice_index]
-            if known.is_missing and known.wanted and known.wanted.digest == payload.digest:
+            if known.wanted and known.wanted.digest == payload.digest and _is_missing(known):
                 _hold(turn, payload)
         case FetchEnded(is_committed=is_committed):
             turn.state = replace(turn.state, num_fetches=turn.state.num_fetches - is_committed)
@@ -254,8 +263,8 @@ def _take_over(turn: _Turn, event: SliceTakenOver) -> None:
 
 def _reduce_what_is_here(turn: _Turn) -> None:
     """Takes the mean of each slice of ours of which all is here, or whose deadline has passed."""
-    for known in tuple(turn.state.collecting()):
-        late = turn.state.late_for(known)
+    for known in collecting(turn.state):
+        late = late_for(turn.state, known)
         if not late or turn.now >= known.deadline:
             turn.put(known.part.index, phase=Phase.AVERAGING)
             reduction = Reduction(
@@ -356,6 +365,16 @@ def _fetch_what_is_due(turn: _Turn) -> None:
         turn.state = replace(turn.state, num_fetches=turn.state.num_fetches + 1)
 
 
+def _missing(state: RoundState) -> list[SliceState]:
+    """The slices whose result the coordinator names and this node does not have."""
+    return [known for known in state.slices.values() if _is_missing(known)]
+
+
+def _is_missing(known: SliceState) -> bool:
+    digest = None if known.wanted is None else known.wanted.digest
+    return digest is not None and (known.held is None or known.held.digest != digest)
+
+
 def _due_times(state: RoundState) -> Mapping[int, float]:
     """From when each missing result that nobody was asked for is fetched, by its slice's index."""
     patient_until = math.inf
@@ -363,7 +382,7 @@ def _due_times(state: RoundState) -> Mapping[int, float]:
         patient_until = state.committed_at + state.patience_seconds
     return {
         known.part.index: min(_due_at(state, known), patient_until)
-        for known in state.missing()
+        for known in _missing(state)
         if not known.is_fetched
     }
 

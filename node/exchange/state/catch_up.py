@@ -96,12 +96,10 @@ class CatchUp:
             run_digest=run_digest,
             layout_digest=outer.layout_digest,
             num_elements=outer.layout.num_elements,
-            transport=donors.transport,
             heavy=heavy,
-            peers=donors.peers,
+            donors=donors,
             folder=None if disk is None else disk.path,
             say=self._say,
-            silences=donors.silences,
         )
 
     async def to_commit(self, commit: Commit) -> None:
@@ -271,7 +269,13 @@ class CatchUp:
             first, last = min(rounds), max(rounds)
             which = f"round {first}" if first == last else f"rounds {first} to {last}"
             self._say(f"results of {which}")
-            await fetch_results(wanted, self._keep, of=self._donors, peers=self._donors.peers())
+            await fetch_results(
+                wanted,
+                self._keep,
+                of=self._donors,
+                peers=self._donors.peers(),
+                downlink=self._outer.downlink,
+            )
 
     async def _keep(self, payload: Payload) -> None:
         self._held.hold(payload)

@@ -16,7 +16,7 @@ from pathlib import Path
 import structlog
 
 from node.disk.snapshots import Snapshot
-from node.exchange.fetching import Outcome, Schedule, Silences, fetch_pieces, fetch_seconds
+from node.exchange.fetching import Donors, Outcome, Schedule, fetch_pieces, fetch_seconds
 from node.exchange.state.arriving import Arrivals, Arriving
 from node.exchange.state.manifest import Manifest, ManifestError
 from node.exchange.transport.transport import (
@@ -24,7 +24,6 @@ from node.exchange.transport.transport import (
     NotHeldError,
     PeerUnreachableError,
     TransferRefusedError,
-    Transport,
     Want,
     WantChunk,
     WantManifest,
@@ -63,8 +62,8 @@ class Candidate:
 class Download:
     """Fetches one state at a time; keeps what has come until a whole one is taken over.
 
-    `folder` is where it keeps that, so that it survives a restart; in memory when None. `peers` are
-    those to ask, the preferred first; `say` hears how far it is.
+    `folder` is where it keeps that, so that it survives a restart; in memory when None. `say` hears
+    how far it is.
     """
 
     def __init__(
@@ -73,21 +72,17 @@ class Download:
         run_digest: Digest,
         layout_digest: Digest,
         num_elements: int,
-        transport: Transport,
         heavy: Heavy,
-        peers: Callable[[], tuple[NodeId, ...]],
+        donors: Donors,
         folder: Path | None,
         say: Callable[[str], None],
-        silences: Silences,
     ) -> None:
         self._say = say
-        self._silences = silences
         self._run_digest = run_digest
         self._layout_digest = layout_digest
         self._num_elements = num_elements
-        self._transport = transport
         self._heavy = heavy
-        self._peers = peers
+        self._donors = donors
         self._arrivals = Arrivals(folder, run_digest=run_digest, layout_digest=layout_digest)
         self._distrusted_until: dict[NodeId, float] = {}
         self._failed: set[NodeId] = set()  # gave no chunk when last asked for one
@@ -219,7 +214,9 @@ class Download:
             of=len(manifest.chunk_digests),
             donors=len(donors),
         )
-        schedule = Schedule(dict.fromkeys(sorted(arriving.missing), ()), donors, self._silences)
+        schedule = Schedule(
+            dict.fromkeys(sorted(arriving.missing), ()), donors, self._donors.silences
+        )
         vouching = list(donors)
         recruiting = asyncio.create_task(self._recruit(schedule, manifest, vouching))
         try:
@@ -280,7 +277,7 @@ class Download:
         Raises NotHeldError, and TransferRefusedError from who may be asked again.
         """
         try:
-            return await self._transport.fetch(
+            return await self._donors.transport.fetch(
                 peer,
                 want,
                 max_body_bytes=max_body_bytes,
@@ -299,8 +296,8 @@ class Download:
     def _trusted(self) -> tuple[NodeId, ...]:
         """Whom to ask, those last that were silent lately."""
         now = asyncio.get_running_loop().time()
-        trusted = (p for p in self._peers() if self._distrusted_until.get(p, 0.0) <= now)
-        return tuple(sorted(trusted, key=lambda peer: self._silences.has(peer, now)))
+        trusted = (p for p in self._donors.peers() if self._distrusted_until.get(p, 0.0) <= now)
+        return tuple(sorted(trusted, key=lambda peer: self._donors.silences.has(peer, now)))
 
     def _distrust(self, peer: NodeId, why: str) -> None:
         log.warning("a donor lies, and is not asked for a while", peer=peer, why=why)
