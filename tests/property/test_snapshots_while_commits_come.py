@@ -33,9 +33,8 @@ class World:
         edges = [0, *sorted(set(cuts)), NUM_ELEMENTS]
         self.fragments = [slice(a, b) for a, b in pairwise(edges)]
         self.values = np.random.default_rng(0).normal(size=(3, NUM_ELEMENTS)).astype(np.float32)
-        self.errors: dict[
-            int, Vector
-        ] = {}  # by fragment; each commit puts another one in its place
+        # By fragment: each commit puts another one in its place.
+        self.errors: dict[int, np.ndarray] = {}
         self.round = 0
         self.folder = SnapshotFolder(folder)
         self.writing: SnapshotWriting | None = None
