@@ -179,15 +179,15 @@ class Download:
                 best = max((len(each.donors) for each in candidates.values()), default=0)
                 waits = [one.until - clock() for one in asked.values() if one.until > clock()]
                 while left and len(waits) + best < ENOUGH_DONORS and len(asked) < MOST_ASKED:
-                    patience = self._silences.patience_seconds(left[0])
+                    patience = self._donors.silences.patience_seconds(left[0])
                     one = _Asked(left.popleft(), patience=patience, until=clock() + patience)
                     asked[asyncio.create_task(self._manifest_of(one.peer, want, one.hear))] = one
                     waits.append(patience)
                 if best >= ENOUGH_DONORS or not asked or (candidates and not waits):
                     break
                 timeout = min(waits, default=None)
-                done, _ = await asyncio.wait(asked, timeout=timeout, return_when=FIRST_COMPLETED)
-                for task in done:
+                await asyncio.wait(asked, timeout=timeout, return_when=FIRST_COMPLETED)
+                for task in [task for task in asked if task.done()]:  # the preferred peers first
                     peer = asked.pop(task).peer
                     if (manifest := task.result()) is not None:
                         candidate = Candidate(manifest=manifest, donors=[])
@@ -196,7 +196,7 @@ class Download:
                             one.hear()  # theirs may be a moment later
             if candidates:
                 for one in asked.values():
-                    self._silences.note(one.peer, clock())
+                    self._donors.silences.note(one.peer, clock())
             return list(candidates.values())
         finally:
             for task in asked:
