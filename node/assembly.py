@@ -96,7 +96,7 @@ async def run_daemon(
         )
     )
     await prepare_kernels(spec)
-    shared = SharedVectors.create(layout.num_elements)
+    shared = SharedVectors.create(layout.num_elements, layout.largest_fragment)
     try:
         keep_places(folder, settings.data_places(home=folder, folder=Path.cwd()))
         outer = await in_thread(
