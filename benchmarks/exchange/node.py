@@ -20,8 +20,7 @@ from benchmarks.exchange.slow_motion import stretch_waits
 from node.exchange.codecs.registry import codec_named
 from node.exchange.exchange import Exchange
 from node.exchange.outer import Outer
-from node.exchange.outer_optimizer import Sgd
-from node.exchange.rate_scaling import RateScale
+from node.exchange.outer_optimizer import RateScale, Sgd
 from node.exchange.reducer_error import ReducerError
 from node.exchange.residual import Residual
 from node.exchange.round.state import Rules
@@ -66,7 +65,7 @@ class BenchmarkNode:
             uplink=codec_named(order["uplink"]),
             downlink=codec_named(order["downlink"]),
             residual=Residual(num_elements, error_feedback=False),
-            reducer_error=ReducerError(num_elements, rule="drop"),
+            reducer_error=ReducerError(rule="drop"),
             merge="mean",
             rate_scale=RateScale(scaling="none", full_round_samples=1),
             run_digest=RUN,

@@ -16,8 +16,7 @@ from node.disk.snapshots import Owed, Snapshot
 from node.exchange.codecs.registry import codec_named
 from node.exchange.exchange import Exchange
 from node.exchange.outer import Outer
-from node.exchange.outer_optimizer import Sgd
-from node.exchange.rate_scaling import RateScale
+from node.exchange.outer_optimizer import RateScale, Sgd
 from node.exchange.reducer_error import ReducerError
 from node.exchange.residual import MOST_OWED, Residual
 from node.exchange.round.state import Rules
@@ -85,7 +84,7 @@ def outer_of(
     return Outer(
         layout=layout,
         parameters=np.zeros(layout.num_elements, dtype=np.float32),
-        published=np.zeros(layout.num_elements, dtype=np.float32),
+        published=np.zeros(layout.largest_fragment, dtype=np.float32),
         optimizer=Sgd(learning_rate=1.0),
         uplink=codec_named(codec),
         downlink=codec_named(codec),
@@ -95,7 +94,7 @@ def outer_of(
             needs_feedback=codec in WANTS_FEEDBACK,
             most_owed=most_owed,
         ),
-        reducer_error=ReducerError(layout.num_elements, rule=reducer_error),
+        reducer_error=ReducerError(rule=reducer_error, num_fragments=len(layout.fragments)),
         merge="mean",
         rate_scale=RateScale(scaling="none", full_round_samples=1),
         run_digest=RUN,
