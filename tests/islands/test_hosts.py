@@ -321,7 +321,7 @@ async def test_hosts_that_start_again_go_on_from_the_newest_checkpoint_that_all_
             assert names_in(other) == {"round-1"}
 
             # One that cannot write: no host gives its part a name.
-            (other / ".round-3").touch()
+            (other / ".round-3.new").touch()
             await island.train(work_of(1), ignore)
             with capture_logs() as lines:
                 await island.keep(3, is_last=True)
