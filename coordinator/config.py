@@ -23,7 +23,7 @@ from coordinator.presets.cost import CODEC_COSTS
 from coordinator.presets.settling import Settled, settled_run_file, wants_settling
 from coordinator.swarm.state import Rules
 from protocol.errors import AtollError, CannotCreateError, ConfigError, NoInputError, UsageError
-from protocol.files.durable import is_taken, read_toml, whole_folder, write_atomically
+from protocol.files.durable import is_taken, read_secret, read_toml, whole_folder, write_atomically
 from protocol.models import Section
 from protocol.run_spec import (
     RunSection,
@@ -272,12 +272,12 @@ class Home:
             run=load_run_folder(directory, RUN_FILE),
             authority=Authority(
                 certificate_pem=_read(directory / AUTHORITY_FILE),
-                key_pem=_read(directory / AUTHORITY_KEY_FILE),
+                key_pem=_read_secret(directory / AUTHORITY_KEY_FILE),
             ),
             server_pem=_read(directory / SERVER_FILE),
-            server_key_pem=_read(directory / SERVER_KEY_FILE),
+            server_key_pem=_read_secret(directory / SERVER_KEY_FILE),
             operator_pem=_read(directory / CERTIFICATE_FILE),
-            operator_key_pem=_read(directory / KEY_FILE),
+            operator_key_pem=_read_secret(directory / KEY_FILE),
         )
 
     def save_link(self, *, host: str, control_port: int) -> None:
@@ -455,9 +455,13 @@ def _first_problem(error: ValidationError) -> str:
     return f"{key} = {problem['input']!r}: {message[0].lower()}{message[1:]}"
 
 
-def _read(path: Path) -> bytes:
+def _read_secret(path: Path) -> bytes:
+    return _read(path, by=read_secret)
+
+
+def _read(path: Path, by: Callable[[Path], bytes] = Path.read_bytes) -> bytes:
     try:
-        return path.read_bytes()
+        return by(path)
     except OSError as error:
         raise NoInputError(
             f"{path} cannot be read: {error.strerror}",

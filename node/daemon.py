@@ -27,7 +27,7 @@ from node.heavy import Heavy
 from node.history import History
 from node.island.data.island import SuppliedIsland
 from node.island.island import Island
-from node.link.calls import Announcement, Attachment, CoordinatorLink, Vitals
+from node.link.calls import Announcement, Attachment, CoordinatorLink
 from node.link.session import Session
 from protocol.channel import retried
 from protocol.errors import AtollError, SystemRefusedError
@@ -48,6 +48,7 @@ from protocol.messages import (
 )
 from protocol.rounds import Commit, CorpusSummary, NodeId, PeerAddress
 from protocol.run_spec import RunSpec
+from protocol.vitals import Vitals
 from protocol.wire_count import WireCounts
 
 log = structlog.get_logger()
@@ -306,7 +307,9 @@ class Daemon:
             mesh=self._facts.mesh,
             congestion_control=self._facts.congestion_control,
             let_go_rounds=self._outer.owing.let_go_rounds,
-            ability=self._island.ability,
+            upload_pace=self._transport.upload_pace,
+            trains=self._island.ability.trains,
+            evaluates=self._island.ability.evaluates,
         )
 
     def _waiting_for(self) -> str:

@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 import structlog
 
 from node.daemon import NodeFacts
-from node.link.calls import Vitals, heartbeat_of
 from protocol.trust.invite import endpoint_of
+from protocol.vitals import Vitals, heartbeat_of
 from protocol.web.address import web_address_of
 
 _log = structlog.get_logger()

@@ -9,7 +9,7 @@ from typing import Any, get_args
 from coordinator.config import SLICE_BYTES
 from coordinator.presets.cost import CODEC_COSTS
 from lab.network.links import DEFAULT_BUFFER_BYTES, Link
-from node.exchange.transport.parts import MOST_STREAMS
+from node.exchange.transport.limits import Limits
 from protocol.errors import UsageError
 from protocol.run_spec import CodecName
 
@@ -76,7 +76,7 @@ class Case:
     round_trip_ms: float
     slow: float = 1.0  # the last node's share of the others' rate
     by_bandwidth: bool = True
-    stripes: int = MOST_STREAMS  # for one body, at most
+    stripes: int = Limits().max_streams_per_body  # for one body, at most
     keeps_window: bool = False  # whether TCP remembers over a pause what the links carry
     slow_motion: float = 1.0  # how many times as long everything takes
 

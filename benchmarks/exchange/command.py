@@ -42,7 +42,7 @@ from benchmarks.exchange.report import COLUMNS, WORDS, as_markdown, cells_of, dr
 from benchmarks.exchange.swarm import Swarm
 from benchmarks.measurement import Row, Rows, add_results, machine, parser_of, read_rows
 from lab.network.lab import LabUnavailableError, NetworkLab
-from node.exchange.transport.parts import MOST_STREAMS
+from node.exchange.transport.limits import Limits
 from protocol.errors import AtollError
 from protocol.terminal import console
 
@@ -205,7 +205,7 @@ def parser() -> argparse.ArgumentParser:
         "--stripes",
         type=int,
         nargs="+",
-        default=[MOST_STREAMS],
+        default=[Limits().max_streams_per_body],
         help="streams for one body at most",
     )
     made.add_argument("--rounds", type=int, default=5, help="that count (default 5)")

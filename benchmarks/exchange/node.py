@@ -27,8 +27,8 @@ from node.exchange.residual import Residual
 from node.exchange.round.state import Rules
 from node.exchange.state.catch_up import CoordinatorCalls
 from node.exchange.state.patience import Patience
-from node.exchange.transport.frames import Limits
 from node.exchange.transport.libp2p import Libp2pTransport
+from node.exchange.transport.limits import Limits
 from node.heavy import in_thread
 from node.history import History
 from node.machine.freed_memory import keep_freed_memory
@@ -76,7 +76,7 @@ class BenchmarkNode:
             identity=identity,
             counts=self._counts,
             listen_multiaddrs=(f"/ip4/{order['host']}/tcp/0",),
-            limits=Limits(max_stripes_per_body=order["stripes"]),
+            limits=Limits(max_streams_per_body=order["stripes"]).stretched(order["slow_motion"]),
         )
         self.exchange = Exchange(
             Rules(

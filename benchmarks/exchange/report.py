@@ -5,13 +5,13 @@ from typing import Any
 
 from benchmarks.figures import Point, scattered
 from benchmarks.measurement import Row, markdown
-from node.exchange.transport.parts import MOST_STREAMS
+from node.exchange.transport.limits import Limits
 
 # Of lines from before these stood in them.
 _DEFAULTS: Row = {
     "slow": 1.0,
     "by_bandwidth": True,
-    "stripes": MOST_STREAMS,
+    "stripes": Limits().max_streams_per_body,
     "keeps_window": False,
     "congestion_control": "bbr",  # what the kernel had
     "pause_seconds": 1.0,

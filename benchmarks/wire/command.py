@@ -24,7 +24,7 @@ from benchmarks.measurement import machine, parser_of
 from lab.network.namespace import enter, loopback_counters
 from lab.processes.ending import nothing_left
 from node.demo.children import Child, Children
-from node.exchange.transport.wire_cost import CONNECTION_BYTES
+from node.exchange.transport.rates.traffic import CONNECTION_BYTES
 from protocol.terminal import console
 from protocol.terminal.query import StatusLink
 from protocol.terminal.status_view import by_name

@@ -4,7 +4,7 @@
 
 Runs two transports in a network namespace of its own, whose loopback has the MTU of the internet
 and no segmentation offload, so that the interface's counters see packets as a network card sends
-them. The constants in node/exchange/transport/wire_cost.py come from here. Needs the right to make
+them. The constants in node/exchange/transport/rates/traffic.py come from here. Needs the right to make
 a network namespace (root, or unprivileged user namespaces). Prints a table and, last, JSON.
 """
 

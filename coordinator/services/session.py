@@ -166,6 +166,12 @@ class SessionDesk:
             of="the congestion control",
             max_length=checks.MAX_NAME_LENGTH,
         )
+        checks.words(
+            request.upload_pace.held_by,
+            of="what holds uploads back",
+            max_length=checks.MAX_NAME_LENGTH,
+        )
+        checks.finite(request.upload_pace.bytes_per_second, of="the pace of uploads")
         checks.finite(request.loss, of="the loss")
         checks.finite(request.tokens_per_second, of="the training speed")
         checks.finite(request.let_go_rounds, of="the late work let go")

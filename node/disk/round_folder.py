@@ -119,6 +119,12 @@ class RoundFolder:
             path.replace(apart)
         return apart
 
+    def clear(self) -> None:
+        """Drops all of it."""
+        self.drop_after(-1)
+        for path in (*self._unfinished(), *self._damaged()):
+            _remove(path)
+
     def sweep(self) -> None:
         """Removes what a killed process was making. Nobody may be making anything."""
         for path in self._unfinished():

@@ -255,7 +255,8 @@ class SnapshotWriting:
             os.pwrite(self._file.fileno(), bytes(8), 0)  # what is written over is no snapshot
             self._file.truncate(at)
         except OSError as error:
-            raise refusal_to_write(path, error) from error
+            path.unlink(missing_ok=True)
+            raise refusal_to_write(folder.path_of(self.round), error) from error
 
     def keep(self, span: slice) -> None:
         """Has elements of the canonical vector written, if they are not yet: they are about to change.
@@ -281,11 +282,11 @@ class SnapshotWriting:
                     self._write_rest()
                     self._path = self._folder.finish(self.round)
                 except (OSError, AtollError) as error:
-                    self._give_up(error)
+                    self.give_up(error)
                     with suppress(OSError):
                         building.unlink()
                     if isinstance(error, OSError):
-                        raise refusal_to_write(building, error) from error
+                        raise refusal_to_write(self._folder.path_of(self.round), error) from error
                     raise
                 finally:
                     with self._changed:  # a file that is closed may be another one at once
@@ -342,7 +343,7 @@ class SnapshotWriting:
                 num_written = os.pwrite(self._file.fileno(), part, at)
                 part, at = part[num_written:], at + num_written
         except OSError as error:
-            self._give_up(error)
+            self.give_up(error)
             raise
         finally:
             with self._changed:
@@ -358,7 +359,8 @@ class SnapshotWriting:
             self._is_awaited.wait(time.perf_counter() - self._synced_at)
             self._unsynced, self._synced_at = 0, time.perf_counter()
 
-    def _give_up(self, error: OSError | AtollError) -> None:
+    def give_up(self, error: OSError | AtollError) -> None:
+        """Ends it: `write` raises this, and leaves nothing behind."""
         with self._changed:
             self._failure = error
             self._left.clear()
@@ -500,7 +502,11 @@ def _read(path: Path) -> tuple[Snapshot, Owed | None]:
     metadata, tensors = dict(file.metadata), file.tensors
     owed = None
     if "residual" in tensors:
-        owed = Owed(residual=tensors["residual"], reducer_error=tensors.get("reducer_error"))
+        error = tensors.get("reducer_error")
+        if error is not None:  # it outlives the file
+            error = error.copy()
+            error.flags.writeable = False
+        owed = Owed(residual=tensors["residual"], reducer_error=error)
     try:
         num_elements = tensors["parameters"].size
         for name, vector in tensors.items():

@@ -37,7 +37,7 @@ from protocol.rounds import Assignment, Commit, Digest, NodeId
 from protocol.wire_count import WireCounts, WireTotals, grown
 
 if TYPE_CHECKING:
-    from node.link.utilisation import Utilisation
+    from protocol.vitals import Utilisation
 
 log = structlog.get_logger()
 

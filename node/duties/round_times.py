@@ -1,7 +1,7 @@
 """Where the time of a node's round went. Pure: the daemon says what happened, and when."""
 
 from node.island.island import InnerReport
-from node.link.utilisation import Utilisation
+from protocol.vitals import Utilisation
 
 
 class RoundTimes:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Self
 
 from protocol.errors import BadDataError, NoInputError
-from protocol.files.durable import refusing, write_atomically
+from protocol.files.durable import read_secret, refusing, write_atomically
 from protocol.trust.pki import Authority, new_swarm_id, pin_of
 
 TOKEN_FILE = "island.token"
@@ -82,7 +82,7 @@ class LeaderKey:
             }
             write_atomically(path, json.dumps(values).encode(), mode=0o600)
         try:
-            values = json.loads(path.read_text())
+            values = json.loads(read_secret(path))
             return cls(
                 certificate_pem=values["certificate"].encode(),
                 key_pem=values["key"].encode(),

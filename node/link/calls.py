@@ -4,9 +4,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from node.exchange.transport.rates.link_rates import UNMEASURED, LinkRates
 from node.island.island import ALL, Ability
-from node.link.utilisation import Utilisation
 from protocol import convert
 from protocol.errors import ProtocolMismatchError
 from protocol.messages import (
@@ -28,7 +26,7 @@ from protocol.rounds import (
 )
 from protocol.run_spec import RunSpec, run_from_json
 from protocol.v1 import session_pb2
-from protocol.wire_count import WireTotals
+from protocol.vitals import Vitals, heartbeat_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,28 +58,6 @@ class Attachment:
     committed_round: int
     committed_digest: Digest | None
     node_name: str = ""  # what the swarm calls the node
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Vitals:
-    """How a node is doing, for its heartbeat."""
-
-    outer_round: int
-    outer_digest: Digest
-    outer_incarnation: int
-    unreachable: tuple[NodeId, ...]
-    activity: str
-    waiting_for: str
-    inner_step: int
-    loss: float
-    tokens_per_second: float
-    wire: WireTotals
-    link_rates: LinkRates = UNMEASURED
-    utilisation: Utilisation | None = None  # of the round that ended last, if it trained in it
-    mesh: str = ""  # how its ranks are laid out, in words
-    congestion_control: str = ""  # of its host's TCP; empty: not known
-    let_go_rounds: float = 0.0  # of late work, by this process
-    ability: Ability = ALL
 
 
 class SessionStub(Protocol):
@@ -206,56 +182,3 @@ class CoordinatorLink:
     async def detach(self, session_id: int, reason: str) -> None:
         """Says goodbye."""
         await self._stub.Detach(session_pb2.DetachRequest(session_id=session_id, reason=reason))
-
-
-def heartbeat_of(session_id: int, vitals: Vitals) -> session_pb2.HeartbeatRequest:
-    """What a node says of itself, as it goes over the wire."""
-    return session_pb2.HeartbeatRequest(
-        session_id=session_id,
-        outer_round=vitals.outer_round,
-        outer_digest=vitals.outer_digest,
-        outer_incarnation=vitals.outer_incarnation,
-        unreachable_ids=vitals.unreachable,
-        activity=vitals.activity,
-        waiting_for=vitals.waiting_for,
-        inner_step=vitals.inner_step,
-        loss=vitals.loss,
-        tokens_per_second=vitals.tokens_per_second,
-        wire=convert.wire_counts_to_wire(vitals.wire),
-        link_rates=_rates_to_wire(vitals.link_rates),
-        utilisation=_utilisation_to_wire(vitals.utilisation),
-        mesh=vitals.mesh,
-        congestion_control=vitals.congestion_control,
-        let_go_rounds=vitals.let_go_rounds,
-        cannot_train=not vitals.ability.trains,
-        cannot_evaluate=not vitals.ability.evaluates,
-    )
-
-
-def _utilisation_to_wire(utilisation: Utilisation | None) -> session_pb2.Utilisation | None:
-    if utilisation is None:
-        return None
-    return session_pb2.Utilisation(
-        round=utilisation.round,
-        tokens_per_second=utilisation.tokens_per_second,
-        flops_per_second=utilisation.flops_per_second,
-        mfu=utilisation.mfu,
-        peak_flops_per_second=utilisation.peak_flops_per_second,
-        is_peak_measured=utilisation.is_peak_measured,
-        compute_share=utilisation.compute_share,
-        publish_share=utilisation.publish_share,
-        adopt_share=utilisation.adopt_share,
-        waiting_share=utilisation.waiting_share,
-        local_communication_share=utilisation.local_communication_share,
-        exchange_share=utilisation.exchange_share,
-        peak_memory_bytes=utilisation.peak_memory_bytes,
-    )
-
-
-def _rates_to_wire(rates: LinkRates) -> session_pb2.LinkRates | None:
-    if rates == UNMEASURED:
-        return None
-    return session_pb2.LinkRates(
-        up_bytes_per_second=rates.up_bytes_per_second or 0.0,
-        down_bytes_per_second=rates.down_bytes_per_second or 0.0,
-    )

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 import structlog
 
-from node.link.calls import Announcement, Attachment, CoordinatorLink, Vitals
+from node.link.calls import Announcement, Attachment, CoordinatorLink
 from protocol.channel import RETRY_CAP_SECONDS
 from protocol.errors import AtollError, CopyAttachedError, TemporaryError, UnavailableError
 from protocol.messages import Message, Report
 from protocol.rounds import Commit
+from protocol.vitals import Vitals
 
 log = structlog.get_logger()
 

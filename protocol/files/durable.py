@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
 import tempfile
 import tomllib
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from protocol.errors import (
     CannotCreateError,
     ConfigError,
     NoInputError,
+    NotPermittedError,
     SystemRefusedError,
 )
 from protocol.files.leftovers import Held, remove_left
@@ -64,6 +66,21 @@ def read_toml(path: Path, *, when_missing: str) -> dict[str, Any]:
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not TOML: {error}", next_step="correct that line") from error
+
+
+def read_secret(path: Path) -> bytes:
+    """A file that nobody but its owner, and its group, may read. Raises OSError, and NotPermittedError.
+
+    A key that others could read may be theirs too; who could write it chose it. A group may read, for so
+    services get their keys.
+    """
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & (stat.S_IRWXO | stat.S_IWGRP):
+        raise NotPermittedError(
+            f"others on this machine may read or change {path} (mode {mode:03o}), which is secret",
+            next_step=f"type 'chmod 600 {path}'; if somebody may have read it, make a new one",
+        )
+    return path.read_bytes()
 
 
 def expanded(path: Path | str) -> Path:

@@ -207,6 +207,7 @@ def nodes(is_json: bool, directory: Path | None) -> None:
         state_in_words,
         time_in_words,
     )
+    from protocol.vitals import upload_in_words
 
     rows = [
         (
@@ -217,6 +218,7 @@ def nodes(is_json: bool, directory: Path | None) -> None:
             console.age_in_words(node.silent_seconds),
             console.count_in_words(node.committed_tokens),
             link_in_words(node),
+            upload_in_words(node.heartbeat.upload_pace) or "-",
             node.heartbeat.congestion_control or "-",
             time_in_words(node),
             mfu_in_words(node),
@@ -228,11 +230,32 @@ def nodes(is_json: bool, directory: Path | None) -> None:
         for node in by_name(answer.nodes)
     ]
     columns = (
-        *("node", "id", "state", "device", "heard", "tokens", "link", "tcp", "time of a round"),
+        *(
+            "node",
+            "id",
+            "state",
+            "device",
+            "heard",
+            "tokens",
+            "link",
+            "upload",
+            "tcp",
+            "time of a round",
+        ),
         *("mfu", "peak memory", "text", "version", "addresses"),
     )
     spare = (
-        *("addresses", "peak memory", "tcp", "time of a round", "mfu", "version", "text", "link"),
+        *(
+            "addresses",
+            "peak memory",
+            "tcp",
+            "time of a round",
+            "mfu",
+            "version",
+            "text",
+            "link",
+            "upload",
+        ),
         *("device", "id"),
     )
     _print_fitting(columns, rows, spare=spare, right=("tokens",))

@@ -14,6 +14,7 @@ from protocol.terminal.console import (
     seconds_in_words,
 )
 from protocol.v1 import status_pb2 as pb
+from protocol.vitals import upload_in_words
 
 SILENT_SECONDS = 6.0
 """A node not heard for this long is shown as silent: two heartbeats at the default lease."""
@@ -401,7 +402,8 @@ def _node_cells(node: pb.NodeStatus, run: pb.RunStatus) -> tuple[Text, ...]:
         does = _activity(node, run)
         loss = f"{beat.loss:.3f}" if beat.loss > 0 else "-"
         speed = count_in_words(beat.tokens_per_second) if beat.tokens_per_second > 0 else "-"
-        waits_for = beat.waiting_for
+        uploads = upload_in_words(beat.upload_pace)
+        waits_for = "; ".join(filter(None, (beat.waiting_for, uploads and f"upload: {uploads}")))
     return (
         Text(_short(name_of(node)), style="dim" if is_gone else ""),
         Text(word, style=colour),

@@ -12,8 +12,20 @@ from pathlib import Path
 
 import platformdirs
 
-from protocol.errors import AtollError, BadDataError, NoInputError, ProtocolMismatchError
-from protocol.files.durable import expanded, make_folder, remove_durably, write_atomically
+from protocol.errors import (
+    AtollError,
+    BadDataError,
+    NoInputError,
+    NotPermittedError,
+    ProtocolMismatchError,
+)
+from protocol.files.durable import (
+    expanded,
+    make_folder,
+    read_secret,
+    remove_durably,
+    write_atomically,
+)
 from protocol.trust import pki
 from protocol.trust.invite import endpoint_of
 
@@ -116,9 +128,11 @@ class Credentials:
                 control_port=_port(link, "control_port"),
                 authority_pem=(directory / AUTHORITY_FILE).read_bytes(),
                 certificate_pem=(directory / CERTIFICATE_FILE).read_bytes(),
-                key_pem=(directory / KEY_FILE).read_bytes(),
+                key_pem=read_secret(directory / KEY_FILE),
             )
             credentials.check()
+        except NotPermittedError:
+            raise
         except PermissionError as error:
             raise NoInputError(
                 f"cannot read {error.filename}: {error.strerror}",

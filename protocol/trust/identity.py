@@ -11,7 +11,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from protocol.errors import BadDataError, NoInputError
-from protocol.files.durable import write_atomically
+from protocol.files.durable import read_secret, write_atomically
 from protocol.rounds import NodeId
 
 PUBLIC_KEY_BYTES = 32
@@ -65,9 +65,13 @@ class Identity:
 
     @classmethod
     def load(cls, path: Path) -> "Identity":
-        """Reads an identity; raises NoInputError when it is missing, BadDataError when damaged."""
+        """Reads an identity.
+
+        Raises NoInputError when it is missing, BadDataError when damaged, NotPermittedError when others may
+        read it.
+        """
         try:
-            content = path.read_bytes()
+            content = read_secret(path)
         except FileNotFoundError as error:
             raise NoInputError(
                 f"no identity at {path}", next_step="join a swarm with 'atoll join INVITE'"

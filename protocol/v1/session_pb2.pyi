@@ -423,6 +423,7 @@ class HeartbeatRequest(_message.Message):
     LET_GO_ROUNDS_FIELD_NUMBER: _builtins.int
     CANNOT_TRAIN_FIELD_NUMBER: _builtins.int
     CANNOT_EVALUATE_FIELD_NUMBER: _builtins.int
+    UPLOAD_PACE_FIELD_NUMBER: _builtins.int
     session_id: _builtins.int
     """The session."""
     outer_round: _builtins.int
@@ -467,6 +468,10 @@ class HeartbeatRequest(_message.Message):
     def link_rates(self) -> Global___LinkRates:
         """What its link to its peers carries; absent before anything large was transferred."""
 
+    @_builtins.property
+    def upload_pace(self) -> Global___UploadPace:
+        """Why its uploads go no faster; absent while nothing is uploaded."""
+
     def __init__(
         self,
         *,
@@ -488,14 +493,45 @@ class HeartbeatRequest(_message.Message):
         let_go_rounds: _builtins.float = ...,
         cannot_train: _builtins.bool = ...,
         cannot_evaluate: _builtins.bool = ...,
+        upload_pace: Global___UploadPace | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["link_rates", b"link_rates", "utilisation", b"utilisation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["link_rates", b"link_rates", "upload_pace", b"upload_pace", "utilisation", b"utilisation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "cannot_evaluate", b"cannot_evaluate", "cannot_train", b"cannot_train", "congestion_control", b"congestion_control", "inner_step", b"inner_step", "let_go_rounds", b"let_go_rounds", "link_rates", b"link_rates", "loss", b"loss", "mesh", b"mesh", "outer_digest", b"outer_digest", "outer_incarnation", b"outer_incarnation", "outer_round", b"outer_round", "session_id", b"session_id", "tokens_per_second", b"tokens_per_second", "unreachable_ids", b"unreachable_ids", "utilisation", b"utilisation", "waiting_for", b"waiting_for", "wire", b"wire"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "cannot_evaluate", b"cannot_evaluate", "cannot_train", b"cannot_train", "congestion_control", b"congestion_control", "inner_step", b"inner_step", "let_go_rounds", b"let_go_rounds", "link_rates", b"link_rates", "loss", b"loss", "mesh", b"mesh", "outer_digest", b"outer_digest", "outer_incarnation", b"outer_incarnation", "outer_round", b"outer_round", "session_id", b"session_id", "tokens_per_second", b"tokens_per_second", "unreachable_ids", b"unreachable_ids", "upload_pace", b"upload_pace", "utilisation", b"utilisation", "waiting_for", b"waiting_for", "wire", b"wire"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HeartbeatRequest: _TypeAlias = HeartbeatRequest  # noqa: Y015
+
+@_typing.final
+class UploadPace(_message.Message):
+    """What keeps uploads from going faster."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELD_BY_FIELD_NUMBER: _builtins.int
+    BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    NUM_PEERS_FIELD_NUMBER: _builtins.int
+    held_by: _builtins.str
+    """"nothing", "limit" (its owner's), "link" (what it carries), "losses" (of packets), "answers" (of peers)."""
+    bytes_per_second: _builtins.float
+    """Bytes per second of the limit, or of what the link is taken to carry; 0 where there is none."""
+    num_peers: _builtins.int
+    """Peers whose answers are waited for."""
+    def __init__(
+        self,
+        *,
+        held_by: _builtins.str = ...,
+        bytes_per_second: _builtins.float = ...,
+        num_peers: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_second", b"bytes_per_second", "held_by", b"held_by", "num_peers", b"num_peers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UploadPace: _TypeAlias = UploadPace  # noqa: Y015
 
 @_typing.final
 class LinkRates(_message.Message):

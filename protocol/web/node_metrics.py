@@ -1,6 +1,7 @@
 """What is told of a node, by the coordinator of all nodes and by a node of itself: the same names."""
 
 from protocol.v1.session_pb2 import HeartbeatRequest
+from protocol.vitals import HELD_BY
 from protocol.web.metrics import Board, Metric
 
 _NODE = ("node", "node_id")
@@ -87,6 +88,18 @@ NODE_METRICS = (
         meaning="What its link to its peers carries; left out before it was measured",
         labels=(*_NODE, "direction"),
     ),
+    Metric(
+        name="atoll_node_upload_held",
+        kind="gauge",
+        meaning="1 for what keeps its uploads from going faster; left out while it uploads nothing",
+        labels=(*_NODE, "by"),
+    ),
+    Metric(
+        name="atoll_node_upload_pace_bytes_per_second",
+        kind="gauge",
+        meaning="The limit, or what the link is taken to carry, that its uploads are kept to",
+        labels=(*_NODE, "by"),
+    ),
 )
 
 
@@ -124,6 +137,11 @@ def put_node(
         ("down", rates.down_bytes_per_second),
     ):
         board.put("atoll_node_link_bytes_per_second", rate or None, **own, direction=direction)
+    if beat.upload_pace.held_by in HELD_BY:
+        held_by = {"by": beat.upload_pace.held_by}
+        pace = beat.upload_pace.bytes_per_second or None
+        board.put("atoll_node_upload_held", 1, **own, **held_by)
+        board.put("atoll_node_upload_pace_bytes_per_second", pace, **own, **held_by)
     if beat.HasField("utilisation"):
         _put_utilisation(board, beat, own)
 

@@ -15,20 +15,23 @@ from transport_peers import introduce, make_payload, start_transport
 
 from node.doctor.checks import pacing_finding
 from node.exchange.transport.libp2p import Libp2pTransport
-from node.exchange.transport.rates import tcp_pacing
-from node.exchange.transport.rates.tcp_pacing import (
-    LOOK_SECONDS,
+from node.exchange.transport.limits import Limits
+from node.exchange.transport.rates import tcp
+from node.exchange.transport.rates.tcp import (
+    LEAST_GAIN,
+    MANY,
     MOST_OF_A_CORE,
     NEVER_REACHED,
+    TcpCount,
     TcpPacing,
     copy_of,
     pacing_rate_of,
     pause_after,
     sockets_of,
 )
-from node.exchange.transport.rates.tcp_shares import LEAST_GAIN, MANY, TcpCount
 
 SECONDS = 20.0
+LOOK_SECONDS = Limits().tcp_look_seconds
 NOBODY = 65534
 
 
@@ -61,9 +64,9 @@ async def test_connections_are_paced_whoever_dialled() -> None:
             rates = pacing_rates(p2pd_pid(transport))
             assert {is_listener for _, is_listener in rates} == {True, False}
             assert set(rates.values()) == {NEVER_REACHED}
-            assert transport._is_paced_by_kernel
+            assert transport._traffic.is_paced_by_kernel
         first._daemon.tcp_pacing.why_not = "forbidden"
-        assert not first._is_paced_by_kernel
+        assert not first._traffic.is_paced_by_kernel
     finally:
         await first.stop()
         await second.stop()
@@ -88,7 +91,7 @@ def skip_where_forbidden(why_not: str) -> None:
 
 def allowed_pacing() -> TcpPacing:
     """Of this process's own sockets."""
-    pacing = TcpPacing(os.getpid())
+    pacing = TcpPacing(os.getpid(), Limits())
     pacing.look()
     skip_where_forbidden(pacing.why_not)
     return pacing
@@ -127,13 +130,13 @@ def test_a_look_copies_each_connection_once_and_keeps_only_what_holds_the_proces
 ) -> None:
     pacing = allowed_pacing()
     opened: list[int] = []
-    open_process, copy = os.pidfd_open, tcp_pacing._Child.copy_of
+    open_process, copy = os.pidfd_open, tcp._Child.copy_of
 
-    def counted(child: tcp_pacing._Child, descriptor: int, **known: Any) -> socket.socket:
+    def counted(child: tcp._Child, descriptor: int, **known: Any) -> socket.socket:
         opened.append(descriptor)
         return copy(child, descriptor, **known)
 
-    monkeypatch.setattr(tcp_pacing._Child, "copy_of", counted)
+    monkeypatch.setattr(tcp._Child, "copy_of", counted)
     monkeypatch.setattr(os, "pidfd_open", lambda pid: pytest.fail("it is held already"))
     num_open = len(list(Path("/proc/self/fd").iterdir()))
     counts = pacing.counts()
@@ -149,9 +152,10 @@ def test_a_look_copies_each_connection_once_and_keeps_only_what_holds_the_proces
 
 
 def test_looking_takes_a_tenth_of_a_core_at_most() -> None:
-    assert pause_after(0.0) == pause_after(LOOK_SECONDS / 9) == LOOK_SECONDS
+    assert pause_after(0.0, LOOK_SECONDS) == LOOK_SECONDS
+    assert pause_after(LOOK_SECONDS / 9, LOOK_SECONDS) == LOOK_SECONDS
     for spent in (0.002, 0.01, 1.0):
-        assert spent / (spent + pause_after(spent)) == pytest.approx(MOST_OF_A_CORE)
+        assert spent / (spent + pause_after(spent, LOOK_SECONDS)) == pytest.approx(MOST_OF_A_CORE)
 
 
 def test_a_connection_that_is_closed_is_forgotten_and_its_peer_hears_of_it(
@@ -205,7 +209,7 @@ def test_a_socket_that_was_not_asked_for_is_not_paced() -> None:
 def test_a_process_that_has_ended_is_no_fault() -> None:
     with subprocess.Popen(["true"]) as process:
         process.wait()
-        pacing = TcpPacing(process.pid)
+        pacing = TcpPacing(process.pid, Limits())
         pacing.look()
     assert pacing.why_not == ""
 
@@ -217,9 +221,9 @@ def test_a_lack_of_descriptors_is_no_reason_to_give_up(
         raise OSError(errno.EMFILE, "too many open files")
 
     near, _ = connection
-    pacing = TcpPacing(os.getpid())
+    pacing = TcpPacing(os.getpid(), Limits())
     with monkeypatch.context() as short:
-        short.setattr(tcp_pacing._Child, "copy_of", lacking)
+        short.setattr(tcp._Child, "copy_of", lacking)
         pacing.look()
     assert pacing.why_not == ""
     pacing.look()
@@ -230,7 +234,7 @@ def test_a_lack_of_descriptors_is_no_reason_to_give_up(
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become somebody else")
 def test_where_it_is_not_allowed_the_reason_is_kept_and_the_doctor_gives_advice() -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
-        pacing = TcpPacing(process.pid)
+        pacing = TcpPacing(process.pid, Limits())
         os.seteuid(NOBODY)
         try:
             pacing.look()

@@ -9,12 +9,12 @@ import pytest
 from transport_peers import BIG, Peer, introduce, make_payload, start_transport
 
 from node.exchange.transport import libp2p
-from node.exchange.transport.doorkeeper import Doorkeeper
-from node.exchange.transport.frames import Limits, TransferStream
+from node.exchange.transport.admission import StreamAdmission
 from node.exchange.transport.libp2p import PROTOCOL, Libp2pTransport
+from node.exchange.transport.limits import Limits
 from node.exchange.transport.p2pd import DaemonError, P2pd
-from node.exchange.transport.rates.pacing import Pacer
-from node.exchange.transport.tally import Tally
+from node.exchange.transport.rates.traffic import Traffic
+from node.exchange.transport.streams import TransferStream
 from node.exchange.transport.transport import (
     FalseAnswerError,
     NotHeldError,
@@ -34,8 +34,8 @@ SECONDS = 20.0
 ANSWER_SECONDS = 5.0
 
 
-def unpaced() -> Pacer:
-    return Pacer(None, floor_bytes_per_second=Limits().floor_bytes_per_second)
+def unpaced() -> Traffic:
+    return Traffic(WireCounts(), limits=Limits())
 
 
 @dataclass
@@ -54,8 +54,7 @@ class Raw:
                 reader,
                 writer,
                 idle_seconds=ANSWER_SECONDS,
-                pacer=unpaced(),
-                tally=Tally(WireCounts()),
+                traffic=unpaced(),
             )
             assert self.answer is not None
             await self.answer(stream)
@@ -104,8 +103,7 @@ class Raw:
         stream = TransferStream(
             *await self.open(victim),
             idle_seconds=ANSWER_SECONDS,
-            pacer=unpaced(),
-            tally=Tally(WireCounts()),
+            traffic=unpaced(),
         )
         await stream.send(request)
         response = await stream.receive(wire.TransferResponse)
@@ -198,8 +196,7 @@ async def test_nonsense_is_refused_with_the_reason(
     stream = TransferStream(
         *await scene.raw.open(scene.victim),
         idle_seconds=ANSWER_SECONDS,
-        pacer=unpaced(),
-        tally=Tally(WireCounts()),
+        traffic=unpaced(),
     )
     await stream.send(request_)
     response = await stream.receive(wire.TransferResponse)
@@ -236,9 +233,7 @@ async def test_a_body_longer_than_announced_is_not_taken(scene: Scene) -> None:
 async def test_a_body_that_never_comes_frees_its_place(scene: Scene) -> None:
     await scene.make_member()
     reader, writer = await scene.raw.open(scene.victim)
-    stream = TransferStream(
-        reader, writer, idle_seconds=ANSWER_SECONDS, pacer=unpaced(), tally=Tally(WireCounts())
-    )
+    stream = TransferStream(reader, writer, idle_seconds=ANSWER_SECONDS, traffic=unpaced())
     offer = wire.Offer(header=make_payload(body=bytes(1000)).header.encode())
     await stream.send(wire.TransferRequest(offer=offer))
     answer = await stream.receive(wire.TransferResponse)
@@ -308,17 +303,17 @@ async def test_a_node_with_few_places_left_refuses_another_fetch_and_takes_an_of
 
 
 def test_when_places_run_out_each_peer_still_has_two_fetches() -> None:
-    doorkeeper = Doorkeeper(Limits(max_streams=8, max_streams_per_peer=8))
+    admission = StreamAdmission(Limits(max_streams=8, max_streams_per_peer=8))
     with ExitStack() as streams:
         for _ in range(6):
-            streams.enter_context(doorkeeper.let_in("greedy"))
-        assert not doorkeeper.is_served_enough("greedy")
-        streams.enter_context(doorkeeper.let_in("modest"))  # now they run out
-        assert doorkeeper.is_served_enough("greedy")
-        assert not doorkeeper.is_served_enough("modest")
-        streams.enter_context(doorkeeper.let_in("modest"))
-        assert doorkeeper.is_served_enough("modest")
-    assert not doorkeeper.is_served_enough("greedy")
+            streams.enter_context(admission.let_in("greedy"))
+        assert not admission.is_served_enough("greedy")
+        streams.enter_context(admission.let_in("modest"))  # now they run out
+        assert admission.is_served_enough("greedy")
+        assert not admission.is_served_enough("modest")
+        streams.enter_context(admission.let_in("modest"))
+        assert admission.is_served_enough("modest")
+    assert not admission.is_served_enough("greedy")
 
 
 async def fetched_from(scene: Scene, want: Want, *answer: wire.TransferResponse | bytes) -> Payload:
@@ -391,8 +386,7 @@ async def test_a_round_that_nobody_knows_is_not_held(scene: Scene) -> None:
         stream = TransferStream(
             *await scene.raw.open(scene.victim),
             idle_seconds=ANSWER_SECONDS,
-            pacer=unpaced(),
-            tally=Tally(WireCounts()),
+            traffic=unpaced(),
         )
         chunk = wire.WantChunk(round=round_, index=2**32 - 1, digest=b"short")
         await stream.send(wire.TransferRequest(want_chunk=chunk))

@@ -14,8 +14,8 @@ import pytest
 from transport_peers import Desk, introduce, make_payload, start_transport
 
 from node.exchange.transport.libp2p import Libp2pTransport, announced
+from node.exchange.transport.limits import Limits
 from node.exchange.transport.p2pd import P2pd
-from node.exchange.transport.parts import FIRST_ROUND_TRIP_SECONDS
 from node.exchange.transport.transport import (
     PeerUnreachableError,
 )
@@ -68,27 +68,27 @@ async def test_how_long_a_peer_takes_to_answer_is_known_from_the_first_push_on()
     transport, peer = await start_transport()
     other_transport, other = await start_transport()
     await introduce(peer, other)
-    assert transport.round_trip_seconds(other.node_id) == FIRST_ROUND_TRIP_SECONDS
+    assert transport.round_trip_seconds(other.node_id) == Limits().first_round_trip_seconds
     began_at = time.monotonic()
     await transport.push(other.node_id, make_payload(), timeout_seconds=SECONDS)
     seconds = time.monotonic() - began_at
     assert 0 < transport.round_trip_seconds(other.node_id) <= seconds
-    assert transport.round_trip_seconds(other.node_id) != FIRST_ROUND_TRIP_SECONDS
+    assert transport.round_trip_seconds(other.node_id) != Limits().first_round_trip_seconds
     await transport.stop()
     await other_transport.stop()
 
 
-async def test_stripes_that_stay_open_over_a_pause_serve_again_and_end_with_the_transport() -> None:
+async def test_streams_that_stay_open_over_a_pause_serve_again_and_end_with_the_transport() -> None:
     tasks_before = asyncio.all_tasks()
     transport, peer = await start_transport()
     other_transport, other = await start_transport()
     await introduce(peer, other)
-    stripes = []
+    streams = []
     for number in range(2):
         payload = make_payload(body=os.urandom(9_000_000), round=number)
         await transport.push(other.node_id, payload, timeout_seconds=SECONDS)
-        stripes.append(set(transport._conveyors[other.node_id]._stripes))
-    assert stripes[0] & stripes[1]
+        streams.append(set(transport._sendings[other.node_id]._tasks))
+    assert streams[0] & streams[1]
     assert len(other.desk.received) == 2
     await transport.stop()
     await other_transport.stop()

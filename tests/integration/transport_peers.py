@@ -4,8 +4,8 @@ import asyncio
 import itertools
 from dataclasses import dataclass, field
 
-from node.exchange.transport.frames import Limits
 from node.exchange.transport.libp2p import Libp2pTransport
+from node.exchange.transport.limits import Limits
 from node.exchange.transport.transport import (
     Admission,
     TransferRefusedError,
@@ -133,5 +133,5 @@ async def introduce(*peers: Peer) -> None:
 def _is_linked(one: Peer, other: Peer) -> bool:
     if not isinstance(one.transport, Libp2pTransport):
         return True
-    neighbours = one.transport._neighbours
-    return neighbours is None or peer_id_of(other.public_key) in neighbours._connected
+    connections = one.transport._connections
+    return connections is None or peer_id_of(other.public_key) in connections.connected

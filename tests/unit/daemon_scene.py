@@ -13,12 +13,13 @@ from node.heavy import Heavy, in_place
 from node.history import History
 from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork, Progress
 from node.island.ranks.faults import LoopGoneError, RankDiedError
-from node.link.calls import Attachment, Vitals
+from node.link.calls import Attachment
 from protocol.errors import UnavailableError
 from protocol.layout import Layout
 from protocol.messages import Message, Reduced, Report
 from protocol.rounds import Commit, CorpusSummary, Digest, Plan, SliceOutcome
 from protocol.run_spec import RunSpec
+from protocol.vitals import Vitals
 from protocol.wire_count import WireCounts
 from tests.unit.exchange_scene import LAYOUT, TOKENS, A, outer_of, plan_for
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from node.disk.snapshots import Snapshot
-from node.exchange.state.arriving import MANIFEST_FILE, STATE_FILE, Arrivals
+from node.exchange.state.arriving import Arrivals
 from node.exchange.state.manifest import Manifest
 from protocol.errors import SystemRefusedError
 from tests.unit.download_scene import (
@@ -26,6 +26,7 @@ __all__ = ["small_chunks"]
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
 STATE = state_at(7)
+STATE_FILE = "round-00000007.arriving"
 
 
 def arrivals(folder: Path | None) -> Arrivals:
@@ -101,22 +102,24 @@ def test_what_a_crash_left_half_written_is_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda folder: (folder / MANIFEST_FILE).unlink(),
-        lambda folder: (folder / STATE_FILE).unlink(),
-        lambda folder: (folder / STATE_FILE).write_bytes(b"short"),
-        lambda folder: (folder / MANIFEST_FILE).write_bytes(b"nonsense"),
+        lambda path: path.unlink(),
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(b"short"),
+        lambda path: path.write_bytes(path.read_bytes()[1:]),
+        lambda path: path.write_bytes(path.read_bytes() + b"0"),
+        lambda path: path.write_bytes(path.read_bytes().replace(b"atollmf1", b"nonsense")),
     ],
 )
 def test_what_cannot_be_gone_on_with_is_removed(tmp_path: Path, damage: object) -> None:
     begin(tmp_path, 0, 1)
-    damage(tmp_path)  # type: ignore[operator]
+    damage(tmp_path / STATE_FILE)  # type: ignore[operator]
     assert resumed(tmp_path).current is None
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_a_process_left_that_was_killed_while_it_began_is_removed(tmp_path: Path) -> None:
-    (tmp_path / STATE_FILE).write_bytes(bytes(8000))
-    (tmp_path / f".{MANIFEST_FILE}.abc").write_bytes(b"half")
+    (tmp_path / f".{STATE_FILE}.new").write_bytes(bytes(8000))
+    (tmp_path / "arriving.state").write_bytes(b"of an earlier version")
     (tmp_path / "round-00000007.safetensors").write_bytes(b"ours")
     assert resumed(tmp_path).current is None
     assert [path.name for path in tmp_path.iterdir()] == ["round-00000007.safetensors"]
@@ -148,4 +151,5 @@ def test_a_full_disk_is_said_before_anything_is_fetched(
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     with pytest.raises(SystemRefusedError, match="No space left"):
         begin(tmp_path)
+    assert not list(tmp_path.iterdir())
     assert resumed(tmp_path).current is None

@@ -139,6 +139,13 @@ async def test_reports_of_numbers_that_are_none_are_refused() -> None:
     heartbeat.mesh = "shard 2\x1b[2J"
     with pytest.raises(BadDataError, match=r"the mesh .* cannot be shown"):
         await desk.heartbeat(NODE.node_id, heartbeat)
+    heartbeat.mesh, heartbeat.upload_pace.held_by = "", "limit\x1b[2J"
+    with pytest.raises(BadDataError, match="what holds uploads back"):
+        await desk.heartbeat(NODE.node_id, heartbeat)
+    heartbeat.upload_pace.held_by, heartbeat.upload_pace.bytes_per_second = "limit", math.nan
+    with pytest.raises(BadDataError, match="the pace of uploads"):
+        await desk.heartbeat(NODE.node_id, heartbeat)
+    heartbeat.upload_pace.bytes_per_second = 0.0
     heartbeat.mesh, heartbeat.congestion_control = "", "bbr\x1b[2J"
     with pytest.raises(BadDataError, match=r"the congestion control .* cannot be shown"):
         await desk.heartbeat(NODE.node_id, heartbeat)

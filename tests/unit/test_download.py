@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from node.exchange import fetching
-from node.exchange.fetching import OVERDUE_SECONDS, SOON_SECONDS
+from node.exchange.fetching import OVERDUE_SECONDS, SILENT_SECONDS, SOON_SECONDS
 from node.exchange.state.donor import KEPT_SECONDS
-from node.exchange.state.download import ANSWER_SECONDS, DISTRUST_SECONDS, RECRUIT_SECONDS
+from node.exchange.state.download import DISTRUST_SECONDS, MOST_ASKED, RECRUIT_SECONDS
 from node.exchange.transport.transport import (
     TransferRefusedError,
     Want,
@@ -284,8 +284,53 @@ async def test_a_silent_peer_is_not_waited_for_when_others_give_the_manifest() -
 
     donors_of(scene)[0].misbehave = supply
     assert_is(await scene.fetch(await scene.joiner()), state_at(7))
-    assert now() < ANSWER_SECONDS + 5
+    assert now() < SILENT_SECONDS + NUM_CHUNKS * CHUNK_BYTES / SPEED + 1
     await donors_of(scene)[0].transport.stop()
+
+
+@in_virtual_time
+async def test_in_place_of_silent_peers_others_are_asked_after_a_second_each_and_not_all_of_them() -> (
+    None
+):
+    names = [f"silent-{number:02}" for number in range(2 * MOST_ASKED)]
+    scene = await scene_of(*names)
+    silent = asyncio.Event()
+
+    async def supply(want: Want, honestly: Supply) -> Payload | None:
+        await silent.wait()
+        return None
+
+    for donor in donors_of(scene):
+        donor.misbehave = supply
+    fetching = asyncio.create_task(scene.fetch(await scene.joiner()))
+    await asyncio.sleep(2.5 * SILENT_SECONDS)
+    assert sum(bool(donor.asked) for donor in donors_of(scene)) == 12  # four each second
+    await asyncio.sleep(20 * SILENT_SECONDS)
+    assert sum(bool(donor.asked) for donor in donors_of(scene)) == MOST_ASKED
+    fetching.cancel()
+    silent.set()
+    await asyncio.wait([fetching])
+
+
+@in_virtual_time
+async def test_who_was_silent_for_a_manifest_is_asked_last_and_is_waited_for_if_it_is_the_only_one() -> (
+    None
+):
+    scene = await scene_of("a", "b")
+    slow = donors_of(scene)[0]
+
+    async def supply(want: Want, honestly: Supply) -> Payload | None:
+        await asyncio.sleep(10)
+        return await honestly(want)
+
+    slow.misbehave = supply
+    joiner = await scene.joiner()
+    assert_is(await scene.fetch(joiner), state_at(7))
+    began_at = now()
+    assert joiner._trusted()[-1] == slow.node_id
+    scene.network.cut(donors_of(scene)[1].node_id, JOINER)
+    assert_is(await scene.fetch(joiner), state_at(7))
+    assert now() > began_at + 10
 
 
 @in_virtual_time
@@ -395,7 +440,7 @@ async def test_damage_on_our_own_disk_is_mended_and_nobody_blamed(
     times = itertools.count()
 
     def flip_once() -> None:
-        (path,) = tmp_path.glob("*.state")
+        (path,) = tmp_path.glob("*.arriving")
         content = bytearray(path.read_bytes())
         content[5 * CHUNK_BYTES] ^= 1
         path.write_bytes(content)

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import fields
 from types import ModuleType
 from typing import Any, get_args
 from xml.etree import ElementTree
@@ -15,8 +16,7 @@ from benchmarks.exchange.report import COLUMNS, as_markdown, cells_of, drawn, ne
 from benchmarks.exchange.slow_motion import stretch_waits
 from coordinator.config import rules_of
 from lab.processes.processor_time import processor_time, ticks_of_machine, ticks_of_tree
-from node.exchange.transport import frames
-from node.exchange.transport.frames import Limits
+from node.exchange.transport.limits import Limits
 from protocol.errors import UsageError
 from protocol.run_spec import CodecName
 from tests.tiny_runs import tiny
@@ -109,11 +109,11 @@ def test_the_exchange_waits_longer_in_slow_motion_and_nobody_else_does() -> None
         stretch_waits(10, {"node.link": other})
 
 
-def test_streams_may_be_idle_for_longer_in_slow_motion(monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = Limits().idle_seconds
-    monkeypatch.setattr(frames, "IDLE_SECONDS", frames.IDLE_SECONDS)  # put back afterwards
-    stretch_waits(10, {"node.exchange.transport.frames": frames})
-    assert Limits().idle_seconds == 10 * usual
+def test_a_transport_waits_longer_in_slow_motion_and_takes_no_more() -> None:
+    usual, slow = Limits(), Limits().stretched(10)
+    for field in fields(Limits):
+        factor = 10 if field.name.endswith("_seconds") else 1
+        assert getattr(slow, field.name) == factor * getattr(usual, field.name)
 
 
 def test_an_exchange_has_waits_that_slow_motion_stretches() -> None:

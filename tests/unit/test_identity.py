@@ -18,6 +18,7 @@ NODE_ID = "89fd4d930ee4a1b7dfbdee92e985e1ea"
 def test_a_libp2p_key_file_is_an_identity_and_names_the_same_peer(tmp_path: Path) -> None:
     path = tmp_path / "identity.key"
     path.write_bytes(LIBP2P_KEY)
+    path.chmod(0o600)
     identity = Identity.load(path)
     assert identity.peer_id == PEER_ID == peer_id_of(LIBP2P_KEY[-32:])
     assert identity.node_id == NODE_ID == node_id_of(LIBP2P_KEY[-32:])
@@ -42,6 +43,7 @@ def test_a_damaged_identity_is_told_from_a_missing_one(tmp_path: Path, place: in
     damaged[place] ^= 1
     for content in (bytes(damaged), LIBP2P_KEY[:-1], LIBP2P_KEY + b"\0", b""):
         path.write_bytes(content)
+        path.chmod(0o600)
         with pytest.raises(BadDataError, match=f"{path.name}.*backup"):
             Identity.load(path)
 

@@ -30,6 +30,7 @@ def test_a_token_that_is_not_there_and_a_damaged_key_are_told(tmp_path: Path) ->
     with pytest.raises(NoInputError, match=r"copy island\.token from the leader"):
         HostToken.read(tmp_path / "island.token")
     (tmp_path / "island.key").write_text("{}")
+    (tmp_path / "island.key").chmod(0o600)
     with pytest.raises(BadDataError, match="is damaged; remove it"):
         LeaderKey.of_folder(tmp_path)
 

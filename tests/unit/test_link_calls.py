@@ -9,9 +9,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from coordinator.services.session import SentMessages
-from node.exchange.transport.rates.link_rates import LinkRates
-from node.link.calls import Announcement, CoordinatorLink, Vitals
-from node.link.utilisation import Utilisation
+from node.link.calls import Announcement, CoordinatorLink
 from protocol import convert
 from protocol.errors import ConfigError, ProtocolMismatchError
 from protocol.messages import (
@@ -49,6 +47,7 @@ from protocol.rounds import (
 from protocol.run_spec import RunSpec
 from protocol.trust.signing import CommitSigner
 from protocol.v1 import session_pb2 as pb
+from protocol.vitals import FREE, LinkRates, UploadPace, Utilisation, Vitals, upload_in_words
 from tests.unit.exchange_scene import A, B, plan_for
 
 SIGNER = CommitSigner(Ed25519PrivateKey.generate())
@@ -318,3 +317,15 @@ async def test_a_heartbeat_tells_what_the_link_carries_once_it_was_measured() ->
     unknown, up_only = stub.asked
     assert not unknown.HasField("link_rates")
     assert up_only.link_rates == pb.LinkRates(up_bytes_per_second=5e6)
+
+
+async def test_a_heartbeat_tells_what_keeps_uploads_from_going_faster_while_there_are_any() -> None:
+    stub = Stub()
+    link = CoordinatorLink(stub)
+    await link.heartbeat(1, VITALS)
+    for pace in (FREE, UploadPace(held_by="limit", bytes_per_second=2e6)):
+        await link.heartbeat(1, replace(VITALS, upload_pace=pace))
+    nothing, free, limited = stub.asked
+    assert not nothing.HasField("upload_pace")
+    assert upload_in_words(free.upload_pace) == "as fast as the network takes it"
+    assert upload_in_words(limited.upload_pace) == "its owner's limit of 2 MB/s"

@@ -5,8 +5,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from node.exchange.transport.rates.link_rates import LEAST_BYTES, LEAST_MEASUREMENTS, LinkMeter
-from node.exchange.transport.tally import Tally
+from node.exchange.transport.limits import Limits
+from node.exchange.transport.rates.traffic import Traffic
+from node.exchange.transport.rates.uplink import LEAST_BYTES, LEAST_MEASUREMENTS, LinkMeter
 from protocol.wire_count import WireCounts
 
 MB = 1_000_000
@@ -27,7 +28,7 @@ def steady(seconds: int, bytes_per_second: int, start: float = 0.0) -> list[tupl
 
 
 def test_steady_transfers_give_their_rate_once_there_were_enough() -> None:
-    meter = LinkMeter()
+    meter = LinkMeter(Limits())
     for _ in range(LEAST_MEASUREMENTS):
         assert meter.bytes_per_second is None
         busy(meter, *steady(10, MB), until=10)
@@ -35,7 +36,7 @@ def test_steady_transfers_give_their_rate_once_there_were_enough() -> None:
 
 
 def test_a_slow_beginning_and_a_slow_peer_at_the_end_say_nothing_of_the_link() -> None:
-    meter = LinkMeter()
+    meter = LinkMeter(Limits())
     moves = [(5.0, 1000), *steady(10, MB, start=5), (60.0, MB)]
     for _ in range(LEAST_MEASUREMENTS):
         busy(meter, *moves, until=61)
@@ -43,7 +44,7 @@ def test_a_slow_beginning_and_a_slow_peer_at_the_end_say_nothing_of_the_link() -
 
 
 def test_transfers_at_once_share_the_link() -> None:
-    meter = LinkMeter()
+    meter = LinkMeter(Limits())
     for _ in range(LEAST_MEASUREMENTS):
         meter.begin(0.0)
         meter.begin(0.0)
@@ -58,14 +59,14 @@ def test_transfers_at_once_share_the_link() -> None:
 
 
 def test_time_between_transfers_does_not_count() -> None:
-    meter = LinkMeter()
+    meter = LinkMeter(Limits())
     for start in (0.0, 1000.0, 5000.0, 5500.0, 9000.0):
         busy(meter, *steady(10, MB), at=start, until=10)
     assert meter.bytes_per_second == pytest.approx(MB)
 
 
 def test_a_small_transfer_says_nothing_unless_it_takes_long() -> None:
-    meter = LinkMeter()
+    meter = LinkMeter(Limits())
     busy(meter, (0.1, LEAST_BYTES - 1), until=0.2)
     assert meter.bytes_per_second is None
     busy(meter, (60.0, 1000), until=60)  # a trickle: its peer's fault more likely than the link's
@@ -76,14 +77,14 @@ def test_a_small_transfer_says_nothing_unless_it_takes_long() -> None:
 
 
 def test_odd_measurements_count_for_nothing_as_long_as_they_are_few() -> None:
-    meter = LinkMeter()
+    meter = LinkMeter(Limits())
     for rate in (8, 1, 1, 30, 1, 1):
         busy(meter, *steady(10, rate * MB), until=10)
     assert meter.bytes_per_second == pytest.approx(MB)
 
 
 def test_a_link_that_has_changed_is_known_after_half_a_window() -> None:
-    meter = LinkMeter()
+    meter = LinkMeter(Limits())
     for rate in (1,) * 9 + (4,) * 5:
         busy(meter, *steady(10, rate * MB), until=10)
     assert meter.bytes_per_second == pytest.approx(4 * MB)
@@ -91,7 +92,7 @@ def test_a_link_that_has_changed_is_known_after_half_a_window() -> None:
 
 def test_answers_that_come_at_once_do_not_make_a_link_fast() -> None:
     """Parts of ten seconds for a second each, and the first seven are answered with the eighth."""
-    meter = LinkMeter()
+    meter = LinkMeter(Limits())
     for _ in range(LEAST_MEASUREMENTS):
         meter.begin(0.0)
         for second in range(10):
@@ -105,7 +106,7 @@ def test_parts_for_many_peers_that_wait_for_each_other_give_the_rate_of_the_link
     num_peers: int,
 ) -> None:
     """The link sends in turns; whoever's turn comes last has waited for all of the others."""
-    meter = LinkMeter()
+    meter = LinkMeter(Limits())
     for _ in range(LEAST_MEASUREMENTS):
         meter.begin(0.0)
         for turn in range(10):
@@ -117,7 +118,7 @@ def test_parts_for_many_peers_that_wait_for_each_other_give_the_rate_of_the_link
 
 
 def test_bytes_over_no_network_say_nothing_of_a_link() -> None:
-    meter = LinkMeter()
+    meter = LinkMeter(Limits())
     for _ in range(LEAST_MEASUREMENTS):
         meter.begin(0.0)
         meter.moved(50 * MB, since=0.0, now=0.0)
@@ -126,7 +127,7 @@ def test_bytes_over_no_network_say_nothing_of_a_link() -> None:
 
 
 def test_what_comes_after_the_end_is_of_no_transfer() -> None:
-    meter = LinkMeter()
+    meter = LinkMeter(Limits())
     meter.moved(50 * MB, since=-1.0, now=0.0)
     busy(meter, *steady(10, MB), until=10)
     meter.moved(50 * MB, since=9.0, now=10.1)
@@ -136,7 +137,7 @@ def test_what_comes_after_the_end_is_of_no_transfer() -> None:
 
 
 def test_a_transfer_of_any_number_of_parts_takes_little_memory() -> None:
-    meter = LinkMeter()
+    meter = LinkMeter(Limits())
     for _ in range(LEAST_MEASUREMENTS):
         meter.begin(0.0)
         for number in range(20_000):
@@ -157,9 +158,9 @@ def test_a_body_on_its_way_is_told_of_in_both_directions_and_when_it_breaks_off(
         finally:
             told.append("ends")
 
-    tally = Tally(WireCounts(), while_moving=moving)
-    with tally.sending():
+    traffic = Traffic(WireCounts(), limits=Limits(), while_moving=moving, clock=lambda: 0.0)
+    with traffic.sending():
         assert told == ["moves"]
-    with pytest.raises(ConnectionError), tally.receiving():
+    with pytest.raises(ConnectionError), traffic.receiving():
         raise ConnectionError
     assert told == ["moves", "ends"] * 2

@@ -8,9 +8,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from node.daemon import NodeFacts
-from node.link.utilisation import Utilisation
 from node.own_metrics import own_metrics
 from protocol.errors import SystemRefusedError
+from protocol.vitals import UploadPace, Utilisation
 from protocol.web.node_metrics import NODE_METRICS, PARTS
 from tests.unit.exchange_scene import A
 from tests.unit.test_link_calls import VITALS
@@ -63,6 +63,20 @@ async def test_a_node_tells_what_it_would_tell_the_coordinator() -> None:
     assert sum(shares.values()) == 1.0
     assert "mfu" not in text  # its peak is not known
     assert "atoll_node_mfu_ratio" in again  # what holds when it is asked
+
+
+async def test_what_holds_uploads_back_is_a_metric_by_its_kind_while_there_are_any() -> None:
+    vitals = replace(VITALS, upload_pace=UploadPace(held_by="link", bytes_per_second=2e6))
+    async with own_metrics("127.0.0.1:0", FACTS, lambda: vitals, lambda: "attic") as port:
+        held = await asyncio.to_thread(fetched, port)
+        vitals = VITALS
+        assert "atoll_node_upload" not in await asyncio.to_thread(fetched, port)
+    samples = [s for family in text_string_to_metric_families(held) for s in family.samples]
+    told = {(s.name, s.labels["by"]): s.value for s in samples if "upload" in s.name}
+    assert told == {
+        ("atoll_node_upload_held", "link"): 1,
+        ("atoll_node_upload_pace_bytes_per_second", "link"): 2e6,
+    }
 
 
 async def test_nothing_listens_unless_it_is_asked_for() -> None:

@@ -8,24 +8,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lab.simulation.virtual_time import run_in_virtual_time
-from node.exchange.transport.rates.link_rates import LEAST_BYTES, LEAST_MEASUREMENTS, LinkMeter
-from node.exchange.transport.rates.pacing import (
-    BURST_SECONDS,
-    CHUNK_BYTES,
+from node.exchange.transport.limits import Limits
+from node.exchange.transport.rates.traffic import CHUNK_BYTES, TokenBucket, Traffic, wire_bytes
+from node.exchange.transport.rates.uplink import (
     HEADROOM,
-    Pacer,
-    TokenBucket,
+    LEAST_BYTES,
+    LEAST_MEASUREMENTS,
+    LinkMeter,
 )
-from node.exchange.transport.wire_cost import wire_bytes
+from protocol.vitals import FREE, NO_UPLOAD, UploadPace, upload_in_words
+from protocol.wire_count import WireCounts
 
 RATE = 1_000_000.0  # wire bytes a second
 FLOOR = 2048.0
 SECONDS = 10.0
+BURST_SECONDS = Limits().burst_seconds
 BURST = BURST_SECONDS * RATE
 
 
-def pacer_at(rate: float | None) -> Pacer:
-    return Pacer(rate, floor_bytes_per_second=FLOOR, now=asyncio.get_running_loop().time)
+def traffic_at(rate: float | None) -> Traffic:
+    limits = Limits(floor_bytes_per_second=FLOOR)
+    return Traffic(WireCounts(), limits=limits, allowed_bytes_per_second=rate)
 
 
 def wire(body_bytes: float) -> float:
@@ -35,17 +38,17 @@ def wire(body_bytes: float) -> float:
 
 
 async def upload_for(
-    seconds: float, pacer: Pacer, *, num_streams: int, note: Callable[[int], None] | None = None
+    seconds: float, traffic: Traffic, *, num_streams: int, note: Callable[[int], None] | None = None
 ) -> list[int]:
     """Bytes that each of so many streams, which always have more to send, sent in that time."""
     sent = [0] * num_streams
 
     async def upload(index: int) -> None:
         while True:
-            await pacer.body(pacer.chunk_bytes)
-            sent[index] += pacer.chunk_bytes
+            await traffic.leave(traffic.chunk_bytes)
+            sent[index] += traffic.chunk_bytes
             if note is not None:
-                note(pacer.chunk_bytes)
+                note(traffic.chunk_bytes)
 
     streams = [asyncio.create_task(upload(index)) for index in range(num_streams)]
     await asyncio.sleep(seconds)
@@ -58,7 +61,7 @@ async def upload_for(
 @pytest.mark.parametrize("num_streams", [1, 3, 8])
 def test_streams_use_the_whole_rate_and_share_it_evenly(num_streams: int) -> None:
     async def scene() -> list[int]:
-        return await upload_for(SECONDS, pacer_at(RATE), num_streams=num_streams)
+        return await upload_for(SECONDS, traffic_at(RATE), num_streams=num_streams)
 
     sent = run_in_virtual_time(scene())
     share = RATE * SECONDS / num_streams
@@ -68,11 +71,11 @@ def test_streams_use_the_whole_rate_and_share_it_evenly(num_streams: int) -> Non
 def test_in_no_stretch_of_time_is_more_sent_than_the_rate_and_one_burst() -> None:
     async def scene() -> list[tuple[float, int]]:
         loop, log = asyncio.get_running_loop(), list[tuple[float, int]]()
-        pacer = pacer_at(RATE)
+        traffic = traffic_at(RATE)
         for pause in (0.0, 0.01, 5.0):  # what an idle time saves up is one burst, however long
             await asyncio.sleep(pause)
             await upload_for(
-                1.0, pacer, num_streams=4, note=lambda size: log.append((loop.time(), size))
+                1.0, traffic, num_streams=4, note=lambda size: log.append((loop.time(), size))
             )
         return log
 
@@ -86,33 +89,35 @@ def test_in_no_stretch_of_time_is_more_sent_than_the_rate_and_one_burst() -> Non
 
 
 def test_bodies_make_room_for_what_does_not_wait() -> None:
-    async def sent_beside(work: Callable[[Pacer], None]) -> int:
-        pacer = pacer_at(RATE)
-        work(pacer)
-        return sum(await upload_for(SECONDS, pacer, num_streams=2))
+    async def sent_beside(work: Callable[[Traffic], None]) -> int:
+        traffic = traffic_at(RATE)
+        work(traffic)
+        return sum(await upload_for(SECONDS, traffic, num_streams=2))
 
-    def cost(work: Callable[[Pacer], None]) -> float:
+    def cost(work: Callable[[Traffic], None]) -> float:
         alone = run_in_virtual_time(sent_beside(lambda _: None))
         return wire(alone - run_in_virtual_time(sent_beside(work)))
 
-    assert cost(lambda pacer: pacer.message(500_000)) == pytest.approx(wire(500_000), abs=BURST)
+    assert cost(lambda traffic: traffic.sent_message(500_000)) == pytest.approx(
+        wire(500_000), abs=BURST
+    )
     downloaded = 100_000_000
     acknowledgements = wire_bytes(0, downloaded)[0]
-    assert cost(lambda pacer: pacer.received(downloaded)) == pytest.approx(
+    assert cost(lambda traffic: traffic.received(downloaded)) == pytest.approx(
         acknowledgements, abs=BURST
     )
 
 
 def test_a_transfer_that_gives_up_while_it_waits_takes_nothing_from_the_others() -> None:
     async def scene() -> float:
-        loop, pacer = asyncio.get_running_loop(), pacer_at(RATE)
-        await pacer.body(pacer.chunk_bytes)
-        waiting = [asyncio.create_task(pacer.body(pacer.chunk_bytes)) for _ in range(50)]
+        loop, traffic = asyncio.get_running_loop(), traffic_at(RATE)
+        await traffic.leave(traffic.chunk_bytes)
+        waiting = [asyncio.create_task(traffic.leave(traffic.chunk_bytes)) for _ in range(50)]
         await asyncio.sleep(BURST_SECONDS / 2)
         for task in waiting:
             task.cancel()
         await asyncio.wait(waiting)
-        await pacer.body(pacer.chunk_bytes)
+        await traffic.leave(traffic.chunk_bytes)
         return loop.time()
 
     assert run_in_virtual_time(scene()) == pytest.approx(BURST_SECONDS, rel=0.01)
@@ -120,15 +125,15 @@ def test_a_transfer_that_gives_up_while_it_waits_takes_nothing_from_the_others()
 
 def test_so_few_bodies_go_at_once_that_receivers_take_none_for_a_trickle() -> None:
     async def scene() -> tuple[int, int]:
-        pacer, most, now = pacer_at(32_000.0), 0, 0
+        traffic, most, now = traffic_at(32_000.0), 0, 0
 
         async def upload() -> None:
             nonlocal most, now
-            async with pacer.place():
+            async with traffic.place():
                 now += 1
                 most = max(most, now)
                 for _ in range(20):
-                    await pacer.body(pacer.chunk_bytes)
+                    await traffic.leave(traffic.chunk_bytes)
                 now -= 1
 
         await asyncio.gather(*(upload() for _ in range(40)))
@@ -142,7 +147,7 @@ def test_so_few_bodies_go_at_once_that_receivers_take_none_for_a_trickle() -> No
 
 def test_chunks_are_short_in_time_at_a_low_rate_and_short_in_bytes_at_a_high_one() -> None:
     async def chunk_bytes_at(rate: float | None) -> int:
-        return pacer_at(rate).chunk_bytes
+        return traffic_at(rate).chunk_bytes
 
     slow = run_in_virtual_time(chunk_bytes_at(32_000.0))
     assert 0 < wire(slow) / 32_000.0 <= 0.1
@@ -152,11 +157,11 @@ def test_chunks_are_short_in_time_at_a_low_rate_and_short_in_bytes_at_a_high_one
 
 def test_without_a_rate_nothing_waits() -> None:
     async def scene() -> float:
-        pacer = pacer_at(None)
+        traffic = traffic_at(None)
         for _ in range(1000):
-            async with pacer.place():
-                await pacer.body(pacer.chunk_bytes)
-            pacer.received(1 << 40)
+            async with traffic.place():
+                await traffic.leave(traffic.chunk_bytes)
+            traffic.received(1 << 40)
         return asyncio.get_running_loop().time()
 
     assert run_in_virtual_time(scene()) == 0.0
@@ -179,9 +184,22 @@ def test_whoever_waits_as_long_as_the_bucket_says_never_leaves_a_debt(
         assert taken <= 100.0 + 10.0 * now + 1e-6
 
 
-def pacer_that_sees(seen: Callable[[], float | None], allowed: float | None = None) -> Pacer:
-    clock = asyncio.get_running_loop().time
-    return Pacer(allowed, floor_bytes_per_second=FLOOR, seen=seen, now=clock)
+class Meter(LinkMeter):
+    """That has seen what a test says."""
+
+    def __init__(self, seen: Callable[[], float | None]) -> None:
+        super().__init__(Limits())
+        self._seen = seen
+
+    @property
+    def most_bytes_per_second(self) -> float | None:
+        return self._seen()
+
+
+def traffic_that_sees(seen: Callable[[], float | None], allowed: float | None = None) -> Traffic:
+    traffic = traffic_at(allowed)
+    traffic.uplink.meter = Meter(seen)
+    return traffic
 
 
 def test_without_a_limit_nothing_waits_until_the_uplink_is_known_and_then_there_is_headroom() -> (
@@ -189,13 +207,13 @@ def test_without_a_limit_nothing_waits_until_the_uplink_is_known_and_then_there_
 ):
     async def scene() -> float:
         seen: list[float] = []
-        pacer = pacer_that_sees(lambda: seen[-1] if seen else None)
+        traffic = traffic_that_sees(lambda: seen[-1] if seen else None)
         began_at = asyncio.get_running_loop().time()
         for _ in range(1000):
-            await pacer.body(pacer.chunk_bytes)
+            await traffic.leave(traffic.chunk_bytes)
         assert asyncio.get_running_loop().time() == began_at
         seen.append(RATE)
-        return sum(await upload_for(SECONDS, pacer, num_streams=3)) / SECONDS
+        return sum(await upload_for(SECONDS, traffic, num_streams=3)) / SECONDS
 
     assert run_in_virtual_time(scene()) == pytest.approx(HEADROOM * RATE, rel=0.05)
 
@@ -205,8 +223,8 @@ def test_of_what_is_allowed_and_what_the_link_carries_the_less_counts(
     allowed: float, kept: float
 ) -> None:
     async def scene() -> float:
-        pacer = pacer_that_sees(lambda: RATE, allowed)
-        return wire(sum(await upload_for(SECONDS, pacer, num_streams=3))) / SECONDS
+        traffic = traffic_that_sees(lambda: RATE, allowed)
+        return wire(sum(await upload_for(SECONDS, traffic, num_streams=3))) / SECONDS
 
     assert run_in_virtual_time(scene()) == pytest.approx(kept, rel=0.05)
 
@@ -216,11 +234,11 @@ class QueuedUplink:
 
     def __init__(self, bytes_per_second: float) -> None:
         self.bytes_per_second = bytes_per_second
-        self.meter = LinkMeter()
+        self.meter = LinkMeter(Limits())
         self.longest_queue_seconds = 0.0
         self._clock = asyncio.get_running_loop().time
         self._is_free_at = 0.0
-        self._pacer = pacer_that_sees(lambda: self.meter.most_bytes_per_second)
+        self._traffic = traffic_that_sees(lambda: self.meter.most_bytes_per_second)
 
     async def exchange(self) -> float:
         """Sends as much to each peer; returns how many seconds that took."""
@@ -243,8 +261,8 @@ class QueuedUplink:
                 sent_at = self._clock()
                 left = CHUNK_BYTES
                 while left > 0:
-                    chunk = min(left, self._pacer.chunk_bytes)
-                    await self._pacer.body(chunk)
+                    chunk = min(left, self._traffic.chunk_bytes)
+                    await self._traffic.leave(chunk)
                     self._is_free_at = max(self._is_free_at, self._clock())
                     self._is_free_at += chunk / self.bytes_per_second
                     left -= chunk
@@ -275,3 +293,78 @@ def test_a_paced_uplink_stays_full_behind_a_short_queue_and_one_that_gets_faster
     assert all(seconds < 0.6 * least for seconds in queued[LEAST_MEASUREMENTS:30])
     assert took[40] < 0.2 * least
     assert took[59] < 0.15 * least
+
+
+class LossyKernel:
+    """It paces TCP, and has seen losses."""
+
+    why_not = ""
+    shared_bytes_per_second: float | None = 3e6
+
+
+def test_what_waits_says_for_what_and_forgets_it_when_nothing_waits_any_more() -> None:
+    async def scene(traffic: Traffic) -> list[UploadPace]:
+        told = [traffic.pace(0)]
+        with traffic.sending():
+            told.append(traffic.pace(0))
+            await upload_for(3.0, traffic, num_streams=2)
+            told.append(traffic.pace(2))
+            await asyncio.sleep(3.0)
+            told.append(traffic.pace(2))
+        told.append(traffic.pace(0))
+        return told
+
+    async def limited() -> list[UploadPace]:
+        return await scene(traffic_at(RATE))
+
+    async def on_a_slow_link() -> list[UploadPace]:
+        return await scene(traffic_that_sees(lambda: RATE / HEADROOM, 100 * RATE))
+
+    answers = UploadPace(held_by="answers", num_peers=2)
+    limit = UploadPace(held_by="limit", bytes_per_second=RATE)
+    link = UploadPace(held_by="link", bytes_per_second=RATE)
+    assert run_in_virtual_time(limited()) == [NO_UPLOAD, FREE, limit, answers, NO_UPLOAD]
+    assert run_in_virtual_time(on_a_slow_link()) == [NO_UPLOAD, FREE, link, answers, NO_UPLOAD]
+
+
+def test_the_kernels_shares_are_told_while_they_hold_something_back() -> None:
+    async def scene() -> None:
+        traffic, kernel = traffic_at(None), LossyKernel()
+        traffic.kernel = kernel
+        with traffic.sending():
+            assert traffic.pace(1) == UploadPace(held_by="losses", bytes_per_second=3e6)
+            kernel.shared_bytes_per_second = None
+            assert traffic.pace(0) == FREE
+
+    run_in_virtual_time(scene())
+
+
+def test_the_door_answers_how_long_and_why_and_takes_nothing() -> None:
+    async def scene() -> None:
+        traffic, now = traffic_at(RATE), asyncio.get_running_loop().time()
+        assert traffic.may_send(traffic.chunk_bytes, now).seconds == 0
+        await traffic.leave(traffic.chunk_bytes)
+        for _ in range(2):
+            seconds, why = traffic.may_send(traffic.chunk_bytes, now)
+            assert seconds == pytest.approx(BURST_SECONDS, rel=0.01)
+            assert upload_in_words(why) == "its owner's limit of 1 MB/s"
+
+    run_in_virtual_time(scene())
+
+
+@pytest.mark.parametrize(
+    ("pace", "words"),
+    [
+        (NO_UPLOAD, ""),
+        (FREE, "as fast as the network takes it"),
+        (UploadPace(held_by="link", bytes_per_second=1.234e6), "the link carries 1.23 MB/s"),
+        (
+            UploadPace(held_by="losses", bytes_per_second=3e5),
+            "packets are lost: connections share 0.3 MB/s",
+        ),
+        (UploadPace(held_by="answers", num_peers=1), "waiting for answers of 1 peer"),
+        (UploadPace(held_by="answers", num_peers=3), "waiting for answers of 3 peers"),
+    ],
+)
+def test_a_pace_is_told_in_words(pace: UploadPace, words: str) -> None:
+    assert upload_in_words(pace) == words

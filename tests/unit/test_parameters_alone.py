@@ -76,7 +76,8 @@ def test_no_more_memory_is_taken_than_the_parameters_and_a_few_pieces(tmp_path: 
         return [kept[0].parameters.copy(), kept[0].momentum.copy()]
 
     assert peak_of(copied) >= 8 * num_elements, "the measure sees nothing"
-    assert peak_of(folder.load_newest) < PIECE_BYTES, "what is read is mapped"
+    # What is read is mapped; only the reducer's error is copied, which outlives the file.
+    assert peak_of(folder.load_newest) < 4 * num_elements + PIECE_BYTES
     assert peak_of(folder.load_newest_parameters) < 4 * num_elements + 5 * PIECE_BYTES
 
 

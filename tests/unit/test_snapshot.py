@@ -345,9 +345,11 @@ def test_a_disk_that_refuses_keeps_nobody_from_changing_the_state(
     with monkeypatch.context() as patched:
         patched.setattr(snapshot_module.os, "pwrite", full)
         writing.keep(slice(0, NUM_ELEMENTS))
-    for _ in range(2):
-        with pytest.raises(SystemRefusedError, match="No space left"):
-            writing.write()
+        for _ in range(2):
+            with pytest.raises(SystemRefusedError, match="No space left"):
+                writing.write()
+        with pytest.raises(SystemRefusedError, match=r"write .*/round-00000003.*No space left"):
+            folder.begin(snapshot_at(3), BOTH)  # not even its first bytes
     assert [path.name for path in tmp_path.iterdir()] == ["round-00000001.safetensors"]
 
 

@@ -96,6 +96,17 @@ def test_the_picture_tells_all_and_fits(three_nodes, width):
         assert expected in words
 
 
+def test_a_slow_upload_explains_itself_beside_what_the_node_waits_for(three_nodes):
+    _, waiting, gone = three_nodes
+    waiting.heartbeat.upload_pace.CopyFrom(session_pb2.UploadPace(held_by="answers", num_peers=3))
+    gone.heartbeat.upload_pace.held_by = "limit"
+    words = " ".join(drawn(a_status(waiting, gone), width=200).split())
+    assert "the result of slice 2 from node-3; upload: waiting for answers of 3 peers" in words
+    assert "limit" not in words
+    waiting.heartbeat.upload_pace.held_by = "of a newer version"
+    assert "upload" not in drawn(a_status(waiting), width=200)
+
+
 def test_long_names_and_figures_still_fit_80_columns():
     node = a_node(
         "a-machine-with-a-very-long-name",

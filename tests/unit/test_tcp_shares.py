@@ -5,16 +5,17 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from node.exchange.transport.rates.tcp_shares import (
+from node.exchange.transport.limits import Limits
+from node.exchange.transport.rates.tcp import (
     LEAST_GAIN,
     MANY,
     MANY_LOST,
     MOST_GAIN,
-    PAUSE_SECONDS,
     TcpCount,
     TcpShares,
 )
 
+PAUSE_SECONDS = Limits().tcp_pause_seconds
 RATE = 2_500_000.0  # bytes per second
 ROUND_TRIP = 0.05
 QUEUE_BYTES = 250_000
@@ -44,14 +45,14 @@ HELD_BACK = count(waiting=100_000, window=100_000)
 
 
 def shares_after_losses() -> TcpShares:
-    shares = TcpShares()
+    shares = TcpShares(Limits())
     shares.deal({"a": HELD_BACK}, seen=RATE, now=0.0)
     shares.deal({"a": HELD_BACK._replace(num_resent=MANY)}, seen=RATE, now=0.01)
     return shares
 
 
 def test_nothing_is_limited_before_anything_was_lost() -> None:
-    shares = TcpShares()
+    shares = TcpShares(Limits())
     for now in range(3):
         assert shares.deal({"a": HELD_BACK}, seen=RATE, now=now) == {"a": math.inf}
 
@@ -62,14 +63,14 @@ def test_nothing_is_limited_before_the_uplink_is_known() -> None:
 
 
 def test_a_connection_that_was_repaired_before_we_saw_it_has_lost_nothing_now() -> None:
-    shares = TcpShares()
+    shares = TcpShares(Limits())
     assert shares.deal({"a": HELD_BACK._replace(num_resent=70)}, seen=RATE, now=0) == {
         "a": math.inf
     }
 
 
 def test_a_few_packets_of_many_limit_nothing_however_often_they_are_lost() -> None:
-    shares, now = TcpShares(), 0.0
+    shares, now = TcpShares(Limits()), 0.0
     num_sent = num_resent = 0
     for _ in range(20):
         now += 0.1
@@ -217,7 +218,7 @@ def test_connections_that_begin_at_once_overrun_the_queue_by_themselves() -> Non
 
 
 def test_with_shares_most_exchanges_lose_nothing_and_none_is_held_back() -> None:
-    swarm = Swarm(TcpShares())
+    swarm = Swarm(TcpShares(Limits()))
     for _ in range(3):
         swarm.exchange()
     losses = []
@@ -229,7 +230,7 @@ def test_with_shares_most_exchanges_lose_nothing_and_none_is_held_back() -> None
 
 @pytest.mark.parametrize("factor", [0.3, 5.0])
 def test_a_link_that_changed_is_known_again_after_some_exchanges(factor: float) -> None:
-    swarm = Swarm(TcpShares())
+    swarm = Swarm(TcpShares(Limits()))
     for _ in range(5):
         swarm.exchange()
     swarm.rate *= factor

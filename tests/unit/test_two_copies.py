@@ -10,7 +10,7 @@ from coordinator.services.session import SessionDesk
 from coordinator.services.status import StatusDesk
 from lab.simulation.coordinator import DeskStub, SimulatedCoordinator
 from lab.simulation.swarm import identity_of
-from node.link.calls import Announcement, Attachment, CoordinatorLink, Vitals
+from node.link.calls import Announcement, Attachment, CoordinatorLink
 from node.link.session import Session
 from protocol.channel import RETRY_CAP_SECONDS
 from protocol.errors import UnavailableError
@@ -19,6 +19,7 @@ from protocol.run_spec import RunSpec
 from protocol.terminal.query import as_json
 from protocol.terminal.status_view import copies_in_words, summary_line
 from protocol.v1 import status_pb2
+from protocol.vitals import Vitals
 from tests.unit.exchange_scene import in_virtual_time
 
 DIGEST = Digest(b"d" * 32)

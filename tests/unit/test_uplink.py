@@ -5,18 +5,14 @@ import asyncio
 import pytest
 
 from lab.simulation.virtual_time import run_in_virtual_time
-from node.exchange.transport.rates.pacing import Pacer
-from node.exchange.transport.rates.uplink import (
-    EPOCH_SECONDS,
-    LASTING_SECONDS,
-    LEAST_ANSWERS,
-    MEMORY,
-    QUEUE_SECONDS,
-    UnderWay,
-    Uplink,
-)
-from node.exchange.transport.wire_cost import HEADER_SHARE
+from node.exchange.transport.limits import Limits
+from node.exchange.transport.rates.traffic import HEADER_SHARE, Traffic
+from node.exchange.transport.rates.uplink import LEAST_ANSWERS, MEMORY, UnderWay, Uplink
+from protocol.wire_count import WireCounts
 
+LIMITS = Limits(floor_bytes_per_second=1.0)
+EPOCH_SECONDS, QUEUE_SECONDS = LIMITS.epoch_seconds, LIMITS.queue_seconds
+LASTING_SECONDS = LIMITS.lasting_seconds
 RATE = 1_000_000.0  # bytes of bodies a second
 PART = 32_768
 NUM_PARTS = 128  # for each peer in one exchange
@@ -24,6 +20,13 @@ NUM_PEERS = 3
 WINDOW_PARTS = 64  # under way to a peer
 ROUND_TRIP = 0.05
 LEAST_SECONDS = NUM_PEERS * NUM_PARTS * PART / RATE
+
+
+class PacingKernel:
+    """It paces TCP, and nothing was lost yet."""
+
+    why_not = ""
+    shared_bytes_per_second = None
 
 
 class QueuedLink:
@@ -41,11 +44,13 @@ class QueuedLink:
         """By so much each peer's answers come later than the way takes."""
         self.queues: list[float] = []
         """For how long each part of an exchange waited before the link."""
-        self.uplink = Uplink(lambda: is_paced_below)
         self._is_answered = is_answered
         self._clock = asyncio.get_running_loop().time
         self._is_free_at = 0.0
-        self.pacer = Pacer(allowed, floor_bytes_per_second=1.0, uplink=self.uplink, now=self._clock)
+        self.traffic = Traffic(WireCounts(), limits=LIMITS, allowed_bytes_per_second=allowed)
+        if is_paced_below:
+            self.traffic.kernel = PacingKernel()
+        self.uplink = self.traffic.uplink
 
     async def exchange(self) -> float:
         """Sends as much to each peer; returns how many seconds that took."""
@@ -63,10 +68,10 @@ class QueuedLink:
                 under_way = self.uplink.begin(peer, PART, now=self._clock())
                 left = PART
                 while left > 0:
-                    chunk = min(left, self.pacer.chunk_bytes)
+                    chunk = min(left, self.traffic.chunk_bytes)
                     if not self._is_answered:
-                        self.pacer.unanswered()
-                    await self.pacer.body(chunk)
+                        self.uplink.unanswered()
+                    await self.traffic.leave(chunk)
                     self._is_free_at = max(self._is_free_at, self._clock())
                     self._is_free_at += chunk / self.bytes_per_second
                     left -= chunk
@@ -122,7 +127,7 @@ def test_where_the_kernel_paces_each_exchange_finds_the_rate_anew() -> None:
         link.uplink.begin(0, PART, now=asyncio.get_running_loop().time()).lost(0.0)
         began_at = asyncio.get_running_loop().time()
         for _ in range(NUM_PARTS):
-            await link.pacer.body(min(PART, link.pacer.chunk_bytes))
+            await link.traffic.leave(min(PART, link.traffic.chunk_bytes))
         return asyncio.get_running_loop().time() - began_at
 
     assert run_in_virtual_time(seconds_of_a_short_one(is_paced_below=True)) == 0
@@ -208,7 +213,7 @@ def test_peers_that_take_their_time_for_every_answer_are_not_taken_for_a_queue_f
 
 
 def test_a_queue_that_was_there_before_the_first_answer_is_seen_by_the_round_trip() -> None:
-    uplink = Uplink()
+    uplink = Uplink(LIMITS)
     uplink.goes_round_in("peer", 0.05)
     answer_all(uplink, since=0.0, seconds=1.0, apart=0.1, times=2 * LEAST_ANSWERS + 1)
     assert uplink.bytes_per_second == pytest.approx(0.85 * PART / 0.1, rel=0.01)
@@ -224,7 +229,7 @@ def answer_all(uplink: Uplink, *, since: float, seconds: float, apart: float, ti
 
 
 def test_a_way_that_got_longer_is_taken_for_a_queue_only_for_a_while() -> None:
-    uplink = Uplink()
+    uplink = Uplink(LIMITS)
     apart, times = 1.01 * EPOCH_SECONDS / LEAST_ANSWERS, 2 * LEAST_ANSWERS + 1
     now = answer_all(uplink, since=0.0, seconds=0.05, apart=apart, times=times)
     now = answer_all(uplink, since=now, seconds=0.05 + 2 * QUEUE_SECONDS, apart=apart, times=times)
@@ -240,7 +245,7 @@ def test_a_way_that_got_longer_is_taken_for_a_queue_only_for_a_while() -> None:
 
 
 def test_what_is_over_before_tcp_has_felt_its_way_says_nothing() -> None:
-    uplink = Uplink()
+    uplink = Uplink(LIMITS)
     uplink.goes_round_in("peer", 0.05)
     for number in range(2 * MEMORY):
         answer_all(uplink, since=100.0 * number, seconds=1.0, apart=0.1, times=LEAST_ANSWERS + 1)
@@ -248,7 +253,7 @@ def test_what_is_over_before_tcp_has_felt_its_way_says_nothing() -> None:
 
 
 def test_what_was_lost_and_what_was_answered_too_early_says_nothing() -> None:
-    uplink = Uplink()
+    uplink = Uplink(LIMITS)
     for number in range(10 * LEAST_ANSWERS):
         now = number * EPOCH_SECONDS
         lost, early = (uplink.begin("peer", PART, now=now) for _ in range(2))

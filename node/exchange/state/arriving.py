@@ -1,11 +1,11 @@
 """The outer state that is on its way here: the chunks that have come, on disk or in memory.
 
-On disk are the manifest and a file as large as the state, into which each chunk is written once it
-is checked. Which chunks have come is not written down: after a restart all of it is checked against
-the manifest again, so whatever a crash left half written is simply missing.
+On disk is a file as large as the state, into which each chunk is written once it is checked, and behind
+that the manifest with its length (unsigned, 64 bits, little-endian). Which chunks have come is not written
+down: after a restart all of it is checked against the manifest again, so whatever a crash left half written
+is simply missing.
 """
 
-import contextlib
 import os
 from pathlib import Path
 from typing import Protocol
@@ -14,13 +14,14 @@ import blake3
 import numpy as np
 import numpy.typing as npt
 
+from node.disk.round_folder import RoundFolder
 from node.disk.snapshots import Snapshot
 from node.exchange.state.manifest import Manifest, ManifestError
-from protocol.files.durable import make_folder, refusing, remove_durably, write_atomically
+from protocol.errors import AtollError
+from protocol.files.durable import refusing, remove_durably
 from protocol.rounds import Digest
 
-MANIFEST_FILE = "arriving.manifest"
-STATE_FILE = "arriving.state"
+LENGTH_BYTES = 8
 
 
 class _Place(Protocol):
@@ -74,7 +75,7 @@ class Arrivals:
 
     def __init__(self, folder: Path | None, *, run_digest: Digest, layout_digest: Digest) -> None:
         self.current: Arriving | None = None
-        self._folder = folder
+        self._folder = None if folder is None else RoundFolder(folder, suffix=".arriving", kept=1)
         self._run_digest = run_digest
         self._layout_digest = layout_digest
 
@@ -82,20 +83,14 @@ class Arrivals:
         """Goes on with what an earlier process left in the folder, or removes it."""
         if self.current is not None or self._folder is None:
             return
-        if not (self._folder / MANIFEST_FILE).exists():
-            self.discard()
-            return
-        with refusing(self._folder):
-            body = (self._folder / MANIFEST_FILE).read_bytes()
-        with contextlib.suppress(ManifestError, FileNotFoundError):
-            manifest = Manifest.from_body(body)
-            path = self._folder / STATE_FILE
-            if (
-                manifest.run_digest == self._run_digest
-                and manifest.layout_digest == self._layout_digest
-                and path.stat().st_size == manifest.state_bytes
+        for round in self._folder.rounds():
+            place = _OnDisk(self._folder.path_of(round))
+            manifest = place.manifest()
+            if manifest is not None and (manifest.run_digest, manifest.layout_digest) == (
+                self._run_digest,
+                self._layout_digest,
             ):
-                arriving = Arriving(manifest, _OnDisk(path))
+                arriving = Arriving(manifest, place)
                 arriving.check()
                 self.current = arriving
                 return
@@ -112,22 +107,22 @@ class Arrivals:
         if self._folder is None:
             self.current = Arriving(manifest, _InMemory(manifest.state_bytes))
             return self.current
-        make_folder(self._folder)
-        place = _OnDisk(self._folder / STATE_FILE)
-        place.allocate(manifest.state_bytes)
-        # Last, and removed first: a manifest always has its state's file.
-        write_atomically(self._folder / MANIFEST_FILE, manifest.to_body())
-        self.current = Arriving(manifest, place)
+        self._folder.make_room(manifest.round)
+        try:
+            _OnDisk(self._folder.building(manifest.round)).allocate(manifest)
+        except AtollError:
+            self._folder.sweep()
+            raise
+        self.current = Arriving(manifest, _OnDisk(self._folder.finish(manifest.round)))
         return self.current
 
     def discard(self) -> None:
         """Forgets what has come: it is taken over, or nobody serves it any more, or it was a lie."""
         self.current = None
         if self._folder is not None:
-            remove_durably(self._folder / MANIFEST_FILE)
-            remove_durably(self._folder / STATE_FILE)
-            for unfinished in self._folder.glob(f".{MANIFEST_FILE}.*"):  # of a killed process
-                remove_durably(unfinished)
+            self._folder.clear()
+            for path in self._folder.path.glob("arriving.*"):  # as versions before named it
+                remove_durably(path)
 
 
 class _InMemory:
@@ -150,13 +145,31 @@ class _OnDisk:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def allocate(self, num_bytes: int) -> None:
+    def allocate(self, manifest: Manifest) -> None:
+        body = manifest.to_body()
         with refusing(self._path):
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
             try:
-                os.posix_fallocate(descriptor, 0, num_bytes)
+                os.posix_fallocate(descriptor, 0, manifest.state_bytes)
+                tail = body + len(body).to_bytes(LENGTH_BYTES, "little")
+                os.pwrite(descriptor, tail, manifest.state_bytes)
+                os.fsync(descriptor)
             finally:
                 os.close(descriptor)
+
+    def manifest(self) -> Manifest | None:
+        """What stands behind the state; None where that is none, or not of what is there."""
+        with refusing(self._path):
+            size = self._path.stat().st_size
+            length = int.from_bytes(self.read(max(0, size - LENGTH_BYTES), size), "little")
+            begin = size - LENGTH_BYTES - length
+            if begin < 0:
+                return None
+            try:
+                manifest = Manifest.from_body(self.read(begin, size - LENGTH_BYTES))
+            except ManifestError:
+                return None
+        return manifest if manifest.state_bytes == begin else None
 
     def write(self, start: int, data: bytes) -> None:
         with refusing(self._path), self._path.open("r+b") as file:
@@ -169,4 +182,6 @@ class _OnDisk:
             return file.read(stop - start)
 
     def whole(self) -> npt.NDArray[np.uint8]:
-        return np.memmap(self._path, dtype=np.uint8, mode="r")
+        manifest = self.manifest()
+        assert manifest is not None, "it was written when this began"
+        return np.memmap(self._path, dtype=np.uint8, mode="r", shape=(manifest.state_bytes,))

@@ -7,9 +7,11 @@ for a while. So a donor that lies or dies costs time, never correctness.
 """
 
 import asyncio
+from asyncio import FIRST_COMPLETED
+from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -38,8 +40,8 @@ log = structlog.get_logger()
 ENOUGH_DONORS = 4
 """No more are looked for: a few fill our link, and more would cost each of them."""
 
-ANSWER_SECONDS = 15.0
-"""Who has not given a manifest by then is not waited for, once somebody else has."""
+MOST_ASKED = 4 * ENOUGH_DONORS
+"""For a manifest at once, silent ones included: each reads its whole state to answer."""
 
 RECRUIT_SECONDS = 15.0
 """How often more donors are looked for while there are too few."""
@@ -57,6 +59,19 @@ class Candidate:
 
     manifest: Manifest
     donors: list[NodeId]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Asked:
+    """A peer that is asked for a manifest."""
+
+    peer: NodeId = field(kw_only=False)
+    patience: float  # seconds
+    until: float  # then it is silent, unless something comes from it
+
+    def hear(self) -> None:
+        """Something came, or may come in a moment."""
+        self.until = asyncio.get_running_loop().time() + self.patience
 
 
 class Download:
@@ -150,40 +165,50 @@ class Download:
         return sum(donor not in self._failed for donor in candidate.donors)
 
     async def _candidates(self, want: WantManifest) -> list[Candidate]:
-        """Asks peers, some at a time, until there are enough donors of one state."""
+        """Asks peers, some at a time, until there are enough donors of one state.
+
+        In place of one that is silent for a second the next is asked. A silent one is only waited for while
+        nobody gives a manifest, and while others may answer sooner.
+        """
         candidates: dict[Manifest, Candidate] = {}
-        peers = self._trusted()
-        for start in range(0, len(peers), ENOUGH_DONORS):
-            for peer, manifest in await self._asked(peers[start : start + ENOUGH_DONORS], want):
-                candidates.setdefault(
-                    manifest, Candidate(manifest=manifest, donors=[])
-                ).donors.append(peer)
-            if any(len(candidate.donors) >= ENOUGH_DONORS for candidate in candidates.values()):
-                break
-        return list(candidates.values())
-
-    async def _asked(
-        self, peers: tuple[NodeId, ...], want: WantManifest
-    ) -> list[tuple[NodeId, Manifest]]:
-        """The manifests that some peers give. A silent one is only waited for while nobody gives one."""
-        tasks = {peer: asyncio.create_task(self._manifest_of(peer, want)) for peer in peers}
+        left = deque(self._trusted())
+        asked: dict[asyncio.Task[Manifest | None], _Asked] = {}
+        clock = asyncio.get_running_loop().time
         try:
-            await asyncio.wait(tasks.values(), timeout=ANSWER_SECONDS)
-            while not any(t.done() and t.result() for t in tasks.values()):
-                pending = [task for task in tasks.values() if not task.done()]
-                if not pending:
+            while True:
+                best = max((len(each.donors) for each in candidates.values()), default=0)
+                waits = [one.until - clock() for one in asked.values() if one.until > clock()]
+                while left and len(waits) + best < ENOUGH_DONORS and len(asked) < MOST_ASKED:
+                    patience = self._donors.silences.patience_seconds(left[0])
+                    one = _Asked(left.popleft(), patience=patience, until=clock() + patience)
+                    asked[asyncio.create_task(self._manifest_of(one.peer, want, one.hear))] = one
+                    waits.append(patience)
+                if best >= ENOUGH_DONORS or not asked or (candidates and not waits):
                     break
-                await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            answers = [(peer, task.result()) for peer, task in tasks.items() if task.done()]
-            return [(peer, manifest) for peer, manifest in answers if manifest is not None]
+                timeout = min(waits, default=None)
+                await asyncio.wait(asked, timeout=timeout, return_when=FIRST_COMPLETED)
+                for task in [task for task in asked if task.done()]:  # the preferred peers first
+                    peer = asked.pop(task).peer
+                    if (manifest := task.result()) is not None:
+                        candidate = Candidate(manifest=manifest, donors=[])
+                        candidates.setdefault(manifest, candidate).donors.append(peer)
+                        for one in asked.values():
+                            one.hear()  # theirs may be a moment later
+            if candidates:
+                for one in asked.values():
+                    self._donors.silences.note(one.peer, clock())
+            return list(candidates.values())
         finally:
-            for task in tasks.values():
+            for task in asked:
                 task.cancel()
-            await asyncio.gather(*tasks.values(), return_exceptions=True)
+            await asyncio.gather(*asked, return_exceptions=True)
 
-    async def _manifest_of(self, peer: NodeId, want: WantManifest) -> Manifest | None:
+    async def _manifest_of(
+        self, peer: NodeId, want: WantManifest, heard: Callable[[], None] = do_nothing
+    ) -> Manifest | None:
         with suppress(NotHeldError, TransferRefusedError):
-            payload = await self._payload(peer, want, Manifest.body_bytes(self._num_elements))
+            most_bytes = Manifest.body_bytes(self._num_elements)
+            payload = await self._payload(peer, want, most_bytes, heard)
             if payload is None:
                 return None
             try:

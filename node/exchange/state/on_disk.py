@@ -193,8 +193,15 @@ class StateOnDisk:
             await self.settled()
         async with lock:
             saving = await heavy(partial(self.begin, outer, held, is_last=is_last))
-        await heavy(partial(self.write_results, saving))
         writing = saving.snapshot
+        try:
+            await heavy(partial(self.write_results, saving))
+        except AtollError as error:
+            if writing is not None:
+                writing.give_up(error)
+                with suppress(AtollError):
+                    await heavy(partial(self.write_snapshot, writing, outer))
+            raise
         if writing is not None and saving.is_awaited:
             await heavy(partial(self.write_snapshot, writing, outer))
         elif writing is not None:

@@ -9,25 +9,16 @@ from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 
 import structlog
 
-from node.exchange.transport.answers import refuse
-from node.exchange.transport.conveyor import Conveyor
-from node.exchange.transport.doorkeeper import Doorkeeper
-from node.exchange.transport.frames import BROKEN, FrameError, Limits, TransferStream, drop
-from node.exchange.transport.inbound import Inbounds
-from node.exchange.transport.neighbours import Neighbours
+from node.exchange.transport.admission import StreamAdmission
+from node.exchange.transport.connections import Connections
+from node.exchange.transport.limits import Limits
+from node.exchange.transport.outgoing import first_streams
 from node.exchange.transport.p2pd import DaemonError, P2pd
-from node.exchange.transport.parts import FIRST_ROUND_TRIP_SECONDS, first_streams
-from node.exchange.transport.rates.link_rates import LinkRates
-from node.exchange.transport.rates.pacing import Pacer
-from node.exchange.transport.rates.uplink import Uplink
-from node.exchange.transport.serving import (
-    fetch_over,
-    serve,
-    verify_inline,
-)
-from node.exchange.transport.tally import Tally
+from node.exchange.transport.rates.traffic import Traffic
+from node.exchange.transport.sending import Sending
+from node.exchange.transport.serving import Server, fetch_over, verify_inline
+from node.exchange.transport.streams import BROKEN, FrameError, TransferStream, drop, refuse
 from node.exchange.transport.transport import (
-    PIECES_AT_ONCE,
     PeerUnreachableError,
     TransferHandler,
     TransferRefusedError,
@@ -38,18 +29,19 @@ from protocol.payload import Payload, PayloadHeader
 from protocol.rounds import NodeId, RosterEntry
 from protocol.trust.identity import Identity, peer_id_of
 from protocol.v1 import transfer_pb2 as wire
+from protocol.vitals import LinkRates, UploadPace
 from protocol.wire_count import WireCounts
 
 PROTOCOL = "atoll/6/transfer"
 """What libp2p calls our streams; a change on the wire is a new number."""
 
 MOST_AT_REST = 16
-"""Stripes that a node keeps open over pauses, to all peers together: they take places with those."""
+"""Streams that a node keeps open over pauses, to all peers together: they take places with those."""
 
 _THREAD_BYTES = 1 << 20  # hashing less is quicker than asking a thread to
 
 # Who is turned away is told why, as far as that costs little.
-_PORCH = Limits(idle_seconds=2.0, max_streams_per_peer=2, max_streams=16)
+_TURNED_AWAY = Limits(idle_seconds=2.0, max_streams_per_peer=2, max_streams=16)
 
 _log = structlog.get_logger(__name__)
 
@@ -74,50 +66,49 @@ class Libp2pTransport:
         while_moving: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._identity = identity
-        self._tally = Tally(counts, while_moving=while_moving)
         self._listen_multiaddrs = listen_multiaddrs
         self._announce_host = announce_host
         self._limits = limits or Limits()
-        self._max_upload_bytes_per_second = max_upload_bytes_per_second
-        self._daemon: P2pd | None = None
-        self._uplink = Uplink(lambda: self._is_paced_by_kernel)
-        self._pacer = Pacer(
-            max_upload_bytes_per_second,
-            uplink=self._uplink,
-            seen=lambda: (
-                None if self._is_paced_by_kernel else self._tally.most_sent_bytes_per_second
-            ),
-            floor_bytes_per_second=self._limits.floor_bytes_per_second,
+        self._traffic = Traffic(
+            counts,
+            limits=self._limits,
+            allowed_bytes_per_second=max_upload_bytes_per_second,
+            while_moving=while_moving,
         )
-        self._doorkeeper = Doorkeeper(self._limits)
-        self._porch = Doorkeeper(_PORCH)
-        self._handler: TransferHandler | None = None
+        self._daemon: P2pd | None = None
+        self._server: Server | None = None
+        self._turning_away = StreamAdmission(_TURNED_AWAY)
         self._multiaddrs: tuple[str, ...] = ()
         self._members: dict[NodeId, RosterEntry] = {}
         self._node_ids: dict[str, NodeId] = {}  # by libp2p peer id
-        self._neighbours: Neighbours | None = None
+        self._connections: Connections | None = None
         self._sharing: asyncio.Task[None] | None = None
         self._serving: set[asyncio.Task[None]] = set()
-        self._inbounds = Inbounds()
-        self._pieces = asyncio.Semaphore(PIECES_AT_ONCE)
-        self._conveyors: dict[NodeId, Conveyor] = {}
+        self._sendings: dict[NodeId, Sending] = {}
 
     async def start(self, handler: TransferHandler) -> None:
         """Starts p2pd and listens. Raises SystemRefusedError when it does not come up."""
-        self._handler = handler
-        if self._max_upload_bytes_per_second is not None:
-            _log.info("uploads are paced", bytes_per_second=self._max_upload_bytes_per_second)
+        self._server = Server(handler, limits=self._limits, verify=_verify)
+        if (allowed := self._traffic.allowed_bytes_per_second) is not None:
+            _log.info("uploads are paced", bytes_per_second=allowed)
         self._daemon = await P2pd.start(
             self._identity,
             listen_multiaddrs=self._listen_multiaddrs,
             protocol=PROTOCOL,
             on_stream=self._on_stream,
+            limits=self._limits,
         )
+        self._traffic.kernel = self._daemon.tcp_pacing
         self._multiaddrs = announced(await self._daemon.multiaddrs(), self._announce_host)
-        self._neighbours = Neighbours(self._daemon, self._identity.peer_id, self._count_connection)
-        self._neighbours.set_roster(tuple(self._members.values()))
+        self._connections = Connections(
+            self._daemon,
+            self._identity.peer_id,
+            limits=self._limits,
+            on_connection=self._traffic.made_connection,
+        )
+        self._connections.set_roster(tuple(self._members.values()))
         self._sharing = asyncio.create_task(
-            self._daemon.tcp_pacing.share(lambda: self._tally.most_sent_bytes_per_second),
+            self._daemon.tcp_pacing.share(lambda: self._traffic.uplink.meter.most_bytes_per_second),
             name="uplink sharing",
         )
         self._sharing.add_done_callback(_tell_fault)
@@ -125,9 +116,9 @@ class Libp2pTransport:
     async def stop(self) -> None:
         """Ends all transfers and p2pd; safe to call more than once."""
         daemon, self._daemon = self._daemon, None
-        if self._neighbours is not None:
-            await self._neighbours.stop()
-            self._neighbours = None
+        if self._connections is not None:
+            await self._connections.stop()
+            self._connections = None
         if self._sharing is not None:
             self._sharing.cancel()
             await asyncio.wait([self._sharing])
@@ -137,9 +128,10 @@ class Libp2pTransport:
             task.cancel()
         if serving:
             await asyncio.wait(serving)
-        self._inbounds.clear()
-        for conveyor in self._conveyors.values():
-            await conveyor.close()
+        if self._server is not None:
+            self._server.receiver.clear()
+        for sending in self._sendings.values():
+            await sending.close()
         if daemon is not None:
             await daemon.stop()
 
@@ -161,18 +153,18 @@ class Libp2pTransport:
         others = tuple(entry for entry in members if entry.node_id != self._identity.node_id)
         self._members = {entry.node_id: entry for entry in others}
         self._node_ids = {peer_id_of(entry.address.public_key): entry.node_id for entry in others}
-        if self._neighbours is not None:
-            self._neighbours.set_roster(others)
+        if self._connections is not None:
+            self._connections.set_roster(others)
 
     @property
     def unreachable(self) -> tuple[NodeId, ...]:
         """See Transport.unreachable."""
-        if self._neighbours is None:
+        if self._connections is None:
             return ()
         return tuple(
             sorted(
                 self._node_ids[peer_id]
-                for peer_id in self._neighbours.unreachable()
+                for peer_id in self._connections.unreachable()
                 if peer_id in self._node_ids
             )
         )
@@ -180,39 +172,40 @@ class Libp2pTransport:
     @property
     def rates(self) -> LinkRates:
         """See Transport.rates. We send no faster than our owner allows, whatever the link carries."""
-        return self._tally.rates
+        return self._traffic.rates
+
+    @property
+    def upload_pace(self) -> UploadPace:
+        """See Transport.upload_pace."""
+        return self._traffic.pace(sum(sending.is_waiting for sending in self._sendings.values()))
 
     def round_trip_seconds(self, peer: NodeId) -> float:
         """See Transport.round_trip_seconds."""
-        conveyor = self._conveyors.get(peer)
-        return FIRST_ROUND_TRIP_SECONDS if conveyor is None else conveyor.round_trip_seconds
+        if (sending := self._sendings.get(peer)) is None:
+            return self._limits.first_round_trip_seconds
+        return sending.round_trip_seconds
 
     async def push(self, peer: NodeId, payload: Payload, *, timeout_seconds: float) -> None:
         """See Transport.push."""
         entry = self._member(peer)
-        conveyor = self._conveyors.get(peer)
-        if conveyor is None:
-            conveyor = self._conveyors[peer] = self._conveyor(peer)
-        async with self._in_time(entry, timeout_seconds), self._pacer.place():
-            await conveyor.push(payload)
+        if (sending := self._sendings.get(peer)) is None:
+            sending = self._sendings[peer] = self._sending_to(peer)
+        async with self._in_time(entry, timeout_seconds), self._traffic.place():
+            await sending.push(payload)
 
-    @property
-    def _is_paced_by_kernel(self) -> bool:
-        return self._daemon is not None and not self._daemon.tcp_pacing.why_not
-
-    def _conveyor(self, peer: NodeId) -> Conveyor:
-        return Conveyor(
+    def _sending_to(self, peer: NodeId) -> Sending:
+        return Sending(
             open_stream=lambda: self._stream_to(self._member(peer)),
             broken=(*BROKEN, DaemonError, FrameError, TransferRefusedError, PeerUnreachableError),
             num_at_first=lambda round_trip_seconds: first_streams(
                 round_trip_seconds=round_trip_seconds,
-                num_others=sum(not c.is_empty for p, c in self._conveyors.items() if p != peer),
-                bytes_per_second=self._max_upload_bytes_per_second,
-                most=self._limits.max_stripes_per_body,
+                num_others=sum(s.is_sending for p, s in self._sendings.items() if p != peer),
+                bytes_per_second=self._traffic.allowed_bytes_per_second,
+                most=self._limits.max_streams_per_body,
             ),
-            most_streams=self._limits.max_stripes_per_body,
             most_at_rest=lambda: MOST_AT_REST // max(1, len(self._members)),
-            uplink=self._uplink,
+            traffic=self._traffic,
+            limits=self._limits,
         )
 
     async def fetch(
@@ -227,7 +220,7 @@ class Libp2pTransport:
         """See Transport.fetch."""
         entry = self._member(peer)
         async with self._in_time(entry, timeout_seconds), self._stream_to(entry) as stream:
-            with self._tally.receiving():
+            with self._traffic.receiving():
                 return await fetch_over(
                     stream, want, max_body_bytes=max_body_bytes, verify=_verify, heard=heard
                 )
@@ -253,7 +246,7 @@ class Libp2pTransport:
 
     @asynccontextmanager
     async def _stream_to(self, entry: RosterEntry) -> AsyncIterator[TransferStream]:
-        """A stream of a transfer: of its request, or a stripe."""
+        """A stream of a transfer: of its request, or of parts."""
         stream = await self._open(entry)
         try:
             yield stream
@@ -264,16 +257,16 @@ class Libp2pTransport:
     async def _open(self, entry: RosterEntry) -> TransferStream:
         peer_id = peer_id_of(entry.address.public_key)
         for is_last_try in (False, True):
-            if self._daemon is None or self._neighbours is None:
+            if self._daemon is None or self._connections is None:
                 raise DaemonError("this node's transport is stopped")
             await self._daemon.connect(peer_id, entry.address.multiaddrs)
-            self._neighbours.saw(peer_id)
+            self._connections.saw(peer_id)
             try:
                 reader, writer = await self._daemon.open_stream(peer_id, PROTOCOL)
                 break
             except DaemonError:
                 # The connection was dead already, and p2pd knows now: dial once more.
-                self._neighbours.lost(peer_id)
+                self._connections.lost(peer_id)
                 if is_last_try:
                     raise
         return self._stream(reader, writer, self._limits)
@@ -285,8 +278,7 @@ class Libp2pTransport:
             reader,
             writer,
             idle_seconds=limits.idle_seconds,
-            pacer=self._pacer,
-            tally=self._tally,
+            traffic=self._traffic,
         )
 
     async def _on_stream(
@@ -312,29 +304,12 @@ class Libp2pTransport:
             _log.warning("refused a stream of a stranger", peer_id=peer_id)
             await self._turn_away(peer_id, "you are not on the roster", reader, writer)
             return
-        assert self._handler is not None
-        if self._neighbours is not None:
-            self._neighbours.saw(peer_id)
-        stream = self._stream(reader, writer, self._limits)
-        is_served_enough = self._doorkeeper.is_served_enough(peer_id)
+        assert self._server is not None
+        if self._connections is not None:
+            self._connections.saw(peer_id)
         try:
-            with self._doorkeeper.let_in(peer_id):
-                try:
-                    await serve(
-                        stream,
-                        sender,
-                        self._handler,
-                        limits=self._limits,
-                        verify=_verify,
-                        inbounds=self._inbounds,
-                        pieces=self._pieces,
-                        is_crowded=self._doorkeeper.is_crowded(peer_id),
-                        is_served_enough=is_served_enough,
-                    )
-                finally:
-                    stream.count_ended()
-                await stream.outlast()
-        except TransferRefusedError as refusal:  # of the doorkeeper: serve answers its own
+            await self._server.serve(self._stream(reader, writer, self._limits), sender)
+        except TransferRefusedError as refusal:  # there is no place
             await self._turn_away(peer_id, str(refusal), reader, writer)
         except FrameError as error:
             _log.warning("a member speaks another protocol", sender=sender, error=str(error))
@@ -344,10 +319,10 @@ class Libp2pTransport:
     async def _turn_away(
         self, peer_id: str, reason: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Says why, if the porch is not full. Reads the request first, or the answer gets lost."""
-        stream = self._stream(reader, writer, _PORCH)
+        """Says why, if not too many wait for that. Reads the request first, or the answer gets lost."""
+        stream = self._stream(reader, writer, _TURNED_AWAY)
         try:
-            with self._porch.let_in(peer_id):
+            with self._turning_away.let_in(peer_id):
                 await stream.receive(wire.TransferRequest)
                 await refuse(stream, reason)
                 await stream.outlast()
@@ -355,10 +330,6 @@ class Libp2pTransport:
             pass  # then it is not told
         finally:
             stream.count_ended()
-
-    def _count_connection(self) -> None:
-        self._pacer.connection()
-        self._tally.count_connection()
 
 
 def _tell_fault(sharing: asyncio.Task[None]) -> None:

@@ -10,9 +10,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from node.exchange.transport.frames import WIRE_KINDS_BY_PAYLOAD
-from node.exchange.transport.rates.link_rates import LinkMeter, LinkRates
+from node.exchange.transport.limits import Limits
+from node.exchange.transport.rates.uplink import LinkMeter
 from node.exchange.transport.serving import check_answer, refusing_on_fault, turn_of
+from node.exchange.transport.streams import WIRE_KINDS_BY_PAYLOAD
 from node.exchange.transport.transport import (
     PIECES_AT_ONCE,
     FalseAnswerError,
@@ -25,6 +26,7 @@ from node.exchange.transport.transport import (
 )
 from protocol.payload import Payload, PayloadError
 from protocol.rounds import NodeId, RosterEntry
+from protocol.vitals import FREE, NO_UPLOAD, LinkRates, UploadPace
 from protocol.wire_count import WireCounts
 
 T = TypeVar("T")
@@ -92,7 +94,7 @@ class MemoryTransport:
         self.node_id = node_id
         self._network = network
         self._counts = counts
-        self._up, self._down = LinkMeter(), LinkMeter()
+        self._up, self._down = LinkMeter(Limits()), LinkMeter(Limits())
         self._handler: TransferHandler | None = None
         self._member_ids: frozenset[NodeId] = frozenset()
         self._handling: set[asyncio.Task[Any]] = set()
@@ -140,6 +142,11 @@ class MemoryTransport:
             up_bytes_per_second=self._up.bytes_per_second,
             down_bytes_per_second=self._down.bytes_per_second,
         )
+
+    @property
+    def upload_pace(self) -> UploadPace:
+        """See Transport.upload_pace. Nothing is paced here."""
+        return FREE if self._up.num_active else NO_UPLOAD
 
     def round_trip_seconds(self, peer: NodeId) -> float:
         """See Transport.round_trip_seconds. Only payloads take time here."""

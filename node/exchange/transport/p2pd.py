@@ -23,8 +23,9 @@ from typing import Any
 
 import structlog
 
-from node.exchange.transport.frames import drop
-from node.exchange.transport.rates.tcp_pacing import TcpPacing
+from node.exchange.transport.limits import Limits
+from node.exchange.transport.rates.tcp import TcpPacing
+from node.exchange.transport.streams import drop
 from protocol.errors import SystemRefusedError
 from protocol.files.leftovers import TemporaryFolder
 from protocol.trust.identity import Identity
@@ -46,9 +47,11 @@ class DaemonError(Exception):
 class P2pd:
     """A running p2pd. Make one with `start`; `died` is set when it ends without being stopped."""
 
-    def __init__(self, process: asyncio.subprocess.Process, folder: TemporaryFolder) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process, folder: TemporaryFolder, limits: Limits
+    ) -> None:
         self.died = asyncio.Event()
-        self.tcp_pacing = TcpPacing(process.pid)
+        self.tcp_pacing = TcpPacing(process.pid, limits)
         self._process = process
         self._temporary = folder
         self._folder = folder.path
@@ -66,13 +69,15 @@ class P2pd:
         listen_multiaddrs: tuple[str, ...],
         protocol: str,
         on_stream: StreamCallback,
+        limits: Limits | None = None,
     ) -> "P2pd":
         """Starts p2pd and listens; raises SystemRefusedError when it does not come up."""
         _load_hivemind()
         # A short path: a Unix socket's name has at most 107 bytes.
         folder = TemporaryFolder("p2pd")
         try:
-            daemon = cls(await _launch(identity, folder.path, listen_multiaddrs), folder)
+            process = await _launch(identity, folder.path, listen_multiaddrs)
+            daemon = cls(process, folder, limits or Limits())
         except BaseException:
             folder.remove()
             raise

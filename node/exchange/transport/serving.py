@@ -2,7 +2,7 @@
 
 Here live the rules that every transport keeps: a body is admitted before it is read, an answer is
 what was asked for. How a stream comes to be, and whether its other end is a member, is the
-transport's business. Pushes of our own go over a conveyor.
+transport's business. Pushes of our own are node.exchange.transport.sending's.
 """
 
 import asyncio
@@ -12,11 +12,17 @@ from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 import blake3
 import structlog
 
-from node.exchange.transport.answers import expect, refuse
-from node.exchange.transport.frames import Limits, TransferStream
-from node.exchange.transport.inbound import Inbounds, complete, take_stripe
-from node.exchange.transport.parts import PartError
+from node.exchange.transport.admission import StreamAdmission
+from node.exchange.transport.limits import Limits
+from node.exchange.transport.receiver import (
+    Receiver,
+    complete,
+    forget_in_time,
+    take_parts,
+)
+from node.exchange.transport.streams import PartError, TransferStream, expect, refuse
 from node.exchange.transport.transport import (
+    PIECES_AT_ONCE,
     FalseAnswerError,
     TransferHandler,
     TransferRefusedError,
@@ -100,47 +106,131 @@ def refusing_on_fault(sender: NodeId) -> Iterator[None]:
         raise TransferRefusedError("this node failed inside; its log says how") from error
 
 
-async def serve(
-    stream: TransferStream,
-    sender: NodeId,
-    handler: TransferHandler,
-    *,
-    limits: Limits,
-    verify: Verify,
-    inbounds: Inbounds,
-    pieces: asyncio.Semaphore,
-    is_crowded: bool = False,
-    is_served_enough: bool = False,
-) -> None:
-    """Answers a member's request. Raises FrameError, or frames.BROKEN when the member is gone.
+class Server:
+    """Answers the requests of all members. The handler is asked about what comes, and for what is given."""
 
-    `pieces` has the places of pieces that are given: these are large, and exchanges come first.
-    """
-    request = await stream.receive(wire.TransferRequest)
-    try:
+    def __init__(self, handler: TransferHandler, *, limits: Limits, verify: Verify) -> None:
+        self.admission = StreamAdmission(limits)
+        self.receiver = Receiver(limits)
+        self._handler = handler
+        self._limits = limits
+        self._verify = verify
+        # Pieces are large, and exchanges come first.
+        self._pieces = asyncio.Semaphore(PIECES_AT_ONCE)
+
+    async def serve(self, stream: TransferStream, sender: NodeId) -> None:
+        """Answers a member's request.
+
+        Raises FrameError, or streams.BROKEN when the member is gone, and TransferRefusedError when there
+        is no place for one stream more: then nothing was read.
+        """
+        is_served_enough = self.admission.is_served_enough(sender)
+        with self.admission.let_in(sender):
+            is_crowded = self.admission.is_crowded(sender)
+            try:
+                await self._answer(stream, sender, is_crowded, is_served_enough)
+            except (TransferRefusedError, PayloadError) as refusal:
+                await refuse(stream, str(refusal))
+            finally:
+                stream.count_ended()
+            await stream.outlast()
+
+    async def _answer(
+        self, stream: TransferStream, sender: NodeId, is_crowded: bool, is_served_enough: bool
+    ) -> None:
+        request = await stream.receive(wire.TransferRequest)
         match request.WhichOneof("request"):
             case "offer":
                 try:
-                    await _take(stream, sender, handler, request.offer, limits, verify, inbounds)
+                    await self._take(stream, sender, request.offer)
                 except (TransferRefusedError, PayloadError):
-                    inbounds.refuse(sender, _digest_of(request.offer))
+                    self.receiver.refuse(sender, _digest_of(request.offer))
                     raise
             case "stripe":
-                if is_crowded and inbounds.has_stripe(sender):
+                if is_crowded and self.receiver.has_stream(sender):
                     raise TransferRefusedError("busy; go on with the streams that you have")
-                await take_stripe(stream, sender, inbounds)
+                await take_parts(stream, sender, self.receiver)
             case "want_result" | "want_chunk" | "want_tokens" if is_served_enough:
                 raise TransferRefusedError("busy; go on with the transfers that you have")
             case "want_result" | "want_manifest" | "want_chunk" | "want_tokens":
                 want = _decode_want(request)
-                async with turn_of(want, pieces):
-                    await _give(stream, handler, sender, want, limits)
+                async with turn_of(want, self._pieces):
+                    await self._give(stream, sender, want)
             case _:
                 raise TransferRefusedError("the request is empty, or of a newer version of Atoll")
-    except TransferRefusedError as refusal:
-        await refuse(stream, str(refusal))
-    except PayloadError as error:
-        await refuse(stream, str(error))
+
+    async def _take(self, stream: TransferStream, sender: NodeId, offer: wire.Offer) -> None:
+        header = PayloadHeader.decode(offer.header)
+        stream.carries(header.kind)
+        with refusing_on_fault(sender):
+            admission = self._handler.admit(sender, header)
+        try:
+            with stream.traffic.receiving():
+                async with asyncio.timeout(self._limits.whole_seconds(header.body_bytes)):
+                    if offer.part_bytes:
+                        body = await self._take_parts(
+                            stream, sender, header, offer, admission.is_wanted
+                        )
+                    else:
+                        await stream.send(wire.TransferResponse(status=wire.TRANSFER_STATUS_GO_ON))
+                        body = await _receive_body(stream, header)
+            payload = await self._verify(header, body)
+            with refusing_on_fault(sender):
+                await admission.take(payload)
+        finally:
+            admission.end()
+        await stream.send(wire.TransferResponse(status=wire.TRANSFER_STATUS_RECEIVED))
+
+    async def _take_parts(
+        self,
+        stream: TransferStream,
+        sender: NodeId,
+        header: PayloadHeader,
+        offer: wire.Offer,
+        is_wanted: Callable[[], bool],
+    ) -> bytes:
+        digest = _digest_of(offer)
+        try:
+            body = self.receiver.begin(sender, header, digest, offer.part_bytes)
+        except PartError as error:
+            raise TransferRefusedError(str(error)) from error
+        except MemoryError as error:
+            raise _no_memory(header) from error
+        is_kept = True
+        try:
+            response = wire.TransferResponse(
+                status=wire.TRANSFER_STATUS_GO_ON, held_parts=body.assembly.held_map()
+            )
+            await stream.send(response)
+            whole = await complete(
+                stream, body, is_wanted=is_wanted, idle_seconds=self._limits.idle_seconds
+            )
+            is_kept = False
+            return whole
+        except TransferRefusedError:
+            is_kept = False
+            raise
+        finally:
+            now = stream.traffic.clock()
+            self.receiver.end(sender, digest, body, is_kept=is_kept, now=now)
+            if is_kept:
+                forget_in_time(self.receiver, self._limits.kept_seconds)
+
+    async def _give(self, stream: TransferStream, sender: NodeId, want: Want) -> None:
+        with refusing_on_fault(sender):
+            payload = await self._handler.supply(sender, want)
+        if payload is None:
+            await stream.send(wire.TransferResponse(status=wire.TRANSFER_STATUS_NOT_HELD))
+            return
+        stream.carries(payload.header.kind)
+        async with stream.place_for_body():
+            await stream.send(
+                wire.TransferResponse(
+                    status=wire.TRANSFER_STATUS_GO_ON, header=payload.header.encode()
+                )
+            )
+            async with asyncio.timeout(self._limits.whole_seconds(len(payload.body))):
+                await stream.send_body(payload.body)
 
 
 async def fetch_over(
@@ -151,7 +241,7 @@ async def fetch_over(
     verify: Verify,
     heard: Callable[[], None],
 ) -> Payload:
-    """Our side of a fetch. Raises as `answers.expect`, FalseAnswerError, or frames.BROKEN."""
+    """Our side of a fetch. Raises as `streams.expect`, FalseAnswerError, or streams.BROKEN."""
     stream.carries(_kind_of(want))
     await stream.send(_encode_want(want))
     response = await expect(stream, wire.TRANSFER_STATUS_GO_ON)
@@ -164,71 +254,6 @@ async def fetch_over(
         raise FalseAnswerError(str(error)) from error
 
 
-async def _take(
-    stream: TransferStream,
-    sender: NodeId,
-    handler: TransferHandler,
-    offer: wire.Offer,
-    limits: Limits,
-    verify: Verify,
-    inbounds: Inbounds,
-) -> None:
-    header = PayloadHeader.decode(offer.header)
-    stream.carries(header.kind)
-    with refusing_on_fault(sender):
-        admission = handler.admit(sender, header)
-    try:
-        with stream.tally.receiving():
-            async with asyncio.timeout(limits.whole_seconds(header.body_bytes)):
-                if offer.part_bytes:
-                    body = await _receive_parts(
-                        stream, sender, header, offer, limits, inbounds, admission.is_wanted
-                    )
-                else:
-                    await stream.send(wire.TransferResponse(status=wire.TRANSFER_STATUS_GO_ON))
-                    body = await _receive_body(stream, header)
-        payload = await verify(header, body)
-        with refusing_on_fault(sender):
-            await admission.take(payload)
-    finally:
-        admission.end()
-    await stream.send(wire.TransferResponse(status=wire.TRANSFER_STATUS_RECEIVED))
-
-
-async def _receive_parts(
-    stream: TransferStream,
-    sender: NodeId,
-    header: PayloadHeader,
-    offer: wire.Offer,
-    limits: Limits,
-    inbounds: Inbounds,
-    is_wanted: Callable[[], bool],
-) -> bytes:
-    digest = _digest_of(offer)
-    try:
-        inbound = inbounds.begin(sender, header, digest, offer.part_bytes)
-    except PartError as error:
-        raise TransferRefusedError(str(error)) from error
-    except MemoryError as error:
-        raise _no_memory(header) from error
-    is_kept = True
-    try:
-        response = wire.TransferResponse(
-            status=wire.TRANSFER_STATUS_GO_ON, held_parts=inbound.assembly.held_map()
-        )
-        await stream.send(response)
-        body = await complete(
-            stream, inbound, is_wanted=is_wanted, idle_seconds=limits.idle_seconds
-        )
-        is_kept = False
-        return body
-    except TransferRefusedError:
-        is_kept = False
-        raise
-    finally:
-        inbounds.end(sender, digest, inbound, is_kept=is_kept)
-
-
 def _digest_of(offer: wire.Offer) -> Digest:
     return Digest(blake3.blake3(offer.header).digest())
 
@@ -237,7 +262,7 @@ async def _receive_body(
     stream: TransferStream, header: PayloadHeader, heard: Callable[[], None] = do_nothing
 ) -> bytes:
     try:
-        began_at = stream.tally.now()
+        began_at = stream.traffic.clock()
         body = await stream.receive_body(header.body_bytes, heard)
         stream.moved(received_bytes=header.body_bytes, since=began_at)
         return body
@@ -253,23 +278,6 @@ def turn_of(want: Want, pieces: asyncio.Semaphore) -> AbstractAsyncContextManage
     """Held from before a piece is read until it is sent; nothing else waits."""
     is_piece = isinstance(want, WantTokens) and want.kind == PIECE
     return pieces if is_piece else nullcontext()
-
-
-async def _give(
-    stream: TransferStream, handler: TransferHandler, sender: NodeId, want: Want, limits: Limits
-) -> None:
-    with refusing_on_fault(sender):
-        payload = await handler.supply(sender, want)
-    if payload is None:
-        await stream.send(wire.TransferResponse(status=wire.TRANSFER_STATUS_NOT_HELD))
-        return
-    stream.carries(payload.header.kind)
-    async with stream.place_for_body():
-        await stream.send(
-            wire.TransferResponse(status=wire.TRANSFER_STATUS_GO_ON, header=payload.header.encode())
-        )
-        async with asyncio.timeout(limits.whole_seconds(len(payload.body))):
-            await stream.send_body(payload.body)
 
 
 def _encode_want(want: Want) -> wire.TransferRequest:

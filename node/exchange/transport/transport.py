@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from node.exchange.transport.rates.link_rates import LinkRates
 from protocol.payload import Payload, PayloadHeader
 from protocol.rounds import Digest, NodeId, RosterEntry
+from protocol.vitals import LinkRates, UploadPace
 
 if TYPE_CHECKING:
     from protocol.v1 import transfer_pb2
@@ -145,6 +145,10 @@ class Transport(Protocol):
     @property
     def rates(self) -> LinkRates:
         """What our link to all peers carries, as far as transfers have shown it."""
+
+    @property
+    def upload_pace(self) -> UploadPace:
+        """What keeps our uploads from going faster now."""
 
     def round_trip_seconds(self, peer: NodeId) -> float:
         """How long a peer lately took to answer an offer of ours, or a guess where that is not known."""

@@ -1,1 +1,1 @@
-"""How fast uploads may go: the user's limit, what links were seen to carry, delays, and TCP's losses."""
+"""When more may leave, and why: `traffic` answers, `uplink` estimates, `tcp` is the kernel's part."""

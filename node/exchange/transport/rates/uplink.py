@@ -1,4 +1,7 @@
-"""How fast bodies may go so that no queue grows before the uplink, learnt from the answers to them.
+"""What the uplink carries, learnt from the transfers that are made anyway: the one estimate of it.
+
+A meter tells what the link was seen to carry, up or down, once a transfer is over. While one is under way,
+the delay of its answers tells how fast bodies may go so that no queue grows before the uplink.
 
 What is sent faster than the uplink carries waits in the router's queue, with all that other people
 on the same line send, and a queue that is full loses packets, for which most TCPs give up a third of their
@@ -14,26 +17,31 @@ Pure: it is told the time, in seconds of any clock that only rises.
 """
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable
-from statistics import median_low
+from itertools import pairwise
+from statistics import median, median_low
 from typing import NamedTuple
 
-BURST_SECONDS = 0.05
-"""What may leave at once, in seconds of the rate: so long a heartbeat may wait behind a chunk."""
+from node.exchange.transport.limits import Limits
 
-EPOCH_SECONDS = 0.2
-"""So often it is looked at how answers come."""
+LEAST_BYTES = 4 << 20
+"""A busy time with less, shorter than `Limits.measured_seconds`, says more of round trips than of a link."""
+
+WINDOW = 9
+"""Busy times that count: what the link carries is the median of their rates."""
+
+LEAST_MEASUREMENTS = 5
+"""Before a rate is told. Single ones differ much among equal links, and would make slices uneven
+(docs/decisions.md)."""
+
+HEADROOM = 1.5
+"""While a node has made no long transfer: uploads may go so many times as fast as the uplink was seen to
+carry at best. That is below what it carries when others were slow, so there must be room to find more; and
+what is beyond twice of it fills the queue in front of the link until packets are lost (docs/decisions.md)."""
 
 LEAST_ANSWERS = 6
 """In an epoch, or it lasts longer: fewer say nothing of a rate."""
-
-QUEUE_SECONDS = 0.06
-"""What the quickest answer of an epoch may take longer than the quickest of all lately. Less finds a queue
-where data only waits for data that goes the other way; LEDBAT++ allows as much."""
-
-LASTING_SECONDS = 3.0
-"""So long nothing is paced here where the kernel paces: most exchanges are over then."""
 
 MEMORY = 50
 """Epochs that are lately. A way that has become longer is taken for a queue until then."""
@@ -42,8 +50,73 @@ RATES = 8
 """Epochs, of whose rates the second highest is what the uplink carries: one may be wrong, and after a pause
 TCP feels its way for longer than the first."""
 
+_MOST_MOVES = 512  # of one busy time; neighbours are joined when there are more
 _DRAIN = 0.85  # of what the uplink carries: so a queue gets shorter
 _PROBE = 1.06  # … and so it is seen when the uplink carries more, or a queue begins
+
+
+class _Move(NamedTuple):
+    """Bytes that were on their way for some time: others may have been at the same time."""
+
+    since: float
+    until: float
+    num_bytes: int
+
+
+class LinkMeter:
+    """One direction of the link.
+
+    Bytes count evenly over the time that they were on their way: when each of them passed nobody knows,
+    and those that wait for each other on a full link arrive, and are answered, all at once.
+
+    A busy time counts by the fastest half of its bytes: its beginning, while TCP feels its way, and
+    its end, while the slowest peer keeps one transfer open, say nothing of our link.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.num_active = 0
+        """Transfers under way."""
+        self._least_seconds = limits.measured_seconds
+        self._began = 0.0
+        self._moves: list[_Move] = []
+        self._rates: deque[float] = deque(maxlen=WINDOW)
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        """What the link carries; None: not known yet."""
+        return median(self._rates) if len(self._rates) >= LEAST_MEASUREMENTS else None
+
+    @property
+    def most_bytes_per_second(self) -> float | None:
+        """The most that it was seen to carry in two busy times, for one may be wrong; None: not known yet."""
+        return sorted(self._rates)[-2] if len(self._rates) >= LEAST_MEASUREMENTS else None
+
+    def begin(self, now: float) -> None:
+        """A transfer begins."""
+        if not self.num_active:
+            self._began, self._moves = now, []
+        self.num_active += 1
+
+    def moved(self, num_bytes: int, *, since: float, now: float) -> None:
+        """So many bytes of a transfer have arrived at their receiver, which were begun at `since`."""
+        since = max(self._began, since)
+        if not self.num_active or now <= since:
+            return  # of a transfer that has just ended, or over no network
+        self._moves.append(_Move(since, now, num_bytes))
+        if len(self._moves) > _MOST_MOVES:
+            self._moves = _joined(self._moves)
+
+    def end(self, now: float) -> None:
+        """A transfer has ended, well or not."""
+        self.num_active -= 1
+        if self.num_active:
+            return
+        num_bytes = sum(move.num_bytes for move in self._moves)
+        if num_bytes < LEAST_BYTES and (
+            now - self._began < self._least_seconds or num_bytes < LEAST_BYTES // 16
+        ):
+            return
+        self._rates.append(_fastest_half(_carried(self._moves)))
 
 
 class _Way(NamedTuple):
@@ -84,9 +157,13 @@ class Uplink:
     transfers that last are paced here, for the sake of who waits in the queue that TCP leaves.
     """
 
-    def __init__(self, is_paced_below: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self, limits: Limits, *, is_paced_below: Callable[[], bool] = lambda: False
+    ) -> None:
+        self.meter = LinkMeter(limits)
         self.bytes_per_second: float | None = None
         """Of bodies; None: as fast as they can, for no queue was seen yet."""
+        self._limits = limits
         self._is_paced_below = is_paced_below
         self._busy_since = 0.0
         self._lately: deque[_Epoch] = deque(maxlen=MEMORY)
@@ -95,6 +172,14 @@ class Uplink:
         self._round_trips: dict[Hashable, float] = {}
         self._num_under_way = 0
         self._last_ended_at = 0.0
+
+    @property
+    def carries(self) -> float | None:
+        """Bytes of bodies per second that may follow; None: nothing is known that would hold them back."""
+        if self.bytes_per_second is not None or self._is_paced_below():
+            return self.bytes_per_second
+        best = self.meter.most_bytes_per_second
+        return None if best is None else HEADROOM * best
 
     def goes_round_in(self, peer: Hashable, seconds: float) -> None:
         """A few bytes to a peer and back take so long."""
@@ -108,7 +193,7 @@ class Uplink:
         While nothing was under way the link was idle, which says nothing of it. For a moment it may be:
         at a low rate a part is answered before the next one is out.
         """
-        if not self._num_under_way and now - self._last_ended_at > EPOCH_SECONDS:
+        if not self._num_under_way and now - self._last_ended_at > self._limits.epoch_seconds:
             self._epoch = None
             self._busy_since = now
             if self._is_paced_below():
@@ -133,10 +218,15 @@ class Uplink:
             self._epoch = _Epoch(now, is_early=True)
             return
         epoch.note(way, num_bytes, seconds)
-        if now - epoch.began_at >= EPOCH_SECONDS and epoch.num_answers >= LEAST_ANSWERS:
+        if (
+            now - epoch.began_at >= self._limits.epoch_seconds
+            and epoch.num_answers >= LEAST_ANSWERS
+        ):
             if epoch.is_known:
                 self._learn(epoch, epoch.num_bytes / (now - epoch.began_at))
-            is_early = self._is_paced_below() and now - self._busy_since < LASTING_SECONDS
+            is_early = (
+                self._is_paced_below() and now - self._busy_since < self._limits.lasting_seconds
+            )
             self._epoch = _Epoch(now, is_early=is_early)
 
     def ended(self, now: float) -> None:
@@ -146,7 +236,7 @@ class Uplink:
 
     def _learn(self, epoch: _Epoch, rate: float) -> None:
         self._lately.append(epoch)
-        has_queue = self._queue_seconds(epoch) > QUEUE_SECONDS
+        has_queue = self._queue_seconds(epoch) > self._limits.queue_seconds
         if epoch.is_early or not (has_queue or epoch.is_held_back):
             return  # there was less to send than the link carries, or it was sent more slowly
         self._rates.append(rate)
@@ -176,7 +266,7 @@ class Uplink:
         lately = [e.least_seconds[way] for e in self._lately if way in e.least_seconds]
         if len(lately) > MEMORY // 2:
             return min(lately)
-        return min(*lately, self._round_trips.get(way.peer, math.inf) + BURST_SECONDS)
+        return min(*lately, self._round_trips.get(way.peer, math.inf) + self._limits.burst_seconds)
 
 
 class UnderWay:
@@ -204,3 +294,40 @@ class UnderWay:
         if not self._has_ended:
             self._has_ended = True
             self._uplink.ended(now)
+
+
+def _joined(moves: list[_Move]) -> list[_Move]:
+    """Half as many: each two that ended one after the other are one."""
+    pairs = zip(moves[::2], moves[1::2], strict=False)
+    joined = [
+        _Move(min(a.since, b.since), max(a.until, b.until), a.num_bytes + b.num_bytes)
+        for a, b in pairs
+    ]
+    return joined + moves[2 * len(joined) :]
+
+
+def _carried(moves: list[_Move]) -> list[tuple[float, float]]:
+    """When moves began and ended, and how many bytes had been carried by then."""
+    changes: dict[float, float] = defaultdict(float)  # of bytes per second
+    for since, until, num_bytes in moves:
+        changes[since] += num_bytes / (until - since)
+        changes[until] -= num_bytes / (until - since)
+    times = sorted(changes)
+    points, rate = [(times[0], 0.0)], 0.0
+    for before, now in pairwise(times):
+        rate += changes[before]
+        points.append((now, points[-1][1] + rate * (now - before)))
+    return points
+
+
+def _fastest_half(points: list[tuple[float, float]]) -> float:
+    """The highest rate between two points that at least half of all bytes lie between."""
+    half = points[-1][1] / 2
+    best, first = 0.0, 0
+    for at, num_bytes in points:
+        while num_bytes - points[first + 1][1] >= half:
+            first += 1
+        moved = num_bytes - points[first][1]
+        if moved >= half and at > points[first][0]:
+            best = max(best, moved / (at - points[first][0]))
+    return best

@@ -1,13 +1,19 @@
-"""Has the kernel pace the TCP connections of p2pd, which does not ask for it itself.
+"""Has the kernel pace the TCP connections of p2pd, and deal the uplink out to them once packets are lost.
 
 Without pacing TCP sends at once whatever its window has room for. Such bursts overflow the queue before
 an uplink long before the link is full, and cubic gives up a third of its rate for each. A socket that
 has a pacing rate, however high, has its packets spread over the round trip by Linux itself
-(tcp_update_pacing_rate), as those of bbr always are. And while something is sent, all of them together are
-kept to what the uplink carries (tcp_shares).
+(tcp_update_pacing_rate), as those of bbr always are. p2pd does not ask for it, and its sockets are its own:
+a process may take copies of its child's without privileges (pidfd_getfd, Linux 5.6), unless a container
+forbids it.
 
-The sockets are p2pd's. A process may take copies of its child's without privileges (pidfd_getfd,
-Linux 5.6), unless a container forbids it.
+TCP finds the rate of each connection for itself. A swarm's connections all begin at once: fifteen with
+windows of ten packets that double have overflowed the queue before a slow uplink before one of them
+could notice, and the round waits for what was lost. So once many packets were lost, all of them together
+are kept to what the uplink was seen to carry, and a little more; with each busy time in which few
+are lost, a little more still. It is dealt out by max-min fairness (Bertsekas and Gallager, "Data Networks",
+1992, section 6.5.2): a connection that cannot use an equal share leaves the rest of it to the others.
+What deals (TcpShares) is pure: it is told the time, in seconds of any clock that only rises.
 """
 
 import asyncio
@@ -27,7 +33,26 @@ from typing import NamedTuple
 
 import structlog
 
-from node.exchange.transport.rates.tcp_shares import TcpCount, TcpShares
+from node.exchange.transport.limits import Limits
+
+LEAST_GAIN = 1.25
+"""So many times as fast as the uplink was seen to carry at best all may send together after losses. What was
+seen is a tenth to a fifth less than it carries, since parts count until they are answered."""
+
+CREEP = 1.05
+"""By so much this grows with each busy time with few losses in which it held something back: links change."""
+
+MOST_GAIN = 16.0
+"""It grows no further: then nothing is held back that TCP lets go."""
+
+MANY_LOST, MANY = 0.01, 10
+"""Of the packets of a busy time, and packets: radio and other people's bursts lose a few. What overruns a
+queue loses some in a hundred."""
+
+_GROWTH = 2.0
+"""A connection that its window holds back may go so many times as fast: windows at most double."""
+
+_FEW_BYTES = 4096  # on their way, and none waits: nothing is being sent
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _SYS_PIDFD_GETFD = 438
@@ -36,17 +61,8 @@ _SO_MAX_PACING_RATE = 47
 NEVER_REACHED = 1 << 40
 """A pacing rate, in bytes per second."""
 
-LOOK_SECONDS = 0.0125
-"""So often connections are looked at while something is sent, …"""
-
 MOST_OF_A_CORE = 0.1
-"""… but looking takes no more of a core than this: with hundreds of connections it is more seldom."""
-
-QUIET_SECONDS = 0.5
-"""After so long without anything to send nobody looks any more."""
-
-NEW_SECONDS = 1.0
-"""So often it is looked for new connections meanwhile."""
+"""Looking at connections takes no more of a core: with hundreds of them it is more seldom."""
 
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """A process is short of something for a while."""
@@ -67,16 +83,113 @@ _INFO_BYTES = 160
 _log = structlog.get_logger(__name__)
 
 
+class TcpCount(NamedTuple):
+    """What the kernel says of one connection now."""
+
+    num_sent: int  # packets, since it began
+    num_resent: int
+    under_way_bytes: int
+    waiting_bytes: int  # for the window, or for their pace
+    window_bytes: int  # TCP's congestion window
+    round_trip_seconds: float  # lately, with what it waits in queues
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is being sent over it."""
+        return self.waiting_bytes > 0 or self.under_way_bytes > _FEW_BYTES
+
+    @property
+    def is_held_back(self) -> bool:
+        """Whether its pace is what keeps it from sending more: its window has room."""
+        return self.waiting_bytes > 0 and self.under_way_bytes < self.window_bytes - _FEW_BYTES
+
+    @property
+    def usable_bytes_per_second(self) -> float:
+        """What it could use, if that were its share."""
+        if self.is_held_back:
+            return math.inf
+        return _GROWTH * self.window_bytes / max(self.round_trip_seconds, 1e-6)
+
+
+class TcpShares:
+    """Of the uplink of one node."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._pause_seconds = limits.tcp_pause_seconds
+        self.bytes_per_second: float | None = None
+        """What all may send together; None: as much as TCP lets them."""
+        self.is_holding_back = False
+        """Whether some connection has more to send than that now."""
+        self._gain: float | None = None  # None: never were many lost
+        self._before: Mapping[str, TcpCount] = {}
+        self._busy_at = -math.inf  # last
+        self._num_sent = self._num_lost = 0  # in this busy time
+        self._has_held_back = False
+
+    def deal(
+        self, counts: Mapping[str, TcpCount], *, seen: float | None, now: float
+    ) -> dict[str, float]:
+        """Bytes per second for each connection, by its name; infinity for no limit.
+
+        `seen` is what the uplink was seen to carry at best, bytes per second; None: not known.
+        """
+        busy = {name: count for name, count in counts.items() if count.is_busy}
+        if busy:
+            if now > self._busy_at + self._pause_seconds:
+                self._end_busy_time()
+            self._busy_at = now
+        self._note_losses(counts)
+        if self._gain is None or seen is None:
+            return dict.fromkeys(counts, math.inf)
+        self.is_holding_back = any(count.is_held_back for count in busy.values())
+        self._has_held_back |= self.is_holding_back
+        self.bytes_per_second = allowed = self._gain * seen
+        # Who has nothing to send may begin at any time, and is given its share at the next look.
+        return dict.fromkeys(counts, allowed) | _dealt(
+            allowed, {name: count.usable_bytes_per_second for name, count in busy.items()}
+        )
+
+    @property
+    def _has_lost(self) -> bool:
+        return self._num_lost >= max(MANY, MANY_LOST * self._num_sent)
+
+    def _end_busy_time(self) -> None:
+        if self._gain is not None and self._has_held_back and not self._has_lost:
+            self._gain = min(MOST_GAIN, CREEP * self._gain)
+        self._num_sent = self._num_lost = 0
+        self._has_held_back = False
+
+    def _note_losses(self, counts: Mapping[str, TcpCount]) -> None:
+        for name, count in counts.items():
+            before = self._before.get(name, count)
+            self._num_sent += count.num_sent - before.num_sent
+            self._num_lost += count.num_resent - before.num_resent
+        self._before = counts
+        if self._has_lost:
+            self._gain = LEAST_GAIN
+
+
+def _dealt(rate: float, usable: Mapping[str, float]) -> dict[str, float]:
+    """To each what it can use, or an equal share of what the others leave; what nobody can use, to all."""
+    dealt: dict[str, float] = {}
+    left = rate
+    for number, (name, most) in enumerate(sorted(usable.items(), key=lambda item: item[1])):
+        dealt[name] = min(most, left / (len(usable) - number))
+        left -= dealt[name]
+    return {name: share + left / len(dealt) for name, share in dealt.items()}
+
+
 class TcpPacing:
     """Of a child process's sockets. `why_not` says what keeps us from it, once that is known."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, limits: Limits) -> None:
+        self._limits = limits
         self.why_not = "" if sys.platform == "linux" else "only Linux can"
         self._child = _Child(pid)
         self._seen: set[str] = set()  # sockets, as /proc names them
         self._tcp: dict[str, _Place] = {}  # those of TCP
         self._rates: dict[str, float] = {}  # that connections have
-        self._shares = TcpShares()
+        self._shares = TcpShares(limits)
         self._is_busy = asyncio.Event()
 
     def look(self) -> None:
@@ -101,6 +214,11 @@ class TcpPacing:
             self.why_not = str(error)
             _log.info("TCP connections to peers are not paced", reason=self.why_not)
 
+    @property
+    def shared_bytes_per_second(self) -> float | None:
+        """What all connections may send together after losses; None: it holds none of them back now."""
+        return self._shares.bytes_per_second if self._shares.is_holding_back else None
+
     def close(self) -> None:
         """Lets go of the process, which has ended."""
         self._child.close()
@@ -116,9 +234,9 @@ class TcpPacing:
             await self._is_busy.wait()
             self._is_busy.clear()
             looked_at, busy_at = -math.inf, clock()
-            while not self.why_not and (now := clock()) < busy_at + QUIET_SECONDS:
+            while not self.why_not and (now := clock()) < busy_at + self._limits.tcp_quiet_seconds:
                 began = time.thread_time()
-                if now >= looked_at + NEW_SECONDS:
+                if now >= looked_at + self._limits.tcp_new_seconds:
                     self.look()
                     looked_at = now
                 counts = self.counts()
@@ -130,7 +248,8 @@ class TcpPacing:
                     _log.info(
                         "many packets were lost: peers share the uplink", bytes_per_second=limit
                     )
-                await asyncio.sleep(pause_after(time.thread_time() - began))
+                spent = time.thread_time() - began
+                await asyncio.sleep(pause_after(spent, self._limits.tcp_look_seconds))
 
     def counts(self) -> dict[str, TcpCount]:
         """Of connections, by the names of their sockets."""
@@ -158,9 +277,9 @@ class TcpPacing:
         return self._child.copy_of(place.descriptor, name=name, family=place.family)
 
 
-def pause_after(spent_seconds: float) -> float:
+def pause_after(spent_seconds: float, look_seconds: float) -> float:
     """Seconds until the next look, after one that took the processor for so long."""
-    return max(LOOK_SECONDS, spent_seconds * (1 / MOST_OF_A_CORE - 1))
+    return max(look_seconds, spent_seconds * (1 / MOST_OF_A_CORE - 1))
 
 
 def pace(connection: socket.socket, bytes_per_second: float = NEVER_REACHED) -> None:

@@ -1,7 +1,7 @@
-"""One transfer's stream: small messages in capped frames, bodies raw, nothing waited for forever.
+"""What is on the wire: streams of small messages in capped frames and raw bodies, and the parts of a body.
 
 A frame is a little-endian 32-bit length and a protobuf message. The length is checked before
-anything is allocated; a body's size was in a header that was admitted first.
+anything is allocated; a body's size was in a header that was admitted first. Nothing is waited for forever.
 """
 
 import asyncio
@@ -9,15 +9,13 @@ import contextlib
 import io
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from node.exchange.transport.parts import MOST_STREAMS
-from node.exchange.transport.rates.pacing import CHUNK_BYTES, Pacer
-from node.exchange.transport.tally import Tally
-from node.exchange.transport.transport import do_nothing
+from node.exchange.transport.limits import LEAST_PART_BYTES, PARTS_IN_WINDOW
+from node.exchange.transport.rates.traffic import CHUNK_BYTES, Traffic
+from node.exchange.transport.transport import NotHeldError, TransferRefusedError, do_nothing
 from protocol.payload import (
     CHUNK,
     CONTRIBUTION,
@@ -27,13 +25,19 @@ from protocol.payload import (
     RESULT,
     TOKENS_MANIFEST,
 )
+from protocol.v1 import transfer_pb2 as wire
 from protocol.wire_count import WireKind
 
 MAX_FRAME_BYTES = 8192
 """No message is larger: a header has at most 4096 bytes, a reason is cut to 1000 characters."""
 
-IDLE_SECONDS = 30.0
-"""A stream that does not get on for so long is given up, unless a node's Limits say otherwise."""
+MAX_REASON_CHARACTERS = 1000
+
+MOST_PARTS = 16_384
+"""A larger body has larger parts, so that the map of the parts that are here fits into a frame."""
+
+WHOLE_BYTES = PARTS_IN_WINDOW * LEAST_PART_BYTES
+"""Smaller bodies follow their offer on its stream."""
 
 _LENGTH_BYTES = 4
 
@@ -58,24 +62,36 @@ class FrameError(Exception):
     """The other side does not speak this protocol."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What one node lets its peers take from it.
+class PartError(Exception):
+    """The other side sends parts that cannot be."""
 
-    Raise `idle_seconds` when links stall for longer without being dead, and lower
-    `floor_bytes_per_second` when honest peers are slower still: many streams share an uplink. A body
-    in parts takes nine streams at most, and gives way to other transfers when most are taken.
-    """
 
-    idle_seconds: float = field(default_factory=lambda: IDLE_SECONDS)
-    floor_bytes_per_second: float = 2048.0
-    max_streams_per_peer: int = 24
-    max_streams: int = 128
-    max_stripes_per_body: int = MOST_STREAMS
+def part_bytes_for(body_bytes: int) -> int:
+    """The size of the parts of a body."""
+    return max(LEAST_PART_BYTES, -(-body_bytes // MOST_PARTS))
 
-    def whole_seconds(self, num_bytes: int) -> float:
-        """How long a body may take altogether, so that a trickle cannot hold a stream forever."""
-        return 2 * self.idle_seconds + num_bytes / self.floor_bytes_per_second
+
+def num_parts_of(body_bytes: int, part_bytes: int) -> int:
+    """How many parts a body has."""
+    return -(-body_bytes // part_bytes)
+
+
+def span_of(index: int, body_bytes: int, part_bytes: int) -> slice:
+    """Where a part lies in the body; raises PartError when there is no such part."""
+    if not 0 <= index < num_parts_of(body_bytes, part_bytes):
+        raise PartError(f"no part {index} in a body of {body_bytes} bytes in parts of {part_bytes}")
+    start = index * part_bytes
+    return slice(start, min(start + part_bytes, body_bytes))
+
+
+def held_in(held_map: bytes) -> frozenset[int]:
+    """The parts that a map names; what it names beyond the body does not matter."""
+    return frozenset(
+        8 * place + bit
+        for place, byte in enumerate(held_map)
+        for bit in range(8)
+        if byte >> bit & 1
+    )
 
 
 def drop(writer: asyncio.StreamWriter) -> None:
@@ -98,27 +114,25 @@ class TransferStream:
         writer: asyncio.StreamWriter,
         *,
         idle_seconds: float,
-        pacer: Pacer,
-        tally: Tally,
+        traffic: Traffic,
     ) -> None:
         self._reader = reader
         self._writer = writer
         self._idle_seconds = idle_seconds
-        self._pacer = pacer
-        self.tally = tally
-        pacer.stream()
+        self.traffic = traffic
+        traffic.opened_stream()
         self.kind: WireKind = "control"  # until a header says what the transfer carries
         self.bytes_sent = 0
         self.bytes_received = 0
         self._counted = (0, 0)
 
     def moved(self, *, sent_bytes: int = 0, received_bytes: int = 0, since: float) -> None:
-        """So much of a body has reached its receiver; `since` is when it was begun, by the tally's clock.
+        """So much of a body has reached its receiver; `since` is when it was begun, by the traffic's clock.
 
         What was said until now is counted.
         """
         self._count()
-        self.tally.moved(sent_bytes=sent_bytes, received_bytes=received_bytes, since=since)
+        self.traffic.moved(sent_bytes=sent_bytes, received_bytes=received_bytes, since=since)
 
     def count_ended(self) -> None:
         """Counts the rest, and the stream itself."""
@@ -128,7 +142,7 @@ class TransferStream:
     def _count(self, *, num_streams: int = 0) -> None:
         sent, received = self._counted
         self._counted = self.bytes_sent, self.bytes_received
-        self.tally.count(
+        self.traffic.count(
             self.kind,
             self.bytes_sent - sent,
             self.bytes_received - received,
@@ -147,7 +161,7 @@ class TransferStream:
         if len(encoded) > MAX_FRAME_BYTES:
             raise ValueError(f"a frame of {len(encoded)} bytes; the limit is {MAX_FRAME_BYTES}")
         frame = len(encoded).to_bytes(_LENGTH_BYTES, "little") + encoded
-        self._pacer.message(len(frame))
+        self.traffic.sent_message(len(frame))
         await self._write(frame)
 
     async def receive(self, message_type: type[MessageT], *, is_patient: bool = False) -> MessageT:
@@ -168,21 +182,21 @@ class TransferStream:
             raise FrameError(f"no {message_type.DESCRIPTOR.name} in a frame: {error}") from error
 
     def place_for_body(self) -> AbstractAsyncContextManager[None]:
-        """See Pacer.place."""
-        return self._pacer.place()
+        """See Traffic.place."""
+        return self.traffic.place()
 
     async def send_body(self, body: bytes | memoryview, *, is_answered: bool = False) -> None:
-        """Writes a body, no faster than the other side takes it and the pacer allows.
+        """Writes a body, no faster than the other side takes it and the traffic allows.
 
         Hold a `place_for_body` meanwhile.
         """
         view = memoryview(body)
-        chunk_bytes = self._pacer.chunk_bytes
+        chunk_bytes = self.traffic.chunk_bytes
         for offset in range(0, len(view), chunk_bytes):
             chunk = view[offset : offset + chunk_bytes]
             if not is_answered:
-                self._pacer.unanswered()
-            await self._pacer.body(len(chunk))  # our own wait: idle_seconds are the other side's
+                self.traffic.uplink.unanswered()
+            await self.traffic.leave(len(chunk))  # our own wait: idle_seconds are the other side's
             await self._write(chunk)
 
     async def receive_body(self, num_bytes: int, heard: Callable[[], None] = do_nothing) -> bytes:
@@ -234,10 +248,34 @@ class TransferStream:
 
     def _got(self, num_bytes: int) -> None:
         self.bytes_received += num_bytes
-        self._pacer.received(num_bytes)
+        self.traffic.received(num_bytes)
 
     async def _write(self, data: bytes | memoryview) -> None:
         self.bytes_sent += len(data)
         self._writer.write(data)
         async with asyncio.timeout(self._idle_seconds):
             await self._writer.drain()
+
+
+async def refuse(stream: TransferStream, reason: str) -> None:
+    """Tells the other side why not."""
+    await stream.send(
+        wire.TransferResponse(
+            status=wire.TRANSFER_STATUS_REFUSED, reason=reason[:MAX_REASON_CHARACTERS]
+        )
+    )
+
+
+async def expect(
+    stream: TransferStream, status: "wire.TransferStatus.ValueType"
+) -> wire.TransferResponse:
+    """Waits for this answer; raises NotHeldError, TransferRefusedError or FrameError at another."""
+    response = await stream.receive(wire.TransferResponse, is_patient=True)
+    if response.status == status:
+        return response
+    if response.status == wire.TRANSFER_STATUS_NOT_HELD:
+        raise NotHeldError("the peer does not hold it")
+    if response.status == wire.TRANSFER_STATUS_REFUSED:
+        reason = "".join(c if c.isprintable() else "?" for c in response.reason)
+        raise TransferRefusedError(reason[:MAX_REASON_CHARACTERS] or "refused without a reason")
+    raise FrameError(f"status {response.status} came where {status} was due")

@@ -1,21 +1,25 @@
-"""A conveyor and its receiver in one process, over socket pairs."""
+"""A sender and its receiver in one process, over socket pairs."""
 
 import asyncio
 import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from transport_peers import Desk
 
-from node.exchange.transport.conveyor import Conveyor
-from node.exchange.transport.frames import BROKEN, FrameError, Limits, TransferStream
-from node.exchange.transport.inbound import Inbounds
-from node.exchange.transport.parts import LEAST_PART_BYTES, part_bytes_for
-from node.exchange.transport.rates.pacing import Pacer
-from node.exchange.transport.rates.uplink import Uplink
-from node.exchange.transport.serving import serve, verify_inline
-from node.exchange.transport.tally import Tally
+from node.exchange.transport.limits import LEAST_PART_BYTES, Limits
+from node.exchange.transport.rates.traffic import Traffic
+from node.exchange.transport.sending import Sending
+from node.exchange.transport.serving import Server, verify_inline
+from node.exchange.transport.streams import (
+    BROKEN,
+    FrameError,
+    TransferStream,
+    part_bytes_for,
+    refuse,
+)
 from node.exchange.transport.transport import TransferRefusedError
 from protocol.payload import Payload
 from protocol.rounds import NodeId
@@ -50,36 +54,36 @@ class Wire:
         *,
         num_streams: int = 3,
         most_at_rest: int = 0,
-        idle_seconds: float = 20,
+        limits: Limits = Limits(idle_seconds=20),  # noqa: B008 (frozen)
     ) -> None:
         self.breaks = breaks or {}  # number of the stream -> whole parts before it breaks
         self.desk = Desk()
-        self.inbounds = Inbounds()
         self.counts = WireCounts()
         self.num_streams = 0
-        self.limits = Limits(idle_seconds=idle_seconds)
-        self.is_crowded = False
+        self.limits = replace(limits, max_streams_per_body=num_streams)
+        self.server = Server(self.desk, limits=self.limits, verify=verify_inline)
+        self.traffic = Traffic(self.counts, limits=self.limits)
         self.is_offer_let_in: asyncio.Event | None = None
-        self.has_stripe = asyncio.Event()
+        self.has_part_stream = asyncio.Event()
         self._serving: set[asyncio.Task[None]] = set()
-        self.conveyor = Conveyor(
+        self.sending = Sending(
             open_stream=self.open,
             broken=(*BROKEN, FrameError, TransferRefusedError),
             num_at_first=lambda round_trip_seconds: num_streams,
-            most_streams=num_streams,
             most_at_rest=lambda: most_at_rest,
-            uplink=Uplink(),
+            traffic=self.traffic,
+            limits=self.limits,
         )
 
     @asynccontextmanager
     async def open(self, sender: NodeId = SENDER) -> AsyncIterator[TransferStream]:
         number, self.num_streams = self.num_streams, self.num_streams + 1
         if number:
-            self.has_stripe.set()
+            self.has_part_stream.set()
         near, far = socket.socketpair()
         theirs = Breaking if number in self.breaks else TransferStream
-        stream = await self._stream(near, TransferStream, self.counts)
-        served = await self._stream(far, theirs, WireCounts())
+        stream = await self._stream(near, TransferStream, self.traffic)
+        served = await self._stream(far, theirs, Traffic(WireCounts(), limits=self.limits))
         if isinstance(served, Breaking):
             served.parts_left = self.breaks[number]
         late = self.is_offer_let_in if number == 0 else None
@@ -93,12 +97,10 @@ class Wire:
             stream.count_ended()
 
     async def _stream(
-        self, end: socket.socket, kind: type[TransferStream], counts: WireCounts
+        self, end: socket.socket, kind: type[TransferStream], traffic: Traffic
     ) -> TransferStream:
         reader, writer = await asyncio.open_connection(sock=end)
-        pacer = Pacer(None, floor_bytes_per_second=2048)
-        idle_seconds = self.limits.idle_seconds
-        return kind(reader, writer, idle_seconds=idle_seconds, pacer=pacer, tally=Tally(counts))
+        return kind(reader, writer, idle_seconds=self.limits.idle_seconds, traffic=traffic)
 
     async def _serve(
         self, stream: TransferStream, sender: NodeId, late: asyncio.Event | None
@@ -106,22 +108,16 @@ class Wire:
         if late is not None:
             await late.wait()
         try:
-            await serve(
-                stream,
-                sender,
-                self.desk,
-                limits=self.limits,
-                verify=verify_inline,
-                inbounds=self.inbounds,
-                pieces=asyncio.Semaphore(1),
-                is_crowded=self.is_crowded,
-            )
+            await self.server.serve(stream, sender)
+        except TransferRefusedError as refusal:  # there is no place
+            await stream.receive(wire.TransferRequest)
+            await refuse(stream, str(refusal))
             await stream.outlast()
         except (FrameError, asyncio.CancelledError, *BROKEN):
             stream.abort()
 
     async def push(self, payload: Payload) -> None:
-        await self.conveyor.push(payload)
+        await self.sending.push(payload)
 
     def break_off(self) -> None:
         """The receiver's end of all streams that are served."""

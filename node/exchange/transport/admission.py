@@ -4,15 +4,15 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from node.exchange.transport.frames import Limits
+from node.exchange.transport.limits import Limits
 from node.exchange.transport.transport import TransferRefusedError
 
-_STRIPES_SHARE = 0.75  # of the places; bodies go on over fewer stripes, but an offer must get in
+_PARTS_SHARE = 0.75  # of the places; bodies go on over fewer streams, but an offer must get in
 
 _ENOUGH_STREAMS = 2  # of a peer, when others need the places; a joiner gets on with fewer fetches
 
 
-class Doorkeeper:
+class StreamAdmission:
     """Counts the streams that peers have open with us."""
 
     def __init__(self, limits: Limits) -> None:
@@ -20,10 +20,10 @@ class Doorkeeper:
         self._open: Counter[str] = Counter()
 
     def is_crowded(self, peer: str) -> bool:
-        """Whether so many places are taken that a stripe must leave the rest to other transfers."""
+        """Whether so many places are taken that a stream of parts must leave the rest to other transfers."""
         return (
-            self._open.total() > _STRIPES_SHARE * self._limits.max_streams
-            or self._open[peer] > _STRIPES_SHARE * self._limits.max_streams_per_peer
+            self._open.total() > _PARTS_SHARE * self._limits.max_streams
+            or self._open[peer] > _PARTS_SHARE * self._limits.max_streams_per_peer
         )
 
     def is_served_enough(self, peer: str) -> bool:

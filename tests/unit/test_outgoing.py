@@ -2,27 +2,27 @@
 
 import pytest
 
-from node.exchange.transport.parts import (
+from node.exchange.transport.limits import LEAST_PART_BYTES, WINDOW_BYTES, Limits
+from node.exchange.transport.outgoing import (
     FIRST_BYTES_PER_SECOND,
-    FIRST_FLIGHT_BYTES,
-    FLIGHT_SECONDS,
-    LEAST_PART_BYTES,
-    MOST_PARTS,
-    MOST_STREAMS,
-    WIDEN_SECONDS,
-    WINDOW_BYTES,
-    Assembly,
-    Flight,
-    Outgoing,
-    PartError,
+    FIRST_WINDOW_BYTES,
+    OutgoingBody,
     Widening,
+    Window,
     first_streams,
+)
+from node.exchange.transport.receiver import Assembly
+from node.exchange.transport.streams import (
+    MOST_PARTS,
+    PartError,
     held_in,
     num_parts_of,
     part_bytes_for,
 )
 
 PART = LEAST_PART_BYTES
+MOST_STREAMS = Limits().max_streams_per_body
+WIDEN_SECONDS, WINDOW_SECONDS = Limits().widen_seconds, Limits().window_seconds
 SIZE = 5 * PART + 100  # six parts
 
 
@@ -38,18 +38,18 @@ def test_a_map_names_the_parts_that_are_here_and_a_new_attempt_sends_only_the_ot
     for index in (0, 5):
         taken(assembly, index, bytes(SIZE))
     assert held_in(assembly.held_map()) == {0, 5}
-    out = Outgoing(body_bytes=SIZE)
-    out.skip(held_in(assembly.held_map()))
+    out = OutgoingBody(SIZE)
+    out.accept(assembly.held_map())
     assert [out.take() for _ in range(5)] == [1, 2, 3, 4, None]
     for index in (1, 2, 3, 4):
         out.acknowledge(index)
-    assert out.is_complete
+    assert not out.missing
 
 
 def test_what_the_receiver_had_and_was_under_way_already_is_not_sent_again() -> None:
-    out = Outgoing(body_bytes=SIZE)
+    out = OutgoingBody(SIZE)
     under_way = [out.take() for _ in range(2)]
-    out.skip({0, 5, 99})
+    out.accept(bytes([1 | 1 << 5, *bytes(11), 1 << 3]))  # 0, 5, and 99
     assert under_way == [0, 1]
     out.give_back([0, 1])
     assert [out.take() for _ in range(5)] == [1, 2, 3, 4, None]
@@ -62,7 +62,7 @@ def test_parts_that_cannot_be_are_refused() -> None:
     with pytest.raises(PartError, match="no part 6"):
         assembly.begin(6)
     with pytest.raises(PartError, match="no part 9"):
-        Outgoing(body_bytes=SIZE).acknowledge(9)
+        OutgoingBody(SIZE).acknowledge(9)
 
 
 def test_a_part_may_come_twice_and_a_body_not_over_and_over() -> None:
@@ -90,7 +90,7 @@ def test_the_largest_bodies_have_larger_parts_and_their_map_fits_into_a_frame() 
 
 
 def test_a_broken_stream_gives_back_only_what_was_not_acknowledged_and_first() -> None:
-    out = Outgoing(body_bytes=SIZE)
+    out = OutgoingBody(SIZE)
     under_way = [out.take() for _ in range(3)]
     assert under_way == [0, 1, 2]
     out.acknowledge(1)
@@ -100,7 +100,7 @@ def test_a_broken_stream_gives_back_only_what_was_not_acknowledged_and_first() -
 
 
 def test_an_acknowledgement_counts_once() -> None:
-    out = Outgoing(body_bytes=SIZE)
+    out = OutgoingBody(SIZE)
     assert out.acknowledge(0) == LEAST_PART_BYTES
     assert out.acknowledge(0) == 0
     assert out.acknowledge(5) == SIZE - 5 * LEAST_PART_BYTES
@@ -109,7 +109,9 @@ def test_an_acknowledgement_counts_once() -> None:
 def test_a_long_way_takes_several_streams_and_a_short_one_a_single_one() -> None:
     def streams(milliseconds: float, **more: float) -> int:
         others = int(more.pop("num_others", 0))
-        return first_streams(round_trip_seconds=milliseconds / 1e3, num_others=others, **more)
+        return first_streams(
+            round_trip_seconds=milliseconds / 1e3, num_others=others, most=MOST_STREAMS, **more
+        )
 
     assert streams(1) == 1
     assert streams(20) == 2
@@ -121,7 +123,7 @@ def test_a_long_way_takes_several_streams_and_a_short_one_a_single_one() -> None
 
 
 def test_streams_are_added_as_long_as_each_brings_something() -> None:
-    widening = Widening(now=0.0)
+    widening = Widening(Limits(), now=0.0)
     assert not widening.is_wider_better(10**6, WIDEN_SECONDS / 2)  # too soon to say
     told = [
         widening.is_wider_better(total, WIDEN_SECONDS * (1 + number))
@@ -132,40 +134,40 @@ def test_streams_are_added_as_long_as_each_brings_something() -> None:
 
 
 def test_what_is_under_way_grows_with_what_was_answered_lately() -> None:
-    flight = Flight()
-    assert sent(flight, now=0) == FIRST_FLIGHT_BYTES
-    flight.end(PART, now=1, is_answered=True)
-    assert sent(flight, now=1) == 2 * PART
-    flight.end(PART, now=1)  # lost with its stream
-    assert sent(flight, now=1) == PART
-    flight.end(PART, now=1)
-    assert sent(flight, now=1 + FLIGHT_SECONDS) == 0  # on a link that stalls
+    window = Window(Limits())
+    assert sent(window, now=0) == FIRST_WINDOW_BYTES
+    window.end(PART, now=1, is_answered=True)
+    assert sent(window, now=1) == 2 * PART
+    window.end(PART, now=1)  # lost with its stream
+    assert sent(window, now=1) == PART
+    window.end(PART, now=1)
+    assert sent(window, now=1 + WINDOW_SECONDS) == 0  # on a link that stalls
 
 
 def test_a_pause_takes_nothing_of_what_may_be_under_way() -> None:
-    flight = Flight()
-    flight.begin(10 * PART, now=0)
-    flight.end(10 * PART, now=1, is_answered=True)
-    assert sent(flight, now=1000) == FIRST_FLIGHT_BYTES + 10 * PART
-    flight.end(FIRST_FLIGHT_BYTES + 10 * PART, now=1000 + FLIGHT_SECONDS)
-    assert sent(flight, now=2000) == FIRST_FLIGHT_BYTES
+    window = Window(Limits())
+    window.begin(10 * PART, now=0)
+    window.end(10 * PART, now=1, is_answered=True)
+    assert sent(window, now=1000) == FIRST_WINDOW_BYTES + 10 * PART
+    window.end(FIRST_WINDOW_BYTES + 10 * PART, now=1000 + WINDOW_SECONDS)
+    assert sent(window, now=2000) == FIRST_WINDOW_BYTES
 
 
-@pytest.mark.parametrize("round_trip_seconds", [0.01, 0.5, 0.9 * FLIGHT_SECONDS])
+@pytest.mark.parametrize("round_trip_seconds", [0.01, 0.5, 0.9 * WINDOW_SECONDS])
 def test_a_long_way_is_filled_within_a_few_round_trips(round_trip_seconds: float) -> None:
-    flight, under_way, num_round_trips = Flight(), 0, 0
+    window, under_way, num_round_trips = Window(Limits()), 0, 0
     while under_way < 100 * PART:
         now = num_round_trips * round_trip_seconds
-        flight.end(under_way, now=now, is_answered=True)
-        under_way = sent(flight, now=now)
+        window.end(under_way, now=now, is_answered=True)
+        under_way = sent(window, now=now)
         num_round_trips += 1
         assert num_round_trips < 10
 
 
-def sent(flight: Flight, *, now: float) -> int:
+def sent(window: Window, *, now: float) -> int:
     """Sends as many parts as there is room for; returns their bytes."""
     num_bytes = 0
-    while flight.has_room(now):
-        flight.begin(PART, now=now)
+    while window.has_room(now):
+        window.begin(PART, now=now)
         num_bytes += PART
     return num_bytes

@@ -1,4 +1,4 @@
-"""A conveyor and its receiver in one process, over socket pairs: what comes in which order, what breaks,
+"""A sender and its receiver in one process, over socket pairs: what comes in which order, what breaks,
 what is sent again, what a liar gets.
 """
 
@@ -10,22 +10,18 @@ from contextlib import asynccontextmanager
 from itertools import pairwise
 
 import pytest
-from conveyor_scene import BODY, PART, SENDER, Wire, offered
+from sending_scene import BODY, PART, SENDER, Wire, offered
 from transport_peers import make_payload
 
 from lab.simulation.virtual_time import run_in_virtual_time
-from node.exchange.transport import conveyor as conveying
-from node.exchange.transport.conveyor import MOST_BODIES, WORTH_KEEPING, Conveyor
-from node.exchange.transport.frames import TransferStream
-from node.exchange.transport.inbound import (
-    KEPT_SECONDS,
-    MOST_KEPT_FROM_ONE,
-    Inbounds,
-)
-from node.exchange.transport.parts import FIRST_FLIGHT_BYTES, FIRST_ROUND_TRIP_SECONDS
-from node.exchange.transport.rates.pacing import Pacer
-from node.exchange.transport.rates.uplink import Uplink
-from node.exchange.transport.tally import Tally
+from node.exchange.transport import sender as sender_room
+from node.exchange.transport.limits import Limits
+from node.exchange.transport.outgoing import FIRST_WINDOW_BYTES
+from node.exchange.transport.rates.traffic import Traffic
+from node.exchange.transport.receiver import MOST_KEPT_FROM_ONE, Receiver
+from node.exchange.transport.sender import MOST_BODIES, WORTH_KEEPING, PartStream
+from node.exchange.transport.sending import Sending
+from node.exchange.transport.streams import TransferStream
 from node.exchange.transport.transport import TransferRefusedError
 from protocol.payload import Payload
 from protocol.rounds import Digest, NodeId
@@ -51,7 +47,7 @@ async def test_parts_of_one_stream_count_for_the_link_one_after_the_other(
         stream: TransferStream, *, sent_bytes: int = 0, received_bytes: int = 0, since: float
     ) -> None:
         if sent_bytes:
-            told[stream].append((since, stream.tally.now()))
+            told[stream].append((since, stream.traffic.clock()))
 
     monkeypatch.setattr(TransferStream, "moved", moved)
     link = Wire(num_streams=1)
@@ -70,7 +66,7 @@ async def test_a_small_body_takes_one_stream() -> None:
 
 
 @pytest.mark.parametrize("breaks", [{1: 0}, {1: 1, 2: 2}, {1: 0, 2: 0, 4: 2}])
-async def test_what_a_broken_stripe_carried_goes_over_another(breaks: dict[int, int]) -> None:
+async def test_what_a_broken_stream_carried_goes_over_another(breaks: dict[int, int]) -> None:
     link, payload = Wire(breaks), make_payload(body=BODY)
     await link.push(payload)
     assert link.desk.received == [(SENDER, payload)]
@@ -107,75 +103,80 @@ async def test_bodies_arrive_in_the_order_in_which_they_were_pushed() -> None:
     assert [payload.header.round for _, payload in link.desk.received] == list(range(len(bodies)))
 
 
-async def test_stripes_stay_open_from_body_to_body_and_close_after_the_last() -> None:
+async def test_streams_stay_open_from_body_to_body_and_close_after_the_last() -> None:
     link = Wire()
     payloads = [make_payload(body=os.urandom(3 * PART), round=number) for number in range(6)]
     await asyncio.gather(*map(link.push, payloads))
     assert link.num_streams == 6 + 3
     await link.settle()
-    assert link.conveyor.is_empty
+    assert not link.sending.is_sending
+
+
+def streams_of(link: Wire) -> list[PartStream]:
+    """Those of parts, that are open."""
+    return list(link.sending._sender.streams)
 
 
 LONG = 4 * BODY
-"""So many parts that three stripes carry enough each to stay."""
+"""So many parts that three streams carry enough each to stay."""
 
 
-async def test_a_few_stripes_stay_open_between_two_bodies_until_the_conveyor_is_closed() -> None:
+async def test_a_few_streams_stay_open_between_two_bodies_until_the_sender_is_closed() -> None:
     link = Wire(num_streams=3, most_at_rest=2)
     await link.push(make_payload(body=LONG, round=1))
-    num_kept = len(link.conveyor._stripes)
+    num_kept = len(streams_of(link))
     assert num_kept in (1, 2)
     await link.push(make_payload(body=LONG, round=2))
     assert link.num_streams == 1 + 3 + 1 + (3 - num_kept)
-    await link.conveyor.close()
+    await link.sending.close()
     await link.settle()
     assert [payload.header.round for _, payload in link.desk.received] == [1, 2]
 
 
-async def test_parts_are_shared_out_among_stripes_whose_windows_have_room(
+async def test_parts_are_shared_out_among_streams_whose_windows_have_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(conveying, "WORTH_KEEPING", 0)
+    monkeypatch.setattr(sender_room, "WORTH_KEEPING", 0)
     link = Wire(num_streams=3, most_at_rest=3)
     await link.push(make_payload(body=BODY, round=1))
-    stripes = list(link.conveyor._stripes.values())
-    before = [stripe.num_carried for stripe in stripes]
+    streams = list(streams_of(link))
+    before = [stream.num_carried for stream in streams]
     await link.push(make_payload(body=BODY[: 3 * PART], round=2))
-    assert [s.num_carried - b for s, b in zip(stripes, before, strict=True)] == [1, 1, 1]
-    await link.conveyor.close()
+    assert [s.num_carried - b for s, b in zip(streams, before, strict=True)] == [1, 1, 1]
+    await link.sending.close()
 
 
-async def test_a_stripe_that_has_carried_little_does_not_stay() -> None:
+async def test_a_stream_that_has_carried_little_does_not_stay() -> None:
     link = Wire(num_streams=3, most_at_rest=3)
     await link.push(make_payload(body=BODY[: 3 * PART]))
-    assert not link.conveyor._stripes
+    assert not streams_of(link)
 
 
-async def test_a_stripe_that_breaks_at_rest_is_replaced() -> None:
+async def test_a_stream_that_breaks_at_rest_is_replaced() -> None:
     link = Wire(num_streams=1, most_at_rest=1)
     await link.push(make_payload(body=BODY, round=1))
-    assert link.conveyor._stripes
+    assert streams_of(link)
     link.break_off()
     await link.settle()
     await link.push(make_payload(body=BODY, round=2))
     assert link.num_streams == 2 * (1 + 1)
     assert len(link.desk.received) == 2
-    await link.conveyor.close()
+    await link.sending.close()
 
 
-async def test_a_conveyor_that_begins_anew_knows_how_long_offers_took() -> None:
+async def test_a_sender_that_begins_anew_knows_how_long_offers_took() -> None:
     link, told = Wire(), list[float]()
-    link.conveyor._num_at_first = lambda seconds: told.append(seconds) or 1
+    link.sending._num_at_first = lambda seconds: told.append(seconds) or 1
     for number in range(2):
         await link.push(make_payload(body=BODY, round=number))
-    assert told[0] == FIRST_ROUND_TRIP_SECONDS
-    assert told[1] != FIRST_ROUND_TRIP_SECONDS
+    assert told[0] == Limits().first_round_trip_seconds
+    assert told[1] != Limits().first_round_trip_seconds
 
 
 async def test_a_push_that_is_given_up_leaves_the_way_to_others() -> None:
     link, payload = Wire(), make_payload(body=BODY)
     given_up = asyncio.create_task(link.push(make_payload(body=BODY, round=7)))
-    await link.has_stripe.wait()
+    await link.has_part_stream.wait()
     given_up.cancel()
     await asyncio.wait([given_up])
     await link.push(payload)
@@ -237,9 +238,11 @@ async def test_the_rest_of_a_body_that_is_not_wanted_any_more_is_refused() -> No
     assert link.sent_bytes - sent_before > len(BODY)  # nothing of it was kept in memory
 
 
-async def test_a_crowded_receiver_leaves_each_body_one_stripe() -> None:
+async def test_a_crowded_receiver_leaves_each_body_one_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     link, payload = Wire(num_streams=4), make_payload(body=BODY)
-    link.is_crowded = True
+    monkeypatch.setattr(link.server.admission, "is_crowded", lambda peer: True)
     await link.push(payload)
     assert link.desk.received == [(SENDER, payload)]
 
@@ -256,37 +259,48 @@ async def test_a_payload_that_is_offered_again_takes_the_place_of_its_stalled_of
 
 
 def test_what_broke_off_is_kept_for_a_while_and_little_of_one_sender() -> None:
-    async def scene() -> None:
-        inbounds = Inbounds()
-        payloads = [make_payload(body=BODY, round=number) for number in range(4)]
+    receiver, now = Receiver(Limits()), 100.0
+    payloads = [make_payload(body=BODY, round=number) for number in range(4)]
 
-        def is_kept(payload: Payload, sender: NodeId = SENDER) -> bool:
-            inbound = inbounds.begin(sender, payload.header, payload.digest, PART)
-            was_kept = bool(inbound.assembly.held)
-            inbounds.end(sender, payload.digest, inbound, is_kept=was_kept)
-            return was_kept
+    def is_kept(payload: Payload, sender: NodeId = SENDER) -> bool:
+        body = receiver.begin(sender, payload.header, payload.digest, PART)
+        was_kept = bool(body.assembly.held)
+        receiver.end(sender, payload.digest, body, is_kept=was_kept, now=now)
+        return was_kept
 
-        def breaks_off(payload: Payload, sender: NodeId = SENDER) -> None:
-            inbound = inbounds.begin(sender, payload.header, payload.digest, PART)
-            inbound.assembly.end(0)
-            inbounds.end(sender, payload.digest, inbound, is_kept=True)
+    def breaks_off(payload: Payload, sender: NodeId = SENDER) -> None:
+        body = receiver.begin(sender, payload.header, payload.digest, PART)
+        body.assembly.end(0)
+        receiver.end(sender, payload.digest, body, is_kept=True, now=now)
 
-        for payload in payloads[: MOST_KEPT_FROM_ONE + 1]:
-            breaks_off(payload)
-        breaks_off(payloads[3], NodeId("other"))
-        assert [is_kept(p) for p in payloads] == [False, True, True, False]
-        assert is_kept(payloads[3], NodeId("other"))
-        await asyncio.sleep(KEPT_SECONDS + 1)
-        assert not any(is_kept(p) for p in payloads)
-        breaks_off(payloads[0])
-        inbounds.clear()
-        assert not is_kept(payloads[0])
+    for payload in payloads[: MOST_KEPT_FROM_ONE + 1]:
+        breaks_off(payload)
+    breaks_off(payloads[3], NodeId("other"))
+    assert [is_kept(p) for p in payloads] == [False, True, True, False]
+    assert is_kept(payloads[3], NodeId("other"))
+    receiver.expire(now + Limits().kept_seconds - 1)
+    assert is_kept(payloads[3], NodeId("other"))
+    receiver.expire(now + Limits().kept_seconds)
+    assert not any(is_kept(p) for p in payloads)
+    breaks_off(payloads[0])
+    receiver.clear()
+    assert not is_kept(payloads[0])
 
-    run_in_virtual_time(scene())
+
+async def test_what_broke_off_is_forgotten_in_time() -> None:
+    link = Wire({1: 6, 2: 0, 3: 0, 4: 0}, num_streams=1, limits=Limits(kept_seconds=0.1))
+    payload = make_payload(body=BODY)
+    with pytest.raises(ConnectionError):
+        await link.push(payload)
+    await link.settle()
+    await asyncio.sleep(0.2)
+    sent_before = link.sent_bytes
+    await link.push(payload)
+    assert link.sent_bytes - sent_before > len(BODY)
 
 
 def test_a_digest_is_no_key_to_another_senders_body() -> None:
-    inbounds = Inbounds()
+    inbounds = Receiver(Limits())
     payload = make_payload(body=BODY)
     begun = inbounds.begin(SENDER, payload.header, payload.digest, PART)
     assert inbounds.find(SENDER, payload.digest) is begun
@@ -308,22 +322,20 @@ class _Sink:
 
 
 class _Peer:
-    """Answers when it is told to. Its first stream is the offer's, the others are stripes."""
+    """Answers when it is told to. Its first stream is the offer's, the others carry parts."""
 
     def __init__(self, num_streams: int, *, most_at_rest: int = 0) -> None:
-        self.uplink = Uplink()
+        limits = Limits(max_streams_per_body=num_streams)
         self._readers: list[asyncio.StreamReader] = []
         self._sinks: list[_Sink] = []
-        clock = asyncio.get_running_loop().time
-        self._pacer = Pacer(None, floor_bytes_per_second=2048, uplink=self.uplink, now=clock)
-        self._tally = Tally(WireCounts(), now=clock)
-        self.conveyor = Conveyor(
+        self.traffic = Traffic(WireCounts(), limits=limits)
+        self.sending = Sending(
             open_stream=self._open,
             broken=(),
             num_at_first=lambda round_trip_seconds: num_streams,
-            most_streams=num_streams,
             most_at_rest=lambda: most_at_rest,
-            uplink=self.uplink,
+            traffic=self.traffic,
+            limits=limits,
         )
 
     @asynccontextmanager
@@ -332,10 +344,9 @@ class _Peer:
         self._sinks.append(_Sink())
         yield TransferStream(
             self._readers[-1],
-            self._sinks[-1],  # type: ignore[arg-type]  # as much of a writer as a stripe needs
+            self._sinks[-1],  # type: ignore[arg-type]  # as much of a writer as a stream needs
             idle_seconds=1e6,
-            pacer=self._pacer,
-            tally=self._tally,
+            traffic=self.traffic,
         )
 
     @property
@@ -355,22 +366,22 @@ def test_no_more_is_handed_over_than_the_peer_was_seen_to_take() -> None:
     async def scene() -> None:
         peer = _Peer(num_streams=2)
         payload = make_payload(body=os.urandom(60 * PART))
-        pushing = asyncio.create_task(peer.conveyor.push(payload))
+        pushing = asyncio.create_task(peer.sending.push(payload))
         await asyncio.sleep(1)
-        assert peer.num_parts == FIRST_FLIGHT_BYTES // PART
+        assert peer.num_parts == FIRST_WINDOW_BYTES // PART
         peer.answer(1, 0)
         await asyncio.sleep(100)
-        assert peer.num_parts == FIRST_FLIGHT_BYTES // PART + 2
+        assert peer.num_parts == FIRST_WINDOW_BYTES // PART + 2
         pushing.cancel()
         await asyncio.wait([pushing])
 
     run_in_virtual_time(scene())
 
 
-def test_a_stripe_that_carries_what_was_given_up_does_not_stay() -> None:
+def test_a_stream_that_carries_what_was_given_up_does_not_stay() -> None:
     async def scene() -> None:
         peer = _Peer(num_streams=1, most_at_rest=1)
-        pushing = asyncio.create_task(peer.conveyor.push(make_payload(body=os.urandom(60 * PART))))
+        pushing = asyncio.create_task(peer.sending.push(make_payload(body=os.urandom(60 * PART))))
         for part in range(WORTH_KEEPING):
             await asyncio.sleep(1)
             peer.answer(1, part)
@@ -378,7 +389,7 @@ def test_a_stripe_that_carries_what_was_given_up_does_not_stay() -> None:
         assert peer.num_parts > WORTH_KEEPING
         pushing.cancel()
         await asyncio.wait([pushing])
-        assert not peer.conveyor._stripes
+        assert not peer.sending._sender.streams
 
     run_in_virtual_time(scene())
 
@@ -389,14 +400,14 @@ def test_what_a_slow_uplink_queues_is_seen_in_the_answers_and_slows_the_rest() -
     async def scene() -> None:
         peer = _Peer(num_streams=1)
         payload = make_payload(body=os.urandom(300 * PART))
-        pushing = asyncio.create_task(peer.conveyor.push(payload))
+        pushing = asyncio.create_task(peer.sending.push(payload))
         waiting: list[int] = []  # before each answer
         for _ in range(250):
             await asyncio.sleep(0.1)
             if peer.num_parts > len(waiting):
                 waiting.append(peer.num_parts - len(waiting))
                 peer.answer(1, len(waiting) - 1)
-        rate = peer.uplink.bytes_per_second
+        rate = peer.traffic.uplink.bytes_per_second
         assert rate is not None and 0.8 * 10 * PART < rate < 1.2 * 10 * PART
         assert max(waiting) > 10 and max(waiting[150:]) < 5
         assert len(waiting) > 240  # and the link is full

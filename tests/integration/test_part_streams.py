@@ -1,29 +1,25 @@
-"""What comes over stripes: parts before their offer, parts of nothing, and what a liar gets."""
+"""What comes over streams of parts: parts before their offer, parts of nothing, and what a liar gets."""
 
 import asyncio
 import contextlib
 import os
 
 import pytest
-from conveyor_scene import BODY, PART, SENDER, Wire, offered, part_of
+from sending_scene import BODY, PART, SENDER, Wire, offered, part_of
 from transport_peers import make_payload
 
 from lab.simulation.virtual_time import run_in_virtual_time
-from node.exchange.transport import early
-from node.exchange.transport import inbound as receiving
-from node.exchange.transport.conveyor import UNUSED_SECONDS
-from node.exchange.transport.early import EARLY_SECONDS, MOST_EARLY_BYTES, EarlyParts
-from node.exchange.transport.frames import FrameError, TransferStream
-from node.exchange.transport.inbound import Inbounds, complete, take_stripe
-from node.exchange.transport.rates.pacing import Pacer
-from node.exchange.transport.tally import Tally
+from node.exchange.transport.limits import Limits
+from node.exchange.transport.rates.traffic import Traffic
+from node.exchange.transport.receiver import EarlyParts, Receiver, complete, take_parts
+from node.exchange.transport.streams import FrameError, TransferStream
 from protocol.rounds import Digest, NodeId
 from protocol.v1 import transfer_pb2 as wire
 from protocol.wire_count import WireCounts
 
 
 class _Answers:
-    """Notes what a stripe is answered."""
+    """Notes what a stream is answered."""
 
     def __init__(self) -> None:
         self.statuses: list[int] = []
@@ -35,15 +31,14 @@ class _Answers:
         pass
 
 
-def fed_stripe() -> tuple[TransferStream, asyncio.StreamReader, _Answers]:
-    """The receiving end of a stripe, what comes over it, and what is answered."""
+def fed_stream() -> tuple[TransferStream, asyncio.StreamReader, _Answers]:
+    """The receiving end of a stream of parts, what comes over it, and what is answered."""
     reader, answers = asyncio.StreamReader(), _Answers()
     stream = TransferStream(
         reader,
-        answers,  # type: ignore[arg-type]  # as much of a writer as a stripe needs
+        answers,  # type: ignore[arg-type]  # as much of a writer as a stream needs
         idle_seconds=20,
-        pacer=Pacer(None, floor_bytes_per_second=2048),
-        tally=Tally(WireCounts()),
+        traffic=Traffic(WireCounts(), limits=Limits()),
     )
     return stream, reader, answers
 
@@ -57,10 +52,9 @@ def framed(part: wire.Part) -> bytes:
     [(2 * PART, wire.TRANSFER_STATUS_PART_KEPT), (PART, wire.TRANSFER_STATUS_PART_DROPPED)],
 )
 async def test_a_part_of_nothing_that_was_offered_is_kept_if_there_is_room(
-    monkeypatch: pytest.MonkeyPatch, room_bytes: int, status: int
+    room_bytes: int, status: int
 ) -> None:
-    monkeypatch.setattr(early, "MOST_EARLY_BYTES", room_bytes)
-    link = Wire()
+    link = Wire(limits=Limits(most_early_bytes=room_bytes))
     async with link.open() as stream:
         await stream.send(wire.TransferRequest(stripe=wire.Stripe()))
         await stream.send(part_of(make_payload(body=BODY), 3))
@@ -72,13 +66,13 @@ async def test_a_part_of_nothing_that_was_offered_is_kept_if_there_is_room(
 def test_parts_whose_offer_is_not_there_keep_nobody_waiting() -> None:
     async def scene() -> list[int]:
         unknown, there = make_payload(body=BODY), make_payload(body=BODY, round=8)
-        inbounds = Inbounds()
-        inbounds.begin(SENDER, there.header, there.digest, PART)
-        stream, reader, answers = fed_stripe()
+        receiver = Receiver(Limits())
+        receiver.begin(SENDER, there.header, there.digest, PART)
+        stream, reader, answers = fed_stream()
         for payload in (unknown, unknown, there):
             reader.feed_data(framed(part_of(payload, 0)) + BODY[:PART])
         reader.feed_eof()
-        await take_stripe(stream, SENDER, inbounds)
+        await take_parts(stream, SENDER, receiver)
         assert asyncio.get_running_loop().time() == 0
         return answers.statuses
 
@@ -94,17 +88,16 @@ def test_parts_whose_offer_is_not_there_keep_nobody_waiting() -> None:
     ],
 )
 def test_a_part_counts_whose_offer_comes_while_it_is_read_unless_it_is_too_large_to_keep(
-    monkeypatch: pytest.MonkeyPatch, most_bytes: int, status: int, held: set[int]
+    most_bytes: int, status: int, held: set[int]
 ) -> None:
-    monkeypatch.setattr(receiving, "LEAST_PART_BYTES", most_bytes)
-
     async def scene() -> None:
-        payload, inbounds = make_payload(body=BODY), Inbounds()
-        stream, reader, answers = fed_stripe()
-        serving = asyncio.create_task(take_stripe(stream, SENDER, inbounds))
+        payload = make_payload(body=BODY)
+        receiver = Receiver(Limits(most_early_part_bytes=most_bytes))
+        stream, reader, answers = fed_stream()
+        serving = asyncio.create_task(take_parts(stream, SENDER, receiver))
         reader.feed_data(framed(part_of(payload, 1)) + BODY[PART : 2 * PART - 1])
         await asyncio.sleep(1)
-        inbound = inbounds.begin(SENDER, payload.header, payload.digest, PART)
+        inbound = receiver.begin(SENDER, payload.header, payload.digest, PART)
         reader.feed_data(BODY[2 * PART - 1 : 2 * PART])
         reader.feed_eof()
         await serving
@@ -117,18 +110,21 @@ def test_a_part_counts_whose_offer_comes_while_it_is_read_unless_it_is_too_large
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "times_sent"),
-    [("EARLY_SECONDS", 3600, 1), ("EARLY_SECONDS", 0, 2), ("MOST_EARLY_BYTES", 0, 2)],
+    ("limits", "times_sent"),
+    [
+        (Limits(early_seconds=3600), 1),
+        (Limits(early_seconds=0), 2),
+        (Limits(most_early_bytes=0), 2),
+    ],
 )
 async def test_a_body_whose_offer_is_late_holds_no_other_up_and_is_not_sent_over_and_over(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: int, times_sent: int
+    limits: Limits, times_sent: int
 ) -> None:
-    monkeypatch.setattr(early, name, value)
-    link = Wire()
+    link = Wire(limits=limits)
     late, other = (make_payload(body=os.urandom(6 * PART), round=number) for number in range(2))
     link.is_offer_let_in = asyncio.Event()  # of the first stream, which is the offer of `late`
     pushing = asyncio.create_task(link.push(late))
-    await link.has_stripe.wait()
+    await link.has_part_stream.wait()
     await link.push(other)
     assert link.desk.received == [(SENDER, other)]
     link.is_offer_let_in.set()
@@ -138,49 +134,43 @@ async def test_a_body_whose_offer_is_late_holds_no_other_up_and_is_not_sent_over
 
 
 def test_parts_that_come_early_are_kept_for_a_while_and_take_little_room() -> None:
-    async def scene() -> None:
-        parts, digests = EarlyParts(), [Digest(bytes([number]) * 32) for number in range(3)]
-        num_kept = sum(parts.keep(SENDER, digests[0], index, bytes(PART)) for index in range(99))
-        assert num_kept == MOST_EARLY_BYTES // (PART + 1056)  # what each takes besides
-        assert not parts.keep(SENDER, digests[1], 0, bytes(PART))
-        assert parts.keep(SENDER, digests[0], 0, bytes(PART))  # it is there already
-        assert parts.keep(NodeId("other"), digests[1], 0, b"another's")
-        assert parts.take(SENDER, digests[1]) == {}
-        assert len(parts.take(SENDER, digests[0])) == num_kept
-        num_empty = sum(parts.keep(SENDER, digests[2], index, b"") for index in range(9999))
-        assert num_empty < MOST_EARLY_BYTES // 1000
-        await asyncio.sleep(EARLY_SECONDS - 1)
-        assert parts.keep(NodeId("other"), digests[2], 0, b"later")
-        await asyncio.sleep(2)
-        assert parts.take(NodeId("other"), digests[1]) == {}
-        assert parts.take(NodeId("other"), digests[2]) == {0: b"later"}
-        assert parts.keep(SENDER, digests[1], 0, bytes(PART))  # there is room again
+    limits = Limits()
+    parts, digests = EarlyParts(limits), [Digest(bytes([number]) * 32) for number in range(3)]
+    ours = [(SENDER, digest) for digest in digests]
+    others = [(NodeId("other"), digest) for digest in digests]
+    num_kept = sum(parts.keep(ours[0], index, bytes(PART), now=0.0) for index in range(99))
+    assert num_kept == limits.most_early_bytes // (PART + 1056)  # what each takes besides
+    assert not parts.keep(ours[1], 0, bytes(PART), now=0.0)
+    assert parts.keep(ours[0], 0, bytes(PART), now=0.0)  # it is there already
+    assert parts.keep(others[1], 0, b"another's", now=0.0)
+    assert parts.take(ours[1]) == {}
+    assert len(parts.take(ours[0])) == num_kept
+    num_empty = sum(parts.keep(ours[2], index, b"", now=0.0) for index in range(9999))
+    assert num_empty < limits.most_early_bytes // 1000
+    assert parts.keep(others[2], 0, b"later", now=limits.early_seconds - 1)
+    parts.expire(limits.early_seconds)
+    assert parts.take(others[1]) == {}
+    assert parts.take(others[2]) == {0: b"later"}
+    assert parts.keep(ours[1], 0, bytes(PART), now=limits.early_seconds)  # there is room again
 
-    run_in_virtual_time(scene())
 
-
-def test_no_more_is_kept_early_of_all_senders_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(early, "MOST_EARLY_BYTES_OF_ALL", 3 * PART)
-
-    async def scene() -> None:
-        parts = EarlyParts()
-        senders = [NodeId(f"sender-{number}") for number in range(4)]
-        kept = [parts.keep(sender, Digest(bytes(32)), 0, bytes(PART)) for sender in senders]
-        assert kept == [True, True, False, False]
-        parts.clear()
-        assert parts.keep(senders[3], Digest(bytes(32)), 0, bytes(PART))
-
-    run_in_virtual_time(scene())
+def test_no_more_is_kept_early_of_all_senders_together() -> None:
+    parts = EarlyParts(Limits(most_early_bytes_of_all=3 * PART))
+    bodies = [(NodeId(f"sender-{number}"), Digest(bytes(32))) for number in range(4)]
+    kept = [parts.keep(body, 0, bytes(PART), now=0.0) for body in bodies]
+    assert kept == [True, True, False, False]
+    parts.expire(Limits().early_seconds)
+    assert parts.keep(bodies[3], 0, bytes(PART), now=Limits().early_seconds)
 
 
 async def test_what_came_early_and_cannot_be_a_part_is_not_taken() -> None:
     link, payload = Wire(), make_payload(body=BODY)
-    async with link.open() as stripe:
-        await stripe.send(wire.TransferRequest(stripe=wire.Stripe()))
+    async with link.open() as parts:
+        await parts.send(wire.TransferRequest(stripe=wire.Stripe()))
         for index, num_bytes in ((0, PART - 1), (10**6, PART), (10, 18)):
-            await stripe.send(part_of(payload, index, num_bytes))
-            await stripe.send_body(bytes(num_bytes))
-            response = await stripe.receive(wire.TransferResponse)
+            await parts.send(part_of(payload, index, num_bytes))
+            await parts.send_body(bytes(num_bytes))
+            response = await parts.receive(wire.TransferResponse)
             assert response.status == wire.TRANSFER_STATUS_PART_KEPT
         await link.push(payload)
     assert link.desk.received == [(SENDER, payload)]
@@ -188,31 +178,31 @@ async def test_what_came_early_and_cannot_be_a_part_is_not_taken() -> None:
 
 async def test_a_part_may_take_longer_than_a_stream_may_be_idle() -> None:
     """On a slow link a part takes a minute, and many streams share it."""
-    link, payload = Wire(idle_seconds=0.5), make_payload(body=BODY)
-    async with link.open() as offer, link.open() as stripe:
+    link, payload = Wire(limits=Limits(idle_seconds=0.5)), make_payload(body=BODY)
+    async with link.open() as offer, link.open() as parts:
         await offered(link, offer, payload)
-        await stripe.send(wire.TransferRequest(stripe=wire.Stripe()))
-        await stripe.send(part_of(payload, 0))
+        await parts.send(wire.TransferRequest(stripe=wire.Stripe()))
+        await parts.send(part_of(payload, 0))
         for start in range(0, PART, PART // 5 + 1):
             await asyncio.sleep(0.2)
-            await stripe.send_body(BODY[start : min(start + PART // 5 + 1, PART)])
-        response = await stripe.receive(wire.TransferResponse)
+            await parts.send_body(BODY[start : min(start + PART // 5 + 1, PART)])
+        response = await parts.receive(wire.TransferResponse)
         assert response.status == wire.TRANSFER_STATUS_PART_RECEIVED
-        inbound = link.inbounds.find(SENDER, payload.digest)
+        inbound = link.server.receiver.find(SENDER, payload.digest)
         assert inbound is not None
         assert not inbound.is_over
 
 
-def test_a_stripe_may_have_nothing_to_carry_for_long_but_not_forever() -> None:
+def test_a_stream_may_have_nothing_to_carry_for_long_but_not_forever() -> None:
     async def scene() -> None:
-        payload, inbounds = make_payload(body=BODY), Inbounds()
-        inbounds.begin(SENDER, payload.header, payload.digest, PART)
-        stream, reader, answers = fed_stripe()
-        serving = asyncio.create_task(take_stripe(stream, SENDER, inbounds))
+        payload, receiver = make_payload(body=BODY), Receiver(Limits())
+        receiver.begin(SENDER, payload.header, payload.digest, PART)
+        stream, reader, answers = fed_stream()
+        serving = asyncio.create_task(take_parts(stream, SENDER, receiver))
         for index in range(2):
-            await asyncio.sleep(UNUSED_SECONDS)
+            await asyncio.sleep(Limits().unused_seconds)
             reader.feed_data(framed(part_of(payload, index)) + BODY[:PART])
-        await asyncio.sleep(UNUSED_SECONDS)
+        await asyncio.sleep(Limits().unused_seconds)
         assert answers.statuses == [wire.TRANSFER_STATUS_PART_RECEIVED] * 2
         with pytest.raises(TimeoutError):
             await serving
@@ -222,14 +212,14 @@ def test_a_stripe_may_have_nothing_to_carry_for_long_but_not_forever() -> None:
 
 async def test_nobody_puts_parts_into_anothers_body() -> None:
     link, payload = Wire(), make_payload(body=BODY)
-    async with link.open() as offer, link.open(NodeId("other")) as stripe:
+    async with link.open() as offer, link.open(NodeId("other")) as parts:
         await offered(link, offer, payload)
-        await stripe.send(wire.TransferRequest(stripe=wire.Stripe()))
-        await stripe.send(part_of(payload, 0))
-        await stripe.send_body(bytes(PART))
-        response = await stripe.receive(wire.TransferResponse)
+        await parts.send(wire.TransferRequest(stripe=wire.Stripe()))
+        await parts.send(part_of(payload, 0))
+        await parts.send_body(bytes(PART))
+        response = await parts.receive(wire.TransferResponse)
         assert response.status == wire.TRANSFER_STATUS_PART_KEPT
-        inbound = link.inbounds.find(SENDER, payload.digest)
+        inbound = link.server.receiver.find(SENDER, payload.digest)
         assert inbound is not None
         assert not inbound.assembly.held
 
@@ -245,18 +235,15 @@ async def test_a_part_that_cannot_be_ends_its_stream_and_no_other(
         await liar.send(part_of(payload, index, num_bytes))
         with pytest.raises((EOFError, ConnectionError)):
             await liar.receive(wire.TransferResponse)
-        inbound = link.inbounds.find(SENDER, payload.digest)
+        inbound = link.server.receiver.find(SENDER, payload.digest)
         assert inbound is not None
         assert not inbound.is_over
         assert inbound.assembly.held == set()
 
 
-async def test_who_sends_without_end_what_nobody_wants_is_cut_off(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(receiving, "MOST_DROPPED_BYTES", 3 * PART)
-    monkeypatch.setattr(early, "MOST_EARLY_BYTES", 0)
-    link, payload = Wire(), make_payload(body=BODY)
+async def test_who_sends_without_end_what_nobody_wants_is_cut_off() -> None:
+    link = Wire(limits=Limits(most_dropped_bytes=3 * PART, most_early_bytes=0))
+    payload = make_payload(body=BODY)
     async with link.open() as liar:
         await liar.send(wire.TransferRequest(stripe=wire.Stripe()))
         for _ in range(3):
@@ -268,22 +255,22 @@ async def test_who_sends_without_end_what_nobody_wants_is_cut_off(
             await liar.receive(wire.TransferResponse)
 
 
-@pytest.mark.parametrize("way", ["has no room", "is too large to be kept"])
-def test_what_nobody_asked_for_adds_up_until_something_wanted_comes(
-    monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
-    monkeypatch.setattr(receiving, "MOST_DROPPED_BYTES", 3 * PART)
-    if way == "has no room":
-        monkeypatch.setattr(early, "MOST_EARLY_BYTES", 0)
-    else:
-        monkeypatch.setattr(receiving, "LEAST_PART_BYTES", PART - 1)
-
+@pytest.mark.parametrize(
+    "limits",
+    [
+        pytest.param(Limits(most_dropped_bytes=3 * PART, most_early_bytes=0), id="no room"),
+        pytest.param(
+            Limits(most_dropped_bytes=3 * PART, most_early_part_bytes=PART - 1), id="too large"
+        ),
+    ],
+)
+def test_what_nobody_asked_for_adds_up_until_something_wanted_comes(limits: Limits) -> None:
     async def scene() -> None:
-        payload, inbounds = make_payload(body=BODY), Inbounds()
-        inbounds.begin(SENDER, payload.header, payload.digest, PART)
+        payload, receiver = make_payload(body=BODY), Receiver(limits)
+        receiver.begin(SENDER, payload.header, payload.digest, PART)
         unwanted = make_payload(body=BODY, round=8)
-        stream, reader, answers = fed_stripe()
-        serving = asyncio.create_task(take_stripe(stream, SENDER, inbounds))
+        stream, reader, answers = fed_stream()
+        serving = asyncio.create_task(take_parts(stream, SENDER, receiver))
         for part in (*[part_of(unwanted, 0)] * 3, part_of(payload, 0), *[part_of(unwanted, 0)] * 3):
             reader.feed_data(framed(part) + BODY[:PART])
             await asyncio.sleep(1)
@@ -304,8 +291,8 @@ def test_a_wait_for_a_body_that_is_cancelled_while_it_ends_is_cancelled() -> Non
     """Its stream may take a while to end: a second cancellation is not the stream's."""
 
     async def scene() -> None:
-        payload, inbounds = make_payload(body=BODY), Inbounds()
-        inbound = inbounds.begin(SENDER, payload.header, payload.digest, PART)
+        payload, receiver = make_payload(body=BODY), Receiver(Limits())
+        inbound = receiver.begin(SENDER, payload.header, payload.digest, PART)
         is_ending = asyncio.Event()
 
         class Stream:

@@ -1,0 +1,105 @@
+"""What one node lets its peers take from it, and how long it waits for what: one value, passed in.
+
+Sizes and shares that no link changes stand with the controller that they belong to.
+"""
+
+from dataclasses import dataclass, fields, replace
+
+WINDOW_BYTES = 256 * 1024
+"""What one fresh stream lets be under way, before libp2p widens its window (go-yamux)."""
+
+PARTS_IN_WINDOW = 2
+
+LEAST_PART_BYTES = WINDOW_BYTES // PARTS_IN_WINDOW - 2048
+"""A part is sent again when its stream breaks, and acknowledged alone: small against a body, large
+against the acknowledgement. Two fit into a fresh stream's window, with all that is said around them:
+for the last few bytes it would otherwise wait a round trip."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Of one node's transport.
+
+    Raise `idle_seconds` when links stall for longer without being dead, and lower
+    `floor_bytes_per_second` when honest peers are slower still: many streams share an uplink. A body
+    in parts takes nine streams at most, and gives way to other transfers when most are taken.
+    """
+
+    # What peers may take.
+    floor_bytes_per_second: float = 2048.0
+    max_streams_per_peer: int = 24
+    max_streams: int = 128
+    max_streams_per_body: int = 8
+    """More brought nothing on any link that we measured (docs/decisions.md)."""
+    most_early_bytes: int = 4 << 20
+    """Parts of one sender that are kept for their offer: a third of a second at 100 Mbit/s."""
+    most_early_bytes_of_all: int = 32 << 20
+    most_early_part_bytes: int = LEAST_PART_BYTES
+    """A larger part is not kept for its offer."""
+    most_dropped_bytes: int = 256 << 20
+    """Of one stream, one after the other: more that nobody asked for ends it."""
+
+    # Streams.
+    idle_seconds: float = 30.0
+    """A stream that does not get on for so long is given up."""
+    early_seconds: float = 5.0
+    """How long parts are kept for an offer; it should come within a few round trips."""
+    kept_seconds: float = 60.0
+    """How long the parts of a body that broke off are kept for its sender to come back."""
+    unused_seconds: float = 600.0
+    """A sender closes a stream that had nothing to carry for so long: longer than most pauses of rounds."""
+    at_rest_seconds: float = 1200.0
+    """A receiver gives up a stream that had nothing to carry for so long."""
+
+    # The sender.
+    first_round_trip_seconds: float = 0.1
+    """What a round trip is thought to take before an offer was answered."""
+    widen_seconds: float = 0.5
+    """How often it is looked at whether another stream pays."""
+    window_seconds: float = 3.0
+    """What a peer acknowledged in so long, pauses apart, may be under way to it besides: more than a round
+    trip takes."""
+
+    # Connections.
+    look_seconds: float = 10.0
+    """How often it is looked at who is connected."""
+    yield_seconds: float = 3.0
+    """Of two members one dials first; both at once make a connection too many."""
+    unreachable_seconds: float = 10.0
+    """A member that is away for so long is told of; one that cannot be dialled dials us meanwhile."""
+    first_redial_seconds: float = 10.0
+    last_redial_seconds: float = 300.0
+    """libp2p itself refuses to redial a dead address for up to this long."""
+    dial_seconds: float = 20.0
+
+    # Rates: what the uplink carries.
+    measured_seconds: float = 0.5
+    """A busy time that is shorter, and of few bytes, says more of round trips than of the link."""
+    burst_seconds: float = 0.05
+    """What may leave at once, in seconds of the rate: so long a heartbeat may wait behind a chunk."""
+    epoch_seconds: float = 0.2
+    """So often it is looked at how answers come."""
+    queue_seconds: float = 0.06
+    """What the quickest answer of an epoch may take longer than the quickest of all lately. Less finds a
+    queue where data only waits for data that goes the other way; LEDBAT++ allows as much."""
+    lasting_seconds: float = 3.0
+    """So long nothing is paced above TCP where the kernel paces: most exchanges are over then."""
+
+    # Rates: the kernel's part.
+    tcp_look_seconds: float = 0.0125
+    """So often connections are looked at while something is sent, if that takes little of a core."""
+    tcp_new_seconds: float = 1.0
+    """So often it is looked for new connections meanwhile."""
+    tcp_pause_seconds: float = 0.25
+    """When nothing was sent for so long a busy time is over."""
+    tcp_quiet_seconds: float = 0.5
+    """After so long without anything to send nobody looks any more."""
+
+    def whole_seconds(self, num_bytes: int) -> float:
+        """How long a body may take altogether, so that a trickle cannot hold a stream forever."""
+        return 2 * self.idle_seconds + num_bytes / self.floor_bytes_per_second
+
+    def stretched(self, factor: float) -> "Limits":
+        """For links on which everything takes so many times as long."""
+        waits = {f.name: getattr(self, f.name) for f in fields(self) if f.name.endswith("_seconds")}
+        return replace(self, **{name: factor * seconds for name, seconds in waits.items()})

@@ -1,0 +1,345 @@
+"""The sender: the whole state of what is pushed to one peer, and what follows from each event.
+
+A round's bodies for a peer are wanted one by one: the first is reduced while the second travels. Sent
+side by side they would all arrive at the end; sent each when the one before has arrived, the link
+would lie idle for a round trip between two of them. Here each stream takes the next part of the first
+body that has one left, so the link is never idle and the bodies arrive in order.
+
+One libp2p stream fills its window and waits for a round trip; several fill the link. Each part is
+acknowledged. When a stream breaks, its parts go over another one. Between two rounds a few of them stay
+open, at rest: libp2p has widened their windows by then, and a new one would begin with a narrow one.
+
+Pure: no streams, no waiting, no clock. Events come in with the time, in seconds of any clock that only
+rises, and actions go out; node.exchange.transport.sending carries them out.
+"""
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from node.exchange.transport.limits import PARTS_IN_WINDOW, Limits
+from node.exchange.transport.outgoing import OutgoingBody, Widening, Window
+from node.exchange.transport.rates.uplink import UnderWay, Uplink
+
+MOST_BODIES = 8
+"""On their way to one peer at once, however small: each waits for its verdict on a stream of its own,
+and a peer lets only so many in (Limits.max_streams_per_peer)."""
+
+MOST_BREAKS = 3
+"""Streams that may break one after the other, without a part getting through, until pushes fail."""
+
+WORTH_KEEPING = 8
+"""Parts that a stream has carried when it stays open over a pause: libp2p widens a window that is used up
+several times. One that is not may be only half free in the next round, and a fresh one is better."""
+
+_LENGTHENING = 1.25  # by which a round trip may be longer than the one that was known before
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SentPart:
+    """A part on its way over a stream."""
+
+    body: OutgoingBody
+    index: int
+    num_bytes: int
+    sent_at: float
+    under_way: UnderWay  # what the uplink's estimate learns from it
+
+
+@dataclass(slots=True, eq=False)
+class PartStream:
+    """One of the streams that parts go over."""
+
+    under_way: deque[SentPart] = field(default_factory=deque)
+    """In the order of their answers; its last one may not be out yet."""
+    is_open: bool = False
+    is_writing: bool = False
+    """A part is handed over to libp2p, which takes it when it has room."""
+    is_wide: bool = False
+    """Its window has opened at least once, and libp2p doubles it each time."""
+    num_carried: int = 0  # parts that arrived
+    answered_at: float = -math.inf
+    """When the part before was counted, which the next one waited for."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it may take a part: one more than its window has room for would wait in it."""
+        has_room = self.is_wide or len(self.under_way) < PARTS_IN_WINDOW
+        return self.is_open and not self.is_writing and has_room
+
+    @property
+    def num_in_window(self) -> int:
+        """Parts that a window lets be under way, though it may never have opened."""
+        return min(len(self.under_way), PARTS_IN_WINDOW)
+
+
+class PeerState(StrEnum):
+    """What a sender is at."""
+
+    AT_REST = "at rest"  # there is no body, and the streams that are open carry nothing
+    PROBING = "probing"  # nothing was acknowledged since the first of these bodies came
+    STREAMING = "streaming"  # parts go out, and are acknowledged
+    WAITING = "waiting for answers"  # all that may go is out
+    BREAKING = "breaking"  # streams broke since a part got through
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Offer this body, on a stream of its own."""
+
+    body: OutgoingBody
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Open this stream for parts."""
+
+    stream: PartStream
+
+
+@dataclass(frozen=True, slots=True)
+class Carry:
+    """Send this part over a stream."""
+
+    stream: PartStream
+    part: SentPart
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """End this stream."""
+
+    stream: PartStream
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """Give this body up."""
+
+    body: OutgoingBody
+    error: Exception
+
+
+Action = Begin | Open | Carry | Close | Fail
+
+
+class PeerSender:
+    """Of one peer. Each event returns what is to be done, in that order."""
+
+    def __init__(self, limits: Limits, uplink: Uplink) -> None:
+        self.streams: list[PartStream] = []
+        """Open or being opened, the oldest first; none that was told to close."""
+        self._limits = limits
+        self._uplink = uplink
+        self._window = Window(limits)
+        self._round_trip_seconds: float | None = None  # None: no offer was answered yet
+        self._line: deque[OutgoingBody] = deque()  # not begun
+        self._begun: list[
+            OutgoingBody
+        ] = []  # at most MOST_BODIES, in the order in which they began
+        self._offered: list[OutgoingBody] = []  # of those in parts: their parts may go
+        self._latest: OutgoingBody | None = (
+            None  # that has begun; the next one waits for it to pass
+        )
+        self._num_streams = 1  # wanted, as long as so many parts wait
+        self._widening = Widening(limits, now=0.0)
+        self._acknowledged_bytes = 0  # since the first of these bodies came
+        self._errors: list[Exception] = []  # of streams that broke since a part got through
+
+    @property
+    def round_trip_seconds(self) -> float:
+        """Of offers, the shortest lately; a guess before the first."""
+        known = self._round_trip_seconds
+        return self._limits.first_round_trip_seconds if known is None else known
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether there are bodies in parts whose parts may go."""
+        return bool(self._offered)
+
+    def state(self) -> PeerState:
+        """What it is at now, by its fields: nothing is noted twice."""
+        if not self._begun:
+            return PeerState.AT_REST
+        if self._errors:
+            return PeerState.BREAKING
+        is_out = any(stream.under_way for stream in self.streams)
+        if is_out and not any(stream.is_writing for stream in self.streams):
+            return PeerState.WAITING
+        return PeerState.STREAMING if self._acknowledged_bytes else PeerState.PROBING
+
+    # Bodies.
+
+    def add(self, body: OutgoingBody, *, num_streams: int, now: float) -> list[Action]:
+        """There is a body to push. If it is the first in parts, it begins with so many streams."""
+        if not any(other.part_bytes for other in (*self._line, *self._begun)):
+            self._num_streams = num_streams
+            self._widening = Widening(self._limits, now=now)
+            self._acknowledged_bytes = 0
+            self._errors.clear()
+        self._line.append(body)
+        return self._next(now)
+
+    def offered(self, body: OutgoingBody, *, now: float) -> list[Action]:
+        """The offer is out. Parts follow at once: nearly every offer is accepted."""
+        if body.part_bytes:
+            self._offered.append(body)
+        return self._next(now)
+
+    def accepted(self, body: OutgoingBody, held_map: bytes, *, now: float) -> list[Action]:
+        """The peer has accepted the offer, and has these parts already."""
+        body.accept(held_map)
+        return self._next(now)
+
+    def went_out(self, body: OutgoingBody, *, now: float) -> list[Action]:
+        """A whole body has left."""
+        body.has_passed = True
+        return self._next(now)
+
+    def ended(self, body: OutgoingBody, *, most_at_rest: int, now: float) -> list[Action]:
+        """The peer has it, or it was given up. After the last one some streams stay, at rest."""
+        body.has_passed = True
+        for bodies in (self._line, self._begun, self._offered):
+            if body in bodies:
+                bodies.remove(body)
+        actions = [] if self._offered else self._rest(most_at_rest)
+        return [*actions, *self._next(now)]
+
+    def went_round_in(self, seconds: float) -> None:
+        """An offer was answered. The shortest lately counts: queues come and go, and ways change."""
+        known = self._round_trip_seconds
+        self._round_trip_seconds = seconds if known is None else min(seconds, _LENGTHENING * known)
+        self._uplink.goes_round_in(self, self._round_trip_seconds)
+
+    # Streams.
+
+    def opened(self, stream: PartStream, *, now: float) -> list[Action]:
+        """A stream may carry parts."""
+        stream.is_open = True
+        return self._next(now)
+
+    def wrote(self, stream: PartStream, part: SentPart, *, now: float) -> list[Action]:
+        """The part that it was given was handed over; it may have been answered already."""
+        stream.is_writing = False
+        part.under_way.is_out(now)
+        return self._next(now)
+
+    def received(
+        self, stream: PartStream, *, now: float, is_kept: bool
+    ) -> tuple[int, list[Action]]:
+        """The peer has the part that was sent first, or keeps it for its offer: so many bytes."""
+        part = self._answered(stream, now)
+        num_bytes = part.body.keep(part.index) if is_kept else part.body.acknowledge(part.index)
+        self._acknowledged_bytes += num_bytes
+        self._errors.clear()
+        return num_bytes, self._next(now)
+
+    def dropped(self, stream: PartStream, *, now: float) -> list[Action]:
+        """The peer did not take the part that was sent first."""
+        part = self._answered(stream, now)
+        part.body.drop(part.index)
+        return self._next(now)
+
+    def closed(
+        self, stream: PartStream, *, now: float, error: Exception | None = None
+    ) -> list[Action]:
+        """A stream has ended: it was told to, had nothing to carry for long, or broke."""
+        for part in reversed(stream.under_way):
+            self._window.end(part.num_bytes, now=now)
+            part.under_way.lost(now)
+            part.body.give_back([part.index])
+        stream.under_way.clear()
+        if stream not in self.streams:
+            return self._next(now)
+        self.streams.remove(stream)
+        if error is not None:
+            self._errors.append(error)
+        if len(self._errors) >= MOST_BREAKS and not self.streams:
+            failed, self._errors = self._errors[-1], []
+            return [Fail(body, failed) for body in self._offered]
+        return self._next(now)
+
+    def looked(self, *, now: float) -> list[Action]:
+        """Some time has passed: see `Limits.widen_seconds`."""
+        return self._next(now)
+
+    def close(self) -> list[Action]:
+        """Nothing more is pushed: ends streams that are at rest."""
+        return [] if self._offered else self._rest(0)
+
+    # What follows.
+
+    def _next(self, now: float) -> list[Action]:
+        return [*self._carry(now), *self._open(now), *self._begin()]
+
+    def _begin(self) -> list[Action]:
+        """The next body begins when all of the one before is on its way."""
+        actions: list[Action] = []
+        while self._line and len(self._begun) < MOST_BODIES:
+            if self._latest is not None and not self._latest.has_passed:
+                break
+            self._latest = self._line.popleft()
+            self._begun.append(self._latest)
+            actions.append(Begin(self._latest))
+        return actions
+
+    def _open(self, now: float) -> list[Action]:
+        """Keeps as many streams open as pay."""
+        num_waiting = sum(body.num_waiting for body in self._offered)
+        if self._errors:
+            self._num_streams = max(1, min(self._num_streams, len(self.streams)))
+        elif self._num_streams < min(self._limits.max_streams_per_body, num_waiting):
+            self._num_streams += self._widening.is_wider_better(self._acknowledged_bytes, now)
+        if not self._window.has_room(now):
+            return []
+        num_opening = sum(not stream.is_open for stream in self.streams)
+        num_missing = min(num_waiting - num_opening, self._num_streams - len(self.streams))
+        new = [PartStream() for _ in range(num_missing)]
+        self.streams.extend(new)
+        return [Open(stream) for stream in new]
+
+    def _carry(self, now: float) -> list[Action]:
+        """Of the streams that are ready one whose window has room takes the next part."""
+        actions: list[Action] = []
+        while self._window.has_room(now):
+            ready = [stream for stream in self.streams if stream.is_ready]
+            if not ready or (taken := self._take()) is None:
+                break
+            stream = min(ready, key=lambda each: each.num_in_window)
+            part = self._sent(*taken, now=now)
+            stream.under_way.append(part)
+            stream.is_writing = True
+            actions.append(Carry(stream, part))
+        return actions
+
+    def _take(self) -> tuple[OutgoingBody, int] | None:
+        for body in self._offered:
+            if (index := body.take()) is not None:
+                return body, index
+        return None
+
+    def _sent(self, body: OutgoingBody, index: int, *, now: float) -> SentPart:
+        span = body.span(index)
+        num_bytes = span.stop - span.start
+        self._window.begin(num_bytes, now=now)
+        under_way = self._uplink.begin(self, num_bytes, now=now)
+        return SentPart(
+            body=body, index=index, num_bytes=num_bytes, sent_at=now, under_way=under_way
+        )
+
+    def _answered(self, stream: PartStream, now: float) -> SentPart:
+        part = stream.under_way.popleft()
+        part.under_way.answered(now)
+        self._window.end(part.num_bytes, now=now, is_answered=True)
+        stream.is_wide = True
+        stream.num_carried += 1
+        return part
+
+    def _rest(self, most: int) -> list[Action]:
+        """Keeps only streams that are wide, and carry nothing of bodies that were given up."""
+        worth = [s for s in self.streams if not s.under_way and s.num_carried >= WORTH_KEEPING]
+        kept, self.streams = worth[:most], self.streams
+        ended = [stream for stream in self.streams if stream not in kept]
+        self.streams = kept
+        return [Close(stream) for stream in ended]

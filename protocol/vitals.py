@@ -1,0 +1,191 @@
+"""How a node is doing, as its heartbeats say it: each figure once, as a value and on the wire.
+
+One figure more takes four files: session.proto, this one, the node that measures it, the page that shows it.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from protocol import convert
+from protocol.rounds import Digest, NodeId
+from protocol.v1 import session_pb2 as pb
+from protocol.wire_count import WireTotals
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkRates:
+    """Bytes of bodies per second; None: not measured yet."""
+
+    up_bytes_per_second: float | None = None
+    down_bytes_per_second: float | None = None
+
+
+UNMEASURED = LinkRates()
+
+HeldBy = Literal["nothing", "limit", "link", "losses", "answers"]
+"""What keeps uploads from going faster."""
+
+HELD_BY = get_args(HeldBy)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UploadPace:
+    """Why uploads go no faster."""
+
+    held_by: HeldBy | None  # None: nothing is uploaded
+    bytes_per_second: float = 0.0  # of the limit, or of what the link is taken to carry
+    num_peers: int = 0  # whose answers are waited for
+
+
+NO_UPLOAD = UploadPace(held_by=None)
+FREE = UploadPace(held_by="nothing")
+"""Bodies go out as fast as TCP takes them."""
+
+
+def upload_in_words(pace: "UploadPace | pb.UploadPace") -> str:
+    """Why uploads go no faster, for people; empty while nothing is uploaded."""
+    rate = f"{pace.bytes_per_second / 1e6:.3g} MB/s"
+    match pace.held_by:
+        case "nothing":
+            return "as fast as the network takes it"
+        case "limit":
+            return f"its owner's limit of {rate}"
+        case "link":
+            return f"the link carries {rate}"
+        case "losses":
+            return f"packets are lost: connections share {rate}"
+        case "answers":
+            return f"waiting for answers of {pace.num_peers} peer{'s' * (pace.num_peers != 1)}"
+    return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Utilisation:
+    """What a node made of a round. Shares are of the time since it adopted the round before."""
+
+    round: int
+    tokens_per_second: float  # while it trained
+    flops_per_second: float  # likewise
+    mfu: float | None  # of the peak of its devices; None: the peak is not known
+    peak_flops_per_second: float | None  # of its devices; None: not known
+    is_peak_measured: bool  # here, and not taken from a table
+    compute_share: float  # inner steps, without the next where that is measured
+    local_communication_share: float | None  # inner steps held up by it; None: not measured
+    publish_share: float
+    adopt_share: float
+    exchange_share: float  # bytes that travel, and encoding to applying, while ranks do nothing
+    waiting_share: float  # all else: the other nodes, ranks that were started again
+    peak_memory_bytes: int
+
+    def as_fields(self) -> dict[str, int | str]:
+        """For the log."""
+        return {
+            "round": self.round,
+            "tokens_per_second": round(self.tokens_per_second),
+            "gflops": f"{self.flops_per_second / 1e9:.2f}",
+            "mfu": "unknown" if self.mfu is None else f"{self.mfu:.1%}",
+            "peak": self._peak_in_words(),
+            "compute": f"{self.compute_share:.1%}",
+            "local_communication": self._communication_in_words(),
+            "publish": f"{self.publish_share:.1%}",
+            "adopt": f"{self.adopt_share:.1%}",
+            "exchange": f"{self.exchange_share:.1%}",
+            "waiting": f"{self.waiting_share:.1%}",
+            "peak_memory_mb": self.peak_memory_bytes // 1_000_000,
+        }
+
+    def _communication_in_words(self) -> str:
+        share = self.local_communication_share
+        return "not measured" if share is None else f"{share:.1%}"
+
+    def _peak_in_words(self) -> str:
+        if self.peak_flops_per_second is None:
+            return "unknown"
+        origin = "measured here" if self.is_peak_measured else "by the vendor"
+        return f"{self.peak_flops_per_second / 1e9:.1f} GFLOP/s, {origin}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vitals:
+    """How a node is doing, for its heartbeat."""
+
+    outer_round: int
+    outer_digest: Digest
+    outer_incarnation: int
+    unreachable: tuple[NodeId, ...]
+    activity: str
+    waiting_for: str
+    inner_step: int
+    loss: float
+    tokens_per_second: float
+    wire: WireTotals
+    link_rates: LinkRates = UNMEASURED
+    utilisation: Utilisation | None = None  # of the round that ended last, if it trained in it
+    mesh: str = ""  # how its ranks are laid out, in words
+    congestion_control: str = ""  # of its host's TCP; empty: not known
+    let_go_rounds: float = 0.0  # of late work, by this process
+    upload_pace: UploadPace = NO_UPLOAD
+    trains: bool = True
+    evaluates: bool = True
+
+
+def heartbeat_of(session_id: int, vitals: Vitals) -> pb.HeartbeatRequest:
+    """What a node says of itself, as it goes over the wire."""
+    return pb.HeartbeatRequest(
+        session_id=session_id,
+        outer_round=vitals.outer_round,
+        outer_digest=vitals.outer_digest,
+        outer_incarnation=vitals.outer_incarnation,
+        unreachable_ids=vitals.unreachable,
+        activity=vitals.activity,
+        waiting_for=vitals.waiting_for,
+        inner_step=vitals.inner_step,
+        loss=vitals.loss,
+        tokens_per_second=vitals.tokens_per_second,
+        wire=convert.wire_counts_to_wire(vitals.wire),
+        link_rates=_rates_to_wire(vitals.link_rates),
+        utilisation=_utilisation_to_wire(vitals.utilisation),
+        mesh=vitals.mesh,
+        congestion_control=vitals.congestion_control,
+        let_go_rounds=vitals.let_go_rounds,
+        upload_pace=_pace_to_wire(vitals.upload_pace),
+        cannot_train=not vitals.trains,
+        cannot_evaluate=not vitals.evaluates,
+    )
+
+
+def _utilisation_to_wire(utilisation: Utilisation | None) -> pb.Utilisation | None:
+    if utilisation is None:
+        return None
+    return pb.Utilisation(
+        round=utilisation.round,
+        tokens_per_second=utilisation.tokens_per_second,
+        flops_per_second=utilisation.flops_per_second,
+        mfu=utilisation.mfu,
+        peak_flops_per_second=utilisation.peak_flops_per_second,
+        is_peak_measured=utilisation.is_peak_measured,
+        compute_share=utilisation.compute_share,
+        publish_share=utilisation.publish_share,
+        adopt_share=utilisation.adopt_share,
+        waiting_share=utilisation.waiting_share,
+        local_communication_share=utilisation.local_communication_share,
+        exchange_share=utilisation.exchange_share,
+        peak_memory_bytes=utilisation.peak_memory_bytes,
+    )
+
+
+def _rates_to_wire(rates: LinkRates) -> pb.LinkRates | None:
+    if rates == UNMEASURED:
+        return None
+    return pb.LinkRates(
+        up_bytes_per_second=rates.up_bytes_per_second or 0.0,
+        down_bytes_per_second=rates.down_bytes_per_second or 0.0,
+    )
+
+
+def _pace_to_wire(pace: UploadPace) -> pb.UploadPace | None:
+    if pace == NO_UPLOAD:
+        return None
+    return pb.UploadPace(
+        held_by=pace.held_by or "", bytes_per_second=pace.bytes_per_second, num_peers=pace.num_peers
+    )

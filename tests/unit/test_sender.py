@@ -1,0 +1,202 @@
+"""The sender as a value: what follows from which event, without streams and without a clock."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from node.exchange.transport.limits import LEAST_PART_BYTES, PARTS_IN_WINDOW, Limits
+from node.exchange.transport.outgoing import OutgoingBody
+from node.exchange.transport.rates.uplink import Uplink
+from node.exchange.transport.sender import (
+    MOST_BODIES,
+    MOST_BREAKS,
+    Action,
+    Begin,
+    Carry,
+    Close,
+    Fail,
+    Open,
+    PartStream,
+    PeerSender,
+    PeerState,
+    SentPart,
+)
+
+PART = LEAST_PART_BYTES
+LIMITS = Limits(max_streams_per_body=3)
+
+
+class Scene:
+    """Does what the sender asks for, at once; answers when it is told to."""
+
+    def __init__(self, *, num_streams: int = 1) -> None:
+        self.sender = PeerSender(LIMITS, Uplink(LIMITS))
+        self.now = 0.0
+        self.begun: list[OutgoingBody] = []
+        self.closed: list[PartStream] = []
+        self.failed: list[Exception] = []
+        self.carried: list[tuple[OutgoingBody, int]] = []
+        self._num_streams = num_streams
+
+    def push(self, num_parts: float) -> OutgoingBody:
+        body = OutgoingBody(int(num_parts * PART))
+        self.do(self.sender.add(body, num_streams=self._num_streams, now=self.now))
+        return body
+
+    def do(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Begin(body=body):
+                    self.begun.append(body)
+                    self.do(self.sender.offered(body, now=self.now))
+                case Open(stream=stream):
+                    self.do(self.sender.opened(stream, now=self.now))
+                case Carry(stream=stream, part=part):
+                    self.carried.append((part.body, part.index))
+                    self.do(self.sender.wrote(stream, part, now=self.now))
+                case Close(stream=stream):
+                    self.closed.append(stream)
+                    self.do(self.sender.closed(stream, now=self.now))
+                case Fail(error=error):
+                    self.failed.append(error)
+
+    def accept(self, body: OutgoingBody, held_map: bytes = b"") -> None:
+        self.do(self.sender.accepted(body, held_map, now=self.now))
+
+    def answer(self, stream: PartStream) -> SentPart:
+        """The next part of a stream is there."""
+        self.now += 0.1
+        part = stream.under_way[0]
+        _, actions = self.sender.received(stream, now=self.now, is_kept=False)
+        self.do(actions)
+        return part
+
+    def break_stream(self, stream: PartStream) -> None:
+        self.do(self.sender.closed(stream, now=self.now, error=ConnectionError("broken")))
+
+    def end(self, body: OutgoingBody, *, most_at_rest: int = 0) -> None:
+        self.do(self.sender.ended(body, most_at_rest=most_at_rest, now=self.now))
+
+
+def test_a_peer_goes_through_its_states_in_order() -> None:
+    scene = Scene()
+    assert scene.sender.state() == PeerState.AT_REST
+    body = OutgoingBody(3 * PART)
+    (begin,) = scene.sender.add(body, num_streams=1, now=0.0)
+    assert begin == Begin(body)
+    assert scene.sender.state() == PeerState.PROBING
+    (opening,) = scene.sender.offered(body, now=0.0)
+    assert isinstance(opening, Open)
+    (carry,) = scene.sender.opened(opening.stream, now=0.0)
+    assert isinstance(carry, Carry) and carry.part.index == 0
+    assert scene.sender.state() == PeerState.PROBING  # it is being written
+    scene.do(scene.sender.wrote(opening.stream, carry.part, now=0.0))
+    assert scene.sender.state() == PeerState.WAITING  # two fit into a fresh stream's window
+    assert len(opening.stream.under_way) == PARTS_IN_WINDOW
+    _, (carry,) = scene.sender.received(opening.stream, now=1.0, is_kept=False)
+    assert isinstance(carry, Carry)
+    assert scene.sender.state() == PeerState.STREAMING
+    scene.do(scene.sender.wrote(opening.stream, carry.part, now=1.0))
+    scene.break_stream(opening.stream)
+    assert scene.sender.state() == PeerState.BREAKING
+    scene.end(body)
+    assert scene.sender.state() == PeerState.AT_REST
+
+
+def test_a_body_begins_when_all_of_the_one_before_is_on_its_way() -> None:
+    scene = Scene()
+    first, second = scene.push(4), scene.push(3)
+    assert scene.begun == [first]
+    (stream,) = scene.sender.streams
+    for _ in range(2):
+        scene.answer(stream)
+    assert scene.begun == [first, second]
+    assert scene.carried[:4] == [(first, index) for index in range(4)]
+    assert scene.carried[4][0] is second
+
+
+def test_only_so_many_bodies_wait_for_their_verdicts_at_once() -> None:
+    scene = Scene()
+    bodies = [scene.push(0.5) for _ in range(2 * MOST_BODIES)]  # whole
+    for body in bodies[: MOST_BODIES - 1]:
+        scene.do(scene.sender.went_out(body, now=0.0))
+    assert scene.begun == bodies[:MOST_BODIES]
+    scene.do(scene.sender.went_out(bodies[MOST_BODIES - 1], now=0.0))
+    assert scene.begun == bodies[:MOST_BODIES]
+    scene.end(bodies[3])
+    assert scene.begun == bodies[: MOST_BODIES + 1]
+
+
+def test_a_body_that_is_given_up_before_it_began_is_never_offered() -> None:
+    scene = Scene()
+    first, given_up, last = scene.push(4), scene.push(4), scene.push(4)
+    scene.end(given_up)
+    scene.end(first)
+    assert scene.begun == [first, last]
+
+
+def test_streams_that_break_one_after_the_other_fail_the_bodies() -> None:
+    scene = Scene()
+    scene.push(20)
+    for _ in range(MOST_BREAKS):
+        assert not scene.failed
+        (stream,) = scene.sender.streams
+        scene.break_stream(stream)
+    assert [str(error) for error in scene.failed] == ["broken"]
+
+
+def test_a_part_that_gets_through_forgives_the_breaks_before_it() -> None:
+    scene = Scene()
+    scene.push(20)
+    for _ in range(3):
+        for _ in range(MOST_BREAKS - 1):
+            (stream,) = scene.sender.streams
+            scene.break_stream(stream)
+        (stream,) = scene.sender.streams
+        scene.answer(stream)
+    assert not scene.failed
+
+
+def test_a_stream_that_is_closed_carries_nothing_of_what_comes_next() -> None:
+    scene = Scene()
+    first = scene.push(20)
+    scene.end(first, most_at_rest=1)
+    assert len(scene.closed) == 1 and not scene.sender.streams
+    second = scene.push(2)
+    assert scene.carried[-1] == (second, 1)
+
+
+@pytest.mark.parametrize("round_trip_seconds", [0.05, 0.3])
+def test_the_shortest_round_trip_lately_counts(round_trip_seconds: float) -> None:
+    sender = PeerSender(LIMITS, Uplink(LIMITS))
+    assert sender.round_trip_seconds == LIMITS.first_round_trip_seconds
+    sender.went_round_in(round_trip_seconds)
+    sender.went_round_in(100.0)
+    assert sender.round_trip_seconds == 1.25 * round_trip_seconds
+
+
+@given(data=st.data())
+def test_every_part_arrives_whatever_breaks_and_none_is_on_two_streams_at_once(
+    data: st.DataObject,
+) -> None:
+    scene = Scene(num_streams=2)
+    bodies = [scene.push(num_parts) for num_parts in (9, 2, 5)]
+    for body in bodies:
+        scene.accept(body)
+    for _ in range(200):
+        streams = [stream for stream in scene.sender.streams if stream.under_way]
+        if not streams:
+            break
+        under_way = Counter(
+            (part.body, part.index) for stream in streams for part in stream.under_way
+        )
+        assert max(under_way.values()) == 1
+        assert len(scene.sender.streams) <= LIMITS.max_streams_per_body
+        stream = data.draw(st.sampled_from(streams))
+        if data.draw(st.integers(0, 3)) == 0 and not scene.failed:
+            scene.break_stream(stream)
+        else:
+            scene.answer(stream)
+    assert scene.failed or not any(body.missing for body in bodies)
