@@ -22,7 +22,7 @@ import torch
 
 from atoll.errors import ConnectionLostError, NoNodeError, SwarmError
 
-VERSION = 1
+VERSION = 2
 
 SOCKET_FILE = "loop.socket"
 HOME_VARIABLE = "ATOLL_DIR"
@@ -106,10 +106,12 @@ class Connection:
             raise ConnectionLostError("the node has closed its door")
         self._link.settimeout(None)
 
-    def vectors(self, num_elements: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The global parameters, which cannot be written to, and the published ones: fp32, flat."""
+    def vectors(
+        self, num_elements: int, published_elements: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The global parameters, which cannot be written to, and room to publish a fragment: fp32, flat."""
         parameters = mmap.mmap(self._descriptors[0], 4 * num_elements, prot=mmap.PROT_READ)
-        published = mmap.mmap(self._descriptors[1], 4 * num_elements)
+        published = mmap.mmap(self._descriptors[1], 4 * published_elements)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns of what cannot be written; so it shall be
             return (

@@ -248,11 +248,14 @@ class Session:
         except ModelMismatchError as error:
             connection.say({"kind": "refuses", "why": error.what[:1000]})
             raise
-        parameters, published = connection.vectors(welcome["num_elements"])
+        fragments = [(first, num_elements) for first, num_elements in welcome["fragments"]]
+        parameters, published = connection.vectors(
+            welcome["num_elements"], max(num_elements for _, num_elements in fragments)
+        )
         self._weights = Weights(
             model=self._model,
             places=places,
-            fragments=[(first, num_elements) for first, num_elements in welcome["fragments"]],
+            fragments=fragments,
             overlap=welcome["overlap"],
             local_share=welcome["local_share"],
             rank=self._ranks.rank,

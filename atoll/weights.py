@@ -50,10 +50,14 @@ class Held:
     start: tuple[int, ...]
     publishes: bool  # whether this rank does, of those that hold the same
 
-    def within(self, whole: Tensor) -> Tensor:
-        """The part within a canonical vector, as a view with the shape of `local`."""
+    def within(self, vector: Tensor, first: int = 0) -> Tensor:
+        """The part within a vector that begins with this element of the canonical one.
+
+        It is a view with the shape of `local`.
+        """
         place = self.place
-        tensor = whole[place.offset : place.offset + place.num_elements].view(place.shape)
+        begin = place.offset - first
+        tensor = vector[begin : begin + place.num_elements].view(place.shape)
         for dim, (start, size) in enumerate(zip(self.start, self.local.shape, strict=True)):
             tensor = tensor.narrow(dim, start, size)
         return tensor
@@ -61,7 +65,7 @@ class Held:
 
 @dataclass(slots=True, kw_only=True)
 class Weights:
-    """A rank's model beside the outer state's two vectors, in shared memory.
+    """A rank's model beside the two vectors of the outer state, in shared memory.
 
     Call it only between the model's steps: it reads and writes parameters in place.
     """
@@ -73,7 +77,7 @@ class Weights:
     local_share: float
     rank: int
     parameters: Tensor  # global, read-only
-    published: Tensor
+    published: Tensor  # local, of the fragment that was published last; it begins with that
     _bases: dict[str, Tensor] = field(default_factory=dict)  # b, where it is not r(g)
     _at_publish: dict[str, Tensor] = field(default_factory=dict)  # x then, of inexact types
 
@@ -85,7 +89,7 @@ class Weights:
                 held.local.copy_(held.within(self.parameters))
                 self._bases.pop(held.place.name, None)
             elif self.overlap == "keep" or not is_taken:
-                self._rebase(held)
+                self._rebase(held, self.fragments[fragment][0])
             else:
                 self._blend(held)
 
@@ -98,7 +102,7 @@ class Weights:
                 self._at_publish[held.place.name] = held.local.clone()
             if not held.publishes:
                 continue
-            target = held.within(self.published)
+            target = held.within(self.published, self.fragments[fragment][0])
             if is_exact:
                 target.copy_(held.local)
             else:
@@ -122,11 +126,11 @@ class Weights:
         for held in self._held(None):
             held.local.copy_(held.within(self.parameters))
 
-    def _rebase(self, held: Held) -> None:
+    def _rebase(self, held: Held, first: int) -> None:
         """Puts what was trained since publishing on top: local = global + (local − published)."""
         new = held.within(self.parameters)
         if held.local.dtype in _EXACT:
-            held.local.sub_(held.within(self.published).to(held.local.device))
+            held.local.sub_(held.within(self.published, first).to(held.local.device))
             held.local.add_(new.to(held.local.device))
             return
         since = _fp32(held.local) - _fp32(self._at_publish[held.place.name])

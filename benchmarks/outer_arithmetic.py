@@ -23,6 +23,7 @@ import numpy as np
 
 from benchmarks.codec.command import Spread
 from benchmarks.measurement import Rows, add_results, machine, parser_of
+from coordinator.swarm.opening import least_elements_of_a_slice
 from node.exchange.codecs.tiles import Tiles
 from node.exchange.outer import Outer
 from node.exchange.reduction import Reduction
@@ -44,6 +45,7 @@ from protocol.rounds import (
 from protocol.run_spec import ExchangeSection, OuterSection, RunSpec
 
 TOKENS = 1000
+USUAL_ELEMENTS = 1 << 21  # of a slice: a megabyte with int4
 RUN = Digest(bytes(32))
 STAGES = ("accumulate", "encode", "reduce", "check", "apply", "settle", "digest")
 
@@ -90,60 +92,67 @@ class RoundsOfOneNode:
             exchange=ExchangeSection(uplink=codec, downlink=codec),  # type: ignore[arg-type]
             outer=rules or OuterSection(),
         )
+        self.run_digest = spec.digest()
         rng = np.random.default_rng(0)
         shapes: list[list[NamedShape]] = [[(f"w{index}", (values,))] for index in range(fragments)]
         layout = Layout.of(*shapes)
         parameters = rng.standard_normal(layout.num_elements, dtype=np.float32)
-        self._ids = tuple(NodeId(f"{index:032}") for index in range(nodes))
+        self.ids = tuple(NodeId(f"{index:032}") for index in range(nodes))
         self.outer = Outer.of_run(
             spec,
             layout=layout,
             parameters=parameters,
-            published=parameters + np.float32(1e-3) * _drift(rng, layout.num_elements),
-            node_id=self._ids[0],
+            published=parameters[:values] + np.float32(1e-3) * _drift(rng, values),
+            node_id=self.ids[0],
             tiles=tiles,
         )
         self.outer.compile_kernels()
-        self._slices = cut_into_slices(values, self._ids)
+        least = least_elements_of_a_slice(values, nodes, USUAL_ELEMENTS)
+        self.slices = cut_into_slices(values, self.ids, least_elements=least)
         others = _drift(rng, values) * np.float32(1e-3)
-        codec_used = self.outer.uplink
-        own = self._slices[0]
-        self._arriving = codec_used.encode(others[: own.num_elements])
-        self._results = {
-            part.index: codec_used.encode(others[part.start : part.start + part.num_elements])
-            for part in self._slices[1:]
+        # What comes of the others: their contributions to our slices, and results of theirs.
+        self._arriving = {
+            part.index: self.outer.uplink.encode(
+                others[part.start : part.start + part.num_elements]
+            )
+            for part in self.slices
         }
         self._fragments = fragments
 
     def run(self, stages: Stages) -> tuple[Commit, dict[int, Payload]]:
         """One round; returns its commit, and the results by slice."""
-        outer, own = self.outer, self._slices[0]
+        outer, ids = self.outer, self.ids
         plan = self._plan(outer.round + 1)
         with stages.stage("accumulate"):
-            pending = outer.owing.accumulate(round=plan.round, fragment=plan.fragment)
-        for part in self._slices:
+            outer.owing.accumulate(round=plan.round, fragment=plan.fragment)
+        bodies = {}
+        for part in self.slices:
             with stages.stage("encode"):
-                outer.owing.contribution_to(part, samples=TOKENS, tokens=TOKENS)
-        bodies = {n: pending.bodies[0] if n == self._ids[0] else self._arriving for n in self._ids}
-        reduction = Reduction(
-            plan=plan,
-            slice=own,
-            contributions={
-                sender: _sealed(CONTRIBUTION, plan, own, sender, body, outer.uplink.name)
-                for sender, body in bodies.items()
-            },
-            uplink=outer.uplink,
-            context=1,
-        )
-        with stages.stage("reduce"):
-            reduced = outer.result_of(reduction, plan.fragment)
-        assert reduced is not None
-        outer.owing.note_result(reduced)
-        results = {0: reduced.payload}
-        for part in self._slices[1:]:
-            payload = _sealed(
-                RESULT, plan, part, part.reducer_id, self._results[part.index], outer.downlink.name
-            )
+                payload = outer.owing.contribution_to(part, samples=TOKENS, tokens=TOKENS)
+            bodies[part.index] = payload.body
+        results: dict[int, Payload] = {}
+        for part in self.slices:
+            others = self._arriving[part.index]
+            if part.reducer_id == ids[0]:
+                here = {n: bodies[part.index] if n == ids[0] else others for n in ids}
+                reduction = Reduction(
+                    plan=plan,
+                    slice=part,
+                    contributions={
+                        sender: _sealed(CONTRIBUTION, plan, part, sender, body, outer.uplink.name)
+                        for sender, body in here.items()
+                    },
+                    uplink=outer.uplink,
+                    context=1,
+                )
+                with stages.stage("reduce"):
+                    reduced = outer.result_of(reduction, plan.fragment)
+                assert reduced is not None
+                outer.owing.note_result(reduced)
+                results[part.index] = reduced.payload
+                continue
+            name = outer.downlink.name
+            payload = _sealed(RESULT, plan, part, part.reducer_id, others, name)
             with stages.stage("check"):
                 outer.check_result(payload)
             results[part.index] = payload
@@ -159,9 +168,9 @@ class RoundsOfOneNode:
             base_digest=self.outer.digest,
             assignments=tuple(
                 Assignment(node_id=node_id, inner_steps=1, first_sample=0, num_samples=TOKENS)
-                for node_id in self._ids
+                for node_id in self.ids
             ),
-            slices=self._slices,
+            slices=self.slices,
             token_clock=0,
             round_tokens=1,
             train_seconds=1.0,
@@ -175,7 +184,7 @@ class RoundsOfOneNode:
         assert pending is not None
         sent = pending.sent
         contributors = tuple(
-            Contributor(node_id=each, samples=TOKENS, tokens=TOKENS) for each in self._ids
+            Contributor(node_id=each, samples=TOKENS, tokens=TOKENS) for each in self.ids
         )
         return Commit(
             round=plan.round,
@@ -190,10 +199,10 @@ class RoundsOfOneNode:
                     contributors=contributors,
                     contributions=(
                         sent[part.index].contribution,
-                        *(ContributionDigest(bytes(16)) for _ in self._ids[1:]),
+                        *(ContributionDigest(bytes(16)) for _ in self.ids[1:]),
                     ),
                 )
-                for part in self._slices
+                for part in self.slices
             ),
         )
 

@@ -16,6 +16,7 @@ import structlog
 from node.config import HISTORY_FILE, NodeSettings
 from node.daemon import Daemon, NodeFacts, Tokens
 from node.duties.exchange_time import ExchangeTime
+from node.exchange.arithmetic_speed import measured_speed
 from node.exchange.codecs.compiled import remove_unused_kernels
 from node.exchange.codecs.tiles import Tiles, threads_beside
 from node.exchange.outer import Outer
@@ -95,7 +96,7 @@ async def run_daemon(
         )
     )
     await prepare_kernels(spec)
-    shared = SharedVectors.create(layout.num_elements)
+    shared = SharedVectors.create(layout.num_elements, layout.largest_fragment)
     try:
         keep_places(folder, settings.data_places(home=folder, folder=Path.cwd()))
         outer = await in_thread(
@@ -149,6 +150,7 @@ async def run_daemon(
             version=metadata.version("atoll"),
             mesh=OWN_LOOP[0] if settings.loop else str(shape),
             congestion_control=congestion_control() or "",
+            exchange_speed=await in_thread(partial(measured_speed, spec)),
         )
         daemon = Daemon(
             facts=facts,

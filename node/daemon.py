@@ -48,7 +48,7 @@ from protocol.messages import (
 )
 from protocol.rounds import Commit, CorpusSummary, NodeId, PeerAddress
 from protocol.run_spec import RunSpec
-from protocol.vitals import Vitals
+from protocol.vitals import ExchangeSpeed, Vitals
 from protocol.wire_count import WireCounts
 
 log = structlog.get_logger()
@@ -69,6 +69,7 @@ class NodeFacts:
     version: str
     mesh: str = ""  # in words
     congestion_control: str = ""  # of its host's TCP; empty: not known
+    exchange_speed: ExchangeSpeed | None = None  # of its machine; None: not measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,6 +309,7 @@ class Daemon:
             congestion_control=self._facts.congestion_control,
             let_go_rounds=self._outer.owing.let_go_rounds,
             upload_pace=self._transport.upload_pace,
+            exchange_speed=self._facts.exchange_speed,
             trains=self._island.ability.trains,
             evaluates=self._island.ability.evaluates,
         )

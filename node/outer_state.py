@@ -1,16 +1,17 @@
 """The outer state in shared memory: where island and exchange meet.
 
-One fp32 vector holds the whole model, tensor after tensor in canonical order. It exists twice in
-shared memory: `parameters`, the global parameters that ranks adopt and only exchange writes, and
-`published`, the local parameters that ranks write and only exchange reads. The outer optimizer's
-momentum never leaves the daemon, so it is ordinary memory.
+One fp32 vector holds the whole model, tensor after tensor in canonical order: `parameters`, the global
+parameters that ranks adopt and only exchange writes. Beside it in shared memory is `published`, which
+ranks write and only exchange reads: the local parameters of the fragment that was published last, as
+long as the largest fragment. The outer optimizer's momentum never leaves the daemon, so it is ordinary
+memory.
 """
 
 import errno
 import os
 import secrets
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import shared_memory
@@ -41,7 +42,13 @@ class SharedNames:
 
     parameters: str
     published: str
-    num_elements: int
+    num_elements: int  # of the parameters
+    published_elements: int  # of the largest fragment
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Elements of both vectors."""
+        return self.num_elements, self.published_elements
 
 
 class SharedVectors:
@@ -58,18 +65,25 @@ class SharedVectors:
         self._blocks = blocks
         self._held = held  # by whom the blocks were made
         views: list[Vector] = [
-            np.ndarray(names.num_elements, dtype=np.float32, buffer=block.buf) for block in blocks
+            np.ndarray(size, dtype=np.float32, buffer=block.buf)
+            for size, block in zip(names.sizes, blocks, strict=True)
         ]
         self.parameters: Vector = views[0]
         self.published: Vector = views[1]
 
     @classmethod
-    def create(cls, num_elements: int) -> "SharedVectors":
-        """Allocates both vectors, zeroed; refuses when the machine has too little shared memory."""
-        num_bytes = 4 * num_elements
-        blocks, held = _allocated(num_bytes, num_blocks=2)
+    def create(cls, num_elements: int, published_elements: int | None = None) -> "SharedVectors":
+        """Allocates both vectors, zeroed; refuses when the machine has too little shared memory.
+
+        `published_elements` is the size of the largest fragment; None: the model is one fragment.
+        """
+        sizes = (num_elements, published_elements or num_elements)
+        blocks, held = _allocated([4 * size for size in sizes])
         names = SharedNames(
-            parameters=blocks[0].name, published=blocks[1].name, num_elements=num_elements
+            parameters=blocks[0].name,
+            published=blocks[1].name,
+            num_elements=sizes[0],
+            published_elements=sizes[1],
         )
         return cls(names=names, blocks=blocks, held=held)
 
@@ -93,7 +107,7 @@ class SharedVectors:
 
 
 def _allocated(
-    num_bytes: int, *, num_blocks: int
+    sizes: Sequence[int],
 ) -> tuple[tuple[shared_memory.SharedMemory, ...], tuple[Held, ...]]:
     """New blocks of shared memory whose every page is there, marked as those of a living process.
 
@@ -105,9 +119,9 @@ def _allocated(
     blocks: list[shared_memory.SharedMemory] = []
     held: list[Held] = []
     try:
-        if num_blocks * num_bytes > free_bytes:
+        if sum(sizes) > free_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        for _ in range(num_blocks):
+        for num_bytes in sizes:
             name = f"{PREFIX}{secrets.token_hex(8)}"
             block = shared_memory.SharedMemory(name=name, create=True, size=num_bytes)
             blocks.append(block)
@@ -125,7 +139,7 @@ def _allocated(
                 next_step=f"make {SHARED_MEMORY} a tmpfs that you may write to",
             ) from error
         raise SystemRefusedError(
-            f"the outer state needs {num_blocks * num_bytes:,} bytes of {SHARED_MEMORY} and "
+            f"the outer state needs {sum(sizes):,} bytes of {SHARED_MEMORY} and "
             f"{free_bytes:,} are free",
             next_step="enlarge it (docker run --shm-size …) or choose a smaller model",
         ) from error
@@ -138,6 +152,10 @@ def tell_leftovers() -> None:
         log.info("removed what a killed process has left", path=str(path))
 
 
+EachRun = Callable[[int, Callable[[int, int], None]], object]
+"""Calls the work with runs, from a first number up to another, that cover so many things."""
+
+
 class OuterDigest:
     """The digest of an outer state, of which only what has changed is read again.
 
@@ -146,10 +164,13 @@ class OuterDigest:
     BLAKE3 of the pieces' BLAKE3s, one after the other; of a single piece, it is that piece's.
     """
 
-    def __init__(self, parameters: Vector, momentum: Vector, *, num_threads: int = 1) -> None:
+    def __init__(
+        self, parameters: Vector, momentum: Vector, *, each_run: EachRun | None = None
+    ) -> None:
+        """`each_run` spreads pieces over threads; BLAKE3 of one piece gains nothing by several."""
         self._vectors = (parameters, momentum)
         self._num_elements = parameters.size
-        self._num_threads = num_threads
+        self._each_run = each_run or (lambda count, work: work(0, count))
         self._pieces = [b""] * -(-2 * self._num_elements // PIECE_ELEMENTS)
         self.renew([slice(0, self._num_elements)])
 
@@ -160,12 +181,18 @@ class OuterDigest:
             for offset in (0, self._num_elements) if has_momentum_changed else (0,):
                 first, past = offset + span.start, offset + span.stop
                 stale.update(range(first // PIECE_ELEMENTS, -(-past // PIECE_ELEMENTS)))
-        for index in stale:
-            self._pieces[index] = self._piece(index)
+        indices = sorted(stale)
+
+        def read(first: int, past: int) -> None:
+            for index in indices[first:past]:
+                self._pieces[index] = self._piece(index)
+
+        if indices:
+            self._each_run(len(indices), read)
         self.value = digest_of_pieces(self._pieces)
 
     def _piece(self, index: int) -> bytes:
-        hasher = blake3.blake3(max_threads=self._num_threads)
+        hasher = blake3.blake3()
         first = index * PIECE_ELEMENTS
         for vector in self._vectors:
             part = vector[max(first, 0) : max(first + PIECE_ELEMENTS, 0)]

@@ -70,6 +70,11 @@ class Layout:
         """Elements of the whole model."""
         return sum(fragment.num_elements for fragment in self.fragments)
 
+    @property
+    def largest_fragment(self) -> int:
+        """Elements of the largest fragment: what a vector must have that holds any one of them."""
+        return max(fragment.num_elements for fragment in self.fragments)
+
     def span_of(self, fragment: int, start: int, num_elements: int) -> slice:
         """Where a slice of a fragment lies in the canonical vector."""
         start += self.fragments[fragment].start

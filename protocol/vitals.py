@@ -37,6 +37,15 @@ class UploadPace:
     num_peers: int = 0  # whose answers are waited for
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeSpeed:
+    """What an exchange asks of a node, on one of its cores: see node.exchange.arithmetic_speed."""
+
+    bytes_per_second: float  # of fp32
+    uplink: str  # the codecs it was measured with, as in [exchange]
+    downlink: str
+
+
 NO_UPLOAD = UploadPace(held_by=None)
 FREE = UploadPace(held_by="nothing")
 """Bodies go out as fast as TCP takes them."""
@@ -125,6 +134,7 @@ class Vitals:
     congestion_control: str = ""  # of its host's TCP; empty: not known
     let_go_rounds: float = 0.0  # of late work, by this process
     upload_pace: UploadPace = NO_UPLOAD
+    exchange_speed: ExchangeSpeed | None = None  # None: not measured
     trains: bool = True
     evaluates: bool = True
 
@@ -149,6 +159,7 @@ def heartbeat_of(session_id: int, vitals: Vitals) -> pb.HeartbeatRequest:
         congestion_control=vitals.congestion_control,
         let_go_rounds=vitals.let_go_rounds,
         upload_pace=_pace_to_wire(vitals.upload_pace),
+        exchange_speed=_speed_to_wire(vitals.exchange_speed),
         cannot_train=not vitals.trains,
         cannot_evaluate=not vitals.evaluates,
     )
@@ -188,4 +199,12 @@ def _pace_to_wire(pace: UploadPace) -> pb.UploadPace | None:
         return None
     return pb.UploadPace(
         held_by=pace.held_by or "", bytes_per_second=pace.bytes_per_second, num_peers=pace.num_peers
+    )
+
+
+def _speed_to_wire(speed: ExchangeSpeed | None) -> pb.ExchangeSpeed | None:
+    if speed is None:
+        return None
+    return pb.ExchangeSpeed(
+        bytes_per_second=speed.bytes_per_second, uplink=speed.uplink, downlink=speed.downlink
     )

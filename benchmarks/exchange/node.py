@@ -66,7 +66,7 @@ class BenchmarkNode:
             uplink=codec_named(order["uplink"]),
             downlink=codec_named(order["downlink"]),
             residual=Residual(num_elements, error_feedback=False),
-            reducer_error=ReducerError(num_elements, rule="drop"),
+            reducer_error=ReducerError(rule="drop"),
             merge="mean",
             rate_scale=RateScale(scaling="none", full_round_samples=1),
             run_digest=RUN,

@@ -342,6 +342,7 @@ def _planned(wanted: Wanted, trained: Trained, machine: Machine | None) -> tuple
         seconds_per_inner_step=_step_seconds(wanted, trained, machine),
         total_steps=wanted.total_steps,
         congestion_control=wanted.congestion or CUBIC if found is None else None,
+        arithmetic=None if found is None else found.arithmetic,
     )
     plan = chosen(situation, {} if wanted.steps is None else {("inner", "steps"): wanted.steps})
     if plan.is_too_short:

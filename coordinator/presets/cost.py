@@ -109,7 +109,7 @@ class HostSpeeds:
     apply: float = 5.0  # a first look at results, and the outer optimizer
     digest: float = 2.3  # of parameters and momentum
     copy: float = 7.4  # ranks publish or adopt it; nobody trains meanwhile
-    has_codec_cost: bool = True
+    codecs: float = 1.0  # CODEC_COSTS, so many times as fast
 
 
 MEASURED_HOST = HostSpeeds()
@@ -119,7 +119,7 @@ INSTANT_HOST = HostSpeeds(
     apply=float("inf"),
     digest=float("inf"),
     copy=float("inf"),
-    has_codec_cost=False,
+    codecs=float("inf"),
 )
 """As in virtual time, where only links and inner steps take any."""
 
@@ -141,6 +141,9 @@ class Situation:
     )
 
     keeps_windows: bool = False  # TCP's, over pauses: see Link
+    arithmetic: float | None = None
+    """How fast the slowest node does an exchange's arithmetic, in multiples of HostSpeeds and CODEC_COSTS, as
+    nodes measured it; None: taken for 1."""
 
     @property
     def link(self) -> Link:
@@ -206,15 +209,30 @@ def _values(situation: Situation, setting: Setting) -> float:
 
 def host_seconds(situation: Situation, setting: Setting, host: HostSpeeds) -> float:
     """Work on a node's cores in a round's exchange."""
-    fragment = FP32_BYTES * situation.num_parameters / 1e9 / setting.fragments
-    seconds = fragment * sum(1 / x for x in (host.sums, host.reduce, host.apply, host.digest))
-    if host.has_codec_cost:
-        up, down = CODEC_COSTS[setting.uplink], CODEC_COSTS[setting.downlink]
-        # A node decodes N contributions to an N-th of the fragment.
-        contributing = fragment / up.encode + fragment / up.decode
-        seconds += contributing + fragment / situation.num_nodes / down.encode
-        seconds += fragment / down.decode
-    return seconds
+    up, down = CODEC_COSTS[setting.uplink], CODEC_COSTS[setting.downlink]
+    # A node decodes N contributions to an N-th of the fragment, and encodes their mean.
+    coding = (
+        1 / up.encode + 1 / up.decode + 1 / (situation.num_nodes * down.encode) + 1 / down.decode
+    )
+    summing = sum(1 / x for x in (host.sums, host.reduce, host.apply, host.digest))
+    return _gigabytes(situation, setting) * (summing + coding / host.codecs) / _times(situation)
+
+
+def exchange_bytes_per_second(uplink: str, downlink: str) -> float:
+    """What node.exchange.arithmetic_speed would measure on the machine of HostSpeeds and CODEC_COSTS."""
+    up, down = CODEC_COSTS[uplink], CODEC_COSTS[downlink]
+    host = MEASURED_HOST
+    seconds = sum(1 / x for x in (up.encode, up.decode, down.decode, host.digest, host.copy))
+    return 1e9 / seconds
+
+
+def _times(situation: Situation) -> float:
+    return 1.0 if situation.arithmetic is None else situation.arithmetic
+
+
+def _gigabytes(situation: Situation, setting: Setting) -> float:
+    """Of one fragment, as fp32."""
+    return FP32_BYTES * _values(situation, setting) / 1e9
 
 
 def _late_steps(situation: Situation, setting: Setting, exchange_seconds: float) -> int:
@@ -235,7 +253,7 @@ def predicted(
     waits += host_seconds(situation, setting, host)
     exchange = link.seconds_of(num_bytes) + waits
     training = setting.steps * situation.seconds_per_inner_step
-    copies = 2 * FP32_BYTES * _values(situation, setting) / 1e9 / host.copy
+    copies = 2 * _gigabytes(situation, setting) / host.copy / _times(situation)
     busy = max(training, exchange) if setting.has_overlap else training + exchange
     round_seconds = busy + copies
     # The rest of a round that meets the goal, for bytes alone.

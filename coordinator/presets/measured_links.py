@@ -1,8 +1,9 @@
-"""What the links of a swarm carry, by what its nodes have told: for the next run's file."""
+"""What a swarm's links carry and how fast its nodes compute, by what they told: for the next run's file."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from coordinator.presets.cost import CODEC_COSTS, exchange_bytes_per_second
 from protocol.errors import TemporaryError
 from protocol.v1 import status_pb2 as pb
 
@@ -17,6 +18,7 @@ class MeasuredLinks:
     up_bits_per_second: float
     num_nodes: int
     num_with_bbr: int  # who does not say counts as one with cubic
+    arithmetic: float | None = None  # of the slowest node that told: see Situation
 
     @property
     def advice(self) -> str:
@@ -51,4 +53,13 @@ def measured_links(nodes: Iterable[pb.NodeStatus]) -> MeasuredLinks:
         up_bits_per_second=8 * min(ups or downs),
         num_nodes=len(present),
         num_with_bbr=sum(node.heartbeat.congestion_control == "bbr" for node in present),
+        arithmetic=min(_arithmetic_of(present), default=None),
     )
+
+
+def _arithmetic_of(nodes: Iterable[pb.NodeStatus]) -> Iterator[float]:
+    """Of each node that has told, in multiples of the tables that presets count with."""
+    for node in nodes:
+        told = node.heartbeat.exchange_speed
+        if told.bytes_per_second > 0 and {told.uplink, told.downlink} <= CODEC_COSTS.keys():
+            yield told.bytes_per_second / exchange_bytes_per_second(told.uplink, told.downlink)

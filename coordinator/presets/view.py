@@ -51,12 +51,22 @@ def prediction_lines(plan: Plan) -> list[str]:
         f"{console.bytes_in_words(DISK_BYTES * parameters)} of disk",
         f"a round takes {console.seconds_in_words(prediction.round_seconds)}, the run of "
         f"{counted(plan.rounds, 'round')} {console.seconds_in_words(plan.run_seconds)}",
+        _arithmetic_in_words(situation.arithmetic),
         plan.verdict,
     ]
     if plan.meets_goal and prediction.enough_bits_per_second is not None:
         enough = rate_in_words(prediction.enough_bits_per_second)
         lines.append(f"a link of {enough} would do for 95 %")
     return lines + warnings_of(plan)
+
+
+def _arithmetic_in_words(times: float | None) -> str:
+    if times is None:
+        return (
+            "the nodes' own work is assumed to be as fast as on the machine of docs/performance.md: "
+            "--measured DIR goes by what nodes of a swarm measured"
+        )
+    return f"the slowest node's own work is {times:.2g} times as fast as in docs/performance.md"
 
 
 LONG_ROUND_SECONDS = 3600.0

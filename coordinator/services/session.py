@@ -172,6 +172,10 @@ class SessionDesk:
             max_length=checks.MAX_NAME_LENGTH,
         )
         checks.finite(request.upload_pace.bytes_per_second, of="the pace of uploads")
+        speed = request.exchange_speed
+        for codec in (speed.uplink, speed.downlink):
+            checks.words(codec, of="a codec", max_length=checks.MAX_NAME_LENGTH)
+        checks.finite(speed.bytes_per_second, of="the speed of exchanges")
         checks.finite(request.loss, of="the loss")
         checks.finite(request.tokens_per_second, of="the training speed")
         checks.finite(request.let_go_rounds, of="the late work let go")

@@ -64,7 +64,7 @@ class MeshedIsland:
         """See Island."""
         self._thread = threading.Thread(target=self._loop.run_forever, name="ranks", daemon=True)
         self._thread.start()
-        self._shared = SharedVectors.create(self._parameters.size)
+        self._shared = SharedVectors.create(self._parameters.size, self._layout.largest_fragment)
         self._ranks = ProcessIsland(
             spec=self._spec,
             names=self._shared.names,
@@ -110,9 +110,8 @@ class MeshedIsland:
     async def publish(self, fragment: int) -> None:
         """See Island."""
         self._answer_of(self._running.publish(fragment))
-        span = self._layout.fragments[fragment].span
         assert self._shared is not None
-        self._published[span] = self._shared.published[span]
+        self._published[:] = self._shared.published
 
     async def evaluate(self) -> Evaluation:
         """See Island."""

@@ -62,7 +62,7 @@ class LocalNode:
         self.reduced_bytes = 0
         self.layout = layout_of(spec)
         self.parameters = initial_parameters(spec)
-        self.published = self.parameters.copy()
+        self.published = self.parameters[: self.layout.largest_fragment].copy()
         self.outer = Outer.of_run(
             spec,
             layout=self.layout,

@@ -285,7 +285,7 @@ class SimulatedNode:
         spec = self._spec
         layout = layout_of(spec)
         self.parameters = initial_parameters(spec)
-        published = self.parameters.copy()
+        published = self.parameters[: layout.largest_fragment].copy()
         self.outer = Outer.of_run(
             spec,
             layout=layout,

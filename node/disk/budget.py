@@ -39,6 +39,11 @@ class DiskBudget:
         """After how long as many bytes may be written again."""
         return min(num_bytes / self.bytes_per_second, LONGEST_SECONDS)
 
+    def has_beside(self, path: Path, num_bytes: int) -> bool:
+        """Whether so much may be written for a while beside what the node keeps."""
+        disk = os.statvfs(_nearest(path))
+        return self.most_bytes is None and num_bytes <= disk.f_bavail * disk.f_frsize
+
     def require(self, needs: Sequence[Need], *, advice: str = "") -> None:
         """Raises SystemRefusedError unless there is room for all that the node will ever keep.
 

@@ -67,6 +67,11 @@ class RoundFolder:
         write_atomically(self.path_of(round), *data)
         self.drop_after(round)
 
+    def is_served(self, round: int) -> bool:
+        """Whether all that would make room for a record of this round is being read."""
+        paths = [*self._unfinished(), *self._damaged(), *map(self.path_of, self._leaving(round))]
+        return bool(paths) and all(map(_is_read, paths))
+
     def make_room(self, round: int) -> Path | None:
         """Drops what must go before a record of this round is made, so that there are not too many.
 
@@ -167,6 +172,17 @@ def kept_for_reading(path: Path) -> Iterator[None]:
         if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
             raise FileNotFoundError(f"{path} has just been replaced")
         yield
+
+
+def _is_read(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # it is gone, or nobody can lock it
+        pass
+    return False
 
 
 def _set_aside(path: Path) -> Path | None:

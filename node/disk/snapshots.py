@@ -1,11 +1,12 @@
 """Snapshots: the outer state of one round as a value, and as a file that is written while nodes go on.
 
-File: safetensors with the tensors `parameters`, `momentum` and, where a node owes something,
-`residual` and `reducer_error`, which never leave the node. The metadata hold the rest: the outer
-digest covers both vectors of the outer state, the seal covers what is owed and all other metadata, and
-the head's seal these metadata alone, for who does not read what is owed. The seal covers what is owed by
-the digests of its pieces, which are written in any order; of formats 1 and 2, which are still read, by
-its bytes. How states travel between nodes: node.exchange.state.manifest.
+File: safetensors with the tensors `parameters`, `momentum` and, where a node owes something, `residual`
+and `reducer_error.` with the first element of each span that it is of: what is owed never leaves the
+node. The metadata hold the rest: the outer digest covers both vectors of the outer state, the seal covers
+what is owed and all other metadata, and the head's seal these metadata alone, for who does not read what
+is owed. The seal covers what is owed by the digests of its pieces, which are written in any order; of
+formats 1 and 2, which are still read, by its bytes. How states travel between nodes:
+node.exchange.state.manifest.
 """
 
 import json
@@ -45,6 +46,7 @@ SYNC_BYTES = 64 << 20
 whoever writes next waits for that."""
 
 _ELEMENT_BYTES = 16  # parameters, momentum, residual, reducer_error
+_PIECE_OF_ERROR = "reducer_error."
 _FILE_HEADER_BYTES = 4096  # at most, with room to spare
 
 
@@ -66,13 +68,35 @@ class Owed:
     """What a node still owes at a snapshot's round. It never leaves the node."""
 
     residual: Vector = field(repr=False)  # [n], canonical order
-    reducer_error: Vector | None = field(default=None, repr=False)  # [n], where the run keeps it
+    reducer_error: Mapping[int, Vector] | None = field(default=None, repr=False)
+    """Where the run keeps it, of spans that this node reduces: by their first element."""
 
     def tensors(self) -> dict[str, Vector]:
         """What is owed, by the names in the file."""
-        if self.reducer_error is None:
-            return {"residual": self.residual}
-        return {"residual": self.residual, "reducer_error": self.reducer_error}
+        kept = self.reducer_error or {}
+        pieces = {f"{_PIECE_OF_ERROR}{start}": values for start, values in kept.items()}
+        return {"residual": self.residual, **pieces}
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Vector]) -> "Owed":
+        """What is owed, by a file's tensors, with copies of the reducer's error; raises ValueError."""
+        pieces = {
+            int(name.removeprefix(_PIECE_OF_ERROR)): _kept_copy(values)
+            for name, values in tensors.items()
+            if name.startswith(_PIECE_OF_ERROR)
+        }
+        if (whole := tensors.get("reducer_error")) is not None:  # in format 2: of all elements
+            cuts = range(0, whole.size, PIECE_ELEMENTS)
+            parts = ((at, whole[at : at + PIECE_ELEMENTS]) for at in cuts)
+            pieces |= {at: _kept_copy(part) for at, part in parts if part.any()}
+        return cls(residual=tensors["residual"], reducer_error=pieces or None)
+
+
+def _kept_copy(values: Vector) -> Vector:
+    """Outlives the file that it is read from, and never changes."""
+    copy = values.copy()
+    copy.flags.writeable = False
+    return copy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -500,20 +524,15 @@ def _read(path: Path) -> tuple[Snapshot, Owed | None]:
     """A whole, undamaged file, as it lies on the disk; raises SnapshotError otherwise."""
     file = _Mapped(path)
     metadata, tensors = dict(file.metadata), file.tensors
-    owed = None
-    if "residual" in tensors:
-        error = tensors.get("reducer_error")
-        if error is not None:  # it outlives the file
-            error = error.copy()
-            error.flags.writeable = False
-        owed = Owed(residual=tensors["residual"], reducer_error=error)
     try:
+        owed = Owed.of(tensors) if "residual" in tensors else None
         num_elements = tensors["parameters"].size
         for name, vector in tensors.items():
-            if vector.size != num_elements:
+            if vector.size != num_elements and not name.startswith(_PIECE_OF_ERROR):
                 raise DamagedError(f"its {name} has {vector.size} elements")
         # Other nodes cannot tell a wrong residual from a right one: nothing else would find it.
-        if metadata.pop("seal") != _seal_of(metadata, owed):
+        sealed = {name: tensors[name] for name in tensors if name not in ("parameters", "momentum")}
+        if metadata.pop("seal") != _seal_of(metadata, sealed):
             raise DamagedError("what it says is owed, or its metadata, do not match its seal")
         snapshot = Snapshot(
             round=int(metadata["round"]),
@@ -557,15 +576,14 @@ def _seal(metadata: Mapping[str, str], digests: Mapping[str, Sequence[bytes]]) -
     return hasher.hexdigest()
 
 
-def _seal_of(metadata: Mapping[str, str], owed: Owed | None) -> str:
-    """The seal that belongs to what was read, by its format."""
-    tensors = {} if owed is None else owed.tensors()
+def _seal_of(metadata: Mapping[str, str], tensors: Mapping[str, Vector]) -> str:
+    """The seal that belongs to what was read of what is owed, by its format."""
     if metadata["format"] != FILE_FORMAT:
         hasher = blake3.blake3()
         for key in sorted(metadata):
             hasher.update(f"{key}={metadata[key]}\n".encode())
-        for vector in tensors.values():
-            hasher.update(_little_endian(vector))
+        for name in filter(tensors.__contains__, ("residual", "reducer_error")):
+            hasher.update(_little_endian(tensors[name]))
         return hasher.hexdigest()
     digests = {
         name: [

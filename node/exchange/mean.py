@@ -203,7 +203,7 @@ def norm_preserving_mean(
         watch=lambda index, start, tile: squares[index].take(start, tile),
     )
     of_mean = Squares(mean.size)
-    of_mean.take(0, mean)
+    tiles.each_run(mean.size, lambda first, past: of_mean.take(first, mean[first:past]))
     mean_norm = of_mean.norm()
     if mean_norm == 0:
         return mean

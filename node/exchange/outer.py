@@ -6,17 +6,22 @@ here is arithmetic on vectors: no I/O and no waiting.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from node.disk.logs import SentLog
 from node.disk.snapshots import Owed, Snapshot, SnapshotWriting
-from node.exchange.codecs.codec import Codec
+from node.exchange.codecs.codec import Codec, Opened
 from node.exchange.codecs.registry import codec_named, compile_kernels
 from node.exchange.codecs.tiles import ONE_THREAD, Tiles
 from node.exchange.mean import Squares, merged
-from node.exchange.outer_optimizer import OuterOptimizer, outer_optimizer_of
+from node.exchange.outer_optimizer import (
+    OuterOptimizer,
+    outer_optimizer_of,
+    refuse_flushed_subnormals,
+)
 from node.exchange.owing import Owing
 from node.exchange.rate_scaling import RateScale, rate_scale_of
 from node.exchange.reducer_error import ReducerError
@@ -100,12 +105,12 @@ class Outer:
         self._rate_scale = rate_scale
         self._run_digest = run_digest
         self._node_id = node_id
-        self._checked: set[tuple[Digest, int]] = set()  # results since the last commit
+        self._opened: dict[tuple[Digest, int], Opened] = {}  # results since the last commit
         self._missed: dict[
             NodeId, int
         ] = {}  # rounds in a row that did not take a participant's work
         self._digest = OuterDigest(
-            parameters, self._momentum, num_threads=downlink.tiles.num_threads
+            parameters, self._momentum, each_run=partial(downlink.tiles.each_run, unit=1)
         )
         self.position = Position(round=0, digest=self._digest.value)
 
@@ -135,8 +140,11 @@ class Outer:
                 error_feedback=exchange.error_feedback,
                 decay=exchange.residual_decay,
                 needs_feedback=exchange.uplink in WANTS_FEEDBACK,
+                tiles=tiles,
             ),
-            reducer_error=ReducerError(layout.num_elements, rule=exchange.reducer_error),
+            reducer_error=ReducerError(
+                rule=exchange.reducer_error, num_fragments=len(layout.fragments)
+            ),
             merge=spec.outer.merge,
             most_weight=spec.data.most_weight,
             rate_scale=rate_scale_of(spec),
@@ -164,10 +172,10 @@ class Outer:
     def result_of(self, reduction: Reduction, fragment: int) -> SliceResult | None:
         """The result of a slice that this node reduces, or None when nothing was contributed.
 
-        Changes nothing: tell `owing.note_result` when it is to be handed out. Heavy.
+        Moves nothing: tell `owing.note_result` when it is to be handed out. Heavy.
         """
         part = reduction.slice
-        return reduction.result(
+        result = reduction.result(
             downlink=self.downlink,
             run_digest=self._run_digest,
             node_id=self._node_id,
@@ -181,16 +189,25 @@ class Outer:
                 node_id for node_id, rounds in self._missed.items() if rounds >= COUNTED_ROUNDS
             ),
         )
+        if result is not None:
+            payload = result.payload
+            self._opened[payload.header.body_digest, part.num_elements] = result.encoded
+        return result
 
     def check_result(self, payload: Payload) -> None:
         """Raises CodecError unless the result decodes.
 
-        Heavy for the first time; what was found right need not be checked again to be applied.
+        Heavy for the first time; it is applied from what was opened here.
         """
+        self._open(payload)
+
+    def _open(self, payload: Payload) -> Opened:
         key = payload.header.body_digest, payload.header.num_elements
-        if key not in self._checked:
-            self.downlink.each_tile(payload.body, payload.header.num_elements, lambda *_: None)
-            self._checked.add(key)
+        opened = self._opened.get(key)
+        if opened is None:
+            opened = self.downlink.opened(payload.body, payload.header.num_elements)
+            self._opened[key] = opened
+        return opened
 
     def is_base_of(self, commit: Commit) -> bool:
         """Whether the commit applies to the state that is held now."""
@@ -209,6 +226,7 @@ class Outer:
             )
         self._check_fits(commit)
         committed = [outcome for outcome in commit.slices if outcome.digest is not None]
+        opened: dict[int, Opened] = {}
         for outcome in committed:
             result = results.get(outcome.index)
             if result is None or result.digest != outcome.digest:
@@ -223,13 +241,14 @@ class Outer:
                     f"{header.num_elements} elements from {header.start} on, not of "
                     f"{outcome.num_elements} from {outcome.start} on"
                 )
-            self.check_result(result)
-        self._checked.clear()
+            opened[outcome.index] = self._open(result)
+        refuse_flushed_subnormals()
+        self._opened.clear()
         self._before_change(self.layout.fragments[commit.fragment].span)
-        for outcome in committed:
-            self._move(commit.fragment, outcome, results[outcome.index].body)
         reducers = {index: payload.header.sender_id for index, payload in results.items()}
         self.owing.settle(commit, reducers)
+        for outcome in committed:
+            self._move(commit.fragment, outcome, opened.pop(outcome.index))
         own = {index for index, reducer in reducers.items() if reducer == self._node_id}
         self.count_missed(commit, own)
         self._digest.renew(
@@ -271,7 +290,7 @@ class Outer:
                 f"contributed to fragment {pending.fragment}"
             )
 
-    def _move(self, fragment: int, outcome: SliceOutcome, body: bytes) -> None:
+    def _move(self, fragment: int, outcome: SliceOutcome, result: Opened) -> None:
         """Applies the outer optimizer to a slice."""
         span = self.layout.span_of(fragment, outcome.start, outcome.num_elements)
         rate_scale = self._rate_scale.of(outcome.contributors)
@@ -280,7 +299,7 @@ class Outer:
             tile = slice(span.start + start, span.start + start + mean.size)
             self._optimizer.apply(self._parameters[tile], self._momentum[tile], mean, rate_scale)
 
-        self.downlink.each_tile(body, outcome.num_elements, move)
+        result.each_tile(move)
 
     def held(self) -> tuple[Snapshot, Owed]:
         """The state and what this node owes, not copies of them: the next commit changes both."""
@@ -307,10 +326,7 @@ class Outer:
     def owed(self) -> Owed:
         """A copy of what this node still owes."""
         _, owed = self.held()
-        kept = owed.reducer_error
-        return Owed(
-            residual=owed.residual.copy(), reducer_error=None if kept is None else kept.copy()
-        )
+        return replace(owed, residual=owed.residual.copy())
 
     def leap(self, snapshot: Snapshot, passed: Sequence[Commit]) -> None:
         """Takes over a later state of the history that ours is of.
@@ -339,17 +355,28 @@ class Outer:
         """
         self._check_state(snapshot, owed)
         self._before_change(slice(0, self.layout.num_elements))
+        self.owing.restore(owed, round=snapshot.round)
         self._parameters[:] = snapshot.parameters
         self._momentum[:] = snapshot.momentum
-        self.owing.restore(owed, round=snapshot.round)
         self._digest.renew([slice(0, self.layout.num_elements)])
         self.position = Position(round=snapshot.round, digest=self._digest.value)
 
     def _check_state(self, snapshot: Snapshot, owed: Owed | None) -> None:
+        size = self.layout.num_elements
         vectors = {"parameters": snapshot.parameters, "momentum": snapshot.momentum}
-        for name, vector in (vectors | ({} if owed is None else owed.tensors())).items():
-            if vector.shape != (self.layout.num_elements,):
+        if owed is not None:
+            vectors["residual"] = owed.residual
+        for name, vector in vectors.items():
+            if vector.shape != (size,):
                 raise NotApplicableError(
                     f"the {name} of round {snapshot.round} have shape {vector.shape}, and the model "
-                    f"has {self.layout.num_elements:,} elements"
+                    f"has {size:,} elements"
                 )
+        end = 0
+        for start, kept in sorted(((owed and owed.reducer_error) or {}).items()):
+            if start < end or start + kept.size > size:
+                raise NotApplicableError(
+                    f"a reducer's error of round {snapshot.round} is of {kept.size:,} elements from "
+                    f"{start:,} on, after one that ends at {end:,}, and the model has {size:,}"
+                )
+            end = start + kept.size

@@ -148,6 +148,11 @@ def _check(parameters: Vector, momentum: Vector, mean: Vector) -> None:
         )
     if {parameters.dtype, momentum.dtype, mean.dtype} != {np.dtype(np.float32)}:
         raise ValueError(f"not all float32: {parameters.dtype}, {momentum.dtype}, {mean.dtype}")
+    refuse_flushed_subnormals()
+
+
+def refuse_flushed_subnormals() -> None:
+    """Raises SystemRefusedError when this thread rounds unlike IEEE 754 demands."""
     # Momentum of a weight that no longer moves shrinks into the subnormal range. Libraries built
     # with -ffast-math make the thread that loads them, and all it starts, flush such numbers to
     # zero: this node's outer state would leave the others' without a sign.

@@ -4,11 +4,16 @@ A round accumulates what is owed (its pseudo-gradient and the residual) and send
 slice. That is pending until the round's commit: where it took a contribution, what the encoding left
 out is kept; everywhere else, all of it. A round that ends otherwise leaves the residual as it was.
 
+What is pending is (global − published) + residual, formed where it is needed: the three stay as they are
+from the encoding to the commit, so no fourth vector keeps their sum. Where one of them must change
+before, what is pending is set aside.
+
 A commit took a contribution when it names the very bytes that this node has sent: a reducer that names
 a contributor of which it has nothing, or has something else, makes nobody drop anything.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
@@ -17,7 +22,7 @@ import structlog
 
 from node.disk.logs import SentLog, SentSlice
 from node.disk.snapshots import Owed
-from node.exchange.codecs.codec import Codec
+from node.exchange.codecs.codec import Codec, Opened
 from node.exchange.reducer_error import ReducerError
 from node.exchange.reduction import SliceResult
 from node.exchange.residual import Residual
@@ -35,10 +40,19 @@ class Pending:
 
     round: int
     fragment: int
-    accumulated: Vector  # [fragment]: pseudo-gradient plus residual
     share: float = 1.0  # of the round's inner steps that were trained
     sent: dict[int, SentSlice] = field(default_factory=dict)  # by the slice's index
-    bodies: dict[int, bytes] = field(default_factory=dict)  # of these, as encoded for the wire
+    encoded: dict[int, Opened] = field(default_factory=dict)  # the bodies of these
+
+
+@dataclass(slots=True, kw_only=True)
+class _Aside:
+    """What was pending when what it is formed from was about to change."""
+
+    round: int
+    fragment: int
+    accumulated: Vector  # [fragment]: pseudo-gradient plus residual
+    published: Vector  # [fragment]: the newest
     later: Vector | None = None  # [fragment]: what was trained since, and is owed on top
 
 
@@ -67,8 +81,9 @@ class Owing:
         sent: SentLog | None = None,
         before_change: Callable[[slice], None] = lambda span: None,
     ) -> None:
-        """`sent` is what earlier processes of the node have sent; None: nothing is known of any.
+        """`published` begins with what the island published last, of one fragment.
 
+        `sent` is what earlier processes of the node have sent; None: nothing is known of any.
         `before_change` hears of a span before what is owed of it changes outside of a commit.
         """
         self.residual = residual
@@ -91,39 +106,79 @@ class Owing:
         # Of these fragments work of earlier rounds may be owed, and not only what encoding left out.
         self._late_fragments = set(range(len(layout.fragments)))
         self._settled_round = 0
-        self._room: Vector | None = None
+        self._aside: _Aside | None = None
+        self._rooms: list[Vector] = []  # not in use: new memory takes longer to get than to write
 
     def accumulate(self, *, round: int, fragment: int, share: float = 1.0) -> Pending:
-        """Forms (global − published) + residual of a fragment, which is pending from now on.
+        """What is owed of a fragment that was published, (global − published) + residual, is pending now.
 
         `share` is the part of the round's inner steps that was trained. Of late work no more is owed
         than the residual's rule allows. Heavy.
         """
+        aside, self._aside = self._aside, None
+        if aside is not None and (aside.round, aside.fragment) == (round, fragment):
+            # Other fragments were handed in since, in the same memory.
+            self._published[: aside.published.size] = aside.published
         span = self._layout.fragments[fragment].span
         if fragment in self._late_fragments:
             self._before_change(span)
             rounds = self.residual.limit(
-                span, self._parameters[span], self._published[span], share=share
+                span, self._parameters[span], self._published_of(span), share=share
             )
             self._say_let_go(rounds, round=round, fragment=fragment)
-        if self._room is None:
-            # Kept from round to round: new memory takes longer to get than to write.
-            largest = max(fragment.num_elements for fragment in self._layout.fragments)
-            self._room = np.empty(largest, dtype=np.float32)
-        accumulated = self.residual.owed(
-            span,
-            self._parameters[span],
-            self._published[span],
-            out=self._room[: span.stop - span.start],
-        )
-        self.pending = Pending(round=round, fragment=fragment, accumulated=accumulated, share=share)
+        self.pending = Pending(round=round, fragment=fragment, share=share)
         return self.pending
+
+    @contextmanager
+    def _room(self, num_elements: int) -> Iterator[Vector]:
+        """Memory for so many values, kept from slice to slice and from round to round."""
+        try:
+            room = self._rooms.pop()
+        except IndexError:
+            room = np.empty(0, dtype=np.float32)
+        if room.size < num_elements:
+            room = np.empty(num_elements, dtype=np.float32)
+        yield room[:num_elements]
+        self._rooms.append(room)
+
+    def accumulated(self, start: int, num_elements: int, *, out: Vector | None = None) -> Vector:
+        """What is pending of a part of the fragment [num_elements], in `out` or new memory. Heavy."""
+        pending, end = self.pending, start + num_elements
+        assert pending is not None, "accumulate comes first"
+        if (aside := self._aside_of(pending)) is not None:
+            return aside.accumulated[start:end]
+        span = self._layout.span_of(pending.fragment, start, num_elements)
+        return self.residual.owed(span, self._parameters[span], self._published[start:end], out=out)
+
+    def _published_of(self, span: slice) -> Vector:
+        """What was published last, if it is of the fragment with this span."""
+        return self._published[: span.stop - span.start]
+
+    def _aside_of(self, pending: Pending) -> _Aside | None:
+        aside = self._aside
+        is_its_own = aside is not None and aside.round == pending.round
+        return aside if is_its_own else None
+
+    def _set_aside(self) -> None:
+        """Keeps what is pending as vectors: what it is formed from is about to change."""
+        pending = self.pending
+        if pending is None or self._aside_of(pending) is not None:
+            return
+        span = self._layout.fragments[pending.fragment].span
+        self._aside = _Aside(
+            round=pending.round,
+            fragment=pending.fragment,
+            accumulated=self.accumulated(0, span.stop - span.start),
+            published=self._published_of(span).copy(),
+        )
 
     def contribution_to(self, part: Slice, *, samples: int, tokens: int) -> Payload:
         """What is pending of a slice, encoded. Heavy; raises CodecError when it is not finite."""
         assert self.pending is not None, "accumulate comes first"
-        end = part.start + part.num_elements
-        body = self._uplink.encode(self.pending.accumulated[part.start : end])
+        with self._room(part.num_elements) as room:
+            encoded = self._uplink.encoded(
+                self.accumulated(part.start, part.num_elements, out=room)
+            )
         payload = Payload.seal(
             kind=CONTRIBUTION,
             run_digest=self._run_digest,
@@ -136,7 +191,7 @@ class Owing:
             samples=samples,
             tokens=tokens,
             sender_id=self._node_id,
-            body=body,
+            body=encoded.body,
         )
         sent = SentSlice(
             index=part.index,
@@ -145,7 +200,7 @@ class Owing:
             contribution=contribution_digest(payload.header.body_digest),
         )
         self._sent.note(self.pending.round, sent)
-        self.pending.sent[part.index], self.pending.bodies[part.index] = sent, body
+        self.pending.sent[part.index], self.pending.encoded[part.index] = sent, encoded
         return payload
 
     def forget_pending(self) -> None:
@@ -183,25 +238,37 @@ class Owing:
         self._arrive_at(round)
 
     def published_of(self, fragment: int) -> Vector:
-        """A copy of what the island published last of a fragment. Heavy."""
-        return self._published[self._layout.fragments[fragment].span].copy()
+        """What the island published last of a fragment, before it publishes outside of any round. Heavy.
+
+        What is pending is set aside, for it does so in the same memory.
+        """
+        self._set_aside()
+        aside = self._aside
+        if aside is not None and aside.fragment == fragment:
+            return aside.published
+        return self._published_of(self._layout.fragments[fragment].span)
 
     def add_published(self, fragment: int, before: Vector) -> None:
         """Owes what the island has just published of a fragment outside of any round.
 
-        `before` is what it had published before. What a contribution in flight holds is settled by
-        its commit, so of that fragment only the rest is added. Heavy.
+        `before` is what `published_of` gave. What a contribution in flight holds is settled by its
+        commit, so of that fragment only the rest is added. Heavy.
         """
         self.holds_work = True
         self._late_fragments.add(fragment)
         span, pending = self._layout.fragments[fragment].span, self.pending
+        published = self._published_of(span)
         self._before_change(span)
         if pending is None or pending.fragment != fragment:
-            values = self.residual.values[span]
-            values += self._parameters[span] - self._published[span]
+            self.residual.owed(
+                span, self._parameters[span], published, out=self.residual.values[span]
+            )
             return
-        later = before - self._published[span]
-        pending.later = later if pending.later is None else pending.later + later
+        aside = self._aside_of(pending)
+        assert aside is not None, "published_of comes first"
+        later = before - published
+        aside.later = later if aside.later is None else aside.later + later
+        aside.published = published.copy()
 
     def note_result(self, result: SliceResult) -> None:
         """Remembers what a result of ours leaves for this node to owe if it is committed."""
@@ -221,6 +288,7 @@ class Owing:
     def settle(self, commit: Commit, reducers: Mapping[int, NodeId]) -> None:
         """Moves what is owed: by the residual's rules, then by those of the reducer's error.
 
+        It comes before the global parameters move, of which what is pending is formed.
         `reducers` says who made the committed results, as far as that is known. The commit fits the
         layout (Outer checks it): nothing here may fail once the first element has moved.
         """
@@ -244,13 +312,13 @@ class Owing:
                 self.residual.add(span, error)
         self.is_taken = _Fate.MISSED not in fates.values()
         if pending is not None:
-            if self.is_taken and pending.later is None:
+            aside = self._aside_of(pending)
+            if self.is_taken and (aside is None or aside.later is None):
                 self._late_fragments.discard(commit.fragment)
             else:
                 self._late_fragments.add(commit.fragment)
-            self._say_let_go(
-                let_go / pending.accumulated.size, round=commit.round, fragment=commit.fragment
-            )
+            size = self._layout.fragments[commit.fragment].num_elements
+            self._say_let_go(let_go / size, round=commit.round, fragment=commit.fragment)
         self._arrive_at(commit.round)
 
     def _fate_of(self, outcome: SliceOutcome, round: int, pending: Pending | None) -> _Fate:
@@ -297,19 +365,21 @@ class Owing:
             self.residual.values[span] = 0
         if pending is None:
             return 0.0
-        part = slice(outcome.start, outcome.start + outcome.num_elements)
         let_go = 0.0
         match fate:
             case _Fate.TAKEN:
-                self._settle_taken(span, pending.accumulated[part], pending.bodies[outcome.index])
+                self._settle_taken(outcome, span, pending.encoded[outcome.index])
             case _Fate.MISSED:
                 let_go = self.residual.settle_missed(
-                    span, pending.accumulated[part], share=pending.share
+                    span,
+                    self.accumulated(outcome.start, outcome.num_elements),
+                    share=pending.share,
                 )
                 self.holds_work = True
-        if pending.later is not None:
+        aside = self._aside_of(pending)
+        if aside is not None and aside.later is not None:
             values = self.residual.values[span]
-            values += pending.later[part]
+            values += aside.later[outcome.start : outcome.start + outcome.num_elements]
         return let_go
 
     def _say_let_go(self, rounds: float, *, round: int, fragment: int) -> None:
@@ -323,13 +393,13 @@ class Owing:
                 by_this_process=float(f"{self.let_go_rounds:.3g}"),
             )
 
-    def _settle_taken(self, span: slice, accumulated: Vector, body: bytes) -> None:
+    def _settle_taken(self, outcome: SliceOutcome, span: slice, encoded: Opened) -> None:
         def settle(start: int, sent: Vector) -> None:
-            end = start + sent.size
-            tile = slice(span.start + start, span.start + end)
-            self.residual.settle_taken(tile, accumulated[start:end], sent)
+            tile = slice(span.start + start, span.start + start + sent.size)
+            accumulated = self.accumulated(outcome.start + start, sent.size)
+            self.residual.settle_taken(tile, accumulated, sent)
 
-        self._uplink.each_tile(body, accumulated.size, settle)
+        encoded.each_tile(settle)
 
     def _arrive_at(self, round: int) -> None:
         """Nothing is pending any more of rounds up to this one."""
@@ -337,9 +407,16 @@ class Owing:
         self.reducer_error.forget(up_to_round=round)
         if self.pending is not None and self.pending.round <= round:
             self.pending = None
+        if self._aside is not None and self._aside.round <= round:
+            self._aside = None
 
     def restore(self, owed: Owed | None, *, round: int) -> None:
-        """Takes up what was owed with another state; with None, nothing is owed any more."""
+        """Takes up what was owed with another state; with None, nothing is owed any more.
+
+        It comes before the other state takes the place of the one that is held.
+        """
+        if owed is not None and self.pending is not None and self.pending.round > round:
+            self._set_aside()
         self.residual.values[:] = 0 if owed is None else owed.residual
         self.reducer_error.restore(None if owed is None else owed.reducer_error, round=round)
         self._late_fragments = set(range(len(self._layout.fragments)))
@@ -357,8 +434,7 @@ class Owing:
 
     def kept_elements(self) -> int:
         """Of how many elements this node, as their reducer, still has to add an error to a mean."""
-        kept = self.reducer_error.values
-        return 0 if kept is None else int(np.count_nonzero(kept))
+        return self.reducer_error.num_kept()
 
 
 def _tokens_of(outcome: SliceOutcome, node_id: NodeId) -> int:

@@ -1,10 +1,13 @@
 """What the encoding of results rounds away: owed by the reducer, since nobody else ever sees it."""
 
+from bisect import bisect_left, insort
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import structlog
 
+from node.exchange.codecs.compiled import read_only
 from node.outer_state import Vector
 from protocol.rounds import Digest, SliceOutcome
 from protocol.run_spec import ReducerErrorRule
@@ -21,6 +24,21 @@ class _Staged:
     share: float  # of this node's contributions in such a mean
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Kept:
+    """What is kept of one span. Its values never change: another piece takes its place."""
+
+    values: Vector = field(repr=False)
+    round: int  # whose result left it
+
+
+WAITING_ROUNDS = 16
+"""So many rounds of its fragment an error waits for this node to reduce its elements again.
+
+Slices stay with their reducers, so what is older is of a reducer that was here for a while only. It would
+go on taking memory in each node that ever reduced it."""
+
+
 class ReducerError:
     """A reducer's error feedback (Tang et al. 2019, "DoubleSqueeze": Algorithm 1).
 
@@ -30,25 +48,47 @@ class ReducerError:
         kept   = summed - decoded            `settle`, if that very result was committed
 
     with weight 1: both are changes of the global parameters, whatever tokens stand behind them. The
-    error is kept by the element's place in the canonical vector. Where a slice has moved to another
-    reducer it waits here until this node reduces the element again. With "own" the error goes into
-    this node's residual instead (see `settle`), with "drop" nowhere.
+    error is kept by the element's place in the canonical vector, and memory is taken for no other
+    elements. Where a slice has moved to another reducer it waits here until this node reduces the element
+    again, for WAITING_ROUNDS of the fragment's rounds; then it is lost, and that is said. With "own" the
+    error goes into this node's residual instead (see `settle`), with "drop" nowhere.
 
     Until a commit is settled all is as it was: a result that was void, taken over or never
     committed leaves no trace.
     """
 
-    def __init__(self, num_elements: int, *, rule: ReducerErrorRule) -> None:
+    def __init__(self, *, rule: ReducerErrorRule, num_fragments: int = 1) -> None:
         self.rule = rule
-        self.values: Vector | None = None  # [all elements], canonical order; only with "keep"
-        if rule == "keep":
-            self.values = np.zeros(num_elements, dtype=np.float32)
         self.num_lost_elements = 0  # of this process: where an error was owed and is not any more
+        self._waiting_rounds = WAITING_ROUNDS * num_fragments
+        self._kept: dict[int, _Kept] = {}  # by the first element, in the canonical vector; disjoint
+        self._starts: list[int] = []  # of these, in order
         self._staged: dict[tuple[int, int], _Staged] = {}  # (round, slice index)
 
+    @property
+    def values(self) -> Mapping[int, Vector] | None:
+        """What is kept: the first element of each span and its values, which never change.
+
+        None where nothing ever is, by the rule.
+        """
+        if self.rule != "keep":
+            return None
+        return {start: self._kept[start].values for start in self._starts}
+
     def carried(self, span: slice) -> Vector | None:
-        """A copy of what goes into the next mean of these elements; None when nothing does."""
-        return None if self.values is None else self.values[span].copy()
+        """What goes into the next mean of these elements [n], to be read; None when nothing does."""
+        starts = self._overlapping(span)
+        if not starts:
+            return None
+        whole = self._kept[starts[0]].values
+        if (starts[0], whole.size) == (span.start, span.stop - span.start):  # as mostly
+            return read_only(whole)
+        carried = np.zeros(span.stop - span.start, dtype=np.float32)
+        for start in starts:
+            values = self._kept[start].values
+            first, past = max(start, span.start), min(start + values.size, span.stop)
+            carried[first - span.start : past - span.start] = values[first - start : past - start]
+        return read_only(carried)
 
     def stage(self, round: int, index: int, digest: Digest, error: Vector, *, share: float) -> None:
         """Remembers what a result leaves behind, until its round's commit is settled.
@@ -78,14 +118,20 @@ class ReducerError:
         if outcome.digest is None:
             return None
         is_ours = staged is not None and staged.digest == outcome.digest
-        if self.values is None:
+        if self.rule != "keep":
             if staged is None or not is_ours:
                 return None
             return np.divide(staged.error, np.float32(staged.share))
         if staged is not None and is_ours:
-            self.values[span] = staged.error
+            self._cut_out(span)
+            self._keep(span.start, _Kept(values=staged.error, round=round))
         elif may_be_ours:
-            self._lose(span, round=round, why="this node was restarted after it had reduced them")
+            lost = self._cut_out(span)
+            self._say_lost(
+                lost, round=round, why="this node was restarted after it had reduced them"
+            )
+        else:
+            self._let_go_old(span, round)
         return None
 
     def forget(self, *, up_to_round: int) -> None:
@@ -93,20 +139,62 @@ class ReducerError:
         for key in [key for key in self._staged if key[0] <= up_to_round]:
             del self._staged[key]
 
-    def restore(self, values: Vector | None, *, round: int) -> None:
+    def restore(self, values: Mapping[int, Vector] | None, *, round: int) -> None:
         """Takes up what was kept with another state; None when nothing was."""
         self._staged.clear()
-        if self.values is None:
+        if self.rule != "keep":
             return
         if values is None:
-            self._lose(slice(None), round=round, why="the outer state was replaced")
-        else:
-            self.values[:] = values
+            lost = sum(_num_owed(kept.values) for kept in self._kept.values())
+            self._say_lost(lost, round=round, why="the outer state was replaced")
+            values = {}
+        self._kept = {start: _Kept(values=each, round=round) for start, each in values.items()}
+        self._starts = sorted(self._kept)
 
-    def _lose(self, span: slice, *, round: int, why: str) -> None:
-        assert self.values is not None
-        num_lost = int(np.count_nonzero(self.values[span]))
-        self.values[span] = 0
+    def num_kept(self) -> int:
+        """Of how many elements this node, as their reducer, still has to add an error to a mean."""
+        return sum(_num_owed(kept.values) for kept in self._kept.values())
+
+    def _overlapping(self, span: slice) -> list[int]:
+        """The first elements of the pieces that share elements with a span, in order."""
+        first = bisect_left(self._starts, span.start)
+        if first > 0:
+            before = self._starts[first - 1]
+            first -= before + self._kept[before].values.size > span.start
+        return self._starts[first : bisect_left(self._starts, span.stop)]
+
+    def _keep(self, start: int, kept: _Kept) -> None:
+        self._kept[start] = kept
+        insort(self._starts, start)
+
+    def _cut_out(self, span: slice) -> int:
+        """Keeps nothing of a span any more; returns of how many of its elements an error was owed."""
+        num_owed = 0
+        for start in self._overlapping(span):
+            kept = self._kept.pop(start)
+            del self._starts[bisect_left(self._starts, start)]
+            past = start + kept.values.size
+            first, last = max(start, span.start), min(past, span.stop)
+            num_owed += _num_owed(kept.values[first - start : last - start])
+            # Copies: a view would keep the memory of the whole piece.
+            if start < span.start:
+                rest = kept.values[: span.start - start].copy()
+                self._keep(start, _Kept(values=rest, round=kept.round))
+            if past > span.stop:
+                rest = kept.values[span.stop - start :].copy()
+                self._keep(span.stop, _Kept(values=rest, round=kept.round))
+        return num_owed
+
+    def _let_go_old(self, span: slice, round: int) -> None:
+        """Others reduce these elements: what has waited here too long is lost."""
+        lost = 0
+        for start in self._overlapping(span):
+            kept = self._kept[start]
+            if round - kept.round > self._waiting_rounds:
+                lost += self._cut_out(slice(start, start + kept.values.size))
+        self._say_lost(lost, round=round, why="others have reduced them for many rounds")
+
+    def _say_lost(self, num_lost: int, *, round: int, why: str) -> None:
         if num_lost:
             self.num_lost_elements += num_lost
             log.warning(
@@ -116,3 +204,7 @@ class ReducerError:
                 of_this_process=self.num_lost_elements,
                 why=why,
             )
+
+
+def _num_owed(values: Vector) -> int:
+    return int(np.count_nonzero(values))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import structlog
 
-from node.exchange.codecs.codec import Codec
+from node.exchange.codecs.codec import Codec, Opened
 from node.exchange.mean import Encoded, UndecodableError, merged
 from node.outer_state import Vector
 from protocol.payload import RESULT, Payload
@@ -31,6 +31,7 @@ class SliceResult:
     """What a reducer makes of a slice."""
 
     payload: Payload
+    encoded: Opened = field(repr=False)  # the payload's body
     contributors: tuple[Contributor, ...]
     contributions: tuple[ContributionDigest, ...]  # of each of them, the bytes that are in the mean
     weighed_tokens: int  # what a token's work was divided by: all tokens, those of late work too
@@ -103,8 +104,13 @@ class Reduction:
         else:
             return None
         if carried is not None:
-            np.add(values, carried, out=values)
-        body = downlink.encode(values)
+            owed = carried
+
+            def add(first: int, past: int) -> None:
+                np.add(values[first:past], owed[first:past], out=values[first:past])
+
+            downlink.tiles.each_run(values.size, add)
+        encoded = downlink.encoded(values)
         rounded_away = None
         if wants_error:
             rounded_away = values
@@ -113,7 +119,7 @@ class Reduction:
                 tile = values[start : start + decoded.size]
                 np.subtract(tile, decoded, out=tile)
 
-            downlink.each_tile(body, values.size, leave_rounded_away)
+            encoded.each_tile(leave_rounded_away)
         payload = Payload.seal(
             kind=RESULT,
             run_digest=run_digest,
@@ -125,10 +131,11 @@ class Reduction:
             codec=downlink.name,
             tokens=0,
             sender_id=node_id,
-            body=body,
+            body=encoded.body,
         )
         return SliceResult(
             payload=payload,
+            encoded=encoded,
             contributors=tuple(contributors),
             contributions=tuple(
                 contribution_digest(contributions[each.node_id].header.body_digest)

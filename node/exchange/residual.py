@@ -3,7 +3,7 @@
 import numpy as np
 
 from node.exchange.codecs.compiled import kernel, read_only
-from node.exchange.codecs.tiles import TILE_ELEMENTS
+from node.exchange.codecs.tiles import ONE_THREAD, Tiles
 from node.exchange.mean import Squares
 from node.outer_state import Vector
 
@@ -14,15 +14,6 @@ def _sum_owed(
 ) -> None:
     for i in range(accumulated.size):
         accumulated[i] = (global_parameters[i] - published[i]) + residual[i]
-
-
-def _norm(values: Vector, less: Vector | None = None) -> float:
-    """Of a vector, or of its difference from another one; tile by tile, so that no third is made."""
-    squares = Squares(values.size)
-    for start in range(0, values.size, TILE_ELEMENTS):
-        tile = values[start : start + TILE_ELEMENTS]
-        squares.take(start, tile if less is None else tile - less[start : start + TILE_ELEMENTS])
-    return squares.norm()
 
 
 MOST_OWED = 2.0
@@ -73,12 +64,14 @@ class Residual:
         decay: float = 1.0,
         needs_feedback: bool = False,
         most_owed: float = MOST_OWED,
+        tiles: Tiles = ONE_THREAD,
     ) -> None:
         """`needs_feedback`: what the uplink's encoding leaves out is itself several pseudo-gradients."""
         self._values: Vector = np.zeros(num_elements, dtype=np.float32)
         self._decay = np.float32(decay)
         self._error_feedback = error_feedback
         self._needs_feedback = needs_feedback
+        self._tiles = tiles
         self.most_owed = most_owed  # rounds
 
     @property
@@ -100,12 +93,17 @@ class Residual:
         """
         self._check(span, global_parameters, published)
         accumulated = np.empty_like(published) if out is None else out
-        _sum_owed(
-            read_only(global_parameters),
-            read_only(published),
-            read_only(self._values[span]),
-            accumulated,
-        )
+        values = self._values[span]
+
+        def add(first: int, past: int) -> None:
+            _sum_owed(
+                read_only(global_parameters[first:past]),
+                read_only(published[first:past]),
+                read_only(values[first:past]),
+                accumulated[first:past],
+            )
+
+        self._tiles.each_run(accumulated.size, add)
         return accumulated
 
     def limit(
@@ -121,8 +119,21 @@ class Residual:
         if self._needs_feedback:
             return 0.0
         values = self._values[span]
-        whole = _norm(global_parameters, less=published) / share
-        return self._let_go(values, _norm(values), self.most_owed, whole)
+        whole = self._norm(global_parameters, less=published) / share
+        return self._let_go(values, self._norm(values), self.most_owed, whole)
+
+    def _norm(self, values: Vector, less: Vector | None = None) -> float:
+        """Of a vector, or of its difference from another one; tile by tile, so that no third is made."""
+        squares = Squares(values.size)
+
+        def take(first: int, past: int, scratch: Vector) -> None:
+            tile = values[first:past]
+            if less is not None:
+                tile = np.subtract(tile, less[first:past], out=scratch[: past - first])
+            squares.take(first, tile)
+
+        self._tiles.each_tile(values.size, take)
+        return squares.norm()
 
     def _let_go(self, values: Vector, norm: float, most: float, whole: float) -> float:
         """Makes values [n] with this norm no longer than so many times `whole`."""
@@ -151,10 +162,10 @@ class Residual:
         if not self._needs_feedback:  # then `limit` has been at what was owed before
             values[:] = accumulated
             return 0.0
-        whole, before = _norm(accumulated, less=values) / share, _norm(values)
+        whole, before = self._norm(accumulated, less=values) / share, self._norm(values)
         values[:] = accumulated
         most = self.most_owed if whole == 0 else max(self.most_owed, before / whole)
-        return self._let_go(values, _norm(values), most, whole)
+        return self._let_go(values, self._norm(values), most, whole)
 
     def add(self, span: slice, error: Vector) -> None:
         """Owes this too for the span [n]: a reducer's error (node.exchange.reducer_error)."""

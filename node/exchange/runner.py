@@ -41,11 +41,11 @@ from node.exchange.round.state import (
     Tell,
     TimePassed,
     in_order_of_sending,
+    opened,
 )
 from node.exchange.round.transition import (
     is_complete,
     is_wanted,
-    opened,
     step,
 )
 from node.exchange.transport.transport import Admission, TransferRefusedError, WantResult

@@ -141,15 +141,17 @@ class _Following:
             self._orders.put_nowait((int(message.get("number", 0)), order))
 
     def _place_of(self, order: Hold | Adopt | Evaluate) -> Vector:
-        """Where an order's values belong: parameters, or what all hosts published, of a fragment or all."""
+        """Where an order's values belong: parameters, or what all hosts published of a fragment."""
         if self._shared is None or self._layout is None:
             raise ProtocolMismatchError("the leader sends values before it has started the ranks")
-        whole = self._shared.published if isinstance(order, Hold) else self._shared.parameters
+        whole = self._shared.parameters
         fragment = None if isinstance(order, Evaluate) else order.fragment
         if fragment is not None and not 0 <= fragment < len(self._layout.fragments):
             raise ProtocolMismatchError(
                 f"the leader names fragment {fragment}, which the run has not"
             )
+        if isinstance(order, Hold):
+            return self._shared.published[: self._layout.fragments[order.fragment].num_elements]
         return whole if fragment is None else whole[self._layout.fragments[fragment].span]
 
     async def _work(self) -> None:
@@ -196,8 +198,8 @@ class _Following:
             case Train():
                 return await self._train(island, number, order.work), None
             case Publish():
-                span = self._layout.fragments[order.fragment].span
-                published = self._shared.published[span]
+                size = self._layout.fragments[order.fragment].num_elements
+                published = self._shared.published[:size]
                 published[:] = 0  # what other hosts publish
                 await island.publish(order.fragment)
                 return None, published
@@ -233,7 +235,9 @@ class _Following:
         check_functions(run, allowed=(), code=None)
         if self._shared is None:
             self._layout = layout_of(run)
-            self._shared = SharedVectors.create(self._layout.num_elements)
+            self._shared = SharedVectors.create(
+                self._layout.num_elements, self._layout.largest_fragment
+            )
         usable = await usable_devices(self._device, order.num_ranks)
         self._island = ProcessIsland(
             spec=run,

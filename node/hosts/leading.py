@@ -217,7 +217,8 @@ class HostsIsland:
             parameters = parameters[span]
             if rebases(self._spec.exchange, is_taken=is_taken):
                 # A rank may hold what one of another host published: each has its own part only.
-                await host.give(Hold(fragment=fragment), vector=self._shared.published[span])
+                published = self._shared.published[: span.stop - span.start]
+                await host.give(Hold(fragment=fragment), vector=published)
         await host.give(Adopt(fragment=fragment, is_taken=is_taken), vector=parameters)
 
     async def train(self, work: InnerWork, on_progress: Callable[[Progress], None]) -> InnerReport:
@@ -234,7 +235,7 @@ class HostsIsland:
 
     async def publish(self, fragment: int) -> None:
         """See Island."""
-        published = self._shared.published[self._layout.fragments[fragment].span]
+        published = self._shared.published[: self._layout.fragments[fragment].num_elements]
         await in_thread(lambda: published.fill(0))
         parts = [zeros(len(published)) for _ in self._others]
         await _together(

@@ -106,7 +106,7 @@ class Island(Protocol):
         """Lets the training in progress end after its current inner step, with its report."""
 
     async def publish(self, fragment: int) -> None:
-        """Ranks copy their local parameters of the fragment into shared memory."""
+        """Ranks copy their local parameters of the fragment into shared memory, over those of another."""
 
     async def keep(self, round: int, *, is_last: bool = False) -> None:
         """The island has trained this round, and may set its inner optimizer's state aside.

@@ -424,6 +424,7 @@ class HeartbeatRequest(_message.Message):
     CANNOT_TRAIN_FIELD_NUMBER: _builtins.int
     CANNOT_EVALUATE_FIELD_NUMBER: _builtins.int
     UPLOAD_PACE_FIELD_NUMBER: _builtins.int
+    EXCHANGE_SPEED_FIELD_NUMBER: _builtins.int
     session_id: _builtins.int
     """The session."""
     outer_round: _builtins.int
@@ -472,6 +473,10 @@ class HeartbeatRequest(_message.Message):
     def upload_pace(self) -> Global___UploadPace:
         """Why its uploads go no faster; absent while nothing is uploaded."""
 
+    @_builtins.property
+    def exchange_speed(self) -> Global___ExchangeSpeed:
+        """How fast it does an exchange's arithmetic; absent before that was measured."""
+
     def __init__(
         self,
         *,
@@ -494,10 +499,11 @@ class HeartbeatRequest(_message.Message):
         cannot_train: _builtins.bool = ...,
         cannot_evaluate: _builtins.bool = ...,
         upload_pace: Global___UploadPace | None = ...,
+        exchange_speed: Global___ExchangeSpeed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["link_rates", b"link_rates", "upload_pace", b"upload_pace", "utilisation", b"utilisation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["exchange_speed", b"exchange_speed", "link_rates", b"link_rates", "upload_pace", b"upload_pace", "utilisation", b"utilisation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "cannot_evaluate", b"cannot_evaluate", "cannot_train", b"cannot_train", "congestion_control", b"congestion_control", "inner_step", b"inner_step", "let_go_rounds", b"let_go_rounds", "link_rates", b"link_rates", "loss", b"loss", "mesh", b"mesh", "outer_digest", b"outer_digest", "outer_incarnation", b"outer_incarnation", "outer_round", b"outer_round", "session_id", b"session_id", "tokens_per_second", b"tokens_per_second", "unreachable_ids", b"unreachable_ids", "upload_pace", b"upload_pace", "utilisation", b"utilisation", "waiting_for", b"waiting_for", "wire", b"wire"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "cannot_evaluate", b"cannot_evaluate", "cannot_train", b"cannot_train", "congestion_control", b"congestion_control", "exchange_speed", b"exchange_speed", "inner_step", b"inner_step", "let_go_rounds", b"let_go_rounds", "link_rates", b"link_rates", "loss", b"loss", "mesh", b"mesh", "outer_digest", b"outer_digest", "outer_incarnation", b"outer_incarnation", "outer_round", b"outer_round", "session_id", b"session_id", "tokens_per_second", b"tokens_per_second", "unreachable_ids", b"unreachable_ids", "upload_pace", b"upload_pace", "utilisation", b"utilisation", "waiting_for", b"waiting_for", "wire", b"wire"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -532,6 +538,35 @@ class UploadPace(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___UploadPace: _TypeAlias = UploadPace  # noqa: Y015
+
+@_typing.final
+class ExchangeSpeed(_message.Message):
+    """What an exchange asks of a node, on one of its cores."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    UPLINK_FIELD_NUMBER: _builtins.int
+    DOWNLINK_FIELD_NUMBER: _builtins.int
+    bytes_per_second: _builtins.float
+    """Bytes of fp32 a second: encoded and decoded in both codecs' places, digested and copied."""
+    uplink: _builtins.str
+    """The codecs it was measured with, as in [exchange]: "int4"."""
+    downlink: _builtins.str
+    def __init__(
+        self,
+        *,
+        bytes_per_second: _builtins.float = ...,
+        uplink: _builtins.str = ...,
+        downlink: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_second", b"bytes_per_second", "downlink", b"downlink", "uplink", b"uplink"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExchangeSpeed: _TypeAlias = ExchangeSpeed  # noqa: Y015
 
 @_typing.final
 class LinkRates(_message.Message):

@@ -100,6 +100,12 @@ NODE_METRICS = (
         meaning="The limit, or what the link is taken to carry, that its uploads are kept to",
         labels=(*_NODE, "by"),
     ),
+    Metric(
+        name="atoll_node_exchange_arithmetic_bytes_per_second",
+        kind="gauge",
+        meaning="fp32 that one of its cores encodes, decodes, digests and copies in an exchange",
+        labels=_NODE,
+    ),
 )
 
 
@@ -142,6 +148,8 @@ def put_node(
         pace = beat.upload_pace.bytes_per_second or None
         board.put("atoll_node_upload_held", 1, **own, **held_by)
         board.put("atoll_node_upload_pace_bytes_per_second", pace, **own, **held_by)
+    speed = beat.exchange_speed.bytes_per_second or None
+    board.put("atoll_node_exchange_arithmetic_bytes_per_second", speed, **own)
     if beat.HasField("utilisation"):
         _put_utilisation(board, beat, own)
 

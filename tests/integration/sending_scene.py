@@ -55,13 +55,17 @@ class Wire:
         num_streams: int = 3,
         most_at_rest: int = 0,
         limits: Limits = Limits(idle_seconds=20),  # noqa: B008 (frozen)
+        sender: NodeId = SENDER,
+        server: Server | None = None,
     ) -> None:
         self.breaks = breaks or {}  # number of the stream -> whole parts before it breaks
         self.desk = Desk()
         self.counts = WireCounts()
         self.num_streams = 0
         self.limits = replace(limits, max_streams_per_body=num_streams)
-        self.server = Server(self.desk, limits=self.limits, verify=verify_inline)
+        self.server = server or Server(self.desk, limits=self.limits, verify=verify_inline)
+        self.sender = sender
+        self.num_refused = 0  # streams, for want of a place
         self.traffic = Traffic(self.counts, limits=self.limits)
         self.is_offer_let_in: asyncio.Event | None = None
         self.has_part_stream = asyncio.Event()
@@ -76,7 +80,7 @@ class Wire:
         )
 
     @asynccontextmanager
-    async def open(self, sender: NodeId = SENDER) -> AsyncIterator[TransferStream]:
+    async def open(self, sender: NodeId | None = None) -> AsyncIterator[TransferStream]:
         number, self.num_streams = self.num_streams, self.num_streams + 1
         if number:
             self.has_part_stream.set()
@@ -87,7 +91,7 @@ class Wire:
         if isinstance(served, Breaking):
             served.parts_left = self.breaks[number]
         late = self.is_offer_let_in if number == 0 else None
-        task = asyncio.create_task(self._serve(served, sender, late))
+        task = asyncio.create_task(self._serve(served, sender or self.sender, late))
         self._serving.add(task)
         task.add_done_callback(self._serving.discard)
         try:
@@ -110,6 +114,7 @@ class Wire:
         try:
             await self.server.serve(stream, sender)
         except TransferRefusedError as refusal:  # there is no place
+            self.num_refused += 1
             await stream.receive(wire.TransferRequest)
             await refuse(stream, str(refusal))
             await stream.outlast()

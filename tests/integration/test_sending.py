@@ -242,7 +242,7 @@ async def test_a_crowded_receiver_leaves_each_body_one_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     link, payload = Wire(num_streams=4), make_payload(body=BODY)
-    monkeypatch.setattr(link.server.admission, "is_crowded", lambda peer: True)
+    monkeypatch.setattr(link.server.admission, "_is_crowded", lambda peer, num_more=0: True)
     await link.push(payload)
     assert link.desk.received == [(SENDER, payload)]
 

@@ -304,16 +304,22 @@ async def test_a_node_with_few_places_left_refuses_another_fetch_and_takes_an_of
 
 def test_when_places_run_out_each_peer_still_has_two_fetches() -> None:
     admission = StreamAdmission(Limits(max_streams=8, max_streams_per_peer=8))
+
+    def may_fetch(peer: str) -> bool:
+        with suppress(TransferRefusedError), admission.fetch(peer, is_large=True):
+            return True
+        return False
+
     with ExitStack() as streams:
         for _ in range(6):
-            streams.enter_context(admission.let_in("greedy"))
-        assert not admission.is_served_enough("greedy")
-        streams.enter_context(admission.let_in("modest"))  # now they run out
-        assert admission.is_served_enough("greedy")
-        assert not admission.is_served_enough("modest")
-        streams.enter_context(admission.let_in("modest"))
-        assert admission.is_served_enough("modest")
-    assert not admission.is_served_enough("greedy")
+            streams.enter_context(admission.fetch("greedy", is_large=True))
+        assert may_fetch("greedy")
+        streams.enter_context(admission.fetch("modest", is_large=True))  # now they run out
+        assert not may_fetch("greedy")
+        assert may_fetch("modest")
+        streams.enter_context(admission.fetch("modest", is_large=True))
+        assert not may_fetch("modest")
+    assert may_fetch("greedy")
 
 
 async def fetched_from(scene: Scene, want: Want, *answer: wire.TransferResponse | bytes) -> Payload:

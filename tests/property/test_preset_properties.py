@@ -43,7 +43,7 @@ hosts = st.builds(
     sums=speeds,
     digest=speeds,
     copy=speeds,
-    has_codec_cost=st.booleans(),
+    codecs=st.floats(0.1, 1e3),
 )
 
 keys: dict[tuple[str, str], st.SearchStrategy[object]] = {

@@ -33,13 +33,13 @@ from node.exchange.round.state import (
     Send,
     Tell,
     TimePassed,
+    opened,
 )
 from node.exchange.round.transition import (
     collecting,
     is_complete,
     is_wanted,
     late_for,
-    opened,
     step,
     waiting_for,
 )
@@ -391,6 +391,43 @@ def test_a_mean_of_before_a_takeover_is_told_to_nobody() -> None:
     assert isinstance(reduce, Reduce)
     assert not step(state, MeanTaken(index=0, attempt=0, result=None), 3.0).actions
     assert step(state, MeanTaken(index=0, attempt=reduce.attempt, result=None), 3.0).actions
+
+
+def test_no_result_of_ours_stands_in_the_place_of_the_committed_one() -> None:
+    """An earlier process of this node has made it, and the coordinator went back to a copy since."""
+    state = opened(plan_for(*NODES), RULES, patience_seconds=50.0, now=0.0)
+    state = step(state, ParticipantsIdle(round=1, node_ids=NODES), 1.0).state  # the mean is taken
+    committed, ours = made_by(A, 0, 0), made_by(A, 0, 1)
+    outcome = SliceOutcome(index=0, start=0, num_elements=BLOCK, digest=committed.digest)
+    commit = Commit(round=1, fragment=0, base_digest=RUN, slices=(outcome,))
+    state = step(state, Committed(commit=commit, links=Links()), 2.0).state
+    state = step(state, ResultFetched(payload=committed), 3.0).state
+    made = SliceResult(
+        payload=ours, contributors=(), contributions=(), weighed_tokens=TOKENS, error=None
+    )
+    late = step(state, MeanTaken(index=0, attempt=0, result=made), 4.0)
+    assert not late.actions and late.state.slices[0].held is committed
+
+
+def test_a_slice_that_comes_back_in_time_keeps_what_came_and_the_later_deadline() -> None:
+    state = opened(plan_for(*NODES), RULES, patience_seconds=50.0, now=0.0)
+    state = step(state, body_of(contributed(B, 0, 0)), 1.0).state
+    for attempt, seconds in ((1, 5.0), (2, 40.0)):
+        news = SliceTakenOver(
+            round=1, slice_index=0, reducer_id=A, attempt=attempt, contribute_seconds=seconds
+        )
+        state = step(state, news, 2.0).state
+        assert set(state.slices[0].contributions) == {B}
+        assert state.slices[0].deadline == max(20.0, 2.0 + seconds)
+
+
+def test_a_push_of_before_a_takeover_says_nothing_of_those_that_come_now() -> None:
+    state = opened(plan_for(*NODES), RULES, patience_seconds=50.0, now=0.0)
+    state = step(state, PushBegan(index=1), 1.0).state
+    news = SliceTakenOver(round=1, slice_index=1, reducer_id=C, attempt=1, contribute_seconds=9.0)
+    for event in (news, PushBegan(index=1), PushEnded(index=1, attempt=0, sender=B)):
+        state = step(state, event, 2.0).state
+    assert state.slices[1].num_arriving == 1 and not state.slices[1].is_broken
 
 
 def test_of_another_runs_payload_only_the_run_is_looked_at() -> None:

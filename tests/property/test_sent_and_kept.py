@@ -6,6 +6,7 @@ it may be many times what was sent.
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.disk.snapshots import Snapshot
-from node.exchange.owing import Pending
 from node.exchange.reduction import Reduction
 from node.outer_state import Vector
 from protocol.payload import CONTRIBUTION, Payload
@@ -47,6 +47,14 @@ def work_of(place: int, round_number: int) -> Vector:
     rng = np.random.default_rng((place, round_number))
     sizes = np.float32(2) ** rng.integers(-12, 4, NUM_ELEMENTS).astype(np.float32)
     return rng.standard_normal(NUM_ELEMENTS, dtype=np.float32) * sizes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """What a node owed in a round, and the bodies that it made of it, by slice."""
+
+    accumulated: Vector
+    bodies: dict[int, bytes]
 
 
 class World:
@@ -95,19 +103,27 @@ class World:
             for node_id in IDS:
                 self.check_residual(node_id, outcome, span, before, pendings.get(node_id))
 
-    def contribute(self, plan: Plan, drawn: dict[str, Any]) -> dict[NodeId, Pending]:
-        pendings: dict[NodeId, Pending] = {}
+    def contribute(self, plan: Plan, drawn: dict[str, Any]) -> dict[NodeId, Sent]:
+        pendings: dict[NodeId, Sent] = {}
         for place, (node_id, outer) in enumerate(self.outers.items()):
             if drawn["acts"][node_id] == "skips":
                 continue
             outer.owing._published[:] = outer._parameters - work_of(place, plan.round)
-            pendings[node_id] = outer.owing.accumulate(round=plan.round, fragment=0)
-            for part in plan.slices:
-                outer.owing.contribution_to(part, samples=TOKENS, tokens=drawn["tokens"][node_id])
+            outer.owing.accumulate(round=plan.round, fragment=0)
+            tokens = drawn["tokens"][node_id]
+            pendings[node_id] = Sent(
+                accumulated=outer.owing.accumulated(0, NUM_ELEMENTS),
+                bodies={
+                    part.index: outer.owing.contribution_to(
+                        part, samples=TOKENS, tokens=tokens
+                    ).body
+                    for part in plan.slices
+                },
+            )
         return pendings
 
     def reduce(
-        self, plan: Plan, drawn: dict[str, Any], pendings: dict[NodeId, Pending]
+        self, plan: Plan, drawn: dict[str, Any], pendings: dict[NodeId, Sent]
     ) -> tuple[Commit, dict[int, Payload]]:
         outcomes, results = [], {}
         for part, fate in zip(plan.slices, drawn["fates"], strict=True):
@@ -163,9 +179,8 @@ class World:
         self.exact_mean[span] += outer_of(A).downlink.decode(bare.payload.body, num_elements)
         if drawn["acts"][reducer] == "restarts":  # what its result left out dies with it
             outer = self.outers[reducer]
-            carried = outer.owing.reducer_error.carried(span)
             staged = outer.owing.reducer_error._staged
-            if carried is not None:
+            if outer.owing.reducer_error.rule == "keep":
                 (error,) = [entry.error for key, entry in staged.items() if key[1] * BLOCK == start]
                 self.lost[span] += error
 
@@ -179,7 +194,7 @@ class World:
         outcome: SliceOutcome,
         span: slice,
         before: dict[NodeId, Any],
-        pending: Pending | None,
+        pending: Sent | None,
     ) -> None:
         outer = self.outers[node_id]
         residual = outer.owed().residual[span]
@@ -250,6 +265,9 @@ def test_what_results_rounded_away_is_applied_or_kept_or_declared_lost(
     """Whoever reduces, and whatever becomes of results: the means are all there, each once."""
     world = World(codec, decay=1.0, rule="keep")
     world.play_all(rounds)
-    kept = sum(outer.owed().reducer_error.astype(np.float64) for outer in world.outers.values())
+    kept = np.zeros(NUM_ELEMENTS)
+    for outer in world.outers.values():
+        for start, values in (outer.owed().reducer_error or {}).items():
+            kept[start : start + values.size] += values
     applied = -world.outers[A].snapshot().parameters.astype(np.float64)
     np.testing.assert_allclose(applied + kept + world.lost, world.exact_mean, atol=2e-4)

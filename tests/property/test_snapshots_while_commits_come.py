@@ -32,7 +32,9 @@ class World:
     def __init__(self, folder: Path, cuts: list[int]) -> None:
         edges = [0, *sorted(set(cuts)), NUM_ELEMENTS]
         self.fragments = [slice(a, b) for a, b in pairwise(edges)]
-        self.values = np.random.default_rng(0).normal(size=(4, NUM_ELEMENTS)).astype(np.float32)
+        self.values = np.random.default_rng(0).normal(size=(3, NUM_ELEMENTS)).astype(np.float32)
+        # By fragment: each commit puts another one in its place.
+        self.errors: dict[int, np.ndarray] = {}
         self.round = 0
         self.folder = SnapshotFolder(folder)
         self.writing: SnapshotWriting | None = None
@@ -44,10 +46,13 @@ class World:
             self.writing.keep(span)
         self.values[:, span] += np.float32(1)
         self.round += 1
+        size = span.stop - span.start
+        self.errors[span.start] = np.full(size, self.round, dtype=np.float32)
 
     def begin(self) -> SnapshotWriting:
-        parameters, momentum, residual, error = self.values
-        self.expected[self.round] = self.values.tobytes()
+        parameters, momentum, residual = self.values
+        errors = dict(sorted(self.errors.items()))
+        self.expected[self.round] = b"".join(map(bytes, (self.values, *errors.values())))
         self.writing = self.folder.begin(
             Snapshot(
                 round=self.round,
@@ -56,7 +61,7 @@ class World:
                 parameters=parameters,
                 momentum=momentum,
             ),
-            Owed(residual=residual, reducer_error=error),
+            Owed(residual=residual, reducer_error=errors),
             order=self.fragments,
         )
         return self.writing

@@ -85,7 +85,7 @@ def outer_of(
     return Outer(
         layout=layout,
         parameters=np.zeros(layout.num_elements, dtype=np.float32),
-        published=np.zeros(layout.num_elements, dtype=np.float32),
+        published=np.zeros(layout.largest_fragment, dtype=np.float32),
         optimizer=Sgd(learning_rate=1.0),
         uplink=codec_named(codec),
         downlink=codec_named(codec),
@@ -95,7 +95,7 @@ def outer_of(
             needs_feedback=codec in WANTS_FEEDBACK,
             most_owed=most_owed,
         ),
-        reducer_error=ReducerError(layout.num_elements, rule=reducer_error),
+        reducer_error=ReducerError(rule=reducer_error, num_fragments=len(layout.fragments)),
         merge="mean",
         rate_scale=RateScale(scaling="none", full_round_samples=1),
         run_digest=RUN,

@@ -61,7 +61,8 @@ class CountingIsland:
             self.local[:] = self._outer._parameters
             return
         span = self._outer.layout.fragments[fragment].span
-        self.local[span] += self._outer._parameters[span] - self._outer.owing._published[span]
+        published = self._outer.owing._published[: span.stop - span.start]
+        self.local[span] += self._outer._parameters[span] - published
 
     async def keep(self, round: int, *, is_last: bool = False) -> None:
         pass
@@ -103,7 +104,7 @@ class CountingIsland:
 
     async def publish(self, fragment: int) -> None:
         span = self._outer.layout.fragments[fragment].span
-        self._outer.owing._published[span] = self.local[span]
+        self._outer.owing._published[: span.stop - span.start] = self.local[span]
 
     async def evaluate(self) -> Evaluation:
         await asyncio.sleep(2)

@@ -18,8 +18,9 @@ from node.exchange.round.state import (
     RoundState,
     Rules,
     TimePassed,
+    opened,
 )
-from node.exchange.round.transition import late_for, opened, step, waiting_for
+from node.exchange.round.transition import late_for, step, waiting_for
 from protocol.messages import ParticipantsDeparted, SliceTakenOver
 from protocol.payload import MANIFEST, Payload, PayloadHeader
 from protocol.rounds import BLOCK, NodeId

@@ -127,7 +127,7 @@ def test_codecs_leave_the_cores_to_ranks_that_compute_on_them() -> None:
         )
 
     assert threads(1, 64, True) == 1
-    assert threads(8, 64, False) == 4
+    assert threads(8, 64, False) == 56
     assert threads(6, 8, False) == 2
     assert threads(8, 8, False) == threads(8, 4, False) == 1
 

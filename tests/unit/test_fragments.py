@@ -117,7 +117,7 @@ class Rank:
         )
         self.layout = layout_of(spec)
         self.old = initial_parameters(spec)
-        self.published = self.old.copy()
+        self.published = np.zeros(self.layout.largest_fragment, dtype=np.float32)
         self.trainer.adopt(self.old)
         self.train()
         self.trainer.publish(self.published, 1)
@@ -142,7 +142,7 @@ class Rank:
     def local(self) -> Vector:
         vector = np.zeros_like(self.old)
         for fragment in self.layout.fragments:
-            self.trainer.publish(vector, fragment.index)
+            self.trainer.publish(vector[fragment.span], fragment.index)
         return vector
 
 
@@ -156,7 +156,7 @@ def test_a_rank_takes_one_fragment_over_and_goes_on_from_its_own_of_the_others(
     rank = Rank(corpus, overlap)
     rank.trainer.merge(rank.new, rank.published, 1, is_taken=is_taken)
     own, other = rank.layout.fragments[1].span, rank.layout.fragments[0].span
-    trained_since = rank.before[own] - rank.published[own]
+    trained_since = rank.before[own] - rank.published[: own.stop - own.start]
     assert np.abs(trained_since).max() > 1e-4
     expected = {
         ("none", True): rank.new[own],

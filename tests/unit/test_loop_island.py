@@ -497,7 +497,7 @@ async def test_a_loop_of_another_version_is_refused(tmp_path: Path) -> None:
         answer = await asyncio.to_thread(come_in_bare, one, version=99)
         refusal = await asyncio.to_thread(answer.hear)
         assert refusal is not None and refusal["kind"] == "refused"
-        assert "speaks version 99 and the node version 1" in refusal["what"]
+        assert "speaks version 99 and the node version 2" in refusal["what"]
 
 
 async def test_no_node_is_said_with_the_command_that_starts_one(tmp_path: Path) -> None:
@@ -531,7 +531,7 @@ async def test_a_socket_that_a_killed_daemon_left_is_replaced(tmp_path: Path) ->
 async def test_what_a_loop_gets_of_the_global_parameters_cannot_be_written(tmp_path: Path) -> None:
     async with scene(tmp_path) as one:
         connection = await asyncio.to_thread(come_in_bare, one)
-        parameters, published = connection.vectors(layout_of(one.spec).num_elements)
+        parameters, published = connection.vectors(*one.vectors.names.sizes)
         assert (parameters == 0.5).all()
         published[0] = 3.0
         assert one.vectors.published[0] == 3.0
@@ -559,7 +559,7 @@ async def test_nonsense_is_told_and_harms_nobody(tmp_path: Path) -> None:
 def test_a_word_is_read_strictly_and_refused_in_a_sentence() -> None:
     hello = {
         "kind": "hello",
-        "version": 1,
+        "version": 2,
         "group": "g",
         "rank": 0,
         "world_size": 1,
@@ -572,7 +572,7 @@ def test_a_word_is_read_strictly_and_refused_in_a_sentence() -> None:
         word_of(b'{"kind": "pickle"}')
 
 
-def come_in_bare(one: Scene, version: int = 1, *, rank: int = 0, world_size: int = 1) -> Connection:
+def come_in_bare(one: Scene, version: int = 2, *, rank: int = 0, world_size: int = 1) -> Connection:
     """A rank that only says that it is ready."""
     connection = Connection.open(one.home, wait_seconds=1.0)
     connection.say(
@@ -585,7 +585,7 @@ def come_in_bare(one: Scene, version: int = 1, *, rank: int = 0, world_size: int
             "evaluates": False,
         }
     )
-    if version == 1:
+    if version == 2:
         connection.hear()
         connection.say({"kind": "ready"})
     return connection

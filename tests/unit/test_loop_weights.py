@@ -144,8 +144,11 @@ def test_a_fragment_leaves_the_others_alone() -> None:
     weights.adopt(1, is_taken=True)
     assert torch.equal(flat(model)[:first], before[:first])
     assert torch.equal(flat(model)[first:], weights.parameters[first:])
-    weights.publish(1)
-    assert not weights.published[:first].any()
+    weights.published.fill_(7.0)
+    weights.publish(1)  # to the beginning of what there is for any one fragment
+    num_published = len(weights.parameters) - first
+    assert torch.equal(weights.published[:num_published], flat(model)[first:])
+    assert (weights.published[num_published:] == 7.0).all()
 
 
 def test_own_weights_come_back_after_the_global_ones_were_shown() -> None:

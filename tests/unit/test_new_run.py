@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from benchmarks.presets import situation_of
 from coordinator.config import run_text
 from coordinator.presets.choosing import chosen
+from coordinator.presets.cost import exchange_bytes_per_second
 from coordinator.presets.link_shares import Link
 from coordinator.presets.measured_links import measured_links
 from protocol import cli
@@ -134,7 +135,7 @@ def test_what_a_run_costs_a_node_and_how_long_it_takes_are_printed(
     assert values["node_bytes"] == {
         "daemon": 26 * parameters,
         "ranks": 16 * parameters,
-        "disk": 72 * parameters,
+        "disk": 56 * parameters,
     }
     memory, ranks, disk = map(bytes_in_words, values["node_bytes"].values())
     assert f"a node takes about {memory} of memory beside {ranks} in its ranks" in told
@@ -358,6 +359,25 @@ def test_nodes_that_do_not_use_bbr_are_told_of_and_who_does_not_say_is_one_of_th
         node.heartbeat.congestion_control = "bbr"
     assert init(tmp_path, "--measured", str(tmp_path), "--json") == 0
     assert json.loads(capsys.readouterr().out)["notes"] == []
+
+
+def test_the_nodes_own_work_is_as_fast_as_the_slowest_node_measured_it_or_assumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = status_of((1e6, 1e6), (1e6, 1e6), (1e6, 1e6))
+    monkeypatch.setattr(StatusLink, "status", lambda self: answer)
+    assert init(tmp_path, "--measured", str(tmp_path)) == 0
+    assert "own work is assumed to be as fast as on the machine" in capsys.readouterr().out
+    for node, times, codec in zip(
+        answer.nodes, (0.5, 2.0, 0.01), ("int4", "ec2", "newer"), strict=True
+    ):
+        told = node.heartbeat.exchange_speed
+        table = exchange_bytes_per_second("int4" if codec == "newer" else codec, "ec2")
+        told.bytes_per_second, told.uplink, told.downlink = times * table, codec, "ec2"
+    assert init(tmp_path, "--measured", str(tmp_path), "--json") == 0
+    assert json.loads(capsys.readouterr().out)["situation"]["arithmetic"] == pytest.approx(0.5)
+    assert init(tmp_path, "--measured", str(tmp_path)) == 0
+    assert "own work is 0.5 times as fast" in capsys.readouterr().out
 
 
 def test_one_direction_stands_for_both_until_both_are_known() -> None:

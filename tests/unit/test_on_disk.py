@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 
 from node.disk.budget import LONGEST_SECONDS, DiskBudget
 from node.disk.logs import SentLog
-from node.disk.snapshots import Owed, SnapshotWriting, snapshot_bytes
+from node.disk.snapshots import OpenSnapshot, Owed, SnapshotWriting, snapshot_bytes
 from node.exchange import held_results
 from node.exchange.state.on_disk import LONGEST_ROUNDS, StateOnDisk, rounds_between
 from node.exchange.transport.transport import WantManifest, WantResult
@@ -162,6 +162,49 @@ async def test_rounds_go_on_while_a_snapshot_is_written_and_leave_no_trace_in_it
         np.testing.assert_array_equal(kept[1].tensors()[name], values)
     digest = node.outer.digest
     assert (await scene.add(A)).outer.position == (3, digest)
+    await scene.stop()
+
+
+@in_virtual_time
+async def test_a_snapshot_that_has_no_room_beside_one_that_a_joiner_reads_waits_for_it(
+    tmp_path: Path,
+) -> None:
+    scene = await swarm_on(tmp_path)
+    disk = scene.nodes[A].disk
+    assert disk is not None
+    disk._budget = DiskBudget(most_bytes=1)  # not a byte beside what is kept
+    await trained(scene, 1)
+    served: OpenSnapshot | None = disk.snapshots.open(0)
+    with capture_logs() as told:
+        await trained(scene, 2)
+    assert "a snapshot waits for a joiner to have read the older one" in [e["event"] for e in told]
+    assert disk.snapshots.rounds() == [1, 0]
+    digest = scene.nodes[A].outer.digest
+    assert (await scene.add(A)).outer.position == (2, digest)  # results lead there
+    assert served is not None
+    del served
+    await trained(scene, 3)
+    disk = scene.nodes[A].disk
+    assert disk is not None and disk.snapshots.rounds() == [3, 1]
+    await scene.stop()
+
+
+@pytest.mark.usefixtures("slow_disks")
+@in_virtual_time
+async def test_no_more_results_stay_than_peers_ask_for_or_the_older_snapshot_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(held_results, "KEPT_ROUNDS", 3)
+    scene = await swarm_on(tmp_path)
+    await trained(scene, 1)
+    for _ in range(2):
+        await trained(scene, scene.nodes[A].outer.round + 1)
+        await scene.nodes[A].exchange.save(is_last=True)
+    for number in (4, 5, 6):
+        await trained(scene, number)
+    assert [name for name in files(tmp_path) if name.endswith("results")] == [
+        f"round-0000000{number}.results" for number in (3, 4, 5, 6)
+    ]
     await scene.stop()
 
 

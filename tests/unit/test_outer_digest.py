@@ -1,5 +1,6 @@
 """The digest of an outer state: kept up to date from what has changed, it is that of the whole."""
 
+from functools import partial
 from typing import Any
 
 import blake3
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node import outer_state
+from node.exchange.codecs.tiles import Tiles
 from node.exchange.outer_optimizer import Nesterov, OuterOptimizer, Sgd
 from node.outer_state import PIECE_ELEMENTS, OuterDigest, Vector, outer_digest
 from protocol.layout import Layout
@@ -53,7 +55,7 @@ def test_what_changed_is_enough_to_read(
     parameters, momentum = state_of(NUM)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(outer_state, "PIECE_ELEMENTS", piece)
-        digest = OuterDigest(parameters, momentum, num_threads=2)
+        digest = OuterDigest(parameters, momentum, each_run=partial(Tiles(3).each_run, unit=1))
         spans = [slice(first, min(first + length, NUM)) for first, length in edits]
         for number, span in enumerate(spans):
             parameters[span] += np.float32(1 + number)

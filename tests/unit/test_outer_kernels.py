@@ -156,13 +156,15 @@ def test_tile_by_tile_a_body_says_what_it_says_as_a_whole(codec: Codec, threads:
     num = codec.unit + TILE_ELEMENTS + 777
     reading = codec_named(codec.name, Tiles(threads))
     body = codec.encode(bell(num))
-    together = np.full(num, np.nan, dtype=np.float32)
+    for opened in (reading.opened(body, num), reading.encoded(bell(num))):
+        together = np.full(num, np.nan, dtype=np.float32)
 
-    def put(start: int, values: Vector) -> None:
-        together[start : start + values.size] = values
+        def put(start: int, values: Vector, together: Vector = together) -> None:
+            together[start : start + values.size] = values
 
-    reading.each_tile(body, num, put)
-    assert_same_bits(together, codec.decode(body, num))
+        opened.each_tile(put)
+        assert opened.body == body
+        assert_same_bits(together, codec.decode(body, num))
 
 
 @by_codec

@@ -42,12 +42,17 @@ def normal(seed: int) -> Vector:
 
 def contributed(outer: Outer, work: Vector, *, slices: int = 3) -> list[ContributionDigest]:
     """Sends so many slices of the work in the next round; returns what names them."""
-    outer.owing._published[:] = outer._parameters - work
+    outer.owing._published[:] = outer._parameters[:NUM_ELEMENTS] - work
     outer.owing.accumulate(round=outer.round + 1, fragment=0)
     sent = [
         outer.owing.contribution_to(part, samples=TOKENS, tokens=TOKENS) for part in SLICES[:slices]
     ]
     return [contribution_digest(payload.header.body_digest) for payload in sent]
+
+
+def all_pending(outer: Outer) -> Vector:
+    """What is pending of the whole fragment."""
+    return outer.owing.accumulated(0, NUM_ELEMENTS).copy()
 
 
 def results_of(outer: Outer, value: float = 0.0) -> dict[int, Payload]:
@@ -272,8 +277,7 @@ def test_a_node_that_was_late_for_many_rounds_moves_the_model_by_three_rounds_at
     outer, work = outer_of(A), normal(0)
     late(outer, work, rounds=rounds)
     contributed(outer, work)
-    assert outer.owing.pending is not None
-    np.testing.assert_allclose(outer.owing.pending.accumulated, 3 * work, rtol=1e-5)
+    np.testing.assert_allclose(all_pending(outer), 3 * work, rtol=1e-5)
     assert norm(outer.owed().residual) <= 3.0001 * norm(work)
     assert outer.owing.let_go_rounds == pytest.approx(rounds - 2, rel=1e-3)
 
@@ -283,7 +287,7 @@ def test_the_work_of_two_rounds_in_a_row_stays_owed_to_the_last_bit() -> None:
     late(outer, work, rounds=2)
     contributed(outer, work)
     assert outer.owing.pending is not None
-    assert outer.owing.pending.accumulated.tobytes() == (work + (work + work)).tobytes()
+    assert all_pending(outer).tobytes() == (work + (work + work)).tobytes()
     assert outer.owing.let_go_rounds == 0
 
 
@@ -291,8 +295,8 @@ def test_a_round_that_was_cut_short_bounds_no_more_than_a_whole_one() -> None:
     outer, work = outer_of(A), normal(0)
     late(outer, work, rounds=1)
     outer.owing._published[:] = outer._parameters - work / 50
-    pending = outer.owing.accumulate(round=2, fragment=0, share=1 / 50)
-    np.testing.assert_allclose(pending.accumulated, work + work / 50, rtol=1e-6)
+    outer.owing.accumulate(round=2, fragment=0, share=1 / 50)
+    np.testing.assert_allclose(all_pending(outer), work + work / 50, rtol=1e-6)
 
 
 def test_work_of_a_time_when_steps_were_larger_is_measured_by_those_of_now() -> None:
@@ -301,7 +305,7 @@ def test_work_of_a_time_when_steps_were_larger_is_measured_by_those_of_now() -> 
     outer.restore(outer.snapshot(), outer.owed())  # a week later, by another process
     contributed(outer, work / 100)
     assert outer.owing.pending is not None
-    assert norm(outer.owing.pending.accumulated) <= 3.01 * norm(work / 100)
+    assert norm(all_pending(outer)) <= 3.01 * norm(work / 100)
 
 
 def test_where_nothing_was_learned_nothing_is_measured_and_nothing_let_go() -> None:
@@ -318,8 +322,8 @@ def test_what_encoding_leaves_out_is_never_let_go_while_all_is_taken(codec: str)
         named = contributed(outer, normal(0) + normal(number))
         pending = outer.owing.pending
         assert pending is not None
-        left = pending.accumulated - np.concatenate(
-            [outer.uplink.decode(pending.bodies[i], BLOCK) for i in range(3)]
+        left = all_pending(outer) - np.concatenate(
+            [outer.uplink.decode(pending.encoded[i].body, BLOCK) for i in range(3)]
         )
         results = {
             index: Payload(header=result.header, body=outer.downlink.encode(np.zeros(BLOCK, "f4")))
@@ -336,9 +340,7 @@ def test_what_encoding_left_out_stays_when_the_next_rounds_learn_little() -> Non
     for size in (1, 1e-4):
         left = outer.owed().residual
         named = contributed(outer, np.float32(size) * normal(0))
-        pending = outer.owing.pending
-        assert pending is not None
-        np.testing.assert_array_equal(pending.accumulated, np.float32(size) * normal(0) + left)
+        np.testing.assert_array_equal(all_pending(outer), np.float32(size) * normal(0) + left)
         results = {
             index: Payload(header=result.header, body=outer.downlink.encode(np.zeros(BLOCK, "f4")))
             for index, result in results_of(outer).items()
@@ -380,5 +382,56 @@ def test_what_ranks_hand_in_without_a_round_is_bounded_when_it_is_sent() -> None
         outer.owing._published[:] = outer._parameters - work
         outer.owing.add_published(0, before)
     contributed(outer, work)
+    np.testing.assert_allclose(all_pending(outer), 3 * work, rtol=1e-5)
+
+
+# What is pending stays what it was, whatever is done with what it is formed from
+
+
+def in_two(*, sent: Vector, trained: Vector) -> tuple[Outer, list[ContributionDigest]]:
+    """A fragment of work was sent for round 1; since then the ranks have trained both fragments on.
+
+    They hand in all that they hold, as before a commit that came without them.
+    """
+    outer = outer_of(A, layout=Layout.of([("v", (NUM_ELEMENTS,))], [("w", (NUM_ELEMENTS,))]))
+    named = contributed(outer, sent)
+    for fragment in (0, 1):
+        before = outer.owing.published_of(fragment)
+        outer.owing._published[:] = -(sent + trained if fragment == 0 else trained)
+        outer.owing.add_published(fragment, before)
+    return outer, named
+
+
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_what_ranks_hand_in_while_a_round_is_in_flight_leaves_what_was_sent_as_it_was(
+    is_taken: bool,
+) -> None:
+    sent, trained = np.float32(8) * np.ones(NUM_ELEMENTS, "f4"), np.ones(NUM_ELEMENTS, "f4")
+    outer, named = in_two(sent=sent, trained=trained)
+    np.testing.assert_array_equal(all_pending(outer), sent)
+    results = results_of(outer)
+    outer.apply(commit_naming(outer, results, named if is_taken else None), results)
+    first, second = outer.owed().residual.reshape(2, -1)
+    np.testing.assert_array_equal(first, trained if is_taken else sent + trained)
+    np.testing.assert_array_equal(second, trained)
+
+
+def test_a_plan_that_changes_after_a_hand_in_sends_the_fragment_that_was_published() -> None:
+    sent, trained = np.float32(8) * np.ones(NUM_ELEMENTS, "f4"), np.ones(NUM_ELEMENTS, "f4")
+    outer, _ = in_two(sent=sent, trained=trained)
+    outer.owing.forget_pending()
+    outer.owing.accumulate(round=1, fragment=0)
+    np.testing.assert_array_equal(all_pending(outer), sent + trained)
+
+
+def test_a_return_to_an_earlier_state_leaves_what_was_sent_as_it_was() -> None:
+    outer, work = outer_of(A), normal(0)
+    earlier, owed = outer.snapshot(), outer.owed()
+    outer.apply(commit_naming(outer, {}, None), {})
+    outer._parameters[:] = 5
+    outer.owing.residual.values[:] = normal(1)
+    contributed(outer, work)  # for round 2
+    before = all_pending(outer)
+    outer.restore(earlier, owed)
     assert outer.owing.pending is not None
-    np.testing.assert_allclose(outer.owing.pending.accumulated, 3 * work, rtol=1e-5)
+    assert all_pending(outer).tobytes() == before.tobytes()

@@ -12,7 +12,9 @@ from coordinator.presets.choosing import GIVEN, Plan, chosen
 from coordinator.presets.cost import (
     CODEC_COSTS,
     GOAL,
+    MEASURED_HOST,
     Setting,
+    host_seconds,
     predicted,
 )
 from coordinator.presets.link_shares import CongestionControl
@@ -54,6 +56,18 @@ def test_examples_in_the_docs_are_what_is_chosen() -> None:
     slow, fast = (chosen(situation_of("125m", mbit)).prediction.link_share for mbit in (10, 100))
     said = f"{slow:.2f} are left to the exchange of 125m at 10 Mbit/s and 100 ms, {fast:.2f} at 100"
     assert said in operations
+
+
+def test_work_on_a_machine_half_as_fast_takes_twice_as_long_and_bytes_no_longer() -> None:
+    situation = situation_of("1b", 1000)
+    setting = Setting(uplink="ec2", downlink="int4", fragments=2, has_overlap=False, steps=30)
+    usual, slow = (
+        predicted(replace(situation, arithmetic=times), setting) for times in (None, 0.5)
+    )
+    own = host_seconds(situation, setting, MEASURED_HOST)
+    assert slow.exchange_seconds - usual.exchange_seconds == pytest.approx(own)
+    assert slow.bytes_per_round == usual.bytes_per_round
+    assert slow.utilisation < usual.utilisation
 
 
 def test_a_fast_link_waits_and_compresses_no_more_than_usual() -> None:

@@ -23,6 +23,7 @@ from node.exchange.transport.sender import (
     PeerState,
     SentPart,
 )
+from node.exchange.transport.transport import TransferRefusedError
 
 PART = LEAST_PART_BYTES
 LIMITS = Limits(max_streams_per_body=3)
@@ -157,6 +158,23 @@ def test_a_part_that_gets_through_forgives_the_breaks_before_it() -> None:
         (stream,) = scene.sender.streams
         scene.answer(stream)
     assert not scene.failed
+
+
+def test_who_waits_in_line_opens_no_streams_for_parts_until_its_offer_is_answered() -> None:
+    scene = Scene(num_streams=3)
+    body = scene.push(20)
+    refusal = TransferRefusedError("busy")
+    for _ in range(3):
+        stream = scene.sender.streams[0]
+        scene.do(scene.sender.closed(stream, now=0.0, error=refusal))
+    assert scene.sender.state() == PeerState.IN_LINE and not scene.sender.streams
+    scene.do(scene.sender.looked(now=60.0))
+    assert not scene.sender.streams and not scene.failed
+    scene.sender.went_round_in(60.0)  # in line, and not on its way
+    assert scene.sender.round_trip_seconds == LIMITS.first_round_trip_seconds
+    scene.accept(body)
+    assert len(scene.sender.streams) == 3
+    assert scene.sender.state() == PeerState.WAITING
 
 
 def test_a_stream_that_is_closed_carries_nothing_of_what_comes_next() -> None:

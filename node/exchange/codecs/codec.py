@@ -6,6 +6,7 @@ a new version, beside the old one.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -28,6 +29,33 @@ Reader = Callable[[int, int, Vector], None]
 The first place is a multiple of the codec's `unit`, and so is the other unless it is the slice's end.
 Raises CodecError when the body is not as it must be there.
 """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A body of which all is known to be right, with what is dear of decoding it done: reading cannot fail.
+
+    What is checked when it comes and used later is decoded once so.
+    """
+
+    body: bytes = field(repr=False)
+    size: int  # elements
+    tiles: Tiles
+    unit: int
+    read: Reader
+
+    def each_tile(self, use: Callable[[int, Vector], None]) -> None:
+        """Calls `use(start, values)` with each tile; from several threads.
+
+        The values last for the call: they lie in a core's cache, and no whole vector is made of them.
+        """
+
+        def work(first: int, past: int, scratch: Vector) -> None:
+            values = scratch[: past - first]
+            self.read(first, past, values)
+            use(first, values)
+
+        self.tiles.each_tile(self.size, work, unit=self.unit)
 
 
 class Codec(Protocol):
@@ -66,14 +94,11 @@ class Codec(Protocol):
     def reader(self, body: bytes | memoryview, num_elements: int) -> Reader:
         """Reads parts of what `decode` returns. Raises CodecError when the body's head is wrong."""
 
-    def each_tile(
-        self, body: bytes | memoryview, num_elements: int, use: Callable[[int, Vector], None]
-    ) -> None:
-        """Calls `use(start, values)` with each tile of what `decode` returns; from several threads.
+    def opened(self, body: bytes, num_elements: int) -> Opened:
+        """What `decode` returns, tile by tile. Raises CodecError where `decode` does, now and not later."""
 
-        The values last for the call: they lie in a core's cache, and no whole vector is made of
-        them. Raises CodecError like `decode`, but only where it comes to it.
-        """
+    def encoded(self, values: Vector) -> Opened:
+        """What `encode` returns, to be read as its receivers will: the encoder need not decode for it."""
 
 
 class DecodesByTile(ABC):
@@ -81,6 +106,10 @@ class DecodesByTile(ABC):
 
     tiles: Tiles
     unit: ClassVar[int] = TILE_ELEMENTS
+
+    @abstractmethod
+    def encode(self, values: Vector) -> bytes:
+        """See Codec."""
 
     @abstractmethod
     def reader(self, body: bytes | memoryview, num_elements: int) -> Reader:
@@ -97,18 +126,19 @@ class DecodesByTile(ABC):
         )
         return values
 
-    def each_tile(
-        self, body: bytes | memoryview, num_elements: int, use: Callable[[int, Vector], None]
-    ) -> None:
+    def opened(self, body: bytes, num_elements: int) -> Opened:
         """See Codec."""
-        read = self.reader(body, num_elements)
+        found = self._readable(body, num_elements, self.reader(body, num_elements))
+        found.each_tile(lambda start, values: None)
+        return found
 
-        def work(first: int, past: int, scratch: Vector) -> None:
-            values = scratch[: past - first]
-            read(first, past, values)
-            use(first, values)
+    def encoded(self, values: Vector) -> Opened:
+        """See Codec."""
+        body = self.encode(values)
+        return self._readable(body, values.size, self.reader(body, values.size))
 
-        self.tiles.each_tile(num_elements, work, unit=self.unit)
+    def _readable(self, body: bytes, num_elements: int, read: Reader) -> Opened:
+        return Opened(body=body, size=num_elements, tiles=self.tiles, unit=self.unit, read=read)
 
 
 class FixedSize(ABC):

@@ -22,6 +22,7 @@ for ec2 and ec1, where 0 is the mark.
 """
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -34,6 +35,7 @@ from node.exchange.codecs.codec import (
     Bytes,
     CodecError,
     DecodesByTile,
+    Opened,
     Reader,
     check_body,
     check_num_elements,
@@ -99,6 +101,10 @@ def _multiply(codes: Codes, steps: Vector, shift: np.float32, values: Vector) ->
     return True
 
 
+_Plain = tuple[Bytes, bytes]
+"""Of a tile: its codes as they are before they are deflated, and its outliers."""
+
+
 @dataclass(frozen=True)
 class EntropyCoded(DecodesByTile):
     """Steps, tiles and streams; the subclasses say how codes lie in bytes before they are deflated."""
@@ -150,21 +156,29 @@ class EntropyCoded(DecodesByTile):
 
     def encode(self, values: Vector) -> bytes:
         """Body for finite values [n]; raises CodecError with the index of one that is not."""
+        return self.encoded(values).body
+
+    def encoded(self, values: Vector) -> Opened:
+        """See Codec. What it keeps beside the body are the packed codes: nothing is inflated."""
         check_values(values)
         values = read_only(values)
         steps = np.empty(num_chunks(values.size), dtype="<f4")
 
-        def encode_run(first: int, past: int) -> list[bytes]:
+        def encode_run(first: int, past: int) -> list[tuple[_Plain, bytes]]:
             return [
                 self._encode_tile(values[start : min(start + TILE_ELEMENTS, past)], start, steps)
                 for start in range(first, past, TILE_ELEMENTS)
             ]
 
-        parts = [part for run in self.tiles.each_run(values.size, encode_run) for part in run]
+        tiles = [tile for run in self.tiles.each_run(values.size, encode_run) for tile in run]
+        parts = [part for _, part in tiles]
         sizes = np.array([len(part) for part in parts], dtype="<u4")
-        return b"".join([steps.tobytes(), sizes.tobytes(), *parts])
+        body = b"".join([steps.tobytes(), sizes.tobytes(), *parts])
+        plain = [plain for plain, _ in tiles]
+        used = read_only(steps.astype(np.float32, copy=False))
+        return self._readable(body, values.size, self._read_plain(plain.__getitem__, used))
 
-    def _encode_tile(self, tile: Vector, start: int, steps: Vector) -> bytes:
+    def _encode_tile(self, tile: Vector, start: int, steps: Vector) -> tuple[_Plain, bytes]:
         codes: Codes = np.empty(tile.size, dtype=np.int8)
         first = start // CHUNK
         of_tile = steps[first : first + num_chunks(tile.size)]
@@ -181,10 +195,50 @@ class EntropyCoded(DecodesByTile):
         )
         if wrong != ALL_RIGHT:
             refuse_not_finite(tile[wrong:], start=start + wrong)
-        return deflated(self.pack(codes)) + outliers[:num_outliers].tobytes()
+        packed, exact = self.pack(codes), outliers[:num_outliers].tobytes()
+        return (packed, exact), deflated(packed) + exact
+
+    def opened(self, body: bytes, num_elements: int) -> Opened:
+        """See Codec. Streams are inflated for it, and never again: their codes are kept, packed."""
+        part_of, steps = self._parts_of(body, num_elements)
+        count = -(-num_elements // TILE_ELEMENTS)
+        plain: list[_Plain] = [(np.empty(0, dtype=np.uint8), b"")] * count
+
+        def inflated_once(index: int) -> _Plain:
+            plain[index] = part_of(index)
+            return plain[index]
+
+        first = self._readable(body, num_elements, self._read_plain(inflated_once, steps))
+        first.each_tile(lambda start, values: None)
+        return self._readable(body, num_elements, self._read_plain(plain.__getitem__, steps))
 
     def reader(self, body: bytes | memoryview, num_elements: int) -> Reader:
         """Raises CodecError for what is no body, before it is allocated for."""
+        return self._read_plain(*self._parts_of(body, num_elements))
+
+    def _read_plain(self, part_of: Callable[[int], _Plain], steps: Vector) -> Reader:
+        """Reads tiles of which `part_of` gives the packed codes and the outliers."""
+
+        def read(first: int, past: int, values: Vector) -> None:
+            for start in range(first, past, TILE_ELEMENTS):
+                tile = values[start - first : min(start + TILE_ELEMENTS, past) - first]
+                packed, outliers = part_of(start // TILE_ELEMENTS)
+                codes = read_only(self.unpack(packed, tile.size))
+                first_step = start // CHUNK
+                of_tile = steps[first_step : first_step + num_chunks(tile.size)]
+                if not _multiply(codes, of_tile, self.shift, tile):
+                    raise CodecError(f"an {self.name} chunk with step 0 holds other codes than 0")
+                put_back(codes, self.mark, outliers, tile, codec=self.name)
+
+        return read
+
+    def _parts_of(
+        self, body: bytes | memoryview, num_elements: int
+    ) -> tuple[Callable[[int], _Plain], Vector]:
+        """What inflates a tile's part, and the steps; nothing is allocated for a wrong body.
+
+        Raises CodecError.
+        """
         raw = check_body(body, codec=self, num_elements=num_elements)
         head, of_steps = self._head_bytes(num_elements), 4 * num_chunks(num_elements)
         steps = read_only(raw[:of_steps].view("<f4").astype(np.float32))
@@ -195,26 +249,18 @@ class EntropyCoded(DecodesByTile):
         if ends[-1] != raw.size:
             raise CodecError(f"the parts of {self.name} do not fill the body")
 
-        def read(first: int, past: int, values: Vector) -> None:
-            for start in range(first, past, TILE_ELEMENTS):
-                tile = values[start - first : min(start + TILE_ELEMENTS, past) - first]
-                index = start // TILE_ELEMENTS
-                part = raw[ends[index - 1] if index else head : ends[index]]
-                codes, outliers = self._read_part(part, tile.size)
-                first_step = start // CHUNK
-                of_tile = steps[first_step : first_step + num_chunks(tile.size)]
-                if not _multiply(codes, of_tile, self.shift, tile):
-                    raise CodecError(f"an {self.name} chunk with step 0 holds other codes than 0")
-                put_back(codes, self.mark, outliers, tile, codec=self.name)
+        def part_of(index: int) -> _Plain:
+            part = raw[ends[index - 1] if index else head : ends[index]]
+            num_codes = min(num_elements - index * TILE_ELEMENTS, TILE_ELEMENTS)
+            num_bytes = self.code_bytes(num_codes)
+            packed, outliers = inflated_head(part, most_bytes=num_bytes, codec=self.name)
+            if packed.size != num_bytes:
+                raise CodecError(
+                    f"a stream of {self.name} holds {packed.size} bytes, not {num_bytes}"
+                )
+            return packed, outliers
 
-        return read
-
-    def _read_part(self, part: Bytes, num_codes: int) -> tuple[Codes, bytes]:
-        num_bytes = self.code_bytes(num_codes)
-        packed, outliers = inflated_head(part, most_bytes=num_bytes, codec=self.name)
-        if packed.size != num_bytes:
-            raise CodecError(f"a stream of {self.name} holds {packed.size} bytes, not {num_bytes}")
-        return read_only(self.unpack(packed, num_codes)), outliers
+        return part_of, steps
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,11 @@ Tiles do not depend on each other, so the bytes are the same for any number of t
 a tile has a stream of its own.
 """
 
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import cache
 from typing import TypeVar
 
 import numpy as np
@@ -37,13 +39,14 @@ class Tiles:
         The first of its errors, by place, is raised.
         """
         num_units = -(-num_elements // unit)
-        num_runs = min(self.num_threads, num_units)
+        num_runs = 1 if hasattr(_POOLED, "is_one") else min(self.num_threads, num_units)
         bounds = [num_units * run // num_runs * unit for run in range(num_runs)]
         runs = list(zip(bounds, [*bounds[1:], num_elements], strict=True))
         if num_runs == 1:
             return [work(*runs[0])]
-        with ThreadPoolExecutor(num_runs) as pool:
-            return list(pool.map(lambda run: work(*run), runs))
+        futures = [_pool_of(self.num_threads).submit(work, *run) for run in runs]
+        wait(futures)  # all of them: what follows an error may free what the others write to
+        return [future.result() for future in futures]
 
     def each_tile(
         self,
@@ -64,16 +67,25 @@ class Tiles:
 
 ONE_THREAD = Tiles()
 
-MOST_THREADS = 4
-"""More would wait for the memory."""
+_POOLED = threading.local()
+"""What marks the threads of a pool. Work in one of them that asks for threads again gets its own: waiting for
+others that all wait likewise would never end."""
+
+
+@cache
+def _pool_of(num_threads: int) -> ThreadPoolExecutor:
+    """One for all slices that are worked on at once: together they use no more threads."""
+    return ThreadPoolExecutor(
+        num_threads,
+        thread_name_prefix="tiles",
+        initializer=lambda: setattr(_POOLED, "is_one", True),
+    )
 
 
 def threads_beside(*, num_ranks: int, num_cores: int, ranks_compute_on_cores: bool) -> int:
-    """How many threads codecs may use on a node with so many ranks and cores.
+    """How many threads the exchange's arithmetic may use on a node with so many ranks and cores.
 
     A rank on a GPU keeps one core busy; those that are left are free. Ranks on CPUs use all cores, and
     train while the node encodes.
     """
-    if ranks_compute_on_cores:
-        return 1
-    return max(1, min(MOST_THREADS, num_cores - num_ranks))
+    return 1 if ranks_compute_on_cores else max(1, num_cores - num_ranks)

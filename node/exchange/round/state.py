@@ -95,6 +95,24 @@ class RoundState:
         return ours == theirs
 
 
+def opened(plan: Plan, rules: Rules, *, patience_seconds: float, now: float) -> RoundState:
+    """A round as its plan opens it."""
+    return RoundState(
+        plan=plan,
+        rules=rules,
+        commit_deadline=now + plan.commit_seconds,
+        patience_seconds=patience_seconds,
+        slices={
+            part.index: SliceState(
+                part=part,
+                phase=Phase.COLLECTING if part.reducer_id == rules.node_id else Phase.ELSEWHERE,
+                deadline=now + plan.contribute_seconds,
+            )
+            for part in plan.slices
+        },
+    )
+
+
 def in_order_of_sending(slices: Sequence[Slice], node_id: NodeId) -> list[Slice]:
     """Each reducer's first slice, then each one's second, and so on: all begin to reduce at once.
 

@@ -30,7 +30,6 @@ from node.exchange.round.state import (
     Reduce,
     ResultFetched,
     RoundState,
-    Rules,
     Send,
     SliceState,
     Tell,
@@ -45,7 +44,7 @@ from protocol.messages import (
     SliceTakenOver,
 )
 from protocol.payload import CONTRIBUTION, RESULT, Payload
-from protocol.rounds import NodeId, Plan, SliceOutcome
+from protocol.rounds import NodeId, SliceOutcome
 
 GRACE_SECONDS = 2.0
 GRACE_ROUND_TRIPS = 8
@@ -66,24 +65,6 @@ class Transition:
     actions: tuple[Action, ...]
     wake_at: float | None = None  # when time alone would do something next; None: never
     refusal: str = ""  # of the payload that came
-
-
-def opened(plan: Plan, rules: Rules, *, patience_seconds: float, now: float) -> RoundState:
-    """A round as its plan opens it."""
-    return RoundState(
-        plan=plan,
-        rules=rules,
-        commit_deadline=now + plan.commit_seconds,
-        patience_seconds=patience_seconds,
-        slices={
-            part.index: SliceState(
-                part=part,
-                phase=Phase.COLLECTING if part.reducer_id == rules.node_id else Phase.ELSEWHERE,
-                deadline=now + plan.contribute_seconds,
-            )
-            for part in plan.slices
-        },
-    )
 
 
 def step(state: RoundState, event: Event, now: float) -> Transition:

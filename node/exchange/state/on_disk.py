@@ -234,6 +234,7 @@ class StateOnDisk:
             is_due = self._snapshot_round != outer.round or outer.owing.holds_work
         else:
             is_due = has_moved and not is_busy and (outer.owing.holds_work or self._is_due(outer))
+            is_due = is_due and not self._is_postponed(outer)
         snapshot = self._begun(outer) if is_due or not leads_here else None
         return Saving(
             position=position,
@@ -246,6 +247,7 @@ class StateOnDisk:
         """Writes what leads to a state. Heavy; raises as `save`."""
         for round, payloads in saving.results:
             self.results.write(round, payloads)
+        self._forget_results(saving.position.round)
 
     def write_snapshot(
         self, writing: SnapshotWriting, outer: Outer, *, is_patient: bool = False
@@ -261,10 +263,27 @@ class StateOnDisk:
                 outer.writing = None
             if self._writing is writing:
                 self._writing = None
-        oldest_file = self.snapshots.rounds()[-1]
-        self.sent.forget_before(oldest_file + 1)
-        oldest_asked_for = writing.round - held_results.KEPT_ROUNDS
+        self.sent.forget_before(self.snapshots.rounds()[-1] + 1)
+        self._forget_results(writing.round)
+
+    def _forget_results(self, round: int) -> None:
+        """Drops what neither this node nor a peer asks for once there is this round."""
+        oldest_file = min(self.snapshots.rounds(), default=-1)
+        oldest_asked_for = round - held_results.KEPT_ROUNDS
         self.results.folder.forget_before(min(oldest_file, oldest_asked_for) + 1)
+
+    def _is_postponed(self, outer: Outer) -> bool:
+        """Whether a snapshot that is due waits for a joiner that reads the older one.
+
+        It would take the room of a third, which the disk or the owner may not have.
+        """
+        if not self.snapshots.folder.is_served(outer.round):
+            return False
+        one = snapshot_bytes(outer.layout.num_elements)
+        is_postponed = not self._budget.has_beside(self.path, one)
+        if is_postponed:
+            log.info("a snapshot waits for a joiner to have read the older one", round=outer.round)
+        return is_postponed
 
     def save_whole(self, outer: Outer) -> None:
         """Writes a snapshot at once, for whoever changes nothing meanwhile. Heavy; raises as `save`."""

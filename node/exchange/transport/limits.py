@@ -29,6 +29,9 @@ class Limits:
     floor_bytes_per_second: float = 2048.0
     max_streams_per_peer: int = 24
     max_streams: int = 128
+    """That are served at once: 64 contributors with a body in parts each."""
+    max_waiting_streams: int = 1024
+    """Offers in line besides, and streams whose request is being read."""
     max_streams_per_body: int = 8
     """More brought nothing on any link that we measured (docs/decisions.md)."""
     most_early_bytes: int = 4 << 20

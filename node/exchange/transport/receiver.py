@@ -12,10 +12,9 @@ moment, and little of each sender.
 """
 
 import asyncio
-import contextlib
 import io
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from node.exchange.transport.limits import Limits
@@ -187,7 +186,6 @@ class Receiver:
         self.early = EarlyParts(limits)
         self._open: dict[Key, IncomingBody] = {}
         self._kept: dict[Key, tuple[Assembly, float]] = {}  # until then, the oldest first
-        self._num_streams: Counter[NodeId] = Counter()
 
     def begin(
         self, sender: NodeId, header: PayloadHeader, digest: Digest, part_bytes: int
@@ -231,21 +229,6 @@ class Receiver:
         """The body that a part belongs to; None when none is taken that has this digest."""
         return self._open.get((sender, digest))
 
-    def has_stream(self, sender: NodeId) -> bool:
-        """Whether a sender has a stream of parts open."""
-        return sender in self._num_streams
-
-    @contextlib.contextmanager
-    def stream(self, sender: NodeId) -> Iterator[None]:
-        """Counts one while it is served."""
-        self._num_streams[sender] += 1
-        try:
-            yield
-        finally:
-            self._num_streams[sender] -= 1
-            if not self._num_streams[sender]:
-                del self._num_streams[sender]
-
     def expire(self, now: float) -> None:
         """Forgets what was kept for its time."""
         self.early.expire(now)
@@ -273,40 +256,39 @@ async def take_parts(stream: TransferStream, sender: NodeId, receiver: Receiver)
     streams.BROKEN when the sender is gone in the middle of a part.
     """
     limits, dropped_bytes = receiver.limits, 0
-    with receiver.stream(sender):
-        while True:
-            try:
-                async with asyncio.timeout(limits.at_rest_seconds):
-                    part = await stream.receive(wire.Part, is_patient=True)
-            except asyncio.IncompleteReadError as error:
-                if error.partial:
-                    raise
-                return  # closed between two parts
-            began_at = stream.traffic.clock()
-            digest = Digest(part.digest)
-            if (body := receiver.find(sender, digest)) is not None:
-                dropped_bytes = 0
-                await _take_part(stream, body, part, began_at=began_at)
-                continue
-            if dropped_bytes + part.num_bytes > limits.most_dropped_bytes:
-                raise FrameError(
-                    f"{dropped_bytes + part.num_bytes} bytes of parts that nobody asked for"
-                )
-            early = await _read_early(stream, part.num_bytes, limits.most_early_part_bytes)
-            now = stream.traffic.clock()
-            if early is None:
-                dropped_bytes += part.num_bytes
-                await _answer(stream, part, wire.TRANSFER_STATUS_PART_DROPPED)
-            elif (body := receiver.find(sender, digest)) is not None:  # it has come meanwhile
-                await _take_part(stream, body, part, began_at=began_at, early=early)
-            elif receiver.early.keep((sender, digest), part.index, early, now=now):
-                forget_in_time(receiver, limits.early_seconds)
-                # Counted with the next part: what kind it is, its offer will say.
-                stream.traffic.moved(received_bytes=part.num_bytes, since=began_at)
-                await _answer(stream, part, wire.TRANSFER_STATUS_PART_KEPT)
-            else:
-                dropped_bytes += part.num_bytes
-                await _answer(stream, part, wire.TRANSFER_STATUS_PART_DROPPED)
+    while True:
+        try:
+            async with asyncio.timeout(limits.at_rest_seconds):
+                part = await stream.receive(wire.Part, is_patient=True)
+        except asyncio.IncompleteReadError as error:
+            if error.partial:
+                raise
+            return  # closed between two parts
+        began_at = stream.traffic.clock()
+        digest = Digest(part.digest)
+        if (body := receiver.find(sender, digest)) is not None:
+            dropped_bytes = 0
+            await _take_part(stream, body, part, began_at=began_at)
+            continue
+        if dropped_bytes + part.num_bytes > limits.most_dropped_bytes:
+            raise FrameError(
+                f"{dropped_bytes + part.num_bytes} bytes of parts that nobody asked for"
+            )
+        early = await _read_early(stream, part.num_bytes, limits.most_early_part_bytes)
+        now = stream.traffic.clock()
+        if early is None:
+            dropped_bytes += part.num_bytes
+            await _answer(stream, part, wire.TRANSFER_STATUS_PART_DROPPED)
+        elif (body := receiver.find(sender, digest)) is not None:  # it has come meanwhile
+            await _take_part(stream, body, part, began_at=began_at, early=early)
+        elif receiver.early.keep((sender, digest), part.index, early, now=now):
+            forget_in_time(receiver, limits.early_seconds)
+            # Counted with the next part: what kind it is, its offer will say.
+            stream.traffic.moved(received_bytes=part.num_bytes, since=began_at)
+            await _answer(stream, part, wire.TRANSFER_STATUS_PART_KEPT)
+        else:
+            dropped_bytes += part.num_bytes
+            await _answer(stream, part, wire.TRANSFER_STATUS_PART_DROPPED)
 
 
 async def _read_early(stream: TransferStream, num_bytes: int, most_bytes: int) -> bytes | None:

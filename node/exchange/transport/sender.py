@@ -21,6 +21,7 @@ from enum import StrEnum
 from node.exchange.transport.limits import PARTS_IN_WINDOW, Limits
 from node.exchange.transport.outgoing import OutgoingBody, Widening, Window
 from node.exchange.transport.rates.uplink import UnderWay, Uplink
+from node.exchange.transport.transport import TransferRefusedError
 
 MOST_BODIES = 8
 """On their way to one peer at once, however small: each waits for its verdict on a stream of its own,
@@ -81,6 +82,7 @@ class PeerState(StrEnum):
     PROBING = "probing"  # nothing was acknowledged since the first of these bodies came
     STREAMING = "streaming"  # parts go out, and are acknowledged
     WAITING = "waiting for answers"  # all that may go is out
+    IN_LINE = "in line"  # the peer takes no parts before it has answered an offer
     BREAKING = "breaking"  # streams broke since a part got through
 
 
@@ -146,6 +148,7 @@ class PeerSender:
         self._widening = Widening(limits, now=0.0)
         self._acknowledged_bytes = 0  # since the first of these bodies came
         self._errors: list[Exception] = []  # of streams that broke since a part got through
+        self._is_in_line = False  # no stream of parts is opened until an offer is accepted
 
     @property
     def round_trip_seconds(self) -> float:
@@ -164,6 +167,8 @@ class PeerSender:
             return PeerState.AT_REST
         if self._errors:
             return PeerState.BREAKING
+        if self._is_in_line and not self.streams:
+            return PeerState.IN_LINE
         is_out = any(stream.under_way for stream in self.streams)
         if is_out and not any(stream.is_writing for stream in self.streams):
             return PeerState.WAITING
@@ -178,6 +183,7 @@ class PeerSender:
             self._widening = Widening(self._limits, now=now)
             self._acknowledged_bytes = 0
             self._errors.clear()
+            self._is_in_line = False
         self._line.append(body)
         return self._next(now)
 
@@ -190,6 +196,7 @@ class PeerSender:
     def accepted(self, body: OutgoingBody, held_map: bytes, *, now: float) -> list[Action]:
         """The peer has accepted the offer, and has these parts already."""
         body.accept(held_map)
+        self._is_in_line = False
         return self._next(now)
 
     def went_out(self, body: OutgoingBody, *, now: float) -> list[Action]:
@@ -208,6 +215,8 @@ class PeerSender:
 
     def went_round_in(self, seconds: float) -> None:
         """An offer was answered. The shortest lately counts: queues come and go, and ways change."""
+        if self._is_in_line:
+            return  # it says nothing of the way
         known = self._round_trip_seconds
         self._round_trip_seconds = seconds if known is None else min(seconds, _LENGTHENING * known)
         self._uplink.goes_round_in(self, self._round_trip_seconds)
@@ -253,7 +262,11 @@ class PeerSender:
         if stream not in self.streams:
             return self._next(now)
         self.streams.remove(stream)
-        if error is not None:
+        if isinstance(error, TransferRefusedError) and not any(
+            b.is_accepted for b in self._offered
+        ):
+            self._is_in_line = True  # a full receiver has a line for offers, and none for parts
+        elif error is not None:
             self._errors.append(error)
         if len(self._errors) >= MOST_BREAKS and not self.streams:
             failed, self._errors = self._errors[-1], []
@@ -291,7 +304,7 @@ class PeerSender:
             self._num_streams = max(1, min(self._num_streams, len(self.streams)))
         elif self._num_streams < min(self._limits.max_streams_per_body, num_waiting):
             self._num_streams += self._widening.is_wider_better(self._acknowledged_bytes, now)
-        if not self._window.has_room(now):
+        if self._is_in_line or not self._window.has_room(now):
             return []
         num_opening = sum(not stream.is_open for stream in self.streams)
         num_missing = min(num_waiting - num_opening, self._num_streams - len(self.streams))

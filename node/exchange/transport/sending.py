@@ -89,7 +89,7 @@ class Sending:
     @property
     def is_waiting(self) -> bool:
         """Whether all that may go is out, and not answered."""
-        return self._sender.state() == PeerState.WAITING
+        return self._sender.state() in (PeerState.WAITING, PeerState.IN_LINE)
 
     @property
     def round_trip_seconds(self) -> float:

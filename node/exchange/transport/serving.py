@@ -121,41 +121,39 @@ class Server:
     async def serve(self, stream: TransferStream, sender: NodeId) -> None:
         """Answers a member's request.
 
-        Raises FrameError, or streams.BROKEN when the member is gone, and TransferRefusedError when there
-        is no place for one stream more: then nothing was read.
+        Raises FrameError, or streams.BROKEN when the member is gone, and TransferRefusedError when it
+        has too many streams, or all have: then nothing was read.
         """
-        is_served_enough = self.admission.is_served_enough(sender)
         with self.admission.let_in(sender):
-            is_crowded = self.admission.is_crowded(sender)
             try:
-                await self._answer(stream, sender, is_crowded, is_served_enough)
+                await self._answer(stream, sender)
             except (TransferRefusedError, PayloadError) as refusal:
                 await refuse(stream, str(refusal))
             finally:
                 stream.count_ended()
             await stream.outlast()
 
-    async def _answer(
-        self, stream: TransferStream, sender: NodeId, is_crowded: bool, is_served_enough: bool
-    ) -> None:
+    async def _answer(self, stream: TransferStream, sender: NodeId) -> None:
         request = await stream.receive(wire.TransferRequest)
         match request.WhichOneof("request"):
             case "offer":
+                offer = request.offer
                 try:
-                    await self._take(stream, sender, request.offer)
+                    async with self.admission.offer(
+                        sender, is_in_parts=bool(offer.part_bytes), is_gone=lambda: stream.is_gone
+                    ):
+                        await self._take(stream, sender, offer)
                 except (TransferRefusedError, PayloadError):
-                    self.receiver.refuse(sender, _digest_of(request.offer))
+                    self.receiver.refuse(sender, _digest_of(offer))
                     raise
             case "stripe":
-                if is_crowded and self.receiver.has_stream(sender):
-                    raise TransferRefusedError("busy; go on with the streams that you have")
-                await take_parts(stream, sender, self.receiver)
-            case "want_result" | "want_chunk" | "want_tokens" if is_served_enough:
-                raise TransferRefusedError("busy; go on with the transfers that you have")
-            case "want_result" | "want_manifest" | "want_chunk" | "want_tokens":
-                want = _decode_want(request)
-                async with turn_of(want, self._pieces):
-                    await self._give(stream, sender, want)
+                with self.admission.parts(sender):
+                    await take_parts(stream, sender, self.receiver)
+            case "want_result" | "want_manifest" | "want_chunk" | "want_tokens" as kind:
+                with self.admission.fetch(sender, is_large=kind != "want_manifest"):
+                    want = _decode_want(request)
+                    async with turn_of(want, self._pieces):
+                        await self._give(stream, sender, want)
             case _:
                 raise TransferRefusedError("the request is empty, or of a newer version of Atoll")
 

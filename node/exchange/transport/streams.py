@@ -224,6 +224,11 @@ class TransferStream:
             self._got(len(chunk))
             yield chunk
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether the other side has ended the stream, and nothing of it is left to read."""
+        return self._reader.at_eof() or self._reader.exception() is not None
+
     async def ended(self) -> None:
         """Returns when the other side ends the stream, or says something out of turn."""
         with contextlib.suppress(*BROKEN):

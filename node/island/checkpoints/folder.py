@@ -115,14 +115,19 @@ class CheckpointFolder:
 
     @property
     def _records(self) -> RoundFolder:
-        return RoundFolder(self.path, suffix="", kept=KEPT, digits=1)
+        return RoundFolder(self.path, suffix="", kept=self._kept, digits=1)
+
+    @property
+    def _kept(self) -> int:
+        """Of several hosts each keeps one more: what one of them has not finished, the others cannot use."""
+        return KEPT if self.num_hosts == 1 else KEPT + 1
 
     def need(self, num_elements: int, num_parts: int) -> Need:
         """What is ever kept at most; `num_parts` is tensors times ranks."""
         return Need(
             what="checkpoints of the inner optimizer",
             path=self.path,
-            num_bytes=KEPT * (moments_bytes(num_elements) + _PART_BYTES * num_parts),
+            num_bytes=self._kept * (moments_bytes(num_elements) + _PART_BYTES * num_parts),
             held_bytes=self._records.held_bytes(),
         )
 

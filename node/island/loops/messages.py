@@ -4,13 +4,13 @@ The loop's side is the package `atoll`, which is imported into environments that
 shares no code with this one: who changes a message changes `atoll.connection` too, and VERSION.
 
 The daemon greets with one byte, and descriptors of the two shared vectors beside it: the global
-parameters, to be read, and the published ones, to be written. Each rank of the loop then says hello
-and is welcomed, or refused. When all ranks are ready, the daemon gives orders, one at a time and the
-same to all, and each rank answers with the order's number:
+parameters, to be read, and room for one fragment of local ones, to be written. Each rank of the loop
+then says hello and is welcomed, or refused. When all ranks are ready, the daemon gives orders, one at a
+time and the same to all, and each rank answers with the order's number:
 
     adopt      take over the global parameters, of a fragment or of all  →  done
     train      take inner steps; rank 0 tells of them now and then (stepped)  →  trained
-    publish    copy the local parameters of a fragment to shared memory  →  done
+    publish    copy the local parameters of a fragment to the beginning of that room  →  done
     evaluate   measure the held-out loss of the global parameters  →  evaluated
 
 `halt`, to rank 0, ends the training in progress after its current inner step, and is not answered.
@@ -33,7 +33,7 @@ from protocol.layout import Layout
 from protocol.models import Section
 from protocol.run_spec import RunSpec
 
-VERSION = 1
+VERSION = 2
 
 MAX_LINE_BYTES = 1 << 20
 """Of what a loop says; the longest is a sentence. The welcome, the other way, names each tensor."""

@@ -32,10 +32,11 @@ class Box:
         """0 for a rank that got nothing of a tensor with fewer rows than ranks."""
         return int(torch.Size(self.size).numel())
 
-    def of(self, whole: Tensor) -> Tensor:
-        """The box within the canonical vector, as a view."""
+    def of(self, vector: Tensor, first: int = 0) -> Tensor:
+        """The box within a vector that begins with this element of the canonical one, as a view."""
         place = self.place
-        tensor = whole[place.offset : place.offset + place.num_elements].view(place.shape)
+        begin = place.offset - first
+        tensor = vector[begin : begin + place.num_elements].view(place.shape)
         for dim, (start, size) in enumerate(zip(self.start, self.size, strict=True)):
             tensor = tensor.narrow(dim, start, size)
         return tensor
@@ -178,17 +179,17 @@ def rebase_boxes(
 ) -> None:
     """Puts what was trained since publishing on top of the global parameters.
 
-    local = global + (local - published)
+    local = global + (local - published), where `published` begins with the span.
     """
     whole, before = torch.from_numpy(parameters), torch.from_numpy(published)
     for part in _within(held, span):
-        part.local.sub_(_beside(part, before, copies))
+        part.local.sub_(_beside(part, before, copies, first=span.start))
         part.local.add_(_beside(part, whole, copies))
 
 
-def _beside(part: Held, whole: Tensor, copies: Copies) -> Tensor:
-    """The box of a canonical vector on the device of the rank's own values, one tensor at a time."""
-    values = part.box.of(whole)
+def _beside(part: Held, vector: Tensor, copies: Copies, *, first: int = 0) -> Tensor:
+    """The box of a vector on the device of the rank's own values, one tensor at a time."""
+    values = part.box.of(vector, first)
     if part.local.device == values.device:
         return values
     moved = torch.empty_like(part.local)
@@ -199,9 +200,13 @@ def _beside(part: Held, whole: Tensor, copies: Copies) -> Tensor:
 def publish_boxes(
     held: Iterable[Held], into: Vector, span: slice, *, copies: Copies = copy_in_turn
 ) -> None:
-    """Copies the boxes that this rank publishes to their places within a fragment's span."""
-    whole = torch.from_numpy(into)
-    copies((part.box.of(whole), part.local) for part in _within(held, span) if part.publishes)
+    """Copies the boxes that this rank publishes to their places in a vector that begins with the span."""
+    fragment = torch.from_numpy(into)
+    copies(
+        (part.box.of(fragment, span.start), part.local)
+        for part in _within(held, span)
+        if part.publishes
+    )
 
 
 def _within(held: Iterable[Held], span: slice) -> Iterator[Held]:

@@ -190,7 +190,10 @@ class Trainer:
     def merge(
         self, parameters: Vector, published: Vector, fragment: int, *, is_taken: bool
     ) -> None:
-        """Takes over a fragment's new global parameters, as [exchange] overlap says."""
+        """Takes over a fragment's new global parameters, as [exchange] overlap says.
+
+        `published` begins with what was published of the fragment.
+        """
         exchange = self._spec.exchange
         span = self._layout.fragments[fragment].span
         if exchange.overlap == "none":
@@ -202,7 +205,7 @@ class Trainer:
             blend_boxes(self._held(), parameters, span, local_share=share, copies=self._copies)
 
     def publish(self, into: Vector, fragment: int) -> None:
-        """Copies this rank's parts of the fragment to their places in the canonical vector."""
+        """Copies this rank's parts of the fragment to `into`, which begins with the fragment."""
         span = self._layout.fragments[fragment].span
         publish_boxes(self._held(), into, span, copies=self._copies)
 

@@ -1,0 +1,92 @@
+"""A round's arithmetic as a whole: bits that no number of threads changes, streams that are read once."""
+
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.outer_arithmetic import RoundsOfOneNode, Stages
+from node.exchange.codecs import entropy
+from node.exchange.codecs.tiles import ONE_THREAD, TILE_ELEMENTS, Tiles
+
+VALUES = 5 * TILE_ELEMENTS + 300
+NODES = 2
+
+
+def rounds_of(codec: str, *, threads: int = 1, fragments: int = 1) -> RoundsOfOneNode:
+    return RoundsOfOneNode(
+        codec=codec,
+        values=VALUES,
+        nodes=NODES,
+        fragments=fragments,
+        tiles=Tiles(threads) if threads > 1 else ONE_THREAD,
+    )
+
+
+def no_clock() -> Stages:
+    return Stages(lambda: 0.0)
+
+
+@pytest.mark.parametrize("codec", ["int4", "ec2", "topk64"])
+def test_whatever_the_number_of_threads_rounds_come_to_the_same_bits(codec: str) -> None:
+    """State, what is owed, what the reducer keeps and each body that travels."""
+    found = []
+    for threads in (1, 2, 5):
+        rounds = rounds_of(codec, threads=threads, fragments=2)
+        bodies = []
+        for _ in range(4):
+            _, results = rounds.run(no_clock())
+            bodies += [payload.digest for payload in results.values()]
+        owed = {name: vector.tobytes() for name, vector in rounds.outer.owed().tensors().items()}
+        found.append((rounds.outer.digest, owed, bodies))
+    assert found[0] == found[1] == found[2]
+    assert len(found[0][1]) > 1  # the reducer's error is among it
+
+
+def test_a_stream_is_inflated_where_it_arrives_and_never_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Contributions once at their reducer, results once when they come; what is our own, not at all."""
+    num_inflated = 0
+    inflate = entropy.inflated_head
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        nonlocal num_inflated
+        num_inflated += 1
+        return inflate(*arguments, **named)
+
+    rounds = rounds_of("ec2")
+    own, others = (
+        sum(-(-part.num_elements // TILE_ELEMENTS) for part in rounds.slices if is_own(part))
+        for is_own in (
+            lambda part: part.reducer_id == rounds.ids[0],
+            lambda part: part.reducer_id != rounds.ids[0],
+        )
+    )
+    monkeypatch.setattr(entropy, "inflated_head", counted)
+    rounds.run(no_clock())
+    assert num_inflated == NODES * own + others
+
+
+def test_no_more_memory_is_held_than_what_is_said() -> None:
+    """Of eight fragments: three vectors of the model, one of a fragment, the error of what is reduced."""
+    tracemalloc.start()
+    try:
+        rounds = rounds_of("int4", fragments=8)
+        for _ in range(16):
+            rounds.run(no_clock())
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    num_elements = rounds.outer.layout.num_elements
+    room = 4 * max(part.num_elements for part in rounds.slices)  # to encode a slice in
+    bodies = VALUES  # two results of a fragment at half a byte
+    said = (12 + 4 / 8 + 4 / NODES) * num_elements + room + bodies
+    assert 0.97 * said < held < 1.01 * said
+    kept = rounds.outer.owing.reducer_error.values
+    assert kept is not None
+    assert sum(values.size for values in kept.values()) == pytest.approx(
+        num_elements / NODES, rel=0.01
+    )
+    assert np.count_nonzero(rounds.outer.owed().residual) > 0
