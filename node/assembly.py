@@ -15,7 +15,7 @@ import structlog
 
 from node.config import HISTORY_FILE, NodeSettings
 from node.daemon import Daemon, NodeFacts, Tokens
-from node.duties.exchange_time import ExchangeTime
+from node.duties.times import ExchangeTime
 from node.exchange.arithmetic_speed import measured_speed
 from node.exchange.codecs.compiled import remove_unused_kernels
 from node.exchange.codecs.tiles import Tiles, threads_beside
@@ -40,9 +40,8 @@ from node.island.loops.island import LoopIsland
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.auto_mesh import DeviceKind
 from node.island.parallel.mesh_shape import MeshShape
-from node.island.ranks.devices import kind_of
+from node.island.ranks.devices import UsableDevices, kind_of, usable_devices
 from node.island.ranks.launcher import ProcessIsland
-from node.island.ranks.usable_devices import UsableDevices, usable_devices
 from node.link.calls import CoordinatorLink
 from node.machine.hardware import Hardware, likely_devices
 from node.machine.kernel import congestion_control

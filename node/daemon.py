@@ -12,8 +12,8 @@ from typing import Any
 import structlog
 
 from node.duties.duties import Duties
-from node.duties.exchange_time import ExchangeTime
 from node.duties.lasting_island import LastingIsland
+from node.duties.times import ExchangeTime
 from node.duties.work import CatchUpNeeded, PlanReceived
 from node.exchange.exchange import Exchange
 from node.exchange.outer import Outer

@@ -20,8 +20,7 @@ from benchmarks.exchange.slow_motion import stretch_waits
 from node.exchange.codecs.registry import codec_named
 from node.exchange.exchange import Exchange
 from node.exchange.outer import Outer
-from node.exchange.outer_optimizer import Sgd
-from node.exchange.rate_scaling import RateScale
+from node.exchange.outer_optimizer import RateScale, Sgd
 from node.exchange.reducer_error import ReducerError
 from node.exchange.residual import Residual
 from node.exchange.round.state import Rules

@@ -10,11 +10,19 @@ from typing import TYPE_CHECKING
 import structlog
 
 from node.duties.ahead import Ahead
-from node.duties.exchange_time import ExchangeTime
 from node.duties.lasting_island import LastingIsland
-from node.duties.planned_work import counted, counted_anew, trained_of, work_ahead_of, work_of
-from node.duties.round_times import RoundTimes
-from node.duties.work import AheadFailed, CatchUpNeeded, PlanReceived, Work
+from node.duties.times import ExchangeTime, RoundTimes
+from node.duties.work import (
+    AheadFailed,
+    CatchUpNeeded,
+    PlanReceived,
+    Work,
+    counted,
+    counted_anew,
+    trained_of,
+    work_ahead_of,
+    work_of,
+)
 from node.exchange.exchange import Exchange
 from node.exchange.outer import Outer
 from node.exchange.state.patience import Patience

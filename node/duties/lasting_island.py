@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import structlog
 
-from node.duties.exchange_time import ExchangeTime
+from node.duties.times import ExchangeTime
 from node.island.island import (
     Ability,
     Evaluation,

@@ -19,11 +19,12 @@ from node.exchange.codecs.tiles import ONE_THREAD, Tiles
 from node.exchange.mean import Squares, merged
 from node.exchange.outer_optimizer import (
     OuterOptimizer,
+    RateScale,
     outer_optimizer_of,
+    rate_scale_of,
     refuse_flushed_subnormals,
 )
 from node.exchange.owing import Owing
-from node.exchange.rate_scaling import RateScale, rate_scale_of
 from node.exchange.reducer_error import ReducerError
 from node.exchange.reduction import COUNTED_ROUNDS, Reduction, SliceResult, missed_in_a_row
 from node.exchange.residual import Residual

@@ -34,8 +34,8 @@ from node.island.data.places import DataPlaces
 from node.island.island import InnerReport, InnerWork, Progress
 from node.island.models.code import check_functions
 from node.island.ranks.commands import Keep, MeetingPoint
+from node.island.ranks.devices import usable_devices
 from node.island.ranks.launcher import ProcessIsland
-from node.island.ranks.usable_devices import usable_devices
 from node.outer_state import SharedVectors, Vector
 from protocol.errors import (
     AtollError,

@@ -9,8 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from node.island.ranks.devices import check_choice
-from node.island.ranks.free_memory import free_bytes
+from node.island.ranks.devices import check_choice, free_bytes
 from node.machine.gpus import Gpu, has_driver
 from protocol.errors import ConfigError
 

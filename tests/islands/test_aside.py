@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from node.hosts.rendezvous import open_store
 from node.island.ranks.aside import Aside, Work
-from node.island.ranks.devices import devices_of
-from node.island.ranks.usable_devices import usable_devices
+from node.island.ranks.devices import devices_of, usable_devices
 from protocol.errors import ConfigError, SystemRefusedError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from effort import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.duties.planned_work import work_ahead_of, work_of
+from node.duties.work import work_ahead_of, work_of
 from node.island.island import InnerWork
 from node.island.training.schedule import Position
 from protocol.messages import RoundOpened

@@ -16,8 +16,7 @@ from node.disk.snapshots import Owed, Snapshot
 from node.exchange.codecs.registry import codec_named
 from node.exchange.exchange import Exchange
 from node.exchange.outer import Outer
-from node.exchange.outer_optimizer import Sgd
-from node.exchange.rate_scaling import RateScale
+from node.exchange.outer_optimizer import RateScale, Sgd
 from node.exchange.reducer_error import ReducerError
 from node.exchange.residual import MOST_OWED, Residual
 from node.exchange.round.state import Rules

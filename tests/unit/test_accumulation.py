@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from node.island.models.decoder_modules import Decoder, Objective
-from node.island.training.accumulation import accumulate_gradients
+from node.island.training.gradients import accumulate_gradients
 from protocol.models import DecoderModel
 
 MODEL = DecoderModel(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from node.duties.exchange_time import ExchangeTime
+from node.duties.times import ExchangeTime
 
 
 class Clock:

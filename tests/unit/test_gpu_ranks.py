@@ -24,7 +24,7 @@ from node.island.ranks.accelerator import bind_to_near_cores, cores_of
 from node.island.ranks.commands import MeetingPoint
 from node.island.ranks.faults import OutOfMemoryError, RankFailedError
 from node.island.ranks.ferry import Pair
-from node.island.training.clipping import GradientClipping
+from node.island.training.gradients import GradientClipping
 from node.island.training.precision import dtype_of
 from node.island.training.trainer import LOOK_SECONDS, steps_until_next_look
 from protocol.errors import ConfigError, ExitCode

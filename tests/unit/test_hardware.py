@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from node.island.ranks.free_memory import free_bytes
+from node.island.ranks.devices import free_bytes
 from node.machine import hardware
 from node.machine.gpus import DriverError, Gpu, gpus_of
 from node.machine.hardware import (

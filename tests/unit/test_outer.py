@@ -6,8 +6,8 @@ import pytest
 from node.disk.snapshots import Owed
 from node.exchange.codecs.codec import CodecError
 from node.exchange.outer import Outer, UnequalBaseError
+from node.exchange.outer_optimizer import RateScale
 from node.exchange.owing import Pending
-from node.exchange.rate_scaling import RateScale
 from node.exchange.reduction import Reduction
 from node.outer_state import Vector
 from protocol.payload import Payload

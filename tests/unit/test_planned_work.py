@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from node.duties.planned_work import counted, counted_anew, trained_of, work_ahead_of, work_of
+from node.duties.work import counted, counted_anew, trained_of, work_ahead_of, work_of
 from node.island.island import InnerReport
 from protocol.messages import Trained
 from protocol.rounds import Assignment, NodeId

@@ -3,7 +3,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from node.exchange.rate_scaling import RateScale, rate_scale_of
+from node.exchange.outer_optimizer import RateScale, rate_scale_of
 from protocol.rounds import Contributor, NodeId
 from protocol.run_spec import InnerSection, OuterSection, RunSection, RunSpec
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from node.duties.round_times import RoundTimes
+from node.duties.times import RoundTimes
 from node.island.island import InnerReport
 
 

@@ -10,7 +10,7 @@ from coordinator.presets.choosing import chosen
 from coordinator.presets.cost import Situation
 from coordinator.presets.model_sizes import NAMED_MODELS
 from node.demo.command import DEFAULT_ROUNDS, RUN_FILE
-from node.exchange.rate_scaling import rate_scale_of
+from node.exchange.outer_optimizer import rate_scale_of
 from protocol.errors import ConfigError
 from protocol.rounds import Contributor, NodeId
 from protocol.run_spec import RunSpec, load_run_file, validated

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from node.island.data.corpus import Corpus, read_corpus
 from node.island.data.samples import SampleOrder
 from node.island.island import InnerWork, Progress
-from node.island.measuring import measured_peak
+from node.island.measuring import utilisation as measured_peak
 from node.island.measuring.utilisation import flops_per_token
 from node.island.models.decoder_modules import Objective
 from node.island.models.first_weights import initial_parameters

@@ -5,7 +5,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from node.island.measuring import measured_peak
+from node.island.measuring import utilisation as measured_peak
 from node.island.measuring.utilisation import (
     flops_per_token,
     measure_peak_if_unknown,

@@ -12,8 +12,7 @@ from protocol.errors import UsageError
 from protocol.terminal import console
 
 if TYPE_CHECKING:
-    from node.island.data.manifest import Manifest
-    from node.island.data.progress import State
+    from node.island.data.manifest import Manifest, State
 
 LINE_SECONDS = 10.0
 """How often progress is told where nobody sees a line change."""
@@ -240,7 +239,7 @@ def check(folder: Path) -> None:
 
     Example: atoll data check ./tokens
     """
-    from node.island.data.checking import check_folder
+    from node.island.data.manifest import check_folder
 
     progress = _Progress("checked")
     manifest = check_folder(folder, on_state=progress.show)

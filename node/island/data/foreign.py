@@ -25,11 +25,11 @@ from node.island.data.manifest import (
     Manifest,
     ShardEntry,
     Split,
+    State,
     entry_of_file,
     piece_digests,
     pieces_of_file,
 )
-from node.island.data.progress import State
 from node.island.data.tokenizing import FileTokenizer, tokenizer_files
 from protocol.errors import BadDataError, CannotCreateError, UsageError
 from protocol.files.durable import is_taken, refusing, whole_folder

@@ -7,7 +7,7 @@ manifest's own digest stands in the run file, and with it everything in the fold
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -233,3 +233,28 @@ def damaged(path: Path, number: int, piece_bytes: int) -> BadDataError:
         "digest than its manifest says",
         next_step="copy that file again; 'atoll data check DIR' reads all of them",
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """How far it is."""
+
+    done_bytes: int
+    total_bytes: int
+    resumed_bytes: int  # of the done ones: by another process before this one
+
+
+def check_folder(folder: Path, *, on_state: Callable[[State], None]) -> Manifest:
+    """Raises NoInputError or BadDataError for the first file that is not what its manifest says."""
+    manifest = read_manifest(folder)
+    check_sizes(folder, manifest.files)
+    total = sum(entry.bytes for entry in manifest.files.values())
+    done = 0
+    for name, entry in manifest.files.items():
+        pieces = pieces_of_file(folder / name, manifest.piece_bytes)
+        for number, (piece, digest) in enumerate(zip(pieces, entry.pieces, strict=True)):
+            if piece_digests([piece]) != (digest,):
+                raise damaged(folder / name, number, manifest.piece_bytes)
+            done += len(piece)
+            on_state(State(done_bytes=done, total_bytes=total, resumed_bytes=0))
+    return manifest

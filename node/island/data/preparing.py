@@ -36,12 +36,12 @@ from node.island.data.manifest import (
     FileEntry,
     Manifest,
     ShardEntry,
+    State,
     check_pieces,
     check_sizes,
     entry_of_file,
 )
 from node.island.data.packing import pack
-from node.island.data.progress import State
 from node.island.data.shard_writing import (
     HASHES,
     Encoding,

@@ -2,14 +2,15 @@
 
 The formula and the peaks are in docs/operations.md. Names are compared whole, since a part of a GPU is
 named like the GPU, and slower. A device that the table does not name has the peak that its rank has
-measured (node.island.measuring.measured_peak), or none.
+measured by matrix products, or none.
 """
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from node.island.measuring.measured_peak import measure_peak, measured_peak_of
 from node.island.parallel.mesh import Mesh
 from node.island.ranks.accelerator import name_of, peak_memory_bytes
 from protocol.models import DecoderModel
@@ -115,3 +116,46 @@ def measured(device: torch.device, dtype: torch.dtype, mesh: Mesh) -> IslandHard
         is_peak_measured=bool((peaks > 0).all() and is_measured.any()),
         peak_memory_bytes=int(memory.max()),
     )
+
+
+_SIZES = {"cpu": 512}
+_SIZE_ELSEWHERE = 4096
+_MOST_PRODUCTS = 8
+_MOST_SECONDS = 0.1
+
+Key = tuple[str, torch.dtype]
+
+_peaks: dict[Key, float] = {}  # of this process
+
+
+def measure_peak(
+    device: torch.device, dtype: torch.dtype, clock: Callable[[], float] | None = None
+) -> float:
+    """Measures and keeps the peak of a device, in FLOP/s; a rank has one device."""
+    if clock is None:
+        clock = time.thread_time if device.type == "cpu" else time.perf_counter
+    size = _SIZES.get(device.type, _SIZE_ELSEWHERE)
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    product = left @ right  # libraries load and choose at the first one
+    _wait_for(device)
+    began_at = clock()
+    least = float("inf")
+    for _ in range(_MOST_PRODUCTS):
+        started_at = clock()
+        torch.mm(left, right, out=product)
+        _wait_for(device)
+        least = min(least, clock() - started_at)
+        if clock() - began_at >= _MOST_SECONDS:
+            break
+    _peaks[device.type, dtype] = 2 * size**3 / least
+    return _peaks[device.type, dtype]
+
+
+def measured_peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
+    """What was measured; None when nothing was."""
+    return _peaks.get((device.type, dtype))
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -1,11 +1,20 @@
-"""Which devices the ranks of this node use. What is asked for and not there is refused."""
+"""Which devices the ranks of this node use, and how much memory is left. What is not there is refused.
+
+What torch knows of GPUs is asked in a process aside, and not only because the daemon goes without torch:
+whoever asks a GPU for its free memory keeps a context on it, some hundreds of megabytes that belong to the
+ranks. A container's limit of memory (a control group's, of either version) is not in /proc/meminfo, and a
+process that takes more is killed without a word.
+"""
 
 import os
 import re
-from typing import get_args
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
 
 from node.island.parallel.auto_mesh import DeviceKind
-from node.island.ranks.free_memory import free_bytes
+from node.island.ranks.aside import Aside
 from protocol.errors import ConfigError
 
 _GPUS: dict[DeviceKind, tuple[str, str]] = {
@@ -106,3 +115,93 @@ def default_threads(num_ranks: int) -> int:
     if asked.isdecimal() and int(asked) > 0:
         return int(asked)
     return max(1, len(os.sched_getaffinity(0)) // num_ranks)
+
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsableDevices:
+    """A device for each rank, and the memory that each rank may take of it now."""
+
+    names: tuple[str, ...]
+    bytes_per_rank: int
+
+
+async def usable_devices(choice: str, num_ranks: int | None = None) -> UsableDevices:
+    """What `devices_of` says, by torch's word; raises ConfigError with what there is.
+
+    For the CPU nobody need be asked.
+    """
+    if choice == "cpu":
+        return _looked_up(choice, num_ranks)
+    aside = Aside(_devices, choice, num_ranks)
+    try:
+        usable: UsableDevices = await aside.answer()
+    finally:
+        aside.close()
+    return usable
+
+
+def _devices(
+    connection: "Connection[UsableDevices, None]", choice: str, num_ranks: int | None
+) -> None:
+    connection.send(_looked_up(choice, num_ranks))
+
+
+def _looked_up(choice: str, num_ranks: int | None) -> UsableDevices:
+    names = devices_of(choice, num_ranks)
+    return UsableDevices(names=names, bytes_per_rank=bytes_per_rank(names))
+
+
+_UNLIMITED = 1 << 60  # version 1 says "no limit" with a number of about this size
+
+
+def free_bytes(root: Path = Path("/")) -> int:
+    """What the kernel can give without swapping, or what the tightest limit leaves."""
+    available = _available_bytes((root / "proc/meminfo").read_text())
+    return min([available, *(max(0, limit) for limit in _left_by_limits(root))])
+
+
+def _available_bytes(meminfo: str) -> int:
+    match = re.search(r"^MemAvailable: +(\d+) kB$", meminfo, flags=re.MULTILINE)
+    assert match is not None, "Linux has it since 3.14"
+    return 1024 * int(match[1])
+
+
+def _left_by_limits(root: Path) -> Iterator[int]:
+    """Of our own group and of all around it. Cached files count as used, and are given up at need."""
+    for folder, limit_name, usage_name, cache_name in _groups(root):
+        try:
+            limit = (folder / limit_name).read_text().strip()
+            if not limit.isdecimal() or int(limit) >= _UNLIMITED:
+                continue
+            used = int((folder / usage_name).read_text())
+            stat = (folder / "memory.stat").read_text()
+        except OSError:
+            continue  # the root group has no limit; or it is not shown in here
+        cached = re.search(rf"^{cache_name} (\d+)$", stat, flags=re.MULTILINE)
+        yield int(limit) - used + (int(cached[1]) if cached else 0)
+
+
+def _groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
+    """Folders of groups, each with the names of its limit, its usage, and its cache in memory.stat."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            top = root / "sys/fs/cgroup"
+            names = ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            top = root / "sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        folder = top / path.lstrip("/")
+        while folder != top.parent:
+            yield (folder, *names)
+            folder = folder.parent

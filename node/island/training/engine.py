@@ -33,9 +33,8 @@ from node.island.parallel.context import positions_of
 from node.island.parallel.mesh import Mesh
 from node.island.parallel.modules import parts_of
 from node.island.parallel.sharded_weights import gathered_as_they_are, reshard
-from node.island.training.accumulation import accumulate_gradients, plain
-from node.island.training.clipping import GradientClipping
 from node.island.training.compiling import compile_layers
+from node.island.training.gradients import GradientClipping, accumulate_gradients, plain
 from node.island.training.local_training import PLAIN, LocalTraining
 from node.island.training.optimizers import Muon, inner_optimizers, iteration_dtype_of
 from node.island.training.precision import LossScale, dtype_of
