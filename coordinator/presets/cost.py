@@ -37,6 +37,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from coordinator.presets.link_shares import CUBIC, CongestionControl, Link
+from protocol.node_memory import CODEC_BITS
 
 FP32_BYTES = 4
 
@@ -52,10 +53,6 @@ ROUND_TRIPS = PEER_ROUND_TRIPS + COORDINATOR_ROUND_TRIPS
 
 GOAL = 0.95
 """The part of the time in inner steps that presets aim at."""
-
-DAEMON_BYTES = 26
-"""Of memory for each parameter in a node's daemon: parameters and what ranks publish in shared memory, outer
-momentum, residual, reducer's error, and what is on its way (docs/operations.md, "The contributor")."""
 
 RANK_BYTES = 16
 """Of memory for each parameter in a node's ranks together: the model, its gradients and AdamW's two moments
@@ -79,22 +76,21 @@ class CodecCost:
 
 CODEC_COSTS: Mapping[str, CodecCost] = MappingProxyType(
     {
-        "fp32": CodecCost(bits=32.0, encode=7.18, decode=6.28),
-        "bf16": CodecCost(bits=16.0, encode=11.09, decode=14.25),
-        "int8": CodecCost(bits=8.125, encode=7.04, decode=11.19),
-        "fp8": CodecCost(bits=8.125, encode=8.51, decode=12.52),
-        "int4": CodecCost(bits=4.125, encode=8.76, decode=8.61),
-        "fp4": CodecCost(bits=4.125, encode=9.24, decode=11.29),
-        "ec3": CodecCost(bits=3.134, encode=1.74, decode=1.18),
-        "ec2": CodecCost(bits=2.13, encode=2.49, decode=1.84),
-        "int2": CodecCost(bits=2.031, encode=2.43, decode=18.96),
-        "ec1": CodecCost(bits=1.093, encode=2.38, decode=1.82),
-        "sign": CodecCost(bits=1.008, encode=7.12, decode=5.92),
-        "topk256": CodecCost(bits=0.48, encode=1.64, decode=4.75),
-        "topk64": CodecCost(bits=0.17, encode=3.70, decode=9.91),
+        "fp32": CodecCost(bits=CODEC_BITS["fp32"], encode=7.18, decode=6.28),
+        "bf16": CodecCost(bits=CODEC_BITS["bf16"], encode=11.09, decode=14.25),
+        "int8": CodecCost(bits=CODEC_BITS["int8"], encode=7.04, decode=11.19),
+        "fp8": CodecCost(bits=CODEC_BITS["fp8"], encode=8.51, decode=12.52),
+        "int4": CodecCost(bits=CODEC_BITS["int4"], encode=8.76, decode=8.61),
+        "fp4": CodecCost(bits=CODEC_BITS["fp4"], encode=9.24, decode=11.29),
+        "ec3": CodecCost(bits=CODEC_BITS["ec3"], encode=1.74, decode=1.18),
+        "ec2": CodecCost(bits=CODEC_BITS["ec2"], encode=2.49, decode=1.84),
+        "int2": CodecCost(bits=CODEC_BITS["int2"], encode=2.43, decode=18.96),
+        "ec1": CodecCost(bits=CODEC_BITS["ec1"], encode=2.38, decode=1.82),
+        "sign": CodecCost(bits=CODEC_BITS["sign"], encode=7.12, decode=5.92),
+        "topk256": CodecCost(bits=CODEC_BITS["topk256"], encode=1.64, decode=4.75),
+        "topk64": CodecCost(bits=CODEC_BITS["topk64"], encode=3.70, decode=9.91),
     }
 )
-"""Where the tables differ, the larger number of bits: entropy and places depend on the values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

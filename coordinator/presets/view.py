@@ -5,10 +5,11 @@ from dataclasses import asdict
 import click
 
 from coordinator.presets.choosing import Plan
-from coordinator.presets.cost import DAEMON_BYTES, DISK_BYTES, RANK_BYTES
+from coordinator.presets.cost import DISK_BYTES, RANK_BYTES
 from coordinator.presets.link_shares import share_in_words
 from coordinator.presets.reasons import counted, every
 from protocol.data_rate import rate_in_words
+from protocol.node_memory import daemon_bytes
 from protocol.terminal import console
 
 
@@ -46,7 +47,7 @@ def prediction_lines(plan: Plan) -> list[str]:
         + (
             f"; results come {counted(prediction.late_steps, 'inner step')} late" if is_late else ""
         ),
-        f"a node takes about {console.bytes_in_words(DAEMON_BYTES * parameters)} of memory beside "
+        f"a node takes about {console.bytes_in_words(_daemon_bytes(plan))} of memory beside "
         f"{console.bytes_in_words(RANK_BYTES * parameters)} in its ranks, activations apart, and "
         f"{console.bytes_in_words(DISK_BYTES * parameters)} of disk",
         f"a round takes {console.seconds_in_words(prediction.round_seconds)}, the run of "
@@ -87,6 +88,19 @@ def warnings_of(plan: Plan) -> list[str]:
     ]
 
 
+def _daemon_bytes(plan: Plan) -> int:
+    """With fragments of one size."""
+    rules = [choice.value for choice in plan.choices if choice.key == "reducer_error"]
+    return daemon_bytes(
+        num_elements=plan.situation.num_parameters,
+        largest_fragment=-(-plan.situation.num_parameters // plan.setting.fragments),
+        num_reducers=plan.situation.num_nodes,
+        keeps_error=rules in ([], ["keep"]),
+        uplink=plan.setting.uplink,
+        downlink=plan.setting.downlink,
+    )
+
+
 def as_json(plan: Plan) -> dict[str, object]:
     """The same as values: bits and bytes per second, seconds."""
     return {
@@ -106,12 +120,9 @@ def as_json(plan: Plan) -> dict[str, object]:
         "rounds": plan.rounds,
         "run_seconds": plan.run_seconds,
         "node_bytes": {
-            name: each * plan.situation.num_parameters
-            for name, each in (
-                ("daemon", DAEMON_BYTES),
-                ("ranks", RANK_BYTES),
-                ("disk", DISK_BYTES),
-            )
+            "daemon": _daemon_bytes(plan),
+            "ranks": RANK_BYTES * plan.situation.num_parameters,
+            "disk": DISK_BYTES * plan.situation.num_parameters,
         },
         "warnings": warnings_of(plan),
         "meets_goal": plan.meets_goal,

@@ -38,7 +38,9 @@ from protocol.run_spec import WANTS_FEEDBACK, Merge, RunSpec
 def compile_arithmetic(merge: Merge, optimizer: OuterOptimizer) -> None:
     """Does once what a round does besides encoding, so that no round waits for its kernels."""
     zeros = np.zeros(BLOCK, dtype=np.float32)
-    Residual(BLOCK).owed(slice(0, BLOCK), zeros, zeros)
+    residual = Residual(BLOCK)
+    residual.owed(slice(0, BLOCK), zeros, zeros)
+    residual.settling_taken(slice(0, BLOCK), zeros, zeros)(0, zeros)
     merged([(1, zeros), (1, zeros)], merge)
     optimizer.apply(zeros.copy(), zeros.copy(), zeros)
     Squares(BLOCK).take(0, zeros)

@@ -394,10 +394,17 @@ class Owing:
             )
 
     def _settle_taken(self, outcome: SliceOutcome, span: slice, encoded: Opened) -> None:
+        aside = None if self.pending is None else self._aside_of(self.pending)
+        if aside is None:
+            published = self._published[outcome.start : outcome.start + outcome.num_elements]
+            settling = self.residual.settling_taken(span, self._parameters[span], published)
+            encoded.each_tile(settling)
+            return
+
         def settle(start: int, sent: Vector) -> None:
             tile = slice(span.start + start, span.start + start + sent.size)
-            accumulated = self.accumulated(outcome.start + start, sent.size)
-            self.residual.settle_taken(tile, accumulated, sent)
+            first = outcome.start + start
+            self.residual.settle_taken(tile, aside.accumulated[first : first + sent.size], sent)
 
         encoded.each_tile(settle)
 

@@ -1,7 +1,7 @@
 """What the encoding of results rounds away: owed by the reducer, since nobody else ever sees it."""
 
 from bisect import bisect_left, insort
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -126,7 +126,7 @@ class ReducerError:
             self._cut_out(span)
             self._keep(span.start, _Kept(values=staged.error, round=round))
         elif may_be_ours:
-            lost = self._cut_out(span)
+            lost = _num_owed(self._cut_out(span))
             self._say_lost(
                 lost, round=round, why="this node was restarted after it had reduced them"
             )
@@ -145,15 +145,14 @@ class ReducerError:
         if self.rule != "keep":
             return
         if values is None:
-            lost = sum(_num_owed(kept.values) for kept in self._kept.values())
-            self._say_lost(lost, round=round, why="the outer state was replaced")
+            self._say_lost(self.num_kept(), round=round, why="the outer state was replaced")
             values = {}
         self._kept = {start: _Kept(values=each, round=round) for start, each in values.items()}
         self._starts = sorted(self._kept)
 
     def num_kept(self) -> int:
         """Of how many elements this node, as their reducer, still has to add an error to a mean."""
-        return sum(_num_owed(kept.values) for kept in self._kept.values())
+        return _num_owed(kept.values for kept in self._kept.values())
 
     def _overlapping(self, span: slice) -> list[int]:
         """The first elements of the pieces that share elements with a span, in order."""
@@ -167,15 +166,15 @@ class ReducerError:
         self._kept[start] = kept
         insort(self._starts, start)
 
-    def _cut_out(self, span: slice) -> int:
-        """Keeps nothing of a span any more; returns of how many of its elements an error was owed."""
-        num_owed = 0
+    def _cut_out(self, span: slice) -> list[Vector]:
+        """Keeps nothing of a span any more; returns what was kept of it."""
+        out: list[Vector] = []
         for start in self._overlapping(span):
             kept = self._kept.pop(start)
             del self._starts[bisect_left(self._starts, start)]
             past = start + kept.values.size
             first, last = max(start, span.start), min(past, span.stop)
-            num_owed += _num_owed(kept.values[first - start : last - start])
+            out.append(kept.values[first - start : last - start])
             # Copies: a view would keep the memory of the whole piece.
             if start < span.start:
                 rest = kept.values[: span.start - start].copy()
@@ -183,16 +182,16 @@ class ReducerError:
             if past > span.stop:
                 rest = kept.values[span.stop - start :].copy()
                 self._keep(span.stop, _Kept(values=rest, round=kept.round))
-        return num_owed
+        return out
 
     def _let_go_old(self, span: slice, round: int) -> None:
         """Others reduce these elements: what has waited here too long is lost."""
-        lost = 0
+        lost: list[Vector] = []
         for start in self._overlapping(span):
             kept = self._kept[start]
             if round - kept.round > self._waiting_rounds:
                 lost += self._cut_out(slice(start, start + kept.values.size))
-        self._say_lost(lost, round=round, why="others have reduced them for many rounds")
+        self._say_lost(_num_owed(lost), round=round, why="others have reduced them for many rounds")
 
     def _say_lost(self, num_lost: int, *, round: int, why: str) -> None:
         if num_lost:
@@ -206,5 +205,5 @@ class ReducerError:
             )
 
 
-def _num_owed(values: Vector) -> int:
-    return int(np.count_nonzero(values))
+def _num_owed(pieces: Iterable[Vector]) -> int:
+    return sum(int(np.count_nonzero(values)) for values in pieces)

@@ -1,5 +1,7 @@
 """The residual: what this node still owes the swarm."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from node.exchange.codecs.compiled import kernel, read_only
@@ -14,6 +16,19 @@ def _sum_owed(
 ) -> None:
     for i in range(accumulated.size):
         accumulated[i] = (global_parameters[i] - published[i]) + residual[i]
+
+
+@kernel
+def _keep_the_rest(
+    global_parameters: Vector,
+    published: Vector,
+    decoded: Vector,
+    decay: np.float32,
+    residual: Vector,
+) -> None:
+    for i in range(residual.size):
+        accumulated = (global_parameters[i] - published[i]) + residual[i]
+        residual[i] = (accumulated - decoded[i]) * decay
 
 
 MOST_OWED = 2.0
@@ -151,6 +166,32 @@ class Residual:
                 np.multiply(left, self._decay, out=left)
         else:
             self._values[span] = 0
+
+    def settling_taken(
+        self, span: slice, global_parameters: Vector, published: Vector
+    ) -> Callable[[int, Vector], None]:
+        """Settles a span [n] that a commit took, tile by tile: `owed` and `settle_taken` in one pass.
+
+        It is called with the first element of each tile within the span, and what was sent of it.
+        """
+        self._check(span, global_parameters, published)
+        values = self._values[span]
+        before, trained = read_only(global_parameters), read_only(published)
+
+        def settle(start: int, sent: Vector) -> None:
+            end = start + sent.size
+            if not self._error_feedback:
+                values[start:end] = 0
+                return
+            _keep_the_rest(
+                before[start:end],
+                trained[start:end],
+                read_only(sent),
+                self._decay,
+                values[start:end],
+            )
+
+        return settle
 
     def settle_missed(self, span: slice, accumulated: Vector, *, share: float = 1.0) -> float:
         """No commit took the span [n]: all of it is still owed, within MOST_OWED.

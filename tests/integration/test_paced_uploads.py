@@ -15,6 +15,7 @@ from benchmarks.wire.paced_uploads import PACED_SHARE, UPLINK_MBIT
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.exchange.transport.limits import Limits
 from protocol.trust.identity import Identity
+from protocol.vitals import NO_UPLOAD, UploadPace
 from protocol.wire_count import WireCounts
 
 ROOT = Path(__file__).parent.parent.parent
@@ -64,6 +65,26 @@ async def test_what_is_pushed_and_what_is_fetched_share_one_limit(start_peer: St
     assert time.monotonic() - began > 1.8  # 2 MB at 8 Mbit/s
     assert fetched == one.desk.held
     assert len(other.desk.received) == 1
+
+
+async def test_an_upload_says_that_its_owner_limits_it_while_it_lasts(
+    start_peer: StartPeer,
+) -> None:
+    one = await start_peer(8 * MEGABIT, Limits())
+    other = await start_peer(None, Limits())
+    await introduce(one, other)
+    assert one.transport.upload_pace == NO_UPLOAD
+    pushing = asyncio.create_task(
+        one.transport.push(
+            other.node_id, make_payload(body=bytes(1_000_000)), timeout_seconds=SECONDS
+        )
+    )
+    await asyncio.sleep(0.5)
+    limit = UploadPace(held_by="limit", bytes_per_second=8 * MEGABIT)
+    assert not pushing.done() and one.transport.upload_pace == limit
+    await pushing
+    await asyncio.sleep(1.1)
+    assert one.transport.upload_pace == NO_UPLOAD
 
 
 async def test_slow_uploads_in_both_ways_never_look_like_a_trickle_to_the_receiver(

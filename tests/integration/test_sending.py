@@ -5,9 +5,10 @@ what is sent again, what a liar gets.
 import asyncio
 import os
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Hashable
 from contextlib import asynccontextmanager
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from sending_scene import BODY, PART, SENDER, Wire, offered
@@ -18,6 +19,7 @@ from node.exchange.transport import sender as sender_room
 from node.exchange.transport.limits import Limits
 from node.exchange.transport.outgoing import FIRST_WINDOW_BYTES
 from node.exchange.transport.rates.traffic import Traffic
+from node.exchange.transport.rates.uplink import UnderWay, Uplink
 from node.exchange.transport.receiver import MOST_KEPT_FROM_ONE, Receiver
 from node.exchange.transport.sender import MOST_BODIES, WORTH_KEEPING, PartStream
 from node.exchange.transport.sending import Sending
@@ -56,6 +58,28 @@ async def test_parts_of_one_stream_count_for_the_link_one_after_the_other(
     assert len(parts) == 11
     assert all(since < until for since, until in parts)
     assert all(before[1] <= after[0] for before, after in pairwise(parts))
+
+
+async def test_bodies_in_parts_and_whole_ones_tell_the_uplink_of_the_same_peer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    peers = set[Hashable]()
+    begin, goes_round_in = Uplink.begin, Uplink.goes_round_in
+
+    def noted(uplink: Uplink, peer: Hashable, *size: int, **more: Any) -> UnderWay:
+        peers.add(peer)
+        return begin(uplink, peer, *size, **more)
+
+    def noted_round(uplink: Uplink, peer: Hashable, seconds: float) -> None:
+        peers.add(peer)
+        goes_round_in(uplink, peer, seconds)
+
+    monkeypatch.setattr(Uplink, "begin", noted)
+    monkeypatch.setattr(Uplink, "goes_round_in", noted_round)
+    link = Wire()
+    for body in (BODY, BODY[: PART - 1]):
+        await link.push(make_payload(body=body))
+    assert len(peers) == 1
 
 
 async def test_a_small_body_takes_one_stream() -> None:

@@ -79,6 +79,23 @@ def test_what_is_owed_is_numpys_to_the_bit(num: int, seed: int) -> None:
     assert_same_bits(residual.owed(slice(0, num), parameters, published), expected)
 
 
+@pytest.mark.parametrize("decay", [1.0, 0.95])
+@pytest.mark.parametrize("error_feedback", [True, False])
+@given(num=lengths, seed=seeds, cut=st.integers(0, 999))
+def test_what_is_settled_as_it_is_decoded_is_numpys_to_the_bit(
+    decay: float, error_feedback: bool, num: int, seed: int, cut: int
+) -> None:
+    parameters, published, owed, sent = (any_values(num, seed + i) for i in range(4))
+    residual = Residual(num, decay=decay, error_feedback=error_feedback)
+    residual.values[:] = owed
+    settle = residual.settling_taken(slice(0, num), parameters, published)
+    for first, past in ((0, cut % num), (cut % num, num)):
+        settle(first, sent[first:past])
+    with np.errstate(all="ignore"):
+        left = (((parameters - published) + owed) - sent) * np.float32(decay)
+    assert_same_bits(residual.values, left if error_feedback else np.zeros_like(left))
+
+
 @given(num=lengths, seed=seeds, scale=st.floats(0.125, 2, width=32))
 def test_nesterov_is_numpys_to_the_bit(num: int, seed: int, scale: float) -> None:
     parameters, momentum, mean = (any_values(num, seed + i) for i in range(3))

@@ -48,10 +48,10 @@ def hardware_of(*gpu_gib: float, memory_gib: float = 512) -> Hardware:
         ({"tp": 4}, hardware_of(80, 80), "4 CUDA GPUs asked for, and this machine has 2"),
         ({"offload": True}, hardware_of(), "the ranks train on the CPU"),
         ({}, hardware_of(8), "a rank of the mesh 1 rank needs about 2"),
-        ({"device": "cpu"}, hardware_of(memory_gib=60), "and has 9.0 GiB"),
+        ({"device": "cpu"}, hardware_of(memory_gib=60), "and has 31.6 GiB"),
         ({"mesh": "auto"}, hardware_of(1, 1), "do not fit 2 × 1.0 GiB"),
         ({"device": "cpu"}, hardware_of(memory_gib=8), "the outer state of 1,133,086,720"),
-        ({}, hardware_of(80, memory_gib=8), "takes about 51.0 GiB of memory, and 8.0 GiB are free"),
+        ({}, hardware_of(80, memory_gib=8), "takes about 28.4 GiB of memory, and 8.0 GiB are free"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_numbers(

@@ -8,7 +8,9 @@ import pytest
 
 from benchmarks.outer_arithmetic import RoundsOfOneNode, Stages
 from node.exchange.codecs import entropy
+from node.exchange.codecs.registry import CODECS
 from node.exchange.codecs.tiles import ONE_THREAD, TILE_ELEMENTS, Tiles
+from protocol.node_memory import CODEC_BITS, daemon_bytes
 
 VALUES = 5 * TILE_ELEMENTS + 300
 NODES = 2
@@ -80,13 +82,26 @@ def test_no_more_memory_is_held_than_what_is_said() -> None:
     finally:
         tracemalloc.stop()
     num_elements = rounds.outer.layout.num_elements
-    room = 4 * max(part.num_elements for part in rounds.slices)  # to encode a slice in
-    bodies = VALUES  # two results of a fragment at half a byte
-    said = (12 + 4 / 8 + 4 / NODES) * num_elements + room + bodies
-    assert 0.97 * said < held < 1.01 * said
+    said = daemon_bytes(
+        num_elements=num_elements,
+        largest_fragment=VALUES,
+        num_reducers=NODES,
+        keeps_error=True,
+        uplink="int4",
+        downlink="int4",
+    )
+    assert 14.5 * num_elements < held < said < 15.2 * num_elements
     kept = rounds.outer.owing.reducer_error.values
     assert kept is not None
     assert sum(values.size for values in kept.values()) == pytest.approx(
         num_elements / NODES, rel=0.01
     )
     assert np.count_nonzero(rounds.outer.owed().residual) > 0
+
+
+def test_each_codec_is_counted_with_bits_that_its_bodies_have() -> None:
+    values = np.random.default_rng(0).standard_normal(1 << 21, dtype=np.float32)
+    assert set(CODEC_BITS) == {codec.name.partition("/")[0] for codec in CODECS}
+    for codec in CODECS:
+        bits = 8 * len(codec.encode(values)) / values.size
+        assert 0.9 * bits <= CODEC_BITS[codec.name.partition("/")[0]] <= 1.1 * bits, codec.name

@@ -43,7 +43,7 @@ class Scene:
 
     def push(self, num_parts: float) -> OutgoingBody:
         body = OutgoingBody(int(num_parts * PART))
-        self.do(self.sender.add(body, num_streams=self._num_streams, now=self.now))
+        self.do(self.sender.add(body, now=self.now))
         return body
 
     def do(self, actions: list[Action]) -> None:
@@ -51,7 +51,7 @@ class Scene:
             match action:
                 case Begin(body=body):
                     self.begun.append(body)
-                    self.do(self.sender.offered(body, now=self.now))
+                    self.do(self.sender.offered(body, num_streams=self._num_streams, now=self.now))
                 case Open(stream=stream):
                     self.do(self.sender.opened(stream, now=self.now))
                 case Carry(stream=stream, part=part):
@@ -85,10 +85,10 @@ def test_a_peer_goes_through_its_states_in_order() -> None:
     scene = Scene()
     assert scene.sender.state() == PeerState.AT_REST
     body = OutgoingBody(3 * PART)
-    (begin,) = scene.sender.add(body, num_streams=1, now=0.0)
+    (begin,) = scene.sender.add(body, now=0.0)
     assert begin == Begin(body)
     assert scene.sender.state() == PeerState.PROBING
-    (opening,) = scene.sender.offered(body, now=0.0)
+    (opening,) = scene.sender.offered(body, num_streams=1, now=0.0)
     assert isinstance(opening, Open)
     (carry,) = scene.sender.opened(opening.stream, now=0.0)
     assert isinstance(carry, Carry) and carry.part.index == 0

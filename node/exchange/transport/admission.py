@@ -122,6 +122,8 @@ class StreamAdmission:
 
     def _next_turns(self) -> None:
         """Lets in who may go: first peers that are in already, or their parts would come in vain."""
+        if not self._line:
+            return
         for ticket in [each for each in self._line if each.is_gone() and not each.turn.done()]:
             self._line.remove(ticket)
             ticket.turn.set_exception(EOFError("the sender has dropped its offer"))

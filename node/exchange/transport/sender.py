@@ -176,19 +176,22 @@ class PeerSender:
 
     # Bodies.
 
-    def add(self, body: OutgoingBody, *, num_streams: int, now: float) -> list[Action]:
-        """There is a body to push. If it is the first in parts, it begins with so many streams."""
-        if not any(other.part_bytes for other in (*self._line, *self._begun)):
+    def add(self, body: OutgoingBody, *, now: float) -> list[Action]:
+        """There is a body to push."""
+        self._line.append(body)
+        return self._next(now)
+
+    def offered(self, body: OutgoingBody, *, num_streams: int, now: float) -> list[Action]:
+        """The offer is out. Parts follow at once: nearly every offer is accepted.
+
+        With no other body in parts under way it begins with so many streams.
+        """
+        if body.part_bytes and not self._offered:
             self._num_streams = num_streams
             self._widening = Widening(self._limits, now=now)
             self._acknowledged_bytes = 0
             self._errors.clear()
             self._is_in_line = False
-        self._line.append(body)
-        return self._next(now)
-
-    def offered(self, body: OutgoingBody, *, now: float) -> list[Action]:
-        """The offer is out. Parts follow at once: nearly every offer is accepted."""
         if body.part_bytes:
             self._offered.append(body)
         return self._next(now)

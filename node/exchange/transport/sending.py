@@ -105,7 +105,9 @@ class Sending:
                 offered_at = self._traffic.clock()
                 offer = wire.Offer(header=payload.header.encode(), part_bytes=push.part_bytes)
                 await stream.send(wire.TransferRequest(offer=offer))
-                self._do(self._sender.offered(push, now=self._traffic.clock()))
+                num_streams = self._num_at_first(self._sender.round_trip_seconds)
+                now = self._traffic.clock()
+                self._do(self._sender.offered(push, num_streams=num_streams, now=now))
                 verdict = self._verdict(stream, push, offered_at)
                 if push.part_bytes:
                     await _unless_failed(verdict, push.failed)
@@ -128,7 +130,8 @@ class Sending:
         since: float,
     ) -> None:
         num_bytes, clock = push.num_bytes, self._traffic.clock
-        under_way = self._traffic.uplink.begin(self, num_bytes, now=clock(), is_whole=True)
+        uplink = self._traffic.uplink
+        under_way = uplink.begin(self._sender, num_bytes, now=clock(), is_whole=True)
         sending = asyncio.ensure_future(self._send_whole(stream, push, under_way))
         try:
             await _unless_failed(verdict, sending)
@@ -147,9 +150,8 @@ class Sending:
     async def _in_line(self, push: _Push) -> AsyncIterator[None]:
         """Waits until the body may be offered; ends what the sender knows of it."""
         self._pushes.add(push)
-        num_streams = self._num_at_first(self._sender.round_trip_seconds)
         try:
-            self._do(self._sender.add(push, num_streams=num_streams, now=self._traffic.clock()))
+            self._do(self._sender.add(push, now=self._traffic.clock()))
             await push.may_begin.wait()
             yield
         finally:

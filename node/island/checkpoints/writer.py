@@ -133,9 +133,12 @@ class CheckpointWriter:
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         try:
-            failure = self._build(folder, tensors, about, group)
+            failure = self._make_room(folder, about.round)
+            has_room = not self._has_any_built_badly(failure)  # or others would wait in the writing
+            if has_room:
+                failure = self._build(folder, tensors, about, group)
             # A name only when all parts are there: then what hosts have differs by the newest at most.
-            if self._has_any_built_badly(failure):
+            if not has_room or self._has_any_built_badly(failure):
                 failure = failure or "another rank could not write its part"
             elif self._mesh.is_first_of_host:
                 folder.finish(about.round)
@@ -145,6 +148,15 @@ class CheckpointWriter:
             self._failure = failure
             if self._mesh.is_first_of_host:
                 shutil.rmtree(folder.building(about.round), ignore_errors=True)
+
+    def _make_room(self, folder: CheckpointFolder, round: int) -> str:
+        """Drops what must go before this host's part is written; returns why it could not."""
+        try:
+            if self._mesh.is_first_of_host:
+                folder.make_room(round)
+        except (AtollError, OSError) as error:
+            return _sentence(error)
+        return ""
 
     def _build(
         self,
@@ -156,8 +168,6 @@ class CheckpointWriter:
         """Writes this host's part without its name; returns why not."""
         building = folder.building(about.round)
         try:
-            if self._mesh.is_first_of_host:
-                folder.make_room(about.round)
             state_dict_saver.save(
                 tensors,
                 storage_writer=filesystem.FileSystemWriter(building),

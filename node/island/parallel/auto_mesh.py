@@ -17,7 +17,9 @@ from node.island.parallel.mesh_shape import (
 )
 from node.island.training.local_training import PLAIN, LocalTraining
 from protocol.errors import ConfigError
+from protocol.layout import layout_of
 from protocol.models import DecoderModel
+from protocol.node_memory import daemon_bytes
 from protocol.run_spec import RunSpec
 
 DeviceKind = Literal["cpu", "cuda", "xpu", "mps"]
@@ -29,7 +31,6 @@ _GPU_MARGIN, _GPU_BYTES = 1.15, 3_000_000_000  # beside a rank's tensors, of a G
 _NODE_PROCESS_BYTES = 400 << 20
 """The daemon, p2pd, and the process that ranks are forked from, by docs/results/node-start.jsonl: all of
 a node's processes at their fullest start, 524 MB, less a rank's own."""
-_NODE_VALUES = 12  # of each parameter, at the fullest moment of a round; measured: 13.5, with int4
 
 ESTIMATE_FACTOR = 1.3
 """What a rank's tensors take and what is estimated are within this factor of each other, for models
@@ -153,7 +154,15 @@ def _activation_bytes(shape: MeshShape, spec: RunSpec, layers: int, local: Local
 
 def node_bytes(spec: RunSpec) -> int:
     """What a node takes of the system's memory besides its ranks: the outer state, and torch."""
-    return _NODE_PROCESS_BYTES + _VALUE_BYTES * _NODE_VALUES * spec.num_parameters
+    exchange = spec.exchange
+    return _NODE_PROCESS_BYTES + daemon_bytes(
+        num_elements=spec.num_parameters,
+        largest_fragment=layout_of(spec).largest_fragment,
+        num_reducers=spec.run.min_nodes,
+        keeps_error=exchange.reducer_error == "keep",
+        uplink=exchange.uplink,
+        downlink=exchange.downlink,
+    )
 
 
 def check_node_memory(spec: RunSpec, memory_bytes: int) -> None:

@@ -1,0 +1,52 @@
+"""What a node's daemon takes of memory for a run: one formula, for who plans a run and for who joins it."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+CODEC_BITS: Mapping[str, float] = MappingProxyType(
+    {
+        "fp32": 32.0,
+        "bf16": 16.0,
+        "int8": 8.125,
+        "fp8": 8.125,
+        "int4": 4.125,
+        "fp4": 4.125,
+        "ec3": 3.134,
+        "ec2": 2.13,
+        "int2": 2.031,
+        "ec1": 1.093,
+        "sign": 1.008,
+        "topk256": 0.48,
+        "topk64": 0.17,
+    }
+)
+"""Of a value, with headers (docs/results/codec.jsonl); where it depends on the values, the larger number."""
+
+_VALUE_BYTES = 4
+
+
+def daemon_bytes(
+    *,
+    num_elements: int,
+    largest_fragment: int,
+    num_reducers: int,
+    keeps_error: bool,
+    uplink: str,
+    downlink: str,
+) -> int:
+    """What the daemon holds at the fullest moment of a round.
+
+    With N reducers and fragments of a share f of the model it is, for each parameter,
+
+        4 · (parameters 1 + momentum 1 + residual 1 + published f)
+        + 4 · reducer's error (1 + f) / N, that of the round in flight beside what is kept
+        + f · bodies: what is sent and what comes to be reduced; results of three rounds
+
+    So it is 12.5 + 4.5 / N bytes a parameter with eight fragments, and bodies; benchmarks/outer_memory.py
+    measures it. Entropy-coded results wait for their commit with their codes, a byte each at most.
+    """
+    model = 3 * num_elements + largest_fragment
+    error = (num_elements + largest_fragment) / num_reducers if keeps_error else 0
+    waiting = 8.0 if downlink.startswith("ec") else 0.0
+    bits = 2 * CODEC_BITS[uplink] + 3 * CODEC_BITS[downlink] + waiting
+    return int(_VALUE_BYTES * (model + error) + bits / 8 * largest_fragment)
