@@ -3,7 +3,8 @@
 A snapshot has 16 bytes a parameter, a round's results half a byte with int4: to write a snapshot after
 every round would wear out an SSD in weeks. The results of the rounds since lead from one to the newest
 state, to the same bits. What the node owed at a snapshot is then still owed where no round has taken it.
-Inner steps that a round did not take are on the disk at once, for they bring a snapshot.
+Inner steps that a round did not take bring a snapshot at once. Nobody waits for one, as long as results
+lead to the newest state: rounds go on while it is written.
 """
 
 import asyncio
@@ -121,7 +122,7 @@ class StateOnDisk:
             Need(
                 what="results",
                 path=self.path,
-                num_bytes=max(held_results.KEPT_ROUNDS * result_bytes, since_the_older),
+                num_bytes=max((held_results.KEPT_ROUNDS + 1) * result_bytes, since_the_older),
                 held_bytes=self.results.folder.held_bytes(),
             ),
         )
@@ -310,13 +311,17 @@ class StateOnDisk:
     ) -> OpenSnapshot | None:
         """A state of such a round, written for it where need be; None where there is none now."""
         opened = await heavy(partial(self.opened, includes))
-        if opened is not None or lock.locked():
-            return opened  # it is changing; two nodes that catch up must not wait for each other
+        if opened is not None:
+            return opened
+        writing = self._writing
         try:
-            async with lock:
-                if not includes(outer.round):
-                    return None
-                writing = await heavy(partial(self._begun, outer))
+            if writing is None or not includes(writing.round):
+                if lock.locked():
+                    return None  # it is changing; nodes that catch up must not wait for each other
+                async with lock:
+                    if not includes(outer.round):
+                        return None
+                    writing = await heavy(partial(self._begun, outer))
             await heavy(partial(self.write_snapshot, writing, outer))
         except AtollError as error:
             log.warning("no snapshot to be served", round=outer.round, why=str(error))
