@@ -229,6 +229,7 @@ class RoundMachine(RuleBasedStateMachine):
         if contributions and not is_empty:
             result = SliceResult(
                 payload=made_by(A, index, 0),
+                encoded=codec_named("fp32").encoded(BODIES[0]),
                 contributors=tuple(
                     Contributor(node_id=n, samples=TOKENS, tokens=TOKENS)
                     for n in sorted(contributions)
@@ -403,7 +404,12 @@ def test_no_result_of_ours_stands_in_the_place_of_the_committed_one() -> None:
     state = step(state, Committed(commit=commit, links=Links()), 2.0).state
     state = step(state, ResultFetched(payload=committed), 3.0).state
     made = SliceResult(
-        payload=ours, contributors=(), contributions=(), weighed_tokens=TOKENS, error=None
+        payload=ours,
+        encoded=codec_named("fp32").encoded(BODIES[1]),
+        contributors=(),
+        contributions=(),
+        weighed_tokens=TOKENS,
+        error=None,
     )
     late = step(state, MeanTaken(index=0, attempt=0, result=made), 4.0)
     assert not late.actions and late.state.slices[0].held is committed
