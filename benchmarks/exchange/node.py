@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import structlog
 
-from benchmarks.exchange.slow_motion import stretch_waits
 from node.exchange.codecs.registry import codec_named
 from node.exchange.exchange import Exchange
 from node.exchange.outer import Outer, OuterRules
@@ -29,6 +28,7 @@ from node.exchange.state.catch_up import CoordinatorCalls
 from node.exchange.state.patience import Patience
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.exchange.transport.limits import Limits
+from node.exchange.waits import Waits
 from node.heavy import in_thread
 from node.history import History
 from node.machine.freed_memory import keep_freed_memory
@@ -91,6 +91,7 @@ class BenchmarkNode:
                 context=self._tokens,  # one sample is assigned
                 uplink=self.outer.uplink,
                 downlink=self.outer.downlink,
+                waits=Waits().stretched(order["slow_motion"]),
             ),
             outer=self.outer,
             transport=self.transport,
@@ -184,7 +185,6 @@ async def run() -> None:
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
     )
     order = json.loads(await reader.readline())
-    stretch_waits(order["slow_motion"])
     keep_freed_memory()  # as a node does
     node = BenchmarkNode(order)
     working: set[asyncio.Task[None]] = set()
