@@ -1,3 +1,4 @@
+import threading
 from typing import get_args
 
 import numpy as np
@@ -130,6 +131,33 @@ def test_codecs_leave_the_cores_to_ranks_that_compute_on_them() -> None:
     assert threads(8, 64, False) == 56
     assert threads(6, 8, False) == 2
     assert threads(8, 8, False) == threads(8, 4, False) == 1
+
+
+def test_work_in_a_thread_of_the_pool_waits_for_no_other_thread_of_it() -> None:
+    """Else all of them would wait for each other."""
+    tiles = Tiles(2)
+
+    def sums(first: int, past: int) -> int:
+        return sum(tiles.each_run(8, lambda start, end: sum(range(start, end)), unit=1))
+
+    assert tiles.each_run(4, sums, unit=1) == [28, 28]
+
+
+def test_what_one_thread_refuses_is_raised_when_all_have_ended() -> None:
+    """What follows may free the memory that the others write to."""
+    ended: list[int] = []
+    is_refused = threading.Event()
+
+    def work(first: int, past: int) -> None:
+        if first == 0:
+            is_refused.set()
+            raise CodecError("the first")
+        assert is_refused.wait(60)
+        ended.append(first)
+
+    with pytest.raises(CodecError, match="the first"):
+        Tiles(3).each_run(3, work, unit=1)
+    assert sorted(ended) == [1, 2]
 
 
 @every_codec
