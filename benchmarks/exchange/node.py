@@ -18,8 +18,9 @@ import structlog
 
 from node.exchange.codecs.registry import codec_named
 from node.exchange.exchange import Exchange
-from node.exchange.outer import Outer
+from node.exchange.outer import Outer, OuterRules
 from node.exchange.outer_optimizer import RateScale, Sgd
+from node.exchange.owing import Owing, Sender
 from node.exchange.reducer_error import ReducerError
 from node.exchange.residual import Residual
 from node.exchange.round.state import Rules
@@ -57,19 +58,25 @@ class BenchmarkNode:
         num_elements = order["num_elements"]
         layout = Layout.of([("w", (num_elements,))])
         rng = np.random.default_rng(identity.public_key[0])
-        self.outer = Outer(
-            layout=layout,
-            parameters=np.zeros(num_elements, dtype=np.float32),
-            published=rng.standard_normal(num_elements, dtype=np.float32),
-            optimizer=Sgd(learning_rate=1.0),
+        rules = OuterRules(
             uplink=codec_named(order["uplink"]),
             downlink=codec_named(order["downlink"]),
+            optimizer=Sgd(learning_rate=1.0),
+            rate_scale=RateScale(scaling="none", full_round_samples=1),
+        )
+        sender = Sender(run_digest=RUN, node_id=identity.node_id)
+        parameters = np.zeros(num_elements, dtype=np.float32)
+        owing = Owing(
+            layout=layout,
+            parameters=parameters,
+            published=rng.standard_normal(num_elements, dtype=np.float32),
+            uplink=rules.uplink,
             residual=Residual(num_elements, error_feedback=False),
             reducer_error=ReducerError(rule="drop"),
-            merge="mean",
-            rate_scale=RateScale(scaling="none", full_round_samples=1),
-            run_digest=RUN,
-            node_id=identity.node_id,
+            sender=sender,
+        )
+        self.outer = Outer(
+            layout=layout, parameters=parameters, rules=rules, owing=owing, sender=sender
         )
         self.transport = Libp2pTransport(
             identity=identity,

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from transport_peers import Desk, Peer, introduce
 
-from node.disk.snapshots import OpenSnapshot, Owed, Snapshot, SnapshotFolder
+from node.disk.snapshot_folder import OpenSnapshot, SnapshotFolder
+from node.disk.snapshots import Owed, Snapshot
 from node.exchange.fetching import Donors, Silences
 from node.exchange.state.donor import Donor
 from node.exchange.state.download import Download
