@@ -32,13 +32,14 @@ from protocol.terminal.status_view import (
     wire_in_words,
 )
 from protocol.v1 import status_pb2 as pb
+from protocol.vitals import upload_in_words
 
 REFRESH_SECONDS = 5
 NUM_ROUNDS = 20
 
 _NODE_COLUMNS = (
     *("node", "state", "does", "device", "loss", "tokens/s", "time of a round", "MFU"),
-    *("peak memory", "link", "sent", "received", "heard"),
+    *("peak memory", "link", "upload", "sent", "received", "heard"),
 )
 _ROUND_COLUMNS = (
     *("round", "nodes", "slices", "tokens", "sent", "took", "loss", "digest", "reason"),
@@ -108,6 +109,7 @@ def _node_cells(node: pb.NodeStatus) -> tuple[str, ...]:
         mfu_in_words(node),
         memory_in_words(node),
         link_in_words(node),
+        upload_in_words(beat.upload_pace) or "-",
         *wire_in_words(node),
         f"{seconds_in_words(node.silent_seconds)} ago",
     )

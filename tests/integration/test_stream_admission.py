@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 from contextlib import AsyncExitStack, suppress
 
 import pytest
@@ -9,6 +10,7 @@ from sending_scene import PART, Wire
 from transport_peers import Desk, make_payload
 
 from node.exchange.transport.admission import StreamAdmission
+from node.exchange.transport.libp2p import within_open_files
 from node.exchange.transport.limits import Limits
 from node.exchange.transport.serving import Server, verify_inline
 from node.exchange.transport.transport import TransferRefusedError
@@ -137,6 +139,16 @@ async def test_an_offer_whose_sender_is_gone_takes_no_place() -> None:
         is_gone = True
     with pytest.raises(EOFError, match="dropped its offer"):
         await waiting
+
+
+@pytest.mark.parametrize(
+    ("allowed", "waiting"), [(256, 0), (1024, 384), (20_000, 1024), (resource.RLIM_INFINITY, 1024)]
+)
+def test_the_line_leaves_half_of_the_open_files_to_all_else(
+    monkeypatch: pytest.MonkeyPatch, allowed: int, waiting: int
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (allowed, allowed))
+    assert within_open_files(Limits()).max_waiting_streams == waiting
 
 
 def test_the_line_is_as_long_as_the_limits_say() -> None:

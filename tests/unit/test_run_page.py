@@ -21,8 +21,8 @@ def test_what_is_not_known_is_a_dash_and_not_a_number() -> None:
     page = page_of(status, [])
     assert "round 0 of 3" in page
     (row,) = [line for line in page.splitlines() if "attic" in line]
-    # does, loss, tokens/s, time, MFU, memory, link, sent, received
-    assert row.count("<td>-</td>") == 9
+    # does, loss, tokens/s, time, MFU, memory, link, upload, sent, received
+    assert row.count("<td>-</td>") == 10
 
 
 def test_nodes_that_cannot_reach_each_other_are_named() -> None:

@@ -4,8 +4,10 @@ libp2p itself lets anyone in who has a key. Membership is checked here, against 
 """
 
 import asyncio
+import resource
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from dataclasses import replace
 
 import structlog
 
@@ -68,7 +70,7 @@ class Libp2pTransport:
         self._identity = identity
         self._listen_multiaddrs = listen_multiaddrs
         self._announce_host = announce_host
-        self._limits = limits or Limits()
+        self._limits = within_open_files(limits or Limits())
         self._traffic = Traffic(
             counts,
             limits=self._limits,
@@ -330,6 +332,15 @@ class Libp2pTransport:
             pass  # then it is not told
         finally:
             stream.count_ended()
+
+
+def within_open_files(limits: Limits) -> Limits:
+    """With a line that leaves half of the files that may be open to all else: a stream is one."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed == resource.RLIM_INFINITY:
+        return limits
+    room = max(0, allowed // 2 - limits.max_streams)
+    return replace(limits, max_waiting_streams=min(limits.max_waiting_streams, room))
 
 
 def _tell_fault(sharing: asyncio.Task[None]) -> None:
