@@ -72,7 +72,7 @@ def newest_model(folder: Path) -> NewestModel:
         raise _nothing_yet(folder)
     spec = run_from_json(path.read_text(encoding="utf-8"))
     # Only now, for torch comes with it.
-    from node.disk.snapshots import SnapshotFolder
+    from node.disk.snapshot_folder import SnapshotFolder
     from protocol.layout import layout_of
 
     layout = layout_of(spec)

@@ -20,7 +20,7 @@ from benchmarks.codec.pseudo_gradients import demo_pseudo_gradients, pseudo_grad
 from benchmarks.learning.data_parallel import demo_spec
 from benchmarks.measurement import parser_of
 from node.exchange.codecs.deflate import deflated
-from node.exchange.codecs.nibbles import count_bytes, pack_nibbles
+from node.exchange.codecs.packed_codes import nibble_bytes, pack_nibbles
 from node.outer_state import Vector
 from protocol.layout import Layout, layout_of
 from protocol.run_spec import RunSpec, validated
@@ -68,7 +68,7 @@ def compare_coders(values: Vector) -> None:
     for coarseness in (1.25, 1.9, 2.5, 3.75):
         for dead_zone in (MIDDLE, LARGER):
             codes, error = quantised(chunks, coarseness, dead_zone)
-            packed = np.empty(count_bytes(codes.size), dtype=np.uint8)
+            packed = np.empty(nibble_bytes(codes.size), dtype=np.uint8)
             pack_nibbles(codes.astype(np.int8).reshape(-1), packed)
             cells = [f"{coarseness}", f"{dead_zone}", f"error {error:.4f}"]
             cells.append(f"entropy {entropy_bits(codes.astype(np.int64)):.3f}")

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import structlog
 
-from benchmarks.exchange.slow_motion import stretch_waits
 from node.exchange.codecs.registry import codec_named
 from node.exchange.exchange import Exchange
-from node.exchange.outer import Outer
+from node.exchange.outer import Outer, OuterRules
 from node.exchange.outer_optimizer import RateScale, Sgd
+from node.exchange.owing import Owing, Sender
 from node.exchange.reducer_error import ReducerError
 from node.exchange.residual import Residual
 from node.exchange.round.state import Rules
@@ -28,6 +28,7 @@ from node.exchange.state.catch_up import CoordinatorCalls
 from node.exchange.state.patience import Patience
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.exchange.transport.limits import Limits
+from node.exchange.waits import Waits
 from node.heavy import in_thread
 from node.history import History
 from node.machine.freed_memory import keep_freed_memory
@@ -57,19 +58,25 @@ class BenchmarkNode:
         num_elements = order["num_elements"]
         layout = Layout.of([("w", (num_elements,))])
         rng = np.random.default_rng(identity.public_key[0])
-        self.outer = Outer(
-            layout=layout,
-            parameters=np.zeros(num_elements, dtype=np.float32),
-            published=rng.standard_normal(num_elements, dtype=np.float32),
-            optimizer=Sgd(learning_rate=1.0),
+        rules = OuterRules(
             uplink=codec_named(order["uplink"]),
             downlink=codec_named(order["downlink"]),
+            optimizer=Sgd(learning_rate=1.0),
+            rate_scale=RateScale(scaling="none", full_round_samples=1),
+        )
+        sender = Sender(run_digest=RUN, node_id=identity.node_id)
+        parameters = np.zeros(num_elements, dtype=np.float32)
+        owing = Owing(
+            layout=layout,
+            parameters=parameters,
+            published=rng.standard_normal(num_elements, dtype=np.float32),
+            uplink=rules.uplink,
             residual=Residual(num_elements, error_feedback=False),
             reducer_error=ReducerError(rule="drop"),
-            merge="mean",
-            rate_scale=RateScale(scaling="none", full_round_samples=1),
-            run_digest=RUN,
-            node_id=identity.node_id,
+            sender=sender,
+        )
+        self.outer = Outer(
+            layout=layout, parameters=parameters, rules=rules, owing=owing, sender=sender
         )
         self.transport = Libp2pTransport(
             identity=identity,
@@ -84,6 +91,7 @@ class BenchmarkNode:
                 context=self._tokens,  # one sample is assigned
                 uplink=self.outer.uplink,
                 downlink=self.outer.downlink,
+                waits=Waits().stretched(order["slow_motion"]),
             ),
             outer=self.outer,
             transport=self.transport,
@@ -177,7 +185,6 @@ async def run() -> None:
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
     )
     order = json.loads(await reader.readline())
-    stretch_waits(order["slow_motion"])
     keep_freed_memory()  # as a node does
     node = BenchmarkNode(order)
     working: set[asyncio.Task[None]] = set()

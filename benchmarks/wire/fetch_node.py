@@ -28,6 +28,7 @@ from node.exchange.transport.transport import (
     WantChunk,
     WantManifest,
 )
+from node.exchange.waits import Waits
 from node.heavy import in_thread
 from protocol.payload import Payload, PayloadHeader
 from protocol.rounds import Digest, NodeId, PeerAddress, RosterEntry
@@ -143,7 +144,7 @@ class FetchNode:
                 donors=fetching.Donors(
                     transport=transport,
                     peers=lambda: donors,
-                    silences=fetching.Silences(transport.round_trip_seconds),
+                    silences=fetching.Silences(transport.round_trip_seconds, Waits()),
                 ),
                 folder=None,
                 say=lambda _: None,

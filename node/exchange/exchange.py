@@ -71,7 +71,7 @@ class Exchange:
         self._held = HeldResults()
         self._round: RoundRunner | None = None
         # One for all rounds: peers still wait for results when the next round begins.
-        self._pushes = Pushes(transport, Random(rules.node_id))
+        self._pushes = Pushes(transport, Random(rules.node_id), rules.waits)
         self._members: tuple[NodeId, ...] = ()
         self._early: list[tuple[float, RoundNews]] = []  # of rounds that are not open here yet
         # Taken while the outer state changes or is copied: a snapshot is never half of two rounds.
@@ -88,7 +88,7 @@ class Exchange:
         self._donors = Donors(
             transport=transport,
             peers=self._peers,
-            silences=Silences(transport.round_trip_seconds),
+            silences=Silences(transport.round_trip_seconds, rules.waits),
         )
         self._catch_up = CatchUp(
             run_digest=rules.run_digest,

@@ -35,6 +35,7 @@ from node.exchange.transport.transport import (
     Transport,
     WantResult,
 )
+from node.exchange.waits import Waits
 from protocol.payload import Payload
 from protocol.rounds import NodeId, SliceOutcome
 
@@ -51,38 +52,14 @@ first. Not more, for a donor may upload no faster than 256 kbit/s, and gives all
 MOST_FROM_ONE = 12
 """Pieces under way from one donor at most. A donor serves 24 streams of one peer."""
 
-SOON_SECONDS = 3.0
-"""When a piece takes less, its donor is asked for one more at a time. A chunk that has the way for
-itself takes about six round trips, whatever the link carries."""
-
-LATE_SECONDS = 2 * SOON_SECONDS
-"""When a piece takes longer, its donor is asked for one less at a time: the link is full, or others
-fetch from it too."""
-
-OVERDUE_SECONDS = 10.0
 OVERDUE_FACTOR = 3.0
-"""A piece that takes longer, and so many times longer than the mean of those that came, is asked of
-another donor too, once nothing else is left to ask for."""
+"""An overdue piece (Waits.overdue_seconds) takes so many times longer than the mean of those that came."""
 
-SILENT_SECONDS = 1.0
 SILENT_ROUND_TRIPS = 8
-"""A donor that is asked and of which nothing comes for longer than each of these is silent. In round
-trips, a connection made anew is five or six of them and a stream one. A slow donor sends a few kilobytes
-several times a second, whatever it has under way, so only bytes count and not pieces."""
-
-ASKED_LAST_SECONDS = 600.0
-"""How long a silent donor is asked only where nobody else is left, unless something comes from it."""
-
-FETCH_SECONDS = 60.0
-SLOWEST_BYTES_PER_SECOND = 16_000
-"""A fetch that takes longer than these allow is given up and another donor is asked."""
+"""A donor is silent (Waits.silent_seconds) after so many round trips at least: a connection made anew is
+five or six of them, and a stream one."""
 
 Key = TypeVar("Key", bound=Hashable)
-
-
-def fetch_seconds(num_bytes: int) -> float:
-    """How long the fetch of a piece of so many bytes may take."""
-    return FETCH_SECONDS + num_bytes / SLOWEST_BYTES_PER_SECOND
 
 
 class Outcome(Enum):
@@ -105,17 +82,18 @@ class Job(Generic[Key]):
 class Silences:
     """The donors that were silent lately, as all fetches of a node found them. Pure: told the time."""
 
-    def __init__(self, round_trip_seconds: Callable[[NodeId], float]) -> None:
+    def __init__(self, round_trip_seconds: Callable[[NodeId], float], waits: Waits) -> None:
+        self.waits = waits
         self._round_trip_seconds = round_trip_seconds
         self._last_until: dict[NodeId, float] = {}
 
     def patience_seconds(self, donor: NodeId) -> float:
         """How long nothing may come of a donor that is asked."""
-        return max(SILENT_SECONDS, SILENT_ROUND_TRIPS * self._round_trip_seconds(donor))
+        return max(self.waits.silent_seconds, SILENT_ROUND_TRIPS * self._round_trip_seconds(donor))
 
     def note(self, donor: NodeId, now: float) -> None:
         """Has a donor asked last from now on."""
-        self._last_until[donor] = now + ASKED_LAST_SECONDS
+        self._last_until[donor] = now + self.waits.asked_last_seconds
 
     def forget(self, donor: NodeId) -> None:
         """Something has come of the donor."""
@@ -252,9 +230,9 @@ class Schedule(Generic[Key]):
         gives each a smaller share, until they come late.
         """
         width = self.width_of(donor)
-        if seconds < SOON_SECONDS and width < MOST_FROM_ONE:
+        if seconds < self._silences.waits.soon_seconds and width < MOST_FROM_ONE:
             self._widths[donor] = width + 1
-        elif seconds > LATE_SECONDS and width > FIRST_FROM_ONE:
+        elif seconds > self._silences.waits.late_seconds and width > FIRST_FROM_ONE:
             self._widths[donor] = width - 1
 
     def _is_tried(self, job: Job[Key]) -> bool:
@@ -267,7 +245,7 @@ class Schedule(Generic[Key]):
         """
         num_arrived = len(self._arrival_seconds)
         mean = sum(self._arrival_seconds) / num_arrived if num_arrived else 0.0
-        seconds = max(OVERDUE_SECONDS, OVERDUE_FACTOR * mean)
+        seconds = max(self._silences.waits.overdue_seconds, OVERDUE_FACTOR * mean)
         num_asked = Counter(job.key for job in self._under_way)
         due: dict[Key, float] = {}
         for job, since in self._under_way.items():
@@ -336,6 +314,11 @@ class Donors:
     peers: Callable[[], tuple[NodeId, ...]]  # all members, those first that can be reached
     silences: Silences
 
+    @property
+    def waits(self) -> Waits:
+        """How long donors are waited for."""
+        return self.silences.waits
+
 
 async def fetch_results(
     wanted: Mapping[WantResult, SliceOutcome],
@@ -359,7 +342,7 @@ async def fetch_results(
                 peer,
                 want,
                 max_body_bytes=max_body_bytes,
-                timeout_seconds=fetch_seconds(max_body_bytes),
+                timeout_seconds=of.waits.for_fetch_of(max_body_bytes),
                 heard=heard,
             )
         except NotHeldError:

@@ -5,7 +5,7 @@ here is arithmetic on vectors: no I/O and no waiting.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from node.exchange.outer_optimizer import (
     rate_scale_of,
     refuse_flushed_subnormals,
 )
-from node.exchange.owing import Owing
+from node.exchange.owing import Owing, Sender
 from node.exchange.reducer_error import ReducerError
 from node.exchange.reduction import COUNTED_ROUNDS, Reduction, SliceResult, missed_in_a_row
 from node.exchange.residual import Residual
@@ -61,6 +61,18 @@ class Position(NamedTuple):
     digest: Digest
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OuterRules:
+    """What a run file says of the outer state's arithmetic."""
+
+    uplink: Codec
+    downlink: Codec
+    optimizer: OuterOptimizer
+    rate_scale: RateScale
+    merge: Merge = "mean"
+    most_weight: float | None = None
+
+
 class Outer:
     """Global parameters, momentum and what this node owes, at one round."""
 
@@ -69,51 +81,32 @@ class Outer:
         *,
         layout: Layout,
         parameters: Vector,
-        published: Vector,
-        optimizer: OuterOptimizer,
-        uplink: Codec,
-        downlink: Codec,
-        residual: Residual,
-        reducer_error: ReducerError,
-        merge: Merge,
-        most_weight: float | None = None,
-        rate_scale: RateScale,
-        run_digest: Digest,
-        node_id: NodeId,
-        sent: SentLog | None = None,
+        rules: OuterRules,
+        owing: Owing,
+        sender: Sender,
     ) -> None:
+        """`owing` is of the same layout and parameters."""
         self.layout = layout
         self.layout_digest = layout.summary().digest
-        self.uplink = uplink
-        self.downlink = downlink
+        self.uplink = rules.uplink
+        self.downlink = rules.downlink
         self._parameters = parameters
         self._momentum: Vector = np.zeros_like(parameters)
-        self.owing = Owing(
-            layout=layout,
-            parameters=parameters,
-            published=published,
-            uplink=uplink,
-            residual=residual,
-            reducer_error=reducer_error,
-            run_digest=run_digest,
-            node_id=node_id,
-            sent=sent,
-            before_change=self._before_change,
-        )
+        self.owing = owing
+        owing.before_change = self._before_change
         self.writing: SnapshotWriting | None = None
         """Of a snapshot that is being written: it hears of each change before it is made."""
-        self._optimizer = optimizer
-        self._merge: Merge = merge
-        self._most_weight = most_weight
-        self._rate_scale = rate_scale
-        self._run_digest = run_digest
-        self._node_id = node_id
+        self._optimizer = rules.optimizer
+        self._merge: Merge = rules.merge
+        self._most_weight = rules.most_weight
+        self._rate_scale = rules.rate_scale
+        self._run_digest, self._node_id = sender
         self._opened: dict[tuple[Digest, int], Opened] = {}  # results since the last commit
         self._missed: dict[
             NodeId, int
         ] = {}  # rounds in a row that did not take a participant's work
         self._digest = OuterDigest(
-            parameters, self._momentum, each_run=partial(downlink.tiles.each_run, unit=1)
+            parameters, self._momentum, each_run=partial(rules.downlink.tiles.each_run, unit=1)
         )
         self.position = Position(round=0, digest=self._digest.value)
 
@@ -131,13 +124,20 @@ class Outer:
     ) -> "Outer":
         """By the rules of a run file; `parameters` hold the initial weights. Heavy."""
         exchange = spec.exchange
-        return cls(
+        rules = OuterRules(
+            uplink=codec_named(exchange.uplink, tiles),
+            downlink=codec_named(exchange.downlink, tiles),
+            optimizer=outer_optimizer_of(spec.outer),
+            rate_scale=rate_scale_of(spec),
+            merge=spec.outer.merge,
+            most_weight=spec.data.most_weight,
+        )
+        sender = Sender(run_digest=spec.digest(), node_id=node_id)
+        owing = Owing(
             layout=layout,
             parameters=parameters,
             published=published,
-            optimizer=outer_optimizer_of(spec.outer),
-            uplink=codec_named(exchange.uplink, tiles),
-            downlink=codec_named(exchange.downlink, tiles),
+            uplink=rules.uplink,
             residual=Residual(
                 layout.num_elements,
                 error_feedback=exchange.error_feedback,
@@ -148,13 +148,10 @@ class Outer:
             reducer_error=ReducerError(
                 rule=exchange.reducer_error, num_fragments=len(layout.fragments)
             ),
-            merge=spec.outer.merge,
-            most_weight=spec.data.most_weight,
-            rate_scale=rate_scale_of(spec),
-            run_digest=spec.digest(),
-            node_id=node_id,
+            sender=sender,
             sent=sent,
         )
+        return cls(layout=layout, parameters=parameters, rules=rules, owing=owing, sender=sender)
 
     @property
     def round(self) -> int:

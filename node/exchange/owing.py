@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from typing import NamedTuple
 
 import numpy as np
 import structlog
@@ -56,6 +57,13 @@ class _Aside:
     later: Vector | None = None  # [fragment]: what was trained since, and is owed on top
 
 
+class Sender(NamedTuple):
+    """In whose name contributions and results are made, and for which run."""
+
+    run_digest: Digest
+    node_id: NodeId
+
+
 class _Fate(Enum):
     """What a commit did with this node's contribution to a slice."""
 
@@ -76,16 +84,15 @@ class Owing:
         uplink: Codec,
         residual: Residual,
         reducer_error: ReducerError,
-        run_digest: Digest,
-        node_id: NodeId,
+        sender: Sender,
         sent: SentLog | None = None,
-        before_change: Callable[[slice], None] = lambda span: None,
     ) -> None:
         """`published` begins with what the island published last, of one fragment.
 
         `sent` is what earlier processes of the node have sent; None: nothing is known of any.
-        `before_change` hears of a span before what is owed of it changes outside of a commit.
         """
+        self.before_change: Callable[[slice], None] = lambda span: None
+        """Hears of a span before what is owed of it changes outside of a commit."""
         self.residual = residual
         self.reducer_error = reducer_error
         self.pending: Pending | None = None
@@ -99,10 +106,8 @@ class Owing:
         self._parameters = parameters
         self._published = published
         self._uplink = uplink
-        self._run_digest = run_digest
-        self._node_id = node_id
+        self._run_digest, self._node_id = sender
         self._sent = sent or SentLog(None)
-        self._before_change = before_change
         # Of these fragments work of earlier rounds may be owed, and not only what encoding left out.
         self._late_fragments = set(range(len(layout.fragments)))
         self._settled_round = 0
@@ -121,7 +126,7 @@ class Owing:
             self._published[: aside.published.size] = aside.published
         span = self._layout.fragments[fragment].span
         if fragment in self._late_fragments:
-            self._before_change(span)
+            self.before_change(span)
             rounds = self.residual.limit(
                 span, self._parameters[span], self._published_of(span), share=share
             )
@@ -258,7 +263,7 @@ class Owing:
         self._late_fragments.add(fragment)
         span, pending = self._layout.fragments[fragment].span, self.pending
         published = self._published_of(span)
-        self._before_change(span)
+        self.before_change(span)
         if pending is None or pending.fragment != fragment:
             self.residual.owed(
                 span, self._parameters[span], published, out=self.residual.values[span]

@@ -12,16 +12,11 @@ from node.exchange.transport.transport import (
     TransferRefusedError,
     Transport,
 )
+from node.exchange.waits import Waits
 from protocol.payload import Payload, PayloadHeader
 from protocol.rounds import NodeId
 
 log = structlog.get_logger()
-
-FIRST_RETRY_SECONDS = 0.2
-LAST_RETRY_SECONDS = 3.0
-"""The longest pauses before a push is repeated: the first one, and all from the fifth on. Each pause is drawn
-from zero to its longest ("full jitter"): a reducer that refuses a hundred contributors at once would
-otherwise be asked by all of them at once again, and refuse most of them again."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -51,8 +46,9 @@ class _Lot:
 class Pushes:
     """Transfers that go on in the background."""
 
-    def __init__(self, transport: Transport, rng: Random) -> None:
+    def __init__(self, transport: Transport, rng: Random, waits: Waits) -> None:
         self._transport = transport
+        self._waits = waits
         self._rng = rng  # another one at each node, or their pauses are in step
         self._tasks: dict[asyncio.Task[None], PayloadHeader] = {}  # of what is pushed
         self._lots: dict[tuple[str, int, NodeId], _Lot] = {}
@@ -104,7 +100,7 @@ class Pushes:
     async def _push(
         self, lot: _Lot, payload: Payload, deadline: float, is_wanted: Callable[[], bool]
     ) -> None:
-        retry_seconds = FIRST_RETRY_SECONDS
+        retry_seconds = self._waits.first_retry_seconds
         while is_wanted():
             left = deadline - asyncio.get_running_loop().time()
             if left <= 0:
@@ -123,4 +119,4 @@ class Pushes:
             await asyncio.sleep(min(self._rng.uniform(0.0, retry_seconds), left))
             if is_wanted():
                 lot.tell_repetition(why)  # after the pause, when all that fails with it has failed
-            retry_seconds = min(2 * retry_seconds, LAST_RETRY_SECONDS)
+            retry_seconds = min(2 * retry_seconds, self._waits.last_retry_seconds)

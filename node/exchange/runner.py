@@ -13,7 +13,7 @@ from typing import Any
 import structlog
 
 from node.exchange.codecs.codec import CodecError
-from node.exchange.fetching import Donors, fetch_results, fetch_seconds
+from node.exchange.fetching import Donors, fetch_results
 from node.exchange.held_results import HeldResults
 from node.exchange.outer import Outer
 from node.exchange.pushes import Pushes
@@ -86,7 +86,7 @@ class RoundRunner:
         self.state = opened(
             plan,
             rules,
-            patience_seconds=fetch_seconds(result_bytes),
+            patience_seconds=rules.waits.for_fetch_of(result_bytes),
             now=asyncio.get_running_loop().time(),
         )
         self.feed(TimePassed(links=self._links()))

@@ -14,7 +14,6 @@ from typing import Protocol
 
 import structlog
 
-from node.exchange.fetching import fetch_seconds
 from node.exchange.state.patience import Patience
 from node.exchange.transport.transport import (
     FalseAnswerError,
@@ -24,6 +23,7 @@ from node.exchange.transport.transport import (
     Transport,
     WantTokens,
 )
+from node.exchange.waits import Waits
 from node.heavy import Heavy
 from protocol.errors import BadDataError
 from protocol.payload import PIECE, PIECE_MAP, TOKENS_MANIFEST, Payload
@@ -286,4 +286,4 @@ def _patience_for(want: WantTokens, most_bytes: int) -> float:
     """Seconds. For a map all wait for all members, so one that hangs must not hold it up."""
     if want.kind == PIECE_MAP:
         return ANSWER_SECONDS
-    return fetch_seconds(most_bytes if want.kind == PIECE else USUAL_MANIFEST_BYTES)
+    return Waits().for_fetch_of(most_bytes if want.kind == PIECE else USUAL_MANIFEST_BYTES)

@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 from transport_peers import Desk, Peer, introduce
 
-from node.disk.snapshots import OpenSnapshot, Owed, Snapshot, SnapshotFolder
+from node.disk.snapshot_folder import OpenSnapshot, SnapshotFolder
+from node.disk.snapshots import Owed, Snapshot
 from node.exchange.fetching import Donors, Silences
 from node.exchange.state.donor import Donor
 from node.exchange.state.download import Download
 from node.exchange.state.manifest import CHUNK_BYTES, Manifest
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.exchange.transport.transport import Want, WantChunk, WantManifest
+from node.exchange.waits import Waits
 from node.heavy import in_thread
 from protocol.payload import Payload
 from protocol.rounds import Digest, NodeId
@@ -91,7 +93,7 @@ class Scene:
             donors=Donors(
                 transport=self.transports[0],
                 peers=lambda: donors,
-                silences=Silences(self.transports[0].round_trip_seconds),
+                silences=Silences(self.transports[0].round_trip_seconds, Waits()),
             ),
             folder=self._folder / "joiner",
             say=lambda text: None,

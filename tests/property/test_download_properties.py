@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from lab.simulation.virtual_time import run_in_virtual_time
 from node.exchange.state import manifest as manifest_file
-from node.exchange.state.download import DISTRUST_SECONDS
 from node.exchange.state.manifest import Manifest
 from node.exchange.transport.transport import (
     TransferRefusedError,
@@ -18,6 +17,7 @@ from node.exchange.transport.transport import (
     WantChunk,
     WantManifest,
 )
+from node.exchange.waits import Waits
 from protocol.payload import Payload
 from tests.unit.download_scene import (
     CHUNK_BYTES,
@@ -187,7 +187,7 @@ async def _try(
 
     download = await scene.joiner()
     try:
-        async with asyncio.timeout(4 * DISTRUST_SECONDS):
+        async with asyncio.timeout(4 * Waits().distrust_seconds):
             found = await scene.fetch_in_the_end(download, oldest_round=6)
     except TimeoutError:
         assert not has_honest_donor

@@ -16,6 +16,7 @@ from node.exchange.fetching import (
     Schedule,
     Silences,
 )
+from node.exchange.waits import Waits
 from protocol.rounds import NodeId
 
 DONORS = tuple(NodeId(name) for name in "abcd")
@@ -35,7 +36,9 @@ def test_no_limit_is_broken_and_no_piece_is_lost(
     num_pieces: int, num_donors: int, answers: list[tuple[int, Outcome, float]]
 ) -> None:
     donors = DONORS[:num_donors]
-    schedule = Schedule(dict.fromkeys(range(num_pieces), ()), donors, Silences(lambda donor: 0.0))
+    schedule = Schedule(
+        dict.fromkeys(range(num_pieces), ()), donors, Silences(lambda donor: 0.0, Waits())
+    )
     under_way: list[Job[int]] = []
     arrived: Counter[int] = Counter()
     now = 0.0
@@ -81,7 +84,9 @@ def test_what_is_under_way_follows_what_the_way_carries(
 ) -> None:
     """One donor, whose pieces of 2 MiB take six round trips, or their share of the link."""
     piece_bytes = 2 << 20
-    schedule = Schedule(dict.fromkeys(range(400), ()), (DONORS[0],), Silences(lambda donor: 0.0))
+    schedule = Schedule(
+        dict.fromkeys(range(400), ()), (DONORS[0],), Silences(lambda donor: 0.0, Waits())
+    )
     now = 0.0
     under_way: dict[Job[int], float] = {}
     widths = []

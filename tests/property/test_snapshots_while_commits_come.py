@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.disk import snapshots
-from node.disk.snapshots import Owed, Snapshot, SnapshotFolder, SnapshotWriting
+from node.disk.snapshot_folder import SnapshotFolder
+from node.disk.snapshots import Owed, Snapshot, SnapshotWriting
 from protocol.rounds import Digest
 
 NUM_ELEMENTS, PIECE = 1000, 16

@@ -23,6 +23,7 @@ from node.exchange.transport.transport import (
     WantManifest,
     do_nothing,
 )
+from node.exchange.waits import Waits
 from node.heavy import in_place
 from protocol.payload import Payload, PayloadHeader
 from protocol.rounds import Digest, NodeId, PeerAddress, RosterEntry
@@ -209,7 +210,7 @@ class DownloadScene:
             donors=Donors(
                 transport=_Watched(self),
                 peers=lambda: tuple(self.donors),
-                silences=Silences(self.transport.round_trip_seconds),
+                silences=Silences(self.transport.round_trip_seconds, Waits()),
             ),
             folder=self._folder,
             say=self.said.append,

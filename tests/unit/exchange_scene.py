@@ -15,8 +15,9 @@ from node.disk.logs import SentLog
 from node.disk.snapshots import Owed, Snapshot
 from node.exchange.codecs.registry import codec_named
 from node.exchange.exchange import Exchange
-from node.exchange.outer import Outer
+from node.exchange.outer import Outer, OuterRules
 from node.exchange.outer_optimizer import RateScale, Sgd
+from node.exchange.owing import Owing, Sender
 from node.exchange.reducer_error import ReducerError
 from node.exchange.residual import MOST_OWED, Residual
 from node.exchange.round.state import Rules
@@ -81,13 +82,19 @@ def outer_of(
     most_owed: float = MOST_OWED,
 ) -> Outer:
     """A fresh replica. Its optimizer just subtracts the mean, so every change can be accounted for."""
-    return Outer(
-        layout=layout,
-        parameters=np.zeros(layout.num_elements, dtype=np.float32),
-        published=np.zeros(layout.largest_fragment, dtype=np.float32),
-        optimizer=Sgd(learning_rate=1.0),
+    rules = OuterRules(
         uplink=codec_named(codec),
         downlink=codec_named(codec),
+        optimizer=Sgd(learning_rate=1.0),
+        rate_scale=RateScale(scaling="none", full_round_samples=1),
+    )
+    sender = Sender(run_digest=RUN, node_id=node_id)
+    parameters = np.zeros(layout.num_elements, dtype=np.float32)
+    owing = Owing(
+        layout=layout,
+        parameters=parameters,
+        published=np.zeros(layout.largest_fragment, dtype=np.float32),
+        uplink=rules.uplink,
         residual=Residual(
             layout.num_elements,
             decay=decay,
@@ -95,12 +102,10 @@ def outer_of(
             most_owed=most_owed,
         ),
         reducer_error=ReducerError(rule=reducer_error, num_fragments=len(layout.fragments)),
-        merge="mean",
-        rate_scale=RateScale(scaling="none", full_round_samples=1),
-        run_digest=RUN,
-        node_id=node_id,
+        sender=sender,
         sent=sent,
     )
+    return Outer(layout=layout, parameters=parameters, rules=rules, owing=owing, sender=sender)
 
 
 def plan_for(

@@ -15,7 +15,8 @@ import pytest
 
 from node import assembly
 from node.config import SNAPSHOTS_FOLDER, NodeSettings
-from node.disk.snapshots import Owed, Snapshot, SnapshotFolder
+from node.disk.snapshot_folder import SnapshotFolder
+from node.disk.snapshots import Owed, Snapshot
 from node.hosts.leading import HostsIsland
 from node.hosts.orders import Publish
 from node.island.models.first_weights import initial_parameters

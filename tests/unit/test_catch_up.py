@@ -16,11 +16,12 @@ from node.exchange.fetching import FIRST_FROM_ONE, MOST_AT_ONCE
 from node.exchange.held_results import HeldResults
 from node.exchange.outer import NotApplicableError, Outer
 from node.exchange.state import manifest as manifest_file
-from node.exchange.state.catch_up import ROUNDS_AHEAD, SETTLE_SECONDS
+from node.exchange.state.catch_up import ROUNDS_AHEAD
 from node.exchange.state.manifest import Manifest
 from node.exchange.state.on_disk import Saving, StateOnDisk
 from node.exchange.state.patience import LONGEST_SECONDS
 from node.exchange.transport.transport import Want, WantChunk, WantManifest, WantResult
+from node.exchange.waits import Waits
 from node.history import History
 from protocol.messages import Held
 from protocol.payload import Payload
@@ -34,6 +35,8 @@ from tests.unit.exchange_scene import (
     Scene,
     in_virtual_time,
 )
+
+WAITS = Waits()
 
 
 async def committed_round(scene: Scene, number: int, *participants: NodeId) -> None:
@@ -374,13 +377,13 @@ async def test_a_state_that_the_swarm_never_agreed_on_is_not_taken_however_long_
     held = scene.nodes[A].outer.digest
     began_at = asyncio.get_running_loop().time()
     assert not await scene.nodes[C].exchange._catch_up._is_the_swarms(None, 2, held)
-    assert asyncio.get_running_loop().time() >= began_at + SETTLE_SECONDS
+    assert asyncio.get_running_loop().time() >= began_at + WAITS.settle_seconds
     catching_up = asyncio.create_task(scene.nodes[C].exchange.catch_up(1))
-    await asyncio.sleep(10 * SETTLE_SECONDS)  # all donors are at round 2
+    await asyncio.sleep(10 * WAITS.settle_seconds)  # all donors are at round 2
     assert scene.nodes[C].outer.round == 0
     assert not catching_up.done()
     scene.settle(A)
-    await asyncio.wait_for(catching_up, SETTLE_SECONDS)
+    await asyncio.wait_for(catching_up, WAITS.settle_seconds)
     assert scene.nodes[C].outer.position == scene.nodes[A].outer.position
     await scene.stop()
 

@@ -12,8 +12,13 @@ from node.exchange.codecs.chunks import CHUNK
 from node.exchange.codecs.codec import Codec, CodecError
 from node.exchange.codecs.compiled import ALL_RIGHT, read_only
 from node.exchange.codecs.deflate import deflated, inflated, most_stream_bytes
-from node.exchange.codecs.largest import num_chosen, places_of_largest
-from node.exchange.codecs.places import SECTION, decode_places, encode_places
+from node.exchange.codecs.places import (
+    SECTION,
+    decode_places,
+    encode_places,
+    num_chosen,
+    places_of_largest,
+)
 from node.exchange.codecs.registry import codec_named
 from node.exchange.codecs.tiles import TILE_ELEMENTS
 from tests.unit.test_codecs import FP32_MAX, spread, with_bytes

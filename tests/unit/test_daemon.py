@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from node.disk.snapshots import SnapshotFolder, SnapshotWriting
+from node.disk.snapshot_folder import SnapshotFolder
+from node.disk.snapshots import SnapshotWriting
 from node.duties.duties import FINISH_SECONDS
 from node.exchange.state.on_disk import StateOnDisk
 from node.heavy import in_thread

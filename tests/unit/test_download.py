@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from node.exchange import fetching
-from node.exchange.fetching import OVERDUE_SECONDS, SILENT_SECONDS, SOON_SECONDS
 from node.exchange.state.donor import KEPT_SECONDS
-from node.exchange.state.download import DISTRUST_SECONDS, MOST_ASKED, RECRUIT_SECONDS
+from node.exchange.state.download import MOST_ASKED
 from node.exchange.transport.transport import (
     TransferRefusedError,
     Want,
     WantChunk,
     WantManifest,
 )
+from node.exchange.waits import Waits
 from protocol.payload import Payload
 from tests.unit.download_scene import (
     CHUNK_BYTES,
@@ -35,6 +35,8 @@ from tests.unit.download_scene import (
     state_at,
 )
 from tests.unit.exchange_scene import in_virtual_time
+
+WAITS = Waits()
 
 __all__ = ["small_chunks"]
 
@@ -104,12 +106,12 @@ async def test_a_donor_that_is_busy_with_others_gives_what_it_can() -> None:
     assert_is(await scene.fetch(await scene.joiner()), state_at(7))
     assert scene.chunks_given() == dict.fromkeys(range(NUM_CHUNKS), 1)
     assert scene.most_from_one > 3  # so it was refused …
-    assert now() < RECRUIT_SECONDS  # … and did not give the donor up
+    assert now() < WAITS.recruit_seconds  # … and did not give the donor up
 
 
 @in_virtual_time
 async def test_two_donors_halve_the_time_and_the_faster_gives_more() -> None:
-    speed = CHUNK_BYTES / (SOON_SECONDS + 1)  # so that no donor gives more at a time
+    speed = CHUNK_BYTES / (WAITS.soon_seconds + 1)  # so that no donor gives more at a time
 
     async def seconds(*names: str, fast: str = "") -> float:
         scene = await scene_of(*names, speed=speed)
@@ -142,7 +144,7 @@ async def test_a_donor_that_stalls_does_not_hold_up_the_end() -> None:
     staller = donors_of(scene)[0]
     staller.after(3, lambda: scene.network.slow_down(staller.node_id, 0))
     assert_is(await scene.fetch(await scene.joiner()), state_at(7))
-    assert now() < OVERDUE_SECONDS + 5  # far below what a chunk may take
+    assert now() < WAITS.overdue_seconds + 5  # far below what a chunk may take
 
 
 @in_virtual_time
@@ -160,7 +162,7 @@ async def test_a_damaged_chunk_comes_from_another_and_its_donor_is_not_asked_aga
     await download.taken_over()
     assert_is(await scene.fetch(download), state_at(7))
     assert len(liar.asked) == asked  # … the same one does
-    await asyncio.sleep(DISTRUST_SECONDS)
+    await asyncio.sleep(WAITS.distrust_seconds)
     await download.taken_over()
     assert_is(await scene.fetch(download), state_at(7))
     assert len(liar.asked) > asked  # for a while: its memory may have been at fault
@@ -265,9 +267,9 @@ async def test_who_comes_back_or_comes_later_is_recruited() -> None:
     away = donors_of(scene)[0]
     scene.network.cut(JOINER, away.node_id)
     fetching = asyncio.create_task(scene.fetch(await scene.joiner()))
-    await asyncio.sleep(1.5 * RECRUIT_SECONDS)
+    await asyncio.sleep(1.5 * WAITS.recruit_seconds)
     scene.network.mend(JOINER, away.node_id)
-    await asyncio.sleep(3 * RECRUIT_SECONDS)
+    await asyncio.sleep(3 * WAITS.recruit_seconds)
     assert not fetching.done()
     assert away.given
     assert_is(await fetching, state_at(7))
@@ -284,7 +286,7 @@ async def test_a_silent_peer_is_not_waited_for_when_others_give_the_manifest() -
 
     donors_of(scene)[0].misbehave = supply
     assert_is(await scene.fetch(await scene.joiner()), state_at(7))
-    assert now() < SILENT_SECONDS + NUM_CHUNKS * CHUNK_BYTES / SPEED + 1
+    assert now() < WAITS.silent_seconds + NUM_CHUNKS * CHUNK_BYTES / SPEED + 1
     await donors_of(scene)[0].transport.stop()
 
 
@@ -303,9 +305,9 @@ async def test_in_place_of_silent_peers_others_are_asked_after_a_second_each_and
     for donor in donors_of(scene):
         donor.misbehave = supply
     fetching = asyncio.create_task(scene.fetch(await scene.joiner()))
-    await asyncio.sleep(2.5 * SILENT_SECONDS)
+    await asyncio.sleep(2.5 * WAITS.silent_seconds)
     assert sum(bool(donor.asked) for donor in donors_of(scene)) == 12  # four each second
-    await asyncio.sleep(20 * SILENT_SECONDS)
+    await asyncio.sleep(20 * WAITS.silent_seconds)
     assert sum(bool(donor.asked) for donor in donors_of(scene)) == MOST_ASKED
     fetching.cancel()
     silent.set()

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from dataclasses import fields
-from types import ModuleType
 from typing import Any, get_args
 from xml.etree import ElementTree
 
@@ -13,10 +12,10 @@ import pytest
 from benchmarks.exchange.case import Case, codecs_named, count_of
 from benchmarks.exchange.command import chosen_cases, parser
 from benchmarks.exchange.report import COLUMNS, as_markdown, cells_of, drawn, newest
-from benchmarks.exchange.slow_motion import stretch_waits
 from coordinator.config import rules_of
 from lab.processes.processor_time import processor_time, ticks_of_machine, ticks_of_tree
 from node.exchange.transport.limits import Limits
+from node.exchange.waits import Waits
 from protocol.errors import UsageError
 from protocol.run_spec import CodecName
 from tests.tiny_runs import tiny
@@ -94,39 +93,12 @@ def test_slow_motion_has_as_many_bytes_under_way_and_stretches_all_waiting() -> 
     assert at_once.quiet_seconds > at_once.round_trip_ms / 1e3
 
 
-def test_the_exchange_waits_longer_in_slow_motion_and_nobody_else_does() -> None:
-    ours, deeper, other = (
-        ModuleType(name) for name in ("node.exchange.round", "node.exchange.deep.er", "node.link")
-    )
-    for module in (ours, deeper, other):
-        vars(module).update(GRACE_SECONDS=2.0, MOST_BYTES=5, _RETRY_SECONDS=3)
-    modules = {module.__name__: module for module in (ours, deeper, other)}
-    assert len(stretch_waits(10, modules)) == 4
-    for module in (ours, deeper):
-        assert (module.GRACE_SECONDS, module._RETRY_SECONDS, module.MOST_BYTES) == (20.0, 30, 5)
-    assert (other.GRACE_SECONDS, other._RETRY_SECONDS) == (2.0, 3)
-    with pytest.raises(LookupError, match="no module"):
-        stretch_waits(10, {"node.link": other})
-
-
-def test_a_transport_waits_longer_in_slow_motion_and_takes_no_more() -> None:
-    usual, slow = Limits(), Limits().stretched(10)
-    for field in fields(Limits):
+@pytest.mark.parametrize("usual", [Limits(), Waits()])
+def test_in_slow_motion_everything_waits_longer_and_takes_no_more(usual: Limits | Waits) -> None:
+    slow = usual.stretched(10)
+    for field in fields(usual):
         factor = 10 if field.name.endswith("_seconds") else 1
         assert getattr(slow, field.name) == factor * getattr(usual, field.name)
-
-
-def test_an_exchange_has_waits_that_slow_motion_stretches() -> None:
-    """In a process of its own: they stay stretched."""
-    script = (
-        "import node.exchange.exchange as e\n"
-        "from benchmarks.exchange.slow_motion import stretch_waits\n"
-        "print(*stretch_waits(1.0))"
-    )
-    told = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
-    assert len(told.stdout.split()) > 5
 
 
 def stat(process_id: int, parent: int, user: int, system: int) -> str:

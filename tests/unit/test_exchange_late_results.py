@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from node.exchange import fetching
-from node.exchange.round.transition import GRACE_ROUND_TRIPS, GRACE_SECONDS
+from node.exchange import waits
+from node.exchange.round.transition import GRACE_ROUND_TRIPS
 from node.exchange.transport.transport import TransferRefusedError
+from node.exchange.waits import Waits
 from protocol.messages import ParticipantsDeparted, ResultOffered
 from protocol.payload import RESULT, Payload
 from protocol.rounds import BLOCK, Commit, NodeId, Plan
@@ -25,9 +26,11 @@ from tests.unit.exchange_scene import (
     plan_for,
 )
 
+WAITS = Waits()
+
 SLICE_BYTES = 4 * BLOCK  # as fp32
 HEADER_BYTES = 200  # at most
-PATIENCE_SECONDS = fetching.fetch_seconds(4 * NUM_ELEMENTS)
+PATIENCE_SECONDS = WAITS.for_fetch_of(4 * NUM_ELEMENTS)
 
 
 async def committed(
@@ -80,7 +83,7 @@ def num_received(node: Node) -> float:
 async def test_a_result_that_arrives_for_minutes_is_waited_for_and_comes_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fetching, "SLOWEST_BYTES_PER_SECOND", 10)  # of slices of a kilobyte
+    monkeypatch.setattr(waits, "SLOWEST_BYTES_PER_SECOND", 10)  # of slices of a kilobyte
     scene = await Scene.of(A, B, C)
     commit = await committed(scene, {C: 2.5})
     scene.network.slow_down(C, SLICE_BYTES / 200)
@@ -108,7 +111,7 @@ async def test_what_nobody_pushes_is_fetched_while_another_result_arrives() -> N
     scene.network.slow_down(C, SLICE_BYTES / 40)
     node = scene.nodes[A]
     applying = asyncio.create_task(seconds_to_apply(node, commit))
-    await asyncio.sleep(GRACE_SECONDS + 1)
+    await asyncio.sleep(WAITS.grace_seconds + 1)
     assert [node.exchange._held.get(1, index) is not None for index in range(3)] == [1, 1, 0]
     assert not applying.done()
     assert 40 < await applying < 50
@@ -121,7 +124,7 @@ async def test_what_nobody_pushes_is_fetched_while_another_result_arrives() -> N
 async def test_a_push_has_some_round_trips_to_begin(latency_seconds: float) -> None:
     scene = await Scene.of(A, B, C)
     scene.network.latency_seconds = latency_seconds
-    grace_seconds = GRACE_SECONDS + GRACE_ROUND_TRIPS * latency_seconds
+    grace_seconds = WAITS.grace_seconds + GRACE_ROUND_TRIPS * latency_seconds
     commit = await committed(scene, {C: 2 + 0.9 * grace_seconds - latency_seconds})
     assert await seconds_to_apply(scene.nodes[A], commit) >= 0.8 * grace_seconds
     assert num_received(scene.nodes[A]) == 2
@@ -132,7 +135,9 @@ async def test_a_push_has_some_round_trips_to_begin(latency_seconds: float) -> N
 async def test_a_push_that_does_not_begin_is_not_waited_for() -> None:
     scene = await Scene.of(A, B, C)
     commit = await committed(scene, {C: 1e6})
-    assert await seconds_to_apply(scene.nodes[A], commit) == pytest.approx(GRACE_SECONDS, abs=0.1)
+    assert await seconds_to_apply(scene.nodes[A], commit) == pytest.approx(
+        WAITS.grace_seconds, abs=0.1
+    )
     await scene.stop()
 
 
@@ -200,8 +205,8 @@ async def test_a_reducers_second_result_comes_after_its_first() -> None:
         await asyncio.sleep(20)
         await admission.take(payload)
         admission.end()
-        await asyncio.sleep(GRACE_SECONDS / 2)
-    assert await applying == pytest.approx(40 + GRACE_SECONDS / 2, abs=0.1)
+        await asyncio.sleep(WAITS.grace_seconds / 2)
+    assert await applying == pytest.approx(40 + WAITS.grace_seconds / 2, abs=0.1)
     assert num_received(node) == 0  # over its link: it was handed both here
     await scene.stop()
 
@@ -224,7 +229,7 @@ async def test_what_is_being_fetched_is_not_taken_from_its_reducer_as_well() -> 
     for donor in (B, C):
         scene.network.slow_down(donor, SLICE_BYTES / 20)
     applying = asyncio.create_task(seconds_to_apply(scene.nodes[A], commit))
-    await asyncio.sleep(GRACE_SECONDS + 1)
+    await asyncio.sleep(WAITS.grace_seconds + 1)
     header = scene.nodes[C].exchange._held.get(1, 2).header  # type: ignore[union-attr]
     with pytest.raises(TransferRefusedError, match="is being fetched already"):
         scene.nodes[A].exchange.admit(C, header)

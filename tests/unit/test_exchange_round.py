@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from node.disk.snapshots import SnapshotFolder
+from node.disk.snapshot_folder import SnapshotFolder
 from node.exchange.held_results import KEPT_ROUNDS, HeldResults
 from node.exchange.state.manifest import Manifest
 from node.exchange.state.on_disk import StateOnDisk

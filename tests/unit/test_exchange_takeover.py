@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from node.exchange.round.transition import GRACE_SECONDS
 from node.exchange.transport.transport import TransferRefusedError
+from node.exchange.waits import Waits
 from protocol.messages import (
     Held,
     ParticipantsDeparted,
@@ -223,7 +223,7 @@ async def test_a_result_that_has_come_and_was_dropped_is_not_waited_for_as_if_it
     assert commit.slices[1].digest is not None  # which A lacks: C's push does not come through
     committed_at = asyncio.get_running_loop().time()
     await scene.nodes[A].exchange.apply(commit)
-    assert asyncio.get_running_loop().time() - committed_at <= GRACE_SECONDS
+    assert asyncio.get_running_loop().time() - committed_at <= Waits().grace_seconds
     await scene.stop()
 
 

@@ -7,28 +7,26 @@ from collections.abc import Callable, Iterable, Mapping
 import pytest
 
 from node.exchange.fetching import (
-    ASKED_LAST_SECONDS,
     FIRST_FROM_ONE,
-    LATE_SECONDS,
     MOST_AT_ONCE,
     MOST_FROM_ONE,
     OVERDUE_FACTOR,
-    OVERDUE_SECONDS,
     SILENT_ROUND_TRIPS,
-    SILENT_SECONDS,
-    SOON_SECONDS,
     Job,
     Outcome,
     Schedule,
     Silences,
     fetch_pieces,
 )
+from node.exchange.waits import Waits
 from protocol.rounds import NodeId
 from tests.unit.exchange_scene import A, B, C, in_virtual_time
 
+WAITS = Waits()
+
 
 def silences_of(round_trip_seconds: float = 0.0) -> Silences:
-    return Silences(lambda donor: round_trip_seconds)
+    return Silences(lambda donor: round_trip_seconds, WAITS)
 
 
 def schedule_of(
@@ -83,7 +81,7 @@ def test_a_donor_gives_few_pieces_at_first() -> None:
 
 
 def test_each_piece_that_comes_soon_puts_one_more_under_way_up_to_the_limits() -> None:
-    soon = SOON_SECONDS / 2
+    soon = WAITS.soon_seconds / 2
     assert (
         widened(schedule_of(pieces(MANY), (A,)), seconds=soon, num_pieces=1) == FIRST_FROM_ONE + 1
     )
@@ -94,7 +92,7 @@ def test_each_piece_that_comes_soon_puts_one_more_under_way_up_to_the_limits() -
 
 
 def test_where_pieces_take_their_time_no_more_are_asked_for() -> None:
-    steady = (SOON_SECONDS + LATE_SECONDS) / 2
+    steady = (WAITS.soon_seconds + WAITS.late_seconds) / 2
     assert widened(schedule_of(pieces(MANY), (A,)), seconds=steady, num_pieces=20) == FIRST_FROM_ONE
 
 
@@ -102,10 +100,10 @@ def test_a_donor_whose_pieces_come_late_gives_fewer_at_a_time_and_never_less_tha
     None
 ):
     schedule = schedule_of(pieces(MANY), (A,))
-    widened(schedule, seconds=SOON_SECONDS / 2, num_pieces=20)
+    widened(schedule, seconds=WAITS.soon_seconds / 2, num_pieces=20)
     under_way = list(schedule._under_way)
     for piece in under_way:
-        schedule._under_way[piece] = 100.0 - LATE_SECONDS - 1
+        schedule._under_way[piece] = 100.0 - WAITS.late_seconds - 1
         schedule.end(piece, Outcome.ARRIVED, 100.0)
     assert schedule.width_of(A) == FIRST_FROM_ONE
 
@@ -113,7 +111,7 @@ def test_a_donor_whose_pieces_come_late_gives_fewer_at_a_time_and_never_less_tha
 def test_one_donor_that_is_near_does_not_widen_the_other() -> None:
     schedule = schedule_of(pieces(MANY), (A, B))
     begun(schedule)
-    delivered(schedule, "Aa", seconds=SOON_SECONDS / 2, at=100.0)
+    delivered(schedule, "Aa", seconds=WAITS.soon_seconds / 2, at=100.0)
     assert (schedule.width_of(A), schedule.width_of(B)) == (FIRST_FROM_ONE + 1, FIRST_FROM_ONE)
 
 
@@ -122,9 +120,9 @@ def test_a_donor_that_refuses_one_more_goes_on_with_those_it_has() -> None:
     assert begun(schedule) == ["pa", "qb", "ra", "sb"]
     schedule.end(job("ra"), Outcome.REFUSED, 1.0)
     assert begun(schedule) == []
-    assert schedule.end(job("qb"), Outcome.ARRIVED, SOON_SECONDS) == ()
+    assert schedule.end(job("qb"), Outcome.ARRIVED, WAITS.soon_seconds) == ()
     assert begun(schedule) == ["rb"]  # what it refused comes before all others
-    assert schedule.end(job("pa"), Outcome.ARRIVED, SOON_SECONDS) == ()
+    assert schedule.end(job("pa"), Outcome.ARRIVED, WAITS.soon_seconds) == ()
     assert begun(schedule) == ["ta"]
 
 
@@ -165,9 +163,11 @@ def test_a_donor_that_is_out_gives_its_piece_to_the_next_before_all_others() -> 
     schedule = schedule_of(pieces("pqrst"), (A, B))
     assert begun(schedule) == ["pa", "qb", "ra", "sb"]
     schedule.end(job("pa"), Outcome.OUT, 1.0)
-    schedule.end(job("qb"), Outcome.ARRIVED, SOON_SECONDS)
+    schedule.end(job("qb"), Outcome.ARRIVED, WAITS.soon_seconds)
     assert begun(schedule) == ["pb"]
-    schedule.end(job("ra"), Outcome.ARRIVED, SOON_SECONDS)  # what was under way may still come
+    schedule.end(
+        job("ra"), Outcome.ARRIVED, WAITS.soon_seconds
+    )  # what was under way may still come
     schedule.add_donor(A)
     assert begun(schedule) == ["ta"]
 
@@ -176,14 +176,14 @@ def test_what_is_overdue_at_the_end_is_asked_of_another_and_the_first_to_come_co
     schedule = schedule_of(pieces("pq"), (A, B))
     assert begun(schedule) == ["pa", "qb"]
     schedule.end(job("qb"), Outcome.ARRIVED, 1.0)
-    schedule.hear(A, OVERDUE_SECONDS - 0.1)
-    assert begun(schedule, OVERDUE_SECONDS - 0.1) == []
-    assert schedule.seconds_until_overdue(OVERDUE_SECONDS - 0.1) == pytest.approx(0.1)
-    assert begun(schedule, OVERDUE_SECONDS) == ["pb"]
-    schedule.hear(A, 5 * OVERDUE_SECONDS)
-    schedule.hear(B, 5 * OVERDUE_SECONDS)
-    assert begun(schedule, 5 * OVERDUE_SECONDS) == []  # two that send are enough
-    assert schedule.seconds_until_overdue(6 * OVERDUE_SECONDS) == math.inf
+    schedule.hear(A, WAITS.overdue_seconds - 0.1)
+    assert begun(schedule, WAITS.overdue_seconds - 0.1) == []
+    assert schedule.seconds_until_overdue(WAITS.overdue_seconds - 0.1) == pytest.approx(0.1)
+    assert begun(schedule, WAITS.overdue_seconds) == ["pb"]
+    schedule.hear(A, 5 * WAITS.overdue_seconds)
+    schedule.hear(B, 5 * WAITS.overdue_seconds)
+    assert begun(schedule, 5 * WAITS.overdue_seconds) == []  # two that send are enough
+    assert schedule.seconds_until_overdue(6 * WAITS.overdue_seconds) == math.inf
     assert schedule.end(job("pb"), Outcome.ARRIVED, 20.0) == (job("pa"),)
     assert begun(schedule, 100.0) == []
 
@@ -191,11 +191,11 @@ def test_what_is_overdue_at_the_end_is_asked_of_another_and_the_first_to_come_co
 def test_nothing_is_asked_twice_while_there_is_something_else_to_ask_for() -> None:
     schedule = schedule_of(pieces("pqrst"), (A, B))
     begun(schedule)
-    schedule.hear(A, OVERDUE_SECONDS + 1)
-    schedule.hear(B, OVERDUE_SECONDS + 1)
-    assert schedule.seconds_until_overdue(OVERDUE_SECONDS + 1) == SILENT_SECONDS
-    schedule.end(job("qb"), Outcome.ARRIVED, OVERDUE_SECONDS + 1)
-    assert begun(schedule, OVERDUE_SECONDS + 1) == ["tb"]
+    schedule.hear(A, WAITS.overdue_seconds + 1)
+    schedule.hear(B, WAITS.overdue_seconds + 1)
+    assert schedule.seconds_until_overdue(WAITS.overdue_seconds + 1) == WAITS.silent_seconds
+    schedule.end(job("qb"), Outcome.ARRIVED, WAITS.overdue_seconds + 1)
+    assert begun(schedule, WAITS.overdue_seconds + 1) == ["tb"]
 
 
 def test_where_all_are_slow_a_slow_piece_is_not_overdue() -> None:
@@ -210,7 +210,7 @@ def test_where_all_are_slow_a_slow_piece_is_not_overdue() -> None:
 def test_a_piece_that_two_were_asked_for_waits_only_when_both_have_failed() -> None:
     schedule = schedule_of(pieces("p"), (A, B))
     assert begun(schedule) == ["pa"]
-    assert begun(schedule, OVERDUE_SECONDS) == ["pb"]
+    assert begun(schedule, WAITS.overdue_seconds) == ["pb"]
     schedule.end(job("pb"), Outcome.LACKING, 11.0)
     assert begun(schedule, 11.0) == []
     schedule.end(job("pa"), Outcome.OUT, 12.0)
@@ -222,11 +222,11 @@ def test_a_piece_that_two_were_asked_for_waits_only_when_both_have_failed() -> N
 def test_a_silent_donor_costs_a_second_and_each_that_is_silent_after_it_one_more() -> None:
     schedule = schedule_of(pieces("p"), (A, B, C))
     assert begun(schedule) == ["pa"]
-    assert schedule.seconds_until_overdue(0.0) == SILENT_SECONDS
-    assert begun(schedule, 0.9 * SILENT_SECONDS) == []
-    assert begun(schedule, SILENT_SECONDS) == ["pb"]
-    assert begun(schedule, 1.9 * SILENT_SECONDS) == []
-    assert begun(schedule, 2 * SILENT_SECONDS) == ["pc"]
+    assert schedule.seconds_until_overdue(0.0) == WAITS.silent_seconds
+    assert begun(schedule, 0.9 * WAITS.silent_seconds) == []
+    assert begun(schedule, WAITS.silent_seconds) == ["pb"]
+    assert begun(schedule, 1.9 * WAITS.silent_seconds) == []
+    assert begun(schedule, 2 * WAITS.silent_seconds) == ["pc"]
     assert set(schedule.end(job("pc"), Outcome.ARRIVED, 2.1)) == {job("pa"), job("pb")}
 
 
@@ -234,7 +234,7 @@ def test_a_donor_that_sends_is_not_silent_however_long_its_pieces_take() -> None
     schedule = schedule_of(pieces("pq"), (A, B))
     begun(schedule)
     schedule.end(job("qb"), Outcome.ARRIVED, 0.5)
-    for tenths in range(1, 10 * int(OVERDUE_SECONDS)):
+    for tenths in range(1, 10 * int(WAITS.overdue_seconds)):
         schedule.hear(A, tenths / 10)
         assert schedule.fallen_silent(tenths / 10) == ()
         assert begun(schedule, tenths / 10) == []
@@ -251,15 +251,15 @@ def test_a_donor_that_was_silent_is_asked_last_for_a_while_and_no_longer_when_it
     silences = silences_of()
     first = schedule_of(pieces("p"), (A, B), silences)
     begun(first)
-    assert first.fallen_silent(0.9 * SILENT_SECONDS) == ()
-    assert first.fallen_silent(SILENT_SECONDS) == (A,)
-    assert first.fallen_silent(2 * SILENT_SECONDS) == ()  # known already
+    assert first.fallen_silent(0.9 * WAITS.silent_seconds) == ()
+    assert first.fallen_silent(WAITS.silent_seconds) == (A,)
+    assert first.fallen_silent(2 * WAITS.silent_seconds) == ()  # known already
 
     def next_asked(now: float) -> list[str]:
         return begun(schedule_of(pieces("pqr"), (A, B), silences), now)
 
     assert next_asked(10.0) == ["pb", "qb"]  # r waits for b, which is only busy
-    assert next_asked(SILENT_SECONDS + ASKED_LAST_SECONDS) == ["pa", "qb", "ra"]
+    assert next_asked(WAITS.silent_seconds + WAITS.asked_last_seconds) == ["pa", "qb", "ra"]
     first.hear(A, 20.0)
     assert next_asked(20.0) == ["pa", "qb", "ra"]
 
@@ -302,7 +302,7 @@ async def test_all_pieces_come_and_a_late_double_is_called_off() -> None:
     await fetch_pieces(schedule_of(pieces("pqrst"), (A, B)), fetch)
     assert sorted(came) == list("pqrst")
     assert called_off == ["pa"]
-    assert asyncio.get_running_loop().time() < OVERDUE_SECONDS + 5
+    assert asyncio.get_running_loop().time() < WAITS.overdue_seconds + 5
 
 
 @in_virtual_time

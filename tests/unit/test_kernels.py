@@ -15,15 +15,18 @@ import pytest
 
 from node.exchange.codecs import compiled
 from node.exchange.codecs.blockwise import largest_scale, peak_of, whole_codes
-from node.exchange.codecs.chunks import CHUNK, mean_magnitude
+from node.exchange.codecs.chunks import CHUNK, mean_magnitude, sum_of
 from node.exchange.codecs.codec import CodecError, first_not_finite, refuse_not_finite
 from node.exchange.codecs.compiled import ALL_RIGHT, bits_of, float_of, read_only
-from node.exchange.codecs.huffman import code_lengths, huffman_coded
-from node.exchange.codecs.nibbles import pack_nibbles, unpack_nibbles
+from node.exchange.codecs.deflate import code_lengths, huffman_coded
+from node.exchange.codecs.packed_codes import (
+    pack_nibbles,
+    pack_two_bits,
+    unpack_nibbles,
+    unpack_two_bits,
+)
 from node.exchange.codecs.registry import CODECS, codec_named
-from node.exchange.codecs.sums import sum_of
 from node.exchange.codecs.tiles import Tiles
-from node.exchange.codecs.two_bits import pack_two_bits, unpack_two_bits
 from protocol.rounds import BLOCK
 from tests.unit.test_chunk_codecs import bell
 from tests.unit.test_codecs import FP32_MAX, spread

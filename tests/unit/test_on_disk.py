@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 
 from node.disk.budget import LONGEST_SECONDS, DiskBudget
 from node.disk.logs import SentLog
-from node.disk.snapshots import OpenSnapshot, Owed, SnapshotWriting, snapshot_bytes
+from node.disk.snapshots import Owed, SnapshotWriting, snapshot_bytes
 from node.exchange import held_results
 from node.exchange.state.on_disk import LONGEST_ROUNDS, StateOnDisk, rounds_between
 from node.exchange.transport.transport import WantManifest, WantResult
@@ -174,15 +174,14 @@ async def test_a_snapshot_that_has_no_room_beside_one_that_a_joiner_reads_waits_
     assert disk is not None
     disk._budget = DiskBudget(most_bytes=1)  # not a byte beside what is kept
     await trained(scene, 1)
-    served: OpenSnapshot | None = disk.snapshots.open(0)
+    served = [disk.snapshots.open(0)]
     with capture_logs() as told:
         await trained(scene, 2)
     assert "a snapshot waits for a joiner to have read the older one" in [e["event"] for e in told]
     assert disk.snapshots.rounds() == [1, 0]
     digest = scene.nodes[A].outer.digest
     assert (await scene.add(A)).outer.position == (2, digest)  # results lead there
-    assert served is not None
-    del served
+    served.clear()
     await trained(scene, 3)
     disk = scene.nodes[A].disk
     assert disk is not None and disk.snapshots.rounds() == [3, 1]

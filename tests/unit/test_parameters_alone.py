@@ -9,7 +9,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from node.config import SNAPSHOTS_FOLDER
-from node.disk.snapshots import Owed, Snapshot, SnapshotFolder
+from node.disk.snapshot_folder import SnapshotFolder
+from node.disk.snapshots import Owed, Snapshot
 from node.newest import keep_run, newest_model
 from node.outer_state import PIECE_ELEMENTS
 from protocol.errors import BadDataError, ConfigError

@@ -9,6 +9,7 @@ from structlog.testing import capture_logs
 from node.exchange.pushes import Pushes
 from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
 from node.exchange.transport.transport import Admission, TransferRefusedError, Want
+from node.exchange.waits import Waits
 from protocol.payload import Payload, PayloadHeader
 from protocol.rounds import NodeId, PeerAddress, RosterEntry
 from protocol.wire_count import WireCounts
@@ -55,7 +56,7 @@ class Scene:
     async def begin(self) -> None:
         await self._transport(B, self.takers[B])
         await self._transport(C, self.takers[C])
-        self.pushes = Pushes(await self._transport(A, Taker()), Random(0))
+        self.pushes = Pushes(await self._transport(A, Taker()), Random(0), Waits())
 
     async def _transport(self, node_id: NodeId, taker: Taker) -> MemoryTransport:
         transport = MemoryTransport(network=self.network, node_id=node_id, counts=WireCounts())
@@ -200,7 +201,7 @@ async def test_a_hundred_that_a_reducer_refuses_do_not_come_back_in_step() -> No
         transport = MemoryTransport(network=network, node_id=node_id, counts=WireCounts())
         await transport.start(Taker())
         transport.set_roster(roster)
-        Pushes(transport, Random(node_id)).start(
+        Pushes(transport, Random(node_id), Waits()).start(
             B, contribution(1, 0), deadline=60.0, is_wanted=lambda: True
         )
     await asyncio.sleep(60)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from node.exchange.fetching import ASKED_LAST_SECONDS, OVERDUE_SECONDS, SILENT_SECONDS
 from node.exchange.transport.transport import Want, WantChunk, WantResult
+from node.exchange.waits import Waits
 from protocol.messages import Held, ResultOffered
 from protocol.payload import Payload
 from protocol.rounds import BLOCK, Commit, NodeId
@@ -21,6 +21,8 @@ from tests.unit.download_scene import (
     state_at,
 )
 from tests.unit.exchange_scene import A, B, C, Node, Scene, in_virtual_time, result_of
+
+WAITS = Waits()
 
 __all__ = ["small_chunks"]
 
@@ -96,13 +98,13 @@ class Swarm:
 async def test_one_silent_holder_of_three_costs_a_second_and_the_next_round_nothing() -> None:
     swarm = await Swarm.begin()
     swarm.silent = {B}
-    assert await swarm.seconds_of_round(1) == pytest.approx(SILENT_SECONDS, abs=0.1)
+    assert await swarm.seconds_of_round(1) == pytest.approx(WAITS.silent_seconds, abs=0.1)
     assert swarm.asked[B] == 1
     assert swarm.num_received == NUM_SLICES  # none came twice
     for number in (2, 3):
         assert await swarm.seconds_of_round(number) < 0.1
         assert swarm.asked[B] == 0
-    await asyncio.sleep(ASKED_LAST_SECONDS)
+    await asyncio.sleep(WAITS.asked_last_seconds)
     swarm.silent = set()
     assert await swarm.seconds_of_round(4) < 0.1
     assert swarm.asked[B] == 1  # it has had its time
@@ -113,7 +115,7 @@ async def test_one_silent_holder_of_three_costs_a_second_and_the_next_round_noth
 async def test_two_silent_holders_of_three_cost_two_seconds_at_most() -> None:
     swarm = await Swarm.begin()
     swarm.silent = {B, C}
-    assert await swarm.seconds_of_round(1) <= 2 * SILENT_SECONDS + 0.1
+    assert await swarm.seconds_of_round(1) <= 2 * WAITS.silent_seconds + 0.1
     assert swarm.num_received == NUM_SLICES
     assert await swarm.seconds_of_round(2) < 0.1
     await swarm.scene.stop()
@@ -124,7 +126,7 @@ async def test_a_holder_that_sends_slowly_is_not_silent_and_nothing_is_asked_twi
     swarm = await Swarm.begin()
     commit = await swarm.commit(1)
     for node_id in (B, C, D):
-        swarm.scene.network.slow_down(node_id, RESULT_BYTES / (0.8 * OVERDUE_SECONDS))
+        swarm.scene.network.slow_down(node_id, RESULT_BYTES / (0.8 * WAITS.overdue_seconds))
     await swarm.scene.nodes[A].exchange.apply(commit)
     assert swarm.asked.total() == NUM_SLICES
     for node_id in (B, C, D):
@@ -143,7 +145,7 @@ async def test_an_offered_result_does_not_wait_for_its_silent_holder() -> None:
     swarm.silent = {B}
     exchange = swarm.scene.nodes[A].exchange
     exchange.tell(ResultOffered(round=1, slice_index=1, digest=result.digest, holder_ids=(B, C)))
-    await asyncio.sleep(SILENT_SECONDS + 0.1)
+    await asyncio.sleep(WAITS.silent_seconds + 0.1)
     held = [Held(slice_index=1, digest=result.digest)]
     assert swarm.scene.nodes[A].reported(Held, 1) == held
     swarm.silent = set()
@@ -174,7 +176,7 @@ async def test_a_silent_donor_of_chunks_costs_a_joiner_a_second() -> None:
         await scene.add(name, state_at(7))
     fall_silent(scene.donors[A])
     assert_is(await scene.fetch(await scene.joiner()), state_at(7))
-    assert now() < SILENT_SECONDS + 0.5
+    assert now() < WAITS.silent_seconds + 0.5
     assert scene.chunks_given() == Counter(range(NUM_CHUNKS))
 
 

@@ -10,7 +10,8 @@ from safetensors.numpy import save_file
 from structlog.testing import capture_logs
 
 from node.disk import snapshots as snapshot_module
-from node.disk.snapshots import OpenSnapshot, Owed, Snapshot, SnapshotError, SnapshotFolder
+from node.disk.snapshot_folder import OpenSnapshot, SnapshotError, SnapshotFolder
+from node.disk.snapshots import Owed, Snapshot
 from protocol.errors import BadDataError, CannotCreateError, ConfigError, SystemRefusedError
 from protocol.rounds import Digest
 

@@ -41,7 +41,7 @@ from node.exchange.codecs.codec import (
     refuse_not_finite,
 )
 from node.exchange.codecs.compiled import ALL_RIGHT, TO_WHOLE, float_of, kernel, read_only
-from node.exchange.codecs.nibbles import Codes, pack_nibbles, unpack_nibbles
+from node.exchange.codecs.packed_codes import Codes, pack_nibbles, unpack_nibbles
 from node.exchange.codecs.tiles import ONE_THREAD, Tiles
 from node.outer_state import Vector
 from protocol.rounds import BLOCK

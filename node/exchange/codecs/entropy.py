@@ -28,7 +28,6 @@ from typing import ClassVar
 
 import numpy as np
 
-from node.exchange.codecs.bf16 import Halves
 from node.exchange.codecs.blockwise import divisor_of, largest_scale, peak_of, whole_codes
 from node.exchange.codecs.chunks import CHUNK, INFINITY, SMALLEST, check_scales, num_chunks
 from node.exchange.codecs.codec import (
@@ -44,9 +43,10 @@ from node.exchange.codecs.codec import (
 )
 from node.exchange.codecs.compiled import ALL_RIGHT, kernel, read_only
 from node.exchange.codecs.deflate import deflated, inflated_head, most_stream_bytes
-from node.exchange.codecs.largest import num_chosen
-from node.exchange.codecs.nibbles import Codes, count_bytes, pack_nibbles, unpack_nibbles
 from node.exchange.codecs.outliers import MOST_OUTLIERS, put_back, step_of, take_outliers
+from node.exchange.codecs.packed_codes import Codes, nibble_bytes, pack_nibbles, unpack_nibbles
+from node.exchange.codecs.places import num_chosen
+from node.exchange.codecs.plain_floats import Halves
 from node.exchange.codecs.tiles import ONE_THREAD, TILE_ELEMENTS, Tiles
 from node.outer_state import Vector
 
@@ -290,11 +290,11 @@ class _EntropyCodedNibbles(EntropyCoded):
 
     def code_bytes(self, num_elements: int) -> int:
         """Half a byte each."""
-        return count_bytes(num_elements)
+        return nibble_bytes(num_elements)
 
     def pack(self, codes: Codes) -> Bytes:
         """See EntropyCoded."""
-        packed: Bytes = np.empty(count_bytes(codes.size), dtype=np.uint8)
+        packed: Bytes = np.empty(nibble_bytes(codes.size), dtype=np.uint8)
         if codes.size % 2:
             codes = np.append(codes, np.int8(-8))  # whose nibble is 0
         pack_nibbles(codes, packed)

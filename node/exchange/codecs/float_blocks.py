@@ -26,7 +26,7 @@ from node.exchange.codecs.blockwise import (
 )
 from node.exchange.codecs.codec import Bytes
 from node.exchange.codecs.compiled import ALL_RIGHT, bits_of, float_of, kernel
-from node.exchange.codecs.nibbles import pack_nibbles, unpack_nibbles
+from node.exchange.codecs.packed_codes import pack_nibbles, unpack_nibbles
 from node.outer_state import Vector
 from protocol.rounds import BLOCK
 

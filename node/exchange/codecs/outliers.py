@@ -9,12 +9,12 @@ has the comparison. What a body looks like, entropy.py says.
 
 import numpy as np
 
-from node.exchange.codecs.bf16 import Halves, from_bf16, to_bf16
 from node.exchange.codecs.blockwise import peak_of
 from node.exchange.codecs.chunks import CHUNK, INFINITY, SMALLEST, mean_magnitude
 from node.exchange.codecs.codec import CodecError
 from node.exchange.codecs.compiled import kernel
-from node.exchange.codecs.nibbles import Codes
+from node.exchange.codecs.packed_codes import Codes
+from node.exchange.codecs.plain_floats import Halves, from_bf16, to_bf16
 from node.outer_state import Vector
 
 MOST_OUTLIERS = 64

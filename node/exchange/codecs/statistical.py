@@ -8,14 +8,14 @@ distribution that is one standard deviation, where the best quantiser's are (Max
 Minimum Distortion": 0.98). It needs error feedback.
 
 Body: four fp32 for each chunk, little-endian, the lowest bin's mean first, then two bits for each
-value as in two_bits.py: the bin. Means rise, are 0 or at least 2**-118 in magnitude, and never -0.
+value as in packed_codes.py: the bin. Means rise, are 0 or at least 2**-118 in magnitude, and never -0.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from node.exchange.codecs.chunks import CHUNK, INFINITY, LARGEST, SMALLEST, num_chunks
+from node.exchange.codecs.chunks import CHUNK, INFINITY, LARGEST, SMALLEST, num_chunks, sum_of
 from node.exchange.codecs.codec import (
     Bytes,
     CodecError,
@@ -28,9 +28,8 @@ from node.exchange.codecs.codec import (
     refuse_not_finite,
 )
 from node.exchange.codecs.compiled import ALL_RIGHT, kernel, read_only
-from node.exchange.codecs.sums import sum_of
+from node.exchange.codecs.packed_codes import pack_two_bits, two_bit_bytes, unpack_two_bits
 from node.exchange.codecs.tiles import ONE_THREAD, Tiles
-from node.exchange.codecs.two_bits import count_bytes, pack_two_bits, unpack_two_bits
 from node.outer_state import Vector
 
 _FAR = np.float32(1.25)
@@ -149,7 +148,7 @@ class Int2(DecodesByTile, FixedSize):
     def encoded_bytes(self, num_elements: int) -> int:
         """Exact size of the body."""
         check_num_elements(num_elements)
-        return 16 * num_chunks(num_elements) + count_bytes(num_elements)
+        return 16 * num_chunks(num_elements) + two_bit_bytes(num_elements)
 
     def encode(self, values: Vector) -> bytes:
         """Body for finite values [n]; raises CodecError with the index of one that is not."""
@@ -163,7 +162,7 @@ class Int2(DecodesByTile, FixedSize):
             _encode_all(
                 values[first:past],
                 tables[first // CHUNK : num_chunks(past)],
-                packed[first // 4 : count_bytes(past)],
+                packed[first // 4 : two_bit_bytes(past)],
                 first,
             )
 
@@ -180,7 +179,7 @@ class Int2(DecodesByTile, FixedSize):
             raise CodecError("the padding of int2/1 is not 0")
 
         def read(first: int, past: int, values: Vector) -> None:
-            codes = packed[first // 4 : count_bytes(past)]
+            codes = packed[first // 4 : two_bit_bytes(past)]
             _decode(codes, tables[first // CHUNK : num_chunks(past)], values)
 
         return read

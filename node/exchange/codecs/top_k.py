@@ -9,7 +9,7 @@ whose magnitude is at least the chosen ones' mean; small and big have their mean
 and 0 below 2**-118. A value that is not chosen becomes 0.
 
 Body: for each chunk the small and the big magnitude (two bf16, little-endian); two bits for each
-chosen value as in two_bits.py, 1 for minus and 2 for big; for each section of 1,048,576 values the
+chosen value as in packed_codes.py, 1 for minus and 2 for big; for each section of 1,048,576 values the
 bytes of its places, 32 bits little-endian; then the places (places.py). Small is not above big; both
 are 0 or normal numbers.
 """
@@ -19,8 +19,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from node.exchange.codecs.bf16 import Halves, from_bf16, to_bf16
-from node.exchange.codecs.chunks import CHUNK, SMALLEST, num_chunks
+from node.exchange.codecs.chunks import CHUNK, SMALLEST, Floats, num_chunks, sum_of
 from node.exchange.codecs.codec import (
     Bytes,
     CodecError,
@@ -32,11 +31,18 @@ from node.exchange.codecs.codec import (
     refuse_not_finite,
 )
 from node.exchange.codecs.compiled import ALL_RIGHT, kernel, read_only
-from node.exchange.codecs.largest import Places, num_chosen, places_of_largest
-from node.exchange.codecs.places import SECTION, decode_places, encode_places, most_bytes_of_places
-from node.exchange.codecs.sums import Floats, sum_of
+from node.exchange.codecs.packed_codes import pack_two_bits, two_bit_bytes, unpack_two_bits
+from node.exchange.codecs.places import (
+    SECTION,
+    Places,
+    decode_places,
+    encode_places,
+    most_bytes_of_places,
+    num_chosen,
+    places_of_largest,
+)
+from node.exchange.codecs.plain_floats import Halves, from_bf16, to_bf16
 from node.exchange.codecs.tiles import ONE_THREAD, Tiles
-from node.exchange.codecs.two_bits import count_bytes, pack_two_bits, unpack_two_bits
 from node.outer_state import Vector
 
 
@@ -103,7 +109,7 @@ class TopK(DecodesByTile):
 
     def _head_bytes(self, num_elements: int) -> int:
         check_num_elements(num_elements)
-        codes = count_bytes(num_chosen(num_elements, self.k))
+        codes = two_bit_bytes(num_chosen(num_elements, self.k))
         return 4 * num_chunks(num_elements) + codes + 4 * -(-num_elements // SECTION)
 
     def admits(self, body_bytes: int, num_elements: int) -> bool:
@@ -116,7 +122,7 @@ class TopK(DecodesByTile):
         values = read_only(values)
         magnitudes: Halves = np.empty((num_chunks(values.size), 2), dtype="<u2")
         chosen = num_chosen(values.size, self.k)
-        codes: Bytes = np.zeros(4 * count_bytes(chosen), dtype=np.uint8)
+        codes: Bytes = np.zeros(4 * two_bit_bytes(chosen), dtype=np.uint8)
 
         def encode_run(first: int, past: int) -> list[bytes]:
             streams = []
@@ -135,7 +141,7 @@ class TopK(DecodesByTile):
         runs = self.tiles.each_run(values.size, encode_run, unit=SECTION)
         streams = [stream for run in runs for stream in run]
         sizes = np.array([len(stream) for stream in streams], dtype="<u4")
-        packed: Bytes = np.empty(count_bytes(chosen), dtype=np.uint8)
+        packed: Bytes = np.empty(two_bit_bytes(chosen), dtype=np.uint8)
         pack_two_bits(codes, packed)
         return b"".join([magnitudes.tobytes(), packed.tobytes(), sizes.tobytes(), *streams])
 
@@ -149,10 +155,10 @@ class TopK(DecodesByTile):
             raise CodecError(f"a table of {self.name} holds what no encoder writes")
         magnitudes = read_only(halves.astype(np.uint16).reshape(-1, 2))
         chosen = num_chosen(num_elements, self.k)
-        sizes_at = 4 * chunks + count_bytes(chosen)
+        sizes_at = 4 * chunks + two_bit_bytes(chosen)
         if chosen % 4 and raw[sizes_at - 1] >> 2 * (chosen % 4):
             raise CodecError(f"the padding of {self.name} is not 0")
-        codes: Bytes = np.empty(4 * count_bytes(chosen), dtype=np.uint8)
+        codes: Bytes = np.empty(4 * two_bit_bytes(chosen), dtype=np.uint8)
         unpack_two_bits(raw[4 * chunks : sizes_at], codes)
         ends = np.cumsum(raw[sizes_at:head].view("<u4"), dtype=np.int64) + head
         if ends[-1] != raw.size:

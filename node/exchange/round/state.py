@@ -11,6 +11,7 @@ from enum import Enum, auto
 
 from node.exchange.codecs.codec import Codec
 from node.exchange.reduction import Reduction, SliceResult
+from node.exchange.waits import Waits
 from protocol.messages import (
     ParticipantsDeparted,
     ParticipantsIdle,
@@ -31,6 +32,7 @@ class Rules:
     context: int  # tokens of a sample
     uplink: Codec
     downlink: Codec
+    waits: Waits = field(default_factory=Waits)
 
 
 class Phase(Enum):

@@ -46,9 +46,9 @@ from protocol.messages import (
 from protocol.payload import CONTRIBUTION, RESULT, Payload
 from protocol.rounds import NodeId, SliceOutcome
 
-GRACE_SECONDS = 2.0
 GRACE_ROUND_TRIPS = 8
-"""So long nothing may come from a reducer that should push a result, until we fetch it from others.
+"""So long, and Waits.grace_seconds, nothing may come from a reducer that should push a result, until we
+fetch it from others.
 
 It began to push before the commit, so only its offer's way counts. In round trips, a connection made anew
 is five or six of them and a stream one; in seconds, a lost packet is one, and a router's queue of 1 MB
@@ -384,5 +384,5 @@ def _due_at(state: RoundState, known: SliceState) -> float:
     if any(o.num_arriving and o.part.reducer_id == reducer for o in state.slices.values()):
         return math.inf
     round_trip_seconds = state.links.round_trip_seconds.get(reducer, 0.0)
-    grace_seconds = GRACE_SECONDS + GRACE_ROUND_TRIPS * round_trip_seconds
+    grace_seconds = state.rules.waits.grace_seconds + GRACE_ROUND_TRIPS * round_trip_seconds
     return max(state.committed_at, state.push_ended_at.get(reducer, 0.0)) + grace_seconds

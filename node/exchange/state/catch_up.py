@@ -36,14 +36,8 @@ from protocol.rounds import Commit, Digest, SliceOutcome
 
 log = structlog.get_logger()
 
-PAUSE_SECONDS = 1.0
-"""Between the first two times of asking everybody; later ones are longer."""
-
 ASKS_BEFORE_SNAPSHOT = 3
 """How often everybody is asked for results before the node asks for a snapshot as well."""
-
-SETTLE_SECONDS = 120.0
-"""How long a snapshot may wait to be fetched until the swarm has agreed on its round's digest."""
 
 KEPT_WHEN_LEAPING = 128
 """Of the latest rounds whose results were never here the commits are kept all the same, so that a
@@ -212,7 +206,7 @@ class CatchUp:
                 )
             if (not is_base or asked >= ASKS_BEFORE_SNAPSHOT) and await self._leapt(commit.round):
                 break
-            await self._patience.pause(asked, first_seconds=PAUSE_SECONDS)
+            await self._patience.pause(asked, first_seconds=self._donors.waits.pause_seconds)
         self.waiting_for = ""
         return True
 
@@ -375,7 +369,7 @@ class CatchUp:
             asked += 1
             if asked == 1:
                 log.info("own commits are not brought back yet", after_round=after)
-            await self._patience.pause(asked, first_seconds=PAUSE_SECONDS)
+            await self._patience.pause(asked, first_seconds=self._donors.waits.pause_seconds)
         commits = await self._list_commits(self._outer.round)
         return not commits or self._outer.is_base_of(commits[0])
 
@@ -449,13 +443,13 @@ class CatchUp:
         self, known: tuple[int, Digest] | None, round: int, digest: Digest
     ) -> bool:
         # The swarm may still be agreeing on its newest round.
-        give_up_at = asyncio.get_running_loop().time() + SETTLE_SECONDS
+        give_up_at = asyncio.get_running_loop().time() + self._donors.waits.settle_seconds
         while True:
             settled = await self._settled_digest(round, known)
             is_open = settled is None and await self._commit_of(round) is not None
             if not is_open or asyncio.get_running_loop().time() >= give_up_at:
                 return settled == digest
-            await asyncio.sleep(PAUSE_SECONDS)
+            await asyncio.sleep(self._donors.waits.pause_seconds)
 
     async def _settled_digest(self, round: int, known: tuple[int, Digest] | None) -> Digest | None:
         """The digest that the swarm settled on for a round, or None while it has not."""

@@ -18,7 +18,7 @@ from pathlib import Path
 import structlog
 
 from node.disk.snapshots import Snapshot
-from node.exchange.fetching import Donors, Outcome, Schedule, fetch_pieces, fetch_seconds
+from node.exchange.fetching import Donors, Outcome, Schedule, fetch_pieces
 from node.exchange.state.arriving import Arrivals, Arriving
 from node.exchange.state.manifest import Manifest, ManifestError
 from node.exchange.transport.transport import (
@@ -42,12 +42,6 @@ ENOUGH_DONORS = 4
 
 MOST_ASKED = 4 * ENOUGH_DONORS
 """For a manifest at once, silent ones included: each reads its whole state to answer."""
-
-RECRUIT_SECONDS = 15.0
-"""How often more donors are looked for while there are too few."""
-
-DISTRUST_SECONDS = 600.0
-"""How long a donor that lied is not asked again. It may have been its memory that lied."""
 
 IsTheSwarms = Callable[[int, Digest], Awaitable[bool]]
 """Whether the outer state of a round has this digest. May wait until the swarm has agreed on it."""
@@ -280,7 +274,7 @@ class Download:
         """Looks for more donors of the same state, those that were out included."""
         want = WantManifest(oldest_round=manifest.round, newest_round=manifest.round)
         while True:
-            await asyncio.sleep(RECRUIT_SECONDS)
+            await asyncio.sleep(self._donors.waits.recruit_seconds)
             for peer in self._trusted():
                 if len(schedule.donors) >= ENOUGH_DONORS:
                     break
@@ -306,7 +300,7 @@ class Download:
                 peer,
                 want,
                 max_body_bytes=max_body_bytes,
-                timeout_seconds=fetch_seconds(max_body_bytes),
+                timeout_seconds=self._donors.waits.for_fetch_of(max_body_bytes),
                 heard=heard,
             )
         except FalseAnswerError as error:
@@ -326,4 +320,5 @@ class Download:
 
     def _distrust(self, peer: NodeId, why: str) -> None:
         log.warning("a donor lies, and is not asked for a while", peer=peer, why=why)
-        self._distrusted_until[peer] = asyncio.get_running_loop().time() + DISTRUST_SECONDS
+        until = asyncio.get_running_loop().time() + self._donors.waits.distrust_seconds
+        self._distrusted_until[peer] = until

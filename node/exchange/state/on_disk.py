@@ -18,16 +18,8 @@ import structlog
 
 from node.disk.budget import DiskBudget, Need
 from node.disk.logs import ResultLog, SentLog
-from node.disk.snapshots import (
-    KEPT_FILES,
-    OpenSnapshot,
-    Owed,
-    Snapshot,
-    SnapshotError,
-    SnapshotFolder,
-    SnapshotWriting,
-    snapshot_bytes,
-)
+from node.disk.snapshot_folder import KEPT_FILES, OpenSnapshot, SnapshotError, SnapshotFolder
+from node.disk.snapshots import Owed, Snapshot, SnapshotWriting, snapshot_bytes
 from node.exchange import held_results
 from node.exchange.codecs.codec import CodecError
 from node.exchange.codecs.registry import codec_named

@@ -4,6 +4,12 @@ Sizes and shares that no link changes stand with the controller that they belong
 """
 
 from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Value = TypeVar("Value", bound="DataclassInstance")
 
 WINDOW_BYTES = 256 * 1024
 """What one fresh stream lets be under way, before libp2p widens its window (go-yamux)."""
@@ -104,5 +110,10 @@ class Limits:
 
     def stretched(self, factor: float) -> "Limits":
         """For links on which everything takes so many times as long."""
-        waits = {f.name: getattr(self, f.name) for f in fields(self) if f.name.endswith("_seconds")}
-        return replace(self, **{name: factor * seconds for name, seconds in waits.items()})
+        return stretched(self, factor)
+
+
+def stretched(waits: Value, factor: float) -> Value:
+    """With all that is in seconds so many times as long."""
+    names = [field.name for field in fields(waits) if field.name.endswith("_seconds")]
+    return replace(waits, **{name: factor * getattr(waits, name) for name in names})

@@ -307,10 +307,10 @@ class PeerSender:
             self._num_streams = max(1, min(self._num_streams, len(self.streams)))
         elif self._num_streams < min(self._limits.max_streams_per_body, num_waiting):
             self._num_streams += self._widening.is_wider_better(self._acknowledged_bytes, now)
-        if self._is_in_line or not self._window.has_room(now):
-            return []
         num_opening = sum(not stream.is_open for stream in self.streams)
         num_missing = min(num_waiting - num_opening, self._num_streams - len(self.streams))
+        if num_missing <= 0 or self._is_in_line or not self._window.has_room(now):
+            return []
         new = [PartStream() for _ in range(num_missing)]
         self.streams.extend(new)
         return [Open(stream) for stream in new]
@@ -318,9 +318,8 @@ class PeerSender:
     def _carry(self, now: float) -> list[Action]:
         """Of the streams that are ready one whose window has room takes the next part."""
         actions: list[Action] = []
-        while self._window.has_room(now):
-            ready = [stream for stream in self.streams if stream.is_ready]
-            if not ready or (taken := self._take()) is None:
+        while ready := [stream for stream in self.streams if stream.is_ready]:
+            if not self._window.has_room(now) or (taken := self._take()) is None:
                 break
             stream = min(ready, key=lambda each: each.num_in_window)
             part = self._sent(*taken, now=now)

@@ -118,10 +118,6 @@ class MaySend(NamedTuple):
     """What decides how fast bodies leave, whether they wait now or not."""
 
 
-def _loop_time() -> float:
-    return asyncio.get_running_loop().time()
-
-
 class Traffic:
     """Shared by all streams of a transport; each chunk of a body waits for its turn here.
 
@@ -137,11 +133,11 @@ class Traffic:
         limits: Limits,
         allowed_bytes_per_second: float | None = None,
         while_moving: Callable[[], AbstractContextManager[None]] = nullcontext,
-        clock: Callable[[], float] = _loop_time,
+        clock: Callable[[], float] | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """`while_moving` is entered for as long as a body is on its way."""
-        self.clock = clock
+        """`while_moving` is entered for as long as a body is on its way; the clock is the running loop's."""
+        self.clock = clock or asyncio.get_running_loop().time
         self.allowed_bytes_per_second = allowed_bytes_per_second
         self.kernel: KernelPacing | None = None  # until there are connections
         self.uplink = Uplink(limits, is_paced_below=lambda: self.is_paced_by_kernel)

@@ -1,7 +1,8 @@
-"""The codec "bf16/1": the upper half of each fp32 value, rounded to nearest, ties to even.
+"""The codecs "fp32/1", values as they are, and "bf16/1", their upper halves.
 
-Body: two bytes for each value, little-endian. What would round to infinity becomes the largest
-number of its sign. Subnormal numbers and the sign of zero stay: nothing here computes with floats.
+fp32 is for comparison, and where bandwidth is plenty. bf16 is rounded to nearest, ties to even; its body has
+two bytes for each value, little-endian. What would round to infinity becomes the largest number of its
+sign. Subnormal numbers and the sign of zero stay: nothing here computes with floats.
 """
 
 from dataclasses import dataclass
@@ -22,6 +23,40 @@ from node.exchange.codecs.codec import (
 from node.exchange.codecs.compiled import bits_of, float_of, kernel, read_only
 from node.exchange.codecs.tiles import ONE_THREAD, Tiles
 from node.outer_state import Vector
+
+
+@dataclass(frozen=True)
+class Fp32(DecodesByTile, FixedSize):
+    """Body: the values, little-endian, four bytes each. Exact, also for the sign of zero."""
+
+    name = "fp32/1"
+    tiles: Tiles = ONE_THREAD
+
+    def encoded_bytes(self, num_elements: int) -> int:
+        """Four bytes for each element."""
+        check_num_elements(num_elements)
+        return 4 * num_elements
+
+    def encode(self, values: Vector) -> bytes:
+        """Body for finite values [n]; raises CodecError for others."""
+        check_values(values)
+
+        def check(first: int, past: int) -> None:
+            refuse_not_finite(values[first:past], start=first)
+
+        self.tiles.each_run(values.size, check)
+        return values.astype("<f4", copy=False).tobytes()
+
+    def reader(self, body: bytes | memoryview, num_elements: int) -> Reader:
+        """Raises CodecError for values that are not finite."""
+        sent = check_body(body, codec=self, num_elements=num_elements).view("<f4")
+
+        def read(first: int, past: int, values: Vector) -> None:
+            values[:] = sent[first:past]
+            refuse_not_finite(values, start=first)
+
+        return read
+
 
 Halves = npt.NDArray[np.uint16]
 
