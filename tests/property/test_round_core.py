@@ -6,7 +6,7 @@ import numpy as np
 from effort import examples
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from node.exchange.codecs.registry import codec_named
 from node.exchange.reduction import SliceResult
@@ -197,10 +197,9 @@ class RoundMachine(RuleBasedStateMachine):
         for sender in (B, C):
             self.feed(body_of(contributed(sender, index, 0)))
 
+    @precondition(lambda self: self.edge.coming)
     @rule(place=st.integers(0, 100), is_whole=st.booleans())
     def a_payload_has_come_or_broken_off(self, place: int, is_whole: bool) -> None:
-        if not self.edge.coming:
-            return
         sender, payload, attempt = self.edge.coming.pop(place % len(self.edge.coming))
         header = payload.header
         before = self.state.slices.get(header.slice_index)
@@ -219,16 +218,17 @@ class RoundMachine(RuleBasedStateMachine):
         if header.kind != CONTRIBUTION:
             self.feed(PushEnded(index=header.slice_index, attempt=attempt, sender=sender))
 
-    @rule(place=st.integers(0, 100), is_empty=st.booleans())
+    @precondition(lambda self: self.edge.reducing)
+    @rule(place=st.integers(0, 100), is_empty=st.sampled_from([False, False, True]))
     def a_mean_is_taken(self, place: int, is_empty: bool) -> None:
-        if not self.edge.reducing:
-            return
         reduce = self.edge.reducing.pop(place % len(self.edge.reducing))
         index, contributions = reduce.reduction.slice.index, reduce.reduction.contributions
         result = None
         if contributions and not is_empty:
+            payload = made_by(A, index, 0)
             result = SliceResult(
-                payload=made_by(A, index, 0),
+                payload=payload,
+                encoded=RULES.downlink.opened(payload.body, BLOCK),
                 contributors=tuple(
                     Contributor(node_id=n, samples=TOKENS, tokens=TOKENS)
                     for n in sorted(contributions)
@@ -289,10 +289,9 @@ class RoundMachine(RuleBasedStateMachine):
         digest = self.reported(index, which)
         self.feed(ResultOffered(round=1, slice_index=index, digest=digest, holder_ids=NODES))
 
+    @precondition(lambda self: self.edge.fetching)
     @rule(place=st.integers(0, 100), is_delivered=st.booleans())
     def a_fetch_ends(self, place: int, is_delivered: bool) -> None:
-        if not self.edge.fetching:
-            return
         fetch = self.edge.fetching.pop(place % len(self.edge.fetching))
         for outcome in fetch.outcomes if is_delivered else ():
             payloads = [made_by(n, outcome.index, which) for n in NODES for which in (0, 1)]
@@ -300,9 +299,13 @@ class RoundMachine(RuleBasedStateMachine):
             self.feed(ResultFetched(payload=payload))
         self.feed(FetchEnded(is_committed=fetch.is_committed))
 
-    @rule(which=st.lists(st.sampled_from([0, 0, 1, None]), min_size=3, max_size=3))
-    def the_round_is_committed(self, which: list[int | None]) -> None:
-        if self.state.is_closed or self.state.commit is not None:
+    @precondition(lambda self: not self.state.is_closed and self.state.commit is None)
+    @rule(
+        which=st.lists(st.sampled_from([0, 0, 1, None]), min_size=3, max_size=3),
+        is_meant=st.sampled_from([False, False, True]),
+    )
+    def the_round_is_committed(self, which: list[int | None], is_meant: bool) -> None:
+        if not is_meant:
             return
         outcomes = []
         for part, body in zip(self.state.plan.slices, which, strict=True):
@@ -321,6 +324,7 @@ class RoundMachine(RuleBasedStateMachine):
         unreachable = frozenset({B}) if is_cut else frozenset()
         self.feed(TimePassed(links=Links(unreachable=unreachable)))
 
+    @precondition(lambda self: self.state.commit is not None or self.now > 140)
     @rule(is_meant=st.sampled_from([False, False, False, False, True]))
     def the_round_is_closed(self, is_meant: bool) -> None:
         if is_meant:
@@ -364,7 +368,7 @@ class RoundMachine(RuleBasedStateMachine):
 
 
 TestRounds = RoundMachine.TestCase
-TestRounds.settings = settings(examples(60), stateful_step_count=60)
+TestRounds.settings = settings(examples(300), stateful_step_count=60)
 
 
 def test_the_mean_is_of_what_was_here_when_it_began() -> None:
@@ -403,7 +407,12 @@ def test_no_result_of_ours_stands_in_the_place_of_the_committed_one() -> None:
     state = step(state, Committed(commit=commit, links=Links()), 2.0).state
     state = step(state, ResultFetched(payload=committed), 3.0).state
     made = SliceResult(
-        payload=ours, contributors=(), contributions=(), weighed_tokens=TOKENS, error=None
+        payload=ours,
+        encoded=RULES.downlink.opened(ours.body, BLOCK),
+        contributors=(),
+        contributions=(),
+        weighed_tokens=TOKENS,
+        error=None,
     )
     late = step(state, MeanTaken(index=0, attempt=0, result=made), 4.0)
     assert not late.actions and late.state.slices[0].held is committed
