@@ -73,7 +73,7 @@ class AtollIsland:
             names=self.vectors.names,
             devices=devices,
             shape=shape,
-            data=DataPlaces(folder=Path.cwd()),
+            data=DataPlaces(folder=Path.cwd(), may_read=(Path("/"),)),  # the run file is ours
             num_threads=1,
             local=local,
         )

@@ -80,6 +80,10 @@ def beat_of(node: FakeNode, **changes: object) -> session_pb2.HeartbeatRequest:
         mesh="shard 2",
         wire=[session_pb2.WireCount(kind="result", sent_bytes=11, received_bytes=22)],
         link_rates=session_pb2.LinkRates(up_bytes_per_second=5.0, down_bytes_per_second=6.0),
+        upload_pace=session_pb2.UploadPace(held_by="limit", bytes_per_second=4.0),
+        exchange_speed=session_pb2.ExchangeSpeed(
+            bytes_per_second=1e9, uplink="int4", downlink="int4"
+        ),
         utilisation=session_pb2.Utilisation(
             round=1,
             tokens_per_second=100.0,
