@@ -13,7 +13,7 @@ import structlog
 
 from node.duties.duties import Duties
 from node.duties.lasting_island import LastingIsland
-from node.duties.times import ExchangeTime
+from node.duties.times import ExchangeTime, Meters
 from node.duties.work import CatchUpNeeded, PlanReceived
 from node.exchange.exchange import Exchange
 from node.exchange.outer import Outer
@@ -160,15 +160,12 @@ class Daemon:
         self._corpus: CorpusSummary | None = None
         self._duties = Duties(
             node_id=facts.node_id,
-            context=spec.model.context,
-            keeps_local=spec.exchange.fragments > 1 or spec.exchange.overlap != "none",
+            spec=spec,
             island=self._island,
             exchange=self._exchange,
-            outer=outer,
             history=history,
             session=self._session,
-            counts=counts,
-            exchange_time=exchange_time,
+            meters=Meters(counts=counts, exchange_time=exchange_time),
             patience=self._asking,
         )
         self._process_id = rng.getrandbits(63)

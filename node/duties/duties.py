@@ -11,7 +11,7 @@ import structlog
 
 from node.duties.ahead import Ahead
 from node.duties.lasting_island import LastingIsland
-from node.duties.times import ExchangeTime, RoundTimes
+from node.duties.times import Meters, RoundTimes
 from node.duties.work import (
     AheadFailed,
     CatchUpNeeded,
@@ -24,7 +24,6 @@ from node.duties.work import (
     work_of,
 )
 from node.exchange.exchange import Exchange
-from node.exchange.outer import Outer
 from node.exchange.state.patience import Patience
 from node.history import History
 from node.island.island import Progress
@@ -42,7 +41,8 @@ from protocol.messages import (
     Trained,
 )
 from protocol.rounds import Assignment, Commit, Digest, NodeId
-from protocol.wire_count import WireCounts, WireTotals, grown
+from protocol.run_spec import RunSpec
+from protocol.wire_count import WireTotals, grown
 
 if TYPE_CHECKING:
     from protocol.vitals import Utilisation
@@ -64,15 +64,12 @@ class Duties:
         self,
         *,
         node_id: NodeId,
-        context: int,
-        keeps_local: bool,
+        spec: RunSpec,
         island: LastingIsland,
         exchange: Exchange,
-        outer: Outer,
         history: History,
         session: Session,
-        counts: WireCounts,
-        exchange_time: ExchangeTime,
+        meters: Meters,
         patience: Patience,
     ) -> None:
         self.inner_step = 0
@@ -83,15 +80,15 @@ class Duties:
         self._planned_base: Digest | None = None  # of the last planned round
         self._doing = "starting"
         self._node_id = node_id
-        self._context = context
-        self._keeps_local = keeps_local  # ranks go on from more than the global parameters
+        self._context = spec.model.context
+        # Whether ranks go on from more than the global parameters.
+        self._keeps_local = spec.exchange.fragments > 1 or spec.exchange.overlap != "none"
         self._island = island
         self._exchange = exchange
-        self._outer = outer
+        self._outer = exchange.outer
         self._history = history
         self._session = session
-        self._counts = counts
-        self._exchange_time = exchange_time
+        self._counts, self._exchange_time = meters.counts, meters.exchange_time
         self._counted: WireTotals = {}  # when the outer state moved the last time
         self._times = RoundTimes()
         self._work: asyncio.Queue[Work] = asyncio.Queue()

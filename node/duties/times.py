@@ -7,11 +7,21 @@ applied. What overlaps with the ranks' own work costs no time and is not counted
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TypeVar
 
 from node.heavy import Heavy
 from node.island.island import InnerReport
 from protocol.vitals import Utilisation
+from protocol.wire_count import WireCounts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meters:
+    """What is measured of a node: the transport and heavy work tell these."""
+
+    counts: WireCounts
+    exchange_time: "ExchangeTime"
 
 
 class RoundTimes:
