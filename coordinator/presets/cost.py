@@ -100,10 +100,10 @@ class HostSpeeds:
     From docs/results/outer-arithmetic.jsonl, the copies from island-speed.jsonl, where slowest.
     """
 
-    sums: float = 2.4  # pseudo-gradient, residual, and what they become after the commit
-    reduce: float = 3.1  # screening and the mean of what all sent to a slice
-    apply: float = 5.0  # a first look at results, and the outer optimizer
-    digest: float = 2.3  # of parameters and momentum
+    sums: float = 2.9  # pseudo-gradient, residual, and what they become after the commit
+    reduce: float = 5.7  # screening and the mean of what all sent to a slice
+    apply: float = 7.5  # a first look at results, and the outer optimizer
+    digest: float = 3.6  # of parameters and momentum
     copy: float = 7.4  # ranks publish or adopt it; nobody trains meanwhile
     codecs: float = 1.0  # CODEC_COSTS, so many times as fast
 
