@@ -19,7 +19,7 @@ demo: $(RUN)  ## Train a small model with three nodes on this machine
 
 test: $(DEV)  ## Check everything, then run all tests
 	@$(MAKE) --no-print-directory --jobs 2 types style kernels
-	$(BIN)/pytest -n 4 $(ARGS)
+	$(BIN)/pytest -n 3 $(ARGS)
 
 nightly: $(DEV)  ## Run the long tests, and 30 times as many examples of properties
 	$(BIN)/pytest -m nightly $(ARGS)
