@@ -6,10 +6,8 @@ Each node is a process of its own (fetch_node.py) in a host of the network lab, 
 have the same link, given as Mbit/s and the milliseconds of a round trip. A fetch lasts from the
 first question for a manifest until the whole state is here and its digest is right, over connections
 that it makes itself, as a joiner's does. Its limit is the wire ledger's bytes divided by the rate of
-the joiner's link. `--limits` sets constants of node/exchange/fetching.py, so that other choices stand
-beside ours: FIRST_FROM_ONE=2,MOST_FROM_ONE=2,MOST_AT_ONCE=4 is two pieces from a donor whatever the
-way, and "" is what nodes do. Needs root. Prints a table; `--output` adds the rows as JSON lines to a
-file.
+the joiner's link. Needs root. Prints a table; `--results`
+adds the rows as JSON lines to a file.
 """
 
 import argparse
@@ -22,7 +20,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.measurement import Rows, add_results, machine, parser_of
@@ -47,7 +45,6 @@ class Case:
     mbit: float
     round_trip_ms: float
     congestion_control: str
-    limits: dict[str, int] = field(default_factory=dict)  # of node.exchange.fetching
 
     def link(self) -> Link:
         """Two links make a path, and a round trip passes it twice. A round trip of buffer."""
@@ -108,7 +105,6 @@ async def started(case: Case, lab: NetworkLab) -> AsyncIterator[Nodes]:
                 host,
                 address=lab.address(host),
                 num_elements=int(case.megabytes * 1e6 / STATE_BYTES_PER_ELEMENT),
-                limits=case.limits,
             )
         members = []
         for host in lab.hosts:
@@ -157,7 +153,6 @@ def link_of(text: str) -> tuple[float, float]:
 
 def cases_of(chosen: argparse.Namespace) -> list[Case]:
     """Every combination that was asked for."""
-    limits = [dict(pair.split("=") for pair in text.split(",") if pair) for text in chosen.limits]
     return [
         Case(
             num_donors=num_donors,
@@ -165,10 +160,9 @@ def cases_of(chosen: argparse.Namespace) -> list[Case]:
             mbit=mbit,
             round_trip_ms=round_trip_ms,
             congestion_control=chosen.congestion_control,
-            limits={name: int(value) for name, value in limit.items()},
         )
-        for (mbit, round_trip_ms), megabytes, num_donors, limit in itertools.product(
-            chosen.links, chosen.megabytes, chosen.donors, limits
+        for (mbit, round_trip_ms), megabytes, num_donors in itertools.product(
+            chosen.links, chosen.megabytes, chosen.donors
         )
     ]
 
@@ -187,12 +181,6 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, nargs="+", default=[32])
     parser.add_argument("--fetches", type=int, default=3, help="of each case (default 3)")
     parser.add_argument("--congestion-control", default="cubic", help="TCP's; '': the kernel's")
-    parser.add_argument(
-        "--limits",
-        nargs="+",
-        default=[""],
-        help="constants of node.exchange.fetching, as MOST_FROM_ONE=1,MOST_AT_ONCE=4",
-    )
     add_results(parser)
     chosen = parser.parse_args()
     results = Rows(chosen.results, about=machine())
@@ -201,14 +189,13 @@ def main() -> None:
             results.add(asyncio.run(measured(case, chosen.fetches)))
         except LabUnavailableError as error:
             sys.exit(str(error))
-    columns = ("donors", "MB", "Mbit/s", "round trip", "limits", "took", "limit", "ratio", "spread")
+    columns = ("donors", "MB", "Mbit/s", "round trip", "took", "limit", "ratio", "spread")
     cells = [
         (
             f"{row['num_donors']}",
             f"{row['megabytes']:g}",
             f"{row['mbit']:g}",
             f"{row['round_trip_ms']:g} ms",
-            ", ".join(f"{name} {value}" for name, value in row["limits"].items()),
             f"{row['seconds']:.2f} s",
             f"{row['limit_seconds']:.2f} s",
             f"{row['ratio']:.2f}",
@@ -216,7 +203,7 @@ def main() -> None:
         )
         for row in results.rows
     ]
-    console.terminal().print(console.table(columns, cells, right=(*columns[:4], *columns[5:8])))
+    console.terminal().print(console.table(columns, cells, right=columns[:7]))
 
 
 if __name__ == "__main__":

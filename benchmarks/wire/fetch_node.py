@@ -103,9 +103,6 @@ class FetchNode:
         self._digest = self._state.outer_digest()
         self._giving = Giving(self._identity.node_id, self._state)
         self._roster: tuple[RosterEntry, ...] = ()
-        for name, value in order["limits"].items():
-            assert hasattr(fetching, name), name
-            setattr(fetching, name, value)
 
     async def run(self, reader: asyncio.StreamReader) -> None:
         """Obeys until standard input ends."""

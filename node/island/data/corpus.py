@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from node.island.data.dataset import Batch
 from node.island.data.manifest import Split
+from node.island.data.places import before_wildcards
 from node.island.data.samples import Indices
 from protocol.errors import NoInputError
 from protocol.files.durable import expanded
@@ -166,7 +167,7 @@ def text_files(patterns: Iterable[str], folder: Path) -> list[TextFile]:
             matches, root = [whole], whole.parent
         else:
             matches = [Path(match) for match in _globbed(folder, place)]
-            root = folder / _fixed_part(place)
+            root = folder / before_wildcards(place)
         files = [path for path in matches if path.is_file()]
         if not files:
             what = "matches only folders" if matches else "matches no file"
@@ -185,13 +186,6 @@ def _globbed(folder: Path, pattern: Path) -> Iterator[str]:
     # Not Path.glob, which takes no absolute patterns.
     whole = Path(glob.escape(str(folder))) / pattern
     return glob.iglob(str(whole), recursive=True)  # noqa: PTH207
-
-
-def _fixed_part(pattern: Path) -> Path:
-    """The folder before the first wildcard."""
-    parts = pattern.parts
-    num_fixed = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)
-    return Path(*parts[:num_fixed])
 
 
 _NO_TEXT = {

@@ -52,13 +52,13 @@ def check_reach(patterns: Iterable[str], places: DataPlaces) -> None:
         raise NotPermittedError(
             f"the run wants to train on {pattern!r} of this machine, and {why}: its owner has not "
             "allowed that",
-            next_step=f'if you want it, add may_read = ["{_fixed(at)}"] to node.toml; '
+            next_step=f'if you want it, add may_read = ["{before_wildcards(at)}"] to node.toml; '
             "or name text of yours: data in node.toml",
         )
 
 
-def _fixed(pattern: Path) -> Path:
-    """The folder before the first wildcard."""
+def before_wildcards(pattern: Path) -> Path:
+    """The folder before the first wildcard, or that of a file."""
     parts = pattern.parts
-    wild = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)
-    return Path(*parts[: max(1, wild)])
+    num_fixed = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)
+    return Path(*parts[:num_fixed])
