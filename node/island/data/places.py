@@ -53,7 +53,7 @@ def check_reach(patterns: Iterable[str], places: DataPlaces) -> None:
             f"the run wants to train on {pattern!r} of this machine, and {why}: its owner has not "
             "allowed that",
             next_step=f'if you want it, add may_read = ["{before_wildcards(at)}"] to node.toml; '
-            "or name text of yours: data in node.toml",
+            "or name text of yours: data there, or --data",
         )
 
 
