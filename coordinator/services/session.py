@@ -38,6 +38,7 @@ from protocol.trust.signing import CommitSigner, statement_of
 from protocol.v1 import round_pb2
 from protocol.v1 import session_pb2 as pb
 from protocol.v1.session_pb2_grpc import SessionServiceServicer
+from protocol.wire_count import WireTotals
 
 MAX_COMMITS = 64
 MAX_COMMITS_BYTES = 1 << 20
@@ -48,6 +49,9 @@ MOST_CHECKED = 16
 """Commits whose signatures are checked at a time, aside: heartbeats and lists go on between."""
 
 MAX_REPORTS = 1024
+
+MOST_OUT_OF_REACH = 16
+"""Of a node, in a status: a thousand that do not reach five hundred others fill four messages."""
 
 MAX_STRANGERS = 1024
 """Out of reach: as many ids as there are members, and so many of nodes that are none any more, or not
@@ -181,10 +185,12 @@ class SessionDesk:
         checks.finite(request.let_go_rounds, of="the late work let go")
         if request.HasField("utilisation"):
             checks.utilisation(request.utilisation)
-        checks.wire(convert.wire_counts_from_wire(request.wire))
+        checks.finite(request.link_rates.up_bytes_per_second, of="the rate of uploads")
+        checks.finite(request.link_rates.down_bytes_per_second, of="the rate of downloads")
+        wire = checks.wire(convert.wire_counts_from_wire(request.wire))
         state = (await self._driver.apply(event)).state
         now = self._driver.clock.now()
-        self._telemetry.heartbeat(node_id, request, now=now)
+        self._telemetry.heartbeat(node_id, _kept_of(request, event, wire), now=now)
         return pb.HeartbeatResponse(
             lease_seconds=state.rules.lease_seconds,
             has_waiting_copy=self._telemetry.has_waiting_copy(node_id, now=now),
@@ -296,6 +302,24 @@ def _reported(node_id: NodeId, wire: pb.Report, participants: Mapping[int, int])
     number = checks.count(wire.round, of="the round")
     report = report_from_wire(wire, most_contributors=participants.get(number, 0))
     return Reported(node_id=node_id, round=number, report=checks.report(report))
+
+
+def _kept_of(
+    request: pb.HeartbeatRequest, event: HeartbeatSeen, wire: WireTotals
+) -> pb.HeartbeatRequest:
+    """A heartbeat as `status` shows it to everybody: what was checked of it, and nothing else.
+
+    A message may hold fields that nobody here knows and lists of any length: kept, one member's four
+    megabytes would be in every answer.
+    """
+    kept = pb.HeartbeatRequest()
+    kept.CopyFrom(request)
+    kept.DiscardUnknownFields()
+    del kept.unreachable_ids[:]
+    kept.unreachable_ids.extend(event.unreachable[:MOST_OUT_OF_REACH])
+    del kept.wire[:]
+    kept.wire.extend(convert.wire_counts_to_wire(wire))
+    return kept
 
 
 def _rates_of(request: pb.HeartbeatRequest) -> Rates:

@@ -36,9 +36,6 @@ MAX_ROUNDS = 4000
 MOST_LOSSES = 2000
 """Held-out losses in an answer: the newest half of them, and of those before as many, evenly spread."""
 
-MOST_OUT_OF_REACH = 16
-"""Of a node, in an answer: a thousand that do not reach five hundred others fill four messages."""
-
 _PHASES = {
     RoundPhase.TRAINING: pb.RUN_PHASE_TRAINING,
     RoundPhase.EXCHANGING: pb.RUN_PHASE_EXCHANGING,
@@ -132,7 +129,7 @@ class StatusDesk:
             silent_seconds=now - (self._started_at if heard is None else heard.at),
             committed_tokens=member.committed_tokens,
             address=convert.address_to_wire(member.address),
-            heartbeat=None if heard is None else _shown(heard.heartbeat),
+            heartbeat=None if heard is None else heard.heartbeat,
             same_corpus=state.corpus is None or member.corpus.digest == state.corpus.digest,
             version=member.version,
             inner_steps=_steps_asked_of(state, member.node_id),
@@ -187,16 +184,6 @@ def _spread(losses: Sequence[HeldOut]) -> Sequence[HeldOut]:
         return losses
     old, new = losses[:-half], losses[-half:]
     return [*(old[len(old) * place // half] for place in range(half)), *new]
-
-
-def _shown(heartbeat: session_pb2.HeartbeatRequest | None) -> session_pb2.HeartbeatRequest | None:
-    """The heartbeat with no more members out of reach than an answer has room for."""
-    if heartbeat is None or len(heartbeat.unreachable_ids) <= MOST_OUT_OF_REACH:
-        return heartbeat
-    shown = session_pb2.HeartbeatRequest()
-    shown.CopyFrom(heartbeat)
-    del shown.unreachable_ids[MOST_OUT_OF_REACH:]
-    return shown
 
 
 def _rates_to_wire(rates: Rates) -> session_pb2.LinkRates | None:

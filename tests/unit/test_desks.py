@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -40,6 +40,12 @@ from protocol.trust.signing import CommitSigner
 from protocol.v1 import enrolment_pb2, session_pb2, status_pb2
 
 T = TypeVar("T")
+
+
+class HasBytes(Protocol):
+    def SerializeToString(self) -> bytes: ...  # noqa: N802 (as generated code calls it)
+
+
 NODE = Identity.generate()
 DIGEST = b"d" * 32
 SECRET = b"s" * 32
@@ -146,6 +152,10 @@ async def test_reports_of_numbers_that_are_none_are_refused() -> None:
     with pytest.raises(BadDataError, match="the pace of uploads"):
         await desk.heartbeat(NODE.node_id, heartbeat)
     heartbeat.upload_pace.bytes_per_second = 0.0
+    heartbeat.link_rates.up_bytes_per_second = math.inf
+    with pytest.raises(BadDataError, match="the rate of uploads"):
+        await desk.heartbeat(NODE.node_id, heartbeat)
+    heartbeat.ClearField("link_rates")
     heartbeat.mesh, heartbeat.congestion_control = "", "bbr\x1b[2J"
     with pytest.raises(BadDataError, match=r"the congestion control .* cannot be shown"):
         await desk.heartbeat(NODE.node_id, heartbeat)
@@ -161,6 +171,37 @@ async def test_reports_of_numbers_that_are_none_are_refused() -> None:
     with pytest.raises(SessionEndedError):
         await desk.report(NODE.node_id, request)
     assert driver.state is before
+
+
+def with_unknown_field(message: HasBytes, num_bytes: int) -> bytes:
+    """The message as a newer or a hostile node would send it: field 1000 holds so many bytes."""
+    length, digits = num_bytes, bytearray()
+    while length > 127:
+        digits.append(length & 127 | 128)
+        length >>= 7
+    return message.SerializeToString() + b"\xc2\x3e" + bytes([*digits, length]) + bytes(num_bytes)
+
+
+async def test_of_a_heartbeat_of_megabytes_the_status_shows_what_it_knows() -> None:
+    telemetry = Telemetry()
+    _, driver = new_desk()
+    desk = SessionDesk(driver, telemetry, RunSpec(), SIGNER)
+    status = StatusDesk(driver, telemetry, RunSpec(), swarm_id="swarm")
+    session_id = (await desk.attach(NODE.node_id, attach_request())).session_id
+    said = session_pb2.HeartbeatRequest(
+        session_id=session_id, outer_digest=DIGEST, mesh="2 ranks", unreachable_ids=["x" * 100_000]
+    )
+    said.utilisation.MergeFromString(with_unknown_field(session_pb2.Utilisation(round=1), 100_000))
+    for _ in range(10_000):
+        said.wire.add(kind="control", sent_bytes=7)
+    heartbeat = session_pb2.HeartbeatRequest.FromString(with_unknown_field(said, 1_000_000))
+    assert heartbeat.ByteSize() > 1_300_000
+    await desk.heartbeat(NODE.node_id, heartbeat)
+    answer = status.get_status(status_pb2.GetStatusRequest())
+    (node,) = answer.nodes
+    assert (node.heartbeat.mesh, node.heartbeat.utilisation.round) == ("2 ranks", 1)
+    assert [(each.kind, each.sent_bytes) for each in node.heartbeat.wire] == [("control", 7)]
+    assert answer.ByteSize() < 2_000
 
 
 async def test_the_status_tells_of_samples_budgets_and_speeds() -> None:

@@ -19,10 +19,9 @@ from coordinator.clock import LoopClock
 from coordinator.driver import Driver
 from coordinator.journal import log_transition
 from coordinator.services import session
-from coordinator.services.session import SessionDesk
+from coordinator.services.session import MOST_OUT_OF_REACH, SessionDesk
 from coordinator.services.status import (
     MOST_LOSSES,
-    MOST_OUT_OF_REACH,
     StatusDesk,
 )
 from coordinator.store import Store
