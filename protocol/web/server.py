@@ -10,6 +10,7 @@ import ipaddress
 import logging
 import os
 import socket
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Self
@@ -20,17 +21,31 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from protocol.errors import SystemRefusedError
 from protocol.trust.invite import endpoint_of
 
 MAX_CALLS = 32
-"""Answered at once; more are told to come back, so that strangers cannot take all sockets."""
+"""Answered at once; more are told to come back."""
+
+MAX_WAITING = 32
+"""Connections without a whole request. One more ends the oldest of them, so that sockets which ask
+nothing, or a byte at a time, keep nobody out."""
+
+REQUEST_SECONDS = 10.0
+"""Until a connection's request is whole, or the connection ends."""
+
+ANSWER_SECONDS = 60.0
+"""From then until its answer is read."""
 
 _GRACE_SECONDS = 1
 
+MISDIRECTED = 421
+
 _HEADERS = {
     "Cache-Control": "no-store",
+    "Connection": "close",
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
     "X-Content-Type-Options": "nosniff",
 }
@@ -70,15 +85,18 @@ class WebServer:
         if not _is_loopback(host):
             _log.warning("anybody who reaches this address can read these pages", address=host)
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
+        may_ask = _asks_loopback if _is_loopback(host) else _anybody
         config = uvicorn.Config(
-            Starlette(routes=[Route(path, _endpoint_of(page)) for path, page in pages.items()]),
-            http="h11",
+            Starlette(
+                routes=[Route(path, _endpoint_of(page, may_ask)) for path, page in pages.items()]
+            ),
+            http=_waiting_in_turn(),
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
-            limit_concurrency=MAX_CALLS,
+            limit_concurrency=MAX_CALLS + MAX_WAITING,
             timeout_graceful_shutdown=_GRACE_SECONDS,
         )
         return cls(_Server(config), listening)
@@ -96,13 +114,59 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _endpoint_of(page: Page) -> Callable[[Request], Awaitable[Response]]:
-    async def endpoint(_: Request) -> Response:
+def _waiting_in_turn() -> type[H11Protocol]:
+    """The protocol of one server: its connections wait in turn for their first and only request."""
+    waiting: deque[H11Protocol] = deque()
+
+    class OneRequest(H11Protocol):
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._until = self.loop.call_later(REQUEST_SECONDS, transport.abort)
+            waiting.append(self)
+            if len(waiting) > MAX_WAITING:
+                waiting.popleft().transport.abort()
+
+        def handle_events(self) -> None:
+            super().handle_events()
+            if self.cycle is not None and self in waiting:
+                waiting.remove(self)
+                self._until.cancel()
+                self._until = self.loop.call_later(ANSWER_SECONDS, self.transport.abort)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            self._until.cancel()
+            if self in waiting:
+                waiting.remove(self)
+
+    return OneRequest
+
+
+def _endpoint_of(
+    page: Page, may_ask: Callable[[Request], bool]
+) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        if not may_ask(request):
+            host = request.headers.get("host", "")
+            why = f"this page is for its own machine: open it as localhost, not as {host[:64]!r}\n"
+            return Response(why, status_code=MISDIRECTED, headers=_HEADERS)
         answer = await page()
         headers = {"Content-Type": answer.content_type, **_HEADERS}
         return Response(answer.body, status_code=answer.status, headers=headers)
 
     return endpoint
+
+
+def _anybody(_: Request) -> bool:
+    return True
+
+
+def _asks_loopback(request: Request) -> bool:
+    """Whether a browser was told to come here, and not to a stranger's name that points here.
+
+    A page of that name could read ours (DNS rebinding).
+    """
+    return _is_loopback(request.url.hostname or "")
 
 
 def _listening(host: str, port: int, *, option: str) -> socket.socket:
