@@ -37,7 +37,7 @@ from protocol.errors import UnavailableError
 from protocol.files.descriptors import require_open_files
 from protocol.layout import layout_of
 from protocol.logging import LogStream, start_logging
-from protocol.server import SERVER_OPTIONS, bind_control, bind_enrolment
+from protocol.server import CONTROL_OPTIONS, ENROLMENT_OPTIONS, bind_control, bind_enrolment
 from protocol.trust.invite import endpoint_of
 from protocol.trust.pki import pin_of
 from protocol.trust.signing import CommitSigner
@@ -97,8 +97,10 @@ class Coordinator:
         signer = CommitSigner.of_authority(home.authority.key_pem)
         store = Store.open(home.directory, sign=signer.signature_of)
         dashboard: WebServer | None = None
-        control = grpc.aio.server(options=SERVER_OPTIONS)
-        enrolment = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_ENROLMENTS)
+        control = grpc.aio.server(options=CONTROL_OPTIONS)
+        enrolment = grpc.aio.server(
+            options=ENROLMENT_OPTIONS, maximum_concurrent_rpcs=MAX_ENROLMENTS
+        )
         threads = writer, reader = [
             ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
             for name in ("commits", "reads")

@@ -18,19 +18,41 @@ from protocol.errors import NotPermittedError, SystemRefusedError
 from protocol.trust.invite import endpoint_of
 from protocol.trust.pki import Principal, principal_of
 
-SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
-    # With SO_REUSEPORT, gRPC's default, a second coordinator shares the port and steals calls.
-    ("grpc.so_reuseport", 0),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # Nodes ping every 20 s, calls or none; by default gRPC would end such a connection for it.
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
-    # Finds nodes that vanished without a word, so that their event streams do not pile up.
-    ("grpc.keepalive_time_ms", 60_000),
-    ("grpc.keepalive_timeout_ms", 20_000),
-)
-"""Pass as `grpc.aio.server(options=SERVER_OPTIONS)`."""
+Options = tuple[tuple[str, int], ...]
+
+HANDSHAKE_SECONDS = 10.0
+"""Until TLS and HTTP/2 are agreed on; gRPC's default of two minutes lets strangers fill the file table."""
+
+
+def server_options(
+    *, idle_seconds: float, streams: int, handshake_seconds: float = HANDSHAKE_SECONDS
+) -> Options:
+    """Options of a server that ends connections without a call after `idle_seconds`.
+
+    `streams` bounds the calls of one connection that are answered at once; more wait.
+    """
+    return (
+        # With SO_REUSEPORT, gRPC's default, a second coordinator shares the port and steals calls.
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        # Nodes ping every 20 s, calls or none; by default gRPC would end such a connection for it.
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+        # Finds nodes that vanished without a word, so that their event streams do not pile up.
+        ("grpc.keepalive_time_ms", 60_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.server_handshake_timeout_ms", round(1000 * handshake_seconds)),
+        ("grpc.max_connection_idle_ms", round(1000 * idle_seconds)),
+        ("grpc.max_concurrent_streams", streams),
+    )
+
+
+CONTROL_OPTIONS = server_options(idle_seconds=600, streams=64)
+"""Of the port for members; a node's connection is never idle, for it reads its events."""
+
+ENROLMENT_OPTIONS = server_options(idle_seconds=20, streams=8)
+"""Of the port that strangers reach: nobody has more than one short call to make."""
 
 
 def bind_control(

@@ -1,5 +1,8 @@
 """An invite against a certificate, over real TLS; and ports that are taken."""
 
+import asyncio
+import contextlib
+import ssl
 from dataclasses import replace
 
 import grpc
@@ -16,7 +19,7 @@ from protocol.errors import (
     SystemRefusedError,
     UnavailableError,
 )
-from protocol.server import SERVER_OPTIONS, bind_enrolment
+from protocol.server import CONTROL_OPTIONS, ENROLMENT_OPTIONS, bind_enrolment, server_options
 from protocol.trust import pki
 from protocol.trust.enrolment import enrol
 from protocol.trust.identity import Identity
@@ -27,7 +30,7 @@ async def test_a_second_coordinator_cannot_take_the_port(coordinator: Coordinato
         "certificate_pem": coordinator.certificate.certificate_pem,
         "key_pem": coordinator.certificate.key_pem,
     }
-    second = grpc.aio.server(options=SERVER_OPTIONS)
+    second = grpc.aio.server(options=ENROLMENT_OPTIONS)
     port = coordinator.enrolment_port
     with pytest.raises(SystemRefusedError, match=f"port {port} of 127.0.0.1 is in use; .*--port"):
         bind_enrolment(second, "127.0.0.1", port, **tls)
@@ -89,3 +92,56 @@ async def test_a_certificate_that_the_answers_own_authority_did_not_sign_is_not_
     )
     with pytest.raises(ProtocolMismatchError, match="not signed by the swarm's authority"):
         await enrol(coordinator.invite(), Identity.generate(), "node")
+
+
+async def closed_by_the_server(port: int, *, tls: bool, said: bytes) -> bool:
+    """Whether a connection that says no more than this is ended by the other side."""
+    context = None
+    if tls:
+        context = ssl.create_default_context()
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        context.set_alpn_protocols(["h2"])
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+    writer.write(said)
+    try:
+        async with asyncio.timeout(60):
+            with contextlib.suppress(ConnectionError):
+                while await reader.read(1 << 12):
+                    pass
+        return True
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "stage", ["nothing", "half a handshake", "TLS alone", "HTTP/2 and no call"]
+)
+async def test_a_stranger_that_goes_no_further_is_hung_up_on(
+    stage: str, coordinator: Coordinator
+) -> None:
+    said = {
+        "half a handshake": b"\x16\x03\x01",
+        "HTTP/2 and no call": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0",
+    }.get(stage, b"")
+    options = server_options(idle_seconds=0.2, streams=1, handshake_seconds=0.2)
+    server = grpc.aio.server(options=options)
+    port = bind_enrolment(
+        server,
+        "127.0.0.1",
+        0,
+        certificate_pem=coordinator.certificate.certificate_pem,
+        key_pem=coordinator.certificate.key_pem,
+    )
+    await server.start()
+    try:
+        is_tls = stage in ("TLS alone", "HTTP/2 and no call")
+        assert await closed_by_the_server(port, tls=is_tls, said=said)
+    finally:
+        await server.stop(None)
+
+
+def test_the_port_that_strangers_reach_hangs_up_soonest() -> None:
+    strangers, members = dict(ENROLMENT_OPTIONS), dict(CONTROL_OPTIONS)
+    assert strangers["grpc.server_handshake_timeout_ms"] <= 10_000
+    assert members["grpc.server_handshake_timeout_ms"] <= 10_000
+    assert strangers["grpc.max_connection_idle_ms"] < members["grpc.max_connection_idle_ms"]

@@ -12,7 +12,7 @@ from protocol.channel import (
     open_blocking_channel,
     open_channel,
 )
-from protocol.server import SERVER_OPTIONS, bind_control, bind_enrolment, caller
+from protocol.server import CONTROL_OPTIONS, ENROLMENT_OPTIONS, bind_control, bind_enrolment, caller
 from protocol.trust import pki
 from protocol.trust.credentials import Credentials
 from protocol.trust.identity import Identity, is_signed_by, node_id_of
@@ -32,8 +32,8 @@ class Coordinator(
     def __init__(self) -> None:
         self.authority = pki.Authority.create(pki.new_swarm_id())
         self.certificate = self.authority.issue_server()
-        self.control = grpc.aio.server(options=SERVER_OPTIONS)
-        self.enrolment = grpc.aio.server(options=SERVER_OPTIONS)
+        self.control = grpc.aio.server(options=CONTROL_OPTIONS)
+        self.enrolment = grpc.aio.server(options=ENROLMENT_OPTIONS)
         self.control_port = self.bind(0)
         self.enrolment_port = bind_enrolment(
             self.enrolment,
@@ -67,7 +67,7 @@ class Coordinator(
         )
 
     async def restart(self) -> None:
-        self.control = grpc.aio.server(options=SERVER_OPTIONS)
+        self.control = grpc.aio.server(options=CONTROL_OPTIONS)
         self.bind(self.control_port)
         await self.control.start()
 
