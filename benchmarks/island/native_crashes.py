@@ -46,7 +46,7 @@ from protocol.models import DecoderModel
 from protocol.run_spec import DataSection, InnerSection, RunSpec
 
 STEPS = 5
-PER_LAUNCH = 20
+PER_LAUNCH = 50
 PATIENCE_SECONDS = 600.0  # for a hang only
 
 SHAPES = (MeshShape(shard=2, tensor=2), MeshShape(context=2, tensor=2))
@@ -114,6 +114,7 @@ def _varied(variant: str) -> Iterator[None]:
 def launched(shape: MeshShape, variant: str) -> tuple[int, list[int | None]]:
     """Trainings that all ranks ended, and how the ranks ended."""
     context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([Trainer.__module__])  # as nodes do: ranks start at once
     with tempfile.TemporaryDirectory() as folder:
         for name in range(10):  # so that some are held out
             (Path(folder) / f"{name}.txt").write_text(f"So it goes on, {name} and on. " * 100)
