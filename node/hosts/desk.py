@@ -138,7 +138,11 @@ class HostDesk:
         """Begins to listen; returns the port. Raises SystemRefusedError."""
         try:
             self._server = await asyncio.start_server(
-                self._meet, host, port, ssl=server_context(self._key)
+                self._meet,
+                host,
+                port,
+                ssl=server_context(self._key),
+                ssl_handshake_timeout=STOP_SECONDS,
             )
         except OSError as error:
             raise SystemRefusedError(
@@ -182,15 +186,15 @@ class HostDesk:
         task = asyncio.current_task()
         assert task is not None
         self._welcoming.add(task)
-        wire = Wire(reader, writer)
         try:
-            if not await is_invited(wire, self._key.secret):
+            wire = Wire(reader, writer)  # which fails when the other side is gone already
+            if await is_invited(wire, self._key.secret):
+                await self._welcome(wire)
+            else:
                 log.warning("turned away who does not know the island's secret", peer=wire.peer)
-                wire.close()
-                return
-            await self._welcome(wire)
+                writer.close()
         except (OSError, EOFError, TimeoutError, asyncio.CancelledError, ProtocolMismatchError):
-            wire.close()
+            writer.close()
         finally:
             self._welcoming.discard(task)
 

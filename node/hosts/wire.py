@@ -53,7 +53,8 @@ class Wire:
     @property
     def peer(self) -> str:
         """The other side's address."""
-        return str(self._writer.get_extra_info("peername")[0])
+        address = self._writer.get_extra_info("peername")  # None of who was gone at once
+        return str(address[0]) if address else "an unknown address"
 
     async def send(self, message: Message, vector: Vector | None = None) -> None:
         """Raises OSError when the connection is gone."""
@@ -80,7 +81,7 @@ class Wire:
             raise ProtocolMismatchError(f"{self.peer} sends a message of {size:,} bytes")
         try:
             message = json.loads(await self._reader.readexactly(size))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ProtocolMismatchError(f"{self.peer} sends no messages of ours") from error
         if not isinstance(message, dict):
             raise ProtocolMismatchError(f"{self.peer} sends no messages of ours")
@@ -137,7 +138,10 @@ async def is_invited(wire: Wire, secret: str) -> bool:
     except (OSError, EOFError, TimeoutError, ProtocolMismatchError):
         return False
     told = first.get("secret")
-    return isinstance(told, str) and hmac.compare_digest(told.encode(), secret.encode())
+    if not isinstance(told, str):
+        return False
+    # JSON may hold half a character, which strict encoding would refuse with an error.
+    return hmac.compare_digest(told.encode(errors="replace"), secret.encode())
 
 
 def server_context(key: LeaderKey) -> ssl.SSLContext:
