@@ -58,8 +58,8 @@ clean:  ## Remove .venv and caches; demo folders stay
 
 $(RUN): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; \
-	  sys.exit(None if (3, 11) <= v < (3, 14) else \
-	    f"Atoll needs Python 3.11 to 3.13, and $(PYTHON) is {v[0]}.{v[1]}; name one: make PYTHON=python3.12")'
+	  sys.exit(None if (3, 11, 1) <= v < (3, 14) else \
+	    f"Atoll needs Python 3.11.1 to 3.13, and $(PYTHON) is {v[0]}.{v[1]}.{v[2]}; name one: make PYTHON=python3.12")'
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --no-compile -c constraints.txt torch

@@ -27,7 +27,8 @@ def join(invite: str | None, folder: Path | None, name: str | None) -> None:
     """Trade an invite for membership in a swarm.
 
     INVITE is the text from the run owner, a file that holds it, or - for standard input; without
-    it, $ATOLL_INVITE is read. This machine gets an identity of its own that never leaves it.
+    it, $ATOLL_INVITE is read, or you are asked. This machine gets an identity of its own that never
+    leaves it.
 
     Example: atoll join atoll1-… --name basement-4090
     """

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
+
 from node.config import IDENTITY_FILE, write_settings
 from protocol.errors import (
     AnswerLostError,
@@ -30,10 +32,14 @@ _LONGEST_ENDING = 8  # ".invite"
 def read_invite(given: str | None) -> Invite:
     """Takes the invite as text, as the name of a file, from standard input (-), or the environment.
 
-    The whole line that 'atoll invite create' prints is taken as well.
+    Where none is given, a person at a terminal is asked for it: other people on the machine see the
+    arguments of commands, and shells keep them. The whole line that 'atoll invite create' prints is
+    taken as well.
     """
     if given is None:
         given = os.environ.get(INVITE_VARIABLE)
+    if not given and sys.stdin.isatty():
+        given = click.prompt("The run owner's invite (it is not shown)", hide_input=True, err=True)
     if not given:
         raise UsageError(
             f"no invite given and {INVITE_VARIABLE} is not set",

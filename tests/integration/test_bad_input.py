@@ -3,9 +3,14 @@
 Exit codes stand as numbers: they are an interface.
 """
 
+import contextlib
 import json
+import os
+import pty
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -131,14 +136,36 @@ def test_an_invite_that_does_not_hold_is_refused_and_leaves_no_trace(
         assert not home.exists(), words
 
 
-def test_an_invite_is_taken_from_a_file_standard_input_and_the_environment(
+def joined_at_a_terminal(invite: str, home: Path) -> str:
+    """What a terminal shows to a person who types 'atoll join' and then pastes the invite."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "protocol.cli", "join", "--dir", str(home)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    joining = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
+    )
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # how the end of a terminal shows
+        while piece := os.read(ours, 4096):
+            if b"not shown" in piece:
+                os.write(ours, f"atoll join {invite}\n".encode())
+            shown += piece
+    os.close(ours)
+    assert joining.wait() == 0, shown.decode()
+    return shown.decode()
+
+
+def test_an_invite_is_taken_from_a_file_standard_input_the_environment_and_a_terminal(
     swarm: Swarm, tmp_path: Path
 ) -> None:
-    file, invite = tmp_path / "invite.txt", swarm.invite("--uses", "3")
+    file, invite = tmp_path / "invite.txt", swarm.invite("--uses", "4")
     file.write_text(f"atoll join {invite}\n")
     done(atoll("join", file, "--dir", tmp_path / "a"))
     done(atoll("join", "-", "--dir", tmp_path / "b", stdin=f"{invite}\n"))
     done(atoll("join", "--dir", tmp_path / "c", ATOLL_INVITE=invite))
+    asked = joined_at_a_terminal(invite, tmp_path / "e")
+    assert "joined" in asked and invite not in asked
     file.write_text("\n")
     home = ("--dir", tmp_path / "d")
     refused(atoll("join", file, *home), 65, f"{file} holds no invite: it is empty")

@@ -26,6 +26,14 @@ def forkserver_id() -> int:
     return int(server._forkserver_pid)
 
 
+def test_what_ranks_compile_is_kept_where_nobody_else_writes() -> None:
+    prepare_forkserver()
+    cache = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    assert cache.is_relative_to(Path.home()) or cache.is_relative_to(
+        os.environ.get("XDG_CACHE_HOME", Path.home())
+    )
+
+
 @pytest.fixture
 def island(tmp_path: Path) -> Iterator[ProcessIsland]:
     with initial_vectors(small_spec().model) as vectors:

@@ -11,6 +11,8 @@ import signal
 from multiprocessing import forkserver, resource_tracker
 from typing import TYPE_CHECKING, Any
 
+import platformdirs
+
 from node.island.ranks.commands import Halt, Order, RankSetup, Reply
 
 if TYPE_CHECKING:
@@ -32,6 +34,10 @@ def prepare_forkserver() -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     # CUPTI stays attached after a trace otherwise, and every kernel pays for it. Not measured.
     os.environ.setdefault("TEARDOWN_CUPTI", "1")
+    # torch would keep what it compiles, and run it, under a name in /tmp that others on the machine may take.
+    os.environ.setdefault(
+        "TORCHINDUCTOR_CACHE_DIR", str(platformdirs.user_cache_path("atoll") / "compiled-layers")
+    )
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         # Sizes of what is gathered and recomputed differ: fixed segments fall to pieces. Not measured.
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
