@@ -45,8 +45,16 @@ class Outage:
 class DeskStub:
     """SessionService without gRPC: what a stub's caller sees, answered by a desk in this process."""
 
-    def __init__(self, coordinator: "SimulatedCoordinator", node_id: NodeId) -> None:
+    def __init__(
+        self,
+        coordinator: "SimulatedCoordinator",
+        node_id: NodeId,
+        *,
+        says: Callable[[Any], Message] | None = None,
+    ) -> None:
+        """`says` makes of each message of the node what the coordinator gets: a liar's."""
         self.is_cut = False
+        self._says = says or (lambda message: message)
         self._coordinator = coordinator
         self._node_id = node_id
 
@@ -83,13 +91,13 @@ class DeskStub:
     def Subscribe(self, request: session_pb2.SubscribeRequest) -> "DeskStream":
         return DeskStream(self._desk.subscribe(self._node_id, _over_the_wire(request)))
 
-    @staticmethod
-    def _told(answer: Callable[[Any], Message], request: Message) -> Message:
-        return _over_the_wire(answer(_over_the_wire(request)))
+    def _told(self, answer: Callable[[Any], Message], request: Message) -> Message:
+        return _over_the_wire(answer(self._says(_over_the_wire(request))))
 
-    @staticmethod
-    async def _asked(answer: Callable[[Any], Awaitable[Message]], request: Message) -> Message:
-        return _over_the_wire(await answer(_over_the_wire(request)))
+    async def _asked(
+        self, answer: Callable[[Any], Awaitable[Message]], request: Message
+    ) -> Message:
+        return _over_the_wire(await answer(self._says(_over_the_wire(request))))
 
 
 class SimulatedCoordinator:

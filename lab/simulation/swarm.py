@@ -41,6 +41,7 @@ from node.island.parallel.mesh_shape import MeshShape
 from node.island.training.local_training import PLAIN, LocalTraining
 from node.link.calls import CoordinatorLink
 from node.outer_state import Vector
+from protocol.errors import AtollError
 from protocol.layout import layout_of
 from protocol.rounds import Commit, Digest, NodeId
 from protocol.run_spec import RunSpec
@@ -48,6 +49,10 @@ from protocol.trust.identity import Identity
 from protocol.wire_count import WIRE_KINDS, WireCounts
 
 Wire = TypeVar("Wire", bound=Message)
+
+
+OnPublished = Callable[[Vector, Vector], None]
+"""Is given a fragment's global parameters [n] and what its island has published of it [n], to change it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +69,13 @@ class Life:
     local: LocalTraining = PLAIN
     """Its machine's own choices."""
     corpus: Dataset | None = None
-    """Its own data, where they are private."""
+    """Its own data, where they are private, or what a liar trains on."""
+    on_published: OnPublished | None = None
+    """What a liar makes of what it has trained: see OnPublished."""
+    says: Callable[[Message], Message] | None = None
+    """What a liar makes of each message to the coordinator."""
+    is_liar: bool = False
+    """Whether it may end by an error, and the run go on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +101,16 @@ class SimulatedRun:
 class PacedIsland(InlineIsland):
     """An island whose inner steps take virtual time."""
 
-    def __init__(self, *, seconds_per_inner_step: float, **arguments: Any) -> None:
+    def __init__(
+        self,
+        *,
+        seconds_per_inner_step: float,
+        on_published: OnPublished | None = None,
+        **arguments: Any,
+    ) -> None:
         super().__init__(**arguments)
         self.seconds_per_inner_step = seconds_per_inner_step
+        self._on_published = on_published
         self.compute_seconds = 0.0
         self._halted = asyncio.Event()
 
@@ -119,6 +137,14 @@ class PacedIsland(InlineIsland):
     def halt(self) -> None:
         """See Island."""
         self._halted.set()
+
+    async def publish(self, fragment: int) -> None:
+        """See Island."""
+        await super().publish(fragment)
+        if self._on_published is not None:
+            span = layout_of(self._spec).fragments[fragment].span
+            size = span.stop - span.start
+            self._on_published(self._parameters[span], self._published[:size])
 
     async def _steps_before_halt(self, steps: int, pace: float) -> int:
         clock = asyncio.get_running_loop().time
@@ -302,7 +328,7 @@ class SimulatedNode:
             if kept is not None:
                 disk.resume(self.outer, kept)
         self._state_on_disk = disk
-        self._stub = DeskStub(self._coordinator, self.node_id)
+        self._stub = DeskStub(self._coordinator, self.node_id, says=self._life.says)
         self._transport = MemoryTransport(
             network=self._network, node_id=self.node_id, counts=self.counts
         )
@@ -332,6 +358,7 @@ class SimulatedNode:
         if self._life.mesh is None:
             return PacedIsland(
                 seconds_per_inner_step=self._life.seconds_per_inner_step,
+                on_published=self._life.on_published,
                 spec=self._spec,
                 parameters=self.parameters,
                 published=published,
@@ -383,7 +410,12 @@ class SimulatedNode:
                 return None
             await asyncio.sleep(returns_at - clock())
             self._begin()
-        await self._daemon.run()
+        try:
+            await self._daemon.run()
+        except AtollError:
+            if self._life.is_liar:
+                return None  # its own checks, or the swarm's, ended it
+            raise
         return None if self._has_left else self
 
     async def _die(self, running: asyncio.Future[str]) -> None:
