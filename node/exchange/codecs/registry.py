@@ -3,14 +3,10 @@
 import numpy as np
 
 from node.exchange.codecs.blockwise import Int4, Int8
-from node.exchange.codecs.chunks import CHUNK
-from node.exchange.codecs.codec import Codec
+from node.exchange.codecs.chunkwise import CHUNK, Int2, Sign
+from node.exchange.codecs.codec import ONE_THREAD, Codec, Tiles
 from node.exchange.codecs.entropy import Ec1, Ec2, Ec3
-from node.exchange.codecs.float_blocks import Fp4, Fp8
-from node.exchange.codecs.plain_floats import Bf16, Fp32
-from node.exchange.codecs.sign import Sign
-from node.exchange.codecs.statistical import Int2
-from node.exchange.codecs.tiles import ONE_THREAD, Tiles
+from node.exchange.codecs.floats import Bf16, Fp4, Fp8, Fp32
 from node.exchange.codecs.top_k import TopK64, TopK256
 from protocol.errors import ConfigError
 
