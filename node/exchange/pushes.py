@@ -7,12 +7,12 @@ from random import Random
 
 import structlog
 
+from node.exchange.limits import Waits
 from node.exchange.transport.transport import (
     PeerUnreachableError,
     TransferRefusedError,
     Transport,
 )
-from node.exchange.waits import Waits
 from protocol.payload import Payload, PayloadHeader
 from protocol.rounds import NodeId
 

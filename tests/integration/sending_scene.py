@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from transport_peers import Desk
 
-from node.exchange.transport.limits import LEAST_PART_BYTES, Limits
+from node.exchange.limits import LEAST_PART_BYTES, Limits
 from node.exchange.transport.rates.traffic import Traffic
 from node.exchange.transport.sending import Sending
 from node.exchange.transport.serving import Server, verify_inline

@@ -14,6 +14,7 @@ from node.disk.snapshots import Owed
 from node.exchange import held_results
 from node.exchange.fetching import FIRST_FROM_ONE, MOST_AT_ONCE
 from node.exchange.held_results import HeldResults
+from node.exchange.limits import Waits
 from node.exchange.outer import NotApplicableError, Outer
 from node.exchange.state import manifest as manifest_file
 from node.exchange.state.catch_up import ROUNDS_AHEAD
@@ -21,7 +22,6 @@ from node.exchange.state.manifest import Manifest
 from node.exchange.state.on_disk import Saving, StateOnDisk
 from node.exchange.state.patience import LONGEST_SECONDS
 from node.exchange.transport.transport import Want, WantChunk, WantManifest, WantResult
-from node.exchange.waits import Waits
 from node.history import History
 from protocol.messages import Held
 from protocol.payload import Payload

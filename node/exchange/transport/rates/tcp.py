@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 import structlog
 
-from node.exchange.transport.limits import Limits
+from node.exchange.limits import Limits
 
 LEAST_GAIN = 1.25
 """So many times as fast as the uplink was seen to carry at best all may send together after losses. What was
