@@ -16,9 +16,9 @@ import structlog
 from node.config import HISTORY_FILE, NodeSettings
 from node.daemon import Daemon, NodeFacts, Tokens
 from node.duties.times import ExchangeTime
-from node.exchange.arithmetic_speed import measured_speed
 from node.exchange.codecs.codec import Tiles, threads_beside
 from node.exchange.codecs.compiled import remove_unused_kernels
+from node.exchange.codecs.registry import measured_speed
 from node.exchange.outer import Outer
 from node.exchange.preparing import prepare_kernels
 from node.exchange.state.on_disk import StateOnDisk

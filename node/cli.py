@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 
 from node.config import load_settings, require_node_folder
-from protocol.time_span import as_seconds
 from protocol.trust.credentials import Credentials, find_home
+from protocol.typed import as_seconds
 
 DIRECTORY = click.option(
     "--dir",
