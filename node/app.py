@@ -123,10 +123,17 @@ async def _run(
             prepare_forkserver()  # it imports torch while we import the rest, and do without
         keep_freed_memory()
         with signals.blocking():
-            from node.assembly import run_daemon
-        return await run_daemon(
-            folder, settings, credentials, identity, spec, hardware, link, counts, signals
+            from node.assembly import NodeStart, run_daemon
+        start = NodeStart(
+            folder=folder,
+            settings=settings,
+            credentials=credentials,
+            identity=identity,
+            spec=spec,
+            link=link,
+            counts=counts,
         )
+        return await run_daemon(start, hardware, signals)
 
 
 def _tell_what_is_read(patterns: tuple[str, ...], places: DataPlaces) -> None:

@@ -35,7 +35,7 @@ from node.island.island import InnerReport, InnerWork, Progress
 from node.island.models.code import check_functions
 from node.island.ranks.commands import Keep, MeetingPoint
 from node.island.ranks.devices import usable_devices
-from node.island.ranks.launcher import ProcessIsland
+from node.island.ranks.launcher import ProcessIsland, RanksHere
 from node.outer_state import SharedVectors, Vector
 from protocol.errors import (
     AtollError,
@@ -240,11 +240,13 @@ class _Following:
             )
         usable = await usable_devices(self._device, order.num_ranks)
         self._island = ProcessIsland(
+            ranks=RanksHere(
+                devices=usable.names,
+                shape=order.shape,
+                ranks=range(order.first_rank, order.first_rank + order.num_ranks),
+            ),
             spec=run,
             names=self._shared.names,
-            devices=usable.names,
-            shape=order.shape,
-            ranks=range(order.first_rank, order.first_rank + order.num_ranks),
             data=self._data,
             local=order.local,
         )
