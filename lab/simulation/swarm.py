@@ -26,7 +26,7 @@ from lab.simulation.virtual_time import run_in_virtual_time
 from node.daemon import Counterparts, Daemon, Holdings, NodeFacts
 from node.disk.snapshots import SnapshotWriting
 from node.duties.times import Meters
-from node.exchange.held_results import HeldResults
+from node.exchange.giving import HeldResults
 from node.exchange.outer import Outer
 from node.exchange.state.on_disk import Saving, StateOnDisk
 from node.exchange.transport.memory import MemoryNetwork, MemoryTransport

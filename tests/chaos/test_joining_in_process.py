@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from lab.simulation.swarm import Life, Script, SimulatedNode, SimulatedRun, simulate
-from node.exchange import held_results
+from node.exchange import giving
 from node.exchange.fetching import MOST_AT_ONCE
 from node.exchange.state import manifest as manifest_file
 from node.exchange.state.manifest import Manifest
@@ -43,7 +43,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 def a_state_of_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """And of what a joiner missed only the latest can be replayed."""
     monkeypatch.setattr(manifest_file, "CHUNK_BYTES", CHUNK_BYTES)
-    monkeypatch.setattr(held_results, "KEPT_ROUNDS", 6)
+    monkeypatch.setattr(giving, "KEPT_ROUNDS", 6)
 
 
 class Watch:

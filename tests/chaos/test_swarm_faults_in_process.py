@@ -7,7 +7,7 @@ import pytest
 
 from coordinator.swarm.ledger import num_samples_of
 from lab.simulation.swarm import Life, Script, SimulatedNode, SimulatedRun, simulate
-from node.exchange import held_results
+from node.exchange import giving
 from node.exchange.transport.memory import MemoryNetwork
 from node.island.data.corpus import Corpus, read_corpus
 from tests.tiny_runs import tiny
@@ -64,7 +64,7 @@ def test_a_joiner_replays_and_its_first_round_counts_in_full(corpus: Corpus) -> 
 def test_a_joiner_takes_a_snapshot_when_results_are_no_longer_kept(
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(held_results, "KEPT_ROUNDS", 1)
+    monkeypatch.setattr(giving, "KEPT_ROUNDS", 1)
     late = Life(starts_at=12.0, seconds_per_inner_step=1.0)
     run = run_of(corpus, [STEADY, STEADY, late], rounds=8)
     assert_all_agree(run)

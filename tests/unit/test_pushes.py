@@ -6,8 +6,8 @@ from random import Random
 
 from structlog.testing import capture_logs
 
+from node.exchange.giving import Pushes
 from node.exchange.limits import Waits
-from node.exchange.pushes import Pushes
 from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
 from node.exchange.transport.transport import Admission, TransferRefusedError, Want
 from protocol.payload import Payload, PayloadHeader
