@@ -72,7 +72,6 @@ class Wire:
         self._serving: set[asyncio.Task[None]] = set()
         self.sending = Sending(
             open_stream=self.open,
-            broken=(*BROKEN, FrameError, TransferRefusedError),
             num_at_first=lambda round_trip_seconds: num_streams,
             most_at_rest=lambda: most_at_rest,
             traffic=self.traffic,

@@ -359,7 +359,6 @@ class _Peer:
         self.traffic = Traffic(WireCounts(), limits=limits)
         self.sending = Sending(
             open_stream=self._open,
-            broken=(),
             num_at_first=lambda round_trip_seconds: num_streams,
             most_at_rest=lambda: most_at_rest,
             traffic=self.traffic,

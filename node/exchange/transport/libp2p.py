@@ -199,7 +199,6 @@ class Libp2pTransport:
     def _sending_to(self, peer: NodeId) -> Sending:
         return Sending(
             open_stream=lambda: self._stream_to(self._member(peer)),
-            broken=(*BROKEN, DaemonError, FrameError, TransferRefusedError, PeerUnreachableError),
             num_at_first=lambda round_trip_seconds: first_streams(
                 round_trip_seconds=round_trip_seconds,
                 num_others=sum(s.is_sending for p, s in self._sendings.items() if p != peer),
@@ -243,7 +242,7 @@ class Libp2pTransport:
                 yield
         except FrameError as error:
             raise TransferRefusedError(f"{name} speaks another protocol: {error}") from error
-        except (*BROKEN, DaemonError) as error:
+        except BROKEN as error:
             why = f"no end within {timeout_seconds:g} s" if deadline.expired() else str(error)
             raise PeerUnreachableError(f"{name}: {why}") from error
 

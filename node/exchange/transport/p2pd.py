@@ -30,7 +30,7 @@ import structlog
 
 from node.exchange.limits import Limits
 from node.exchange.transport.rates.tcp import TcpPacing
-from node.exchange.transport.streams import drop
+from node.exchange.transport.streams import BROKEN, drop
 from protocol.errors import SystemRefusedError
 from protocol.files.leftovers import TemporaryFolder
 from protocol.rounds import RosterEntry
@@ -46,7 +46,7 @@ StreamCallback = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], Awa
 _log = structlog.get_logger(__name__)
 
 
-class DaemonError(Exception):
+class DaemonError(ConnectionError):
     """p2pd could not do it: no such peer, nobody answers there, or p2pd itself is gone."""
 
 
@@ -92,7 +92,7 @@ class P2pd:
                 await daemon._come_up(identity, protocol, on_stream)
         except BaseException as error:
             await daemon.stop()
-            if isinstance(error, (OSError, EOFError, TimeoutError, DaemonError)):
+            if isinstance(error, BROKEN):
                 raise SystemRefusedError(
                     f"the libp2p daemon did not start: {daemon.last_words or error}",
                     next_step="choose another --listen or --port, or stop what listens there",

@@ -161,7 +161,7 @@ class Server:
             await stream.send(wire.TransferResponse(status=wire.TRANSFER_STATUS_NOT_HELD))
             return
         stream.carries(payload.header.kind)
-        async with stream.place_for_body():
+        async with stream.traffic.place():
             await stream.send(
                 wire.TransferResponse(
                     status=wire.TRANSFER_STATUS_GO_ON, header=payload.header.encode()

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import io
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager
 from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -191,14 +190,10 @@ class TransferStream:
         except DecodeError as error:
             raise FrameError(f"no {message_type.DESCRIPTOR.name} in a frame: {error}") from error
 
-    def place_for_body(self) -> AbstractAsyncContextManager[None]:
-        """See Traffic.place."""
-        return self.traffic.place()
-
     async def send_body(self, body: bytes | memoryview, *, is_answered: bool = False) -> None:
         """Writes a body, no faster than the other side takes it and the traffic allows.
 
-        Hold a `place_for_body` meanwhile.
+        Hold a place of the traffic meanwhile.
         """
         view = memoryview(body)
         chunk_bytes = self.traffic.chunk_bytes
