@@ -12,7 +12,7 @@ from node.exchange.state import manifest as manifest_file
 from node.exchange.state.manifest import Manifest
 from node.exchange.transport.memory import MemoryNetwork
 from node.exchange.transport.transport import Want, WantChunk
-from node.island.data.corpus import Corpus, read_corpus
+from node.island.data.corpus import Corpus
 from protocol.payload import Payload
 from protocol.rounds import NodeId
 from tests.tiny_runs import tiny
@@ -30,13 +30,6 @@ CHUNK_BYTES = 4096
 CHUNKS_A_SECOND = 1.05
 """From each donor and stream: the tiny model's state is some dozens of chunks. Nothing of a chunk comes
 before all of it, which must take less than the second after which a donor is silent."""
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    spec = tiny()
-    folder = tmp_path_factory.mktemp("text")
-    return read_corpus(spec.data, context=spec.model.context, batch=spec.inner.batch, folder=folder)
 
 
 @pytest.fixture(autouse=True)
