@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks.codec.command import Spread
 from benchmarks.measurement import Rows, add_results, machine, parser_of
 from coordinator.swarm.opening import least_elements_of_a_slice
-from node.exchange.codecs.tiles import Tiles
+from node.exchange.codecs.codec import Tiles
 from node.exchange.outer import Outer
 from node.exchange.reduction import Reduction
 from node.outer_state import Vector

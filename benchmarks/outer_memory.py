@@ -19,7 +19,7 @@ from pathlib import Path
 
 from benchmarks.outer_arithmetic import RoundsOfOneNode, Stages
 from node.disk.snapshot_folder import SnapshotFolder
-from node.exchange.codecs.tiles import ONE_THREAD
+from node.exchange.codecs.codec import ONE_THREAD
 from node.machine.freed_memory import keep_freed_memory
 from protocol.files.leftovers import TemporaryFolder
 

@@ -41,11 +41,11 @@ from protocol.server import CONTROL_OPTIONS, ENROLMENT_OPTIONS, bind_control, bi
 from protocol.trust.invite import endpoint_of
 from protocol.trust.pki import pin_of
 from protocol.trust.signing import CommitSigner
+from protocol.typed import web_address_of
 from protocol.v1.enrolment_pb2_grpc import add_EnrolmentServiceServicer_to_server
 from protocol.v1.operator_pb2_grpc import add_OperatorServiceServicer_to_server
 from protocol.v1.session_pb2_grpc import add_SessionServiceServicer_to_server
 from protocol.v1.status_pb2_grpc import add_StatusServiceServicer_to_server
-from protocol.web.address import web_address_of
 
 if TYPE_CHECKING:
     from protocol.web.server import WebServer

@@ -13,7 +13,7 @@ import click
 from coordinator.new_run import init as new_run
 from protocol.errors import UnavailableError, UsageError
 from protocol.terminal import console
-from protocol.time_span import as_seconds
+from protocol.typed import as_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

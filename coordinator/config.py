@@ -40,7 +40,7 @@ from protocol.trust.credentials import (
     Credentials,
 )
 from protocol.trust.pki import Authority, new_swarm_id
-from protocol.web.address import web_address_of
+from protocol.typed import web_address_of
 
 DEFAULT_CONTROL_PORT = 7700
 DEFAULT_ENROLMENT_PORT = 7701

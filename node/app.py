@@ -15,8 +15,7 @@ from node.config import IDENTITY_FILE, NodeSettings
 from node.island.data.places import DataPlaces, check_reach
 from node.island.models.code import DIGITS, check_functions, code_digest, functions_of, in_words
 from node.island.ranks.forkserver import end_forkserver, prepare_forkserver
-from node.link.calls import CoordinatorLink
-from node.link.first_contact import run_of_coordinator
+from node.link.calls import CoordinatorLink, run_of_coordinator
 from node.machine.freed_memory import keep_freed_memory
 from node.machine.hardware import Hardware, likely_devices, look_around
 from node.machine.placement import num_ranks_of, refuse_what_cannot_work
@@ -123,10 +122,17 @@ async def _run(
             prepare_forkserver()  # it imports torch while we import the rest, and do without
         keep_freed_memory()
         with signals.blocking():
-            from node.assembly import run_daemon
-        return await run_daemon(
-            folder, settings, credentials, identity, spec, hardware, link, counts, signals
+            from node.assembly import NodeStart, run_daemon
+        start = NodeStart(
+            folder=folder,
+            settings=settings,
+            credentials=credentials,
+            identity=identity,
+            spec=spec,
+            link=link,
+            counts=counts,
         )
+        return await run_daemon(start, hardware, signals)
 
 
 def _tell_what_is_read(patterns: tuple[str, ...], places: DataPlaces) -> None:

@@ -6,7 +6,7 @@ before.
 
 import os
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -14,11 +14,11 @@ from pathlib import Path
 import structlog
 
 from node.config import HISTORY_FILE, NodeSettings
-from node.daemon import Daemon, NodeFacts, Tokens
-from node.duties.times import ExchangeTime
-from node.exchange.arithmetic_speed import measured_speed
+from node.daemon import Counterparts, Daemon, Holdings, NodeFacts, Tokens
+from node.duties.times import ExchangeTime, Meters
+from node.exchange.codecs.codec import Tiles, threads_beside
 from node.exchange.codecs.compiled import remove_unused_kernels
-from node.exchange.codecs.tiles import Tiles, threads_beside
+from node.exchange.codecs.registry import measured_speed
 from node.exchange.outer import Outer
 from node.exchange.preparing import prepare_kernels
 from node.exchange.state.on_disk import StateOnDisk
@@ -41,7 +41,7 @@ from node.island.models.first_weights import initial_parameters
 from node.island.parallel.auto_mesh import DeviceKind
 from node.island.parallel.mesh_shape import MeshShape
 from node.island.ranks.devices import UsableDevices, kind_of, usable_devices
-from node.island.ranks.launcher import ProcessIsland
+from node.island.ranks.launcher import ProcessIsland, RanksHere
 from node.link.calls import CoordinatorLink
 from node.machine.hardware import Hardware, likely_devices
 from node.machine.kernel import congestion_control
@@ -53,8 +53,7 @@ from node.own_metrics import own_metrics
 from node.records import Records
 from node.stopping import StopSignals
 from protocol.files.durable import expanded
-from protocol.layout import Layout, layout_of
-from protocol.rounds import NodeId
+from protocol.layout import layout_of
 from protocol.run_spec import RunSpec
 from protocol.trust.credentials import Credentials
 from protocol.trust.identity import Identity
@@ -66,141 +65,121 @@ OWN_LOOP: tuple[str, ...] = ("own loop",)
 """The device of a node whose training is its contributor's own program: only that knows."""
 
 
-async def run_daemon(
-    folder: Path,
-    settings: NodeSettings,
-    credentials: Credentials,
-    identity: Identity,
-    spec: RunSpec,
-    hardware: Hardware,
-    link: CoordinatorLink,
-    counts: WireCounts,
-    signals: StopSignals,
-) -> str:
-    """Runs the node until the run is finished or its owner stops it; returns why it ended."""
-    devices, shape = OWN_LOOP, MeshShape()
-    if not settings.loop:
-        usable = await _devices_of(settings, hardware)
-        devices, shape = usable.names, _mesh_of(settings, spec, usable)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeStart:
+    """What a node is put together from."""
+
+    folder: Path
+    settings: NodeSettings
+    credentials: Credentials
+    identity: Identity
+    spec: RunSpec
+    link: CoordinatorLink
+    counts: WireCounts
+
+    @property
+    def data(self) -> DataPlaces:
+        """Where the run's data are on this machine."""
+        return self.settings.data_places(home=self.folder, folder=Path.cwd())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ranks:
+    """Where the ranks run."""
+
+    devices: tuple[str, ...]  # on this machine
+    shape: MeshShape
+    desk: HostDesk | None = None  # for the hosts that follow
+
+
+async def run_daemon(start: NodeStart, hardware: Hardware, signals: StopSignals) -> str:
+    """Runs the node until the run is finished or its owner stops it; returns why."""
+    folder, settings, spec = start.folder, start.settings, start.spec
+    ranks = await _ranks_of(start, hardware)
     layout = layout_of(spec)
-    desk = None if settings.loop else await _desk_of(folder, settings, spec, kind_of(devices))
     history = await in_thread(lambda: History(folder / HISTORY_FILE))
-    records = Records.of(folder, settings, spec, layout, history=history, num_ranks=len(devices))
-    records.require_room()
-    tiles = Tiles(
-        threads_beside(
-            num_ranks=len(devices),
-            num_cores=len(os.sched_getaffinity(0)),
-            ranks_compute_on_cores=settings.loop or kind_of(devices) == "cpu",
-        )
+    records = Records.of(
+        folder, settings, spec, layout, history=history, num_ranks=len(ranks.devices)
     )
+    records.require_room()
     await prepare_kernels(spec)
     shared = SharedVectors.create(layout.num_elements, layout.largest_fragment)
     try:
-        keep_places(folder, settings.data_places(home=folder, folder=Path.cwd()))
-        outer = await in_thread(
-            partial(
-                _outer_at_start,
-                folder,
-                spec,
-                layout,
-                shared,
-                records.state,
-                tiles,
-                identity.node_id,
-                expanded(settings.weights) if settings.weights else None,
-            )
-        )
-        exchange_time = ExchangeTime()
-        data = settings.data_places(home=folder, folder=Path.cwd())
-        held = _tokens_of(spec, data)
-        is_supplied = held is not None and _takes_tokens_of_peers(settings, spec)
-        data = replace(data, has_supply=is_supplied)
-        island: Island
-        if settings.loop:
-            island = LoopIsland(
-                spec=spec,
-                layout=layout,
-                names=shared.names,
-                home=folder,
-                data=data,
-                hang_seconds=settings.hang_seconds,
-            )
-        else:
-            island = _island_of(
-                settings, spec, devices, shape, shared, desk, records.checkpoints, data
-            )
-        tokens: Tokens | None = None
-        if held is not None:
-            supplied: SuppliedIsland | None = None
-            if is_supplied:
-                supply = TokenSupply(spec=spec, places=data, held=held, heavy=in_thread)
-                supplied = SuppliedIsland(
-                    island=island, supply=supply, spec=spec, compiles=settings.compile
-                )
-                island = supplied
-            tokens = Tokens(held=held, is_given=settings.serve_data, supplied=supplied)
-        facts = NodeFacts(
-            node_id=identity.node_id,
-            node_name=settings.name,
-            public_key=identity.public_key,
-            device=devices[0],
-            num_ranks=shape.num_ranks,
-            version=metadata.version("atoll"),
-            mesh=OWN_LOOP[0] if settings.loop else str(shape),
-            congestion_control=congestion_control() or "",
-            exchange_speed=await in_thread(partial(measured_speed, spec)),
-        )
-        daemon = Daemon(
-            facts=facts,
-            spec=spec,
-            link=link,
-            transport=Libp2pTransport(
-                identity=identity,
-                counts=counts,
-                listen_multiaddrs=(_listen_multiaddr(settings, credentials.host),),
-                announce_host=settings.announce or None,
-                max_upload_bytes_per_second=settings.max_upload_bytes_per_second,
-                while_moving=exchange_time.exchanging,
-            ),
-            island=island,
-            outer=outer,
-            disk=records.state,
-            history=history,
-            heavy=in_thread,
-            counts=counts,
-            rng=random.Random(),
-            exchange_time=exchange_time,
-            tokens=tokens,
-        )
-        with signals.draining(daemon.drain, seconds=settings.drain_within):
-            async with own_metrics(settings.metrics, facts, daemon.vitals, lambda: daemon.called):
-                return await daemon.run()
+        # What has views of the shared memory begins and ends in there.
+        return await _run_in(shared, start, ranks, records, history, signals)
     finally:
-        if desk is not None:
-            await desk.close()
-        # Views of the shared memory must be gone before it can be given back.
-        daemon = outer = None  # type: ignore[assignment]
+        if ranks.desk is not None:
+            await ranks.desk.close()
         shared.close()
 
 
-def _outer_at_start(
-    folder: Path,
-    spec: RunSpec,
-    layout: Layout,
+async def _run_in(
     shared: SharedVectors,
-    disk: StateOnDisk,
-    tiles: Tiles,
-    node_id: NodeId,
-    weights: Path | None = None,
+    start: NodeStart,
+    ranks: _Ranks,
+    records: Records,
+    history: History,
+    signals: StopSignals,
+) -> str:
+    """Builds the daemon around the shared memory and runs it."""
+    settings, spec, identity = start.settings, start.spec, start.identity
+    keep_places(start.folder, start.data)
+    outer = await in_thread(lambda: _outer_at_start(start, shared, records.state, ranks))
+    meters = Meters(counts=start.counts, exchange_time=ExchangeTime())
+    island, tokens = _island_and_tokens(start, shared, ranks, records)
+    facts = NodeFacts(
+        node_id=identity.node_id,
+        node_name=settings.name,
+        public_key=identity.public_key,
+        device=ranks.devices[0],
+        num_ranks=ranks.shape.num_ranks,
+        version=metadata.version("atoll"),
+        mesh=OWN_LOOP[0] if settings.loop else str(ranks.shape),
+        congestion_control=congestion_control() or "",
+        exchange_speed=await in_thread(partial(measured_speed, spec)),
+    )
+    transport = Libp2pTransport(
+        identity=identity,
+        counts=start.counts,
+        listen_multiaddrs=(_listen_multiaddr(settings, start.credentials.host),),
+        announce_host=settings.announce or None,
+        max_upload_bytes_per_second=settings.max_upload_bytes_per_second,
+        while_moving=meters.exchange_time.exchanging,
+    )
+    daemon = Daemon(
+        facts=facts,
+        spec=spec,
+        holdings=Holdings(outer=outer, disk=records.state, history=history, tokens=tokens),
+        counterparts=Counterparts(coordinator=start.link, transport=transport, island=island),
+        heavy=in_thread,
+        meters=meters,
+        rng=random.Random(),
+    )
+    with signals.draining(daemon.drain, seconds=settings.drain_within):
+        async with own_metrics(settings.metrics, facts, daemon.vitals, lambda: daemon.called):
+            return await daemon.run()
+
+
+def _outer_at_start(
+    start: NodeStart, shared: SharedVectors, disk: StateOnDisk, ranks: _Ranks
 ) -> Outer:
     """The outer state that a node begins with: what its disk holds, or the run's initial one. Heavy.
 
     What was read from the disk is as large as the state, and gone when this returns. The initial
     weights are drawn only where nothing takes their place.
     """
+    spec, settings = start.spec, start.settings
+    layout = layout_of(spec)
+    weights = expanded(settings.weights) if settings.weights else None
+    tiles = Tiles(
+        threads_beside(
+            num_ranks=len(ranks.devices),
+            num_cores=len(os.sched_getaffinity(0)),
+            ranks_compute_on_cores=settings.loop or kind_of(ranks.devices) == "cpu",
+        )
+    )
     kept = disk.snapshots.load_newest(spec.digest(), layout.summary().digest)
-    keep_run(folder, spec)  # only now: what is there may be snapshots of another run
+    keep_run(start.folder, spec)  # only now: what is there may be snapshots of another run
     if kept is None:
         _fill_first_weights(spec, weights, shared.parameters, tiles.num_threads)
     outer = Outer.of_run(
@@ -209,7 +188,7 @@ def _outer_at_start(
         parameters=shared.parameters,
         published=shared.published,
         tiles=tiles,
-        node_id=node_id,
+        node_id=start.identity.node_id,
         sent=disk.sent,
     )
     outer.compile_kernels()
@@ -244,6 +223,19 @@ def _fill_first_weights(
         )
 
 
+async def _ranks_of(start: NodeStart, hardware: Hardware) -> _Ranks:
+    """Where ranks run; listens for the hosts that are to follow. Raises AtollError."""
+    settings, spec = start.settings, start.spec
+    if settings.loop:
+        return _Ranks(devices=OWN_LOOP, shape=MeshShape())
+    usable = await _devices_of(settings, hardware)
+    return _Ranks(
+        devices=usable.names,
+        shape=_mesh_of(settings, spec, usable),
+        desk=await _desk_of(start.folder, settings, kind_of(usable.names)),
+    )
+
+
 async def _devices_of(settings: NodeSettings, hardware: Hardware) -> UsableDevices:
     """The devices of the ranks; torch is asked only where there may be a GPU."""
     num_ranks = num_ranks_of(settings)
@@ -276,44 +268,71 @@ def _takes_tokens_of_peers(settings: NodeSettings, spec: RunSpec) -> bool:
     return is_alone and not any(is_url(path) for path in (settings.data, *spec.data.paths))
 
 
+def _island_and_tokens(
+    start: NodeStart, shared: SharedVectors, ranks: _Ranks, records: Records
+) -> tuple[Island, Tokens | None]:
+    """The island, and what this node has of tokens that go from node to node.
+
+    Where those come from peers, the island waits for what is not here.
+    """
+    settings, spec = start.settings, start.spec
+    held = _tokens_of(spec, start.data)
+    is_supplied = held is not None and _takes_tokens_of_peers(settings, spec)
+    data = replace(start.data, has_supply=is_supplied)
+    island = _island_of(start, shared, ranks, records.checkpoints, data)
+    if held is None:
+        return island, None
+    supplied: SuppliedIsland | None = None
+    if is_supplied:
+        supply = TokenSupply(spec=spec, places=data, held=held, heavy=in_thread)
+        supplied = SuppliedIsland(
+            island=island, supply=supply, spec=spec, compiles=settings.compile
+        )
+    tokens = Tokens(held=held, is_given=settings.serve_data, supplied=supplied)
+    return supplied or island, tokens
+
+
 def _island_of(
-    settings: NodeSettings,
-    spec: RunSpec,
-    devices: tuple[str, ...],
-    shape: MeshShape,
+    start: NodeStart,
     shared: SharedVectors,
-    desk: HostDesk | None,
+    ranks: _Ranks,
     checkpoints: CheckpointFolder | None,
     data: DataPlaces,
 ) -> Island:
-    """The ranks of this machine, and with a desk those of the hosts that follow."""
+    """The contributor's own loop, or the ranks of this machine, and with a desk those that follow."""
+    settings, spec = start.settings, start.spec
+    if settings.loop:
+        return LoopIsland(
+            spec=spec,
+            layout=layout_of(spec),
+            names=shared.names,
+            home=start.folder,
+            data=data,
+            hang_seconds=settings.hang_seconds,
+        )
+    here = range(len(ranks.devices))
     own = ProcessIsland(
         spec=spec,
         names=shared.names,
-        devices=devices,
-        shape=shape,
-        ranks=range(len(devices)),
+        ranks=RanksHere(devices=ranks.devices, shape=ranks.shape, ranks=here),
         data=data,
         local=settings.local_training,
         checkpoints=checkpoints,
         hang_seconds=settings.hang_seconds,
     )
-    if desk is None:
+    if ranks.desk is None:
         return own
     return HostsIsland(
         own=own,
-        desk=desk,
+        desk=ranks.desk,
         num_hosts=settings.hosts,
         listen_host=settings.island_address[0],
-        spec=spec,
-        shape=shape,
-        local=settings.local_training,
         shared=shared,
     )
 
 
 async def _desk_of(
-    folder: Path, settings: NodeSettings, spec: RunSpec, device_kind: DeviceKind
+    folder: Path, settings: NodeSettings, device_kind: DeviceKind
 ) -> HostDesk | None:
     """Listens for the hosts that are to follow, and writes what they need for it."""
     if settings.hosts == 1:

@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 
 from node.config import load_settings, require_node_folder
-from protocol.time_span import as_seconds
 from protocol.trust.credentials import Credentials, find_home
+from protocol.typed import as_seconds
 
 DIRECTORY = click.option(
     "--dir",
@@ -173,7 +173,7 @@ def follow(
     check_choice(device)
     own_name = name or socket.gethostname()[:64] or "host"
     start_logging(as_json=log_json, node=own_name)
-    from node.hosts.command import run_follower
+    from node.hosts.following import run_follower
 
     # A name is no path: one with a slash in it would lead elsewhere.
     beside = Path(f"inner-{own_name.replace('/', '-')}")

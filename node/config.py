@@ -13,12 +13,11 @@ from node.disk.budget import DiskBudget
 from node.island.data.places import DataPlaces
 from node.island.parallel.mesh_shape import MeshShape, ScheduleName
 from node.island.training.local_training import Accumulating, LocalTraining, Precision, Recomputing
-from protocol.data_rate import bits_per_second_of
 from protocol.errors import ConfigError, NoInputError, UsageError
 from protocol.files.durable import expanded, read_toml, write_atomically
 from protocol.models import Section
 from protocol.trust.credentials import COORDINATOR_FILE
-from protocol.web.address import web_address_of
+from protocol.typed import bits_per_second_of, web_address_of
 
 IDENTITY_FILE = "identity.key"
 SETTINGS_FILE = "node.toml"

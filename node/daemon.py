@@ -13,7 +13,7 @@ import structlog
 
 from node.duties.duties import Duties
 from node.duties.lasting_island import LastingIsland
-from node.duties.times import ExchangeTime, Meters
+from node.duties.times import Meters
 from node.duties.work import CatchUpNeeded, PlanReceived
 from node.exchange.exchange import Exchange
 from node.exchange.outer import Outer
@@ -49,7 +49,6 @@ from protocol.messages import (
 from protocol.rounds import Commit, CorpusSummary, NodeId, PeerAddress
 from protocol.run_spec import RunSpec
 from protocol.vitals import ExchangeSpeed, Vitals
-from protocol.wire_count import WireCounts
 
 log = structlog.get_logger()
 
@@ -81,6 +80,25 @@ class Tokens:
     supplied: SuppliedIsland | None = None  # the node's island, where peers supply it
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holdings:
+    """What a node holds of the run."""
+
+    outer: Outer
+    disk: StateOnDisk | None  # None: nothing outlives the process
+    history: History
+    tokens: Tokens | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counterparts:
+    """What a daemon talks to: the coordinator, the peers and its own ranks."""
+
+    coordinator: CoordinatorLink
+    transport: Transport
+    island: Island
+
+
 class Daemon:
     """A node from its first attach to the end of the run."""
 
@@ -89,29 +107,24 @@ class Daemon:
         *,
         facts: NodeFacts,
         spec: RunSpec,
-        link: CoordinatorLink,
-        transport: Transport,
-        island: Island,
-        outer: Outer,
-        disk: StateOnDisk | None,
-        history: History,
+        holdings: Holdings,
+        counterparts: Counterparts,
         heavy: Heavy,
-        counts: WireCounts,
+        meters: Meters,
         rng: random.Random,
-        exchange_time: ExchangeTime | None = None,
-        tokens: Tokens | None = None,
     ) -> None:
-        """`exchange_time` is the one that the transport tells; without it none is counted there."""
-        exchange_time = exchange_time or ExchangeTime(lambda: asyncio.get_running_loop().time())
+        """The transport tells the meters when a body is on its way, if it can."""
+        outer, history, tokens = holdings.outer, holdings.history, holdings.tokens
+        transport = counterparts.transport
         self._facts = facts
         self._spec = spec
         self._run_digest = spec.digest()
-        self._link = link
+        self._link = counterparts.coordinator
         self._rng = rng
         self._transport = transport
-        self._island = LastingIsland(island, exchange_time)
+        self._island = LastingIsland(counterparts.island, meters.exchange_time)
         self._outer = outer
-        self._counts = counts
+        self._counts = meters.counts
         self._history = history
         self._asking = Patience(rng)
         self._supplied = None if tokens is None else tokens.supplied
@@ -138,9 +151,9 @@ class Daemon:
             ),
             outer=outer,
             transport=transport,
-            disk=disk,
+            disk=holdings.disk,
             history=history,
-            heavy=exchange_time.over(heavy),
+            heavy=meters.exchange_time.over(heavy),
             coordinator=CoordinatorCalls(
                 report=self._report,
                 list_commits=self._list_commits,
@@ -150,7 +163,7 @@ class Daemon:
             give_tokens=None if peer_tokens is None else peer_tokens.supply,
         )
         self._session = Session(
-            link=link,
+            link=self._link,
             announce=self._announcement,
             vitals=self.vitals,
             on_attached=self._on_attached,
@@ -165,7 +178,7 @@ class Daemon:
             exchange=self._exchange,
             history=history,
             session=self._session,
-            meters=Meters(counts=counts, exchange_time=exchange_time),
+            meters=meters,
             patience=self._asking,
         )
         self._process_id = rng.getrandbits(63)

@@ -7,8 +7,8 @@ import structlog
 
 from node.daemon import NodeFacts
 from protocol.trust.invite import endpoint_of
+from protocol.typed import web_address_of
 from protocol.vitals import Vitals, heartbeat_of
-from protocol.web.address import web_address_of
 
 _log = structlog.get_logger()
 

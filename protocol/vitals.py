@@ -39,7 +39,7 @@ class UploadPace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeSpeed:
-    """What an exchange asks of a node, on one of its cores: see node.exchange.arithmetic_speed."""
+    """What an exchange asks of a node, on one of its cores: see node.exchange.codecs.registry."""
 
     bytes_per_second: float  # of fp32
     uplink: str  # the codecs it was measured with, as in [exchange]

@@ -1,14 +1,18 @@
 """Settings for all tests: one OpenMP thread for each process, as everywhere on small machines.
 
 And no deadline for hypothesis's examples: a busy machine takes any time over any of them.
+Here too: what tests of many folders share.
 """
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
+
+if TYPE_CHECKING:
+    from node.island.data.corpus import Corpus
 
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
@@ -39,3 +43,14 @@ class OneSwarmAtATime(LoadScopeScheduling):
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneSwarmAtATime:
     return OneSwarmAtATime(config, log)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> "Corpus":
+    """The text that tiny runs train on, read once for all tests of a process. Nobody writes to it."""
+    from node.island.data.corpus import read_corpus  # most tests need nothing of the node
+    from tests.tiny_runs import tiny
+
+    spec = tiny()
+    folder = tmp_path_factory.mktemp("text")
+    return read_corpus(spec.data, context=spec.model.context, batch=spec.inner.batch, folder=folder)

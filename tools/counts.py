@@ -1,6 +1,6 @@
 """Counts what a reader meets: files and lines of each room, and files that a round and a push enter.
 
-    python tools/counts.py
+    python tools/counts.py           # --files lists what a round and a push enter, most called first
 
 A round is the third of a swarm of three in one process (lab.simulation), from one commit to the next;
 a push is a body of 1 MB between two real transports that have pushed one before. A file is entered
@@ -67,13 +67,18 @@ class Entered:
     """Which files were entered, in which order."""
 
     counts: Counter[str] = field(default_factory=Counter)
-    changes: int = 0
+    comings: Counter[str] = field(default_factory=Counter)
     last: str = ""
+
+    @property
+    def changes(self) -> int:
+        """Of file, from one call to the next."""
+        return self.comings.total()
 
     def enter(self, file: str) -> None:
         """A function of the file is called."""
         self.counts[file] += 1
-        self.changes += file != self.last
+        self.comings[file] += file != self.last
         self.last = file
 
     def words(self) -> str:
@@ -81,6 +86,13 @@ class Entered:
         packages = Counter(file.partition("/")[0] for file in self.counts)
         by_package = ", ".join(f"{package} {packages[package]}" for package in sorted(packages))
         return f"{len(self.counts)} files ({by_package}), {self.changes:,} changes of file"
+
+    def listed(self) -> str:
+        """Each file with its calls, and how often it was come to from another."""
+        return "\n".join(
+            f"{calls:>8,}{self.comings[file]:>8,}  {file}"
+            for file, calls in self.counts.most_common()
+        )
 
 
 @contextmanager
@@ -231,8 +243,12 @@ def main() -> None:
             f"{room:<16}{len(lines):>6}{sum(lines):>8,}{sum(lines) / len(lines):>8.0f}"
             f"{sum(each > 400 for each in lines):>10}"
         )
-    print("a round:", entered_by_a_round().words())
-    print("a push: ", asyncio.run(entered_by_a_push()).words())
+    of_a_round, of_a_push = entered_by_a_round(), asyncio.run(entered_by_a_push())
+    print("a round:", of_a_round.words())
+    print("a push: ", of_a_push.words())
+    if "--files" in sys.argv[1:]:
+        print(f"{'calls':>8}{'comings':>8}  a round's files\n{of_a_round.listed()}")
+        print(f"{'calls':>8}{'comings':>8}  a push's files\n{of_a_push.listed()}")
     told = [each.__name__ for each in (*messages.Message.__args__, *messages.Report.__args__)]
     named = {name: files_that_name(name) for name in told}
     print(

@@ -20,10 +20,9 @@ import torch
 
 from benchmarks.codec.pseudo_gradients import demo_pseudo_gradients
 from benchmarks.measurement import Rows, add_results, machine, parser_of
-from node.exchange.codecs.codec import Codec
+from node.exchange.codecs.codec import Codec, Tiles
 from node.exchange.codecs.deflate import deflated
 from node.exchange.codecs.registry import all_codecs, codec_named, compile_kernels
-from node.exchange.codecs.tiles import Tiles
 from node.outer_state import Vector
 from protocol.payload import CONTRIBUTION, Payload
 from protocol.rounds import Digest, NodeId

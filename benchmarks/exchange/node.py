@@ -18,6 +18,7 @@ import structlog
 
 from node.exchange.codecs.registry import codec_named
 from node.exchange.exchange import Exchange
+from node.exchange.limits import Limits, Waits
 from node.exchange.outer import Outer, OuterRules
 from node.exchange.outer_optimizer import RateScale, Sgd
 from node.exchange.owing import Owing, Sender
@@ -27,8 +28,6 @@ from node.exchange.round.state import Rules
 from node.exchange.state.catch_up import CoordinatorCalls
 from node.exchange.state.patience import Patience
 from node.exchange.transport.libp2p import Libp2pTransport
-from node.exchange.transport.limits import Limits
-from node.exchange.waits import Waits
 from node.heavy import in_thread
 from node.history import History
 from node.machine.freed_memory import keep_freed_memory

@@ -20,7 +20,7 @@ from node.island.data.places import DataPlaces
 from node.island.island import InnerWork
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh_shape import MeshShape
-from node.island.ranks.launcher import ProcessIsland
+from node.island.ranks.launcher import ProcessIsland, RanksHere
 from node.island.training.local_training import LocalTraining
 from node.outer_state import SharedVectors
 from protocol.files.leftovers import TemporaryFolder
@@ -69,12 +69,14 @@ class AtollIsland:
         self.vectors = SharedVectors.create(layout_of(spec).num_elements)
         self.vectors.parameters[:] = initial_parameters(spec)
         self.island = ProcessIsland(
+            ranks=RanksHere(
+                devices=devices,
+                shape=shape,
+                num_threads=1,
+            ),
             spec=spec,
             names=self.vectors.names,
-            devices=devices,
-            shape=shape,
-            data=DataPlaces(folder=Path.cwd(), may_read=(Path("/"),)),  # the run file is ours
-            num_threads=1,
+            data=DataPlaces(folder=Path.cwd(), may_read=(Path("/"),)),
             local=local,
         )
         self._round = 0

@@ -18,6 +18,7 @@ import structlog
 
 from node.disk.snapshots import Snapshot
 from node.exchange import fetching
+from node.exchange.limits import Waits
 from node.exchange.state.donor import Donor
 from node.exchange.state.download import Download
 from node.exchange.transport.libp2p import Libp2pTransport
@@ -28,7 +29,6 @@ from node.exchange.transport.transport import (
     WantChunk,
     WantManifest,
 )
-from node.exchange.waits import Waits
 from node.heavy import in_thread
 from protocol.payload import Payload, PayloadHeader
 from protocol.rounds import Digest, NodeId, PeerAddress, RosterEntry

@@ -215,7 +215,7 @@ def host_seconds(situation: Situation, setting: Setting, host: HostSpeeds) -> fl
 
 
 def exchange_bytes_per_second(uplink: str, downlink: str) -> float:
-    """What node.exchange.arithmetic_speed would measure on the machine of HostSpeeds and CODEC_COSTS."""
+    """What node.exchange.codecs.registry would measure on the machine of HostSpeeds and CODEC_COSTS."""
     up, down = CODEC_COSTS[uplink], CODEC_COSTS[downlink]
     host = MEASURED_HOST
     seconds = sum(1 / x for x in (up.encode, up.decode, down.decode, host.digest, host.copy))

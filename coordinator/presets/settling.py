@@ -18,12 +18,11 @@ from coordinator.presets.cost import Situation
 from coordinator.presets.link_shares import CUBIC, CongestionControl
 from coordinator.presets.reasons import counted
 from coordinator.presets.toml_edit import CannotEditError, Place, with_values
-from protocol.data_rate import directions_of
 from protocol.errors import ConfigError
 from protocol.files.durable import read_toml
 from protocol.models import Positive, Section
 from protocol.run_spec import RunSpec, validated, validated_file
-from protocol.time_span import seconds_of
+from protocol.typed import directions_of, seconds_of
 
 SLOWEST_LINK = 256e3
 """Bits per second; with less, transfers are slower than peers wait for (node.toml's max_upload)."""

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from node.island.data.places import DataPlaces
 from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork, Progress
 from node.island.parallel.mesh_shape import MeshShape
-from node.island.ranks.launcher import ProcessIsland
+from node.island.ranks.launcher import ProcessIsland, RanksHere
 from node.outer_state import SharedVectors, Vector
 from protocol.layout import layout_of
 from protocol.rounds import CorpusSummary
@@ -66,12 +66,14 @@ class MeshedIsland:
         self._thread.start()
         self._shared = SharedVectors.create(self._parameters.size, self._layout.largest_fragment)
         self._ranks = ProcessIsland(
+            ranks=RanksHere(
+                devices=("cpu",) * self._shape.num_ranks,
+                shape=self._shape,
+                num_threads=1,
+            ),
             spec=self._spec,
             names=self._shared.names,
-            devices=("cpu",) * self._shape.num_ranks,
-            shape=self._shape,
             data=DataPlaces(folder=self._folder, may_read=(Path("/"),)),
-            num_threads=1,
         )
         return self._answer_of(self._ranks.start())
 

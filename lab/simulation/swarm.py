@@ -23,9 +23,10 @@ from coordinator.swarm.state import HeldOut, SwarmState
 from lab.simulation.coordinator import DeskStub, Outage, SimulatedCoordinator, new_folder
 from lab.simulation.meshed_island import MeshedIsland
 from lab.simulation.virtual_time import run_in_virtual_time
-from node.daemon import Daemon, NodeFacts
+from node.daemon import Counterparts, Daemon, Holdings, NodeFacts
 from node.disk.snapshots import SnapshotWriting
-from node.exchange.held_results import HeldResults
+from node.duties.times import Meters
+from node.exchange.giving import HeldResults
 from node.exchange.outer import Outer
 from node.exchange.state.on_disk import Saving, StateOnDisk
 from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
@@ -334,6 +335,17 @@ class SimulatedNode:
         )
         self._island = self._new_island(published)
         self._daemon = Daemon(
+            holdings=Holdings(
+                outer=self.outer,
+                disk=disk,
+                history=history,
+            ),
+            counterparts=Counterparts(
+                coordinator=CoordinatorLink(self._stub),
+                transport=self._transport,
+                island=self._island,
+            ),
+            meters=Meters(counts=self.counts),
             facts=NodeFacts(
                 node_id=self.node_id,
                 node_name=f"node-{self._place + 1}",
@@ -343,14 +355,7 @@ class SimulatedNode:
                 version="simulated",
             ),
             spec=spec,
-            link=CoordinatorLink(self._stub),
-            transport=self._transport,
-            island=self._island,
-            outer=self.outer,
-            disk=disk,
-            history=history,
             heavy=in_place,
-            counts=self.counts,
             rng=random.Random(f"{self._place}, process {self._num_processes}"),
         )
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from node.duties.ahead import Ahead
 from node.duties.lasting_island import LastingIsland
 from node.duties.times import Meters, RoundTimes
 from node.duties.work import (
+    Ahead,
     AheadFailed,
     CatchUpNeeded,
     PlanReceived,

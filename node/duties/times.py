@@ -4,10 +4,11 @@ An exchange is at work while a body travels from or to a peer, or something is e
 applied. What overlaps with the ranks' own work costs no time and is not counted; nor is waiting for others.
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from node.heavy import Heavy
@@ -21,7 +22,7 @@ class Meters:
     """What is measured of a node: the transport and heavy work tell these."""
 
     counts: WireCounts
-    exchange_time: "ExchangeTime"
+    exchange_time: "ExchangeTime" = field(default_factory=lambda: ExchangeTime(_loop_time))
 
 
 class RoundTimes:
@@ -103,6 +104,10 @@ def _communication_of(report: InnerReport, inner_steps: float) -> float | None:
 Result = TypeVar("Result")
 
 Clock = Callable[[], float]
+
+
+def _loop_time() -> float:
+    return asyncio.get_running_loop().time()
 
 
 class ExchangeTime:

@@ -13,9 +13,8 @@ from random import Random
 import structlog
 
 from node.exchange.fetching import Donors, Silences
-from node.exchange.held_results import KEPT_ROUNDS, HeldResults
+from node.exchange.giving import KEPT_ROUNDS, HeldResults, Pushes
 from node.exchange.outer import Outer
-from node.exchange.pushes import Pushes
 from node.exchange.round.admission import refusal
 from node.exchange.round.state import RoundNews, Rules
 from node.exchange.round.transition import waiting_for

@@ -26,6 +26,7 @@ from typing import Generic, TypeVar
 import structlog
 
 from node.exchange.codecs.codec import Codec, CodecError
+from node.exchange.limits import Waits
 from node.exchange.round.admission import misfit
 from node.exchange.transport.transport import (
     FalseAnswerError,
@@ -35,7 +36,6 @@ from node.exchange.transport.transport import (
     Transport,
     WantResult,
 )
-from node.exchange.waits import Waits
 from protocol.payload import Payload
 from protocol.rounds import NodeId, SliceOutcome
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from node.exchange.codecs.codec import Codec, CodecError
+from node.exchange.codecs.codec import ONE_THREAD, TILE_ELEMENTS, Codec, CodecError, Tiles
 from node.exchange.codecs.compiled import kernel, read_only
-from node.exchange.codecs.tiles import ONE_THREAD, TILE_ELEMENTS, Tiles
 from node.outer_state import Vector
 from protocol.rounds import BLOCK
 from protocol.run_spec import Merge

@@ -13,9 +13,8 @@ import numpy as np
 
 from node.disk.logs import SentLog
 from node.disk.snapshots import Owed, Snapshot, SnapshotWriting
-from node.exchange.codecs.codec import Codec, Opened
+from node.exchange.codecs.codec import ONE_THREAD, Codec, Opened, Tiles
 from node.exchange.codecs.registry import codec_named, compile_kernels
-from node.exchange.codecs.tiles import ONE_THREAD, Tiles
 from node.exchange.mean import Squares, merged
 from node.exchange.outer_optimizer import (
     OuterOptimizer,

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from node.exchange.codecs.codec import ONE_THREAD, Tiles
 from node.exchange.codecs.compiled import kernel, read_only
-from node.exchange.codecs.tiles import ONE_THREAD, Tiles
 from node.exchange.mean import Squares
 from node.outer_state import Vector
 

@@ -14,9 +14,8 @@ import structlog
 
 from node.exchange.codecs.codec import CodecError
 from node.exchange.fetching import Donors, fetch_results
-from node.exchange.held_results import HeldResults
+from node.exchange.giving import HeldResults, Pushes
 from node.exchange.outer import Outer
-from node.exchange.pushes import Pushes
 from node.exchange.round.admission import refusal
 from node.exchange.round.state import (
     Action,

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import structlog
 
+from node.exchange.limits import Waits
 from node.exchange.state.patience import Patience
 from node.exchange.transport.transport import (
     FalseAnswerError,
@@ -23,7 +24,6 @@ from node.exchange.transport.transport import (
     Transport,
     WantTokens,
 )
-from node.exchange.waits import Waits
 from node.heavy import Heavy
 from protocol.errors import BadDataError
 from protocol.payload import PIECE, PIECE_MAP, TOKENS_MANIFEST, Payload

@@ -1,9 +1,15 @@
-"""The follower's side: its ranks do what the leader's do, for as long as the leader is there."""
+"""The follower's side: its ranks do what the leader's do, for as long as the leader is there.
+
+`run_follower` is a follower from the outside: what starts it, and that nothing of it stays. Importing this
+takes seconds: torch comes with it.
+"""
 
 import asyncio
 import json
 from contextlib import suppress
 from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -35,8 +41,10 @@ from node.island.island import InnerReport, InnerWork, Progress
 from node.island.models.code import check_functions
 from node.island.ranks.commands import Keep, MeetingPoint
 from node.island.ranks.devices import usable_devices
-from node.island.ranks.launcher import ProcessIsland
-from node.outer_state import SharedVectors, Vector
+from node.island.ranks.forkserver import end_forkserver, prepare_forkserver
+from node.island.ranks.launcher import ProcessIsland, RanksHere
+from node.outer_state import SharedVectors, Vector, tell_leftovers
+from node.stopping import StopSignals
 from protocol.errors import (
     AtollError,
     ExitCode,
@@ -240,11 +248,13 @@ class _Following:
             )
         usable = await usable_devices(self._device, order.num_ranks)
         self._island = ProcessIsland(
+            ranks=RanksHere(
+                devices=usable.names,
+                shape=order.shape,
+                ranks=range(order.first_rank, order.first_rank + order.num_ranks),
+            ),
             spec=run,
             names=self._shared.names,
-            devices=usable.names,
-            shape=order.shape,
-            ranks=range(order.first_rank, order.first_rank + order.num_ranks),
             data=self._data,
             local=order.local,
         )
@@ -259,3 +269,34 @@ class _Following:
         )
         summary = await self._island.bring_up()
         return Started(corpus=summary.digest.hex())
+
+
+async def run_follower(
+    token: HostToken, *, name: str, device: str, checkpoints: Path, data: str
+) -> str:
+    """Follows until the leader ends or its owner stops it; returns why.
+
+    The last thing that its process does: signals are ignored from then on.
+    """
+    shelf = Shelf(checkpoints)
+    tell_leftovers()
+    prepare_forkserver()
+    with StopSignals():
+        try:
+            return await follow(
+                token,
+                name=name,
+                device=device,
+                version=metadata.version("atoll"),
+                data=DataPlaces(
+                    folder=Path.cwd(),
+                    own=data,
+                    cache=checkpoints.with_name(f"{checkpoints.name}-data"),
+                ),
+                shelf=shelf,
+            )
+        except asyncio.CancelledError:
+            return "stopped by its owner"
+        finally:
+            end_forkserver()
+            shelf.close()

@@ -28,16 +28,13 @@ from node.hosts.rendezvous import interface_of, open_store
 from node.hosts.wire import zeros
 from node.island.checkpoints.folder import Checkpoint, Kept, Loaded
 from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork, Progress, rebases
-from node.island.parallel.mesh_shape import MeshShape
 from node.island.ranks.commands import Keep, MeetingPoint
 from node.island.ranks.faults import RankDiedError, RankFailedError
 from node.island.ranks.launcher import ProcessIsland
-from node.island.training.local_training import LocalTraining
 from node.outer_state import SharedVectors, Vector
 from protocol.errors import AtollError, ConfigError
 from protocol.layout import layout_of
 from protocol.rounds import CorpusSummary
-from protocol.run_spec import RunSpec
 
 if TYPE_CHECKING:
     from node.island.ranks.aside import Aside
@@ -67,9 +64,6 @@ class HostsIsland:
         desk: HostDesk,
         num_hosts: int,
         listen_host: str,
-        spec: RunSpec,
-        shape: MeshShape,
-        local: LocalTraining,
         shared: SharedVectors,
         come_back_seconds: float = COME_BACK_SECONDS,
     ) -> None:
@@ -77,10 +71,7 @@ class HostsIsland:
         self._desk = desk
         self._num_hosts = num_hosts
         self._listen_host = listen_host
-        self._spec = spec
-        self._shape = shape
-        self._local = local
-        self._layout = layout_of(spec)
+        self._layout = layout_of(own.spec)
         self._shared = shared
         self._others: list[Host] = []
         self._store: Aside | None = None
@@ -109,15 +100,15 @@ class HostsIsland:
                 num_hosts=self._num_hosts,
             )
         )
-        each = self._shape.num_ranks // self._num_hosts
+        each = self._own.shape.num_ranks // self._num_hosts
         summary, theirs = await _together(
             self._own.bring_up(),
             (
                 host.give(
                     Start(
-                        spec=json.loads(self._spec.canonical_json()),
-                        shape=self._shape,
-                        local=self._local,
+                        spec=json.loads(self._own.spec.canonical_json()),
+                        shape=self._own.shape,
+                        local=self._own.local,
                         first_rank=each * (place + 1),
                         num_ranks=each,
                         host=self._listen_host,
@@ -157,7 +148,7 @@ class HostsIsland:
                         num_hosts=folder.num_hosts,
                         num_elements=self._layout.num_elements,
                         num_parts=len(self._layout.places)
-                        * self._shape.num_ranks
+                        * self._own.shape.num_ranks
                         // self._num_hosts,
                     )
                 )
@@ -215,7 +206,7 @@ class HostsIsland:
         if fragment is not None:
             span = self._layout.fragments[fragment].span
             parameters = parameters[span]
-            if rebases(self._spec.exchange, is_taken=is_taken):
+            if rebases(self._own.spec.exchange, is_taken=is_taken):
                 # A rank may hold what one of another host published: each has its own part only.
                 published = self._shared.published[: span.stop - span.start]
                 await host.give(Hold(fragment=fragment), vector=published)

@@ -16,12 +16,10 @@ from node.island.data.corpus import Corpus
 from tests.chaos.test_restored_copies import (
     DEADLINES,
     assert_sound,
-    corpus,
     stay_away,
 )
 from tests.tiny_runs import tiny
 
-__all__ = ["corpus"]
 ROUND = 5.0
 """Virtual seconds of a round."""
 DOWN = 8.0

@@ -7,7 +7,7 @@ import pytest
 
 from lab.simulation.swarm import Life, SimulatedNode, simulate
 from node.exchange.transport.memory import MemoryNetwork
-from node.island.data.corpus import Corpus, read_corpus
+from node.island.data.corpus import Corpus
 from tests.tiny_runs import tiny
 
 LONG = {"train": 600, "contribute": 660, "commit": 720, "apply": 60, "lease": 10_000}
@@ -17,13 +17,6 @@ TOKENS_OF_A_STEP = 4 * 32
 
 STEADY = Life(seconds_per_inner_step=1.0)
 """Takes five virtual seconds for a round."""
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    spec = tiny()
-    folder = tmp_path_factory.mktemp("text")
-    return read_corpus(spec.data, context=spec.model.context, batch=spec.inner.batch, folder=folder)
 
 
 @pytest.mark.parametrize(("adapt", "seconds"), [(True, 15.6 + 5 + 5), (False, 697.5 + 60 + 60)])

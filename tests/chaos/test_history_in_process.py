@@ -11,20 +11,13 @@ from lab.simulation.coordinator import Outage
 from lab.simulation.swarm import Life, SimulatedNode, SimulatedRun, simulate
 from node.disk.budget import LONGEST_SECONDS, DiskBudget
 from node.exchange.transport.memory import MemoryNetwork
-from node.island.data.corpus import Corpus, read_corpus
+from node.island.data.corpus import Corpus
 from tests.tiny_runs import tiny
 
 DEADLINES = {"train": 20, "contribute": 30, "commit": 40, "apply": 10, "lease": 15}
 SECONDS_PER_STEP = 1.0
 STEADY = Life(seconds_per_inner_step=SECONDS_PER_STEP)
 """Takes five virtual seconds for a round."""
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    spec = tiny()
-    folder = tmp_path_factory.mktemp("text")
-    return read_corpus(spec.data, context=spec.model.context, batch=spec.inner.batch, folder=folder)
 
 
 @pytest.fixture(params=["a snapshot a round", "results between snapshots"], autouse=True)

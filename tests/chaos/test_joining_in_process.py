@@ -6,13 +6,13 @@ from collections.abc import Sequence
 import pytest
 
 from lab.simulation.swarm import Life, Script, SimulatedNode, SimulatedRun, simulate
-from node.exchange import held_results
+from node.exchange import giving
 from node.exchange.fetching import MOST_AT_ONCE
 from node.exchange.state import manifest as manifest_file
 from node.exchange.state.manifest import Manifest
 from node.exchange.transport.memory import MemoryNetwork
 from node.exchange.transport.transport import Want, WantChunk
-from node.island.data.corpus import Corpus, read_corpus
+from node.island.data.corpus import Corpus
 from protocol.payload import Payload
 from protocol.rounds import NodeId
 from tests.tiny_runs import tiny
@@ -32,18 +32,11 @@ CHUNKS_A_SECOND = 1.05
 before all of it, which must take less than the second after which a donor is silent."""
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    spec = tiny()
-    folder = tmp_path_factory.mktemp("text")
-    return read_corpus(spec.data, context=spec.model.context, batch=spec.inner.batch, folder=folder)
-
-
 @pytest.fixture(autouse=True)
 def a_state_of_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """And of what a joiner missed only the latest can be replayed."""
     monkeypatch.setattr(manifest_file, "CHUNK_BYTES", CHUNK_BYTES)
-    monkeypatch.setattr(held_results, "KEPT_ROUNDS", 6)
+    monkeypatch.setattr(giving, "KEPT_ROUNDS", 6)
 
 
 class Watch:

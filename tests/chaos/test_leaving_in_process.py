@@ -3,11 +3,9 @@
 import asyncio
 from collections.abc import Sequence
 
-import pytest
-
 from lab.simulation.swarm import Life, SimulatedNode, SimulatedRun, simulate
 from node.exchange.transport.memory import MemoryNetwork
-from node.island.data.corpus import Corpus, read_corpus
+from node.island.data.corpus import Corpus
 from tests.tiny_runs import tiny
 
 DEADLINES = {"train": 20, "contribute": 30, "commit": 40, "apply": 10, "lease": 15}
@@ -18,13 +16,6 @@ STEADY = Life(seconds_per_inner_step=1.0)
 """Takes five virtual seconds for a round."""
 
 SLOW = Life(seconds_per_inner_step=3.0)
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    spec = tiny()
-    folder = tmp_path_factory.mktemp("text")
-    return read_corpus(spec.data, context=spec.model.context, batch=spec.inner.batch, folder=folder)
 
 
 def run_with_leaver(

@@ -8,19 +8,12 @@ import pytest
 from benchmarks.learning.overlap import run_with
 from coordinator.swarm.ledger import num_samples_of
 from lab.simulation.swarm import Life, SimulatedRun, simulate
-from node.island.data.corpus import Corpus, read_corpus
+from node.island.data.corpus import Corpus
 from protocol.run_spec import RunSpec
 from tests.tiny_runs import tiny
 
 ROUNDS, STEPS = 12, 5
 EXCHANGE_SECONDS = 3.0
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    spec = spec_of("none", 1)
-    folder = Path(tmp_path_factory.mktemp("text"))
-    return read_corpus(spec.data, context=spec.model.context, batch=spec.inner.batch, folder=folder)
 
 
 def spec_of(overlap: str, fragments: int, num_nodes: int = 2) -> RunSpec:

@@ -12,7 +12,7 @@ from coordinator.swarm.ledger import num_samples_of
 from lab.simulation.coordinator import Outage
 from lab.simulation.swarm import Life, SimulatedNode, SimulatedRun, simulate
 from node.exchange.transport.memory import MemoryNetwork
-from node.island.data.corpus import Corpus, read_corpus
+from node.island.data.corpus import Corpus
 from tests.tiny_runs import tiny
 
 DEADLINES = {"train": 20, "contribute": 30, "commit": 40, "apply": 10, "lease": 15}
@@ -23,13 +23,6 @@ TOKENS = 5 * 4 * 32
 DIES_AT, RETURNS_AT = 62.5, 70.0
 WITHIN = 6000.0
 """Virtual seconds in which each of these runs is over, however late its nodes come."""
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    spec = tiny()
-    folder = tmp_path_factory.mktemp("text")
-    return read_corpus(spec.data, context=spec.model.context, batch=spec.inner.batch, folder=folder)
 
 
 async def stay_away(node: SimulatedNode, since: float, until: float) -> None:

@@ -7,9 +7,9 @@ import pytest
 
 from coordinator.swarm.ledger import num_samples_of
 from lab.simulation.swarm import Life, Script, SimulatedNode, SimulatedRun, simulate
-from node.exchange import held_results
+from node.exchange import giving
 from node.exchange.transport.memory import MemoryNetwork
-from node.island.data.corpus import Corpus, read_corpus
+from node.island.data.corpus import Corpus
 from tests.tiny_runs import tiny
 
 DEADLINES = {"train": 20, "contribute": 30, "commit": 40, "apply": 10, "lease": 15}
@@ -18,13 +18,6 @@ TOKENS = 5 * 4 * 32
 
 STEADY = Life(seconds_per_inner_step=1.0)
 """Takes five virtual seconds for a round."""
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    spec = tiny()
-    folder = tmp_path_factory.mktemp("text")
-    return read_corpus(spec.data, context=spec.model.context, batch=spec.inner.batch, folder=folder)
 
 
 def assert_all_agree(run: SimulatedRun) -> None:
@@ -64,7 +57,7 @@ def test_a_joiner_replays_and_its_first_round_counts_in_full(corpus: Corpus) -> 
 def test_a_joiner_takes_a_snapshot_when_results_are_no_longer_kept(
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(held_results, "KEPT_ROUNDS", 1)
+    monkeypatch.setattr(giving, "KEPT_ROUNDS", 1)
     late = Life(starts_at=12.0, seconds_per_inner_step=1.0)
     run = run_of(corpus, [STEADY, STEADY, late], rounds=8)
     assert_all_agree(run)

@@ -10,19 +10,12 @@ from itertools import cycle
 import pytest
 
 from lab.simulation.swarm import Life, SimulatedRun, simulate
-from node.island.data.corpus import Corpus, read_corpus
+from node.island.data.corpus import Corpus
 from tests.tiny_runs import tiny
 
 HOUR = 3600.0
 ROOMS = ("node", "protocol", "coordinator", "lab", "benchmarks")
 REAL = (time.time, time.time_ns, datetime.datetime)
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    spec = tiny()
-    folder = tmp_path_factory.mktemp("text")
-    return read_corpus(spec.data, context=spec.model.context, batch=spec.inner.batch, folder=folder)
 
 
 def run_of(corpus: Corpus) -> SimulatedRun:

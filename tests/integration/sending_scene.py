@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from transport_peers import Desk
 
-from node.exchange.transport.limits import LEAST_PART_BYTES, Limits
+from node.exchange.limits import LEAST_PART_BYTES, Limits
 from node.exchange.transport.rates.traffic import Traffic
 from node.exchange.transport.sending import Sending
 from node.exchange.transport.serving import Server, verify_inline
@@ -72,7 +72,6 @@ class Wire:
         self._serving: set[asyncio.Task[None]] = set()
         self.sending = Sending(
             open_stream=self.open,
-            broken=(*BROKEN, FrameError, TransferRefusedError),
             num_at_first=lambda round_trip_seconds: num_streams,
             most_at_rest=lambda: most_at_rest,
             traffic=self.traffic,

@@ -13,12 +13,12 @@ from transport_peers import Desk, Peer, introduce
 from node.disk.snapshot_folder import OpenSnapshot, SnapshotFolder
 from node.disk.snapshots import Owed, Snapshot
 from node.exchange.fetching import Donors, Silences
+from node.exchange.limits import Waits
 from node.exchange.state.donor import Donor
 from node.exchange.state.download import Download
 from node.exchange.state.manifest import CHUNK_BYTES, Manifest
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.exchange.transport.transport import Want, WantChunk, WantManifest
-from node.exchange.waits import Waits
 from node.heavy import in_thread
 from protocol.payload import Payload
 from protocol.rounds import Digest, NodeId

@@ -12,8 +12,8 @@ import pytest
 from transport_peers import Peer, introduce, make_payload, want
 
 from benchmarks.wire.paced_uploads import PACED_SHARE, UPLINK_MBIT
+from node.exchange.limits import Limits
 from node.exchange.transport.libp2p import Libp2pTransport
-from node.exchange.transport.limits import Limits
 from protocol.trust.identity import Identity
 from protocol.vitals import NO_UPLOAD, UploadPace
 from protocol.wire_count import WireCounts

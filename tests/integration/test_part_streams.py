@@ -9,9 +9,10 @@ from sending_scene import BODY, PART, SENDER, Wire, offered, part_of
 from transport_peers import make_payload
 
 from lab.simulation.virtual_time import run_in_virtual_time
-from node.exchange.transport.limits import Limits
+from node.exchange.limits import Limits
 from node.exchange.transport.rates.traffic import Traffic
-from node.exchange.transport.receiver import EarlyParts, Receiver, complete, take_parts
+from node.exchange.transport.receiver import EarlyParts, Receiver
+from node.exchange.transport.serving import complete, take_parts
 from node.exchange.transport.streams import FrameError, TransferStream
 from protocol.rounds import Digest, NodeId
 from protocol.v1 import transfer_pb2 as wire

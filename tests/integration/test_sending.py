@@ -15,13 +15,17 @@ from sending_scene import BODY, PART, SENDER, Wire, offered
 from transport_peers import make_payload
 
 from lab.simulation.virtual_time import run_in_virtual_time
+from node.exchange.limits import Limits
 from node.exchange.transport import sender as sender_room
-from node.exchange.transport.limits import Limits
-from node.exchange.transport.outgoing import FIRST_WINDOW_BYTES
 from node.exchange.transport.rates.traffic import Traffic
 from node.exchange.transport.rates.uplink import UnderWay, Uplink
 from node.exchange.transport.receiver import MOST_KEPT_FROM_ONE, Receiver
-from node.exchange.transport.sender import MOST_BODIES, WORTH_KEEPING, PartStream
+from node.exchange.transport.sender import (
+    FIRST_WINDOW_BYTES,
+    MOST_BODIES,
+    WORTH_KEEPING,
+    PartStream,
+)
 from node.exchange.transport.sending import Sending
 from node.exchange.transport.streams import TransferStream
 from node.exchange.transport.transport import TransferRefusedError
@@ -355,7 +359,6 @@ class _Peer:
         self.traffic = Traffic(WireCounts(), limits=limits)
         self.sending = Sending(
             open_stream=self._open,
-            broken=(),
             num_at_first=lambda round_trip_seconds: num_streams,
             most_at_rest=lambda: most_at_rest,
             traffic=self.traffic,

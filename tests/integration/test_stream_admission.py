@@ -9,9 +9,9 @@ import pytest
 from sending_scene import PART, Wire
 from transport_peers import Desk, make_payload
 
-from node.exchange.transport.admission import StreamAdmission
+from node.exchange.limits import Limits
 from node.exchange.transport.libp2p import within_open_files
-from node.exchange.transport.limits import Limits
+from node.exchange.transport.receiver import StreamAdmission
 from node.exchange.transport.serving import Server, verify_inline
 from node.exchange.transport.transport import TransferRefusedError
 from protocol.rounds import NodeId

@@ -7,18 +7,11 @@ import numpy as np
 import pytest
 
 from lab.simulation.swarm import Life, SimulatedRun, simulate
-from node.island.data.corpus import Corpus, read_corpus
+from node.island.data.corpus import Corpus
 from node.island.island import InnerReport, InnerWork
 from node.island.training.local_training import LocalTraining, Precision
 from node.island.training.trainer import Trainer
 from tests.tiny_runs import tiny
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    spec = tiny()
-    folder = tmp_path_factory.mktemp("text")
-    return read_corpus(spec.data, context=spec.model.context, batch=spec.inner.batch, folder=folder)
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 import pytest
 from transport_peers import BIG, Peer, introduce, make_payload, start_transport
 
+from node.exchange.limits import Limits
 from node.exchange.transport import libp2p
-from node.exchange.transport.admission import StreamAdmission
 from node.exchange.transport.libp2p import PROTOCOL, Libp2pTransport
-from node.exchange.transport.limits import Limits
 from node.exchange.transport.p2pd import DaemonError, P2pd
 from node.exchange.transport.rates.traffic import Traffic
+from node.exchange.transport.receiver import StreamAdmission
 from node.exchange.transport.streams import TransferStream
 from node.exchange.transport.transport import (
     FalseAnswerError,

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from transport_peers import Desk, introduce, make_payload, start_transport
 
+from node.exchange.limits import Limits
 from node.exchange.transport.libp2p import Libp2pTransport, announced
-from node.exchange.transport.limits import Limits
 from node.exchange.transport.p2pd import P2pd
 from node.exchange.transport.transport import (
     PeerUnreachableError,

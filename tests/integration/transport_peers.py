@@ -4,8 +4,8 @@ import asyncio
 import itertools
 from dataclasses import dataclass, field
 
+from node.exchange.limits import Limits
 from node.exchange.transport.libp2p import Libp2pTransport
-from node.exchange.transport.limits import Limits
 from node.exchange.transport.transport import (
     Admission,
     TransferRefusedError,

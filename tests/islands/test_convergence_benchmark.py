@@ -19,19 +19,12 @@ from benchmarks.learning.overlap import run_with
 from lab.processes.family import SOURCES, atoll_environment
 from lab.simulation.plain_calls import Setting, parts_of, swarm_at_end
 from lab.simulation.swarm import Life, simulate
-from node.island.data.corpus import Corpus, read_corpus
+from node.island.data.corpus import Corpus
 from node.island.models.first_weights import initial_parameters
 from protocol.run_spec import validated
 from tests.tiny_runs import tiny
 
 PLAIN = Setting(name="plain")
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    spec = tiny()
-    folder = tmp_path_factory.mktemp("text")
-    return read_corpus(spec.data, context=spec.model.context, batch=spec.inner.batch, folder=folder)
 
 
 @pytest.mark.parametrize("fragments", [1, 2])

@@ -14,7 +14,7 @@ from rank_scene import initial_vectors, small_spec, with_texts
 from node.island.data.places import DataPlaces
 from node.island.ranks.faults import RankDiedError
 from node.island.ranks.forkserver import prepare_forkserver
-from node.island.ranks.launcher import ProcessIsland
+from node.island.ranks.launcher import ProcessIsland, RanksHere
 
 
 @pytest.fixture
@@ -38,9 +38,9 @@ def test_what_ranks_compile_is_kept_where_nobody_else_writes() -> None:
 def island(tmp_path: Path) -> Iterator[ProcessIsland]:
     with initial_vectors(small_spec().model) as vectors:
         yield ProcessIsland(
+            ranks=RanksHere(devices=("cpu",)),
             spec=small_spec(),
             names=vectors.names,
-            devices=("cpu",),
             data=DataPlaces(folder=with_texts(tmp_path)),
         )
 

@@ -32,8 +32,7 @@ from node.island.island import Island, Progress
 from node.island.parallel.mesh_shape import MeshShape
 from node.island.ranks.faults import RankDiedError
 from node.island.ranks.forkserver import prepare_forkserver
-from node.island.ranks.launcher import ProcessIsland
-from node.island.training.local_training import PLAIN
+from node.island.ranks.launcher import ProcessIsland, RanksHere
 from node.outer_state import SharedVectors, Vector
 from protocol.errors import ConfigError, ProtocolMismatchError
 from protocol.layout import layout_of
@@ -141,13 +140,15 @@ def island_of(
 ) -> HostsIsland:
     each = shape.num_ranks // num_hosts
     own = ProcessIsland(
+        ranks=RanksHere(
+            devices=("cpu",) * each,
+            shape=shape,
+            ranks=range(each),
+            num_threads=1,
+        ),
         spec=spec,
         names=vectors.names,
-        devices=("cpu",) * each,
-        shape=shape,
-        ranks=range(each),
         data=DataPlaces(folder=folder),
-        num_threads=1,
         checkpoints=checkpoints,
     )
     return HostsIsland(
@@ -155,9 +156,6 @@ def island_of(
         desk=desk,
         num_hosts=num_hosts,
         listen_host="127.0.0.1",
-        spec=spec,
-        shape=shape,
-        local=PLAIN,
         shared=vectors,
         come_back_seconds=PATIENCE_SECONDS,
     )

@@ -8,7 +8,7 @@ from rank_scene import initial_vectors, with_texts
 from lab.simulation.lone_work import lone_work, unseen
 from node.island.data.places import DataPlaces
 from node.island.parallel.mesh_shape import MeshShape
-from node.island.ranks.launcher import ProcessIsland
+from node.island.ranks.launcher import ProcessIsland, RanksHere
 from protocol.models import DecoderModel
 from protocol.run_spec import DataSection, InnerSection, RunSpec
 
@@ -38,12 +38,14 @@ async def test_ranks_report_what_their_inner_steps_wait_for(
 ) -> None:
     with initial_vectors(SPEC.model) as vectors:
         island = ProcessIsland(
+            ranks=RanksHere(
+                devices=("cpu",) * shape.num_ranks,
+                shape=shape,
+                num_threads=1,
+            ),
             spec=SPEC,
             names=vectors.names,
-            devices=("cpu",) * shape.num_ranks,
-            shape=shape,
             data=DataPlaces(folder=with_texts(tmp_path)),
-            num_threads=1,
         )
         try:
             await island.start()

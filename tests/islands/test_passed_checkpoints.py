@@ -23,7 +23,7 @@ from node.island.inline import InlineIsland
 from node.island.island import Island
 from node.island.parallel.mesh_shape import MeshShape
 from node.island.ranks.forkserver import prepare_forkserver
-from node.island.ranks.launcher import ProcessIsland
+from node.island.ranks.launcher import ProcessIsland, RanksHere
 from node.outer_state import SharedVectors
 from protocol.layout import layout_of
 from protocol.run_spec import RunSpec
@@ -79,12 +79,14 @@ class Scene:
                 num_hosts=num_hosts,
             )
         return ProcessIsland(
+            ranks=RanksHere(
+                devices=("cpu",) * shape.num_ranks,
+                shape=shape,
+                num_threads=1,
+            ),
             spec=self._spec,
             names=self._vectors.names,
-            devices=("cpu",) * shape.num_ranks,
             data=DataPlaces(folder=self._folder),
-            shape=shape,
-            num_threads=1,
             checkpoints=kept,
         )
 

@@ -24,7 +24,7 @@ from node.island.ranks import rank
 from node.island.ranks.commands import Done, RankSetup
 from node.island.ranks.faults import RankDiedError, RankFailedError, TrainingDivergedError
 from node.island.ranks.forkserver import prepare_forkserver
-from node.island.ranks.launcher import ProcessIsland
+from node.island.ranks.launcher import ProcessIsland, RanksHere
 from node.island.training.local_training import PLAIN, LocalTraining
 from node.outer_state import SharedVectors
 from protocol.errors import ConfigError, NoInputError
@@ -76,11 +76,13 @@ async def running(
     local: LocalTraining = PLAIN,
 ) -> AsyncIterator[ProcessIsland]:
     island = ProcessIsland(
+        ranks=RanksHere(
+            devices=("cpu",) * ranks,
+            num_threads=1,
+        ),
         spec=spec,
         names=vectors.names,
-        devices=("cpu",) * ranks,
         data=DataPlaces(folder=folder),
-        num_threads=1,
         local=local,
     )
     try:
@@ -346,9 +348,9 @@ async def test_a_batch_that_ranks_cannot_share_is_refused_before_a_process_start
     vectors: SharedVectors, folder: Path
 ) -> None:
     island = ProcessIsland(
+        ranks=RanksHere(devices=("cpu",) * 3),
         spec=small_spec(batch=4),
         names=vectors.names,
-        devices=("cpu",) * 3,
         data=DataPlaces(folder=folder),
     )
     with pytest.raises(ConfigError, match=r"batch = 4 cannot be shared evenly by 3 ranks"):
@@ -376,12 +378,14 @@ DAEMON = """
 import asyncio, sys
 from pathlib import Path
 sys.path[:0] = sys.argv[2:]
-from test_ranks import ENDLESS, DataPlaces, ProcessIsland, SharedVectors, layout_of, small_spec, work_of
+from test_ranks import ENDLESS, DataPlaces, ProcessIsland, RanksHere, SharedVectors
+from test_ranks import layout_of, small_spec, work_of
 
 async def main():
     vectors = SharedVectors.create(layout_of(small_spec()).num_elements)
-    island = ProcessIsland(spec=small_spec(), names=vectors.names, devices=("cpu",) * 2,
-                           data=DataPlaces(folder=Path(sys.argv[1])), num_threads=1)
+    island = ProcessIsland(spec=small_spec(), names=vectors.names,
+                           ranks=RanksHere(devices=("cpu",) * 2, num_threads=1),
+                           data=DataPlaces(folder=Path(sys.argv[1])))
     await island.start()
     await island.adopt()
     told = lambda progress: print(*island.process_ids, flush=True)

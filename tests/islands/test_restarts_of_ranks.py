@@ -23,7 +23,7 @@ from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh_shape import MeshShape
 from node.island.ranks.faults import RankDiedError, RankHungError
 from node.island.ranks.forkserver import prepare_forkserver
-from node.island.ranks.launcher import ProcessIsland
+from node.island.ranks.launcher import ProcessIsland, RanksHere
 from node.outer_state import SharedVectors
 from protocol.layout import layout_of
 from protocol.models import DecoderModel
@@ -77,12 +77,14 @@ def island_of(
     spec: RunSpec = SPEC,
 ) -> ProcessIsland:
     return ProcessIsland(
+        ranks=RanksHere(
+            devices=("cpu",) * shape.num_ranks,
+            shape=shape,
+            num_threads=1,
+        ),
         spec=spec,
         names=vectors.names,
-        devices=("cpu",) * shape.num_ranks,
         data=DataPlaces(folder=place),
-        shape=shape,
-        num_threads=1,
         checkpoints=folder,
         hang_seconds=hang_seconds,
     )

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lab.simulation.virtual_time import run_in_virtual_time
+from node.exchange.limits import Waits
 from node.exchange.state import manifest as manifest_file
 from node.exchange.state.manifest import Manifest
 from node.exchange.transport.transport import (
@@ -17,7 +18,6 @@ from node.exchange.transport.transport import (
     WantChunk,
     WantManifest,
 )
-from node.exchange.waits import Waits
 from protocol.payload import Payload
 from tests.unit.download_scene import (
     CHUNK_BYTES,

@@ -16,7 +16,7 @@ from node.exchange.fetching import (
     Schedule,
     Silences,
 )
-from node.exchange.waits import Waits
+from node.exchange.limits import Waits
 from protocol.rounds import NodeId
 
 DONORS = tuple(NodeId(name) for name in "abcd")

@@ -16,7 +16,7 @@ from effort import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.exchange import held_results
+from node.exchange import giving
 from node.exchange.state import on_disk
 from node.outer_state import Vector
 from protocol.rounds import NodeId, Plan
@@ -74,7 +74,7 @@ def taken_by_last(scene: Scene, plan: Plan, change: Vector, node_id: NodeId) -> 
 async def test_what_was_taken_and_what_is_owed_are_all_that_was_done(
     monkeypatch: pytest.MonkeyPatch, kept_rounds: int, rounds: list[dict]
 ) -> None:
-    monkeypatch.setattr(held_results, "KEPT_ROUNDS", kept_rounds)
+    monkeypatch.setattr(giving, "KEPT_ROUNDS", kept_rounds)
     await live(await Scene.of(A, B, C, most_owed=math.inf), rounds)
 
 
@@ -85,7 +85,7 @@ async def test_what_was_taken_and_what_is_owed_are_all_that_was_done(
 async def test_so_they_are_where_nodes_are_killed_that_write_snapshots_only_where_they_must(
     monkeypatch: pytest.MonkeyPatch, kept_rounds: int, rounds: list[dict]
 ) -> None:
-    monkeypatch.setattr(held_results, "KEPT_ROUNDS", kept_rounds)
+    monkeypatch.setattr(giving, "KEPT_ROUNDS", kept_rounds)
     monkeypatch.setattr(on_disk, "rounds_between", lambda **_: 1 << 20)
     with TemporaryDirectory(dir="/dev/shm") as folder:
         await live(await Scene.of(A, B, C, folder=Path(folder), most_owed=math.inf), rounds)

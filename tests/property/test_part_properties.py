@@ -6,9 +6,9 @@ from effort import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.exchange.transport.limits import LEAST_PART_BYTES
-from node.exchange.transport.outgoing import OutgoingBody
+from node.exchange.limits import LEAST_PART_BYTES
 from node.exchange.transport.receiver import Assembly
+from node.exchange.transport.sender import OutgoingBody
 from node.exchange.transport.streams import part_bytes_for
 
 SIZE = 5 * LEAST_PART_BYTES + 100  # six parts

@@ -7,7 +7,6 @@ One node at most dies: where all holders of a commit's results die at once, the 
 import asyncio
 from collections.abc import Sequence
 
-import pytest
 from effort import examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from coordinator.swarm.ledger import num_samples_of
 from lab.simulation.swarm import Life, SimulatedNode, simulate
 from node.exchange.transport.memory import MemoryNetwork
-from node.island.data.corpus import Corpus, read_corpus
+from node.island.data.corpus import Corpus
 from protocol.rounds import NodeId
 from tests.tiny_runs import tiny
 
@@ -26,13 +25,6 @@ LAST_CHANGE_SECONDS = 10.0
 
 PACE = st.sampled_from([1.0, 0.5, 2.0, 6.0])
 NODE = st.integers(0, 3)
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    spec = tiny()
-    folder = tmp_path_factory.mktemp("text")
-    return read_corpus(spec.data, context=spec.model.context, batch=spec.inner.batch, folder=folder)
 
 
 @examples(12)

@@ -5,7 +5,8 @@ import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from node.daemon import Daemon, NodeFacts
+from node.daemon import Counterparts, Daemon, Holdings, NodeFacts
+from node.duties.times import Meters
 from node.exchange.outer import Outer
 from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
@@ -198,6 +199,17 @@ class Life:
         self.transport = MemoryTransport(network=MemoryNetwork(), node_id=A, counts=WireCounts())
         self.running: asyncio.Task[str] | None = None
         self.daemon = Daemon(
+            holdings=Holdings(
+                outer=self.outer,
+                disk=disk,
+                history=History(None),
+            ),
+            counterparts=Counterparts(
+                coordinator=self.link,  # type: ignore[arg-type]
+                transport=self.transport,
+                island=self.island,
+            ),
+            meters=Meters(counts=WireCounts()),
             facts=NodeFacts(
                 node_id=A,
                 node_name="attic",
@@ -209,14 +221,7 @@ class Life:
                 congestion_control="bbr",
             ),
             spec=spec or RunSpec(),
-            link=self.link,  # type: ignore[arg-type]
-            transport=self.transport,
-            island=self.island,
-            outer=self.outer,
-            disk=disk,
-            history=History(None),
             heavy=heavy,
-            counts=WireCounts(),
             rng=random.Random(0),
         )
 

@@ -11,6 +11,7 @@ import pytest
 
 from node.disk.snapshots import Snapshot
 from node.exchange.fetching import Donors, Silences
+from node.exchange.limits import Waits
 from node.exchange.state import manifest as manifest_file
 from node.exchange.state.donor import Donor
 from node.exchange.state.download import Download
@@ -23,7 +24,6 @@ from node.exchange.transport.transport import (
     WantManifest,
     do_nothing,
 )
-from node.exchange.waits import Waits
 from node.heavy import in_place
 from protocol.payload import Payload, PayloadHeader
 from protocol.rounds import Digest, NodeId, PeerAddress, RosterEntry

@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from node.exchange.arithmetic_speed import NUM_VALUES, exchange_bytes_per_second
-from node.exchange.codecs.registry import codec_named
+from node.exchange.codecs.registry import NUM_VALUES, codec_named, exchange_bytes_per_second
 from node.outer_state import Vector
 
 if TYPE_CHECKING:

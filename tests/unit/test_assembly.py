@@ -15,6 +15,7 @@ import pytest
 
 from node import assembly
 from node.config import SNAPSHOTS_FOLDER, NodeSettings
+from node.daemon import Holdings
 from node.disk.snapshot_folder import SnapshotFolder
 from node.disk.snapshots import Owed, Snapshot
 from node.hosts.leading import HostsIsland
@@ -56,8 +57,8 @@ async def run_with(
     """Puts a node together, and looks at its outer state when it would run."""
 
     class Daemon:
-        def __init__(self, *, outer: Any, **_: object) -> None:
-            self._outer = outer
+        def __init__(self, *, holdings: Holdings, **_: object) -> None:
+            self._outer: Any = holdings.outer
 
         drain = vitals = None
 
@@ -69,17 +70,16 @@ async def run_with(
     monkeypatch.setattr(assembly, "Daemon", Daemon)
     monkeypatch.setattr(assembly, "Libp2pTransport", lambda **_: None)
     monkeypatch.setattr(assembly, "_island_of", lambda *_: None)
-    why = await assembly.run_daemon(
-        folder,
-        NodeSettings(name="attic", device="cpu"),
-        SimpleNamespace(host="127.0.0.1"),  # type: ignore[arg-type]
-        Identity.generate(),
-        SPEC,
-        look_around("cpu"),
-        None,  # type: ignore[arg-type]
-        WireCounts(),
-        Signals(),  # type: ignore[arg-type]
+    start = assembly.NodeStart(
+        folder=folder,
+        settings=NodeSettings(name="attic", device="cpu"),
+        credentials=SimpleNamespace(host="127.0.0.1"),  # type: ignore[arg-type]
+        identity=Identity.generate(),
+        spec=SPEC,
+        link=None,  # type: ignore[arg-type]
+        counts=WireCounts(),
     )
+    why = await assembly.run_daemon(start, look_around("cpu"), Signals())  # type: ignore[arg-type]
     assert why == "looked at"
 
 

@@ -11,9 +11,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from node.disk.snapshots import Owed
-from node.exchange import held_results
+from node.exchange import giving
 from node.exchange.fetching import FIRST_FROM_ONE, MOST_AT_ONCE
-from node.exchange.held_results import HeldResults
+from node.exchange.giving import HeldResults
+from node.exchange.limits import Waits
 from node.exchange.outer import NotApplicableError, Outer
 from node.exchange.state import manifest as manifest_file
 from node.exchange.state.catch_up import ROUNDS_AHEAD
@@ -21,7 +22,6 @@ from node.exchange.state.manifest import Manifest
 from node.exchange.state.on_disk import Saving, StateOnDisk
 from node.exchange.state.patience import LONGEST_SECONDS
 from node.exchange.transport.transport import Want, WantChunk, WantManifest, WantResult
-from node.exchange.waits import Waits
 from node.history import History
 from protocol.messages import Held
 from protocol.payload import Payload
@@ -59,7 +59,7 @@ async def test_a_node_replays_what_it_missed_from_whoever_holds_it(
     for number in (1, 2, 3):
         await committed_round(scene, number, A, B)
     await scene.nodes[A].transport.stop()
-    monkeypatch.setattr(held_results, "KEPT_ROUNDS", 1)
+    monkeypatch.setattr(giving, "KEPT_ROUNDS", 1)
     await scene.nodes[C].exchange.catch_up(3)
     assert scene.nodes[C].outer.digest == scene.nodes[A].outer.digest
     assert scene.nodes[C].exchange.waiting_for() == ""
@@ -151,7 +151,7 @@ async def test_two_that_hold_half_of_the_results_each_are_enough() -> None:
 async def test_a_state_comes_from_several_donors_while_their_rounds_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(held_results, "KEPT_ROUNDS", 1)
+    monkeypatch.setattr(giving, "KEPT_ROUNDS", 1)
     monkeypatch.setattr(manifest_file, "CHUNK_BYTES", 512)
     scene = await Scene.of(A, B, C, codec="int4")
     for node_id in (A, B):
@@ -177,7 +177,7 @@ async def test_a_state_comes_from_several_donors_while_their_rounds_go_on(
 async def test_a_lying_donor_costs_time_and_never_correctness(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(held_results, "KEPT_ROUNDS", 0)  # nobody can replay
+    monkeypatch.setattr(giving, "KEPT_ROUNDS", 0)  # nobody can replay
     scene = await Scene.of(A, B, C)
     liar = Liar(scene, A)
     await committed_round(scene, 1, A, B)
@@ -215,7 +215,7 @@ async def test_after_a_cut_between_all_nodes_results_still_bring_them_on() -> No
 async def test_a_snapshot_is_not_fetched_before_its_digest_is_settled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(held_results, "KEPT_ROUNDS", 0)
+    monkeypatch.setattr(giving, "KEPT_ROUNDS", 0)
     scene = await Scene.of(A, B, C)
     await committed_round(scene, 1, A, B)
     scene.commits[-1] = replace(scene.commits[-1], outer_digest=None)
@@ -233,7 +233,7 @@ async def test_a_snapshot_is_not_fetched_before_its_digest_is_settled(
 async def test_a_donor_of_a_round_that_never_was_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(held_results, "KEPT_ROUNDS", 0)
+    monkeypatch.setattr(giving, "KEPT_ROUNDS", 0)
     scene = await Scene.of(A, B, C)
     await committed_round(scene, 1, A, B)
     honest = scene.nodes[A].exchange.supply
@@ -369,7 +369,7 @@ async def test_a_node_that_restarts_after_contributing_counts_nothing_twice() ->
 async def test_a_state_that_the_swarm_never_agreed_on_is_not_taken_however_long_it_is_offered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(held_results, "KEPT_ROUNDS", 0)
+    monkeypatch.setattr(giving, "KEPT_ROUNDS", 0)
     scene = await Scene.of(A, B, C)
     for number in (1, 2):
         await committed_round(scene, number, A, B)
@@ -430,7 +430,7 @@ async def test_what_is_owed_goes_with_a_leap_whose_commits_are_not_all_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Those that are missing may have taken it: owed again, it could count twice."""
-    monkeypatch.setattr(held_results, "KEPT_ROUNDS", 0)
+    monkeypatch.setattr(giving, "KEPT_ROUNDS", 0)
     scene = await Scene.of(A, B, C)
     owed = Owed(residual=scene.nodes[C].outer.snapshot().parameters + 3)
     scene.nodes[C].outer.restore(scene.nodes[C].outer.snapshot(), owed)
@@ -461,7 +461,7 @@ async def test_what_is_owed_goes_with_a_leap_whose_commits_do_not_lead_to_its_st
     monkeypatch: pytest.MonkeyPatch, others: Callable[..., tuple[Commit, ...]]
 ) -> None:
     """The coordinator went back while the state was fetched: nobody knows what they took of it."""
-    monkeypatch.setattr(held_results, "KEPT_ROUNDS", 0)
+    monkeypatch.setattr(giving, "KEPT_ROUNDS", 0)
     scene = await Scene.of(A, B, C)
     owed = Owed(residual=scene.nodes[C].outer.snapshot().parameters + 3)
     scene.nodes[C].outer.restore(scene.nodes[C].outer.snapshot(), owed)
@@ -482,7 +482,7 @@ async def test_what_is_owed_goes_with_a_leap_whose_commits_do_not_lead_to_its_st
 async def test_what_is_owed_stays_owed_through_a_leap_whose_commits_are_all_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(held_results, "KEPT_ROUNDS", 0)
+    monkeypatch.setattr(giving, "KEPT_ROUNDS", 0)
     scene = await Scene.of(A, B, C)
     owed = Owed(residual=scene.nodes[C].outer.snapshot().parameters + 3)
     scene.nodes[C].outer.restore(scene.nodes[C].outer.snapshot(), owed)
@@ -498,7 +498,7 @@ async def test_what_is_owed_stays_owed_through_a_leap_whose_commits_are_all_know
 async def test_who_is_behind_by_more_than_a_page_of_commits_still_owes_what_it_owed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(held_results, "KEPT_ROUNDS", 1)  # nobody can replay
+    monkeypatch.setattr(giving, "KEPT_ROUNDS", 1)  # nobody can replay
     scene = await Scene.of(A, B, C)
     plan = await scene.open_round(1, A, B, C)
     for node in scene.nodes.values():
@@ -553,7 +553,7 @@ async def test_a_node_brings_its_own_commits_before_it_gives_its_state_up() -> N
 async def test_a_state_that_does_not_fit_is_refused_and_another_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(held_results, "KEPT_ROUNDS", 0)
+    monkeypatch.setattr(giving, "KEPT_ROUNDS", 0)
     scene = await Scene.of(A, B, C)
     for number in (1, 2):
         await committed_round(scene, number, A, B)
@@ -582,7 +582,7 @@ async def test_a_state_that_does_not_fit_is_refused_and_another_is_asked_for(
 async def test_a_state_never_stands_without_its_history(
     monkeypatch: pytest.MonkeyPatch, way: str, end: str
 ) -> None:
-    monkeypatch.setattr(held_results, "KEPT_ROUNDS", 0)
+    monkeypatch.setattr(giving, "KEPT_ROUNDS", 0)
     scene = await Scene.of(A, B, C)
     for number in (1, 2):
         await committed_round(scene, number, A, B)

@@ -8,19 +8,18 @@ import numpy as np
 import pytest
 from golden.golden_file import golden_bytes, matches_golden
 
-from node.exchange.codecs.chunks import CHUNK
-from node.exchange.codecs.codec import Codec, CodecError
+from node.exchange.codecs.chunkwise import CHUNK
+from node.exchange.codecs.codec import TILE_ELEMENTS, Codec, CodecError
 from node.exchange.codecs.compiled import ALL_RIGHT, read_only
 from node.exchange.codecs.deflate import deflated, inflated, most_stream_bytes
-from node.exchange.codecs.places import (
+from node.exchange.codecs.registry import codec_named
+from node.exchange.codecs.top_k import (
     SECTION,
     decode_places,
     encode_places,
     num_chosen,
     places_of_largest,
 )
-from node.exchange.codecs.registry import codec_named
-from node.exchange.codecs.tiles import TILE_ELEMENTS
 from tests.unit.test_codecs import FP32_MAX, spread, with_bytes
 
 INT2, SIGN = codec_named("int2"), codec_named("sign")

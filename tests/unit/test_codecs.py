@@ -7,11 +7,10 @@ import torch
 from golden.golden_file import matches_golden
 
 from coordinator.config import RUN_TEMPLATE
-from node.exchange.codecs.chunks import CHUNK
-from node.exchange.codecs.codec import Codec, CodecError
-from node.exchange.codecs.places import SECTION
+from node.exchange.codecs.chunkwise import CHUNK
+from node.exchange.codecs.codec import TILE_ELEMENTS, Codec, CodecError, Tiles, threads_beside
 from node.exchange.codecs.registry import CODECS, codec_named
-from node.exchange.codecs.tiles import TILE_ELEMENTS, Tiles, threads_beside
+from node.exchange.codecs.top_k import SECTION
 from protocol.errors import ConfigError
 from protocol.rounds import BLOCK
 from protocol.run_spec import CodecName

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 FOUND = """
 import sys
 from benchmarks.outer_arithmetic import RoundsOfOneNode, measured
-from node.exchange.codecs.tiles import Tiles
+from node.exchange.codecs.codec import Tiles
 from node.exchange.codecs.registry import CODECS
 from protocol.run_spec import OuterSection
 from numba.core.dispatcher import Dispatcher

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from node.exchange import fetching
+from node.exchange.limits import Waits
 from node.exchange.state.donor import KEPT_SECONDS
 from node.exchange.state.download import MOST_ASKED
 from node.exchange.transport.transport import (
@@ -17,7 +18,6 @@ from node.exchange.transport.transport import (
     WantChunk,
     WantManifest,
 )
-from node.exchange.waits import Waits
 from protocol.payload import Payload
 from tests.unit.download_scene import (
     CHUNK_BYTES,

@@ -14,8 +14,7 @@ from benchmarks.exchange.command import chosen_cases, parser
 from benchmarks.exchange.report import COLUMNS, as_markdown, cells_of, drawn, newest
 from coordinator.config import rules_of
 from lab.processes.processor_time import processor_time, ticks_of_machine, ticks_of_tree
-from node.exchange.transport.limits import Limits
-from node.exchange.waits import Waits
+from node.exchange.limits import Limits, Waits
 from protocol.errors import UsageError
 from protocol.run_spec import CodecName
 from tests.tiny_runs import tiny

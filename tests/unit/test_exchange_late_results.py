@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from node.exchange import waits
+from node.exchange import limits
+from node.exchange.limits import Waits
 from node.exchange.round.transition import GRACE_ROUND_TRIPS
 from node.exchange.transport.transport import TransferRefusedError
-from node.exchange.waits import Waits
 from protocol.messages import ParticipantsDeparted, ResultOffered
 from protocol.payload import RESULT, Payload
 from protocol.rounds import BLOCK, Commit, NodeId, Plan
@@ -83,7 +83,7 @@ def num_received(node: Node) -> float:
 async def test_a_result_that_arrives_for_minutes_is_waited_for_and_comes_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(waits, "SLOWEST_BYTES_PER_SECOND", 10)  # of slices of a kilobyte
+    monkeypatch.setattr(limits, "SLOWEST_BYTES_PER_SECOND", 10)  # of slices of a kilobyte
     scene = await Scene.of(A, B, C)
     commit = await committed(scene, {C: 2.5})
     scene.network.slow_down(C, SLICE_BYTES / 200)

@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from node.disk.snapshot_folder import SnapshotFolder
-from node.exchange.held_results import KEPT_ROUNDS, HeldResults
+from node.exchange.giving import KEPT_ROUNDS, HeldResults
 from node.exchange.state.manifest import Manifest
 from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.transport.transport import (

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from node.exchange.limits import Waits
 from node.exchange.transport.transport import TransferRefusedError
-from node.exchange.waits import Waits
 from protocol.messages import (
     Held,
     ParticipantsDeparted,

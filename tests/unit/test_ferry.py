@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from node.island.ranks import ferry
-from node.island.ranks.ferry import Ferry, Pair, copies_of, copy_in_turn
+from node.island.ranks import accelerator
+from node.island.ranks.accelerator import Ferry, Pair, copies_of, copy_in_turn
 
 
 class LateLane:
@@ -68,7 +68,7 @@ def test_one_piece_is_under_way_while_the_next_is_filled() -> None:
 def test_a_cpu_copies_straight_and_gpus_of_two_makers_by_ferry(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ferry, "_StreamLane", lambda device: LateLane())
+    monkeypatch.setattr(accelerator, "_StreamLane", lambda device: LateLane())
     monkeypatch.setattr(torch, "empty", lambda number, pin_memory: torch.zeros(number))
     assert copies_of(torch.device("cpu")) is copy_in_turn
     assert copies_of(torch.device("mps")) is copy_in_turn

@@ -1,14 +1,12 @@
 """How a model is cut into fragments, and how ranks take one over without losing the others."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.island.data.corpus import Corpus, read_corpus
+from node.island.data.corpus import Corpus
 from node.island.island import InnerWork
 from node.island.models.first_weights import initial_parameters
 from node.island.models.generate import decoder_of
@@ -91,13 +89,6 @@ def test_the_weights_of_a_model_do_not_depend_on_its_fragments() -> None:
 
 
 # Taking a fragment over
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    spec = spec_of("none")
-    folder = Path(tmp_path_factory.mktemp("text"))
-    return read_corpus(spec.data, context=spec.model.context, batch=spec.inner.batch, folder=folder)
 
 
 def spec_of(overlap: str) -> RunSpec:

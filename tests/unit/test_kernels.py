@@ -14,19 +14,20 @@ import numpy as np
 import pytest
 
 from node.exchange.codecs import compiled
-from node.exchange.codecs.blockwise import largest_scale, peak_of, whole_codes
-from node.exchange.codecs.chunks import CHUNK, mean_magnitude, sum_of
-from node.exchange.codecs.codec import CodecError, first_not_finite, refuse_not_finite
-from node.exchange.codecs.compiled import ALL_RIGHT, bits_of, float_of, read_only
-from node.exchange.codecs.deflate import code_lengths, huffman_coded
-from node.exchange.codecs.packed_codes import (
+from node.exchange.codecs.blockwise import (
+    largest_scale,
     pack_nibbles,
     pack_two_bits,
+    peak_of,
     unpack_nibbles,
     unpack_two_bits,
+    whole_codes,
 )
+from node.exchange.codecs.chunkwise import CHUNK, mean_magnitude, sum_of
+from node.exchange.codecs.codec import CodecError, Tiles, first_not_finite, refuse_not_finite
+from node.exchange.codecs.compiled import ALL_RIGHT, bits_of, float_of, read_only
+from node.exchange.codecs.deflate import code_lengths, huffman_coded
 from node.exchange.codecs.registry import CODECS, codec_named
-from node.exchange.codecs.tiles import Tiles
 from protocol.rounds import BLOCK
 from tests.unit.test_chunk_codecs import bell
 from tests.unit.test_codecs import FP32_MAX, spread
@@ -261,7 +262,7 @@ def test_no_kernel_is_left_to_be_compiled_in_a_round() -> None:
     """In a process of its own: here, other tests have compiled everything."""
     program = (
         "from benchmarks.outer_arithmetic import RoundsOfOneNode, measured\n"
-        "from node.exchange.codecs.tiles import ONE_THREAD\n"
+        "from node.exchange.codecs.codec import ONE_THREAD\n"
         "from tests.unit.test_kernels import kernels\n"
         "def compiled():\n"
         "    return {k.py_func.__name__: len(k.signatures) for k in kernels()}\n"

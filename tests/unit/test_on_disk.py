@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from node.disk.budget import LONGEST_SECONDS, DiskBudget
 from node.disk.logs import SentLog
 from node.disk.snapshots import Owed, SnapshotWriting, snapshot_bytes
-from node.exchange import held_results
+from node.exchange import giving
 from node.exchange.state.on_disk import LONGEST_ROUNDS, StateOnDisk, rounds_between
 from node.exchange.transport.transport import WantManifest, WantResult
 from node.history import History
@@ -193,7 +193,7 @@ async def test_a_snapshot_that_has_no_room_beside_one_that_a_joiner_reads_waits_
 async def test_no_more_results_stay_than_peers_ask_for_or_the_older_snapshot_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(held_results, "KEPT_ROUNDS", 3)
+    monkeypatch.setattr(giving, "KEPT_ROUNDS", 3)
     scene = await swarm_on(tmp_path)
     await trained(scene, 1)
     for _ in range(2):
@@ -463,7 +463,7 @@ async def test_results_that_lead_from_another_state_than_the_disk_has_are_not_en
 async def test_results_since_the_older_snapshot_stay_for_when_the_newer_one_is_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(held_results, "KEPT_ROUNDS", 1)  # peers ask for no more
+    monkeypatch.setattr(giving, "KEPT_ROUNDS", 1)  # peers ask for no more
     scene = await swarm_on(tmp_path)
     for number in range(1, 6):
         await trained(scene, number)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node import outer_state
-from node.exchange.codecs.tiles import Tiles
+from node.exchange.codecs.codec import Tiles
 from node.exchange.outer_optimizer import Nesterov, OuterOptimizer, Sgd
 from node.outer_state import PIECE_ELEMENTS, OuterDigest, Vector, outer_digest
 from protocol.layout import Layout

@@ -10,10 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.exchange.codecs.codec import Codec, CodecError
+from node.exchange.codecs.codec import TILE_ELEMENTS, Codec, CodecError, Tiles
 from node.exchange.codecs.compiled import read_only
 from node.exchange.codecs.registry import CODECS, codec_named
-from node.exchange.codecs.tiles import TILE_ELEMENTS, Tiles
 from node.exchange.mean import (
     Encoded,
     UndecodableError,

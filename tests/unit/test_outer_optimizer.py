@@ -5,7 +5,7 @@ import pytest
 import torch
 from golden.golden_file import matches_golden
 
-from node.exchange.codecs.tiles import TILE_ELEMENTS
+from node.exchange.codecs.codec import TILE_ELEMENTS
 from node.exchange.outer_optimizer import (
     Nesterov,
     OuterOptimizer,

@@ -2,8 +2,9 @@
 
 import pytest
 
-from node.exchange.transport.limits import LEAST_PART_BYTES, WINDOW_BYTES, Limits
-from node.exchange.transport.outgoing import (
+from node.exchange.limits import LEAST_PART_BYTES, WINDOW_BYTES, Limits
+from node.exchange.transport.receiver import Assembly
+from node.exchange.transport.sender import (
     FIRST_BYTES_PER_SECOND,
     FIRST_WINDOW_BYTES,
     OutgoingBody,
@@ -11,7 +12,6 @@ from node.exchange.transport.outgoing import (
     Window,
     first_streams,
 )
-from node.exchange.transport.receiver import Assembly
 from node.exchange.transport.streams import (
     MOST_PARTS,
     PartError,

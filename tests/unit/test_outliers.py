@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 from golden.golden_file import golden_bytes, matches_golden
 
-from node.exchange.codecs.chunks import CHUNK
-from node.exchange.codecs.codec import Codec, CodecError
+from node.exchange.codecs.chunkwise import CHUNK
+from node.exchange.codecs.codec import TILE_ELEMENTS, Codec, CodecError
 from node.exchange.codecs.deflate import deflated
-from node.exchange.codecs.outliers import MOST_OUTLIERS
-from node.exchange.codecs.tiles import TILE_ELEMENTS
+from node.exchange.codecs.entropy import MOST_OUTLIERS
 from tests.unit.test_chunk_codecs import (
     COARSENESS,
     ENTROPY_CODED,

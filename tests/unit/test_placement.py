@@ -105,7 +105,7 @@ def test_what_cannot_work_is_found_without_torch() -> None:
     """Torch takes seconds to load, and a typing error should not. Nor does the daemon load it later."""
     program = (
         "import sys, node.app; assert 'numba' not in sys.modules\n"
-        "import node.assembly, node.hosts.command, node.exchange.transport.p2pd as p2pd\n"
+        "import node.assembly, node.hosts.following, node.exchange.transport.p2pd as p2pd\n"
         "p2pd._load_hivemind()\n"
         "from hivemind.p2p.p2p_daemon_bindings.p2pclient import Client\n"
         "sys.exit('torch' in sys.modules)"

@@ -6,10 +6,10 @@ from random import Random
 
 from structlog.testing import capture_logs
 
-from node.exchange.pushes import Pushes
+from node.exchange.giving import Pushes
+from node.exchange.limits import Waits
 from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
 from node.exchange.transport.transport import Admission, TransferRefusedError, Want
-from node.exchange.waits import Waits
 from protocol.payload import Payload, PayloadHeader
 from protocol.rounds import NodeId, PeerAddress, RosterEntry
 from protocol.wire_count import WireCounts

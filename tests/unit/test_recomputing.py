@@ -14,10 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from node.island.models.architecture import layers_of
 from node.island.models.decoder_modules import Decoder, Objective
-from node.island.training.compiling import be_deterministic, compile_layers
+from node.island.training.compiling import be_deterministic, compile_layers, recompute_layers
 from node.island.training.gradients import accumulate_gradients
 from node.island.training.local_training import LocalTraining, Recomputing
-from node.island.training.recomputing import recompute_layers
 from protocol.errors import ConfigError, ExitCode
 from protocol.models import DecoderModel
 

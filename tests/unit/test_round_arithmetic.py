@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.outer_arithmetic import RoundsOfOneNode, Stages
 from node.exchange.codecs import entropy
+from node.exchange.codecs.codec import ONE_THREAD, TILE_ELEMENTS, Tiles
 from node.exchange.codecs.registry import CODECS
-from node.exchange.codecs.tiles import ONE_THREAD, TILE_ELEMENTS, Tiles
 from protocol.node_memory import CODEC_BITS, daemon_bytes
 
 VALUES = 5 * TILE_ELEMENTS + 300

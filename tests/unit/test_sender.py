@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.exchange.transport.limits import LEAST_PART_BYTES, PARTS_IN_WINDOW, Limits
-from node.exchange.transport.outgoing import OutgoingBody
+from node.exchange.limits import LEAST_PART_BYTES, PARTS_IN_WINDOW, Limits
 from node.exchange.transport.rates.uplink import Uplink
 from node.exchange.transport.sender import (
     MOST_BODIES,
@@ -18,6 +17,7 @@ from node.exchange.transport.sender import (
     Close,
     Fail,
     Open,
+    OutgoingBody,
     PartStream,
     PeerSender,
     PeerState,

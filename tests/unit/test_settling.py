@@ -8,10 +8,9 @@ from coordinator.config import RUN_TEMPLATE
 from coordinator.presets.settling import settled, wants_settling
 from coordinator.presets.toml_edit import CannotEditError, with_values
 from coordinator.presets.view import prediction_lines
-from protocol.data_rate import bits_per_second_of, directions_of, rate_in_words
 from protocol.errors import ConfigError
 from protocol.run_spec import validated
-from protocol.time_span import seconds_of
+from protocol.typed import bits_per_second_of, directions_of, rate_in_words, seconds_of
 
 ASKED = """\
 [run]

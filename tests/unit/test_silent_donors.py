@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from node.exchange.limits import Waits
 from node.exchange.transport.transport import Want, WantChunk, WantResult
-from node.exchange.waits import Waits
 from protocol.messages import Held, ResultOffered
 from protocol.payload import Payload
 from protocol.rounds import BLOCK, Commit, NodeId

@@ -10,13 +10,18 @@ out: no `sqrt`-like functions of libraries, and casts of floats to integers only
 Traps in kernels: an index out of bounds is not noticed, so it must be impossible for any body.
 `float32 / 2` is float64, for literal integers are int64, and so is `int32 & int32`.
 
-What was compiled is kept in the user's cache folder, or where NUMBA_CACHE_DIR says, and may be deleted
-at any time but while it is used. Where nothing can be written, each process compiles for itself.
+Compiled code is kept in the user's cache folder, or where NUMBA_CACHE_DIR says: one folder for each version
+of the sources. A node that starts removes those of other versions that nobody has used for a week. A shorter
+time would make two checkouts that are used by turns compile at each start. A process that runs for longer
+than that holds its folder by a lock, which the kernel drops when the process ends, however it ends. Where
+nothing can be written, each process compiles for itself.
 """
 
+import fcntl
 import os
+import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -26,7 +31,76 @@ import numpy as np
 import numpy.typing as npt
 import platformdirs
 
-from node.exchange.codecs import kernel_cache
+UNUSED_SECONDS = 7 * 86400.0
+
+PREFIX = "kernels-"
+
+
+def hold(folder: Path) -> int | None:
+    """Makes the folder, notes that it is used, and locks it; the descriptor is the lock.
+
+    None where there can be no folder or no lock: who removes would not get the lock either.
+    """
+    with suppress(OSError):
+        while True:
+            folder.mkdir(parents=True, exist_ok=True)
+            os.utime(folder)
+            held = os.open(folder, os.O_RDONLY)
+            try:
+                fcntl.flock(held, fcntl.LOCK_SH)  # waits for who is just removing it
+                if _is_still_there(folder, held):
+                    return held
+            except OSError:
+                os.close(held)
+                raise
+            os.close(held)
+    return None
+
+
+@contextmanager
+def locked(folder: Path, *, on_wait: Callable[[], None]) -> Iterator[None]:
+    """Holds a lock that one process has at a time, unless the folder cannot be written to.
+
+    It is a file of its own: those who hold the folder share their lock.
+    """
+    with ExitStack() as kept:
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = kept.enter_context((folder / ".compiling").open("w"))
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                on_wait()
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _is_still_there(folder: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), folder.stat())
+    except FileNotFoundError:
+        return False
+
+
+def remove_unused(own: Path) -> None:
+    """Removes the folders beside `own` that nobody holds, or has begun to use for a week.
+
+    A week before `own`, which is held, was: so only the disk's times are compared.
+    """
+    for folder in own.parent.glob(f"{PREFIX}*"):
+        with suppress(OSError):  # who starts beside us removes it too
+            if own.stat().st_mtime - folder.stat().st_mtime > UNUSED_SECONDS:
+                _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(lock)
+
 
 Function = TypeVar("Function", bound=Callable[..., object])
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -46,20 +120,20 @@ def _cache_folder() -> Path:
     """
     sources = sorted(Path(__file__).parent.glob("*.py"))
     stamp = blake3.blake3(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
-    return platformdirs.user_cache_path("atoll") / f"{kernel_cache.PREFIX}{stamp}"
+    return platformdirs.user_cache_path("atoll") / f"{PREFIX}{stamp}"
 
 
 _FOLDER = None if "NUMBA_CACHE_DIR" in os.environ else _cache_folder()
 
 if _FOLDER is not None:
     numba.config.CACHE_DIR = str(_FOLDER)  # type: ignore[attr-defined]  # made at import
-    kernel_cache.hold(_FOLDER)  # until the process ends
+    hold(_FOLDER)  # until the process ends
 
 
 def remove_unused_kernels() -> None:
     """Removes what other versions compiled and nobody uses any more."""
     if _FOLDER is not None:
-        kernel_cache.remove_unused(_FOLDER)
+        remove_unused(_FOLDER)
 
 
 def has_cache() -> bool:
@@ -74,7 +148,7 @@ def compiling_alone(*, on_wait: Callable[[], None]) -> Iterator[None]:
 
     Calls `on_wait` when there is one to be waited for.
     """
-    with kernel_cache.locked(Path(numba.config.CACHE_DIR), on_wait=on_wait):  # type: ignore[attr-defined]
+    with locked(Path(numba.config.CACHE_DIR), on_wait=on_wait):  # type: ignore[attr-defined]
         yield
 
 

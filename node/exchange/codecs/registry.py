@@ -1,18 +1,24 @@
-"""Codecs by name. A new version comes after the older ones, which stay."""
+"""Codecs by name, and how fast this machine is with them. Of one name, older versions stay before new ones.
 
+The speed is measured at each start in less than a second. Presets predict a round from tables of one machine
+(coordinator.presets.cost); with this figure of each node they count with the machines that a run has.
+"""
+
+import time
+from collections.abc import Callable
+
+import blake3
 import numpy as np
 
 from node.exchange.codecs.blockwise import Int4, Int8
-from node.exchange.codecs.chunks import CHUNK
-from node.exchange.codecs.codec import Codec
+from node.exchange.codecs.chunkwise import CHUNK, Int2, Sign
+from node.exchange.codecs.codec import ONE_THREAD, Codec, Tiles
 from node.exchange.codecs.entropy import Ec1, Ec2, Ec3
-from node.exchange.codecs.float_blocks import Fp4, Fp8
-from node.exchange.codecs.plain_floats import Bf16, Fp32
-from node.exchange.codecs.sign import Sign
-from node.exchange.codecs.statistical import Int2
-from node.exchange.codecs.tiles import ONE_THREAD, Tiles
+from node.exchange.codecs.floats import Bf16, Fp4, Fp8, Fp32
 from node.exchange.codecs.top_k import TopK64, TopK256
 from protocol.errors import ConfigError
+from protocol.run_spec import RunSpec
+from protocol.vitals import ExchangeSpeed
 
 
 def all_codecs(tiles: Tiles) -> tuple[Codec, ...]:
@@ -54,3 +60,40 @@ def compile_kernels(codec: Codec) -> None:
     """
     values = np.arange(CHUNK + 1, dtype=np.float32)  # with a short chunk and a short block
     codec.decode(codec.encode(values), values.size)
+
+
+NUM_VALUES = 1 << 22
+"""16 MB of fp32: more than caches hold, and little beside a model."""
+
+REPEATS = 3
+"""The quickest counts: other work of the machine is no property of it."""
+
+
+def measured_speed(spec: RunSpec) -> ExchangeSpeed:
+    """With the codecs of a run, whose kernels are compiled. Heavy."""
+    uplink, downlink = spec.exchange.uplink, spec.exchange.downlink
+    bytes_per_second = exchange_bytes_per_second(codec_named(uplink), codec_named(downlink))
+    return ExchangeSpeed(bytes_per_second=bytes_per_second, uplink=uplink, downlink=downlink)
+
+
+def exchange_bytes_per_second(
+    uplink: Codec, downlink: Codec, *, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """Bytes of fp32 a second on one core: encode and decode what is sent, decode what comes, digest, copy.
+
+    Both codecs with one thread. The digest is of two vectors, as parameters and momentum are. Heavy.
+    """
+    values = np.random.default_rng(0).standard_normal(NUM_VALUES, np.float32) * np.float32(1e-3)
+    target = np.empty_like(values)
+    come = downlink.encode(values)
+
+    def once() -> float:
+        began_at = clock()
+        uplink.decode(uplink.encode(values), NUM_VALUES)
+        downlink.decode(come, NUM_VALUES)
+        for _ in range(2):
+            blake3.blake3(values.view(np.uint8).data).digest()
+        np.copyto(target, values)
+        return clock() - began_at
+
+    return values.nbytes / min(once() for _ in range(REPEATS))

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from node.exchange.codecs.codec import Codec
+from node.exchange.limits import Waits
 from node.exchange.reduction import Reduction, SliceResult
-from node.exchange.waits import Waits
 from protocol.messages import (
     ParticipantsDeparted,
     ParticipantsIdle,

@@ -22,7 +22,7 @@ from node.disk.logs import ResultLog
 from node.disk.snapshots import Snapshot
 from node.exchange.codecs.codec import CodecError
 from node.exchange.fetching import Donors, fetch_results
-from node.exchange.held_results import HeldResults
+from node.exchange.giving import HeldResults
 from node.exchange.outer import NotApplicableError, Outer, Position
 from node.exchange.state.download import Download
 from node.exchange.state.on_disk import StateOnDisk

@@ -21,10 +21,10 @@ from node.disk.budget import DiskBudget, Need
 from node.disk.logs import ResultLog, SentLog
 from node.disk.snapshot_folder import KEPT_FILES, OpenSnapshot, SnapshotError, SnapshotFolder
 from node.disk.snapshots import Owed, Snapshot, SnapshotWriting, snapshot_bytes
-from node.exchange import held_results
+from node.exchange import giving
 from node.exchange.codecs.codec import CodecError
 from node.exchange.codecs.registry import codec_named
-from node.exchange.held_results import HeldResults
+from node.exchange.giving import HeldResults
 from node.exchange.outer import NotApplicableError, Outer, Position
 from node.exchange.reduction import COUNTED_ROUNDS
 from node.heavy import Heavy, in_place
@@ -122,7 +122,7 @@ class StateOnDisk:
             Need(
                 what="results",
                 path=self.path,
-                num_bytes=max((held_results.KEPT_ROUNDS + 1) * result_bytes, since_the_older),
+                num_bytes=max((giving.KEPT_ROUNDS + 1) * result_bytes, since_the_older),
                 held_bytes=self.results.folder.held_bytes(),
             ),
         )
@@ -262,7 +262,7 @@ class StateOnDisk:
     def _forget_results(self, round: int) -> None:
         """Drops what neither this node nor a peer asks for once there is this round."""
         oldest_file = min(self.snapshots.rounds(), default=-1)
-        oldest_asked_for = round - held_results.KEPT_ROUNDS
+        oldest_asked_for = round - giving.KEPT_ROUNDS
         self.results.folder.forget_before(min(oldest_file, oldest_asked_for) + 1)
 
     def _is_postponed(self, outer: Outer) -> bool:

@@ -11,12 +11,11 @@ from dataclasses import replace
 
 import structlog
 
-from node.exchange.transport.admission import StreamAdmission
-from node.exchange.transport.connections import Connections
-from node.exchange.transport.limits import Limits
-from node.exchange.transport.outgoing import first_streams
-from node.exchange.transport.p2pd import DaemonError, P2pd
+from node.exchange.limits import Limits
+from node.exchange.transport.p2pd import Connections, DaemonError, P2pd
 from node.exchange.transport.rates.traffic import Traffic
+from node.exchange.transport.receiver import StreamAdmission
+from node.exchange.transport.sender import first_streams
 from node.exchange.transport.sending import Sending
 from node.exchange.transport.serving import Server, fetch_over, verify_inline
 from node.exchange.transport.streams import BROKEN, FrameError, TransferStream, drop, refuse
@@ -82,7 +81,8 @@ class Libp2pTransport:
         self._turning_away = StreamAdmission(_TURNED_AWAY)
         self._multiaddrs: tuple[str, ...] = ()
         self._members: dict[NodeId, RosterEntry] = {}
-        self._node_ids: dict[str, NodeId] = {}  # by libp2p peer id
+        self._peer_ids: dict[NodeId, str] = {}  # as libp2p has them
+        self._node_ids: dict[str, NodeId] = {}
         self._connections: Connections | None = None
         self._sharing: asyncio.Task[None] | None = None
         self._serving: set[asyncio.Task[None]] = set()
@@ -154,7 +154,8 @@ class Libp2pTransport:
         """Says who is a member now. Anyone else is refused before a body is read."""
         others = tuple(entry for entry in members if entry.node_id != self._identity.node_id)
         self._members = {entry.node_id: entry for entry in others}
-        self._node_ids = {peer_id_of(entry.address.public_key): entry.node_id for entry in others}
+        self._peer_ids = {entry.node_id: peer_id_of(entry.address.public_key) for entry in others}
+        self._node_ids = {peer_id: node_id for node_id, peer_id in self._peer_ids.items()}
         if self._connections is not None:
             self._connections.set_roster(others)
 
@@ -198,7 +199,6 @@ class Libp2pTransport:
     def _sending_to(self, peer: NodeId) -> Sending:
         return Sending(
             open_stream=lambda: self._stream_to(self._member(peer)),
-            broken=(*BROKEN, DaemonError, FrameError, TransferRefusedError, PeerUnreachableError),
             num_at_first=lambda round_trip_seconds: first_streams(
                 round_trip_seconds=round_trip_seconds,
                 num_others=sum(s.is_sending for p, s in self._sendings.items() if p != peer),
@@ -242,7 +242,7 @@ class Libp2pTransport:
                 yield
         except FrameError as error:
             raise TransferRefusedError(f"{name} speaks another protocol: {error}") from error
-        except (*BROKEN, DaemonError) as error:
+        except BROKEN as error:
             why = f"no end within {timeout_seconds:g} s" if deadline.expired() else str(error)
             raise PeerUnreachableError(f"{name}: {why}") from error
 
@@ -257,7 +257,7 @@ class Libp2pTransport:
             stream.count_ended()
 
     async def _open(self, entry: RosterEntry) -> TransferStream:
-        peer_id = peer_id_of(entry.address.public_key)
+        peer_id = self._peer_ids[entry.node_id]
         for is_last_try in (False, True):
             if self._daemon is None or self._connections is None:
                 raise DaemonError("this node's transport is stopped")

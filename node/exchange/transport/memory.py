@@ -10,9 +10,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from node.exchange.transport.limits import Limits
+from node.exchange.limits import Limits
 from node.exchange.transport.rates.uplink import LinkMeter
-from node.exchange.transport.serving import check_answer, refusing_on_fault, turn_of
 from node.exchange.transport.streams import WIRE_KINDS_BY_PAYLOAD
 from node.exchange.transport.transport import (
     PIECES_AT_ONCE,
@@ -22,7 +21,10 @@ from node.exchange.transport.transport import (
     TransferHandler,
     TransferRefusedError,
     Want,
+    check_answer,
     do_nothing,
+    refusing_on_fault,
+    turn_of,
 )
 from protocol.payload import Payload, PayloadError
 from protocol.rounds import NodeId, RosterEntry

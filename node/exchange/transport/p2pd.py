@@ -1,4 +1,4 @@
-"""The libp2p daemon that the hivemind wheel ships: its process, and the socket that steers it.
+"""The libp2p daemon that the hivemind wheel ships: its process, its steering socket, its connections.
 
 The only file that touches hivemind. We start p2pd ourselves and use hivemind's client for it
 (not hivemind.P2P) for four reasons: its sockets and key lie in a folder that only we can read,
@@ -7,6 +7,11 @@ it before the node has said goodbye; it serves as a relay for nobody; and its de
 
 p2pd ends by itself within seconds when the process that started it is killed: it watches the
 persistent control connection, and, before there is one, its idle timeout.
+
+Connections keeps it connected with every member, so that nodes behind NAT can be reached. libp2p sends both
+ways over a connection, whoever dialled it: a node that cannot be dialled is reachable as long as it keeps its
+own connections up. Two nodes that both cannot be dialled do not reach each other; their transfers fail with
+the reason.
 """
 
 import asyncio
@@ -23,12 +28,13 @@ from typing import Any
 
 import structlog
 
-from node.exchange.transport.limits import Limits
+from node.exchange.limits import Limits
 from node.exchange.transport.rates.tcp import TcpPacing
-from node.exchange.transport.streams import drop
+from node.exchange.transport.streams import BROKEN, drop
 from protocol.errors import SystemRefusedError
 from protocol.files.leftovers import TemporaryFolder
-from protocol.trust.identity import Identity
+from protocol.rounds import RosterEntry
+from protocol.trust.identity import Identity, peer_id_of
 
 _START_SECONDS = 60.0
 _STOP_SECONDS = 5.0
@@ -40,7 +46,7 @@ StreamCallback = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], Awa
 _log = structlog.get_logger(__name__)
 
 
-class DaemonError(Exception):
+class DaemonError(ConnectionError):
     """p2pd could not do it: no such peer, nobody answers there, or p2pd itself is gone."""
 
 
@@ -86,7 +92,7 @@ class P2pd:
                 await daemon._come_up(identity, protocol, on_stream)
         except BaseException as error:
             await daemon.stop()
-            if isinstance(error, (OSError, EOFError, TimeoutError, DaemonError)):
+            if isinstance(error, BROKEN):
                 raise SystemRefusedError(
                     f"the libp2p daemon did not start: {daemon.last_words or error}",
                     next_step="choose another --listen or --port, or stop what listens there",
@@ -301,3 +307,104 @@ def _load_hivemind() -> None:
 
 _PACKAGES = ("hivemind", "hivemind.utils", "hivemind.p2p")
 """Outer ones first; nothing but the modules within is asked for by those that we use."""
+
+
+class Connections:
+    """Dials members that are not connected, ever less often; says once for each connection made."""
+
+    def __init__(
+        self,
+        daemon: P2pd,
+        own_peer_id: str,
+        *,
+        limits: Limits,
+        on_connection: Callable[[], None],
+    ) -> None:
+        self._daemon = daemon
+        self._limits = limits
+        self._own_peer_id = own_peer_id
+        self._on_connection = on_connection
+        self._multiaddrs: dict[str, tuple[str, ...]] = {}  # by peer id
+        self._due: dict[str, float] = {}  # when to dial next, by the loop's clock
+        self._retry_seconds: dict[str, float] = {}
+        self.connected: set[str] = set()
+        """Members that are, by peer id."""
+        self._missing_since: dict[str, float] = {}  # members that are not connected
+        self._has_news = asyncio.Event()
+        self._task = asyncio.create_task(self._stay_connected(), name="connections")
+
+    def set_roster(self, others: tuple[RosterEntry, ...]) -> None:
+        """Says who is a member; one that is new, or moved, is dialled soon."""
+        multiaddrs = {peer_id_of(e.address.public_key): e.address.multiaddrs for e in others}
+        now = asyncio.get_running_loop().time()
+        for peer_id, addresses in multiaddrs.items():
+            if self._multiaddrs.get(peer_id) != addresses:
+                wait = 0.0 if self._own_peer_id < peer_id else self._limits.yield_seconds
+                self._due[peer_id] = now + wait
+                self._retry_seconds[peer_id] = self._limits.first_redial_seconds
+                self._missing_since.pop(peer_id, None)
+        self._multiaddrs = multiaddrs
+        self._has_news.set()
+
+    def saw(self, peer_id: str) -> None:
+        """Notes that a peer is connected."""
+        self._missing_since.pop(peer_id, None)
+        if peer_id not in self.connected:
+            self.connected.add(peer_id)
+            self._daemon.tcp_pacing.look()
+            self._on_connection()
+
+    def unreachable(self) -> tuple[str, ...]:
+        """Members that have not been connected for a while, though they were dialled.
+
+        Not at once: a member that cannot be dialled dials us itself meanwhile.
+        """
+        before = asyncio.get_running_loop().time() - self._limits.unreachable_seconds
+        return tuple(peer_id for peer_id, since in self._missing_since.items() if since <= before)
+
+    def lost(self, peer_id: str) -> None:
+        """Notes that the connection to a peer is gone."""
+        self.connected.discard(peer_id)
+        self._missing_since.setdefault(peer_id, asyncio.get_running_loop().time())
+
+    async def stop(self) -> None:
+        """Dials no more."""
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    async def _stay_connected(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            self._has_news.clear()
+            try:
+                connected = await self._daemon.connected_peer_ids()
+            except DaemonError:
+                return  # p2pd is gone: P2pd.died says so
+            self._daemon.tcp_pacing.look()  # p2pd may have dialled anew since
+            for peer_id in self.connected - connected:
+                self.lost(peer_id)
+            for peer_id in connected & self._multiaddrs.keys():
+                self.saw(peer_id)
+                self._retry_seconds[peer_id] = self._limits.first_redial_seconds
+            now = loop.time()
+            missing = self._multiaddrs.keys() - connected
+            self._missing_since = {p: self._missing_since.get(p, now) for p in missing}
+            due = [peer_id for peer_id in missing if self._due[peer_id] <= now]
+            await asyncio.gather(*(self._dial(peer_id) for peer_id in due))
+            waits = [self._due[peer_id] - loop.time() for peer_id in missing]
+            try:
+                async with asyncio.timeout(max(0.0, min([self._limits.look_seconds, *waits]))):
+                    await self._has_news.wait()
+            except TimeoutError:
+                continue
+
+    async def _dial(self, peer_id: str) -> None:
+        try:
+            async with asyncio.timeout(self._limits.dial_seconds):
+                await self._daemon.connect(peer_id, self._multiaddrs[peer_id])
+        except (DaemonError, TimeoutError):
+            wait = self._retry_seconds[peer_id]
+            self._due[peer_id] = asyncio.get_running_loop().time() + wait
+            self._retry_seconds[peer_id] = min(2 * wait, self._limits.last_redial_seconds)
+        else:
+            self.saw(peer_id)

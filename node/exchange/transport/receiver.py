@@ -1,4 +1,9 @@
-"""The receiver: bodies that come in parts, over several streams, from all senders.
+"""The receiver: who may open one more stream with us, and bodies that come in parts, from all senders.
+
+Peers share the places for streams, take turns, and none takes all of its own. A body needs a place for its
+offer, and its sender one for a stream of parts, which is kept free for it. When there are none left, offers
+wait in line, first come, first served, and go in one peer after the other: a peer that is in goes on with its
+next body. So hundreds of contributors get in without asking again and again.
 
 The stream of an offer stays open and carries the verdicts; the parts of all bodies that a peer has
 offered come over its other streams. When the offer's stream breaks, what has come is kept for a while, and
@@ -8,20 +13,20 @@ An offer leaves first, but opens a stream for itself, which takes it through lib
 than a part on a stream that is there already. When links are full, parts overtake it: they are kept for a
 moment, and little of each sender.
 
-`Receiver` is pure: it is told the time, in seconds of any clock that only rises. What waits stands below it.
+Nothing here reads a stream or a clock: `Receiver` is told the time, in seconds of any clock that only rises.
+node.exchange.transport.serving has the tasks.
 """
 
-import asyncio
 import io
+from asyncio import Future, get_running_loop
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
-from node.exchange.transport.limits import Limits
+from node.exchange.limits import Limits
 from node.exchange.transport.streams import (
-    FrameError,
     PartError,
-    TransferStream,
     num_parts_of,
     part_bytes_for,
     span_of,
@@ -29,7 +34,149 @@ from node.exchange.transport.streams import (
 from node.exchange.transport.transport import TransferRefusedError, do_nothing
 from protocol.payload import PayloadHeader
 from protocol.rounds import Digest, NodeId
-from protocol.v1 import transfer_pb2 as wire
+
+_PARTS_SHARE = 0.75  # of the places; bodies go on over fewer streams, but an offer must get in
+
+_ENOUGH_STREAMS = 2  # of a peer, when others need the places; a joiner gets on with fewer fetches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Ticket:
+    """An offer that waits in line."""
+
+    peer: str
+    is_in_parts: bool
+    is_gone: Callable[[], bool]
+    turn: Future[None] = field(default_factory=lambda: get_running_loop().create_future())
+    """Done when there is a place; raises EOFError when its sender is gone."""
+
+
+class StreamAdmission:
+    """Counts the streams that peers have open with us, by what they are for."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._open: Counter[str] = Counter()  # all of a peer, those that wait included
+        self._offers: Counter[str] = (
+            Counter()
+        )  # of bodies in parts; these have a place, as all that follow
+        self._wholes: Counter[str] = Counter()  # offers with their bodies
+        self._parts: Counter[str] = Counter()
+        self._fetches: Counter[str] = Counter()
+        self._line: list[_Ticket] = []
+
+    # What a peer may do.
+
+    @contextmanager
+    def let_in(self, peer: str) -> Iterator[None]:
+        """Counts a stream whose request is read; raises TransferRefusedError when there are too many."""
+        limits, total = self._limits, self._open.total()
+        if total >= limits.max_streams + limits.max_waiting_streams:
+            raise TransferRefusedError(f"busy with {total} transfers; try again later")
+        if self._open[peer] >= limits.max_streams_per_peer:
+            raise TransferRefusedError(f"busy with {self._open[peer]} transfers of yours already")
+        with self._counted(self._open, peer):
+            yield
+
+    @asynccontextmanager
+    async def offer(
+        self, peer: str, *, is_in_parts: bool, is_gone: Callable[[], bool] = lambda: False
+    ) -> AsyncIterator[None]:
+        """Waits for a place, and holds it; raises EOFError when the peer is gone when its turn comes."""
+        ticket = _Ticket(peer=peer, is_in_parts=is_in_parts, is_gone=is_gone)
+        self._line.append(ticket)
+        self._next_turns()
+        try:
+            await ticket.turn
+            yield
+        finally:
+            if ticket in self._line:
+                self._line.remove(ticket)
+            elif not ticket.turn.exception():
+                self._leave(self._offers if is_in_parts else self._wholes, peer)
+
+    @contextmanager
+    def parts(self, peer: str) -> Iterator[None]:
+        """Holds a place for a stream of parts: the first of a peer whose offer is in, or a further one.
+
+        Raises TransferRefusedError when places are wanted for others.
+        """
+        if self._parts[peer] and self._is_crowded(peer, 1):
+            raise TransferRefusedError("busy; go on with the streams that you have")
+        if not self._is_kept_for(peer) and (self._line or not self._has_room()):
+            raise TransferRefusedError("busy; your parts may come when your offer is answered")
+        with self._counted(self._parts, peer):
+            yield
+
+    @contextmanager
+    def fetch(self, peer: str, *, is_large: bool) -> Iterator[None]:
+        """Holds a place for what a peer asks for; raises TransferRefusedError when it has enough."""
+        if is_large and self._is_crowded(peer) and self._num_served(peer) >= _ENOUGH_STREAMS:
+            raise TransferRefusedError("busy; go on with the transfers that you have")
+        if not self._has_room():
+            raise TransferRefusedError(f"busy with {self._num_served()} transfers; try again later")
+        with self._counted(self._fetches, peer):
+            yield
+
+    # Places.
+
+    def _num_served(self, peer: str | None = None) -> int:
+        counts = (self._offers, self._wholes, self._parts, self._fetches)
+        return sum(count.total() if peer is None else count[peer] for count in counts)
+
+    def _is_crowded(self, peer: str, num_more: int = 0) -> bool:
+        """Whether so many places are taken that this peer must leave the rest to others."""
+        limits = self._limits
+        return (
+            self._num_served() + num_more > _PARTS_SHARE * limits.max_streams
+            or self._num_served(peer) + num_more > _PARTS_SHARE * limits.max_streams_per_peer
+        )
+
+    def _is_kept_for(self, peer: str) -> bool:
+        """Whether a place is kept for the parts of an offer that is in."""
+        return self._offers[peer] > 0 and not self._parts[peer]
+
+    def _has_room(self, num_more: int = 1) -> bool:
+        """Whether there are so many places more, beside those that are kept."""
+        num_kept = sum(self._is_kept_for(peer) for peer in self._offers)
+        return self._num_served() + num_kept + num_more <= self._limits.max_streams
+
+    def _next_turns(self) -> None:
+        """Lets in who may go: first peers that are in already, or their parts would come in vain."""
+        if not self._line:
+            return
+        for ticket in [each for each in self._line if each.is_gone() and not each.turn.done()]:
+            self._line.remove(ticket)
+            ticket.turn.set_exception(EOFError("the sender has dropped its offer"))
+        waiting = [ticket for ticket in self._line if not ticket.turn.done()]  # else: cancelled
+        is_full = False
+        for ticket in sorted(waiting, key=lambda each: not self._num_served(each.peer)):
+            peer = ticket.peer
+            # Its stream of parts waits for this offer, and would hold its place in vain.
+            is_awaited = ticket.is_in_parts and self._parts[peer] and not self._offers[peer]
+            needs_parts = ticket.is_in_parts and not (self._offers[peer] or self._parts[peer])
+            is_full = is_full or not self._has_room(1 + needs_parts)
+            if is_full and not is_awaited:
+                continue
+            self._line.remove(ticket)
+            counts = self._offers if ticket.is_in_parts else self._wholes
+            counts[peer] += 1
+            ticket.turn.set_result(None)
+
+    @contextmanager
+    def _counted(self, counts: Counter[str], peer: str) -> Iterator[None]:
+        counts[peer] += 1
+        try:
+            yield
+        finally:
+            self._leave(counts, peer)
+
+    def _leave(self, counts: Counter[str], peer: str) -> None:
+        counts[peer] -= 1
+        if not counts[peer]:
+            del counts[peer]
+        self._next_turns()
+
 
 MOST_KEPT_FROM_ONE = 2
 """Bodies of one sender that are kept when they broke off."""
@@ -241,136 +388,3 @@ class Receiver:
 
 def _size(digest: Digest, content: bytes) -> int:
     return len(content) + len(digest) + _OVERHEAD_BYTES
-
-
-def forget_in_time(receiver: Receiver, seconds: float) -> None:
-    """Has what is kept from now on forgotten after so long."""
-    loop = asyncio.get_running_loop()
-    loop.call_later(seconds, receiver.expire, loop.time() + seconds)
-
-
-async def take_parts(stream: TransferStream, sender: NodeId, receiver: Receiver) -> None:
-    """Serves one stream: takes parts, of whichever body, until its sender has no more.
-
-    Never waits for an offer: parts of other bodies would wait behind it. Raises FrameError, or
-    streams.BROKEN when the sender is gone in the middle of a part.
-    """
-    limits, dropped_bytes = receiver.limits, 0
-    while True:
-        try:
-            async with asyncio.timeout(limits.at_rest_seconds):
-                part = await stream.receive(wire.Part, is_patient=True)
-        except asyncio.IncompleteReadError as error:
-            if error.partial:
-                raise
-            return  # closed between two parts
-        began_at = stream.traffic.clock()
-        digest = Digest(part.digest)
-        if (body := receiver.find(sender, digest)) is not None:
-            dropped_bytes = 0
-            await _take_part(stream, body, part, began_at=began_at)
-            continue
-        if dropped_bytes + part.num_bytes > limits.most_dropped_bytes:
-            raise FrameError(
-                f"{dropped_bytes + part.num_bytes} bytes of parts that nobody asked for"
-            )
-        early = await _read_early(stream, part.num_bytes, limits.most_early_part_bytes)
-        now = stream.traffic.clock()
-        if early is None:
-            dropped_bytes += part.num_bytes
-            await _answer(stream, part, wire.TRANSFER_STATUS_PART_DROPPED)
-        elif (body := receiver.find(sender, digest)) is not None:  # it has come meanwhile
-            await _take_part(stream, body, part, began_at=began_at, early=early)
-        elif receiver.early.keep((sender, digest), part.index, early, now=now):
-            forget_in_time(receiver, limits.early_seconds)
-            # Counted with the next part: what kind it is, its offer will say.
-            stream.traffic.moved(received_bytes=part.num_bytes, since=began_at)
-            await _answer(stream, part, wire.TRANSFER_STATUS_PART_KEPT)
-        else:
-            dropped_bytes += part.num_bytes
-            await _answer(stream, part, wire.TRANSFER_STATUS_PART_DROPPED)
-
-
-async def _read_early(stream: TransferStream, num_bytes: int, most_bytes: int) -> bytes | None:
-    """A part whose offer is not here; None when it is too large to be kept."""
-    if num_bytes <= most_bytes:
-        return await stream.receive_body(num_bytes)
-    async for _ in stream.receive_chunks(num_bytes):
-        pass
-    return None
-
-
-async def _take_part(
-    stream: TransferStream,
-    body: IncomingBody,
-    part: wire.Part,
-    *,
-    began_at: float,
-    early: bytes | None = None,
-) -> None:
-    """Puts a part in its place: from the stream, unless it was read already."""
-    try:
-        span = body.assembly.begin(part.index)
-    except PartError as error:
-        raise FrameError(str(error)) from error
-    if part.num_bytes != span.stop - span.start:
-        raise FrameError(f"part {part.index} has {part.num_bytes} bytes of {span}")
-    stream.carries(body.header.kind)
-    if early is not None:
-        body.assembly.write(span.start, early)
-    else:
-        offset = span.start
-        async for chunk in stream.receive_chunks(part.num_bytes):
-            body.assembly.write(offset, chunk)
-            body.tell()  # on a slow link a part may take longer than a stream may be idle
-            offset += len(chunk)
-    body.assembly.end(part.index)
-    stream.moved(received_bytes=part.num_bytes, since=began_at)
-    body.tell()
-    await _answer(stream, part, wire.TRANSFER_STATUS_PART_RECEIVED)
-
-
-async def _answer(
-    stream: TransferStream, part: wire.Part, status: "wire.TransferStatus.ValueType"
-) -> None:
-    await stream.send(wire.TransferResponse(status=status, part=part.index))
-
-
-async def complete(
-    stream: TransferStream,
-    body: IncomingBody,
-    *,
-    is_wanted: Callable[[], bool],
-    idle_seconds: float,
-) -> bytes:
-    """Waits, at the stream of the offer, until all parts are here; returns the body.
-
-    Raises TimeoutError when nothing comes for so long, EOFError when the sender drops the offer or
-    repeats it on another stream, TransferRefusedError when the body is not wanted any more.
-    """
-    has_moved = asyncio.Event()
-    body.tell = has_moved.set
-    ended = asyncio.ensure_future(stream.ended())
-    moved = asyncio.ensure_future(has_moved.wait())
-    try:
-        while not body.assembly.is_complete:
-            if body.is_over:
-                raise EOFError("the payload was offered anew")
-            if not is_wanted():
-                raise TransferRefusedError("not wanted any more")
-            has_moved.clear()
-            if moved.done():
-                moved = asyncio.ensure_future(has_moved.wait())
-            done, _ = await asyncio.wait(
-                (ended, moved), timeout=idle_seconds, return_when=asyncio.FIRST_COMPLETED
-            )
-            if not done:
-                raise TimeoutError(f"nothing came within {idle_seconds:g} s")
-            if ended in done and not body.assembly.is_complete:
-                raise EOFError("the sender has dropped the offer")
-        return body.assembly.body()
-    finally:
-        ended.cancel()
-        moved.cancel()
-        # Not by catching CancelledError, which could be our own.
-        await asyncio.gather(ended, moved, return_exceptions=True)

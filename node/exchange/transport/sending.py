@@ -8,8 +8,7 @@ from typing import Any
 
 import structlog
 
-from node.exchange.transport.limits import Limits
-from node.exchange.transport.outgoing import OutgoingBody
+from node.exchange.limits import Limits
 from node.exchange.transport.rates.traffic import Traffic
 from node.exchange.transport.rates.uplink import UnderWay
 from node.exchange.transport.sender import (
@@ -19,18 +18,22 @@ from node.exchange.transport.sender import (
     Close,
     Fail,
     Open,
+    OutgoingBody,
     PartStream,
     PeerSender,
     PeerState,
     SentPart,
 )
-from node.exchange.transport.streams import FrameError, TransferStream, expect
-from node.exchange.transport.transport import TransferRefusedError
+from node.exchange.transport.streams import BROKEN, FrameError, TransferStream, expect
+from node.exchange.transport.transport import PeerUnreachableError, TransferRefusedError
 from protocol.payload import Payload
 from protocol.v1 import transfer_pb2 as wire
 
 OpenStream = Callable[[], AbstractAsyncContextManager[TransferStream]]
-"""Opens one more stream to the peer. Raises what `broken` names, as everything on it does."""
+"""Opens one more stream to the peer. Raises what is `_BREAKING`, as everything on it does."""
+
+_BREAKING = (*BROKEN, FrameError, TransferRefusedError, PeerUnreachableError)
+"""What ends one stream, and not the body that it carries a part of."""
 
 _log = structlog.get_logger(__name__)
 
@@ -58,7 +61,6 @@ class Sending:
         self,
         *,
         open_stream: OpenStream,
-        broken: tuple[type[Exception], ...],
         num_at_first: Callable[[float], int],
         most_at_rest: Callable[[], int],
         traffic: Traffic,
@@ -70,7 +72,6 @@ class Sending:
         `most_at_rest` of them open.
         """
         self._open_stream = open_stream
-        self._broken = broken
         self._num_at_first = num_at_first
         self._most_at_rest = most_at_rest
         self._traffic = traffic
@@ -226,7 +227,7 @@ class Sending:
                             await self._send_part(link, part)
                             self._do(self._sender.wrote(stream, part, now=self._traffic.clock()))
                     hearing.cancel()
-        except* self._broken as errors:
+        except* _BREAKING as errors:
             broke = _first_of(errors)
         finally:
             self._do(self._sender.closed(stream, now=self._traffic.clock(), error=broke))

@@ -1,109 +1,49 @@
 """What we answer to a request of a member, and our own request when we fetch.
 
-Here live the rules that every transport keeps: a body is admitted before it is read, an answer is
-what was asked for. How a stream comes to be, and whether its other end is a member, is the
-transport's business. Pushes of our own are node.exchange.transport.sending's.
+A body is admitted before it is read, whole or in parts; what is known of it meanwhile, and who may open a
+stream, is in node.exchange.transport.receiver. How a stream comes to be, and whether its other end is a
+member, is the transport's business. Pushes of our own are node.exchange.transport.sending's.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from collections.abc import Awaitable, Callable
 
 import blake3
-import structlog
 
-from node.exchange.transport.admission import StreamAdmission
-from node.exchange.transport.limits import Limits
-from node.exchange.transport.receiver import (
-    Receiver,
-    complete,
-    forget_in_time,
-    take_parts,
+from node.exchange.limits import Limits
+from node.exchange.transport.receiver import IncomingBody, Receiver, StreamAdmission
+from node.exchange.transport.streams import (
+    FrameError,
+    PartError,
+    TransferStream,
+    decode_want,
+    encode_want,
+    expect,
+    refuse,
 )
-from node.exchange.transport.streams import PartError, TransferStream, expect, refuse
 from node.exchange.transport.transport import (
     PIECES_AT_ONCE,
     FalseAnswerError,
     TransferHandler,
     TransferRefusedError,
     Want,
-    WantChunk,
-    WantManifest,
-    WantResult,
-    WantTokens,
+    check_answer,
     do_nothing,
+    kind_of,
+    refusing_on_fault,
+    turn_of,
 )
-from protocol.payload import (
-    CHUNK,
-    MANIFEST,
-    PIECE,
-    PIECE_MAP,
-    RESULT,
-    TOKENS_MANIFEST,
-    Payload,
-    PayloadError,
-    PayloadHeader,
-)
+from protocol.payload import Payload, PayloadError, PayloadHeader
 from protocol.rounds import Digest, NodeId
 from protocol.v1 import transfer_pb2 as wire
 
 Verify = Callable[[PayloadHeader, bytes], Awaitable[Payload]]
 """Payload.verified, off the event loop where that pays; raises PayloadError."""
 
-_log = structlog.get_logger(__name__)
-
-
-def check_answer(want: Want, header: PayloadHeader, *, max_body_bytes: int) -> None:
-    """Decides on an answer before its body is read; raises FalseAnswerError."""
-    if header.kind != _kind_of(want) or not _is_wanted(want, header):
-        raise FalseAnswerError(
-            f"asked for {want}, offered a {header.kind_name} of round {header.round}"
-        )
-    if header.body_bytes > max_body_bytes:
-        raise FalseAnswerError(
-            f"{header.kind_name} of {header.body_bytes} bytes offered, at most {max_body_bytes} fit"
-        )
-
-
-def _is_wanted(want: Want, header: PayloadHeader) -> bool:
-    match want:
-        case WantResult(digest=digest):
-            return blake3.blake3(header.encode()).digest() == digest
-        case WantManifest():
-            return want.includes(header.round)
-        case WantChunk(round=round_, digest=digest):
-            return (header.round, header.body_digest) == (round_, digest)
-        case WantTokens(kind=kind, digest=digest):
-            return kind != PIECE or header.body_digest == digest
-
-
-def _kind_of(want: Want) -> "wire.PayloadKind.ValueType":
-    match want:
-        case WantResult():
-            return RESULT
-        case WantManifest():
-            return MANIFEST
-        case WantChunk():
-            return CHUNK
-        case WantTokens(kind=kind):
-            return kind
-
 
 async def verify_inline(header: PayloadHeader, body: bytes) -> Payload:
     """Payload.verified on the event loop: for small bodies, and where order must not vary."""
     return Payload.verified(header, body)
-
-
-@contextmanager
-def refusing_on_fault(sender: NodeId) -> Iterator[None]:
-    """Keeps a fault of our own handler from looking like the peer's, or like a lost link."""
-    try:
-        yield
-    except TransferRefusedError:
-        raise
-    except Exception as error:
-        _log.exception("a transfer failed inside this node", sender=sender)
-        raise TransferRefusedError("this node failed inside; its log says how") from error
 
 
 class Server:
@@ -151,7 +91,7 @@ class Server:
                     await take_parts(stream, sender, self.receiver)
             case "want_result" | "want_manifest" | "want_chunk" | "want_tokens" as kind:
                 with self.admission.fetch(sender, is_large=kind != "want_manifest"):
-                    want = _decode_want(request)
+                    want = decode_want(request)
                     async with turn_of(want, self._pieces):
                         await self._give(stream, sender, want)
             case _:
@@ -221,7 +161,7 @@ class Server:
             await stream.send(wire.TransferResponse(status=wire.TRANSFER_STATUS_NOT_HELD))
             return
         stream.carries(payload.header.kind)
-        async with stream.place_for_body():
+        async with stream.traffic.place():
             await stream.send(
                 wire.TransferResponse(
                     status=wire.TRANSFER_STATUS_GO_ON, header=payload.header.encode()
@@ -240,8 +180,8 @@ async def fetch_over(
     heard: Callable[[], None],
 ) -> Payload:
     """Our side of a fetch. Raises as `streams.expect`, FalseAnswerError, or streams.BROKEN."""
-    stream.carries(_kind_of(want))
-    await stream.send(_encode_want(want))
+    stream.carries(kind_of(want))
+    await stream.send(encode_want(want))
     response = await expect(stream, wire.TRANSFER_STATUS_GO_ON)
     heard()
     try:
@@ -272,55 +212,134 @@ def _no_memory(header: PayloadHeader) -> TransferRefusedError:
     return TransferRefusedError(f"no memory for a body of {header.body_bytes} bytes")
 
 
-def turn_of(want: Want, pieces: asyncio.Semaphore) -> AbstractAsyncContextManager[None]:
-    """Held from before a piece is read until it is sent; nothing else waits."""
-    is_piece = isinstance(want, WantTokens) and want.kind == PIECE
-    return pieces if is_piece else nullcontext()
+def forget_in_time(receiver: Receiver, seconds: float) -> None:
+    """Has what is kept from now on forgotten after so long."""
+    loop = asyncio.get_running_loop()
+    loop.call_later(seconds, receiver.expire, loop.time() + seconds)
 
 
-def _encode_want(want: Want) -> wire.TransferRequest:
-    match want:
-        case WantResult():
-            return wire.TransferRequest(
-                want_result=wire.WantResult(
-                    round=want.round, slice_index=want.slice_index, digest=want.digest
-                )
+async def take_parts(stream: TransferStream, sender: NodeId, receiver: Receiver) -> None:
+    """Serves one stream: takes parts, of whichever body, until its sender has no more.
+
+    Never waits for an offer: parts of other bodies would wait behind it. Raises FrameError, or
+    streams.BROKEN when the sender is gone in the middle of a part.
+    """
+    limits, dropped_bytes = receiver.limits, 0
+    while True:
+        try:
+            async with asyncio.timeout(limits.at_rest_seconds):
+                part = await stream.receive(wire.Part, is_patient=True)
+        except asyncio.IncompleteReadError as error:
+            if error.partial:
+                raise
+            return  # closed between two parts
+        began_at = stream.traffic.clock()
+        digest = Digest(part.digest)
+        if (body := receiver.find(sender, digest)) is not None:
+            dropped_bytes = 0
+            await _take_part(stream, body, part, began_at=began_at)
+            continue
+        if dropped_bytes + part.num_bytes > limits.most_dropped_bytes:
+            raise FrameError(
+                f"{dropped_bytes + part.num_bytes} bytes of parts that nobody asked for"
             )
-        case WantManifest():
-            return wire.TransferRequest(
-                want_manifest=wire.WantManifest(
-                    oldest_round=want.oldest_round, newest_round=want.newest_round
-                )
-            )
-        case WantChunk():
-            return wire.TransferRequest(
-                want_chunk=wire.WantChunk(round=want.round, index=want.index, digest=want.digest)
-            )
-        case WantTokens():
-            return wire.TransferRequest(
-                want_tokens=wire.WantTokens(kind=want.kind, digest=want.digest)
-            )
+        early = await _read_early(stream, part.num_bytes, limits.most_early_part_bytes)
+        now = stream.traffic.clock()
+        if early is None:
+            dropped_bytes += part.num_bytes
+            await _answer(stream, part, wire.TRANSFER_STATUS_PART_DROPPED)
+        elif (body := receiver.find(sender, digest)) is not None:  # it has come meanwhile
+            await _take_part(stream, body, part, began_at=began_at, early=early)
+        elif receiver.early.keep((sender, digest), part.index, early, now=now):
+            forget_in_time(receiver, limits.early_seconds)
+            # Counted with the next part: what kind it is, its offer will say.
+            stream.traffic.moved(received_bytes=part.num_bytes, since=began_at)
+            await _answer(stream, part, wire.TRANSFER_STATUS_PART_KEPT)
+        else:
+            dropped_bytes += part.num_bytes
+            await _answer(stream, part, wire.TRANSFER_STATUS_PART_DROPPED)
 
 
-def _decode_want(request: wire.TransferRequest) -> Want:
-    match request.WhichOneof("request"):
-        case "want_result":
-            result = request.want_result
-            return WantResult(
-                round=result.round, slice_index=result.slice_index, digest=Digest(result.digest)
+async def _read_early(stream: TransferStream, num_bytes: int, most_bytes: int) -> bytes | None:
+    """A part whose offer is not here; None when it is too large to be kept."""
+    if num_bytes <= most_bytes:
+        return await stream.receive_body(num_bytes)
+    async for _ in stream.receive_chunks(num_bytes):
+        pass
+    return None
+
+
+async def _take_part(
+    stream: TransferStream,
+    body: IncomingBody,
+    part: wire.Part,
+    *,
+    began_at: float,
+    early: bytes | None = None,
+) -> None:
+    """Puts a part in its place: from the stream, unless it was read already."""
+    try:
+        span = body.assembly.begin(part.index)
+    except PartError as error:
+        raise FrameError(str(error)) from error
+    if part.num_bytes != span.stop - span.start:
+        raise FrameError(f"part {part.index} has {part.num_bytes} bytes of {span}")
+    stream.carries(body.header.kind)
+    if early is not None:
+        body.assembly.write(span.start, early)
+    else:
+        offset = span.start
+        async for chunk in stream.receive_chunks(part.num_bytes):
+            body.assembly.write(offset, chunk)
+            body.tell()  # on a slow link a part may take longer than a stream may be idle
+            offset += len(chunk)
+    body.assembly.end(part.index)
+    stream.moved(received_bytes=part.num_bytes, since=began_at)
+    body.tell()
+    await _answer(stream, part, wire.TRANSFER_STATUS_PART_RECEIVED)
+
+
+async def _answer(
+    stream: TransferStream, part: wire.Part, status: "wire.TransferStatus.ValueType"
+) -> None:
+    await stream.send(wire.TransferResponse(status=status, part=part.index))
+
+
+async def complete(
+    stream: TransferStream,
+    body: IncomingBody,
+    *,
+    is_wanted: Callable[[], bool],
+    idle_seconds: float,
+) -> bytes:
+    """Waits, at the stream of the offer, until all parts are here; returns the body.
+
+    Raises TimeoutError when nothing comes for so long, EOFError when the sender drops the offer or
+    repeats it on another stream, TransferRefusedError when the body is not wanted any more.
+    """
+    has_moved = asyncio.Event()
+    body.tell = has_moved.set
+    ended = asyncio.ensure_future(stream.ended())
+    moved = asyncio.ensure_future(has_moved.wait())
+    try:
+        while not body.assembly.is_complete:
+            if body.is_over:
+                raise EOFError("the payload was offered anew")
+            if not is_wanted():
+                raise TransferRefusedError("not wanted any more")
+            has_moved.clear()
+            if moved.done():
+                moved = asyncio.ensure_future(has_moved.wait())
+            done, _ = await asyncio.wait(
+                (ended, moved), timeout=idle_seconds, return_when=asyncio.FIRST_COMPLETED
             )
-        case "want_manifest":
-            manifest = request.want_manifest
-            has_newest = manifest.HasField("newest_round")
-            return WantManifest(
-                oldest_round=manifest.oldest_round,
-                newest_round=manifest.newest_round if has_newest else None,
-            )
-        case "want_tokens":
-            tokens = request.want_tokens
-            if tokens.kind not in (TOKENS_MANIFEST, PIECE_MAP, PIECE):
-                raise TransferRefusedError(f"payload kind {tokens.kind} is nothing of the tokens")
-            return WantTokens(kind=tokens.kind, digest=Digest(tokens.digest))
-        case _:
-            chunk = request.want_chunk
-            return WantChunk(round=chunk.round, index=chunk.index, digest=Digest(chunk.digest))
+            if not done:
+                raise TimeoutError(f"nothing came within {idle_seconds:g} s")
+            if ended in done and not body.assembly.is_complete:
+                raise EOFError("the sender has dropped the offer")
+        return body.assembly.body()
+    finally:
+        ended.cancel()
+        moved.cancel()
+        # Not by catching CancelledError, which could be our own.
+        await asyncio.gather(ended, moved, return_exceptions=True)

@@ -8,14 +8,22 @@ import asyncio
 import contextlib
 import io
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager
 from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from node.exchange.transport.limits import LEAST_PART_BYTES, PARTS_IN_WINDOW
+from node.exchange.limits import LEAST_PART_BYTES, PARTS_IN_WINDOW
 from node.exchange.transport.rates.traffic import CHUNK_BYTES, Traffic
-from node.exchange.transport.transport import NotHeldError, TransferRefusedError, do_nothing
+from node.exchange.transport.transport import (
+    NotHeldError,
+    TransferRefusedError,
+    Want,
+    WantChunk,
+    WantManifest,
+    WantResult,
+    WantTokens,
+    do_nothing,
+)
 from protocol.payload import (
     CHUNK,
     CONTRIBUTION,
@@ -25,6 +33,7 @@ from protocol.payload import (
     RESULT,
     TOKENS_MANIFEST,
 )
+from protocol.rounds import Digest
 from protocol.v1 import transfer_pb2 as wire
 from protocol.wire_count import WireKind
 
@@ -181,14 +190,10 @@ class TransferStream:
         except DecodeError as error:
             raise FrameError(f"no {message_type.DESCRIPTOR.name} in a frame: {error}") from error
 
-    def place_for_body(self) -> AbstractAsyncContextManager[None]:
-        """See Traffic.place."""
-        return self.traffic.place()
-
     async def send_body(self, body: bytes | memoryview, *, is_answered: bool = False) -> None:
         """Writes a body, no faster than the other side takes it and the traffic allows.
 
-        Hold a `place_for_body` meanwhile.
+        Hold a place of the traffic meanwhile.
         """
         view = memoryview(body)
         chunk_bytes = self.traffic.chunk_bytes
@@ -284,3 +289,53 @@ async def expect(
         reason = "".join(c if c.isprintable() else "?" for c in response.reason)
         raise TransferRefusedError(reason[:MAX_REASON_CHARACTERS] or "refused without a reason")
     raise FrameError(f"status {response.status} came where {status} was due")
+
+
+def encode_want(want: Want) -> wire.TransferRequest:
+    """What a peer is asked for, as a request."""
+    match want:
+        case WantResult():
+            return wire.TransferRequest(
+                want_result=wire.WantResult(
+                    round=want.round, slice_index=want.slice_index, digest=want.digest
+                )
+            )
+        case WantManifest():
+            return wire.TransferRequest(
+                want_manifest=wire.WantManifest(
+                    oldest_round=want.oldest_round, newest_round=want.newest_round
+                )
+            )
+        case WantChunk():
+            return wire.TransferRequest(
+                want_chunk=wire.WantChunk(round=want.round, index=want.index, digest=want.digest)
+            )
+        case WantTokens():
+            return wire.TransferRequest(
+                want_tokens=wire.WantTokens(kind=want.kind, digest=want.digest)
+            )
+
+
+def decode_want(request: wire.TransferRequest) -> Want:
+    """What a request asks for; raises TransferRefusedError where that is nothing."""
+    match request.WhichOneof("request"):
+        case "want_result":
+            result = request.want_result
+            return WantResult(
+                round=result.round, slice_index=result.slice_index, digest=Digest(result.digest)
+            )
+        case "want_manifest":
+            manifest = request.want_manifest
+            has_newest = manifest.HasField("newest_round")
+            return WantManifest(
+                oldest_round=manifest.oldest_round,
+                newest_round=manifest.newest_round if has_newest else None,
+            )
+        case "want_tokens":
+            tokens = request.want_tokens
+            if tokens.kind not in (TOKENS_MANIFEST, PIECE_MAP, PIECE):
+                raise TransferRefusedError(f"payload kind {tokens.kind} is nothing of the tokens")
+            return WantTokens(kind=tokens.kind, digest=Digest(tokens.digest))
+        case _:
+            chunk = request.want_chunk
+            return WantChunk(round=chunk.round, index=chunk.index, digest=Digest(chunk.digest))

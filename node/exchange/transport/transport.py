@@ -1,20 +1,27 @@
 """How payloads travel between members: push a payload to a peer, fetch one from a peer.
 
 Two transports implement it: node.exchange.transport.libp2p over the network, and
-node.exchange.transport.memory within one process. One contract test suite runs against both.
+node.exchange.transport.memory within one process. One contract test suite runs against both. The rules that
+both keep stand at the end.
 """
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from protocol.payload import Payload, PayloadHeader
+import blake3
+import structlog
+
+from protocol.payload import CHUNK, MANIFEST, PIECE, RESULT, Payload, PayloadHeader
 from protocol.rounds import Digest, NodeId, RosterEntry
 from protocol.vitals import LinkRates, UploadPace
 
 if TYPE_CHECKING:
     from protocol.v1 import transfer_pb2
 
+_log = structlog.get_logger(__name__)
 
 PIECES_AT_ONCE = 4
 """Pieces of tokens that a node gives at the same time, to all peers together; who asks for more waits."""
@@ -174,3 +181,61 @@ class Transport(Protocol):
         the peer refuses, or FalseAnswerError when it sends something else, something damaged, or
         a body larger than `max_body_bytes`.
         """
+
+
+# Rules that every transport keeps.
+
+
+def check_answer(want: Want, header: PayloadHeader, *, max_body_bytes: int) -> None:
+    """Decides on an answer before its body is read; raises FalseAnswerError."""
+    if header.kind != kind_of(want) or not _is_wanted(want, header):
+        raise FalseAnswerError(
+            f"asked for {want}, offered a {header.kind_name} of round {header.round}"
+        )
+    if header.body_bytes > max_body_bytes:
+        raise FalseAnswerError(
+            f"{header.kind_name} of {header.body_bytes} bytes offered, at most {max_body_bytes} fit"
+        )
+
+
+def _is_wanted(want: Want, header: PayloadHeader) -> bool:
+    match want:
+        case WantResult(digest=digest):
+            return blake3.blake3(header.encode()).digest() == digest
+        case WantManifest():
+            return want.includes(header.round)
+        case WantChunk(round=round_, digest=digest):
+            return (header.round, header.body_digest) == (round_, digest)
+        case WantTokens(kind=kind, digest=digest):
+            return kind != PIECE or header.body_digest == digest
+
+
+def kind_of(want: Want) -> "transfer_pb2.PayloadKind.ValueType":
+    """What kind of payload answers it."""
+    match want:
+        case WantResult():
+            return RESULT
+        case WantManifest():
+            return MANIFEST
+        case WantChunk():
+            return CHUNK
+        case WantTokens(kind=kind):
+            return kind
+
+
+@contextmanager
+def refusing_on_fault(sender: NodeId) -> Iterator[None]:
+    """Keeps a fault of our own handler from looking like the peer's, or like a lost link."""
+    try:
+        yield
+    except TransferRefusedError:
+        raise
+    except Exception as error:
+        _log.exception("a transfer failed inside this node", sender=sender)
+        raise TransferRefusedError("this node failed inside; its log says how") from error
+
+
+def turn_of(want: Want, pieces: asyncio.Semaphore) -> AbstractAsyncContextManager[None]:
+    """Held from before a piece is read until it is sent; nothing else waits."""
+    is_piece = isinstance(want, WantTokens) and want.kind == PIECE
+    return pieces if is_piece else nullcontext()

@@ -16,8 +16,7 @@ import structlog
 from node.island.data.places import DataPlaces
 from node.island.island import Ability, Evaluation, InnerReport, InnerWork, Progress
 from node.island.loops.door import SOCKET_FILE, Door, Visitor
-from node.island.loops.leased import LeasedSamples
-from node.island.loops.loop import Loop, refusal_of
+from node.island.loops.loop import LeasedSamples, Loop, refusal_of
 from node.island.loops.messages import (
     Done,
     Evaluated,

@@ -23,10 +23,10 @@ from node.island.models.decoder_modules import (
     Decoder,
     DecoderLayer,
     Objective,
+    TokenInputs,
     mean_nats,
     rotary_tables,
 )
-from node.island.models.tokens import TokenInputs
 from node.island.parallel.context import ContextAttention, positions_of
 from node.island.parallel.mesh import Mesh
 from node.island.parallel.pipeline import Pipeline

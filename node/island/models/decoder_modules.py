@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 — its usual name
 from torch import Tensor, nn
 
+from node.island.models.architecture import Counted
 from node.outer_state import Vector
 from protocol.layout import Layout
 from protocol.models import DecoderModel, RopeScaling
@@ -332,3 +333,32 @@ def copy_parameters(decoder: Decoder, layout: Layout, parameters: Vector) -> Non
         part = parameters[place.offset : place.offset + place.num_elements]
         # By numpy: torch warns of vectors that cannot be written, such as those of snapshots.
         named[place.name].detach().numpy()[...] = part.reshape(place.shape)
+
+
+class TokenInputs:
+    """Tokens and targets of windows; the part of Architecture that is the same for all such models."""
+
+    def inputs(self, batch: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Tokens, and the ones after them, [B, T] each, of windows [B, T + 1]; or the two as they come.
+
+        And their documents, [B, T], where attention keeps to those.
+        """
+        return batch if isinstance(batch, tuple) else (batch[:, :-1], batch[:, 1:])
+
+    def padded(self, inputs: tuple[Tensor, ...], rows: int) -> tuple[Tensor, ...]:
+        """Exactly `rows` samples: pipelines have one shape, and shards are gathered by all at once."""
+        tokens, targets, *documents = inputs
+        missing = rows - len(tokens)
+        return (
+            nn.functional.pad(tokens, (0, 0, 0, missing)),
+            nn.functional.pad(targets, (0, 0, 0, missing), value=NO_TARGET),
+            *(nn.functional.pad(each, (0, 0, 0, missing)) for each in documents),
+        )
+
+    def measured(
+        self, mean: Tensor | Counted, inputs: tuple[Tensor, ...], num_samples: int
+    ) -> tuple[Tensor, Tensor]:
+        """The mean is over all targets, and those that are not counted added nothing to it."""
+        assert isinstance(mean, Tensor)
+        targets = inputs[1]
+        return mean * targets.numel(), (targets != NO_TARGET).sum()

@@ -1,7 +1,7 @@
 """Causal language models that transformers builds from a config: source = "transformers".
 
 Its config stands in the run's description, and nothing of a model folder is ever executed. What lives
-elsewhere: the loss over windows of tokens (node.island.models.tokens), finding layers and roles
+elsewhere: the loss over windows of tokens (node.island.models.decoder_modules), finding layers and roles
 (node.island.models.architecture), plans for tensor parallel and pipelines
 (node.island.models.transformers_plans).
 """
@@ -24,9 +24,8 @@ from node.island.models.architecture import (
     digest_of_values,
     without_memory,
 )
-from node.island.models.decoder_modules import mean_nats
+from node.island.models.decoder_modules import TokenInputs, mean_nats
 from node.island.models.generic import GenericArchitecture
-from node.island.models.tokens import TokenInputs
 from node.island.models.transformers_plans import run_alone, stages_of, tensor_plan_of
 from protocol.errors import BadDataError, ConfigError, NoInputError
 from protocol.models import Description

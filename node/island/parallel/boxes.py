@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from node.island.parallel.mesh import Mesh
-from node.island.ranks.ferry import Copies, copy_in_turn
+from node.island.ranks.accelerator import Copies, copy_in_turn
 from node.outer_state import Vector
 from protocol.layout import Layout, TensorPlace
 

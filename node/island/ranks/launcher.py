@@ -80,6 +80,33 @@ class _Pending:
     answers: dict[int, object] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksHere:
+    """The ranks of an island's mesh that this host runs, and on what."""
+
+    devices: tuple[str, ...]  # of each rank, in their order
+    shape: MeshShape | None = None  # of the whole mesh; None: each rank has a replica
+    ranks: range | None = None  # None: all of the mesh
+    num_threads: int | None = None  # of each; None: the cores of this host, shared
+
+    def __post_init__(self) -> None:
+        """Raises ValueError unless each rank has a device."""
+        if len(self.here) != len(self.devices):
+            raise ValueError(
+                f"a mesh of {self.mesh} takes {len(self.here)} devices: {self.devices}"
+            )
+
+    @property
+    def mesh(self) -> MeshShape:
+        """The shape of the whole mesh."""
+        return self.shape or MeshShape(replicate=len(self.devices))
+
+    @property
+    def here(self) -> range:
+        """The numbers of these ranks in it."""
+        return range(self.mesh.num_ranks) if self.ranks is None else self.ranks
+
+
 class ProcessIsland:
     """Ranks in processes of their own; implements Island."""
 
@@ -88,28 +115,21 @@ class ProcessIsland:
         *,
         spec: RunSpec,
         names: SharedNames,
-        devices: tuple[str, ...],
+        ranks: RanksHere,
         data: DataPlaces,
-        shape: MeshShape | None = None,
-        num_threads: int | None = None,
         local: LocalTraining = PLAIN,
-        ranks: range | None = None,
         checkpoints: CheckpointFolder | None = None,
         hang_seconds: float = 0.0,
     ) -> None:
-        """`ranks` are those of the mesh that are on this host: all unless given."""
-        shape = shape or MeshShape(replicate=len(devices))
-        self._ranks = range(shape.num_ranks) if ranks is None else ranks
-        if len(self._ranks) != len(devices):
-            raise ValueError(f"a mesh of {shape} takes {len(self._ranks)} devices: {devices}")
-        self._meeting_point: MeetingPoint | None = None
-        self._spec = spec
-        self._shape = shape
+        self.spec = spec
+        self.shape = ranks.mesh
+        self.local = local
+        self._ranks = ranks.here
+        self._devices = ranks.devices
+        self._num_threads = ranks.num_threads or default_threads(len(ranks.devices))
         self._names = names
-        self._devices = devices
         self._data = data
-        self._local = local
-        self._num_threads = num_threads or default_threads(len(devices))
+        self._meeting_point: MeetingPoint | None = None
         self._members: list[_Member] = []
         self._pending: _Pending | None = None
         self._number = 0
@@ -145,10 +165,10 @@ class ProcessIsland:
         """As start, but without a checkpoint: of several hosts, all have to agree on it."""
         if self._members or self._spawning:
             raise RuntimeError("the island is started already")
-        check_shape(self._shape, self._spec)
-        check_batch(self._shape, self._spec)
-        check_combination(self._shape, self._local)
-        check_local(self._spec, self._local)
+        check_shape(self.shape, self.spec)
+        check_batch(self.shape, self.spec)
+        check_combination(self.shape, self.local)
+        check_local(self.spec, self.local)
         self._broken = None
         self._number = 0
         self._meeting = TemporaryFolder("ranks")
@@ -238,13 +258,13 @@ class ProcessIsland:
         prepare_forkserver()
         for rank, device in zip(self._ranks, self._devices, strict=True):
             setup = RankSetup(
-                spec=self._spec,
+                spec=self.spec,
                 names=self._names,
                 rank=rank,
-                shape=self._shape,
+                shape=self.shape,
                 device=device,
                 num_threads=self._num_threads,
-                local=self._local,
+                local=self.local,
                 data=self._data,
                 meeting=self._meeting_point or meeting / "store",
             )

@@ -36,14 +36,14 @@ from node.island.parallel.boxes import (
 from node.island.parallel.combinations import check_combination, check_local, may_be_traced
 from node.island.parallel.mesh import Mesh
 from node.island.parallel.mesh_shape import MeshShape, check_batch, check_shape, goes_by_a_plan
-from node.island.parallel.sharded_weights import reshard
+from node.island.parallel.modules import reshard
 from node.island.ranks.accelerator import (
     begin_measuring_memory,
     carries_pinned_memory,
+    copies_of,
     tally_dtype,
 )
 from node.island.ranks.faults import TrainingDivergedError
-from node.island.ranks.ferry import copies_of
 from node.island.training.engine import Engine
 from node.island.training.local_training import PLAIN, LocalTraining
 from node.island.training.schedule import (

@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 import structlog
 
-from node.exchange.transport.limits import Limits
+from node.exchange.limits import Limits
 
 LEAST_GAIN = 1.25
 """So many times as fast as the uplink was seen to carry at best all may send together after losses. What was
@@ -69,16 +69,11 @@ _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 _CLOSE_ENOUGH = 0.02  # of a pacing rate: it is not set anew for less
 
-# In the kernel's struct tcp_info:
+_INFO = struct.Struct("=B15xI4xI40xI8xI16xI40xI8xI")
+"""Of the kernel's struct tcp_info: state, bytes of a packet that is sent, packets under way, round trip in
+microseconds, packets in the window, packets sent again, bytes that wait, packets sent."""
+
 _ESTABLISHED = 1
-_SENT_PACKET_BYTES = 16
-_NUM_UNDER_WAY = 24
-_ROUND_TRIP_MICROSECONDS = 68
-_NUM_IN_WINDOW = 80
-_NUM_RESENT = 100
-_WAITING_BYTES = 144
-_NUM_SENT = 156
-_INFO_BYTES = 160
 
 _log = structlog.get_logger(__name__)
 
@@ -290,22 +285,18 @@ def pace(connection: socket.socket, bytes_per_second: float = NEVER_REACHED) -> 
 
 def count_of(connection: socket.socket) -> TcpCount | None:
     """What the kernel counts of a connection; None of a listener, or before it is made."""
-    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
-    if len(info) < _INFO_BYTES or info[0] != _ESTABLISHED:
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
+    if len(info) < _INFO.size or info[0] != _ESTABLISHED:
         return None
-    (packet_bytes,) = struct.unpack_from("=I", info, _SENT_PACKET_BYTES)
-    (num_under_way,) = struct.unpack_from("=I", info, _NUM_UNDER_WAY)
-    (round_trip,) = struct.unpack_from("=I", info, _ROUND_TRIP_MICROSECONDS)
-    (num_in_window,) = struct.unpack_from("=I", info, _NUM_IN_WINDOW)
-    (num_resent,) = struct.unpack_from("=I", info, _NUM_RESENT)
-    (waiting_bytes,) = struct.unpack_from("=I", info, _WAITING_BYTES)
-    (num_sent,) = struct.unpack_from("=I", info, _NUM_SENT)
+    _, packet_bytes, under_way, round_trip, in_window, resent, waiting_bytes, sent = _INFO.unpack(
+        info
+    )
     return TcpCount(
-        num_sent=num_sent,
-        num_resent=num_resent,
-        under_way_bytes=num_under_way * packet_bytes,
+        num_sent=sent,
+        num_resent=resent,
+        under_way_bytes=under_way * packet_bytes,
         waiting_bytes=waiting_bytes,
-        window_bytes=num_in_window * packet_bytes,
+        window_bytes=in_window * packet_bytes,
         round_trip_seconds=1e-6 * round_trip,
     )
 

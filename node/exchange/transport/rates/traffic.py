@@ -24,7 +24,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from typing import NamedTuple, Protocol
 
-from node.exchange.transport.limits import Limits
+from node.exchange.limits import Limits
 from node.exchange.transport.rates.uplink import LinkMeter, Uplink
 from protocol.vitals import FREE, NO_UPLOAD, LinkRates, UploadPace
 from protocol.wire_count import WireCounts, WireKind
