@@ -50,7 +50,7 @@ tree:  ## Print what each file is for
 	@$(PYTHON) tools/tree.py
 
 counts: $(DEV)  ## Count files, lines, and files that a round and a push enter
-	$(BIN)/python tools/counts.py
+	$(BIN)/python tools/counts.py $(ARGS)
 
 clean:  ## Remove .venv and caches; demo folders stay
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist

@@ -25,6 +25,8 @@ ROUND = 5.0
 DOWN = 8.0
 """That the coordinator is down."""
 LONGEST = float(DEADLINES["commit"])
+MANY_ROUNDS = 20
+"""Of a copy's age; an older one differs by how long it takes."""
 IN_FLIGHT, BETWEEN = 2.5, 0.1
 """When in a round the copy is made: while nodes train, or right after the commit of the one before."""
 
@@ -136,7 +138,15 @@ def run_of(case: Case, corpus: Corpus, disks: Path) -> tuple[SimulatedRun, int]:
     return run, held
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case, id=name, marks=[pytest.mark.nightly] if case.rounds_old > MANY_ROUNDS else []
+        )
+        for name, case in CASES.items()
+    ],
+)
 def test_no_round_is_lost_whoever_comes_when_from_however_old_a_copy(
     corpus: Corpus, tmp_path: Path, case: Case
 ) -> None:
@@ -189,8 +199,15 @@ def test_a_run_that_was_finished_without_its_nodes_ends_with_what_they_had_commi
     assert run.held_out[-1].round == rounds
 
 
-@pytest.mark.parametrize("made", [IN_FLIGHT, BETWEEN])
-@pytest.mark.parametrize("num_nodes", [3, 6])
+@pytest.mark.parametrize(
+    ("num_nodes", "made"),
+    [
+        (3, IN_FLIGHT),
+        (3, BETWEEN),
+        (6, IN_FLIGHT),
+        pytest.param(6, BETWEEN, marks=pytest.mark.nightly),
+    ],
+)
 def test_without_a_third_of_the_nodes_a_round_commits_within_the_longest_round(
     corpus: Corpus, tmp_path: Path, made: float, num_nodes: int
 ) -> None:

@@ -91,7 +91,10 @@ def exchanges_of(order: Order) -> dict[int, str]:
 
 @pytest.mark.parametrize(
     "started",
-    ["benchmarks.wan.peers.ddp", "benchmarks.wan.peers.gloo_diloco"],
+    [
+        pytest.param("benchmarks.wan.peers.ddp", marks=pytest.mark.nightly),
+        "benchmarks.wan.peers.gloo_diloco",
+    ],
     indirect=True,
 )
 def test_peers_that_exchange_train_and_stay_equal(

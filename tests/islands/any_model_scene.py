@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from rank_scene import with_texts
 
@@ -52,6 +53,18 @@ def text_run(config: Any, folder: Path, **inner: Any) -> RunSpec:
         evaluation=EvaluationSection(samples=11),  # no multiple of any number of ranks
     )
     return spec.model_copy(update={"description": describe(spec, folder)})
+
+
+def check_alike(spec: RunSpec, found: Outcome, alone: Outcome) -> None:
+    """It has begun with the run's weights, and come to what one process alone comes to."""
+    before, after, report, first, last = found
+    one_before, one_after, one_report, _, one_last = alone
+    assert first.tobytes() == first_vector(spec).tobytes()
+    assert before.loss == pytest.approx(one_before.loss, abs=1e-5)
+    assert report.loss == pytest.approx(one_report.loss, abs=1e-5)
+    assert after.loss == pytest.approx(one_after.loss, abs=1e-4)
+    np.testing.assert_allclose(last, one_last, rtol=0, atol=3e-4)
+    assert not np.array_equal(last, first)
 
 
 def trained(

@@ -153,6 +153,7 @@ def test_a_run_is_known_by_all_that_makes_it_what_it_is() -> None:
     assert digest_of(replace(PLAIN, name="another name"), 0) == digest_of(PLAIN, 0)
 
 
+@pytest.mark.nightly
 def test_its_quick_form_goes_through_all_of_it(tmp_path: object) -> None:
     results = f"{tmp_path}/results.jsonl"
     command = [sys.executable, "-m", "benchmarks.convergence", "--quick", "--seeds", "0"]

@@ -123,18 +123,22 @@ def family_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]
 @pytest.mark.parametrize(
     ("family", "shape", "local"),
     [
-        ("like Qwen", MeshShape(replicate=2), PLAIN),
+        pytest.param("like Qwen", MeshShape(replicate=2), PLAIN, marks=pytest.mark.nightly),
         ("like Qwen", MeshShape(shard=2), PLAIN),
         ("like Qwen", MeshShape(tensor=2), RECOMPUTED),
         ("like Qwen", MeshShape(shard=2, tensor=2), PLAIN),
-        ("like Qwen", MeshShape(tensor=2, pipeline=2), PLAIN),
+        pytest.param(
+            "like Qwen", MeshShape(tensor=2, pipeline=2), PLAIN, marks=pytest.mark.nightly
+        ),
         ("like Qwen", MeshShape(pipeline=2, schedule="zbv"), PLAIN),
         ("like Qwen", MeshShape(context=2), PLAIN),
         ("like Mistral", MeshShape(shard=2), RECOMPUTED),
         ("like Mistral", MeshShape(tensor=2), PLAIN),
         ("like Mistral", MeshShape(context=2), PLAIN),
-        ("like Mistral", MeshShape(context=4), PLAIN),
-        ("like Mistral", MeshShape(tensor=2, pipeline=2), PLAIN),
+        pytest.param("like Mistral", MeshShape(context=4), PLAIN, marks=pytest.mark.nightly),
+        pytest.param(
+            "like Mistral", MeshShape(tensor=2, pipeline=2), PLAIN, marks=pytest.mark.nightly
+        ),
     ],
     ids=str,
 )

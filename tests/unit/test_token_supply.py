@@ -176,6 +176,19 @@ class Scene:
             await asyncio.gather(self.supplying, return_exceptions=True)
 
 
+async def beside_one_that_has(
+    folder: Path, spec: RunSpec, tmp_path: Path, **changes: int
+) -> tuple[MemoryNetwork, Member, Scene]:
+    """A member that has all tokens, and one that has none, has started and knows the other."""
+    network = MemoryNetwork()
+    has = Member("has", network, spec, tmp_path, own=folder)
+    scene = Scene(spec, Member("lacks", network, spec, tmp_path, **changes))
+    await introduce(has, scene.member)
+    await scene.start()
+    await asyncio.sleep(1)
+    return network, has, scene
+
+
 def first_piece(folder: Path, spec: RunSpec) -> Piece:
     """The one that the run's first sample begins in."""
     dataset = open_dataset(spec_of(folder), Member("x", MemoryNetwork(), spec, folder).places)
@@ -249,12 +262,7 @@ async def test_what_nobody_has_ends_the_round_with_what_is_trained_and_no_plan_c
 async def test_a_piece_that_is_slow_ends_the_round_in_time_and_the_next_finds_it_here(
     folder: Path, spec: RunSpec, tmp_path: Path
 ) -> None:
-    network = MemoryNetwork()
-    has = Member("has", network, spec, tmp_path, own=folder)
-    scene = Scene(spec, Member("lacks", network, spec, tmp_path))
-    await introduce(has, scene.member)
-    await scene.start()
-    await asyncio.sleep(1)
+    network, has, scene = await beside_one_that_has(folder, spec, tmp_path)
     network.slow_down(has.node_id, PIECE / 20)  # 20 s and more a piece, two at a time
     report = await scene.train(50, max_seconds=60.0)
     assert 0 < report.inner_steps < 50
@@ -271,12 +279,7 @@ async def test_a_piece_that_is_slow_ends_the_round_in_time_and_the_next_finds_it
 async def test_a_halt_ends_the_wait_for_a_piece(
     folder: Path, spec: RunSpec, tmp_path: Path
 ) -> None:
-    network = MemoryNetwork()
-    has = Member("has", network, spec, tmp_path, own=folder)
-    scene = Scene(spec, Member("lacks", network, spec, tmp_path))
-    await introduce(has, scene.member)
-    await scene.start()
-    await asyncio.sleep(1)
+    network, has, scene = await beside_one_that_has(folder, spec, tmp_path)
     assert await piece_for(scene.member, pieces_of(folder)[0])  # now it knows who has what
     network.slow_down(has.node_id, 0.1)
     training = asyncio.create_task(scene.train(5))
@@ -292,12 +295,7 @@ async def test_a_halt_ends_the_wait_for_a_piece(
 async def test_an_evaluation_waits_for_its_pieces_only_so_long(
     folder: Path, spec: RunSpec, tmp_path: Path
 ) -> None:
-    network = MemoryNetwork()
-    has = Member("has", network, spec, tmp_path, own=folder)
-    scene = Scene(spec, Member("lacks", network, spec, tmp_path))
-    await introduce(has, scene.member)
-    await scene.start()
-    await asyncio.sleep(1)
+    network, has, scene = await beside_one_that_has(folder, spec, tmp_path)
     network.slow_down(has.node_id, PIECE / 40)  # and there are more than come in that time
     began_at = asyncio.get_running_loop().time()
     assert await scene.island.evaluate() is None
@@ -341,13 +339,8 @@ async def test_ranks_that_compile_are_started_when_the_pieces_of_their_first_bat
 async def test_the_cache_keeps_its_limit_and_every_step_finds_its_pieces(
     folder: Path, spec: RunSpec, tmp_path: Path
 ) -> None:
-    network = MemoryNetwork()
-    has = Member("has", network, spec, tmp_path, own=folder)
     limit = 12 * PIECE
-    scene = Scene(spec, Member("lacks", network, spec, tmp_path, cache_bytes=limit))
-    await introduce(has, scene.member)
-    await scene.start()
-    await asyncio.sleep(1)
+    *_, scene = await beside_one_that_has(folder, spec, tmp_path, cache_bytes=limit)
     assert (await scene.train(60)).inner_steps == 60
     assert scene.ranks.trained == scene.expected(60)
     kept = (scene.member.held.cache.path_of(digest) for digest in scene.member.held.cache.digests())
@@ -359,12 +352,7 @@ async def test_the_cache_keeps_its_limit_and_every_step_finds_its_pieces(
 async def test_a_cache_that_is_smaller_than_a_step_is_refused(
     folder: Path, spec: RunSpec, tmp_path: Path
 ) -> None:
-    network = MemoryNetwork()
-    has = Member("has", network, spec, tmp_path, own=folder)
-    scene = Scene(spec, Member("lacks", network, spec, tmp_path, cache_bytes=PIECE // 2))
-    await introduce(has, scene.member)
-    await scene.start()
-    await asyncio.sleep(1)
+    *_, scene = await beside_one_that_has(folder, spec, tmp_path, cache_bytes=PIECE // 2)
     with pytest.raises(ConfigError, match="data_cache holds 256"):
         await scene.train(3)
     await scene.stop()
