@@ -13,13 +13,14 @@ from pathlib import Path
 
 import structlog
 
-from node.config import HISTORY_FILE, NodeSettings
+from node.config import HISTORY_FILE, RULINGS_FILE, NodeSettings
 from node.daemon import Daemon, NodeFacts, Tokens
 from node.duties.times import ExchangeTime
 from node.exchange.arithmetic_speed import measured_speed
 from node.exchange.codecs.compiled import remove_unused_kernels
 from node.exchange.codecs.tiles import Tiles, threads_beside
 from node.exchange.outer import Outer
+from node.exchange.outer_optimizer import outer_optimizer_of
 from node.exchange.preparing import prepare_kernels
 from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.transport.libp2p import Libp2pTransport
@@ -51,6 +52,7 @@ from node.newest import keep_places, keep_run
 from node.outer_state import SharedVectors, Vector
 from node.own_metrics import own_metrics
 from node.records import Records
+from node.rulings import KeptRulings
 from node.stopping import StopSignals
 from protocol.files.durable import expanded
 from protocol.layout import Layout, layout_of
@@ -58,6 +60,7 @@ from protocol.rounds import NodeId
 from protocol.run_spec import RunSpec
 from protocol.trust.credentials import Credentials
 from protocol.trust.identity import Identity
+from protocol.trust.rulings import RulingVerifier
 from protocol.wire_count import WireCounts
 
 log = structlog.get_logger()
@@ -85,6 +88,11 @@ async def run_daemon(
     layout = layout_of(spec)
     desk = None if settings.loop else await _desk_of(folder, settings, spec, kind_of(devices))
     history = await in_thread(lambda: History(folder / HISTORY_FILE))
+    rulings = KeptRulings(
+        spec,
+        path=folder / RULINGS_FILE,
+        verifier=RulingVerifier.of_authority(credentials.authority_pem),
+    )
     records = Records.of(folder, settings, spec, layout, history=history, num_ranks=len(devices))
     records.require_room()
     tiles = Tiles(
@@ -108,6 +116,7 @@ async def run_daemon(
                 records.state,
                 tiles,
                 identity.node_id,
+                rulings,
                 expanded(settings.weights) if settings.weights else None,
             )
         )
@@ -172,6 +181,7 @@ async def run_daemon(
             rng=random.Random(),
             exchange_time=exchange_time,
             tokens=tokens,
+            rulings=rulings,
         )
         with signals.draining(daemon.drain, seconds=settings.drain_within):
             async with own_metrics(settings.metrics, facts, daemon.vitals, lambda: daemon.called):
@@ -192,6 +202,7 @@ def _outer_at_start(
     disk: StateOnDisk,
     tiles: Tiles,
     node_id: NodeId,
+    rulings: KeptRulings,
     weights: Path | None = None,
 ) -> Outer:
     """The outer state that a node begins with: what its disk holds, or the run's initial one. Heavy.
@@ -212,6 +223,7 @@ def _outer_at_start(
         node_id=node_id,
         sent=disk.sent,
     )
+    outer.optimizer_in = lambda round: outer_optimizer_of(rulings.spec_in(round).outer)
     outer.compile_kernels()
     log.info("codecs ready", uplink=outer.uplink.name, downlink=outer.downlink.name)
     remove_unused_kernels()

@@ -29,6 +29,7 @@ from node.island.data.island import SuppliedIsland
 from node.island.island import Island
 from node.link.calls import Announcement, Attachment, CoordinatorLink
 from node.link.session import Session
+from node.rulings import KeptRulings
 from protocol.channel import retried
 from protocol.errors import AtollError, SystemRefusedError
 from protocol.messages import (
@@ -43,11 +44,13 @@ from protocol.messages import (
     RosterTold,
     RoundCommitted,
     RoundOpened,
+    RulingsTold,
     RunFinished,
     SliceTakenOver,
 )
 from protocol.rounds import Commit, CorpusSummary, NodeId, PeerAddress
 from protocol.run_spec import RunSpec
+from protocol.trust.rulings import SignedRuling, in_words
 from protocol.vitals import ExchangeSpeed, Vitals
 from protocol.wire_count import WireCounts
 
@@ -100,9 +103,14 @@ class Daemon:
         rng: random.Random,
         exchange_time: ExchangeTime | None = None,
         tokens: Tokens | None = None,
+        rulings: KeptRulings | None = None,
     ) -> None:
-        """`exchange_time` is the one that the transport tells; without it none is counted there."""
+        """`exchange_time` is the one that the transport tells; without it none is counted there.
+
+        Without `rulings` they are in memory alone, of a coordinator in this process.
+        """
         exchange_time = exchange_time or ExchangeTime(lambda: asyncio.get_running_loop().time())
+        self._rulings = rulings or KeptRulings(spec)
         self._facts = facts
         self._spec = spec
         self._run_digest = spec.digest()
@@ -156,6 +164,7 @@ class Daemon:
             on_attached=self._on_attached,
             on_message=self._on_message,
             rng=rng,
+            rulings=self._rulings,
         )
         self._corpus: CorpusSummary | None = None
         self._duties = Duties(
@@ -167,6 +176,7 @@ class Daemon:
             session=self._session,
             meters=Meters(counts=counts, exchange_time=exchange_time),
             patience=self._asking,
+            rulings=self._rulings,
         )
         self._process_id = rng.getrandbits(63)
         self.called = facts.node_name
@@ -283,6 +293,8 @@ class Daemon:
             version=self._facts.version,
             process_id=self._process_id,
             ability=self._island.ability,
+            num_rulings=self._rulings.number,
+            rulings_digest=self._rulings.digest,
         )
 
     def vitals(self) -> Vitals:
@@ -344,6 +356,12 @@ class Daemon:
                 self._exchange.set_roster(members)
                 if self._peer_tokens is not None:
                     self._peer_tokens.set_roster(members)
+            case RulingsTold(rulings=rulings, signatures=signatures):
+                signed = zip(rulings, signatures, strict=True)
+                for ruling in self._rulings.take(
+                    [SignedRuling(ruling=r, signature=s) for r, s in signed]
+                ):
+                    log.info("ruled", number=ruling.number, what=in_words(ruling), by=ruling.by)
             case ParticipantsDeparted() | ParticipantsIdle() | SliceTakenOver() | ResultOffered():
                 self._exchange.tell(message)
             case CommitsWanted(after_round=after_round):

@@ -15,6 +15,7 @@ from coordinator.swarm.events import (
 )
 from coordinator.swarm.shares import UNKNOWN, steadied
 from coordinator.swarm.state import (
+    BARRED,
     KEPT_ROUNDS,
     PRESENT,
     Member,
@@ -193,6 +194,28 @@ def give_up(turn: Turn, members: Sequence[Member], *, reason: str) -> None:
         turn.act(EndSession(node_id=member.node_id, reason=reason))
     if members:
         _announce_departed(turn, tuple(m.node_id for m in members))
+
+
+def bar(turn: Turn, node_id: NodeId, how: MemberState, *, reason: str) -> None:
+    """Ends a member's session for as long as the run owner says: peers refuse its calls from now on.
+
+    The round in flight goes on without it. One that is gone already is only called otherwise.
+    """
+    member = turn.state.members.get(node_id)
+    if member is None:
+        return
+    was_present = member.state in PRESENT
+    turn.put_member(_gone(turn, member, how))
+    if was_present:
+        turn.act(EndSession(node_id=node_id, reason=reason))
+        _announce_departed(turn, (node_id,))
+
+
+def unbar(turn: Turn, node_id: NodeId) -> None:
+    """A member that was barred may attach again."""
+    member = turn.state.members.get(node_id)
+    if member is not None and member.state in BARRED:
+        turn.put_member(replace(member, state=MemberState.LEFT))
 
 
 def _gone(turn: Turn, member: Member, how: MemberState) -> Member:

@@ -77,6 +77,9 @@ class DeskStub:
     async def SubmitCommits(self, request: Message) -> Any:
         return await self._asked(partial(self._desk.submit_commits, self._node_id), request)
 
+    async def SubmitRulings(self, request: Message) -> Any:
+        return await self._asked(partial(self._desk.submit_rulings, self._node_id), request)
+
     async def Detach(self, request: Message) -> Any:
         return await self._asked(partial(self._desk.detach, self._node_id), request)
 

@@ -14,6 +14,8 @@ from protocol.messages import (
     RosterTold,
     message_from_wire,
     report_to_wire,
+    rulings_from_wire,
+    rulings_to_wire,
 )
 from protocol.rounds import (
     Commit,
@@ -25,6 +27,7 @@ from protocol.rounds import (
     RosterEntry,
 )
 from protocol.run_spec import RunSpec, run_from_json
+from protocol.trust.rulings import NO_DIGEST, SignedRuling
 from protocol.v1 import session_pb2
 from protocol.vitals import Vitals, heartbeat_of
 
@@ -47,6 +50,8 @@ class Announcement:
     version: str
     process_id: int
     ability: Ability = ALL
+    num_rulings: int = 0  # that it keeps
+    rulings_digest: Digest = NO_DIGEST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +63,9 @@ class Attachment:
     committed_round: int
     committed_digest: Digest | None
     node_name: str = ""  # what the swarm calls the node
+    num_rulings: int = 0  # that the coordinator knows
+    rulings_digest: Digest = NO_DIGEST
+    rulings: tuple[SignedRuling, ...] = ()  # of those that the node lacks
 
 
 class SessionStub(Protocol):
@@ -77,6 +85,8 @@ class SessionStub(Protocol):
     def ListCommits(self) -> Any: ...  # noqa: D102, N802
     @property
     def SubmitCommits(self) -> Any: ...  # noqa: D102, N802
+    @property
+    def SubmitRulings(self) -> Any: ...  # noqa: D102, N802
     @property
     def Detach(self) -> Any: ...  # noqa: D102, N802
 
@@ -118,6 +128,8 @@ class CoordinatorLink:
                 device=announcement.device,
                 num_ranks=announcement.num_ranks,
                 version=announcement.version,
+                num_rulings=announcement.num_rulings,
+                rulings_digest=announcement.rulings_digest,
             )
         )
         return Attachment(
@@ -126,6 +138,9 @@ class CoordinatorLink:
             committed_round=answer.committed_round,
             committed_digest=Digest(answer.committed_digest) if answer.committed_digest else None,
             node_name=answer.node_name,
+            num_rulings=answer.num_rulings,
+            rulings_digest=Digest(answer.rulings_digest or NO_DIGEST),
+            rulings=rulings_from_wire(answer.rulings),
         )
 
     async def heartbeat(self, session_id: int, vitals: Vitals) -> bool:
@@ -145,9 +160,18 @@ class CoordinatorLink:
             )
         )
 
-    async def messages(self, session_id: int) -> AsyncIterator[Message]:
-        """What happens, as it happens, beginning with what holds now; the roster always whole."""
-        call = self._stub.Subscribe(session_pb2.SubscribeRequest(session_id=session_id))
+    async def messages(
+        self, session_id: int, *, num_rulings: int = 0, rulings_digest: Digest = NO_DIGEST
+    ) -> AsyncIterator[Message]:
+        """What happens, as it happens, beginning with what holds now; the roster always whole.
+
+        The rulings that the node keeps are not told again.
+        """
+        call = self._stub.Subscribe(
+            session_pb2.SubscribeRequest(
+                session_id=session_id, num_rulings=num_rulings, rulings_digest=rulings_digest
+            )
+        )
         members: dict[NodeId, RosterEntry] = {}
         try:
             async for wire in call:
@@ -178,6 +202,15 @@ class CoordinatorLink:
             )
         )
         return int(answer.committed_round)
+
+    async def submit_rulings(self, session_id: int, rulings: Sequence[SignedRuling]) -> int:
+        """Brings rulings back, in their order; returns how many the coordinator knows then."""
+        answer = await self._stub.SubmitRulings(
+            session_pb2.SubmitRulingsRequest(
+                session_id=session_id, rulings=rulings_to_wire(rulings)
+            )
+        )
+        return int(answer.num_rulings)
 
     async def detach(self, session_id: int, reason: str) -> None:
         """Says goodbye."""

@@ -13,7 +13,7 @@ import structlog
 
 from node.link.calls import CoordinatorLink
 from protocol.channel import retried
-from protocol.errors import AtollError
+from protocol.errors import AtollError, HeldBackError
 from protocol.run_spec import RunSpec
 
 log = structlog.get_logger()
@@ -30,8 +30,10 @@ class _Reasons:
         self.num_tries += 1
         if error.what != self._last:
             self._last = error.what
+            held_back = isinstance(error, HeldBackError)
             log.warning(
-                "waiting for the coordinator; Ctrl-C ends it, --no-wait does not wait",
+                f"waiting for the {'run owner' if held_back else 'coordinator'}; "
+                "Ctrl-C ends it, --no-wait does not wait",
                 why=error.what,
             )
 
