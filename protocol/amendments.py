@@ -5,7 +5,6 @@ wire are of, and amendments touch none of these. What is in force in a round is 
 amendments from that round or before.
 """
 
-import json
 import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -74,10 +73,6 @@ def amended(spec: RunSpec, changes: Changes) -> RunSpec:
         table, _, name = key.partition(".")
         if key not in AMENDABLE:
             raise _cannot(key, table, is_known=_is_known(tables, table, name))
-        if tables[table][name] == value:
-            raise UsageError(
-                f"{key} is {json.dumps(value)} already", next_step="'atoll status' shows the run"
-            )
         tables[table][name] = value
     if spec.inner.round_tokens is not None and any(key == "inner.steps" for key, _ in changes):
         raise UsageError(
@@ -114,10 +109,8 @@ def _cannot(key: str, table: str, *, is_known: bool) -> UsageError:
 
 def in_force(spec: RunSpec, rulings: Iterable[Ruling], *, round: int | None = None) -> RunSpec:
     """The run's rules in a round, or after all rulings. Raises ConfigError for one that does not fit."""
-    for ruling in rulings:
-        if ruling.kind is not RulingKind.AMENDED or (
-            round is not None and ruling.from_round > round
-        ):
+    for ruling in _amendments(rulings):
+        if round is not None and ruling.from_round > round:
             continue
         try:
             spec = amended(spec, ruling.changes)
@@ -127,6 +120,12 @@ def in_force(spec: RunSpec, rulings: Iterable[Ruling], *, round: int | None = No
                 next_step="install the coordinator's version of Atoll: 'atoll --version'",
             ) from error
     return spec
+
+
+def _amendments(rulings: Iterable[Ruling]) -> list[Ruling]:
+    """In the order of their rounds: one that was brought back may have a later number than its turn."""
+    amending = (ruling for ruling in rulings if ruling.kind is RulingKind.AMENDED)
+    return sorted(amending, key=lambda ruling: ruling.from_round)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,9 +143,9 @@ def span_of(spec: RunSpec, rulings: Iterable[Ruling], round: int) -> Span:
     where it is, without a jump.
     """
     done, first, total = 0.0, 1, spec.run.rounds
-    for ruling in rulings:
+    for ruling in _amendments(rulings):
         rounds = dict(ruling.changes).get("run.rounds")
-        if ruling.kind is not RulingKind.AMENDED or rounds is None or ruling.from_round > round:
+        if rounds is None or ruling.from_round > round:
             continue
         done = _at(done, first, total, ruling.from_round)
         first, total = ruling.from_round, int(rounds)

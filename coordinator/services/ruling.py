@@ -13,17 +13,19 @@ from coordinator.services import checks
 from coordinator.store import Store
 from coordinator.swarm.events import Ruled, RulingsLearned
 from protocol.amendments import Changes, amended, in_force
-from protocol.errors import BadDataError, NoInputError, TemporaryError, UsageError
+from protocol.errors import BadDataError, ConfigError, NoInputError, UsageError
 from protocol.messages import RulingsTold
 from protocol.rounds import NodeId
 from protocol.run_spec import RunSpec
 from protocol.trust.rulings import (
+    ABOUT_NODES,
     RUN_OWNER,
     Ruling,
     RulingKind,
     RulingVerifier,
     SignedRuling,
     digest_of,
+    follows,
     in_words,
 )
 from protocol.trust.signing import CommitSigner
@@ -32,6 +34,13 @@ _log = structlog.get_logger()
 
 MOST_RULINGS = 4096
 """In one message: a ruling has some hundred bytes, and a message 4 MiB at most."""
+
+_RULED_ANEW = ABOUT_NODES | {
+    RulingKind.PAUSED,
+    RulingKind.RESUMED,
+    RulingKind.STOPPED,
+    RulingKind.AMENDED,
+}
 
 LEAST_ID_LENGTH = 4
 COORDINATOR = "the coordinator"
@@ -89,7 +98,12 @@ class Rulings:
                 raise UsageError(
                     "nothing is amended", next_step="'atoll run amend run.rounds=200', for example"
                 )
-            rules = rules_of(amended(spec, changes))
+            becomes = amended(spec, changes)
+            if becomes == spec:
+                raise UsageError(
+                    "the run has these values already", next_step="'atoll status' shows the run"
+                )
+            rules = rules_of(becomes)
             return await self._make(
                 self.event(
                     RulingKind.AMENDED, changes=tuple(sorted(changes)), rules=rules, reason=reason
@@ -101,12 +115,6 @@ class Rulings:
         return Ruled(kind=kind, by=by, unix_seconds=round(self._wall_clock(), 3), **fields)  # type: ignore[arg-type] # the caller's keywords, passed on
 
     async def _make(self, event: Ruled) -> Ruling:
-        if self._driver.state.awaited is not None and event.by == RUN_OWNER:
-            raise TemporaryError(
-                "the coordinator has just started and waits for nodes, which may know of rulings that "
-                "it lacks",
-                next_step="try again once 'atoll status' says that it goes on",
-            )
         return (await self._driver.apply(event)).state.rulings[-1]
 
     async def learn(self, brought: Sequence[SignedRuling], *, session: Session) -> int:
@@ -118,24 +126,47 @@ class Rulings:
         for signed in brought:
             self._verifier.check(signed)
         async with self._turn:
-            known = len(self.all)
-            news = tuple(one.ruling for one in brought if one.ruling.number > known)
-            forked = [
-                one.ruling
-                for one in brought
-                if one.ruling.number <= known and self.all[one.ruling.number - 1] != one.ruling
-            ]
-            for ruling in forked:
-                _log.warning(
-                    "a ruling from before this copy was made does not hold: another has its number",
-                    number=ruling.number,
-                    what=in_words(ruling),
-                    next_step="rule anew if it shall hold",
-                )
-            if news and news[0].before == digest_of(self.all).hex():
-                rules = rules_of(in_force(self._run, (*self.all, *news)))
-                await self._driver.apply(RulingsLearned(rulings=news, rules=rules), session=session)
+            known = frozenset(self.all)
+            lacking = [one.ruling for one in brought if one.ruling not in known]
+            chain = list(self.all)
+            while lacking and follows(lacking[0], chain[-1] if chain else None):
+                chain.append(lacking.pop(0))
+            if news := tuple(chain[len(self.all) :]):
+                rules = rules_of(in_force(self._run, chain))
+                event = RulingsLearned(rulings=news, rules=rules)
+                await self._driver.apply(event, session=session)
+            for ruling in lacking:
+                await self._rule_anew(ruling, session)
             return len(self.all)
+
+    async def _rule_anew(self, ruling: Ruling, session: Session) -> None:
+        """Takes over what was ruled before this copy was made, where others were ruled since."""
+        if ruling.kind not in _RULED_ANEW:
+            return
+        try:
+            is_amending = ruling.kind is RulingKind.AMENDED
+            rules = rules_of(in_force(self._run, (*self.all, ruling))) if is_amending else None
+            event = Ruled(
+                kind=ruling.kind,
+                by=ruling.by,
+                unix_seconds=ruling.unix_seconds,
+                node_id=ruling.node_id,
+                node_name=ruling.node_name,
+                reason=ruling.reason,
+                changes=ruling.changes,
+                rules=rules,
+                from_round=ruling.from_round,
+            )
+            await self._driver.apply(event, session=session)
+        except (
+            UsageError,
+            ConfigError,
+        ) as error:  # it holds already, or what came since forbids it
+            _log.warning(
+                "a ruling that was brought back does not hold",
+                what=in_words(ruling),
+                why=error.what,
+            )
 
     def missing(self, num_kept: int, digest: bytes) -> Iterator[RulingsTold]:
         """What a node lacks that keeps so many; all where it keeps others than these."""

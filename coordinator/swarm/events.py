@@ -131,6 +131,7 @@ class Ruled:
     invite_id: str = ""
     changes: tuple[tuple[str, Scalar], ...] = ()
     rules: Rules | None = None
+    from_round: int | None = None  # of one that is ruled anew; None: the next round
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

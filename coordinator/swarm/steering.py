@@ -41,7 +41,7 @@ def rule(turn: Turn, event: Ruled) -> None:
         reason=event.reason,
         invite_id=event.invite_id,
         changes=event.changes,
-        from_round=_next_round(state) if event.kind in _OF_ROUNDS else 0,
+        from_round=_from_round(state, event),
     )
     _take(turn, ruling, event.rules)
     turn.act(Tell(message=RulingsTold(rulings=(ruling,))))
@@ -69,6 +69,12 @@ def with_rulings(state: SwarmState, rulings: tuple[Ruling, ...]) -> SwarmState:
 
 
 _OF_ROUNDS = frozenset({RulingKind.AMENDED, RulingKind.STOPPED})
+
+
+def _from_round(state: SwarmState, event: Ruled) -> int:
+    if event.from_round is not None:
+        return event.from_round
+    return _next_round(state) if event.kind in _OF_ROUNDS else 0
 
 
 def _next_round(state: SwarmState) -> int:

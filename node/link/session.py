@@ -77,6 +77,7 @@ class Session:
         self._vitals = vitals
         self._on_attached = on_attached
         self._on_message = on_message
+        self._to_bring: tuple[SignedRuling, ...] = ()  # rulings that the coordinator lacks
         self._rng = rng
         self._reports: list[_Queued] = []  # of the latest rounds, in order
         self._reports_changed = asyncio.Event()
@@ -133,8 +134,11 @@ class Session:
                         "coordinator away", why=error.what, next_try_seconds=round(pause, 1)
                     )
                 elif error.what != waits_for:  # once: it may wait for days
+                    is_copy = isinstance(error, CopyAttachedError)
                     log.error(
-                        "not attached: this node waits",
+                        "not attached: this node's key is in use"
+                        if is_copy
+                        else "not attached: the run owner holds this node back",
                         why=error.what,
                         next_step=error.next_step,
                     )
@@ -144,6 +148,12 @@ class Session:
 
     def _take_rulings(self, attachment: Attachment) -> None:
         """Keeps the rulings that came with the session, before anything is done by them."""
+        told = frozenset(attachment.rulings)
+        known = attachment.num_rulings
+        is_prefix = self._rulings.digest_at(known) == attachment.rulings_digest
+        lacking = self._rulings.after(known if is_prefix else 0)
+        if lacking:
+            self._to_bring = tuple(one for one in lacking if one not in told)
         if attachment.rulings:
             self._on_message(_told(attachment.rulings))
         if self._rulings.number < attachment.num_rulings:
@@ -151,11 +161,10 @@ class Session:
 
     async def _bring_rulings(self, attachment: Attachment) -> None:
         """Brings back the rulings that the coordinator lacks: it goes on from an older copy."""
-        known = attachment.num_rulings
-        missing = self._rulings.after(known)
-        if missing and self._rulings.digest_at(known) == attachment.rulings_digest:
-            log.warning("the coordinator lacks rulings", after=known)
-            await self._link.submit_rulings(attachment.session_id, missing[:MOST_RULINGS])
+        if self._to_bring:
+            log.warning("the coordinator lacks rulings", rulings=len(self._to_bring))
+            await self._link.submit_rulings(attachment.session_id, self._to_bring[:MOST_RULINGS])
+            self._to_bring = self._to_bring[MOST_RULINGS:]
 
     async def bring_back(
         self, commits_after: Callable[[int], tuple[Commit, ...]], round: int
