@@ -51,6 +51,7 @@ from node.models.reading import read_first
 from node.newest import keep_places, keep_run
 from node.outer_state import SharedVectors, Vector
 from node.own_metrics import own_metrics
+from node.pausing import is_paused
 from node.records import Records
 from node.rulings import KeptRulings
 from node.stopping import StopSignals
@@ -182,6 +183,7 @@ async def run_daemon(
             exchange_time=exchange_time,
             tokens=tokens,
             rulings=rulings,
+            is_paused=lambda: is_paused(folder),
         )
         with signals.draining(daemon.drain, seconds=settings.drain_within):
             async with own_metrics(settings.metrics, facts, daemon.vitals, lambda: daemon.called):

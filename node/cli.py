@@ -224,6 +224,32 @@ def drain(folder: Path | None, within: float) -> None:
 
 
 @node.command()
+@DIRECTORY
+def pause(folder: Path | None) -> None:
+    """Let this machine's node train nothing, until 'atoll node resume'.
+
+    It stays a member: it applies commits, and is up to date when it goes on. Restarts do not end that.
+
+    Example: atoll node pause
+    """
+    from node.pausing import pause_node
+
+    pause_node(find_home(folder), say=click.echo)
+
+
+@node.command()
+@DIRECTORY
+def resume(folder: Path | None) -> None:
+    """Let a node that was paused train again.
+
+    Example: atoll node resume
+    """
+    from node.pausing import resume_node
+
+    resume_node(find_home(folder), say=click.echo)
+
+
+@node.command()
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path, file_okay=False))
 @click.option(
     "--from",

@@ -6,6 +6,7 @@ not wait for that (a changed roster, participants that are gone) is done on arri
 
 import asyncio
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ from node.island.data.island import SuppliedIsland
 from node.island.island import Island
 from node.link.calls import Announcement, Attachment, CoordinatorLink
 from node.link.session import Session
+from node.pausing import LOOK_SECONDS
 from node.rulings import KeptRulings
 from protocol.channel import retried
 from protocol.errors import AtollError, SystemRefusedError
@@ -104,10 +106,12 @@ class Daemon:
         exchange_time: ExchangeTime | None = None,
         tokens: Tokens | None = None,
         rulings: KeptRulings | None = None,
+        is_paused: Callable[[], bool] = lambda: False,
     ) -> None:
         """`exchange_time` is the one that the transport tells; without it none is counted there.
 
-        Without `rulings` they are in memory alone, of a coordinator in this process.
+        Without `rulings` they are in memory alone, of a coordinator in this process. `is_paused` tells
+        whether the node's owner lets it train nothing now.
         """
         exchange_time = exchange_time or ExchangeTime(lambda: asyncio.get_running_loop().time())
         self._rulings = rulings or KeptRulings(spec)
@@ -117,7 +121,8 @@ class Daemon:
         self._link = link
         self._rng = rng
         self._transport = transport
-        self._island = LastingIsland(island, exchange_time)
+        self._island = LastingIsland(island, exchange_time, is_paused=is_paused)
+        self._is_paused = is_paused
         self._outer = outer
         self._counts = counts
         self._history = history
@@ -205,6 +210,7 @@ class Daemon:
                 *(work, session, patience),
                 asyncio.ensure_future(self._watch_transport()),
                 asyncio.ensure_future(self._bring_back()),
+                asyncio.ensure_future(self._heed_pauses()),
             ]
             if self._supplied is not None and self._peer_tokens is not None:
                 supply = self._supplied.supplied_by(self._peer_tokens, self._train_on)
@@ -264,6 +270,21 @@ class Daemon:
         loop = asyncio.get_running_loop()
         self._patience = loop.call_later(within_seconds, self._patience_ended.set)
         return True
+
+    async def _heed_pauses(self) -> None:
+        """Ends training when the node's owner pauses it, and lets the coordinator know of each change."""
+        was_paused = False
+        while True:
+            paused = self._is_paused()
+            if paused != was_paused:
+                log.info(
+                    "paused by its owner: 'atoll node resume' goes on" if paused else "goes on"
+                )
+                if paused:
+                    self._island.cut_short()
+                await self._session.tell_vitals()
+                was_paused = paused
+            await asyncio.sleep(LOOK_SECONDS)
 
     async def _watch_transport(self) -> None:
         reason = await self._transport.wait_failed()

@@ -69,7 +69,8 @@ def _not_open(state: SwarmState, now: float) -> str:
     parts += [_not_ready(state, m) for m in present if m.state is not MemberState.READY]
     idle = [m for m in present if m.state is MemberState.READY and m.cannot_train]
     parts += [
-        f"{member.node_name} waits for its owner's training loop, or for the run's tokens"
+        f"{member.node_name} waits for its owner's training loop, or for the run's tokens, or until its "
+        "owner resumes it"
         for member in idle
     ]
     if state.unsupplied_since is not None:

@@ -56,6 +56,18 @@ def test_a_run_is_paused_amended_extended_and_stopped_and_members_are_approved_a
     assert "may take part" in owner(swarm, "nodes", "approve", "c")
     c.says("applied")
 
+    done(atoll("node", "pause", "--dir", swarm.folder / "c"))
+    c.says("paused by its owner")
+    committed(swarm, 2)
+    paused = swarm.nodes()["c"]
+    assert paused.heartbeat.activity == "waiting for its owner: 'atoll node resume'"
+    assert (paused.state, paused.inner_steps) == (status_pb2.NODE_STATE_READY, 0)
+    newest = json.loads(owner(swarm, "rounds", "--json"))[0]
+    assert newest["num_participants"] == newest["num_contributors"] == 2
+    refused(atoll("node", "pause", "--dir", swarm.folder / "c"), 64, "is paused already")
+    done(atoll("node", "resume", "--dir", swarm.folder / "c"))
+    until(lambda: swarm.nodes()["c"].inner_steps > 0, "c to train again")
+
     refused(atoll("run", "resume", "--dir", swarm.home), 64, "the run is not paused")
     owner(swarm, "run", "pause", "--reason", "the cluster moves")
     until(lambda: not run_of(swarm).open_round, "the round in flight to end")
