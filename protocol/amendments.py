@@ -154,5 +154,6 @@ def span_of(spec: RunSpec, rulings: Iterable[Ruling], round: int) -> Span:
 
 def _at(done: float, first: int, total: int, round: int) -> float:
     """Where `round` begins: `done` where `first` began, and 1 where round `total` has ended."""
-    left = total + 1 - first
-    return 1.0 if left <= 0 else min(1.0, done + (1 - done) * (round - first) / left)
+    if round > total:
+        return 1.0
+    return done + (1 - done) * (round - first) / (total + 1 - first)
