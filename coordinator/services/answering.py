@@ -1,16 +1,15 @@
 """Who may call which service, and how answers and errors leave it."""
 
 from collections.abc import Awaitable, Callable
-from datetime import UTC, datetime
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import grpc.aio
 import structlog
 
 from coordinator.store import Store
+from coordinator.swarm.membership import refuse_barred
 from protocol.errors import (
     AtollError,
-    ExpelledError,
     HeldBackError,
     NotPermittedError,
     SystemRefusedError,
@@ -20,7 +19,7 @@ from protocol.rounds import NodeId
 from protocol.server import caller
 from protocol.status_codes import abort
 from protocol.trust.pki import Principal, Role
-from protocol.trust.rulings import Ruling, RulingKind
+from protocol.trust.rulings import Ruling
 
 _log = structlog.get_logger()
 
@@ -110,26 +109,6 @@ class Gate:
                 next_step="join the swarm with 'atoll join INVITE'",
             )
         return principal
-
-
-def refuse_barred(standing: Ruling | None) -> None:
-    """Raises ExpelledError or HeldBackError for a node whose latest ruling bars it."""
-    if standing is None:
-        return
-    when = datetime.fromtimestamp(standing.unix_seconds, UTC)
-    why = f": {standing.reason}" if standing.reason else ""
-    words = (
-        f"{standing.by} has {standing.kind} {standing.node_name} ({when:%Y-%m-%d %H:%M} UTC){why}"
-    )
-    if standing.kind is RulingKind.EXPELLED:
-        raise ExpelledError(
-            words, next_step="ask the run owner: another invite does not let this key in"
-        )
-    if standing.kind is RulingKind.QUARANTINED:
-        raise HeldBackError(
-            words,
-            next_step=f"it waits until the run owner types 'atoll nodes readmit {standing.node_name}'",
-        )
 
 
 async def answered(

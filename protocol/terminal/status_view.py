@@ -247,6 +247,7 @@ def render(status: pb.GetStatusResponse, *, notice: str = "") -> RenderableType:
         ("copies", copies_in_words(status.nodes), "yellow"),
         ("rates", rates_in_words(status.nodes), ""),
         ("time", mean_time_in_words(status.nodes), ""),
+        ("rules", "; ".join(status.run.amendments), ""),
         ("wire", saving_in_words(status.run.wire), ""),
     ):
         if words:

@@ -8,11 +8,11 @@ import pytest
 from swarm_scene import Scene, digest_of, of_kind
 
 from coordinator.swarm.actions import EndSession
-from coordinator.swarm.events import Ruled, RulingsLearned
+from coordinator.swarm.events import Ruled, RulingsLearned, Started
 from coordinator.swarm.membership import roster_of
 from coordinator.swarm.state import PRESENT, MemberState, Rules
 from coordinator.swarm.steering import with_rulings
-from protocol.errors import UsageError
+from protocol.errors import ExpelledError, UsageError
 from protocol.messages import ParticipantsDeparted, RoundOpened, RulingsTold, RunFinished
 from protocol.rounds import NodeId
 from protocol.trust.rulings import RUN_OWNER, RulingKind, follows
@@ -113,6 +113,23 @@ def test_an_amendment_holds_from_the_next_round_on_and_every_plan_names_it() -> 
     plans = [opened.plan for opened in of_kind(scene.log, RoundOpened)]
     assert [(plan.round, plan.num_rulings) for plan in plans] == [(1, 0), (2, 1)]
     assert plans[1].assignments[0].inner_steps == 7
+
+
+def test_a_coordinator_that_starts_waits_for_no_barred_node() -> None:
+    scene = Scene(min_nodes=1)
+    scene.attach("a", "b")
+    ruled(scene, RulingKind.EXPELLED, "b")
+    scene.do(Started())
+    assert scene.state.awaited is not None and scene.state.awaited.node_ids == ("a",)
+
+
+def test_a_node_that_was_barred_while_it_asked_to_attach_is_refused() -> None:
+    scene = Scene(min_nodes=1)
+    scene.attach("a", "b")
+    ruled(scene, RulingKind.EXPELLED, "b")
+    with pytest.raises(ExpelledError, match="the run owner has expelled b"):
+        scene.attach("b")
+    assert scene.member("b").state is MemberState.EXPELLED
 
 
 def begun() -> Scene:
