@@ -27,12 +27,14 @@ from coordinator.presets.choosing import Plan
 from coordinator.services.answering import Gate
 from coordinator.services.enrolment import EnrolmentDesk, EnrolmentServicer
 from coordinator.services.operator import OperatorDesk, OperatorServicer
+from coordinator.services.ruling import Rulings
 from coordinator.services.session import SessionDesk, SessionServicer
 from coordinator.services.status import StatusDesk, StatusServicer
 from coordinator.store import Store
 from coordinator.swarm.state import SwarmState
 from coordinator.swarm.transition import Transition
 from coordinator.telemetry import Telemetry
+from protocol.amendments import in_force
 from protocol.errors import UnavailableError
 from protocol.files.descriptors import require_open_files
 from protocol.layout import layout_of
@@ -40,6 +42,7 @@ from protocol.logging import LogStream, start_logging
 from protocol.server import CONTROL_OPTIONS, ENROLMENT_OPTIONS, bind_control, bind_enrolment
 from protocol.trust.invite import endpoint_of
 from protocol.trust.pki import pin_of
+from protocol.trust.rulings import RulingVerifier, checked_chain
 from protocol.trust.signing import CommitSigner
 from protocol.typed import web_address_of
 from protocol.v1.enrolment_pb2_grpc import add_EnrolmentServiceServicer_to_server
@@ -107,9 +110,12 @@ class Coordinator:
         ]
         try:
             store.keep_or_compare(home.run, home.directory / RUN_FILE)
+            kept = store.rulings()
+            checked_chain(kept, RulingVerifier(signer.public_key))
+            amended = in_force(home.run, (signed.ruling for signed in kept))
             driver = Driver(
                 state=replace(
-                    store.load(rules_of(home.run), home.run.digest()),
+                    store.load(rules_of(amended), home.run.digest()),
                     layout=layout_of(home.run).summary(),
                 ),
                 store=store,
@@ -119,6 +125,7 @@ class Coordinator:
                 writer=writer,
                 reader=reader,
             )
+            rulings = Rulings(driver, home.run, signer)
             tally = RoundTally(driver.state, now=driver.clock.now())
             control_port = bind_control(
                 control,
@@ -140,11 +147,14 @@ class Coordinator:
                 home,
                 config,
                 signer,
+                rulings,
                 store=store,
                 driver=driver,
                 enrolment_port=enrolment_port,
             )
-            _add_enrolment(enrolment, home, store=store, driver=driver, control_port=control_port)
+            _add_enrolment(
+                enrolment, home, rulings, store=store, driver=driver, control_port=control_port
+            )
             if config.dashboard:
                 dashboard = _open_dashboard(config.dashboard, status, tally, driver)
             home.save_link(host=config.host, control_port=control_port)
@@ -204,6 +214,7 @@ def _add_member_services(
     home: Home,
     config: CoordinatorConfig,
     signer: CommitSigner,
+    rulings: Rulings,
     *,
     store: Store,
     driver: Driver,
@@ -212,8 +223,8 @@ def _add_member_services(
     """What is behind mutual TLS; returns the desk that tells how the run is doing."""
     telemetry = Telemetry()
     swarm_id = home.authority.swarm_id
-    gate = Gate(swarm_id=swarm_id, store=store)
-    session = SessionDesk(driver, telemetry, home.run, signer)
+    gate = Gate(swarm_id=swarm_id, store=store, standing_of=rulings.standing_of)
+    session = SessionDesk(driver, telemetry, home.run, signer, rulings)
     status = StatusDesk(driver, telemetry, home.run, swarm_id=swarm_id)
     operator = OperatorDesk(
         store,
@@ -225,6 +236,7 @@ def _add_member_services(
         write=driver.write,
         batch=home.run.inner.batch,
         apply=driver.apply,
+        rulings=rulings,
     )
     add_SessionServiceServicer_to_server(SessionServicer(session, gate), server)
     add_StatusServiceServicer_to_server(StatusServicer(status, gate), server)
@@ -249,12 +261,19 @@ def _open_dashboard(
 
 
 def _add_enrolment(
-    server: grpc.aio.Server, home: Home, *, store: Store, driver: Driver, control_port: int
+    server: grpc.aio.Server,
+    home: Home,
+    rulings: Rulings,
+    *,
+    store: Store,
+    driver: Driver,
+    control_port: int,
 ) -> None:
     """What strangers with an invite reach."""
     desk = EnrolmentDesk(
         store,
         home.authority,
+        rulings,
         run_name=home.run.run.name,
         control_port=control_port,
         clock=driver.clock.now,

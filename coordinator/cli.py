@@ -66,7 +66,7 @@ def start(
     from coordinator.backup import clear_unfinished_backups
     from coordinator.config import Home, settle_preset
 
-    folder = _folder(directory)
+    folder = folder_of(directory)
     clear_unfinished_backups(folder)
     settled = settle_preset(folder)
     home = Home.load(folder)
@@ -105,7 +105,7 @@ def invite() -> None:
     """Make, list and revoke invites. The coordinator must be running."""
 
 
-_DIR_OPTION = click.option(
+DIR_OPTION = click.option(
     "--dir",
     "directory",
     metavar="DIR",
@@ -130,21 +130,53 @@ _DIR_OPTION = click.option(
     help="How long it is valid: 90s, 30m, 24h, 7d.",
 )
 @click.option("--host", default="", help="Host to send nodes to, instead of the advertised one.")
-@_DIR_OPTION
-def create(uses: int, expires: float, host: str, directory: Path | None) -> None:
+@click.option("--label", default="", help="What you call it in your lists: for whom it is.")
+@click.option(
+    "--needs-approval",
+    is_flag=True,
+    help="Who joins with it waits until 'atoll nodes approve NAME'.",
+)
+@click.option(
+    "--role",
+    type=click.Choice(("node", "viewer")),
+    default="node",
+    show_default=True,
+    help="A viewer sees the status, without addresses, and takes no part.",
+)
+@DIR_OPTION
+def create(
+    uses: int,
+    expires: float,
+    host: str,
+    label: str,
+    needs_approval: bool,
+    role: str,
+    directory: Path | None,
+) -> None:
     """Make an invite and print the line that a contributor types.
 
-    Example: atoll invite create --uses 3 --expires 7d
-    """
+    \b
+    Examples:
+      atoll invite create --uses 3 --expires 7d
+      atoll invite create --label "lab B" --needs-approval
+    """  # noqa: D301 - click reads the character \b, not its two letters
     from protocol.v1.operator_pb2 import CreateInviteRequest
 
-    request = CreateInviteRequest(max_uses=uses, valid_seconds=expires, host=host)
-    with _operator(directory) as stub:
+    request = CreateInviteRequest(
+        max_uses=uses,
+        valid_seconds=expires,
+        host=host,
+        label=label,
+        needs_approval=needs_approval,
+        for_viewers=role == "viewer",
+    )
+    with operator_of(directory) as stub:
         made = stub.CreateInvite(request)
     click.echo(f"atoll join {made.invite}")
-    nodes = "one node" if uses == 1 else f"{uses} nodes"
+    nodes = f"one {role}" if uses == 1 else f"{uses} {role}s"
+    held_back = ", who wait for your approval," if needs_approval else ""
     click.echo(
-        f"invite {made.invite_id} is for {nodes} and expires in "
+        f"invite {made.invite_id} is for {nodes}{held_back} and expires in "
         f"{console.seconds_in_words(expires)}; it holds a secret: send it privately",
         err=True,
     )
@@ -152,7 +184,7 @@ def create(uses: int, expires: float, host: str, directory: Path | None) -> None
 
 @invite.command("list")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: a list of objects.")
-@_DIR_OPTION
+@DIR_OPTION
 def list_invites(as_json: bool, directory: Path | None) -> None:
     """Show the invites, newest first, without their secrets.
 
@@ -160,7 +192,7 @@ def list_invites(as_json: bool, directory: Path | None) -> None:
     """
     from protocol.v1.operator_pb2 import ListInvitesRequest
 
-    with _operator(directory) as stub:
+    with operator_of(directory) as stub:
         invites = stub.ListInvites(ListInvitesRequest()).invites
     if as_json:
         console.print_json(
@@ -171,6 +203,10 @@ def list_invites(as_json: bool, directory: Path | None) -> None:
                     "node_ids": list(status.node_ids),
                     "remaining_seconds": round(status.remaining_seconds, 3),
                     "revoked": status.revoked,
+                    "label": status.label,
+                    "needs_approval": status.needs_approval,
+                    "role": "viewer" if status.for_viewers else "node",
+                    "node_names": list(status.node_names),
                 }
                 for status in invites
             ]
@@ -182,18 +218,25 @@ def list_invites(as_json: bool, directory: Path | None) -> None:
     rows = [
         (
             status.invite_id,
+            status.label or "-",
+            "viewer" if status.for_viewers else "node",
             f"{len(status.node_ids)} of {status.max_uses}",
             _standing(status),
-            ", ".join(node_id[:8] for node_id in status.node_ids),
+            ", ".join(
+                f"{name} ({node_id[:8]})"
+                for name, node_id in zip(status.node_names, status.node_ids, strict=True)
+            ),
         )
         for status in invites
     ]
-    console.terminal().print(console.table(("invite", "used", "standing", "nodes"), rows))
+    console.terminal().print(
+        console.table(("invite", "label", "role", "used", "standing", "joined"), rows)
+    )
 
 
 @invite.command()
 @click.argument("invite_id", metavar="ID")
-@_DIR_OPTION
+@DIR_OPTION
 def revoke(invite_id: str, directory: Path | None) -> None:
     """Make an invite useless. Nodes that joined with it stay.
 
@@ -201,7 +244,7 @@ def revoke(invite_id: str, directory: Path | None) -> None:
     """
     from protocol.v1.operator_pb2 import RevokeInviteRequest
 
-    with _operator(directory) as stub:
+    with operator_of(directory) as stub:
         stub.RevokeInvite(RevokeInviteRequest(invite_id=invite_id))
     click.echo(f"invite {invite_id} is revoked")
 
@@ -211,7 +254,7 @@ def revoke(invite_id: str, directory: Path | None) -> None:
 @click.option(
     "--round", "round_number", type=click.IntRange(1), help="Take out what a round trained."
 )
-@_DIR_OPTION
+@DIR_OPTION
 def skip(ranges: tuple[str, ...], round_number: int | None, directory: Path | None) -> None:
     """Take samples out of a run, after a spike of the loss: they are not trained any more.
 
@@ -226,7 +269,7 @@ def skip(ranges: tuple[str, ...], round_number: int | None, directory: Path | No
     from protocol.v1.operator_pb2 import SampleRange, SkipSamplesRequest
 
     asked = [SampleRange(first=first, end=end) for first, end in map(_range, ranges)]
-    with _operator(directory) as stub:
+    with operator_of(directory) as stub:
         answer = stub.SkipSamples(SkipSamplesRequest(ranges=asked, round=round_number or 0))
     for piece in answer.ranges:
         click.echo(f"samples {piece.first} to {piece.end - 1} are not leased any more")
@@ -242,7 +285,7 @@ def _range(text: str) -> tuple[int, int]:
     return int(first), int(end)
 
 
-def _folder(directory: Path | None) -> Path:
+def folder_of(directory: Path | None) -> Path:
     """The folder meant: before its first start a coordinator's has no link.toml to find it by."""
     from protocol.trust.credentials import HOME_VARIABLE, find_home
 
@@ -256,18 +299,19 @@ def _standing(status: "InviteStatus") -> str:
         return "revoked"
     if status.remaining_seconds <= 0:
         return f"expired {console.age_in_words(-status.remaining_seconds)}"
-    left = f"expires in {console.seconds_in_words(status.remaining_seconds)}"
+    approval = ", needs approval" if status.needs_approval else ""
+    left = f"expires in {console.seconds_in_words(status.remaining_seconds)}{approval}"
     return f"used up, {left}" if len(status.node_ids) >= status.max_uses else left
 
 
 @contextmanager
-def _operator(directory: Path | None) -> "Iterator[OperatorServiceStub]":
+def operator_of(directory: Path | None) -> "Iterator[OperatorServiceStub]":
     """The run owner's way to the coordinator, by the credentials in its folder."""
     from protocol.channel import open_blocking_channel
     from protocol.trust.credentials import LINK_FILE, Credentials
     from protocol.v1.operator_pb2_grpc import OperatorServiceStub
 
-    home = _folder(directory)
+    home = folder_of(directory)
     if (home / _CONFIG_FILE).is_file() and not (home / LINK_FILE).is_file():
         raise UnavailableError(
             f"the coordinator of {home} was never started, so its port is not known",

@@ -19,7 +19,7 @@ from protocol.files.folder_lock import FolderLock
 
 DATABASE_NAME = "atoll.db"
 
-VERSION = 8
+VERSION = 9
 
 TABLES = """
 CREATE TABLE swarm (only_row INTEGER PRIMARY KEY CHECK (only_row = 1), state, digest);
@@ -42,8 +42,9 @@ CREATE TABLE commits (
 CREATE TABLE figures (round INTEGER PRIMARY KEY, summary, digest);
 CREATE TABLE invites (
     place INTEGER PRIMARY KEY, invite_id, secret_hash, max_uses, expires_utc_seconds, is_revoked,
-    host, digest
+    host, label, needs_approval, for_viewers, digest
 );
+CREATE TABLE rulings (number INTEGER PRIMARY KEY, ruling, signature, digest);
 CREATE TABLE enrolled (
     invite_id, node_id, node_name, public_key, certificate_serial, digest,
     PRIMARY KEY (invite_id, node_id)

@@ -20,7 +20,22 @@ class InviteRecord:
     expires_utc_seconds: float
     is_revoked: bool
     host: str
+    label: str
+    needs_approval: bool
+    for_viewers: bool
     node_ids: tuple[NodeId, ...]  # who joined with it
+    node_names: tuple[str, ...]  # what they call themselves
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnrolledMember:
+    """Who has redeemed an invite, or several: any of them may spare it the approval."""
+
+    node_id: NodeId
+    node_name: str
+    invite_id: str  # that counts
+    needs_approval: bool
+    is_viewer: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +49,9 @@ class Invite:
     expires_utc_seconds: float
     is_revoked: bool
     host: str
+    label: str
+    needs_approval: bool
+    for_viewers: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +73,9 @@ def add(
     max_uses: int,
     expires_utc_seconds: float,
     host: str,
+    label: str,
+    needs_approval: bool,
+    for_viewers: bool,
 ) -> None:
     """Remembers a new invite."""
     place = 1 + max((invite.place for invite in _invites(connection)), default=0)
@@ -66,15 +87,18 @@ def add(
         expires_utc_seconds=float(expires_utc_seconds),
         is_revoked=False,
         host=host,
+        label=label,
+        needs_approval=needs_approval,
+        for_viewers=for_viewers,
     )
     _put(connection, "invites", invite)
 
 
 def records(connection: sqlite3.Connection) -> tuple[InviteRecord, ...]:
     """All invites, newest first."""
-    joined: dict[str, list[NodeId]] = {}
-    for one in enrolled(connection):
-        joined.setdefault(one.invite_id, []).append(one.node_id)
+    joined: dict[str, list[Enrolled]] = {}
+    for one in enrolled(connection):  # in the order of node ids
+        joined.setdefault(one.invite_id, []).append(one)
     return tuple(
         InviteRecord(
             invite_id=invite.invite_id,
@@ -82,10 +106,32 @@ def records(connection: sqlite3.Connection) -> tuple[InviteRecord, ...]:
             expires_utc_seconds=invite.expires_utc_seconds,
             is_revoked=invite.is_revoked,
             host=invite.host,
-            node_ids=tuple(sorted(joined.get(invite.invite_id, ()))),
+            label=invite.label,
+            needs_approval=invite.needs_approval,
+            for_viewers=invite.for_viewers,
+            node_ids=tuple(one.node_id for one in joined.get(invite.invite_id, ())),
+            node_names=tuple(one.node_name for one in joined.get(invite.invite_id, ())),
         )
         for invite in reversed(list(_invites(connection)))
     )
+
+
+def members(connection: sqlite3.Connection) -> dict[NodeId, EnrolledMember]:
+    """All who joined, by their ids."""
+    invites = {invite.invite_id: invite for invite in _invites(connection)}
+    found: dict[NodeId, EnrolledMember] = {}
+    for one in enrolled(connection):
+        invite, before = invites[one.invite_id], found.get(one.node_id)
+        is_viewer = invite.for_viewers and (before is None or before.is_viewer)
+        needs_approval = invite.needs_approval and (before is None or before.needs_approval)
+        found[one.node_id] = EnrolledMember(
+            node_id=one.node_id,
+            node_name=one.node_name,
+            invite_id=one.invite_id,
+            needs_approval=needs_approval,
+            is_viewer=is_viewer,
+        )
+    return found
 
 
 def revoke(connection: sqlite3.Connection, invite_id: str) -> bool:
@@ -105,8 +151,8 @@ def redeem(
     node_name: str,
     public_key: bytes,
     now: float,
-) -> None:
-    """Enrols a node at wall clock time `now` (UTC seconds), or raises NotPermittedError.
+) -> Invite:
+    """Enrols a node at wall clock time `now` (UTC seconds), or raises NotPermittedError; returns the invite.
 
     A node that has redeemed the invite before may do so again: its first answer may have been lost. An
     unknown invite and a wrong secret read the same, so that names cannot be probed.
@@ -137,6 +183,7 @@ def redeem(
             certificate_serial="" if before is None else before.certificate_serial,
         ),
     )
+    return invite
 
 
 def record_certificate(
@@ -166,9 +213,10 @@ def enrolled(connection: sqlite3.Connection, invite_id: str | None = None) -> It
 
 def _invites(connection: sqlite3.Connection) -> Iterator[Invite]:
     """All of them, in the order in which they were made."""
-    for place, invite_id, secret_hash, max_uses, expires, is_revoked, host in rows_of(
+    for place, invite_id, secret_hash, max_uses, expires, is_revoked, host, *kind in rows_of(
         connection, "invites", "ORDER BY place"
     ):
+        label, needs_approval, for_viewers = kind
         yield Invite(
             place=place,
             invite_id=invite_id,
@@ -177,6 +225,9 @@ def _invites(connection: sqlite3.Connection) -> Iterator[Invite]:
             expires_utc_seconds=expires,
             is_revoked=bool(is_revoked),
             host=host,
+            label=label,
+            needs_approval=bool(needs_approval),
+            for_viewers=bool(for_viewers),
         )
 
 

@@ -21,6 +21,7 @@ from protocol.messages import (
     SliceTakenOver,
 )
 from protocol.rounds import NodeId
+from protocol.trust.rulings import in_words
 
 _log = structlog.get_logger()
 
@@ -29,6 +30,8 @@ _NEWS = {
     MemberState.DIVERGED: "node diverged",
     MemberState.LOST: "node lost",
     MemberState.LEFT: "node left",
+    MemberState.QUARANTINED: "node quarantined",
+    MemberState.EXPELLED: "node expelled",
 }
 
 
@@ -45,6 +48,8 @@ def log_transition(before: SwarmState, transition: Transition) -> None:
             was = None
         if (was is None or was.state is not member.state) and member.state in _NEWS:
             _log.info(_NEWS[member.state], node=member.node_name, round=member.outer_round)
+    for ruling in after.rulings[len(before.rulings) :]:
+        _log.info("ruled", number=ruling.number, what=in_words(ruling), by=ruling.by)
     for node_id in before.members.keys() - after.members.keys():
         gone = before.members[node_id]
         _log.info(

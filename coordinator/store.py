@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from coordinator import closed_rows, invite_rows
 from coordinator.closed_rows import KeptCommit, Sign
 from coordinator.database import Database
-from coordinator.invite_rows import InviteRecord
+from coordinator.invite_rows import EnrolledMember, Invite, InviteRecord
 from coordinator.kept_run import keep_or_compare
 from coordinator.round_rows import JSON, load_round, save_round
 from coordinator.rows import DamagedError, put, row_of, rows_of
@@ -32,6 +32,7 @@ from coordinator.swarm.state import (
     SwarmState,
     trimmed,
 )
+from coordinator.swarm.steering import with_rulings
 from coordinator.swarm.transition import initial_state
 from coordinator.unsaved import Change, to_save, without_rows
 from protocol import convert
@@ -39,6 +40,7 @@ from protocol.channel import RETRY_CAP_SECONDS
 from protocol.errors import ConfigError
 from protocol.rounds import Assignment, Commit, Digest, NodeId
 from protocol.run_spec import RunSpec
+from protocol.trust.rulings import SignedRuling, ruling_from_json
 from protocol.v1 import round_pb2
 from protocol.v1.status_pb2 import RoundSummary
 
@@ -70,7 +72,7 @@ class Store:
             if (row := row_of(connection, "clock")) is not None:
                 self._saved_now = row[1]
             invite_rows.records(connection)
-            self._enrolled = {one.node_id for one in invite_rows.enrolled(connection)}
+            self._enrolled = invite_rows.members(connection)
 
     @classmethod
     def open(cls, directory: Path, *, sign: Sign | None = None) -> Self:
@@ -105,14 +107,16 @@ class Store:
     def load(self, rules: Rules, run_digest: Digest) -> SwarmState:
         """The state as last saved, or the initial one. Present members get a fresh lease.
 
-        Raises ConfigError when the database belongs to another run file.
+        `rules` are the run file's with all amendments. Raises ConfigError when the database belongs to
+        another run file.
         """
+        rulings = tuple(signed.ruling for signed in self.rulings())
         with self._database.reading() as connection:
             row = row_of(connection, "swarm")
             if row is None:
                 if row_of(connection, "clock") or row_of(connection, "commits"):
                     raise DamagedError("the swarm's own row is missing")
-                return initial_state(rules, run_digest)
+                return with_rulings(initial_state(rules, run_digest), rulings)
             (state,) = _STATE.validate_json(row[1])
             members = [_MEMBER.validate_json(text)[0] for _, text in rows_of(connection, "members")]
             held_out = tuple(
@@ -137,7 +141,7 @@ class Store:
                 next_step="put the old run.toml back, or start a new run with "
                 "'atoll coordinator init NEWDIR'",
             )
-        return replace(
+        state = replace(
             state,
             rules=rules,
             members={member.node_id: self._with_fresh_lease(member, rules) for member in members},
@@ -146,6 +150,7 @@ class Store:
             ledger=self._ledger_of(open_round, rules) if ledger is None else ledger,
             held_out=held_out,
         )
+        return with_rulings(state, rulings)
 
     def _ledger_of(self, open_round: Round | None, rules: Rules) -> Ledger:
         """The ledger that the rounds of a database add up to which was written without one."""
@@ -228,6 +233,13 @@ class Store:
                     for place, h in losses
                 ),
             )
+        if change.rulings:
+            sign = self._sign or (lambda _: b"")
+            put(
+                connection,
+                "rulings",
+                [(r.number, r.canonical_json(), sign(r.statement)) for r in change.rulings],
+            )
         if change.is_taken_back or change.closed:
             closed_rows.forget_after(connection, after.committed_round)
         for closed in change.closed:
@@ -284,6 +296,17 @@ class Store:
         with self._database.reading() as connection:
             return closed_rows.kept_commit(connection, round_number)
 
+    def rulings(self, after: int = 0, *, limit: int = 1 << 60) -> tuple[SignedRuling, ...]:
+        """Rulings of greater numbers, in order, with their signatures; at most so many."""
+        with self._database.reading() as connection:
+            rows = rows_of(
+                connection, "rulings", "WHERE number > ? ORDER BY number LIMIT ?", (after, limit)
+            )
+            return tuple(
+                SignedRuling(ruling=ruling_from_json(text), signature=signature)
+                for _, text, signature in rows
+            )
+
     def check(self) -> None:
         """Reads all rows; raises BadDataError at the first that is not what was written."""
         with self._database.reading() as connection:
@@ -302,6 +325,9 @@ class Store:
         max_uses: int,
         expires_utc_seconds: float,
         host: str,
+        label: str = "",
+        needs_approval: bool = False,
+        for_viewers: bool = False,
     ) -> None:
         """Remembers a new invite; of its secret only the hash."""
         with self._database.writing() as connection:
@@ -312,6 +338,9 @@ class Store:
                 max_uses=max_uses,
                 expires_utc_seconds=expires_utc_seconds,
                 host=host,
+                label=label,
+                needs_approval=needs_approval,
+                for_viewers=for_viewers,
             )
 
     def invites(self) -> tuple[InviteRecord, ...]:
@@ -333,10 +362,10 @@ class Store:
         node_name: str,
         public_key: bytes,
         now: float,
-    ) -> None:
+    ) -> Invite:
         """Enrols a node, or raises NotPermittedError: see coordinator.invite_rows."""
         with self._database.writing() as connection:
-            invite_rows.redeem(
+            invite = invite_rows.redeem(
                 connection,
                 invite_id,
                 secret_hash,
@@ -345,7 +374,9 @@ class Store:
                 public_key=public_key,
                 now=now,
             )
-        self._enrolled.add(node_id)
+            enrolled = invite_rows.members(connection)
+        self._enrolled = enrolled  # only now, when it is on the disk
+        return invite
 
     def record_certificate(self, invite_id: str, node_id: NodeId, serial: int) -> None:
         """Remembers which certificate an enrolled node got last."""
@@ -355,6 +386,14 @@ class Store:
     def is_enrolled(self, node_id: NodeId) -> bool:
         """Whether the node has ever redeemed an invite. Asked at every call."""
         return node_id in self._enrolled
+
+    def enrolled(self) -> tuple[EnrolledMember, ...]:
+        """All who have ever redeemed an invite, in the order of their ids."""
+        return tuple(member for _, member in sorted(self._enrolled.items()))
+
+    def enrolled_member(self, node_id: NodeId) -> EnrolledMember | None:
+        """What is known of who has redeemed an invite. Asked at every call."""
+        return self._enrolled.get(node_id)
 
 
 def _text(adapter: TypeAdapter[tuple[T]], value: T) -> str:

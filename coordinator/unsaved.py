@@ -11,6 +11,7 @@ from typing import Self
 from coordinator.swarm.ledger import Ledger
 from coordinator.swarm.state import ClosedRound, HeldOut, Member, SwarmState
 from protocol.rounds import NodeId
+from protocol.trust.rulings import Ruling
 
 
 def to_save(before: SwarmState, after: Sequence[SwarmState]) -> list[SwarmState]:
@@ -40,11 +41,12 @@ class Change:
     num_losses_kept: int | None  # of the held-out losses, from the first on; None: no other ones
     is_taken_back: bool
     closed: tuple[ClosedRound, ...]
+    rulings: tuple[Ruling, ...]
 
     @property
     def is_any(self) -> bool:
         """Whether there is anything to write."""
-        are_rows_new = bool(self.members or self.gone or self.closed)
+        are_rows_new = bool(self.members or self.gone or self.closed or self.rulings)
         is_one_new = self.is_round_new or self.is_ledger_new or self.num_losses_kept is not None
         return self.are_scalars_new or are_rows_new or is_one_new
 
@@ -71,6 +73,7 @@ class Change:
             num_losses_kept=_num_kept(before.held_out, after.held_out),
             is_taken_back=after.committed_round < before.committed_round,
             closed=_new_rounds(before.recent, after.recent),
+            rulings=after.rulings[len(before.rulings) :],
         )
 
 
@@ -95,8 +98,19 @@ def _is_new(before: object, after: object) -> bool:
 
 
 def without_rows(state: SwarmState) -> SwarmState:
-    """The state without what has tables of its own."""
-    return replace(state, members={}, open_round=None, recent=(), ledger=Ledger(), held_out=())
+    """The state without what has tables of its own, or follows from those."""
+    return replace(
+        state,
+        members={},
+        open_round=None,
+        recent=(),
+        ledger=Ledger(),
+        held_out=(),
+        rulings=(),
+        standings={},
+        paused=None,
+        stopped=None,
+    )
 
 
 def _is_saved_as(before: Member | None, after: Member) -> bool:

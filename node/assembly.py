@@ -13,13 +13,14 @@ from pathlib import Path
 
 import structlog
 
-from node.config import HISTORY_FILE, NodeSettings
+from node.config import HISTORY_FILE, RULINGS_FILE, NodeSettings
 from node.daemon import Counterparts, Daemon, Holdings, NodeFacts, Tokens
 from node.duties.times import ExchangeTime, Meters
 from node.exchange.codecs.codec import Tiles, threads_beside
 from node.exchange.codecs.compiled import remove_unused_kernels
 from node.exchange.codecs.registry import measured_speed
 from node.exchange.outer import Outer
+from node.exchange.outer_optimizer import outer_optimizer_of
 from node.exchange.preparing import prepare_kernels
 from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.transport.libp2p import Libp2pTransport
@@ -50,13 +51,16 @@ from node.models.reading import read_first
 from node.newest import keep_places, keep_run
 from node.outer_state import SharedVectors, Vector
 from node.own_metrics import own_metrics
+from node.pausing import is_paused
 from node.records import Records
+from node.rulings import KeptRulings
 from node.stopping import StopSignals
 from protocol.files.durable import expanded
 from protocol.layout import layout_of
 from protocol.run_spec import RunSpec
 from protocol.trust.credentials import Credentials
 from protocol.trust.identity import Identity
+from protocol.trust.rulings import RulingVerifier
 from protocol.wire_count import WireCounts
 
 log = structlog.get_logger()
@@ -98,6 +102,8 @@ async def run_daemon(start: NodeStart, hardware: Hardware, signals: StopSignals)
     ranks = await _ranks_of(start, hardware)
     layout = layout_of(spec)
     history = await in_thread(lambda: History(folder / HISTORY_FILE))
+    verifier = RulingVerifier.of_authority(start.credentials.authority_pem)
+    rulings = KeptRulings(spec, path=folder / RULINGS_FILE, verifier=verifier)
     records = Records.of(
         folder, settings, spec, layout, history=history, num_ranks=len(ranks.devices)
     )
@@ -106,7 +112,7 @@ async def run_daemon(start: NodeStart, hardware: Hardware, signals: StopSignals)
     shared = SharedVectors.create(layout.num_elements, layout.largest_fragment)
     try:
         # What has views of the shared memory begins and ends in there.
-        return await _run_in(shared, start, ranks, records, history, signals)
+        return await _run_in(shared, start, ranks, records, history, rulings, signals)
     finally:
         if ranks.desk is not None:
             await ranks.desk.close()
@@ -119,12 +125,13 @@ async def _run_in(
     ranks: _Ranks,
     records: Records,
     history: History,
+    rulings: KeptRulings,
     signals: StopSignals,
 ) -> str:
     """Builds the daemon around the shared memory and runs it."""
     settings, spec, identity = start.settings, start.spec, start.identity
     keep_places(start.folder, start.data)
-    outer = await in_thread(lambda: _outer_at_start(start, shared, records.state, ranks))
+    outer = await in_thread(lambda: _outer_at_start(start, shared, records.state, ranks, rulings))
     meters = Meters(counts=start.counts, exchange_time=ExchangeTime())
     island, tokens = _island_and_tokens(start, shared, ranks, records)
     facts = NodeFacts(
@@ -149,8 +156,15 @@ async def _run_in(
     daemon = Daemon(
         facts=facts,
         spec=spec,
-        holdings=Holdings(outer=outer, disk=records.state, history=history, tokens=tokens),
-        counterparts=Counterparts(coordinator=start.link, transport=transport, island=island),
+        holdings=Holdings(
+            outer=outer, disk=records.state, history=history, tokens=tokens, rulings=rulings
+        ),
+        counterparts=Counterparts(
+            coordinator=start.link,
+            transport=transport,
+            island=island,
+            is_paused=lambda: is_paused(start.folder),
+        ),
         heavy=in_thread,
         meters=meters,
         rng=random.Random(),
@@ -161,7 +175,11 @@ async def _run_in(
 
 
 def _outer_at_start(
-    start: NodeStart, shared: SharedVectors, disk: StateOnDisk, ranks: _Ranks
+    start: NodeStart,
+    shared: SharedVectors,
+    disk: StateOnDisk,
+    ranks: _Ranks,
+    rulings: KeptRulings,
 ) -> Outer:
     """The outer state that a node begins with: what its disk holds, or the run's initial one. Heavy.
 
@@ -191,6 +209,7 @@ def _outer_at_start(
         node_id=start.identity.node_id,
         sent=disk.sent,
     )
+    outer.optimizer_in = lambda round: outer_optimizer_of(rulings.spec_in(round).outer)
     outer.compile_kernels()
     log.info("codecs ready", uplink=outer.uplink.name, downlink=outer.downlink.name)
     remove_unused_kernels()

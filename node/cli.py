@@ -8,7 +8,9 @@ from pathlib import Path
 import click
 
 from node.config import load_settings, require_node_folder
+from protocol.errors import NotPermittedError
 from protocol.trust.credentials import Credentials, find_home
+from protocol.trust.pki import Role
 from protocol.typed import as_seconds
 
 DIRECTORY = click.option(
@@ -39,10 +41,14 @@ def join(invite: str | None, folder: Path | None, name: str | None) -> None:
     credentials = asyncio.run(
         enrol(read_invite(invite), home, name=name or socket.gethostname()[:64] or "node")
     )
+    suffix = f" --dir {folder}" if folder is not None else ""
+    if credentials.principal.role is Role.VIEWER:
+        click.echo(f"joined '{credentials.run_name}' at {credentials.endpoint} as a viewer")
+        click.echo(f"next: atoll status --watch{suffix}")
+        return
     click.echo(
         f"joined '{credentials.run_name}' at {credentials.endpoint}; your node lives in {home}"
     )
-    suffix = f" --dir {folder}" if folder is not None else ""
     click.echo(f"next: atoll node start{suffix}")
 
 
@@ -121,7 +127,12 @@ def start(
     Example: atoll node start --device cuda
     """
     home = find_home(folder)
-    Credentials.load(home)  # a missing or damaged folder is told before the slow imports
+    credentials = Credentials.load(home)  # what is damaged is told before the slow imports
+    if credentials.principal.role is Role.VIEWER:
+        raise NotPermittedError(
+            f"{home} is a viewer's folder: a viewer sees the status and takes no part",
+            next_step="ask the run owner for an invite of a node, and join with it in another folder",
+        )
     require_node_folder(home)
     chosen = load_settings(home, **settings)
     from protocol.logging import start_logging
@@ -211,6 +222,32 @@ def drain(folder: Path | None, within: float) -> None:
 
     drain_node(find_home(folder), within_seconds=within, say=click.echo)
     click.echo("it has left")
+
+
+@node.command()
+@DIRECTORY
+def pause(folder: Path | None) -> None:
+    """Let this machine's node train nothing, until 'atoll node resume'.
+
+    It stays a member: it applies commits, and is up to date when it goes on. Restarts do not end that.
+
+    Example: atoll node pause
+    """
+    from node.pausing import pause_node
+
+    pause_node(find_home(folder), say=click.echo)
+
+
+@node.command()
+@DIRECTORY
+def resume(folder: Path | None) -> None:
+    """Let a node that was paused train again.
+
+    Example: atoll node resume
+    """
+    from node.pausing import resume_node
+
+    resume_node(find_home(folder), say=click.echo)
 
 
 @node.command()

@@ -23,6 +23,7 @@ IDENTITY_FILE = "identity.key"
 SETTINGS_FILE = "node.toml"
 SNAPSHOTS_FOLDER = "snapshots"
 HISTORY_FILE = "history"
+RULINGS_FILE = "rulings"
 SENT_FILE = "sent"
 DATA_CACHE_FOLDER = "data-cache"
 

@@ -6,6 +6,7 @@ not wait for that (a changed roster, participants that are gone) is done on arri
 
 import asyncio
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,8 @@ from node.island.data.island import SuppliedIsland
 from node.island.island import Island
 from node.link.calls import Announcement, Attachment, CoordinatorLink
 from node.link.session import Session
+from node.pausing import LOOK_SECONDS
+from node.rulings import KeptRulings
 from protocol.channel import retried
 from protocol.errors import AtollError, SystemRefusedError
 from protocol.messages import (
@@ -43,11 +46,13 @@ from protocol.messages import (
     RosterTold,
     RoundCommitted,
     RoundOpened,
+    RulingsTold,
     RunFinished,
     SliceTakenOver,
 )
 from protocol.rounds import Commit, CorpusSummary, NodeId, PeerAddress
 from protocol.run_spec import RunSpec
+from protocol.trust.rulings import SignedRuling, in_words
 from protocol.vitals import ExchangeSpeed, Vitals
 
 log = structlog.get_logger()
@@ -88,15 +93,17 @@ class Holdings:
     disk: StateOnDisk | None  # None: nothing outlives the process
     history: History
     tokens: Tokens | None = None
+    rulings: KeptRulings | None = None  # None: in memory alone, of a coordinator in this process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counterparts:
-    """What a daemon talks to: the coordinator, the peers and its own ranks."""
+    """What a daemon talks to: the coordinator, the peers, its own ranks and its owner."""
 
     coordinator: CoordinatorLink
     transport: Transport
     island: Island
+    is_paused: Callable[[], bool] = lambda: False  # by the owner: it trains nothing now
 
 
 class Daemon:
@@ -116,13 +123,17 @@ class Daemon:
         """The transport tells the meters when a body is on its way, if it can."""
         outer, history, tokens = holdings.outer, holdings.history, holdings.tokens
         transport = counterparts.transport
+        self._rulings = holdings.rulings or KeptRulings(spec)
+        self._is_paused = counterparts.is_paused
         self._facts = facts
         self._spec = spec
         self._run_digest = spec.digest()
         self._link = counterparts.coordinator
         self._rng = rng
         self._transport = transport
-        self._island = LastingIsland(counterparts.island, meters.exchange_time)
+        self._island = LastingIsland(
+            counterparts.island, meters.exchange_time, is_paused=self._is_paused
+        )
         self._outer = outer
         self._counts = meters.counts
         self._history = history
@@ -169,6 +180,7 @@ class Daemon:
             on_attached=self._on_attached,
             on_message=self._on_message,
             rng=rng,
+            rulings=self._rulings,
         )
         self._corpus: CorpusSummary | None = None
         self._duties = Duties(
@@ -180,6 +192,7 @@ class Daemon:
             session=self._session,
             meters=meters,
             patience=self._asking,
+            rulings=self._rulings,
         )
         self._process_id = rng.getrandbits(63)
         self.called = facts.node_name
@@ -208,6 +221,7 @@ class Daemon:
                 *(work, session, patience),
                 asyncio.ensure_future(self._watch_transport()),
                 asyncio.ensure_future(self._bring_back()),
+                asyncio.ensure_future(self._heed_pauses()),
             ]
             if self._supplied is not None and self._peer_tokens is not None:
                 supply = self._supplied.supplied_by(self._peer_tokens, self._train_on)
@@ -268,6 +282,21 @@ class Daemon:
         self._patience = loop.call_later(within_seconds, self._patience_ended.set)
         return True
 
+    async def _heed_pauses(self) -> None:
+        """Ends training when the node's owner pauses it, and lets the coordinator know of each change."""
+        was_paused = False
+        while True:
+            paused = self._is_paused()
+            if paused != was_paused:
+                log.info(
+                    "paused by its owner: 'atoll node resume' goes on" if paused else "goes on"
+                )
+                if paused:
+                    self._island.cut_short()
+                await self._session.tell_vitals()
+                was_paused = paused
+            await asyncio.sleep(LOOK_SECONDS)
+
     async def _watch_transport(self) -> None:
         reason = await self._transport.wait_failed()
         raise SystemRefusedError(
@@ -296,6 +325,8 @@ class Daemon:
             version=self._facts.version,
             process_id=self._process_id,
             ability=self._island.ability,
+            num_rulings=self._rulings.number,
+            rulings_digest=self._rulings.digest,
         )
 
     def vitals(self) -> Vitals:
@@ -357,6 +388,12 @@ class Daemon:
                 self._exchange.set_roster(members)
                 if self._peer_tokens is not None:
                     self._peer_tokens.set_roster(members)
+            case RulingsTold(rulings=rulings, signatures=signatures):
+                signed = zip(rulings, signatures, strict=True)
+                for ruling in self._rulings.take(
+                    [SignedRuling(ruling=r, signature=s) for r, s in signed]
+                ):
+                    log.info("ruled", number=ruling.number, what=in_words(ruling), by=ruling.by)
             case ParticipantsDeparted() | ParticipantsIdle() | SliceTakenOver() | ResultOffered():
                 self._exchange.tell(message)
             case CommitsWanted(after_round=after_round):

@@ -44,6 +44,16 @@ SECTIONS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
                 target="coordinator.cli:invite",
                 summary="Make, list and revoke invites.",
             ),
+            Entry(
+                name="run",
+                target="coordinator.steering:run",
+                summary="Pause, resume, stop, extend or amend the run.",
+            ),
+            Entry(
+                name="audit",
+                target="coordinator.steering:audit",
+                summary="Show who joined, was expelled, and what was changed.",
+            ),
         ),
     ),
     (
@@ -73,7 +83,11 @@ SECTIONS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
                 target="protocol.terminal.query:status",
                 summary="Show what the run and its nodes do.",
             ),
-            Entry(name="nodes", target="protocol.terminal.query:nodes", summary="List the nodes."),
+            Entry(
+                name="nodes",
+                target="protocol.terminal.query:nodes",
+                summary="List the nodes; decide who takes part.",
+            ),
             Entry(
                 name="rounds",
                 target="protocol.terminal.query:rounds",

@@ -105,6 +105,7 @@ def plan_to_wire(plan: Plan) -> round_pb2.Plan:
         commit_seconds=plan.commit_seconds,
         reason=plan.reason,
         ahead=[assignment_to_wire(assignment) for assignment in plan.ahead],
+        num_rulings=plan.num_rulings,
     )
 
 
@@ -123,6 +124,7 @@ def plan_from_wire(wire: round_pb2.Plan) -> Plan:
         commit_seconds=wire.commit_seconds,
         reason=wire.reason,
         ahead=tuple(assignment_from_wire(assignment) for assignment in wire.ahead),
+        num_rulings=wire.num_rulings,
     )
 
 

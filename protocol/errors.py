@@ -22,6 +22,7 @@ class ExitCode(IntEnum):
     PROTOCOL = 76  # the other side is not who or what it should be
     NO_PERMISSION = 77  # not invited, expired, revoked
     CONFIG = 78  # run.toml or node.toml is wrong
+    EXPELLED = 79  # the run owner refuses this node's key; not one of sysexits.h
     INTERRUPTED = 130  # Ctrl-C
 
 
@@ -107,6 +108,10 @@ class CopyAttachedError(TemporaryError):
     )
 
 
+class HeldBackError(TemporaryError):
+    """The run owner has yet to let this node take part: it waits, and asks again."""
+
+
 class ProtocolMismatchError(AtollError):
     """The other side is not who or what it should be."""
 
@@ -117,6 +122,12 @@ class NotPermittedError(AtollError):
     """Not invited, or no longer."""
 
     exit_code = ExitCode.NO_PERMISSION
+
+
+class ExpelledError(NotPermittedError):
+    """The run owner has expelled this node."""
+
+    exit_code = ExitCode.EXPELLED
 
 
 class ConfigError(AtollError):

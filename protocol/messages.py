@@ -5,6 +5,7 @@ a round. Both sides act on these values: the coordinator's core makes messages a
 the node's duties do the reverse.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from protocol import convert
@@ -18,6 +19,8 @@ from protocol.rounds import (
     Plan,
     RosterEntry,
 )
+from protocol.trust.rulings import Ruling, SignedRuling, ruling_from_json
+from protocol.v1 import ruling_pb2
 from protocol.v1 import session_pb2 as pb
 from protocol.wire_count import WireTotals
 
@@ -120,6 +123,17 @@ class RunFinished:
     reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RulingsTold:
+    """Rulings that the node may lack, in the order of their numbers.
+
+    The coordinator's core makes them without `signatures`; they have as many on the wire.
+    """
+
+    rulings: tuple[Ruling, ...]
+    signatures: tuple[bytes, ...] = ()
+
+
 Message = (
     RosterTold
     | RosterChanged
@@ -133,6 +147,7 @@ Message = (
     | EvaluationAsked
     | RefetchAsked
     | RunFinished
+    | RulingsTold
 )
 """What the coordinator tells a node."""
 
@@ -240,6 +255,11 @@ def message_to_wire(message: Message) -> pb.SubscribeResponse:
         case RunFinished(round=number, outer_digest=digest, reason=reason):
             finished = pb.Finished(round=number, outer_digest=digest, reason=reason)
             wire.finished.CopyFrom(finished)
+        case RulingsTold(rulings=rulings, signatures=signatures):
+            signed = zip(rulings, signatures, strict=True)
+            wire.rulings.CopyFrom(
+                rulings_to_wire(SignedRuling(ruling=r, signature=s) for r, s in signed)
+            )
     return wire
 
 
@@ -294,11 +314,35 @@ def message_from_wire(wire: pb.SubscribeResponse) -> Message:
                 outer_digest=Digest(wire.finished.outer_digest),
                 reason=wire.finished.reason,
             )
+        case "rulings":
+            signed = rulings_from_wire(wire.rulings)
+            return RulingsTold(
+                rulings=tuple(one.ruling for one in signed),
+                signatures=tuple(one.signature for one in signed),
+            )
         case unknown:
             raise ProtocolMismatchError(
                 f"the coordinator sent a message that this version does not know ({unknown})",
                 next_step="install the coordinator's version of Atoll: 'atoll --version'",
             )
+
+
+def rulings_to_wire(signed: Iterable[SignedRuling]) -> ruling_pb2.Rulings:
+    """Signed rulings."""
+    return ruling_pb2.Rulings(
+        rulings=[
+            ruling_pb2.Ruling(ruling_json=one.ruling.canonical_json(), signature=one.signature)
+            for one in signed
+        ]
+    )
+
+
+def rulings_from_wire(wire: ruling_pb2.Rulings) -> tuple[SignedRuling, ...]:
+    """Signed rulings; raises BadDataError for one that cannot be read. Checks no signature."""
+    return tuple(
+        SignedRuling(ruling=ruling_from_json(one.ruling_json), signature=one.signature)
+        for one in wire.rulings
+    )
 
 
 def report_to_wire(round: int, report: Report) -> pb.Report:

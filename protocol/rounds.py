@@ -91,6 +91,7 @@ class Plan:
     reason: str
     ahead: tuple[Assignment, ...] = ()
     round_tokens: int = 0  # as in databases that do not hold it
+    num_rulings: int = 0  # made when the round opened: who lacks one does not take part
 
     @property
     def participants(self) -> tuple[NodeId, ...]:

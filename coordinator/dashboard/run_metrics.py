@@ -14,8 +14,16 @@ _STATES = {
     pb.NODE_STATE_DIVERGED: "diverged",
     pb.NODE_STATE_LOST: "lost",
     pb.NODE_STATE_LEFT: "left",
+    pb.NODE_STATE_UNAPPROVED: "unapproved",
+    pb.NODE_STATE_QUARANTINED: "quarantined",
+    pb.NODE_STATE_EXPELLED: "expelled",
 }
-_GONE = frozenset({pb.NODE_STATE_LOST, pb.NODE_STATE_LEFT})
+_GONE = frozenset(
+    {
+        *(pb.NODE_STATE_LOST, pb.NODE_STATE_LEFT, pb.NODE_STATE_UNAPPROVED),
+        *(pb.NODE_STATE_QUARANTINED, pb.NODE_STATE_EXPELLED),
+    }
+)
 
 RUN_METRICS = (
     Metric(

@@ -7,8 +7,10 @@ import grpc.aio
 import structlog
 
 from coordinator.store import Store
+from coordinator.swarm.membership import refuse_barred
 from protocol.errors import (
     AtollError,
+    HeldBackError,
     NotPermittedError,
     SystemRefusedError,
     UnavailableError,
@@ -17,6 +19,7 @@ from protocol.rounds import NodeId
 from protocol.server import caller
 from protocol.status_codes import abort
 from protocol.trust.pki import Principal, Role
+from protocol.trust.rulings import Ruling
 
 _log = structlog.get_logger()
 
@@ -40,27 +43,29 @@ Answer = TypeVar("Answer")
 class Gate:
     """Tells callers apart by their certificates; raises NotPermittedError for the wrong ones.
 
-    A certificate is not enough for a node: this coordinator's database must know it as well.
+    A certificate is not enough for a node or a viewer: this coordinator's database must know it as
+    well, and no ruling may bar it. `standing_of` gives the latest ruling on a node.
     """
 
-    def __init__(self, *, swarm_id: str, store: Store) -> None:
+    def __init__(
+        self, *, swarm_id: str, store: Store, standing_of: Callable[[NodeId], Ruling | None]
+    ) -> None:
         self._swarm_id = swarm_id
         self._store = store
+        self._standing_of = standing_of
 
     def node(self, context: Context) -> NodeId:
-        """The enrolled node that calls."""
+        """The enrolled node that calls, and may.
+
+        Raises ExpelledError for one that never may again, HeldBackError for one that has to wait.
+        """
         principal = self._principal(context)
         if principal.role is not Role.NODE or principal.node_id is None:
             raise NotPermittedError(
                 f"the {principal.role}'s certificate is not a node's",
                 next_step="join the swarm with 'atoll join INVITE' in another folder",
             )
-        if not self._store.is_enrolled(principal.node_id):
-            raise NotPermittedError(
-                f"node {principal.node_id} is not enrolled here",
-                next_step="ask the run owner for an invite: 'atoll invite create'",
-            )
-        return principal.node_id
+        return self._member(principal.node_id)
 
     def operator(self, context: Context) -> None:
         """Lets the run owner pass."""
@@ -71,10 +76,30 @@ class Gate:
                 next_step="run it in the coordinator's folder, or with --dir",
             )
 
-    def anyone(self, context: Context) -> None:
-        """Lets the run owner and enrolled nodes pass."""
-        if self._principal(context).role is not Role.OPERATOR:
+    def anyone(self, context: Context) -> Role:
+        """Lets the run owner, enrolled nodes and viewers pass; returns which of them calls."""
+        principal = self._principal(context)
+        if principal.role is Role.VIEWER and principal.node_id is not None:
+            self._member(principal.node_id)
+        elif principal.role is not Role.OPERATOR:
             self.node(context)
+        return principal.role
+
+    def _member(self, node_id: NodeId) -> NodeId:
+        member = self._store.enrolled_member(node_id)
+        if member is None:
+            raise NotPermittedError(
+                f"node {node_id} is not enrolled here",
+                next_step="ask the run owner for an invite: 'atoll invite create'",
+            )
+        standing = self._standing_of(node_id)
+        refuse_barred(standing)
+        if standing is None and member.needs_approval:
+            raise HeldBackError(
+                f"{member.node_name} has joined and waits until the run owner approves it",
+                next_step=f"the run owner types 'atoll nodes approve {member.node_name}'",
+            )
+        return node_id
 
     def _principal(self, context: Context) -> Principal:
         principal = caller(context)

@@ -10,11 +10,13 @@ from cryptography import x509
 
 from coordinator.services import checks
 from coordinator.services.answering import Context, Write, answered_when_durable
+from coordinator.services.ruling import Rulings
 from coordinator.store import Store
+from coordinator.swarm.membership import refuse_barred
 from protocol.errors import AtollError, BadDataError, NotPermittedError, TemporaryError
 from protocol.trust.identity import PUBLIC_KEY_BYTES, is_signed_by, node_id_of
 from protocol.trust.invite import SECRET_BYTES, hash_of_secret
-from protocol.trust.pki import Authority, enrolment_statement
+from protocol.trust.pki import Authority, Role, enrolment_statement
 from protocol.v1 import enrolment_pb2 as pb
 from protocol.v1.enrolment_pb2_grpc import EnrolmentServiceServicer
 
@@ -66,6 +68,7 @@ class EnrolmentDesk:
         self,
         store: Store,
         authority: Authority,
+        rulings: Rulings,
         *,
         run_name: str,
         control_port: int,
@@ -75,6 +78,7 @@ class EnrolmentDesk:
     ) -> None:
         self._store = store
         self._authority = authority
+        self._rulings = rulings
         self._run_name = run_name
         self._control_port = control_port
         self._wall_clock = wall_clock
@@ -84,15 +88,20 @@ class EnrolmentDesk:
     async def enrol(self, host: str, request: pb.EnrolRequest) -> pb.EnrolResponse:
         """Enrols a node that calls from `host`.
 
-        Raises NotPermittedError for an invite that does not hold, BadDataError for a request that
-        cannot be right, TemporaryError for a host that keeps trying.
+        Raises NotPermittedError for an invite that does not hold or an expelled key, BadDataError for a
+        request that cannot be right, TemporaryError for a host that keeps trying.
         """
         self._failures.check(host)
         try:
             statement = _checked(request)
             if not is_signed_by(request.public_key, statement, request.proof):
                 raise BadDataError("the request is not signed by the node's own key")
-            return await self._write(lambda: self._enrol(host, request))
+            refuse_barred(self._rulings.standing_of(node_id_of(request.public_key)))
+            answer = await self._write(lambda: self._enrol(host, request))
+            await self._rulings.note_joined(
+                answer.node_id, node_name=request.node_name, invite_id=request.invite_id
+            )
+            return answer
         except (NotPermittedError, BadDataError):
             self._failures.add(host)
             raise
@@ -100,7 +109,7 @@ class EnrolmentDesk:
     def _enrol(self, host: str, request: pb.EnrolRequest) -> pb.EnrolResponse:
         self._failures.check(host)  # once more: others of this host had their turn meanwhile
         node_id = node_id_of(request.public_key)
-        self._store.redeem(
+        invite = self._store.redeem(
             request.invite_id,
             hash_of_secret(request.invite_secret),
             node_id=node_id,
@@ -109,7 +118,11 @@ class EnrolmentDesk:
             now=self._wall_clock(),
         )
         # Only now, when it is on the disk that the node is one of ours.
-        certificate_pem = self._authority.issue_node(request.certificate_request, node_id)
+        certificate_pem = self._authority.issue_node(
+            request.certificate_request,
+            node_id,
+            role=Role.VIEWER if invite.for_viewers else Role.NODE,
+        )
         serial = x509.load_pem_x509_certificate(certificate_pem).serial_number
         self._store.record_certificate(request.invite_id, node_id, serial)
         return pb.EnrolResponse(
@@ -119,6 +132,7 @@ class EnrolmentDesk:
             certificate_pem=certificate_pem,
             authority_pem=self._authority.certificate_pem,
             run_name=self._run_name,
+            is_viewer=invite.for_viewers,
         )
 
 

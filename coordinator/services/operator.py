@@ -1,4 +1,4 @@
-"""What only the run owner may do: make, list and revoke invites, and take samples out."""
+"""What only the run owner may do: invites, members, steering, and taking samples out."""
 
 # ruff: noqa: N802 (gRPC calls methods by the names that stand in the .proto files)
 
@@ -6,13 +6,17 @@ from collections.abc import Awaitable, Callable
 
 from coordinator.services import checks
 from coordinator.services.answering import Context, Gate, Write, answered, answered_when_durable
+from coordinator.services.ruling import MOST_RULINGS, Rulings, changes_from_wire
 from coordinator.store import Store
 from coordinator.swarm.events import SamplesSkipped
 from coordinator.swarm.ledger import Places
 from coordinator.swarm.state import KEPT_ROUNDS
-from protocol.errors import BadDataError, NoInputError
+from protocol.errors import BadDataError, NoInputError, UsageError
+from protocol.messages import rulings_to_wire
 from protocol.trust.invite import SECRET_BYTES, Invite, hash_of_secret
+from protocol.trust.rulings import Ruling, RulingKind
 from protocol.v1 import operator_pb2 as pb
+from protocol.v1 import ruling_pb2
 from protocol.v1.operator_pb2_grpc import OperatorServiceServicer
 
 MAX_USES = 100_000
@@ -20,6 +24,19 @@ MOST_PLACES = 1 << 63
 MAX_VALID_SECONDS = 366 * 86400.0
 INVITE_ID_BYTES = 4
 """Of randomness in an invite's public name: short enough to type into 'atoll invite revoke'."""
+
+
+_OF_NODES = {
+    pb.NODE_VERDICT_APPROVE: RulingKind.APPROVED,
+    pb.NODE_VERDICT_EXPEL: RulingKind.EXPELLED,
+    pb.NODE_VERDICT_QUARANTINE: RulingKind.QUARANTINED,
+    pb.NODE_VERDICT_READMIT: RulingKind.READMITTED,
+}
+_OF_RUNS = {
+    pb.RUN_VERDICT_PAUSE: RulingKind.PAUSED,
+    pb.RUN_VERDICT_RESUME: RulingKind.RESUMED,
+    pb.RUN_VERDICT_STOP: RulingKind.STOPPED,
+}
 
 
 class OperatorDesk:
@@ -42,9 +59,11 @@ class OperatorDesk:
         write: Write,
         batch: int,
         apply: Callable[[SamplesSkipped], Awaitable[object]],
+        rulings: Rulings,
     ) -> None:
         """`batch` is samples in an inner step."""
         self._store = store
+        self._rulings = rulings
         self._batch = batch
         self._apply = apply
         self._host = host
@@ -72,6 +91,9 @@ class OperatorDesk:
             invite_id=self._random_bytes(INVITE_ID_BYTES).hex(),
             secret=self._random_bytes(SECRET_BYTES),
         )
+        label = checks.words(
+            request.label, of="the invite's label", max_length=checks.MAX_NAME_LENGTH
+        )
         expires_utc_seconds = self._wall_clock() + valid_seconds
         await self._write(
             lambda: self._store.add_invite(
@@ -80,7 +102,13 @@ class OperatorDesk:
                 max_uses=max_uses,
                 expires_utc_seconds=expires_utc_seconds,
                 host=invite.host,
+                label=label,
+                needs_approval=request.needs_approval,
+                for_viewers=request.for_viewers,
             )
+        )
+        await self._rulings.make(
+            self._rulings.event(RulingKind.INVITED, invite_id=invite.invite_id, reason=label)
         )
         return pb.CreateInviteResponse(invite=invite.encode(), invite_id=invite.invite_id)
 
@@ -95,6 +123,10 @@ class OperatorDesk:
                     node_ids=invite.node_ids,
                     remaining_seconds=invite.expires_utc_seconds - now,
                     revoked=invite.is_revoked,
+                    label=invite.label,
+                    needs_approval=invite.needs_approval,
+                    for_viewers=invite.for_viewers,
+                    node_names=invite.node_names,
                 )
                 for invite in self._store.invites()
             ]
@@ -107,7 +139,56 @@ class OperatorDesk:
             raise NoInputError(
                 f"there is no invite {invite_id!r}", next_step="'atoll invite list' shows them"
             )
+        await self._rulings.make(self._rulings.event(RulingKind.REVOKED, invite_id=invite_id))
         return pb.RevokeInviteResponse()
+
+    async def rule_node(self, request: pb.RuleNodeRequest) -> pb.RuleNodeResponse:
+        """Decides how a node stands. Raises what Rulings.find and the core refuse with."""
+        node_id, node_name = self._rulings.find(request.node)
+        kind = _OF_NODES.get(request.verdict)
+        if kind is None:
+            raise BadDataError("it is not said what becomes of the node")
+        member = self._store.enrolled_member(node_id)
+        if kind is RulingKind.APPROVED and (member is None or not member.needs_approval):
+            raise UsageError(
+                f"{node_name} needs no approval",
+                next_step="'atoll nodes' shows how each node stands",
+            )
+        await self._rulings.make(
+            self._rulings.event(
+                kind,
+                node_id=node_id,
+                node_name=node_name,
+                reason=checks.words(request.reason, of="the reason"),
+            )
+        )
+        return pb.RuleNodeResponse(node_id=node_id, node_name=node_name)
+
+    async def steer_run(self, request: pb.SteerRunRequest) -> pb.SteerRunResponse:
+        """Pauses, resumes or stops the run. Raises UsageError where that changes nothing."""
+        kind = _OF_RUNS.get(request.verdict)
+        if kind is None:
+            raise BadDataError("it is not said what becomes of the run")
+        reason = checks.words(request.reason, of="the reason")
+        ruling = await self._rulings.make(self._rulings.event(kind, reason=reason))
+        return pb.SteerRunResponse(ruling=self._wire(ruling))
+
+    async def amend_run(self, request: pb.AmendRunRequest) -> pb.AmendRunResponse:
+        """Changes rules from the next round on. Raises UsageError or ConfigError for what cannot be."""
+        ruling = await self._rulings.amend(
+            changes_from_wire([(change.key, change.value_json) for change in request.changes]),
+            more_rounds=checks.count(request.more_rounds, of="the number of rounds", most=MAX_USES),
+            reason=checks.words(request.reason, of="the reason"),
+        )
+        return pb.AmendRunResponse(ruling=self._wire(ruling))
+
+    def _wire(self, ruling: Ruling) -> ruling_pb2.Ruling:
+        return rulings_to_wire([self._rulings.signed(ruling)]).rulings[0]
+
+    def list_rulings(self, request: pb.ListRulingsRequest) -> pb.ListRulingsResponse:
+        """The audit log, as it lies on the disk."""
+        kept = self._store.rulings(request.after, limit=MOST_RULINGS)
+        return pb.ListRulingsResponse(rulings=rulings_to_wire(kept).rulings)
 
     async def skip_samples(self, request: pb.SkipSamplesRequest) -> pb.SkipSamplesResponse:
         """Takes samples out, in whole inner steps.
@@ -185,4 +266,30 @@ class OperatorServicer(OperatorServiceServicer):
         """See OperatorDesk.skip_samples."""
         return await answered_when_durable(
             context, self._gate.operator, lambda _: self._desk.skip_samples(request)
+        )
+
+    async def RuleNode(self, request: pb.RuleNodeRequest, context: Context) -> pb.RuleNodeResponse:
+        """See OperatorDesk.rule_node."""
+        return await answered_when_durable(
+            context, self._gate.operator, lambda _: self._desk.rule_node(request)
+        )
+
+    async def SteerRun(self, request: pb.SteerRunRequest, context: Context) -> pb.SteerRunResponse:
+        """See OperatorDesk.steer_run."""
+        return await answered_when_durable(
+            context, self._gate.operator, lambda _: self._desk.steer_run(request)
+        )
+
+    async def AmendRun(self, request: pb.AmendRunRequest, context: Context) -> pb.AmendRunResponse:
+        """See OperatorDesk.amend_run."""
+        return await answered_when_durable(
+            context, self._gate.operator, lambda _: self._desk.amend_run(request)
+        )
+
+    async def ListRulings(
+        self, request: pb.ListRulingsRequest, context: Context
+    ) -> pb.ListRulingsResponse:
+        """See OperatorDesk.list_rulings."""
+        return await answered(
+            context, self._gate.operator, lambda _: self._desk.list_rulings(request)
         )

@@ -10,12 +10,14 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 
 from coordinator.driver import Driver
 from coordinator.journal import log_copy
 from coordinator.services import checks
 from coordinator.services.answering import Context, Gate, answered, answered_when_durable, refuse
+from coordinator.services.ruling import Rulings
 from coordinator.swarm.events import (
     Attached,
     BaseLearned,
@@ -31,9 +33,17 @@ from coordinator.swarm.shares import Rates
 from coordinator.telemetry import Telemetry
 from protocol import convert
 from protocol.errors import AtollError, BadDataError, CopyAttachedError
-from protocol.messages import Message, RoundCommitted, message_to_wire, report_from_wire
+from protocol.messages import (
+    Message,
+    RoundCommitted,
+    RulingsTold,
+    message_to_wire,
+    report_from_wire,
+    rulings_from_wire,
+)
 from protocol.rounds import Commit, NodeId
 from protocol.run_spec import RunSpec
+from protocol.trust.rulings import digest_of
 from protocol.trust.signing import CommitSigner, statement_of
 from protocol.v1 import round_pb2
 from protocol.v1 import session_pb2 as pb
@@ -72,7 +82,11 @@ class SentMessages:
         for known, wire in self._made:
             if known is message:
                 return wire
-        wire = message_to_wire(message)
+        if isinstance(message, RulingsTold) and not message.signatures:
+            signed = (self._signer.signature_of(ruling.statement) for ruling in message.rulings)
+            wire = message_to_wire(replace(message, signatures=tuple(signed)))
+        else:
+            wire = message_to_wire(message)
         if isinstance(message, RoundCommitted):
             wire.commit.signature = self._signer.signature_of(statement_of(wire.commit))
         self._made.appendleft((message, wire))
@@ -83,12 +97,19 @@ class SessionDesk:
     """Answers nodes, whose identity the caller has checked. Everything raises AtollError."""
 
     def __init__(
-        self, driver: Driver, telemetry: Telemetry, run: RunSpec, signer: CommitSigner
+        self,
+        driver: Driver,
+        telemetry: Telemetry,
+        run: RunSpec,
+        signer: CommitSigner,
+        rulings: Rulings | None = None,
     ) -> None:
+        """Without `rulings` nobody else in this process makes any."""
         self._driver = driver
         self._telemetry = telemetry
         self._run = run
         self._signer = signer
+        self._rulings = rulings or Rulings(driver, run, signer)
         self._sent = SentMessages(signer)
         self._brought: dict[NodeId, Commit] = {}  # the last one that each node brought back
 
@@ -136,13 +157,17 @@ class SessionDesk:
         self._telemetry.attached(node_id, now=self._driver.clock.now())
         self._telemetry.keep_only(state.members)
         lease_seconds = state.rules.lease_seconds
+        missing = next(self._rulings.missing(request.num_rulings, request.rulings_digest), None)
         return pb.AttachResponse(
+            rulings=None if missing is None else self._sent.made_of(missing).rulings,
             session_id=state.members[node_id].session_id,
             lease_seconds=lease_seconds,
             heartbeat_seconds=lease_seconds / HEARTBEATS_PER_LEASE,
             committed_round=state.committed_round,
             committed_digest=convert.optional_digest_to_wire(state.outer_digest),
             node_name=state.members[node_id].node_name,
+            num_rulings=len(state.rulings),
+            rulings_digest=digest_of(state.rulings),
         )
 
     async def heartbeat(
@@ -271,6 +296,16 @@ class SessionDesk:
                 commit.signature = signed.signature
         return pb.ListCommitsResponse(commits=page)
 
+    async def submit_rulings(
+        self, node_id: NodeId, request: pb.SubmitRulingsRequest
+    ) -> pb.SubmitRulingsResponse:
+        """Learns rulings that this coordinator lacks; raises BadDataError for one it never signed."""
+        session = (node_id, request.session_id)
+        self._driver.session_of(*session)
+        brought = rulings_from_wire(request.rulings)
+        known = await self._rulings.learn(brought, session=session)
+        return pb.SubmitRulingsResponse(num_rulings=known)
+
     async def detach(self, node_id: NodeId, request: pb.DetachRequest) -> pb.DetachResponse:
         """Ends the session; raises SessionEndedError when it has ended already."""
         reason = checks.words(request.reason, of="the reason")
@@ -284,6 +319,8 @@ class SessionDesk:
         """The session's events, beginning with what holds now; ends by SessionEndedError."""
         stream = self._driver.subscribe(node_id, request.session_id)
         try:
+            for told in self._rulings.missing(request.num_rulings, request.rulings_digest):
+                yield self._sent.made_of(told)
             while True:
                 yield self._sent.made_of(await stream.next())
         except (GeneratorExit, asyncio.CancelledError):  # the reader is gone
@@ -385,6 +422,14 @@ class SessionServicer(SessionServiceServicer):
         """See SessionDesk.submit_commits."""
         return await answered_when_durable(
             context, self._gate.node, lambda node_id: self._desk.submit_commits(node_id, request)
+        )
+
+    async def SubmitRulings(
+        self, request: pb.SubmitRulingsRequest, context: Context
+    ) -> pb.SubmitRulingsResponse:
+        """See SessionDesk.submit_rulings."""
+        return await answered_when_durable(
+            context, self._gate.node, lambda node_id: self._desk.submit_rulings(node_id, request)
         )
 
     async def Detach(self, request: pb.DetachRequest, context: Context) -> pb.DetachResponse:

@@ -10,10 +10,11 @@ from coordinator.driver import Driver
 from coordinator.services import checks
 from coordinator.services.answering import Context, Gate, answered, answered_when_durable
 from coordinator.swarm.estimates import run_seconds_left
-from coordinator.swarm.explain import explain
+from coordinator.swarm.explain import explain, paused_in_words
 from coordinator.swarm.ledger import free_again, num_reached, num_samples_of
 from coordinator.swarm.shares import UNKNOWN, Rates
 from coordinator.swarm.state import (
+    BARRED,
     PRESENT,
     HeldOut,
     Member,
@@ -25,6 +26,8 @@ from coordinator.telemetry import Telemetry
 from protocol import convert
 from protocol.rounds import Digest, NodeId
 from protocol.run_spec import RunSpec
+from protocol.trust.pki import Role
+from protocol.trust.rulings import Ruling, RulingKind, in_words
 from protocol.v1 import session_pb2
 from protocol.v1 import status_pb2 as pb
 from protocol.v1.status_pb2_grpc import StatusServiceServicer
@@ -47,6 +50,8 @@ _NODE_STATES = {
     MemberState.DIVERGED: pb.NODE_STATE_DIVERGED,
     MemberState.LOST: pb.NODE_STATE_LOST,
     MemberState.LEFT: pb.NODE_STATE_LEFT,
+    MemberState.QUARANTINED: pb.NODE_STATE_QUARANTINED,
+    MemberState.EXPELLED: pb.NODE_STATE_EXPELLED,
 }
 
 
@@ -69,14 +74,42 @@ class StatusDesk:
         self._started_at = driver.clock.now()
         self._wall_clock = wall_clock
 
-    def get_status(self, request: pb.GetStatusRequest) -> pb.GetStatusResponse:
-        """The run, the round in flight and all nodes."""
+    def get_status(
+        self, request: pb.GetStatusRequest, role: Role = Role.OPERATOR
+    ) -> pb.GetStatusResponse:
+        """The run, the round in flight and all nodes; for viewers without their addresses."""
         state, now = self._driver.state, self._driver.clock.now()
+        nodes = [self._node_status(state, m, now) for m in state.members.values()]
+        nodes += self._never_attached(state)
+        if role is Role.VIEWER:
+            for node in nodes:
+                node.ClearField("address")
         return pb.GetStatusResponse(
             run=self._run_status(state, now),
-            nodes=[self._node_status(state, m, now) for _, m in sorted(state.members.items())],
+            nodes=sorted(nodes, key=lambda node: node.node_id),
             unix_seconds=self._wall_clock(),
         )
+
+    def _never_attached(self, state: SwarmState) -> list[pb.NodeStatus]:
+        """Nodes that have joined and are held back, and were not here since."""
+        found = []
+        for one in self._driver.store.enrolled():
+            standing = state.standings.get(one.node_id)
+            if one.node_id in state.members or one.is_viewer:
+                continue
+            if standing is not None and standing.kind in _BARRED:
+                how, words = _BARRED[standing.kind], standing_in_words(standing)
+            elif standing is None and one.needs_approval:
+                how = pb.NODE_STATE_UNAPPROVED
+                words = f"waits for 'atoll nodes approve {one.node_name}'"
+            else:
+                continue
+            found.append(
+                pb.NodeStatus(
+                    node_id=one.node_id, node_name=one.node_name, state=how, standing=words
+                )
+            )
+        return found
 
     async def list_rounds(self, request: pb.ListRoundsRequest) -> pb.ListRoundsResponse:
         """The latest closed rounds, newest first."""
@@ -115,9 +148,15 @@ class StatusDesk:
             wire=wire_ledger(state.wire, state.all_reduce_bytes),
             elapsed_seconds=now if state.finished_at is None else state.finished_at,
             estimated_seconds_left=run_seconds_left(state, now),
+            paused="" if state.paused is None else paused_in_words(state.paused),
+            amendments=[
+                in_words(ruling) for ruling in state.rulings if ruling.kind is RulingKind.AMENDED
+            ],
         )
 
     def _node_status(self, state: SwarmState, member: Member, now: float) -> pb.NodeStatus:
+        standing = state.standings.get(member.node_id)
+        is_barred = standing is not None and member.state in BARRED
         heard = self._telemetry.of(member.node_id)
         return pb.NodeStatus(
             node_id=member.node_id,
@@ -137,7 +176,20 @@ class StatusDesk:
             is_draining=member.is_draining,
             link_rates=_rates_to_wire(member.rates),
             has_waiting_copy=self._telemetry.has_waiting_copy(member.node_id, now=now),
+            standing=standing_in_words(standing) if standing is not None and is_barred else "",
         )
+
+
+_BARRED = {
+    RulingKind.QUARANTINED: pb.NODE_STATE_QUARANTINED,
+    RulingKind.EXPELLED: pb.NODE_STATE_EXPELLED,
+}
+
+
+def standing_in_words(standing: Ruling) -> str:
+    """Who decided how a node stands, and why."""
+    why = f": {standing.reason}" if standing.reason else ""
+    return f"by {standing.by}{why}"
 
 
 def _held_out_loss(state: SwarmState, held_out: HeldOut) -> pb.HeldOutLoss:
@@ -243,7 +295,9 @@ class StatusServicer(StatusServiceServicer):
         self, request: pb.GetStatusRequest, context: Context
     ) -> pb.GetStatusResponse:
         """See StatusDesk.get_status."""
-        return await answered(context, self._gate.anyone, lambda _: self._desk.get_status(request))
+        return await answered(
+            context, self._gate.anyone, lambda role: self._desk.get_status(request, role)
+        )
 
     async def ListRounds(
         self, request: pb.ListRoundsRequest, context: Context

@@ -58,7 +58,13 @@ def members_behind(state: SwarmState) -> list[Member]:
 def finished_reason(state: SwarmState) -> str:
     """How the run ended, in words."""
     total = state.rules.total_rounds
-    reason = "the only round is committed" if total == 1 else f"all {total} rounds are committed"
+    if state.stopped is not None:
+        why = f": {state.stopped.reason}" if state.stopped.reason else ""
+        reason = f"{state.stopped.by} has stopped the run after round {total}{why}"
+    else:
+        reason = (
+            "the only round is committed" if total == 1 else f"all {total} rounds are committed"
+        )
     if is_evaluated(state):
         return f"{reason}; the held-out loss is {state.held_out[-1].loss:.3f} nats per token"
     return f"{reason}; nobody could evaluate the final state in time"

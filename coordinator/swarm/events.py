@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from coordinator.swarm.ledger import Places
 from coordinator.swarm.shares import UNKNOWN, Rates
+from coordinator.swarm.state import Rules
 from protocol.messages import Report
 from protocol.rounds import (
     Commit,
@@ -13,6 +14,7 @@ from protocol.rounds import (
     NodeId,
     PeerAddress,
 )
+from protocol.trust.rulings import NOBODY, Ruling, RulingKind, Scalar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +119,30 @@ class HistoryTold:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ruled:
+    """Something is decided about nodes or the run; the core numbers it. `rules` go with an amendment."""
+
+    kind: RulingKind
+    by: str
+    unix_seconds: float
+    node_id: NodeId = NOBODY
+    node_name: str = ""
+    reason: str = ""
+    invite_id: str = ""
+    changes: tuple[tuple[str, Scalar], ...] = ()
+    rules: Rules | None = None
+    from_round: int | None = None  # of one that is ruled anew; None: the next round
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RulingsLearned:
+    """Signed rulings were brought back by a node. `rules` are those of the run after all of them."""
+
+    rulings: tuple[Ruling, ...]  # each follows the one before, and the first those that are known
+    rules: Rules
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
     """The coordinator goes on from its database, which may be an old copy."""
 
@@ -144,6 +170,8 @@ Event = (
     | BaseLearned
     | CommitLearned
     | HistoryTold
+    | Ruled
+    | RulingsLearned
     | Started
     | Ticked
     | Woke

@@ -1,6 +1,7 @@
 """What the run waits for, in words that a person can act on. Pure: asked at any instant."""
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 
 from coordinator.swarm.ending import finished_reason, is_at_end, is_evaluated, members_behind
 from coordinator.swarm.estimates import left_in_words
@@ -12,6 +13,7 @@ from coordinator.swarm.start import bringing, missing
 from coordinator.swarm.state import Awaited, Member, MemberState, Round, RoundPhase, SwarmState
 from coordinator.swarm.turn import is_present, name_of, present_members
 from protocol.rounds import NodeId
+from protocol.trust.rulings import Ruling
 
 
 def explain(state: SwarmState, now: float) -> str:
@@ -24,7 +26,16 @@ def explain(state: SwarmState, now: float) -> str:
         return _round_in_flight(state, state.open_round, now)
     if is_at_end(state):
         return _end(state, now)
+    if state.paused is not None:
+        return paused_in_words(state.paused)
     return _not_open(state, now)
+
+
+def paused_in_words(paused: Ruling) -> str:
+    """Who has paused the run, and since when."""
+    since = datetime.fromtimestamp(paused.unix_seconds, UTC)
+    why = f": {paused.reason}" if paused.reason else ""
+    return f"paused by {paused.by} since {since:%Y-%m-%d %H:%M:%S} UTC{why}; 'atoll run resume' goes on"
 
 
 def _started(state: SwarmState, awaited: Awaited, now: float) -> str:
@@ -58,7 +69,8 @@ def _not_open(state: SwarmState, now: float) -> str:
     parts += [_not_ready(state, m) for m in present if m.state is not MemberState.READY]
     idle = [m for m in present if m.state is MemberState.READY and m.cannot_train]
     parts += [
-        f"{member.node_name} waits for its owner's training loop, or for the run's tokens"
+        f"{member.node_name} waits for its owner's training loop, or for the run's tokens, or until its "
+        "owner resumes it"
         for member in idle
     ]
     if state.unsupplied_since is not None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from itertools import chain, count
 
 from coordinator.swarm.actions import EndSession, OpenSession, SendRoster, Tell
@@ -16,6 +17,7 @@ from coordinator.swarm.events import (
 )
 from coordinator.swarm.shares import UNKNOWN, steadied
 from coordinator.swarm.state import (
+    BARRED,
     KEPT_ROUNDS,
     PRESENT,
     Member,
@@ -27,11 +29,14 @@ from coordinator.swarm.turn import Turn, members_of, others_in, present_members,
 from protocol.errors import (
     BadDataError,
     CopyAttachedError,
+    ExpelledError,
+    HeldBackError,
     ProtocolMismatchError,
     SessionEndedError,
 )
 from protocol.messages import Applied, ParticipantsDeparted
 from protocol.rounds import NodeId, RosterEntry
+from protocol.trust.rulings import Ruling, RulingKind
 from protocol.wire_count import WireTotals
 
 HEARTBEATS_PER_LEASE = 5
@@ -74,6 +79,7 @@ def attach(turn: Turn, event: Attached) -> None:
     Raises ProtocolMismatchError when the node works on something else, and CopyAttachedError while
     another process with its key is attached.
     """
+    refuse_barred(turn.state.standings.get(event.node_id))  # ruled since the edge let it in
     _refuse_strangers(turn.state, event)
     _refuse_copies(turn, event)
     state = turn.state
@@ -193,6 +199,48 @@ def give_up(turn: Turn, members: Sequence[Member], *, reason: str) -> None:
         turn.act(EndSession(node_id=member.node_id, reason=reason))
     if members:
         _announce_departed(turn, tuple(m.node_id for m in members))
+
+
+def bar(turn: Turn, node_id: NodeId, how: MemberState, *, reason: str) -> None:
+    """Ends a member's session for as long as the run owner says: peers refuse its calls from now on.
+
+    The round in flight goes on without it. One that is gone already is only called otherwise.
+    """
+    member = turn.state.members.get(node_id)
+    if member is None:
+        return
+    was_present = member.state in PRESENT
+    turn.put_member(_gone(turn, member, how))
+    if was_present:
+        turn.act(EndSession(node_id=node_id, reason=reason))
+        _announce_departed(turn, (node_id,))
+
+
+def refuse_barred(standing: Ruling | None) -> None:
+    """Raises ExpelledError or HeldBackError for a node whose latest ruling bars it."""
+    if standing is None:
+        return
+    when = datetime.fromtimestamp(standing.unix_seconds, UTC)
+    why = f": {standing.reason}" if standing.reason else ""
+    words = (
+        f"{standing.by} has {standing.kind} {standing.node_name} ({when:%Y-%m-%d %H:%M} UTC){why}"
+    )
+    if standing.kind is RulingKind.EXPELLED:
+        raise ExpelledError(
+            words, next_step="ask the run owner: another invite does not let this key in"
+        )
+    if standing.kind is RulingKind.QUARANTINED:
+        raise HeldBackError(
+            words,
+            next_step=f"it waits until the run owner types 'atoll nodes readmit {standing.node_name}'",
+        )
+
+
+def unbar(turn: Turn, node_id: NodeId) -> None:
+    """A member that was barred may attach again."""
+    member = turn.state.members.get(node_id)
+    if member is not None and member.state in BARRED:
+        turn.put_member(replace(member, state=MemberState.LEFT))
 
 
 def _gone(turn: Turn, member: Member, how: MemberState) -> Member:

@@ -49,6 +49,7 @@ def open_round(turn: Turn) -> None:
     rules = state.rules
     if (
         state.open_round is not None
+        or state.paused is not None
         or state.layout is None
         or state.outer_digest is None
         or state.committed_round >= rules.total_rounds
@@ -108,6 +109,7 @@ def open_round(turn: Turn) -> None:
         ahead=ahead,
         apply_seconds=deadlines.apply_seconds,
         later_session_id=state.next_session_id,
+        num_rulings=len(state.rulings),
     )
     turn.put_round(current)
     turn.has_new_state |= state.committed_round == 0  # the initial state, which no round led to

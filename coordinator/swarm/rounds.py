@@ -60,6 +60,7 @@ def plan_of(current: Round, now: float) -> Plan:
         commit_seconds=max(0.0, current.commit_deadline - now),
         reason=current.reason,
         ahead=current.ahead,
+        num_rulings=current.num_rulings,
     )
 
 

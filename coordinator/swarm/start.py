@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from coordinator.swarm.membership import give_up
 from coordinator.swarm.state import (
+    BARRED,
     PRESENT,
     Awaited,
     Member,
@@ -20,6 +21,9 @@ from coordinator.swarm.state import (
 )
 from coordinator.swarm.turn import Turn, present_members, present_participants
 from protocol.rounds import Assignment, NodeId
+
+GONE_FOR_GOOD = frozenset({MemberState.LEFT}) | BARRED
+"""Nobody waits for these: they have said goodbye, or the run owner bars them."""
 
 MARGIN = 1.5
 """The next round is given so many times what the newest one took, within the longest round's time."""
@@ -122,23 +126,22 @@ def time_of_round(state: SwarmState, now: float) -> float:
 
 
 def _newest_participants(state: SwarmState) -> tuple[NodeId, ...]:
-    """Those of the newest round; before there was one, all members. Not who said goodbye."""
+    """Those of the newest round; before there was one, all members. Not who said goodbye or is barred."""
     if state.open_round is not None:
         return _known(state, state.open_round.assignments)
     if state.last_closed is not None:
         return _known(state, state.last_closed.commit.assignments)
-    return tuple(n for n, m in sorted(state.members.items()) if m.state is not MemberState.LEFT)
+    return tuple(n for n, m in sorted(state.members.items()) if m.state not in GONE_FOR_GOOD)
 
 
 def _known(state: SwarmState, assignments: Iterable[Assignment]) -> tuple[NodeId, ...]:
     """Who joined after the copy of a database was made is no member in it, and cannot come back."""
-    left = MemberState.LEFT
     members = state.members
     return tuple(
         sorted(
             a.node_id
             for a in assignments
-            if a.node_id in members and members[a.node_id].state is not left
+            if a.node_id in members and members[a.node_id].state not in GONE_FOR_GOOD
         )
     )
 
@@ -153,7 +156,7 @@ def _not_yet_heard(member: Member) -> Member:
 def _is_back(member: Member, awaited: Awaited) -> bool:
     """Whether it was heard since the start, or has said goodbye."""
     if member.state not in PRESENT:
-        return member.state is MemberState.LEFT
+        return member.state in GONE_FOR_GOOD
     return member.session_id >= awaited.from_session_id or member.state is MemberState.READY
 
 

@@ -27,6 +27,7 @@ from protocol.rounds import (
     Plan,
     Slice,
 )
+from protocol.trust.rulings import Ruling
 from protocol.wire_count import WireTotals
 
 
@@ -38,9 +39,13 @@ class MemberState(StrEnum):
     DIVERGED = "diverged"  # its outer state differs; told to fetch it anew
     LOST = "lost"  # silent for longer than its lease
     LEFT = "left"  # said goodbye
+    QUARANTINED = "quarantined"  # waits until the run owner readmits it
+    EXPELLED = "expelled"  # the run owner refuses its key
 
 
 PRESENT = frozenset({MemberState.JOINING, MemberState.READY, MemberState.DIVERGED})
+
+BARRED = frozenset({MemberState.QUARANTINED, MemberState.EXPELLED})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +122,7 @@ class Round:
     cannot_commit: str = ""  # why nothing of it can, or empty
     ahead: tuple[Assignment, ...] = ()  # told with the plan, for the round after
     round_tokens: int = 0  # how far the plan takes the token clock
+    num_rulings: int = 0  # made when it opened
     trained: Mapping[NodeId, Trained] = field(default_factory=dict)
     held: Mapping[NodeId, Mapping[int, Digest]] = field(  # which results of which slices, as told
         default_factory=dict
@@ -239,7 +245,7 @@ KEPT_LEFT = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What of the run file the core goes by; never changes during a run."""
+    """What of the run file the core goes by. Amendments change it: see coordinator.swarm.steering."""
 
     total_rounds: int
     min_nodes: int
@@ -358,6 +364,10 @@ class SwarmState:
     wire: WireTotals = field(default_factory=dict)  # what all rounds have cost, on all nodes
     round_wire: WireTotals = field(default_factory=dict)  # the part of it that the open round has
     all_reduce_bytes: int = 0  # what averaging gradients would have: coordinator.swarm.books
+    rulings: tuple[Ruling, ...] = ()  # all of them; what follows is what they come to
+    standings: Mapping[NodeId, Ruling] = field(default_factory=dict)  # the latest on each node
+    paused: Ruling | None = None
+    stopped: Ruling | None = None
 
     def __post_init__(self) -> None:
         """Members may be given in any mapping."""

@@ -19,6 +19,8 @@ from coordinator.swarm.events import (
     HistoryTold,
     Reported,
     ReportedTogether,
+    Ruled,
+    RulingsLearned,
     SamplesSkipped,
     Started,
     StreamBroken,
@@ -55,6 +57,7 @@ from coordinator.swarm.rounds import (
 )
 from coordinator.swarm.start import end_waiting, start, wait_longer
 from coordinator.swarm.state import RoundPhase, Rules, SwarmState
+from coordinator.swarm.steering import learn_rulings, rule
 from coordinator.swarm.takeover import next_overdue, take_over
 from coordinator.swarm.turn import Turn, members_of
 from protocol.messages import Applied, Draining, Evaluated, Held, Reduced, Trained
@@ -165,6 +168,10 @@ def _take_in(turn: Turn, event: Event) -> None:
         case HistoryTold():
             history_told(turn, event)
             tell_learned(turn)  # whoever is ahead still has nothing to bring
+        case Ruled():
+            rule(turn, event)
+        case RulingsLearned():
+            learn_rulings(turn, event)
         case Ticked():
             pass
         case Started():

@@ -17,16 +17,19 @@ from coordinator.clock import LoopClock
 from coordinator.config import rules_of
 from coordinator.database import DATABASE_NAME
 from coordinator.driver import Driver
+from coordinator.services.ruling import Rulings
 from coordinator.services.session import SessionDesk
 from coordinator.store import Store
 from coordinator.swarm.actions import Tell
 from coordinator.swarm.state import SwarmState
 from coordinator.swarm.transition import Transition
 from coordinator.telemetry import Telemetry
+from protocol.amendments import in_force
 from protocol.errors import UnavailableError
 from protocol.messages import RoundOpened
 from protocol.rounds import NodeId
 from protocol.run_spec import RunSpec
+from protocol.trust.rulings import RulingVerifier
 from protocol.trust.signing import CommitSigner
 from protocol.v1 import session_pb2
 
@@ -85,6 +88,9 @@ class DeskStub:
     async def SubmitCommits(self, request: Message) -> Any:
         return await self._asked(partial(self._desk.submit_commits, self._node_id), request)
 
+    async def SubmitRulings(self, request: Message) -> Any:
+        return await self._asked(partial(self._desk.submit_rulings, self._node_id), request)
+
     async def Detach(self, request: Message) -> Any:
         return await self._asked(partial(self._desk.detach, self._node_id), request)
 
@@ -112,16 +118,23 @@ class SimulatedCoordinator:
         self._clock: asyncio.Task[None] | None = None
         self.begin(Store.in_memory() if folder is None else Store.open(new_folder(folder)))
 
+    @property
+    def verifier(self) -> RulingVerifier:
+        """What checks its rulings."""
+        return RulingVerifier(self._signer.public_key)
+
     def begin(self, store: Store) -> None:
         """Serves what the store holds."""
         self.store = store
+        amended = in_force(self._spec, (signed.ruling for signed in store.rulings()))
         self.driver = Driver(
-            state=store.load(rules_of(self._spec), self._spec.digest()),
+            state=store.load(rules_of(amended), self._spec.digest()),
             store=store,
             clock=LoopClock(starts_at=store.saved_now),
             watch=self._note,
         )
-        self.desk = SessionDesk(self.driver, Telemetry(), self._spec, self._signer)
+        self.rulings = Rulings(self.driver, self._spec, self._signer, wall_clock=lambda: 0.0)
+        self.desk = SessionDesk(self.driver, Telemetry(), self._spec, self._signer, self.rulings)
         self._clock = asyncio.ensure_future(self.driver.run_clock())
 
     def _note(self, _: SwarmState, transition: Transition) -> None:

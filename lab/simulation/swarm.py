@@ -28,6 +28,7 @@ from node.disk.snapshots import SnapshotWriting
 from node.duties.times import Meters
 from node.exchange.giving import HeldResults
 from node.exchange.outer import Outer
+from node.exchange.outer_optimizer import outer_optimizer_of
 from node.exchange.state.on_disk import Saving, StateOnDisk
 from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
 from node.heavy import in_place
@@ -42,6 +43,7 @@ from node.island.parallel.mesh_shape import MeshShape
 from node.island.training.local_training import PLAIN, LocalTraining
 from node.link.calls import CoordinatorLink
 from node.outer_state import Vector
+from node.rulings import KeptRulings
 from protocol.errors import AtollError
 from protocol.layout import layout_of
 from protocol.rounds import Commit, Digest, NodeId
@@ -295,7 +297,7 @@ class SimulatedNode:
         self._spec = spec
         self._place = place
         self._life = life
-        self._coordinator = coordinator
+        self._coordinator = self.coordinator = coordinator
         self._network = network
         self._corpus = life.corpus or corpus
         self._disk = None if disks is None else new_folder(disks / f"node-{place + 1}")
@@ -320,6 +322,12 @@ class SimulatedNode:
             published=published,
             node_id=self.node_id,
         )
+        rulings = KeptRulings(
+            spec,
+            path=None if self._disk is None else self._disk / "rulings",
+            verifier=self._coordinator.verifier,
+        )
+        self.outer.optimizer_in = lambda round: outer_optimizer_of(rulings.spec_in(round).outer)
         history = History(None if self._disk is None else self._disk / "history")
         disk: MortalDisk | None = None
         if self._disk is not None:
@@ -339,6 +347,7 @@ class SimulatedNode:
                 outer=self.outer,
                 disk=disk,
                 history=history,
+                rulings=rulings,
             ),
             counterparts=Counterparts(
                 coordinator=CoordinatorLink(self._stub),

@@ -5,6 +5,7 @@ here for their turn. What they are is in node.duties.work; how they come is the 
 """
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import structlog
@@ -26,8 +27,9 @@ from node.duties.work import (
 from node.exchange.exchange import Exchange
 from node.exchange.state.patience import Patience
 from node.history import History
-from node.island.island import Progress
+from node.island.island import InnerWork, Progress
 from node.link.session import Session
+from node.rulings import KeptRulings
 from protocol.errors import IncompleteError
 from protocol.messages import (
     Applied,
@@ -71,6 +73,7 @@ class Duties:
         session: Session,
         meters: Meters,
         patience: Patience,
+        rulings: KeptRulings,
     ) -> None:
         self.inner_step = 0
         self.progress: Progress | None = None
@@ -101,6 +104,8 @@ class Duties:
         self._unanswered: RefetchAsked | None = None  # nobody supplied the state yet
         self._num_unanswered = 0  # times in a row
         self._patience = patience
+        self._rulings = rulings
+        self._spec = spec
         self._saving: asyncio.Task[None] | None = None
         self._limit: asyncio.Timeout | None = None  # of all work, from the end of the run on
         self._finished: RunFinished | None = None
@@ -242,6 +247,14 @@ class Duties:
 
     async def _take_part(self, received: PlanReceived) -> None:
         plan = received.plan
+        if plan.num_rulings > self._rulings.number:
+            log.warning(
+                "plan refused: it goes by rulings that are not here",
+                round=plan.round,
+                rulings=plan.num_rulings,
+                here=self._rulings.number,
+            )
+            return
         assignment = plan.assignment_of(self._node_id)
         if assignment is None or plan.round <= self._outer.round:
             return
@@ -268,7 +281,7 @@ class Duties:
         log.debug("phase", phase="training", round=plan.round)
         self._trains_for = plan.round
         report = await self._island.train_and_publish(
-            work_of(plan, assignment), plan.fragment, self._on_progress
+            self._by_rules(work_of(plan, assignment)), plan.fragment, self._on_progress
         )
         trained = counted(report, assignment)
         self._trains_for = None
@@ -283,7 +296,8 @@ class Duties:
         if trained.tokens > 0:
             self._published_round = plan.round
             await self._island.keep(plan.round)
-            self._ahead.lease(None if self.is_draining else work_ahead_of(plan, self._node_id))
+            ahead = None if self.is_draining else work_ahead_of(plan, self._node_id)
+            self._ahead.lease(None if ahead is None else self._by_rules(ahead))
             await self._ahead.resume()
         self._doing = "contributing"
         log.debug("phase", phase="contributing", round=plan.round)
@@ -296,6 +310,20 @@ class Duties:
             await self._exchange.contribute(samples=trained.samples, tokens=trained.tokens)
         else:  # others hear of it from the coordinator; slices that this node reduces wait for it too
             self._exchange.tell(ParticipantsIdle(round=plan.round, node_ids=(self._node_id,)))
+
+    def _by_rules(self, work: InnerWork) -> InnerWork:
+        """The work by the rules of its round, where amendments have changed them."""
+        if not self._rulings.are_amending:
+            return work
+        was, inner = self._spec.inner, self._rulings.spec_in(work.round).inner
+        span = self._rulings.span_in(work.round)
+        return replace(
+            work,
+            progress_begin=span.begin,
+            progress_end=span.end,
+            rate_factor=inner.learning_rate / was.learning_rate,
+            muon_rate_factor=inner.muon_peak_rate / was.muon_peak_rate,
+        )
 
     async def _take_part_again(self, received: PlanReceived, assignment: Assignment) -> None:
         """A plan comes again after every break of the session, and then nothing need be done.

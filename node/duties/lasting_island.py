@@ -32,12 +32,22 @@ MOST_DEATHS = 3
 
 DEATHS_SECONDS = 300.0
 
+PAUSED = Ability(trains=False, evaluates=False, waits_for="its owner: 'atoll node resume'")
+
 
 class LastingIsland:
     """An island with one call for each thing that the daemon does with it."""
 
-    def __init__(self, island: Island, exchange_time: ExchangeTime | None = None) -> None:
+    def __init__(
+        self,
+        island: Island,
+        exchange_time: ExchangeTime | None = None,
+        *,
+        is_paused: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`is_paused` tells whether the node's owner lets it train nothing now."""
         self._island = island
+        self._is_paused = is_paused
         self._exchange_time = exchange_time or ExchangeTime()
         self._deaths: list[float] = []  # when, on the loop's clock
         self._num_hangs = 0  # since a round was trained
@@ -52,7 +62,7 @@ class LastingIsland:
     @property
     def ability(self) -> Ability:
         """What can be asked of the island now."""
-        return self._island.ability
+        return PAUSED if self._is_paused() else self._island.ability
 
     async def start(self) -> CorpusSummary:
         """Brings the ranks up. One that dies now is an error: there is nothing yet to go on with."""
@@ -145,7 +155,7 @@ class LastingIsland:
         """What the ranks now hold of the work; None when one died, and with it what they held."""
         done = self._done_of(work)
         rest = work if done is None else rest_of(work, done)
-        if self._is_halted or self._is_cut_short or rest.inner_steps < 1:
+        if self._is_halted or self._is_cut_short or self._is_paused() or rest.inner_steps < 1:
             return done or _nothing(work, seconds=0.0)
         try:
             with self._exchange_time.ranks_at_work():

@@ -4,7 +4,7 @@ What comes in are committed results. What goes out, and what is still owed, is o
 here is arithmetic on vectors: no I/O and no waiting.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -96,6 +96,8 @@ class Outer:
         self.writing: SnapshotWriting | None = None
         """Of a snapshot that is being written: it hears of each change before it is made."""
         self._optimizer = rules.optimizer
+        self.optimizer_in: Callable[[int], OuterOptimizer] = lambda round: rules.optimizer
+        """Of a round: amendments change its learning rate. `of_run` has the run file's in all."""
         self._merge: Merge = rules.merge
         self._most_weight = rules.most_weight
         self._rate_scale = rules.rate_scale
@@ -242,6 +244,7 @@ class Outer:
                 )
             opened[outcome.index] = self._open(result)
         refuse_flushed_subnormals()
+        self._optimizer = self.optimizer_in(commit.round)
         self._opened.clear()
         self._before_change(self.layout.fragments[commit.fragment].span)
         reducers = {index: payload.header.sender_id for index, payload in results.items()}

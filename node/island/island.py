@@ -26,6 +26,10 @@ class InnerWork:
     max_seconds: float  # stop after this long, with whatever is done
     num_participants: int  # of the round: what [inner] scaling goes by
     steps_before: int = 0  # inner steps of the same round that the ranks have taken already
+    progress_begin: float | None = None  # of the run where the round begins; None: by [run] rounds
+    progress_end: float = 0.0
+    rate_factor: float = 1.0  # what amendments multiply the run file's learning rate by
+    muon_rate_factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

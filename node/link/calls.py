@@ -17,7 +17,7 @@ import structlog
 from node.island.island import ALL, Ability
 from protocol import convert
 from protocol.channel import retried
-from protocol.errors import AtollError, ProtocolMismatchError
+from protocol.errors import AtollError, HeldBackError, ProtocolMismatchError
 from protocol.messages import (
     Message,
     Report,
@@ -25,6 +25,8 @@ from protocol.messages import (
     RosterTold,
     message_from_wire,
     report_to_wire,
+    rulings_from_wire,
+    rulings_to_wire,
 )
 from protocol.rounds import (
     Commit,
@@ -36,6 +38,7 @@ from protocol.rounds import (
     RosterEntry,
 )
 from protocol.run_spec import RunSpec, run_from_json
+from protocol.trust.rulings import NO_DIGEST, SignedRuling
 from protocol.v1 import session_pb2
 from protocol.vitals import Vitals, heartbeat_of
 
@@ -58,6 +61,8 @@ class Announcement:
     version: str
     process_id: int
     ability: Ability = ALL
+    num_rulings: int = 0  # that it keeps
+    rulings_digest: Digest = NO_DIGEST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +74,9 @@ class Attachment:
     committed_round: int
     committed_digest: Digest | None
     node_name: str = ""  # what the swarm calls the node
+    num_rulings: int = 0  # that the coordinator knows
+    rulings_digest: Digest = NO_DIGEST
+    rulings: tuple[SignedRuling, ...] = ()  # of those that the node lacks
 
 
 class SessionStub(Protocol):
@@ -88,6 +96,8 @@ class SessionStub(Protocol):
     def ListCommits(self) -> Any: ...  # noqa: D102, N802
     @property
     def SubmitCommits(self) -> Any: ...  # noqa: D102, N802
+    @property
+    def SubmitRulings(self) -> Any: ...  # noqa: D102, N802
     @property
     def Detach(self) -> Any: ...  # noqa: D102, N802
 
@@ -129,6 +139,8 @@ class CoordinatorLink:
                 device=announcement.device,
                 num_ranks=announcement.num_ranks,
                 version=announcement.version,
+                num_rulings=announcement.num_rulings,
+                rulings_digest=announcement.rulings_digest,
             )
         )
         return Attachment(
@@ -137,6 +149,9 @@ class CoordinatorLink:
             committed_round=answer.committed_round,
             committed_digest=Digest(answer.committed_digest) if answer.committed_digest else None,
             node_name=answer.node_name,
+            num_rulings=answer.num_rulings,
+            rulings_digest=Digest(answer.rulings_digest or NO_DIGEST),
+            rulings=rulings_from_wire(answer.rulings),
         )
 
     async def heartbeat(self, session_id: int, vitals: Vitals) -> bool:
@@ -156,9 +171,18 @@ class CoordinatorLink:
             )
         )
 
-    async def messages(self, session_id: int) -> AsyncIterator[Message]:
-        """What happens, as it happens, beginning with what holds now; the roster always whole."""
-        call = self._stub.Subscribe(session_pb2.SubscribeRequest(session_id=session_id))
+    async def messages(
+        self, session_id: int, *, num_rulings: int = 0, rulings_digest: Digest = NO_DIGEST
+    ) -> AsyncIterator[Message]:
+        """What happens, as it happens, beginning with what holds now; the roster always whole.
+
+        The rulings that the node keeps are not told again.
+        """
+        call = self._stub.Subscribe(
+            session_pb2.SubscribeRequest(
+                session_id=session_id, num_rulings=num_rulings, rulings_digest=rulings_digest
+            )
+        )
         members: dict[NodeId, RosterEntry] = {}
         try:
             async for wire in call:
@@ -190,6 +214,15 @@ class CoordinatorLink:
         )
         return int(answer.committed_round)
 
+    async def submit_rulings(self, session_id: int, rulings: Sequence[SignedRuling]) -> int:
+        """Brings rulings back, in their order; returns how many the coordinator knows then."""
+        answer = await self._stub.SubmitRulings(
+            session_pb2.SubmitRulingsRequest(
+                session_id=session_id, rulings=rulings_to_wire(rulings)
+            )
+        )
+        return int(answer.num_rulings)
+
     async def detach(self, session_id: int, reason: str) -> None:
         """Says goodbye."""
         await self._stub.Detach(session_pb2.DetachRequest(session_id=session_id, reason=reason))
@@ -209,8 +242,10 @@ class _Reasons:
         self.num_tries += 1
         if error.what != self._last:
             self._last = error.what
+            held_back = isinstance(error, HeldBackError)
             log.warning(
-                "waiting for the coordinator; Ctrl-C ends it, --no-wait does not wait",
+                f"waiting for the {'run owner' if held_back else 'coordinator'}; "
+                "Ctrl-C ends it, --no-wait does not wait",
                 why=error.what,
             )
 

@@ -14,10 +14,18 @@ from dataclasses import dataclass
 import structlog
 
 from node.link.calls import Announcement, Attachment, CoordinatorLink
+from node.rulings import KeptRulings
 from protocol.channel import RETRY_CAP_SECONDS
-from protocol.errors import AtollError, CopyAttachedError, TemporaryError, UnavailableError
-from protocol.messages import Message, Report
+from protocol.errors import (
+    AtollError,
+    CopyAttachedError,
+    HeldBackError,
+    TemporaryError,
+    UnavailableError,
+)
+from protocol.messages import Message, Report, RulingsTold
 from protocol.rounds import Commit
+from protocol.trust.rulings import SignedRuling
 from protocol.vitals import Vitals
 
 log = structlog.get_logger()
@@ -26,6 +34,9 @@ FIRST_PAUSE_SECONDS = 0.5
 
 MOST_REPORTS = 64
 """Sent in one call: what has gathered while the call before was answered."""
+
+MOST_RULINGS = 4096
+"""Brought back in one call; the next session brings the rest."""
 
 LEAVE_SECONDS = 3.0
 """A goodbye that takes longer is left out: the lease ends anyway."""
@@ -58,12 +69,15 @@ class Session:
         on_attached: Callable[[Attachment], None],
         on_message: Callable[[Message], None],
         rng: random.Random,
+        rulings: KeptRulings,
     ) -> None:
         self._link = link
+        self._rulings = rulings
         self._announce = announce
         self._vitals = vitals
         self._on_attached = on_attached
         self._on_message = on_message
+        self._to_bring: tuple[SignedRuling, ...] = ()  # rulings that the coordinator lacks
         self._rng = rng
         self._reports: list[_Queued] = []  # of the latest rounds, in order
         self._reports_changed = asyncio.Event()
@@ -94,7 +108,7 @@ class Session:
         """Stays attached until cancelled. Raises what no waiting can mend (AtollError)."""
         clock = asyncio.get_running_loop().time
         pause_seconds = FIRST_PAUSE_SECONDS
-        waits_for_other = False
+        waits_for = ""
         while True:
             attached_at = math.inf
             try:
@@ -104,6 +118,7 @@ class Session:
                 for queued in self._reports:
                     queued.times_wanted += 1
                     self._all_answered.clear()
+                self._take_rulings(attachment)
                 self._on_attached(attachment)
                 await self._while_attached(attachment)
             except (UnavailableError, TemporaryError) as error:
@@ -113,19 +128,43 @@ class Session:
                     pause_seconds = FIRST_PAUSE_SECONDS
                 # Full jitter: nodes that lost a coordinator together must not return together.
                 pause = self._rng.uniform(0, pause_seconds)
-                if not isinstance(error, CopyAttachedError):
+                is_held_back = isinstance(error, CopyAttachedError | HeldBackError)
+                if not is_held_back:
                     log.warning(
                         "coordinator away", why=error.what, next_try_seconds=round(pause, 1)
                     )
-                elif not waits_for_other:  # once: it may wait for days
+                elif error.what != waits_for:  # once: it may wait for days
+                    is_copy = isinstance(error, CopyAttachedError)
                     log.error(
-                        "not attached: this node's key is in use",
+                        "not attached: this node's key is in use"
+                        if is_copy
+                        else "not attached: the run owner holds this node back",
                         why=error.what,
                         next_step=error.next_step,
                     )
-                waits_for_other = isinstance(error, CopyAttachedError)
+                waits_for = error.what if is_held_back else ""
                 await asyncio.sleep(pause)
                 pause_seconds = min(2 * pause_seconds, RETRY_CAP_SECONDS)
+
+    def _take_rulings(self, attachment: Attachment) -> None:
+        """Keeps the rulings that came with the session, before anything is done by them."""
+        told = frozenset(attachment.rulings)
+        known = attachment.num_rulings
+        is_prefix = self._rulings.digest_at(known) == attachment.rulings_digest
+        lacking = self._rulings.after(known if is_prefix else 0)
+        if lacking:
+            self._to_bring = tuple(one for one in lacking if one not in told)
+        if attachment.rulings:
+            self._on_message(_told(attachment.rulings))
+        if self._rulings.number < attachment.num_rulings:
+            raise TemporaryError("there are more rulings than one answer has room for")
+
+    async def _bring_rulings(self, attachment: Attachment) -> None:
+        """Brings back the rulings that the coordinator lacks: it goes on from an older copy."""
+        if self._to_bring:
+            log.warning("the coordinator lacks rulings", rulings=len(self._to_bring))
+            await self._link.submit_rulings(attachment.session_id, self._to_bring[:MOST_RULINGS])
+            self._to_bring = self._to_bring[MOST_RULINGS:]
 
     async def bring_back(
         self, commits_after: Callable[[int], tuple[Commit, ...]], round: int
@@ -188,7 +227,7 @@ class Session:
             for conversation in (
                 self._send_heartbeats(attachment),
                 self._send_reports(attachment.session_id),
-                self._take_messages(attachment.session_id),
+                self._take_messages(attachment),
             )
         ]
         try:
@@ -227,7 +266,19 @@ class Session:
                 self._all_answered.set()
                 await self._reports_changed.wait()
 
-    async def _take_messages(self, session_id: int) -> None:
-        async for message in self._link.messages(session_id):
+    async def _take_messages(self, attachment: Attachment) -> None:
+        await self._bring_rulings(attachment)
+        async for message in self._link.messages(
+            attachment.session_id,
+            num_rulings=self._rulings.number,
+            rulings_digest=self._rulings.digest,
+        ):
             self._on_message(message)
         raise TemporaryError("the coordinator ended the stream of messages")
+
+
+def _told(signed: tuple[SignedRuling, ...]) -> RulingsTold:
+    return RulingsTold(
+        rulings=tuple(one.ruling for one in signed),
+        signatures=tuple(one.signature for one in signed),
+    )

@@ -175,21 +175,54 @@ def _watch(link: StatusLink) -> None:
         return  # the way to end it, hence exit code 0
 
 
-@click.command()
+_NODES_COMMANDS = (
+    (
+        "Run owner",
+        (
+            Entry(
+                name="approve",
+                target="coordinator.steering:approve",
+                summary="Let a node that waits for approval take part.",
+            ),
+            Entry(
+                name="expel",
+                target="coordinator.steering:expel",
+                summary="End a node's session and refuse its key.",
+            ),
+            Entry(
+                name="quarantine",
+                target="coordinator.steering:quarantine",
+                summary="Let a node wait and take part in nothing.",
+            ),
+            Entry(
+                name="readmit",
+                target="coordinator.steering:readmit",
+                summary="Let it take part again.",
+            ),
+        ),
+    ),
+)
+
+
+@click.group(cls=LazyGroup, sections=_NODES_COMMANDS, invoke_without_command=True)
 @_json_option
 @_dir_option
-def nodes(is_json: bool, directory: Path | None) -> None:
-    """List the nodes: who they are and how they stand with the swarm.
+@click.pass_context
+def nodes(context: click.Context, is_json: bool, directory: Path | None) -> None:
+    """List the nodes: who they are and how they stand with the swarm; or decide who takes part.
 
     \b
-    Example:
+    Examples:
       atoll nodes --json
+      atoll nodes expel node-7 --reason "sends what it did not train"
 
     JSON is a list of NodeStatus (proto/protocol/v1/status.proto):
 
     \b
       [{"node_id": "5d41…", "node_name": "node-1", "state": "ready", "device": "cpu", …}]
     """  # noqa: D301 - click reads the character \b, not its two letters
+    if context.invoked_subcommand is not None:
+        return
     with StatusLink(directory) as link:
         answer = link.status()
     if is_json:
@@ -259,6 +292,9 @@ def nodes(is_json: bool, directory: Path | None) -> None:
         *("device", "id"),
     )
     _print_fitting(columns, rows, spare=spare, right=("tokens",))
+    for node in by_name(answer.nodes):
+        if node.standing:
+            console.terminal().print(f"{name_of(node)} is {state_in_words(node)} {node.standing}")
     for fault in filter(None, (cut_off(answer.nodes), copies_in_words(answer.nodes))):
         console.terminal().print(fault)
 

@@ -28,6 +28,9 @@ _STATES: dict[pb.NodeState.ValueType, tuple[str, str]] = {  # word and colour
     pb.NODE_STATE_DIVERGED: ("diverged", "bold red"),
     pb.NODE_STATE_LOST: ("lost", "red"),
     pb.NODE_STATE_LEFT: ("left", "dim"),
+    pb.NODE_STATE_UNAPPROVED: ("unapproved", "yellow"),
+    pb.NODE_STATE_QUARANTINED: ("quarantined", "yellow"),
+    pb.NODE_STATE_EXPELLED: ("expelled", "red"),
 }
 
 _PHASES: dict[pb.RunPhase.ValueType, tuple[str, str]] = {
@@ -38,7 +41,12 @@ _PHASES: dict[pb.RunPhase.ValueType, tuple[str, str]] = {
     pb.RUN_PHASE_FINISHED: ("finished", "bold green"),
 }
 
-_GONE = frozenset({pb.NODE_STATE_LOST, pb.NODE_STATE_LEFT})
+_GONE = frozenset(
+    {
+        *(pb.NODE_STATE_LOST, pb.NODE_STATE_LEFT, pb.NODE_STATE_UNAPPROVED),
+        *(pb.NODE_STATE_QUARANTINED, pb.NODE_STATE_EXPELLED),
+    }
+)
 
 
 def phase_in_words(run: pb.RunStatus) -> str:
@@ -239,6 +247,7 @@ def render(status: pb.GetStatusResponse, *, notice: str = "") -> RenderableType:
         ("copies", copies_in_words(status.nodes), "yellow"),
         ("rates", rates_in_words(status.nodes), ""),
         ("time", mean_time_in_words(status.nodes), ""),
+        ("rules", "; ".join(status.run.amendments), ""),
         ("wire", saving_in_words(status.run.wire), ""),
     ):
         if words:
@@ -397,7 +406,7 @@ def _node_cells(node: pb.NodeStatus, run: pb.RunStatus) -> tuple[Text, ...]:
     word, colour = _state(node)
     is_gone = node.state in _GONE
     if is_gone:
-        does, loss, speed, waits_for = Text("-"), "-", "-", ""
+        does, loss, speed, waits_for = Text("-"), "-", "-", node.standing
     else:
         does = _activity(node, run)
         loss = f"{beat.loss:.3f}" if beat.loss > 0 else "-"

@@ -74,7 +74,8 @@ async def enrol(invite: Invite, identity: Identity, node_name: str) -> Credentia
         key_pem=key_pem,
     )
     credentials.check()
-    us = Principal(swarm_id=answer.swarm_id, role=Role.NODE, node_id=identity.node_id)
+    role = Role.VIEWER if answer.is_viewer else Role.NODE
+    us = Principal(swarm_id=answer.swarm_id, role=role, node_id=identity.node_id)
     if credentials.principal != us or not has_issued(answer.authority_pem, pinned):
         raise ProtocolMismatchError(
             f"the coordinator at {invite.endpoint} gave a certificate for "

@@ -1,7 +1,7 @@
 """The swarm's certificates: one authority, which signs one server, operators and nodes.
 
-Every certificate names its swarm and its role in a URI (atoll://SWARM/node/NODE, …/operator,
-…/coordinator), and only that URI says who a caller is. The authority's key is Ed25519; leaves are
+Every certificate names its swarm and its role in a URI (atoll://SWARM/node/NODE, …/viewer/VIEWER,
+…/operator, …/coordinator), and only that URI says who a caller is. The authority's key is Ed25519; leaves are
 P-256, because grpcio fails the handshake with an Ed25519 leaf.
 """
 
@@ -32,7 +32,7 @@ member is decided by the coordinator's database, not by dates."""
 _SWARM_ID = re.compile(r"[0-9a-f]{32}")
 _NODE_ID = re.compile(r"[0-9a-f]{32}")
 _PRINCIPAL_URI = re.compile(
-    r"atoll://(?P<swarm>[0-9a-f]{32})/(?P<role>operator|coordinator|node)(?:/(?P<node>[0-9a-f]{32}))?"
+    r"atoll://(?P<swarm>[0-9a-f]{32})/(?P<role>operator|coordinator|node|viewer)(?:/(?P<node>[0-9a-f]{32}))?"
 )
 
 
@@ -40,13 +40,18 @@ class Role(StrEnum):
     """What a certificate's holder is to the swarm."""
 
     NODE = "node"
+    VIEWER = "viewer"
     OPERATOR = "operator"
     COORDINATOR = "coordinator"
 
 
+JOINING = frozenset({Role.NODE, Role.VIEWER})
+"""Who joins by an invite, with a key of its own."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Principal:
-    """Who a certificate speaks for. `node_id` is there for nodes and only for them."""
+    """Who a certificate speaks for. `node_id` is there for nodes and viewers, and only for them."""
 
     swarm_id: str
     role: Role
@@ -107,7 +112,7 @@ def principal_of(certificate_pem: bytes) -> Principal:
     """
     uris = _alternative_names(certificate_pem).get_values_for_type(x509.UniformResourceIdentifier)
     match = _PRINCIPAL_URI.fullmatch(uris[0]) if len(uris) == 1 else None
-    if match is None or (match["role"] == Role.NODE) != (match["node"] is not None):
+    if match is None or (match["role"] in JOINING) != (match["node"] is not None):
         raise ProtocolMismatchError(
             f"a certificate speaks for {', '.join(uris) or 'nobody'}, not for a member of a swarm",
             next_step="join the swarm with 'atoll join INVITE'",
@@ -199,8 +204,8 @@ class Authority:
         """A run owner's certificate, with a fresh key."""
         return self._issue_with_key(Role.OPERATOR)
 
-    def issue_node(self, request_der: bytes, node_id: NodeId) -> bytes:
-        """A node's certificate, PEM. Takes the public key from the request and nothing else.
+    def issue_node(self, request_der: bytes, node_id: NodeId, *, role: Role = Role.NODE) -> bytes:
+        """A node's or a viewer's certificate, PEM. Takes the public key from the request and nothing else.
 
         The caller has checked that whoever sent the request is `node_id` (`enrolment_statement`).
         Raises BadDataError for a request that is not signed by its own P-256 key.
@@ -219,7 +224,7 @@ class Authority:
             key.curve, ec.SECP256R1
         ):
             raise BadDataError("the certificate request is for a key that is not P-256")
-        return self._issue(key, Principal(swarm_id=self.swarm_id, role=Role.NODE, node_id=node_id))
+        return self._issue(key, Principal(swarm_id=self.swarm_id, role=role, node_id=node_id))
 
     def _issue_with_key(self, role: Role) -> IssuedCertificate:
         key = ec.generate_private_key(ec.SECP256R1())

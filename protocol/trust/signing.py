@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from protocol.convert import commit_to_wire
 from protocol.rounds import Commit
@@ -40,6 +40,11 @@ class CommitSigner:
         key = serialization.load_pem_private_key(key_pem, password=None)
         assert isinstance(key, Ed25519PrivateKey)
         return cls(key)
+
+    @property
+    def public_key(self) -> Ed25519PublicKey:
+        """What checks its signatures."""
+        return self._key.public_key()
 
     def signed(self, commit: Commit) -> Commit:
         """The commit with its signature. Signing again gives the same bytes."""

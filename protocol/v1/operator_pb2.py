@@ -22,35 +22,58 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from protocol.v1 import ruling_pb2 as protocol_dot_v1_dot_ruling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aprotocol/v1/operator.proto\x12\x08\x61toll.v1\"L\n\x13\x43reateInviteRequest\x12\x10\n\x08max_uses\x18\x01 \x01(\r\x12\x15\n\rvalid_seconds\x18\x02 \x01(\x01\x12\x0c\n\x04host\x18\x03 \x01(\t\"9\n\x14\x43reateInviteResponse\x12\x0e\n\x06invite\x18\x01 \x01(\t\x12\x11\n\tinvite_id\x18\x02 \x01(\t\"\x14\n\x12ListInvitesRequest\"q\n\x0cInviteStatus\x12\x11\n\tinvite_id\x18\x01 \x01(\t\x12\x10\n\x08max_uses\x18\x02 \x01(\r\x12\x10\n\x08node_ids\x18\x03 \x03(\t\x12\x19\n\x11remaining_seconds\x18\x04 \x01(\x01\x12\x0f\n\x07revoked\x18\x05 \x01(\x08\">\n\x13ListInvitesResponse\x12\'\n\x07invites\x18\x01 \x03(\x0b\x32\x16.atoll.v1.InviteStatus\"(\n\x13RevokeInviteRequest\x12\x11\n\tinvite_id\x18\x01 \x01(\t\"\x16\n\x14RevokeInviteResponse\")\n\x0bSampleRange\x12\r\n\x05\x66irst\x18\x01 \x01(\x04\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x04\"J\n\x12SkipSamplesRequest\x12%\n\x06ranges\x18\x01 \x03(\x0b\x32\x15.atoll.v1.SampleRange\x12\r\n\x05round\x18\x02 \x01(\x04\"<\n\x13SkipSamplesResponse\x12%\n\x06ranges\x18\x01 \x03(\x0b\x32\x15.atoll.v1.SampleRange2\xc7\x02\n\x0fOperatorService\x12M\n\x0c\x43reateInvite\x12\x1d.atoll.v1.CreateInviteRequest\x1a\x1e.atoll.v1.CreateInviteResponse\x12J\n\x0bListInvites\x12\x1c.atoll.v1.ListInvitesRequest\x1a\x1d.atoll.v1.ListInvitesResponse\x12M\n\x0cRevokeInvite\x12\x1d.atoll.v1.RevokeInviteRequest\x1a\x1e.atoll.v1.RevokeInviteResponse\x12J\n\x0bSkipSamples\x12\x1c.atoll.v1.SkipSamplesRequest\x1a\x1d.atoll.v1.SkipSamplesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aprotocol/v1/operator.proto\x12\x08\x61toll.v1\x1a\x18protocol/v1/ruling.proto\"\x88\x01\n\x13\x43reateInviteRequest\x12\x10\n\x08max_uses\x18\x01 \x01(\r\x12\x15\n\rvalid_seconds\x18\x02 \x01(\x01\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\r\n\x05label\x18\x04 \x01(\t\x12\x16\n\x0eneeds_approval\x18\x05 \x01(\x08\x12\x13\n\x0b\x66or_viewers\x18\x06 \x01(\x08\"9\n\x14\x43reateInviteResponse\x12\x0e\n\x06invite\x18\x01 \x01(\t\x12\x11\n\tinvite_id\x18\x02 \x01(\t\"\x14\n\x12ListInvitesRequest\"\xc1\x01\n\x0cInviteStatus\x12\x11\n\tinvite_id\x18\x01 \x01(\t\x12\x10\n\x08max_uses\x18\x02 \x01(\r\x12\x10\n\x08node_ids\x18\x03 \x03(\t\x12\x19\n\x11remaining_seconds\x18\x04 \x01(\x01\x12\x0f\n\x07revoked\x18\x05 \x01(\x08\x12\r\n\x05label\x18\x06 \x01(\t\x12\x16\n\x0eneeds_approval\x18\x07 \x01(\x08\x12\x13\n\x0b\x66or_viewers\x18\x08 \x01(\x08\x12\x12\n\nnode_names\x18\t \x03(\t\">\n\x13ListInvitesResponse\x12\'\n\x07invites\x18\x01 \x03(\x0b\x32\x16.atoll.v1.InviteStatus\"(\n\x13RevokeInviteRequest\x12\x11\n\tinvite_id\x18\x01 \x01(\t\"\x16\n\x14RevokeInviteResponse\")\n\x0bSampleRange\x12\r\n\x05\x66irst\x18\x01 \x01(\x04\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x04\"J\n\x12SkipSamplesRequest\x12%\n\x06ranges\x18\x01 \x03(\x0b\x32\x15.atoll.v1.SampleRange\x12\r\n\x05round\x18\x02 \x01(\x04\"<\n\x13SkipSamplesResponse\x12%\n\x06ranges\x18\x01 \x03(\x0b\x32\x15.atoll.v1.SampleRange\"W\n\x0fRuleNodeRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12&\n\x07verdict\x18\x02 \x01(\x0e\x32\x15.atoll.v1.NodeVerdict\x12\x0e\n\x06reason\x18\x03 \x01(\t\"6\n\x10RuleNodeResponse\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x11\n\tnode_name\x18\x02 \x01(\t\"H\n\x0fSteerRunRequest\x12%\n\x07verdict\x18\x01 \x01(\x0e\x32\x14.atoll.v1.RunVerdict\x12\x0e\n\x06reason\x18\x02 \x01(\t\"4\n\x10SteerRunResponse\x12 \n\x06ruling\x18\x01 \x01(\x0b\x32\x10.atoll.v1.Ruling\"-\n\nRuleChange\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x12\n\nvalue_json\x18\x02 \x01(\t\"]\n\x0f\x41mendRunRequest\x12%\n\x07\x63hanges\x18\x01 \x03(\x0b\x32\x14.atoll.v1.RuleChange\x12\x13\n\x0bmore_rounds\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"4\n\x10\x41mendRunResponse\x12 \n\x06ruling\x18\x01 \x01(\x0b\x32\x10.atoll.v1.Ruling\"#\n\x12ListRulingsRequest\x12\r\n\x05\x61\x66ter\x18\x01 \x01(\x04\"8\n\x13ListRulingsResponse\x12!\n\x07rulings\x18\x01 \x03(\x0b\x32\x10.atoll.v1.Ruling*\x94\x01\n\x0bNodeVerdict\x12\x1c\n\x18NODE_VERDICT_UNSPECIFIED\x10\x00\x12\x18\n\x14NODE_VERDICT_APPROVE\x10\x01\x12\x16\n\x12NODE_VERDICT_EXPEL\x10\x02\x12\x1b\n\x17NODE_VERDICT_QUARANTINE\x10\x03\x12\x18\n\x14NODE_VERDICT_READMIT\x10\x04*n\n\nRunVerdict\x12\x1b\n\x17RUN_VERDICT_UNSPECIFIED\x10\x00\x12\x15\n\x11RUN_VERDICT_PAUSE\x10\x01\x12\x16\n\x12RUN_VERDICT_RESUME\x10\x02\x12\x14\n\x10RUN_VERDICT_STOP\x10\x03\x32\xdc\x04\n\x0fOperatorService\x12M\n\x0c\x43reateInvite\x12\x1d.atoll.v1.CreateInviteRequest\x1a\x1e.atoll.v1.CreateInviteResponse\x12J\n\x0bListInvites\x12\x1c.atoll.v1.ListInvitesRequest\x1a\x1d.atoll.v1.ListInvitesResponse\x12M\n\x0cRevokeInvite\x12\x1d.atoll.v1.RevokeInviteRequest\x1a\x1e.atoll.v1.RevokeInviteResponse\x12J\n\x0bSkipSamples\x12\x1c.atoll.v1.SkipSamplesRequest\x1a\x1d.atoll.v1.SkipSamplesResponse\x12\x41\n\x08RuleNode\x12\x19.atoll.v1.RuleNodeRequest\x1a\x1a.atoll.v1.RuleNodeResponse\x12\x41\n\x08SteerRun\x12\x19.atoll.v1.SteerRunRequest\x1a\x1a.atoll.v1.SteerRunResponse\x12\x41\n\x08\x41mendRun\x12\x19.atoll.v1.AmendRunRequest\x1a\x1a.atoll.v1.AmendRunResponse\x12J\n\x0bListRulings\x12\x1c.atoll.v1.ListRulingsRequest\x1a\x1d.atoll.v1.ListRulingsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protocol.v1.operator_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CREATEINVITEREQUEST']._serialized_start=40
-  _globals['_CREATEINVITEREQUEST']._serialized_end=116
-  _globals['_CREATEINVITERESPONSE']._serialized_start=118
-  _globals['_CREATEINVITERESPONSE']._serialized_end=175
-  _globals['_LISTINVITESREQUEST']._serialized_start=177
-  _globals['_LISTINVITESREQUEST']._serialized_end=197
-  _globals['_INVITESTATUS']._serialized_start=199
-  _globals['_INVITESTATUS']._serialized_end=312
-  _globals['_LISTINVITESRESPONSE']._serialized_start=314
-  _globals['_LISTINVITESRESPONSE']._serialized_end=376
-  _globals['_REVOKEINVITEREQUEST']._serialized_start=378
-  _globals['_REVOKEINVITEREQUEST']._serialized_end=418
-  _globals['_REVOKEINVITERESPONSE']._serialized_start=420
-  _globals['_REVOKEINVITERESPONSE']._serialized_end=442
-  _globals['_SAMPLERANGE']._serialized_start=444
-  _globals['_SAMPLERANGE']._serialized_end=485
-  _globals['_SKIPSAMPLESREQUEST']._serialized_start=487
-  _globals['_SKIPSAMPLESREQUEST']._serialized_end=561
-  _globals['_SKIPSAMPLESRESPONSE']._serialized_start=563
-  _globals['_SKIPSAMPLESRESPONSE']._serialized_end=623
-  _globals['_OPERATORSERVICE']._serialized_start=626
-  _globals['_OPERATORSERVICE']._serialized_end=953
+  _globals['_NODEVERDICT']._serialized_start=1358
+  _globals['_NODEVERDICT']._serialized_end=1506
+  _globals['_RUNVERDICT']._serialized_start=1508
+  _globals['_RUNVERDICT']._serialized_end=1618
+  _globals['_CREATEINVITEREQUEST']._serialized_start=67
+  _globals['_CREATEINVITEREQUEST']._serialized_end=203
+  _globals['_CREATEINVITERESPONSE']._serialized_start=205
+  _globals['_CREATEINVITERESPONSE']._serialized_end=262
+  _globals['_LISTINVITESREQUEST']._serialized_start=264
+  _globals['_LISTINVITESREQUEST']._serialized_end=284
+  _globals['_INVITESTATUS']._serialized_start=287
+  _globals['_INVITESTATUS']._serialized_end=480
+  _globals['_LISTINVITESRESPONSE']._serialized_start=482
+  _globals['_LISTINVITESRESPONSE']._serialized_end=544
+  _globals['_REVOKEINVITEREQUEST']._serialized_start=546
+  _globals['_REVOKEINVITEREQUEST']._serialized_end=586
+  _globals['_REVOKEINVITERESPONSE']._serialized_start=588
+  _globals['_REVOKEINVITERESPONSE']._serialized_end=610
+  _globals['_SAMPLERANGE']._serialized_start=612
+  _globals['_SAMPLERANGE']._serialized_end=653
+  _globals['_SKIPSAMPLESREQUEST']._serialized_start=655
+  _globals['_SKIPSAMPLESREQUEST']._serialized_end=729
+  _globals['_SKIPSAMPLESRESPONSE']._serialized_start=731
+  _globals['_SKIPSAMPLESRESPONSE']._serialized_end=791
+  _globals['_RULENODEREQUEST']._serialized_start=793
+  _globals['_RULENODEREQUEST']._serialized_end=880
+  _globals['_RULENODERESPONSE']._serialized_start=882
+  _globals['_RULENODERESPONSE']._serialized_end=936
+  _globals['_STEERRUNREQUEST']._serialized_start=938
+  _globals['_STEERRUNREQUEST']._serialized_end=1010
+  _globals['_STEERRUNRESPONSE']._serialized_start=1012
+  _globals['_STEERRUNRESPONSE']._serialized_end=1064
+  _globals['_RULECHANGE']._serialized_start=1066
+  _globals['_RULECHANGE']._serialized_end=1111
+  _globals['_AMENDRUNREQUEST']._serialized_start=1113
+  _globals['_AMENDRUNREQUEST']._serialized_end=1206
+  _globals['_AMENDRUNRESPONSE']._serialized_start=1208
+  _globals['_AMENDRUNRESPONSE']._serialized_end=1260
+  _globals['_LISTRULINGSREQUEST']._serialized_start=1262
+  _globals['_LISTRULINGSREQUEST']._serialized_end=1297
+  _globals['_LISTRULINGSRESPONSE']._serialized_start=1299
+  _globals['_LISTRULINGSRESPONSE']._serialized_end=1355
+  _globals['_OPERATORSERVICE']._serialized_start=1621
+  _globals['_OPERATORSERVICE']._serialized_end=2225
 # @@protoc_insertion_point(module_scope)

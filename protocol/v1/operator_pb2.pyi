@@ -7,6 +7,8 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from protocol.v1 import ruling_pb2 as _ruling_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -18,6 +20,66 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _NodeVerdict:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _NodeVerdictEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_NodeVerdict.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    NODE_VERDICT_UNSPECIFIED: _NodeVerdict.ValueType  # 0
+    """Never sent."""
+    NODE_VERDICT_APPROVE: _NodeVerdict.ValueType  # 1
+    """It joined with an invite that needs approval, and may take part."""
+    NODE_VERDICT_EXPEL: _NodeVerdict.ValueType  # 2
+    """Its session ends, and its key is refused from now on."""
+    NODE_VERDICT_QUARANTINE: _NodeVerdict.ValueType  # 3
+    """Its session ends, and it waits until it is readmitted."""
+    NODE_VERDICT_READMIT: _NodeVerdict.ValueType  # 4
+    """It was expelled or quarantined, and may take part again."""
+
+class NodeVerdict(_NodeVerdict, metaclass=_NodeVerdictEnumTypeWrapper):
+    """What becomes of a node."""
+
+NODE_VERDICT_UNSPECIFIED: NodeVerdict.ValueType  # 0
+"""Never sent."""
+NODE_VERDICT_APPROVE: NodeVerdict.ValueType  # 1
+"""It joined with an invite that needs approval, and may take part."""
+NODE_VERDICT_EXPEL: NodeVerdict.ValueType  # 2
+"""Its session ends, and its key is refused from now on."""
+NODE_VERDICT_QUARANTINE: NodeVerdict.ValueType  # 3
+"""Its session ends, and it waits until it is readmitted."""
+NODE_VERDICT_READMIT: NodeVerdict.ValueType  # 4
+"""It was expelled or quarantined, and may take part again."""
+Global___NodeVerdict: _TypeAlias = NodeVerdict  # noqa: Y015
+
+class _RunVerdict:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RunVerdictEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RunVerdict.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    RUN_VERDICT_UNSPECIFIED: _RunVerdict.ValueType  # 0
+    """Never sent."""
+    RUN_VERDICT_PAUSE: _RunVerdict.ValueType  # 1
+    """The round in flight ends, and no other opens."""
+    RUN_VERDICT_RESUME: _RunVerdict.ValueType  # 2
+    """Rounds open again."""
+    RUN_VERDICT_STOP: _RunVerdict.ValueType  # 3
+    """The round in flight is the last; its state is evaluated, and nodes go home."""
+
+class RunVerdict(_RunVerdict, metaclass=_RunVerdictEnumTypeWrapper):
+    """What becomes of the run."""
+
+RUN_VERDICT_UNSPECIFIED: RunVerdict.ValueType  # 0
+"""Never sent."""
+RUN_VERDICT_PAUSE: RunVerdict.ValueType  # 1
+"""The round in flight ends, and no other opens."""
+RUN_VERDICT_RESUME: RunVerdict.ValueType  # 2
+"""Rounds open again."""
+RUN_VERDICT_STOP: RunVerdict.ValueType  # 3
+"""The round in flight is the last; its state is evaluated, and nodes go home."""
+Global___RunVerdict: _TypeAlias = RunVerdict  # noqa: Y015
+
 @_typing.final
 class CreateInviteRequest(_message.Message):
     """Asks for an invite."""
@@ -27,22 +89,34 @@ class CreateInviteRequest(_message.Message):
     MAX_USES_FIELD_NUMBER: _builtins.int
     VALID_SECONDS_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
+    LABEL_FIELD_NUMBER: _builtins.int
+    NEEDS_APPROVAL_FIELD_NUMBER: _builtins.int
+    FOR_VIEWERS_FIELD_NUMBER: _builtins.int
     max_uses: _builtins.int
     """How many nodes may join with it, at least 1."""
     valid_seconds: _builtins.float
     """Seconds until it expires, greater than 0."""
     host: _builtins.str
     """Host that the invite sends nodes to; empty means the coordinator's advertised host."""
+    label: _builtins.str
+    """What the run owner calls it, for its lists; may be empty."""
+    needs_approval: _builtins.bool
+    """Whether nodes that join with it wait until the run owner approves them."""
+    for_viewers: _builtins.bool
+    """Whether it is for viewers, who may ask for the status and nothing else."""
     def __init__(
         self,
         *,
         max_uses: _builtins.int = ...,
         valid_seconds: _builtins.float = ...,
         host: _builtins.str = ...,
+        label: _builtins.str = ...,
+        needs_approval: _builtins.bool = ...,
+        for_viewers: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "max_uses", b"max_uses", "valid_seconds", b"valid_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["for_viewers", b"for_viewers", "host", b"host", "label", b"label", "max_uses", b"max_uses", "needs_approval", b"needs_approval", "valid_seconds", b"valid_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -102,6 +176,10 @@ class InviteStatus(_message.Message):
     NODE_IDS_FIELD_NUMBER: _builtins.int
     REMAINING_SECONDS_FIELD_NUMBER: _builtins.int
     REVOKED_FIELD_NUMBER: _builtins.int
+    LABEL_FIELD_NUMBER: _builtins.int
+    NEEDS_APPROVAL_FIELD_NUMBER: _builtins.int
+    FOR_VIEWERS_FIELD_NUMBER: _builtins.int
+    NODE_NAMES_FIELD_NUMBER: _builtins.int
     invite_id: _builtins.str
     """Public name."""
     max_uses: _builtins.int
@@ -110,9 +188,19 @@ class InviteStatus(_message.Message):
     """Seconds until it expires; negative when it has."""
     revoked: _builtins.bool
     """Whether it was revoked."""
+    label: _builtins.str
+    """What the run owner calls it."""
+    needs_approval: _builtins.bool
+    """Whether nodes that join with it wait for approval."""
+    for_viewers: _builtins.bool
+    """Whether it is for viewers."""
     @_builtins.property
     def node_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Nodes that joined with it."""
+
+    @_builtins.property
+    def node_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What those that joined with it call themselves, in the order of node_ids."""
 
     def __init__(
         self,
@@ -122,10 +210,14 @@ class InviteStatus(_message.Message):
         node_ids: _abc.Iterable[_builtins.str] | None = ...,
         remaining_seconds: _builtins.float = ...,
         revoked: _builtins.bool = ...,
+        label: _builtins.str = ...,
+        needs_approval: _builtins.bool = ...,
+        for_viewers: _builtins.bool = ...,
+        node_names: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["invite_id", b"invite_id", "max_uses", b"max_uses", "node_ids", b"node_ids", "remaining_seconds", b"remaining_seconds", "revoked", b"revoked"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["for_viewers", b"for_viewers", "invite_id", b"invite_id", "label", b"label", "max_uses", b"max_uses", "needs_approval", b"needs_approval", "node_ids", b"node_ids", "node_names", b"node_names", "remaining_seconds", b"remaining_seconds", "revoked", b"revoked"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -269,3 +361,237 @@ class SkipSamplesResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SkipSamplesResponse: _TypeAlias = SkipSamplesResponse  # noqa: Y015
+
+@_typing.final
+class RuleNodeRequest(_message.Message):
+    """Names a node and what becomes of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    VERDICT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    """Its name, its id, or the beginning of its id."""
+    verdict: Global___NodeVerdict.ValueType
+    """What becomes of it."""
+    reason: _builtins.str
+    """Why, for its owner and the audit log; may be empty."""
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        verdict: Global___NodeVerdict.ValueType = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "reason", b"reason", "verdict", b"verdict"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RuleNodeRequest: _TypeAlias = RuleNodeRequest  # noqa: Y015
+
+@_typing.final
+class RuleNodeResponse(_message.Message):
+    """It is ruled."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    NODE_NAME_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    """The node."""
+    node_name: _builtins.str
+    """What people call it."""
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        node_name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_id", b"node_id", "node_name", b"node_name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RuleNodeResponse: _TypeAlias = RuleNodeResponse  # noqa: Y015
+
+@_typing.final
+class SteerRunRequest(_message.Message):
+    """Steers the run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERDICT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    verdict: Global___RunVerdict.ValueType
+    """What becomes of it."""
+    reason: _builtins.str
+    """Why, for status and audit log; may be empty."""
+    def __init__(
+        self,
+        *,
+        verdict: Global___RunVerdict.ValueType = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "verdict", b"verdict"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SteerRunRequest: _TypeAlias = SteerRunRequest  # noqa: Y015
+
+@_typing.final
+class SteerRunResponse(_message.Message):
+    """It is done."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RULING_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ruling(self) -> _ruling_pb2.Ruling:
+        """The ruling."""
+
+    def __init__(
+        self,
+        *,
+        ruling: _ruling_pb2.Ruling | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ruling", b"ruling"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ruling", b"ruling"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SteerRunResponse: _TypeAlias = SteerRunResponse  # noqa: Y015
+
+@_typing.final
+class RuleChange(_message.Message):
+    """One rule."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    VALUE_JSON_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    """Table and key of the run file: "run.rounds"."""
+    value_json: _builtins.str
+    """Its value as JSON."""
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        value_json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value_json", b"value_json"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RuleChange: _TypeAlias = RuleChange  # noqa: Y015
+
+@_typing.final
+class AmendRunRequest(_message.Message):
+    """Amends the run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHANGES_FIELD_NUMBER: _builtins.int
+    MORE_ROUNDS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    more_rounds: _builtins.int
+    """Rounds to add to those that the run asks for; 0 for none."""
+    reason: _builtins.str
+    """Why, for status and audit log; may be empty."""
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___RuleChange]:
+        """The new values."""
+
+    def __init__(
+        self,
+        *,
+        changes: _abc.Iterable[Global___RuleChange] | None = ...,
+        more_rounds: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "more_rounds", b"more_rounds", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AmendRunRequest: _TypeAlias = AmendRunRequest  # noqa: Y015
+
+@_typing.final
+class AmendRunResponse(_message.Message):
+    """It is amended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RULING_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ruling(self) -> _ruling_pb2.Ruling:
+        """The ruling."""
+
+    def __init__(
+        self,
+        *,
+        ruling: _ruling_pb2.Ruling | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ruling", b"ruling"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ruling", b"ruling"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AmendRunResponse: _TypeAlias = AmendRunResponse  # noqa: Y015
+
+@_typing.final
+class ListRulingsRequest(_message.Message):
+    """Asks for rulings."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AFTER_FIELD_NUMBER: _builtins.int
+    after: _builtins.int
+    """Those of greater numbers than this."""
+    def __init__(
+        self,
+        *,
+        after: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRulingsRequest: _TypeAlias = ListRulingsRequest  # noqa: Y015
+
+@_typing.final
+class ListRulingsResponse(_message.Message):
+    """The rulings."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RULINGS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def rulings(self) -> _containers.RepeatedCompositeFieldContainer[_ruling_pb2.Ruling]:
+        """In the order of their numbers; ask again after the last one, until there are none."""
+
+    def __init__(
+        self,
+        *,
+        rulings: _abc.Iterable[_ruling_pb2.Ruling] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rulings", b"rulings"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRulingsResponse: _TypeAlias = ListRulingsResponse  # noqa: Y015

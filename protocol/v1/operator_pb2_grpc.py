@@ -55,6 +55,26 @@ class OperatorServiceStub:
                 request_serializer=protocol_dot_v1_dot_operator__pb2.SkipSamplesRequest.SerializeToString,
                 response_deserializer=protocol_dot_v1_dot_operator__pb2.SkipSamplesResponse.FromString,
                 _registered_method=True)
+        self.RuleNode = channel.unary_unary(
+                '/atoll.v1.OperatorService/RuleNode',
+                request_serializer=protocol_dot_v1_dot_operator__pb2.RuleNodeRequest.SerializeToString,
+                response_deserializer=protocol_dot_v1_dot_operator__pb2.RuleNodeResponse.FromString,
+                _registered_method=True)
+        self.SteerRun = channel.unary_unary(
+                '/atoll.v1.OperatorService/SteerRun',
+                request_serializer=protocol_dot_v1_dot_operator__pb2.SteerRunRequest.SerializeToString,
+                response_deserializer=protocol_dot_v1_dot_operator__pb2.SteerRunResponse.FromString,
+                _registered_method=True)
+        self.AmendRun = channel.unary_unary(
+                '/atoll.v1.OperatorService/AmendRun',
+                request_serializer=protocol_dot_v1_dot_operator__pb2.AmendRunRequest.SerializeToString,
+                response_deserializer=protocol_dot_v1_dot_operator__pb2.AmendRunResponse.FromString,
+                _registered_method=True)
+        self.ListRulings = channel.unary_unary(
+                '/atoll.v1.OperatorService/ListRulings',
+                request_serializer=protocol_dot_v1_dot_operator__pb2.ListRulingsRequest.SerializeToString,
+                response_deserializer=protocol_dot_v1_dot_operator__pb2.ListRulingsResponse.FromString,
+                _registered_method=True)
 
 
 class OperatorServiceServicer:
@@ -89,6 +109,34 @@ class OperatorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RuleNode(self, request, context):
+        """Decides how a node stands: whether it may take part.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SteerRun(self, request, context):
+        """Pauses, resumes or stops the run.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AmendRun(self, request, context):
+        """Changes rules of the run from the next round on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListRulings(self, request, context):
+        """All rulings: the audit log.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperatorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -111,6 +159,26 @@ def add_OperatorServiceServicer_to_server(servicer, server):
                     servicer.SkipSamples,
                     request_deserializer=protocol_dot_v1_dot_operator__pb2.SkipSamplesRequest.FromString,
                     response_serializer=protocol_dot_v1_dot_operator__pb2.SkipSamplesResponse.SerializeToString,
+            ),
+            'RuleNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.RuleNode,
+                    request_deserializer=protocol_dot_v1_dot_operator__pb2.RuleNodeRequest.FromString,
+                    response_serializer=protocol_dot_v1_dot_operator__pb2.RuleNodeResponse.SerializeToString,
+            ),
+            'SteerRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.SteerRun,
+                    request_deserializer=protocol_dot_v1_dot_operator__pb2.SteerRunRequest.FromString,
+                    response_serializer=protocol_dot_v1_dot_operator__pb2.SteerRunResponse.SerializeToString,
+            ),
+            'AmendRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.AmendRun,
+                    request_deserializer=protocol_dot_v1_dot_operator__pb2.AmendRunRequest.FromString,
+                    response_serializer=protocol_dot_v1_dot_operator__pb2.AmendRunResponse.SerializeToString,
+            ),
+            'ListRulings': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRulings,
+                    request_deserializer=protocol_dot_v1_dot_operator__pb2.ListRulingsRequest.FromString,
+                    response_serializer=protocol_dot_v1_dot_operator__pb2.ListRulingsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -222,6 +290,114 @@ class OperatorService:
             '/atoll.v1.OperatorService/SkipSamples',
             protocol_dot_v1_dot_operator__pb2.SkipSamplesRequest.SerializeToString,
             protocol_dot_v1_dot_operator__pb2.SkipSamplesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RuleNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.OperatorService/RuleNode',
+            protocol_dot_v1_dot_operator__pb2.RuleNodeRequest.SerializeToString,
+            protocol_dot_v1_dot_operator__pb2.RuleNodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SteerRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.OperatorService/SteerRun',
+            protocol_dot_v1_dot_operator__pb2.SteerRunRequest.SerializeToString,
+            protocol_dot_v1_dot_operator__pb2.SteerRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AmendRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.OperatorService/AmendRun',
+            protocol_dot_v1_dot_operator__pb2.AmendRunRequest.SerializeToString,
+            protocol_dot_v1_dot_operator__pb2.AmendRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRulings(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.OperatorService/ListRulings',
+            protocol_dot_v1_dot_operator__pb2.ListRulingsRequest.SerializeToString,
+            protocol_dot_v1_dot_operator__pb2.ListRulingsResponse.FromString,
             options,
             channel_credentials,
             insecure,

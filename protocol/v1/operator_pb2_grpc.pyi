@@ -41,6 +41,14 @@ class OperatorServiceStub:
     """Makes an invite useless. Nodes that joined with it stay."""
     SkipSamples: _grpc.UnaryUnaryMultiCallable[_operator_pb2.SkipSamplesRequest, _operator_pb2.SkipSamplesResponse]
     """Takes samples out of the run: they are not leased any more. Rounds in flight go on."""
+    RuleNode: _grpc.UnaryUnaryMultiCallable[_operator_pb2.RuleNodeRequest, _operator_pb2.RuleNodeResponse]
+    """Decides how a node stands: whether it may take part."""
+    SteerRun: _grpc.UnaryUnaryMultiCallable[_operator_pb2.SteerRunRequest, _operator_pb2.SteerRunResponse]
+    """Pauses, resumes or stops the run."""
+    AmendRun: _grpc.UnaryUnaryMultiCallable[_operator_pb2.AmendRunRequest, _operator_pb2.AmendRunResponse]
+    """Changes rules of the run from the next round on."""
+    ListRulings: _grpc.UnaryUnaryMultiCallable[_operator_pb2.ListRulingsRequest, _operator_pb2.ListRulingsResponse]
+    """All rulings: the audit log."""
 
 @_typing.type_check_only
 class OperatorServiceAsyncStub(OperatorServiceStub):
@@ -55,6 +63,14 @@ class OperatorServiceAsyncStub(OperatorServiceStub):
     """Makes an invite useless. Nodes that joined with it stay."""
     SkipSamples: _aio.UnaryUnaryMultiCallable[_operator_pb2.SkipSamplesRequest, _operator_pb2.SkipSamplesResponse]  # type: ignore[assignment]
     """Takes samples out of the run: they are not leased any more. Rounds in flight go on."""
+    RuleNode: _aio.UnaryUnaryMultiCallable[_operator_pb2.RuleNodeRequest, _operator_pb2.RuleNodeResponse]  # type: ignore[assignment]
+    """Decides how a node stands: whether it may take part."""
+    SteerRun: _aio.UnaryUnaryMultiCallable[_operator_pb2.SteerRunRequest, _operator_pb2.SteerRunResponse]  # type: ignore[assignment]
+    """Pauses, resumes or stops the run."""
+    AmendRun: _aio.UnaryUnaryMultiCallable[_operator_pb2.AmendRunRequest, _operator_pb2.AmendRunResponse]  # type: ignore[assignment]
+    """Changes rules of the run from the next round on."""
+    ListRulings: _aio.UnaryUnaryMultiCallable[_operator_pb2.ListRulingsRequest, _operator_pb2.ListRulingsResponse]  # type: ignore[assignment]
+    """All rulings: the audit log."""
 
 class OperatorServiceServicer(metaclass=_abc_1.ABCMeta):
     """Changes who may join, and what is trained."""
@@ -90,5 +106,37 @@ class OperatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_operator_pb2.SkipSamplesResponse, _abc.Awaitable[_operator_pb2.SkipSamplesResponse]]:
         """Takes samples out of the run: they are not leased any more. Rounds in flight go on."""
+
+    @_abc_1.abstractmethod
+    def RuleNode(
+        self,
+        request: _operator_pb2.RuleNodeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.RuleNodeResponse, _abc.Awaitable[_operator_pb2.RuleNodeResponse]]:
+        """Decides how a node stands: whether it may take part."""
+
+    @_abc_1.abstractmethod
+    def SteerRun(
+        self,
+        request: _operator_pb2.SteerRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.SteerRunResponse, _abc.Awaitable[_operator_pb2.SteerRunResponse]]:
+        """Pauses, resumes or stops the run."""
+
+    @_abc_1.abstractmethod
+    def AmendRun(
+        self,
+        request: _operator_pb2.AmendRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.AmendRunResponse, _abc.Awaitable[_operator_pb2.AmendRunResponse]]:
+        """Changes rules of the run from the next round on."""
+
+    @_abc_1.abstractmethod
+    def ListRulings(
+        self,
+        request: _operator_pb2.ListRulingsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.ListRulingsResponse, _abc.Awaitable[_operator_pb2.ListRulingsResponse]]:
+        """All rulings: the audit log."""
 
 def add_OperatorServiceServicer_to_server(servicer: OperatorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

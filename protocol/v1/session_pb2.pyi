@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from protocol.v1 import round_pb2 as _round_pb2
+from protocol.v1 import ruling_pb2 as _ruling_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -177,6 +178,8 @@ class AttachRequest(_message.Message):
     CODECS_FIELD_NUMBER: _builtins.int
     CANNOT_TRAIN_FIELD_NUMBER: _builtins.int
     CANNOT_EVALUATE_FIELD_NUMBER: _builtins.int
+    NUM_RULINGS_FIELD_NUMBER: _builtins.int
+    RULINGS_DIGEST_FIELD_NUMBER: _builtins.int
     node_name: _builtins.str
     """What people call the node."""
     run_digest: _builtins.bytes
@@ -201,6 +204,10 @@ class AttachRequest(_message.Message):
     """
     cannot_evaluate: _builtins.bool
     """Whether it cannot measure the held-out loss: then another node is asked."""
+    num_rulings: _builtins.int
+    """Rulings that the node keeps."""
+    rulings_digest: _builtins.bytes
+    """Digest of the latest of them, 32 bytes; zeros when there is none."""
     @_builtins.property
     def address(self) -> Global___PeerAddress:
         """Where peers find it."""
@@ -235,10 +242,12 @@ class AttachRequest(_message.Message):
         codecs: _abc.Iterable[_builtins.str] | None = ...,
         cannot_train: _builtins.bool = ...,
         cannot_evaluate: _builtins.bool = ...,
+        num_rulings: _builtins.int = ...,
+        rulings_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "corpus", b"corpus", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cannot_evaluate", b"cannot_evaluate", "cannot_train", b"cannot_train", "codecs", b"codecs", "corpus", b"corpus", "device", b"device", "layout", b"layout", "node_name", b"node_name", "num_ranks", b"num_ranks", "outer_digest", b"outer_digest", "outer_incarnation", b"outer_incarnation", "outer_round", b"outer_round", "process_id", b"process_id", "run_digest", b"run_digest", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cannot_evaluate", b"cannot_evaluate", "cannot_train", b"cannot_train", "codecs", b"codecs", "corpus", b"corpus", "device", b"device", "layout", b"layout", "node_name", b"node_name", "num_ranks", b"num_ranks", "num_rulings", b"num_rulings", "outer_digest", b"outer_digest", "outer_incarnation", b"outer_incarnation", "outer_round", b"outer_round", "process_id", b"process_id", "rulings_digest", b"rulings_digest", "run_digest", b"run_digest", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -256,6 +265,9 @@ class AttachResponse(_message.Message):
     COMMITTED_ROUND_FIELD_NUMBER: _builtins.int
     COMMITTED_DIGEST_FIELD_NUMBER: _builtins.int
     NODE_NAME_FIELD_NUMBER: _builtins.int
+    NUM_RULINGS_FIELD_NUMBER: _builtins.int
+    RULINGS_DIGEST_FIELD_NUMBER: _builtins.int
+    RULINGS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.int
     """Names the session; a later attach of the same node ends it."""
     lease_seconds: _builtins.float
@@ -268,6 +280,14 @@ class AttachResponse(_message.Message):
     """Digest of the outer state at that round, 32 bytes; empty when not yet known."""
     node_name: _builtins.str
     """What the swarm calls the node: its own name, with a number behind it where another has that name."""
+    num_rulings: _builtins.int
+    """Rulings that the coordinator knows."""
+    rulings_digest: _builtins.bytes
+    """Digest of the latest of them, 32 bytes; zeros when there is none."""
+    @_builtins.property
+    def rulings(self) -> _ruling_pb2.Rulings:
+        """Those that the node lacks, or the first of them: then it attaches again for more."""
+
     def __init__(
         self,
         *,
@@ -277,10 +297,13 @@ class AttachResponse(_message.Message):
         committed_round: _builtins.int = ...,
         committed_digest: _builtins.bytes = ...,
         node_name: _builtins.str = ...,
+        num_rulings: _builtins.int = ...,
+        rulings_digest: _builtins.bytes = ...,
+        rulings: _ruling_pb2.Rulings | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["rulings", b"rulings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_digest", b"committed_digest", "committed_round", b"committed_round", "heartbeat_seconds", b"heartbeat_seconds", "lease_seconds", b"lease_seconds", "node_name", b"node_name", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_digest", b"committed_digest", "committed_round", b"committed_round", "heartbeat_seconds", b"heartbeat_seconds", "lease_seconds", b"lease_seconds", "node_name", b"node_name", "num_rulings", b"num_rulings", "rulings", b"rulings", "rulings_digest", b"rulings_digest", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -627,16 +650,24 @@ class SubscribeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
+    NUM_RULINGS_FIELD_NUMBER: _builtins.int
+    RULINGS_DIGEST_FIELD_NUMBER: _builtins.int
     session_id: _builtins.int
     """The session."""
+    num_rulings: _builtins.int
+    """Rulings that the node keeps."""
+    rulings_digest: _builtins.bytes
+    """Digest of the latest of them, 32 bytes; zeros when there is none."""
     def __init__(
         self,
         *,
         session_id: _builtins.int = ...,
+        num_rulings: _builtins.int = ...,
+        rulings_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_rulings", b"num_rulings", "rulings_digest", b"rulings_digest", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -986,6 +1017,7 @@ class SubscribeResponse(_message.Message):
     RESULT_OFFERED_FIELD_NUMBER: _builtins.int
     COMMITS_WANTED_FIELD_NUMBER: _builtins.int
     ROSTER_CHANGE_FIELD_NUMBER: _builtins.int
+    RULINGS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def roster(self) -> Global___Roster:
         """The members changed."""
@@ -1034,6 +1066,10 @@ class SubscribeResponse(_message.Message):
     def roster_change(self) -> Global___RosterChange:
         """The members changed."""
 
+    @_builtins.property
+    def rulings(self) -> _ruling_pb2.Rulings:
+        """Rulings were made that the node may lack. They come before any plan that goes by them."""
+
     def __init__(
         self,
         *,
@@ -1049,12 +1085,13 @@ class SubscribeResponse(_message.Message):
         result_offered: Global___ResultOffered | None = ...,
         commits_wanted: Global___CommitsWanted | None = ...,
         roster_change: Global___RosterChange | None = ...,
+        rulings: _ruling_pb2.Rulings | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "commits_wanted", b"commits_wanted", "departed", b"departed", "evaluate", b"evaluate", "event", b"event", "finished", b"finished", "idle", b"idle", "plan", b"plan", "refetch", b"refetch", "result_offered", b"result_offered", "roster", b"roster", "roster_change", b"roster_change", "takeover", b"takeover"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "commits_wanted", b"commits_wanted", "departed", b"departed", "evaluate", b"evaluate", "event", b"event", "finished", b"finished", "idle", b"idle", "plan", b"plan", "refetch", b"refetch", "result_offered", b"result_offered", "roster", b"roster", "roster_change", b"roster_change", "rulings", b"rulings", "takeover", b"takeover"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "commits_wanted", b"commits_wanted", "departed", b"departed", "evaluate", b"evaluate", "event", b"event", "finished", b"finished", "idle", b"idle", "plan", b"plan", "refetch", b"refetch", "result_offered", b"result_offered", "roster", b"roster", "roster_change", b"roster_change", "takeover", b"takeover"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "commits_wanted", b"commits_wanted", "departed", b"departed", "evaluate", b"evaluate", "event", b"event", "finished", b"finished", "idle", b"idle", "plan", b"plan", "refetch", b"refetch", "result_offered", b"result_offered", "roster", b"roster", "roster_change", b"roster_change", "rulings", b"rulings", "takeover", b"takeover"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["roster", "plan", "commit", "departed", "evaluate", "refetch", "finished", "idle", "takeover", "result_offered", "commits_wanted", "roster_change"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["roster", "plan", "commit", "departed", "evaluate", "refetch", "finished", "idle", "takeover", "result_offered", "commits_wanted", "roster_change", "rulings"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -1439,6 +1476,56 @@ class SubmitCommitsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SubmitCommitsResponse: _TypeAlias = SubmitCommitsResponse  # noqa: Y015
+
+@_typing.final
+class SubmitRulingsRequest(_message.Message):
+    """Brings rulings back."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    RULINGS_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.int
+    """The session."""
+    @_builtins.property
+    def rulings(self) -> _ruling_pb2.Rulings:
+        """In the order of their numbers."""
+
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.int = ...,
+        rulings: _ruling_pb2.Rulings | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["rulings", b"rulings"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rulings", b"rulings", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SubmitRulingsRequest: _TypeAlias = SubmitRulingsRequest  # noqa: Y015
+
+@_typing.final
+class SubmitRulingsResponse(_message.Message):
+    """Says how many the coordinator knows now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_RULINGS_FIELD_NUMBER: _builtins.int
+    num_rulings: _builtins.int
+    """All of them."""
+    def __init__(
+        self,
+        *,
+        num_rulings: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_rulings", b"num_rulings"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SubmitRulingsResponse: _TypeAlias = SubmitRulingsResponse  # noqa: Y015
 
 @_typing.final
 class DetachRequest(_message.Message):

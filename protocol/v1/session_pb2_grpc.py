@@ -70,6 +70,11 @@ class SessionServiceStub:
                 request_serializer=protocol_dot_v1_dot_session__pb2.SubmitCommitsRequest.SerializeToString,
                 response_deserializer=protocol_dot_v1_dot_session__pb2.SubmitCommitsResponse.FromString,
                 _registered_method=True)
+        self.SubmitRulings = channel.unary_unary(
+                '/atoll.v1.SessionService/SubmitRulings',
+                request_serializer=protocol_dot_v1_dot_session__pb2.SubmitRulingsRequest.SerializeToString,
+                response_deserializer=protocol_dot_v1_dot_session__pb2.SubmitRulingsResponse.FromString,
+                _registered_method=True)
         self.Detach = channel.unary_unary(
                 '/atoll.v1.SessionService/Detach',
                 request_serializer=protocol_dot_v1_dot_session__pb2.DetachRequest.SerializeToString,
@@ -132,6 +137,13 @@ class SessionServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SubmitRulings(self, request, context):
+        """Brings back rulings to a coordinator that was restored from an older copy of its database.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Detach(self, request, context):
         """Says goodbye: the node takes part in no further round.
         """
@@ -176,6 +188,11 @@ def add_SessionServiceServicer_to_server(servicer, server):
                     servicer.SubmitCommits,
                     request_deserializer=protocol_dot_v1_dot_session__pb2.SubmitCommitsRequest.FromString,
                     response_serializer=protocol_dot_v1_dot_session__pb2.SubmitCommitsResponse.SerializeToString,
+            ),
+            'SubmitRulings': grpc.unary_unary_rpc_method_handler(
+                    servicer.SubmitRulings,
+                    request_deserializer=protocol_dot_v1_dot_session__pb2.SubmitRulingsRequest.FromString,
+                    response_serializer=protocol_dot_v1_dot_session__pb2.SubmitRulingsResponse.SerializeToString,
             ),
             'Detach': grpc.unary_unary_rpc_method_handler(
                     servicer.Detach,
@@ -373,6 +390,33 @@ class SessionService:
             '/atoll.v1.SessionService/SubmitCommits',
             protocol_dot_v1_dot_session__pb2.SubmitCommitsRequest.SerializeToString,
             protocol_dot_v1_dot_session__pb2.SubmitCommitsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SubmitRulings(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.SessionService/SubmitRulings',
+            protocol_dot_v1_dot_session__pb2.SubmitRulingsRequest.SerializeToString,
+            protocol_dot_v1_dot_session__pb2.SubmitRulingsResponse.FromString,
             options,
             channel_credentials,
             insecure,

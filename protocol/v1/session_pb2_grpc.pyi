@@ -51,6 +51,8 @@ class SessionServiceStub:
     """Brings back signed commits to a coordinator that was restored from an older copy of its
     database. Answers CommitsWanted.
     """
+    SubmitRulings: _grpc.UnaryUnaryMultiCallable[_session_pb2.SubmitRulingsRequest, _session_pb2.SubmitRulingsResponse]
+    """Brings back rulings to a coordinator that was restored from an older copy of its database."""
     Detach: _grpc.UnaryUnaryMultiCallable[_session_pb2.DetachRequest, _session_pb2.DetachResponse]
     """Says goodbye: the node takes part in no further round."""
 
@@ -77,6 +79,8 @@ class SessionServiceAsyncStub(SessionServiceStub):
     """Brings back signed commits to a coordinator that was restored from an older copy of its
     database. Answers CommitsWanted.
     """
+    SubmitRulings: _aio.UnaryUnaryMultiCallable[_session_pb2.SubmitRulingsRequest, _session_pb2.SubmitRulingsResponse]  # type: ignore[assignment]
+    """Brings back rulings to a coordinator that was restored from an older copy of its database."""
     Detach: _aio.UnaryUnaryMultiCallable[_session_pb2.DetachRequest, _session_pb2.DetachResponse]  # type: ignore[assignment]
     """Says goodbye: the node takes part in no further round."""
 
@@ -142,6 +146,14 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         """Brings back signed commits to a coordinator that was restored from an older copy of its
         database. Answers CommitsWanted.
         """
+
+    @_abc_1.abstractmethod
+    def SubmitRulings(
+        self,
+        request: _session_pb2.SubmitRulingsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_session_pb2.SubmitRulingsResponse, _abc.Awaitable[_session_pb2.SubmitRulingsResponse]]:
+        """Brings back rulings to a coordinator that was restored from an older copy of its database."""
 
     @_abc_1.abstractmethod
     def Detach(

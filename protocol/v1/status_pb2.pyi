@@ -74,6 +74,12 @@ class _NodeStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_NodeState.V
     """Silent for longer than its lease."""
     NODE_STATE_LEFT: _NodeState.ValueType  # 5
     """Said goodbye."""
+    NODE_STATE_UNAPPROVED: _NodeState.ValueType  # 6
+    """Joined with an invite that needs approval, and waits for that."""
+    NODE_STATE_QUARANTINED: _NodeState.ValueType  # 7
+    """Waits until the run owner readmits it."""
+    NODE_STATE_EXPELLED: _NodeState.ValueType  # 8
+    """The run owner refuses its key."""
 
 class NodeState(_NodeState, metaclass=_NodeStateEnumTypeWrapper):
     """How a node stands with the swarm."""
@@ -90,6 +96,12 @@ NODE_STATE_LOST: NodeState.ValueType  # 4
 """Silent for longer than its lease."""
 NODE_STATE_LEFT: NodeState.ValueType  # 5
 """Said goodbye."""
+NODE_STATE_UNAPPROVED: NodeState.ValueType  # 6
+"""Joined with an invite that needs approval, and waits for that."""
+NODE_STATE_QUARANTINED: NodeState.ValueType  # 7
+"""Waits until the run owner readmits it."""
+NODE_STATE_EXPELLED: NodeState.ValueType  # 8
+"""The run owner refuses its key."""
 Global___NodeState: _TypeAlias = NodeState  # noqa: Y015
 
 @_typing.final
@@ -137,6 +149,8 @@ class RunStatus(_message.Message):
     ELAPSED_SECONDS_FIELD_NUMBER: _builtins.int
     ESTIMATED_SECONDS_LEFT_FIELD_NUMBER: _builtins.int
     HELD_OUT_BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    PAUSED_FIELD_NUMBER: _builtins.int
+    AMENDMENTS_FIELD_NUMBER: _builtins.int
     swarm_id: _builtins.str
     """The swarm's id."""
     run_name: _builtins.str
@@ -175,6 +189,8 @@ class RunStatus(_message.Message):
     """Seconds until the last round has ended, at the pace of recent rounds; absent before some were measured."""
     held_out_bytes_per_token: _builtins.float
     """Bytes of text that a token of the held-out split stands for; 0 where nobody knows."""
+    paused: _builtins.str
+    """That the run is paused, by whom and since when, in words; empty while it is not."""
     @_builtins.property
     def held_out_losses(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldOutLoss]:
         """Held-out losses so far, oldest first; of very many the latest 1000, and 1000 of those before."""
@@ -186,6 +202,10 @@ class RunStatus(_message.Message):
     @_builtins.property
     def wire(self) -> Global___WireLedger:
         """Bytes that committed rounds have cost."""
+
+    @_builtins.property
+    def amendments(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Amendments of its rules in words, oldest first."""
 
     def __init__(
         self,
@@ -212,10 +232,12 @@ class RunStatus(_message.Message):
         elapsed_seconds: _builtins.float = ...,
         estimated_seconds_left: _builtins.float | None = ...,
         held_out_bytes_per_token: _builtins.float = ...,
+        paused: _builtins.str = ...,
+        amendments: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_estimated_seconds_left", b"_estimated_seconds_left", "data", b"data", "estimated_seconds_left", b"estimated_seconds_left", "wire", b"wire"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_estimated_seconds_left", b"_estimated_seconds_left", "committed_round", b"committed_round", "data", b"data", "digests_agree", b"digests_agree", "elapsed_seconds", b"elapsed_seconds", "estimated_seconds_left", b"estimated_seconds_left", "held_out_bytes_per_token", b"held_out_bytes_per_token", "held_out_losses", b"held_out_losses", "inner_steps", b"inner_steps", "min_nodes", b"min_nodes", "num_parameters", b"num_parameters", "open_round", b"open_round", "outer_digest", b"outer_digest", "outer_digest_round", b"outer_digest_round", "phase", b"phase", "reason", b"reason", "run_digest", b"run_digest", "run_name", b"run_name", "swarm_id", b"swarm_id", "token_clock", b"token_clock", "total_rounds", b"total_rounds", "uptime_seconds", b"uptime_seconds", "wire", b"wire"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_estimated_seconds_left", b"_estimated_seconds_left", "amendments", b"amendments", "committed_round", b"committed_round", "data", b"data", "digests_agree", b"digests_agree", "elapsed_seconds", b"elapsed_seconds", "estimated_seconds_left", b"estimated_seconds_left", "held_out_bytes_per_token", b"held_out_bytes_per_token", "held_out_losses", b"held_out_losses", "inner_steps", b"inner_steps", "min_nodes", b"min_nodes", "num_parameters", b"num_parameters", "open_round", b"open_round", "outer_digest", b"outer_digest", "outer_digest_round", b"outer_digest_round", "paused", b"paused", "phase", b"phase", "reason", b"reason", "run_digest", b"run_digest", "run_name", b"run_name", "swarm_id", b"swarm_id", "token_clock", b"token_clock", "total_rounds", b"total_rounds", "uptime_seconds", b"uptime_seconds", "wire", b"wire"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__estimated_seconds_left: _TypeAlias = _typing.Literal["estimated_seconds_left"]  # noqa: Y015
     _WhichOneofArgType__estimated_seconds_left: _TypeAlias = _typing.Literal["_estimated_seconds_left", b"_estimated_seconds_left"]  # noqa: Y015
@@ -406,6 +428,7 @@ class NodeStatus(_message.Message):
     IS_DRAINING_FIELD_NUMBER: _builtins.int
     LINK_RATES_FIELD_NUMBER: _builtins.int
     HAS_WAITING_COPY_FIELD_NUMBER: _builtins.int
+    STANDING_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """The node."""
     node_name: _builtins.str
@@ -432,6 +455,8 @@ class NodeStatus(_message.Message):
     """Whether it leaves after the round in flight."""
     has_waiting_copy: _builtins.bool
     """Whether another process with its key asks to attach, and is refused."""
+    standing: _builtins.str
+    """Who decided how it stands and why, in words; empty for a node that just takes part."""
     @_builtins.property
     def address(self) -> _session_pb2.PeerAddress:
         """Where peers find it."""
@@ -463,10 +488,11 @@ class NodeStatus(_message.Message):
         is_draining: _builtins.bool = ...,
         link_rates: _session_pb2.LinkRates | None = ...,
         has_waiting_copy: _builtins.bool = ...,
+        standing: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_inner_steps_per_second", b"_inner_steps_per_second", "address", b"address", "heartbeat", b"heartbeat", "inner_steps_per_second", b"inner_steps_per_second", "link_rates", b"link_rates"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_inner_steps_per_second", b"_inner_steps_per_second", "address", b"address", "committed_tokens", b"committed_tokens", "device", b"device", "has_waiting_copy", b"has_waiting_copy", "heartbeat", b"heartbeat", "inner_steps", b"inner_steps", "inner_steps_per_second", b"inner_steps_per_second", "is_draining", b"is_draining", "link_rates", b"link_rates", "node_id", b"node_id", "node_name", b"node_name", "num_ranks", b"num_ranks", "same_corpus", b"same_corpus", "silent_seconds", b"silent_seconds", "state", b"state", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_inner_steps_per_second", b"_inner_steps_per_second", "address", b"address", "committed_tokens", b"committed_tokens", "device", b"device", "has_waiting_copy", b"has_waiting_copy", "heartbeat", b"heartbeat", "inner_steps", b"inner_steps", "inner_steps_per_second", b"inner_steps_per_second", "is_draining", b"is_draining", "link_rates", b"link_rates", "node_id", b"node_id", "node_name", b"node_name", "num_ranks", b"num_ranks", "same_corpus", b"same_corpus", "silent_seconds", b"silent_seconds", "standing", b"standing", "state", b"state", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__inner_steps_per_second: _TypeAlias = _typing.Literal["inner_steps_per_second"]  # noqa: Y015
     _WhichOneofArgType__inner_steps_per_second: _TypeAlias = _typing.Literal["_inner_steps_per_second", b"_inner_steps_per_second"]  # noqa: Y015

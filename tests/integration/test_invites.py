@@ -52,7 +52,7 @@ async def test_the_owner_types_invite_create_and_the_one_line_printed_lets_a_nod
     )
     async with serving(home):
         created = await typed("create", "--uses", "3", "--expires", "7d")
-        match = re.fullmatch(r"atoll join (\S+)\n", created.stdout)
+        match = re.search(r"(?m)^atoll join (\S+)\n", created.stdout)
         assert match is not None, created.output
         await (await joined(Invite.decode(match[1]), "node-a")).close()
         (listed,) = json.loads((await typed("list", "--json")).stdout)

@@ -161,7 +161,7 @@ class FakeLink:
         self.say(UnavailableError("the session has ended"))  # as the coordinator does, at once
         await asyncio.sleep(1)
 
-    async def messages(self, session_id: int) -> AsyncIterator[Message]:
+    async def messages(self, session_id: int, **_: object) -> AsyncIterator[Message]:
         while True:
             event = await self.events_of_now.get()
             if isinstance(event, Exception):

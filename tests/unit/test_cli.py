@@ -142,6 +142,7 @@ def test_json_has_every_field_with_hex_bytes_short_enums_and_null_for_what_is_ab
         "is_draining": False,
         "link_rates": None,
         "has_waiting_copy": False,
+        "standing": "",
     }
     node.heartbeat.CopyFrom(
         session_pb2.HeartbeatRequest(outer_digest=b"\x01\xff", loss=float("nan"))

@@ -19,6 +19,7 @@ from coordinator.services.enrolment import (
     Failures,
     host_of,
 )
+from coordinator.services.ruling import Rulings
 from coordinator.services.session import SessionDesk
 from coordinator.services.status import StatusDesk
 from coordinator.store import Store
@@ -387,7 +388,8 @@ WALL = 1_700_000_000.0
 
 
 def enrolment_desk() -> tuple[EnrolmentDesk, Store]:
-    store = Store.in_memory()
+    _, driver = new_desk()
+    store = driver.store
     store.add_invite(
         invite_id="inv",
         secret_hash=hash_of_secret(SECRET),
@@ -399,6 +401,7 @@ def enrolment_desk() -> tuple[EnrolmentDesk, Store]:
     desk = EnrolmentDesk(
         store,
         authority,
+        Rulings(driver, RunSpec(), SIGNER),
         run_name="r",
         control_port=7700,
         clock=lambda: 0.0,

@@ -9,6 +9,7 @@ import pytest
 
 from node.link.calls import Attachment
 from node.link.session import LEAVE_SECONDS, MOST_REPORTS, Session
+from node.rulings import KeptRulings
 from protocol.channel import RETRY_CAP_SECONDS
 from protocol.errors import (
     AtollError,
@@ -18,6 +19,7 @@ from protocol.errors import (
 )
 from protocol.messages import EvaluationAsked, Held, Message, Report
 from protocol.rounds import Digest
+from protocol.run_spec import RunSpec
 from tests.unit.exchange_scene import in_virtual_time
 
 HEARTBEAT_SECONDS = 3.0
@@ -68,7 +70,7 @@ class Link:
         await self._call()
         self.goodbyes.append((session_id, reason))
 
-    async def messages(self, session_id: int) -> AsyncIterator[Message]:
+    async def messages(self, session_id: int, **_: object) -> AsyncIterator[Message]:
         while True:
             event = await self._events.get()
             if isinstance(event, AtollError):
@@ -89,6 +91,7 @@ def session_on(link: Link, **wants: Any) -> Session:
         on_attached=wants.get("on_attached", lambda attachment: None),
         on_message=wants.get("on_message", lambda event: None),
         rng=random.Random(0),
+        rulings=KeptRulings(RunSpec()),
     )
 
 

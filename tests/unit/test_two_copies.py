@@ -12,6 +12,7 @@ from lab.simulation.coordinator import DeskStub, SimulatedCoordinator
 from lab.simulation.swarm import identity_of
 from node.link.calls import Announcement, Attachment, CoordinatorLink
 from node.link.session import Session
+from node.rulings import KeptRulings
 from protocol.channel import RETRY_CAP_SECONDS
 from protocol.errors import UnavailableError
 from protocol.rounds import CorpusSummary, Digest, LayoutSummary, PeerAddress
@@ -71,6 +72,7 @@ class Process:
             on_attached=self.attachments.append,
             on_message=lambda event: None,
             rng=random.Random(number),
+            rulings=KeptRulings(SPEC),
         )
         self.running = asyncio.ensure_future(self.session.run())
 

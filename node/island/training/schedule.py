@@ -27,10 +27,12 @@ class Position:
         steps = work.steps_before + work.inner_steps
         part = (work.steps_before + step + 0.5) / steps
         tokens = work.token_clock + part * work.round_tokens
-        if spec.inner.total_tokens is None:
-            progress = (work.round - 1 + part) / spec.run.rounds
-        else:
+        if spec.inner.total_tokens is not None:
             progress = tokens / spec.inner.total_tokens
+        elif work.progress_begin is not None:  # amendments have changed the number of rounds
+            progress = work.progress_begin + part * (work.progress_end - work.progress_begin)
+        else:
+            progress = (work.round - 1 + part) / spec.run.rounds
         return cls(progress=min(1.0, progress), tokens=tokens)
 
 

@@ -46,6 +46,7 @@ from node.island.ranks.accelerator import (
 from node.island.ranks.faults import TrainingDivergedError
 from node.island.training.engine import Engine
 from node.island.training.local_training import PLAIN, LocalTraining
+from node.island.training.optimizers import Muon
 from node.island.training.schedule import (
     Position,
     Rewarming,
@@ -247,7 +248,7 @@ class Trainer:
         to_trace = self._communication.step_to_trace(max_steps)
         look_at = 1  # inner steps after which the ranks agree next on whether to go on
         for step in range(max_steps):
-            self._set_learning_rates(Position.of(self._spec, work, step), scale)
+            self._set_learning_rates(work, Position.of(self._spec, work, step), scale)
             with self._communication.traced() if step == to_trace else contextlib.nullcontext():
                 tally.add(*self._inner_step(work.first_sample + step * batch))
             self._rewarming.stepped()
@@ -423,11 +424,12 @@ class Trainer:
         key = f"{self._spec.run.seed}:draws:{work.first_sample}:{part}"
         return int.from_bytes(blake3.blake3(key.encode()).digest(length=7), "little")
 
-    def _set_learning_rates(self, at: Position, scale: float) -> None:
+    def _set_learning_rates(self, work: InnerWork, at: Position, scale: float) -> None:
         share = scale * share_of_peak(self._spec.inner, at) * self._rewarming.share()
         for optimizer in self._optimizers:
+            factor = work.muon_rate_factor if isinstance(optimizer, Muon) else work.rate_factor
             for group in optimizer.param_groups:
-                group["lr"] = share * group["peak_rate"]
+                group["lr"] = share * (group["peak_rate"] * factor)
 
     def _on_device(self, split: Split, indices: Indices) -> Tree:
         """Windows [B, T + 1]; tokens and targets [B, T] where not all is counted; or a function's tree.

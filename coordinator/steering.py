@@ -1,0 +1,249 @@
+"""The run owner's commands about members and the run: `atoll nodes expel …`, `atoll run …`, `atoll audit`.
+
+gRPC and TLS are imported inside the commands, so that help and mistakes are quick.
+"""
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from coordinator.cli import DIR_OPTION, operator_of
+from protocol.terminal import console
+
+if TYPE_CHECKING:
+    from protocol.trust.rulings import SignedRuling
+    from protocol.v1.ruling_pb2 import Ruling
+
+_REASON_OPTION = click.option(
+    "--reason", default="", help="Why, in a sentence: for those it is about, and the audit log."
+)
+
+
+def _node_command(
+    name: str, verdict: str, done: str, help_text: str, *, has_reason: bool = True
+) -> click.Command:
+    """A command about one node."""
+
+    @click.command(name, help=help_text)
+    @click.argument("node", metavar="NAME")
+    @DIR_OPTION
+    def command(node: str, directory: Path | None, reason: str = "") -> None:
+        from protocol.v1 import operator_pb2 as pb
+
+        request = pb.RuleNodeRequest(
+            node=node, verdict=pb.NodeVerdict.Value(f"NODE_VERDICT_{verdict}"), reason=reason
+        )
+        with operator_of(directory) as stub:
+            answer = stub.RuleNode(request)
+        click.echo(f"{answer.node_name} ({answer.node_id[:12]}) {done}")
+
+    return _REASON_OPTION(command) if has_reason else command
+
+
+approve = _node_command(
+    "approve",
+    "APPROVE",
+    "may take part, and does so by itself",
+    """Let a node take part that joined with an invite that needs approval.
+
+    NAME is its name, its id, or the beginning of its id.
+
+    Example: atoll nodes approve basement-4090""",
+    has_reason=False,
+)
+expel = _node_command(
+    "expel",
+    "EXPEL",
+    "is expelled: its session has ended, and its key is refused",
+    """End a node's session and refuse its key from now on, also with another invite.
+
+    NAME is its name, its id, or the beginning of its id. The round in flight goes on without it, peers
+    refuse its calls at once, and its process ends with exit code 79.
+
+    Example: atoll nodes expel node-7 --reason "sends what it did not train\"""",
+)
+quarantine = _node_command(
+    "quarantine",
+    "QUARANTINE",
+    "is quarantined: it waits, and takes part in nothing",
+    """Let a node wait: it takes part in nothing and counts for nothing, and its process stays.
+
+    NAME is its name, its id, or the beginning of its id. 'atoll nodes readmit NAME' ends it.
+
+    Example: atoll nodes quarantine node-7 --reason "its loss is odd\"""",
+)
+readmit = _node_command(
+    "readmit",
+    "READMIT",
+    "may take part again",
+    """Let a node take part again that was expelled or quarantined.
+
+    NAME is its name, its id, or the beginning of its id. One that was expelled is started again by its
+    owner; one that is quarantined comes back by itself.
+
+    Example: atoll nodes readmit node-7""",
+)
+
+
+@click.group()
+def run() -> None:
+    """Pause, resume, stop, extend or amend the run. The coordinator must be running."""
+
+
+def _steer(verdict: str, reason: str, directory: Path | None) -> None:
+    from protocol.v1 import operator_pb2 as pb
+
+    request = pb.SteerRunRequest(
+        verdict=pb.RunVerdict.Value(f"RUN_VERDICT_{verdict}"), reason=reason
+    )
+    with operator_of(directory) as stub:
+        _say(stub.SteerRun(request).ruling)
+
+
+@run.command()
+@_REASON_OPTION
+@DIR_OPTION
+def pause(reason: str, directory: Path | None) -> None:
+    """Let the round in flight end and open no other; restarts do not change that.
+
+    Example: atoll run pause --reason "the cluster moves"
+    """
+    _steer("PAUSE", reason, directory)
+
+
+@run.command()
+@DIR_OPTION
+def resume(directory: Path | None) -> None:
+    """Let rounds open again.
+
+    Example: atoll run resume
+    """
+    _steer("RESUME", "", directory)
+
+
+@run.command()
+@_REASON_OPTION
+@DIR_OPTION
+def stop(reason: str, directory: Path | None) -> None:
+    """End the run for good after the round in flight: its state is evaluated, and nodes go home.
+
+    Nodes save that state and end with exit code 0.
+
+    Example: atoll run stop --reason "the loss is where it should be"
+    """
+    _steer("STOP", reason, directory)
+
+
+@run.command()
+@click.argument("rounds", metavar="N", type=click.IntRange(1, 100_000))
+@_REASON_OPTION
+@DIR_OPTION
+def extend(rounds: int, reason: str, directory: Path | None) -> None:
+    """Add N rounds to the run. Its learning rate goes on from where it is, without a jump.
+
+    Example: atoll run extend 50
+    """
+    from protocol.v1 import operator_pb2 as pb
+
+    with operator_of(directory) as stub:
+        _say(stub.AmendRun(pb.AmendRunRequest(more_rounds=rounds, reason=reason)).ruling)
+
+
+@run.command()
+@click.argument("changes", metavar="KEY=VALUE...", nargs=-1, required=True)
+@_REASON_OPTION
+@DIR_OPTION
+def amend(changes: tuple[str, ...], reason: str, directory: Path | None) -> None:
+    """Change rules of the run from the next round on, on all nodes.
+
+    KEY is a table and a key of run.toml. What can change: run.rounds, run.min_nodes, inner.steps,
+    inner.learning_rate, inner.muon_learning_rate, outer.learning_rate, evaluation.every_rounds, and
+    deadlines. run.toml stays as it is.
+
+    \b
+    Example:
+      atoll run amend outer.learning_rate=0.5 deadlines.train=900
+    """  # noqa: D301 - click reads the character \b, not its two letters
+    import json
+
+    from protocol.amendments import changes_of
+    from protocol.v1 import operator_pb2 as pb
+
+    asked = [
+        pb.RuleChange(key=key, value_json=json.dumps(value)) for key, value in changes_of(changes)
+    ]
+    with operator_of(directory) as stub:
+        _say(stub.AmendRun(pb.AmendRunRequest(changes=asked, reason=reason)).ruling)
+
+
+def _say(wire: "Ruling") -> None:
+    from protocol.trust.rulings import in_words, ruling_from_json
+
+    ruling = ruling_from_json(wire.ruling_json)
+    click.echo(f"ruling {ruling.number}: {in_words(ruling)}")
+
+
+@click.command()
+@click.option("--json", "is_json", is_flag=True, help="Print JSON: a list of objects.")
+@DIR_OPTION
+def audit(is_json: bool, directory: Path | None) -> None:
+    """Show the audit log: who joined by which invite, was approved or expelled, what was changed.
+
+    Each ruling is signed and names the digest of the one before; all are checked here.
+
+    \b
+    Example:
+      atoll audit --json
+
+    \b
+    JSON is a list of rulings with their digests:
+      [{"number": 3, "kind": "expelled", "by": "the run owner", "unix_seconds": 1764000000.0,
+        "node_name": "node-7", "reason": "…", "before": "5d41…", "digest": "8f3a…", …}]
+    """  # noqa: D301 - click reads the character \b, not its two letters
+    from dataclasses import asdict
+
+    from protocol.trust.rulings import in_words
+
+    signed = _checked_log(directory)
+    if is_json:
+        console.print_json(
+            [{**asdict(one.ruling), "digest": one.ruling.digest().hex()} for one in signed]
+        )
+        return
+    if not signed:
+        click.echo("nothing was ruled yet; 'atoll invite create' makes the first invite")
+        return
+    rows = [
+        (
+            str(one.ruling.number),
+            f"{datetime.fromtimestamp(one.ruling.unix_seconds, UTC):%Y-%m-%d %H:%M:%S}",
+            one.ruling.by,
+            in_words(one.ruling),
+        )
+        for one in signed
+    ]
+    console.terminal().print(console.table(("", "UTC", "by", "what"), rows, right=("",)))
+    click.echo(f"{len(rows)} rulings, all signed, none missing")
+
+
+def _checked_log(directory: Path | None) -> "list[SignedRuling]":
+    """All rulings, as the coordinator has them; raises BadDataError where they do not hold together."""
+    from coordinator.cli import folder_of
+    from protocol.messages import rulings_from_wire
+    from protocol.trust.credentials import Credentials
+    from protocol.trust.rulings import RulingVerifier, checked_chain
+    from protocol.v1 import operator_pb2 as pb
+    from protocol.v1.ruling_pb2 import Rulings
+
+    found: list[SignedRuling] = []
+    with operator_of(directory) as stub:
+        while True:
+            page = stub.ListRulings(pb.ListRulingsRequest(after=len(found))).rulings
+            if not page:
+                break
+            found += rulings_from_wire(Rulings(rulings=page))
+    authority_pem = Credentials.load(folder_of(directory)).authority_pem
+    checked_chain(found, RulingVerifier.of_authority(authority_pem))
+    return found

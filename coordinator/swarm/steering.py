@@ -1,0 +1,178 @@
+"""Rulings: who may take part, whether rounds open, and by which rules. Pure.
+
+The run owner decides; here it becomes the next ruling of a chain, and what follows from it. The edge
+signs rulings, refuses those whom they bar, and works out the rules that an amendment makes.
+"""
+
+from dataclasses import replace
+
+from coordinator.swarm.actions import Tell
+from coordinator.swarm.events import Ruled, RulingsLearned
+from coordinator.swarm.membership import bar, unbar
+from coordinator.swarm.state import MemberState, Rules, SwarmState
+from coordinator.swarm.turn import Turn
+from protocol.errors import UsageError
+from protocol.messages import RulingsTold
+from protocol.trust.rulings import (
+    ABOUT_NODES,
+    Ruling,
+    RulingKind,
+    digest_of,
+    follows,
+    in_words,
+)
+
+_SEE_STATUS = "'atoll status' shows how the run stands"
+_SEE_NODES = "'atoll nodes' shows how each node stands"
+
+
+def rule(turn: Turn, event: Ruled) -> None:
+    """Makes the next ruling. Raises UsageError when it would change nothing, or cannot be."""
+    _refuse(turn.state, event)
+    state = turn.state
+    ruling = Ruling(
+        number=len(state.rulings) + 1,
+        before=digest_of(state.rulings).hex(),
+        kind=event.kind,
+        by=event.by,
+        unix_seconds=event.unix_seconds,
+        node_id=event.node_id,
+        node_name=event.node_name,
+        reason=event.reason,
+        invite_id=event.invite_id,
+        changes=event.changes,
+        from_round=_from_round(state, event),
+    )
+    _take(turn, ruling, event.rules)
+    turn.act(Tell(message=RulingsTold(rulings=(ruling,))))
+
+
+def learn_rulings(turn: Turn, event: RulingsLearned) -> None:
+    """Takes over rulings that are missing here; what does not follow those that are known is left out."""
+    news = []
+    for ruling in event.rulings:
+        known = turn.state.rulings
+        if follows(ruling, known[-1] if known else None):
+            _take(turn, ruling, None)
+            news.append(ruling)
+    if news:
+        turn.state = replace(turn.state, rules=_rules_after(turn.state, event.rules))
+        turn.act(Tell(message=RulingsTold(rulings=tuple(news))))
+
+
+def with_rulings(state: SwarmState, rulings: tuple[Ruling, ...]) -> SwarmState:
+    """The state with what rulings of the database come to; members have been barred then already."""
+    state = replace(state, rulings=())
+    for ruling in rulings:
+        state = _noted(state, ruling)
+    return replace(state, rules=_rules_after(state, state.rules))
+
+
+_OF_ROUNDS = frozenset({RulingKind.AMENDED, RulingKind.STOPPED})
+
+
+def _from_round(state: SwarmState, event: Ruled) -> int:
+    if event.from_round is not None:
+        return event.from_round
+    return _next_round(state) if event.kind in _OF_ROUNDS else 0
+
+
+def _next_round(state: SwarmState) -> int:
+    """The first round that no node knows a plan of."""
+    current = state.open_round
+    return 1 + (state.committed_round if current is None else current.number)
+
+
+def _take(turn: Turn, ruling: Ruling, rules: Rules | None) -> None:
+    turn.state = _noted(turn.state, ruling)
+    if rules is not None or ruling.kind is RulingKind.STOPPED:
+        turn.state = replace(turn.state, rules=_rules_after(turn.state, rules or turn.state.rules))
+    reason = f"{ruling.by} decided: {in_words(ruling)}"
+    match ruling.kind:
+        case RulingKind.EXPELLED:
+            bar(turn, ruling.node_id, MemberState.EXPELLED, reason=reason)
+        case RulingKind.QUARANTINED:
+            bar(turn, ruling.node_id, MemberState.QUARANTINED, reason=reason)
+        case RulingKind.READMITTED | RulingKind.APPROVED:
+            unbar(turn, ruling.node_id)
+
+
+def _noted(state: SwarmState, ruling: Ruling) -> SwarmState:
+    """The ruling, and what can be read from it alone."""
+    state = replace(state, rulings=(*state.rulings, ruling))
+    match ruling.kind:
+        case RulingKind.PAUSED:
+            return replace(state, paused=ruling)
+        case RulingKind.RESUMED:
+            return replace(state, paused=None)
+        case RulingKind.STOPPED:
+            return replace(state, paused=None, stopped=ruling)
+        case kind if kind in ABOUT_NODES:
+            return replace(state, standings={**state.standings, ruling.node_id: ruling})
+    return state
+
+
+def _rules_after(state: SwarmState, rules: Rules) -> Rules:
+    """A run that is stopped asks for no more rounds than it had then."""
+    if state.stopped is None:
+        return rules
+    return replace(rules, total_rounds=state.stopped.from_round - 1)
+
+
+def _refuse(state: SwarmState, event: Ruled) -> None:
+    """Raises UsageError for a ruling that says what holds already, or comes too late."""
+    kind = event.kind
+    if kind in ABOUT_NODES:
+        _refuse_of_node(state, event)
+    elif kind in (
+        *(RulingKind.PAUSED, RulingKind.RESUMED),
+        *(RulingKind.STOPPED, RulingKind.AMENDED),
+    ):
+        _refuse_of_run(state, event)
+
+
+def _refuse_of_node(state: SwarmState, event: Ruled) -> None:
+    standing = state.standings.get(event.node_id)
+    was = None if standing is None else standing.kind
+    name = event.node_name or event.node_id
+    barred = (RulingKind.EXPELLED, RulingKind.QUARANTINED)
+    if event.kind is was and event.kind in barred:
+        raise UsageError(
+            f"{name} is {was} already", next_step=f"'atoll nodes readmit {name}' lets it come back"
+        )
+    if event.kind is RulingKind.READMITTED and was not in barred:
+        raise UsageError(f"{name} is neither expelled nor quarantined", next_step=_SEE_NODES)
+    if event.kind is RulingKind.APPROVED and was in barred:
+        raise UsageError(f"{name} is {was}", next_step=f"'atoll nodes readmit {name}'")
+    if event.kind is RulingKind.APPROVED and was is not None:
+        raise UsageError(f"{name} may take part already", next_step=_SEE_NODES)
+
+
+def _refuse_of_run(state: SwarmState, event: Ruled) -> None:
+    if state.is_finished:
+        raise UsageError(
+            f"the run is finished since round {state.committed_round}, so nothing of it can be changed",
+            next_step="'atoll export' writes the model out; a new run may begin with its weights",
+        )
+    if state.stopped is not None:
+        raise UsageError(
+            f"the run is being stopped: round {state.stopped.from_round - 1} is its last",
+            next_step=_SEE_STATUS,
+        )
+    if event.kind is RulingKind.PAUSED and state.paused is not None:
+        raise UsageError(
+            "the run is paused already", next_step="'atoll run resume' lets rounds open again"
+        )
+    if event.kind is RulingKind.RESUMED and state.paused is None:
+        raise UsageError("the run is not paused", next_step=_SEE_STATUS)
+    if event.kind is RulingKind.STOPPED and _next_round(state) == 1:
+        raise UsageError(
+            "no round has begun, so there is nothing to stop",
+            next_step="end the coordinator with Ctrl-C, and each node likewise",
+        )
+    rules = event.rules
+    if rules is not None and rules.total_rounds < _next_round(state) - 1:
+        raise UsageError(
+            f"run.rounds = {rules.total_rounds} is less than the rounds that have begun",
+            next_step="'atoll run stop' ends the run after the round in flight",
+        )

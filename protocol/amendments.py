@@ -1,0 +1,159 @@
+"""What of a run's rules may change between rounds, and what amendments make of them. Pure.
+
+The run file stays as it is, and so does its digest: it says which model, data and codecs the bytes on the
+wire are of, and amendments touch none of these. What is in force in a round is the run file with all
+amendments from that round or before.
+"""
+
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from protocol.errors import ConfigError, UsageError
+from protocol.run_spec import RunSpec, validated
+from protocol.trust.rulings import Ruling, RulingKind, Scalar
+
+Changes = tuple[tuple[str, Scalar], ...]
+"""Keys of the run file, as "run.rounds", with their new values."""
+
+AMENDABLE = frozenset(
+    {
+        *("run.rounds", "run.min_nodes"),
+        *("inner.steps", "inner.learning_rate", "inner.muon_learning_rate"),
+        "outer.learning_rate",
+        *(f"deadlines.{key}" for key in ("train", "contribute", "commit", "apply", "lease")),
+        *("deadlines.adapt", "deadlines.floor"),
+        "evaluation.every_rounds",
+    }
+)
+
+_WHY_NOT = {
+    "run": "it says which run this is",
+    "model": "the weights have its shapes",
+    "data": "leased samples are places in these data",
+    "inner": "optimizers on all nodes have begun with it",
+    "outer": "the outer state has begun with it",
+    "exchange": "what nodes still owe is laid out by it",
+    "evaluation": "losses before and after could not be compared",
+    "lora": "the weights have its shapes",
+}
+"""Why the other keys of a table cannot change while a run goes on."""
+
+
+def changes_of(texts: Sequence[str]) -> Changes:
+    """Reads KEY=VALUE, with values as TOML has them. Raises UsageError."""
+    changes: dict[str, Scalar] = {}
+    for text in texts:
+        key, separator, value = text.partition("=")
+        key = key.strip()
+        if not separator or not key:
+            raise UsageError(
+                f"{text!r} is no KEY=VALUE", next_step="write run.rounds=200, for example"
+            )
+        if key in changes:
+            raise UsageError(f"{key} is given twice", next_step="leave one of them out")
+        try:
+            read = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            read = None
+        if not isinstance(read, int | float | str | bool):
+            raise UsageError(
+                f"{value.strip()!r} is no value for {key}",
+                next_step="write it as in run.toml: a number, true, false, or text in quotes",
+            )
+        changes[key] = read
+    return tuple(sorted(changes.items()))
+
+
+def amended(spec: RunSpec, changes: Changes) -> RunSpec:
+    """The run with these values. Raises UsageError or ConfigError for what may not be, or cannot be."""
+    tables: dict[str, Any] = spec.model_dump()
+    for key, value in changes:
+        table, _, name = key.partition(".")
+        if key not in AMENDABLE:
+            raise _cannot(key, table, is_known=_is_known(tables, table, name))
+        tables[table][name] = value
+    if spec.inner.round_tokens is not None and any(key == "inner.steps" for key, _ in changes):
+        raise UsageError(
+            "inner.steps says nothing of this run: its nodes share [inner] round_tokens",
+            next_step="leave inner.steps out",
+        )
+    if spec.inner.optimizer != "muon" and any(
+        key == "inner.muon_learning_rate" for key, _ in changes
+    ):
+        raise UsageError(
+            f"inner.muon_learning_rate says nothing of this run: its optimizer is {spec.inner.optimizer}",
+            next_step="amend inner.learning_rate",
+        )
+    return validated(tables, origin="the amendment")
+
+
+def _is_known(tables: dict[str, Any], table: str, name: str) -> bool:
+    keys = tables.get(table)
+    return isinstance(keys, dict) and name in keys
+
+
+def _cannot(key: str, table: str, *, is_known: bool) -> UsageError:
+    allowed = ", ".join(sorted(AMENDABLE))
+    if not is_known:
+        return UsageError(
+            f"the run file has no key {key!r}", next_step=f"what can change: {allowed}"
+        )
+    why = _WHY_NOT.get(table, "nodes have begun with it")
+    return UsageError(
+        f"{key} cannot change while the run goes on: {why}",
+        next_step=f"start a new run with 'atoll init NEWDIR'; what can change: {allowed}",
+    )
+
+
+def in_force(spec: RunSpec, rulings: Iterable[Ruling], *, round: int | None = None) -> RunSpec:
+    """The run's rules in a round, or after all rulings. Raises ConfigError for one that does not fit."""
+    for ruling in _amendments(rulings):
+        if round is not None and ruling.from_round > round:
+            continue
+        try:
+            spec = amended(spec, ruling.changes)
+        except UsageError as error:
+            raise ConfigError(
+                f"ruling {ruling.number} amends what this version cannot follow: {error.what}",
+                next_step="install the coordinator's version of Atoll: 'atoll --version'",
+            ) from error
+    return spec
+
+
+def _amendments(rulings: Iterable[Ruling]) -> list[Ruling]:
+    """In the order of their rounds: one that was brought back may have a later number than its turn."""
+    amending = (ruling for ruling in rulings if ruling.kind is RulingKind.AMENDED)
+    return sorted(amending, key=lambda ruling: ruling.from_round)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """How far a schedule on rounds is where a round begins and where it ends; 1 is the run's end."""
+
+    begin: float
+    end: float
+
+
+def span_of(spec: RunSpec, rulings: Iterable[Ruling], round: int) -> Span:
+    """How far the run is in a round, by its number of rounds as amended.
+
+    Where that changes, what is left is stretched over the rounds that are left: the schedule goes on from
+    where it is, without a jump.
+    """
+    done, first, total = 0.0, 1, spec.run.rounds
+    for ruling in _amendments(rulings):
+        rounds = dict(ruling.changes).get("run.rounds")
+        if rounds is None or ruling.from_round > round:
+            continue
+        done = _at(done, first, total, ruling.from_round)
+        first, total = ruling.from_round, int(rounds)
+    return Span(begin=_at(done, first, total, round), end=_at(done, first, total, round + 1))
+
+
+def _at(done: float, first: int, total: int, round: int) -> float:
+    """Where `round` begins: `done` where `first` began, and 1 where round `total` has ended."""
+    if round > total:
+        return 1.0
+    return done + (1 - done) * (round - first) / (total + 1 - first)

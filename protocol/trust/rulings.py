@@ -1,0 +1,190 @@
+"""Rulings: signed, numbered facts about who takes part in a run and by which rules; its audit log.
+
+Each names the digest of the one before, so none can be left out or put between unnoticed. What is signed
+is the canonical JSON that travels. Nodes keep them, and bring them back to a coordinator that was
+restored from an older copy. What an amendment changes stands in protocol.amendments.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+import blake3
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from pydantic import TypeAdapter, ValidationError
+
+from protocol.errors import BadDataError
+from protocol.rounds import Digest, NodeId
+
+TAG = b"atoll ruling 1\n"
+"""What is signed begins with this, so that no signature can be taken for one of another kind."""
+
+NO_DIGEST = Digest(bytes(32))
+"""What the first ruling names instead of one before it."""
+
+NOBODY = NodeId("")
+"""Of a ruling that is about no node."""
+
+RUN_OWNER = "the run owner"
+
+Scalar = int | float | str | bool
+
+
+class RulingKind(StrEnum):
+    """What is ruled."""
+
+    INVITED = "invited"  # an invite was made
+    REVOKED = "revoked"  # an invite was made useless
+    JOINED = "joined"  # a node has used an invite
+    APPROVED = "approved"  # a node that waited may take part
+    EXPELLED = "expelled"  # a node's key is refused
+    QUARANTINED = "quarantined"  # a node waits, and takes part in nothing
+    READMITTED = "readmitted"  # it may take part again
+    PAUSED = "paused"  # no round opens
+    RESUMED = "resumed"
+    STOPPED = "stopped"  # the run ends before `from_round`
+    AMENDED = "amended"  # the run's rules are others from `from_round` on
+
+
+ABOUT_NODES = frozenset(
+    {
+        RulingKind.APPROVED,
+        RulingKind.EXPELLED,
+        RulingKind.QUARANTINED,
+        RulingKind.READMITTED,
+    }
+)
+"""The latest of these on a node says how it stands."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ruling:
+    """One of them. `before` is the digest of the one before in hexadecimal digits."""
+
+    number: int  # from 1
+    before: str
+    kind: RulingKind
+    by: str  # who decided it
+    unix_seconds: float  # when, by the clock of the coordinator's machine
+    node_id: NodeId = NOBODY
+    node_name: str = ""
+    reason: str = ""
+    invite_id: str = ""
+    changes: tuple[tuple[str, Scalar], ...] = ()  # "run.rounds" and its value, by key
+    from_round: int = 0
+
+    def canonical_json(self) -> str:
+        """What is signed, told and kept."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+
+    def digest(self) -> Digest:
+        """BLAKE3 of it: what the next ruling names."""
+        return Digest(blake3.blake3(self.canonical_json().encode()).digest())
+
+    @property
+    def statement(self) -> bytes:
+        """What the authority's key signs."""
+        return TAG + self.canonical_json().encode()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SignedRuling:
+    """A ruling with the authority's signature."""
+
+    ruling: Ruling
+    signature: bytes
+
+
+_RULING: TypeAdapter[Ruling] = TypeAdapter(Ruling)
+
+
+def ruling_from_json(text: str) -> Ruling:
+    """Reads one; raises BadDataError for what is none, or is not written as it is signed."""
+    try:
+        fields: Any = json.loads(text)
+        ruling = _RULING.validate_python(fields)
+    except (ValueError, ValidationError) as error:
+        raise BadDataError("a ruling cannot be read", next_step=_SAME_VERSION) from error
+    if ruling.canonical_json() != text:
+        raise BadDataError(
+            "a ruling has other fields than this version knows", next_step=_SAME_VERSION
+        )
+    return ruling
+
+
+_SAME_VERSION = "use the same version of Atoll on both sides"
+
+
+def digest_of(rulings: Sequence[Ruling]) -> Digest:
+    """Of the latest of a chain, and with it of all."""
+    return rulings[-1].digest() if rulings else NO_DIGEST
+
+
+def follows(ruling: Ruling, before: Ruling | None) -> bool:
+    """Whether a ruling is the next one of its chain."""
+    number, digest = (0, NO_DIGEST) if before is None else (before.number, before.digest())
+    return ruling.number == number + 1 and ruling.before == digest.hex()
+
+
+class RulingVerifier:
+    """Checks signatures by the key of the swarm's authority."""
+
+    def __init__(self, key: Ed25519PublicKey) -> None:
+        self._key = key
+
+    @classmethod
+    def of_authority(cls, certificate_pem: bytes) -> "RulingVerifier":
+        """Reads an authority's certificate (protocol.trust.pki.Authority)."""
+        key = x509.load_pem_x509_certificate(certificate_pem).public_key()
+        assert isinstance(key, Ed25519PublicKey)  # protocol.trust.pki makes no other
+        return cls(key)
+
+    def check(self, signed: SignedRuling) -> None:
+        """Raises BadDataError unless the authority has signed it."""
+        try:
+            self._key.verify(signed.signature, signed.ruling.statement)
+        except InvalidSignature as error:
+            raise BadDataError(
+                f"ruling {signed.ruling.number} does not bear the signature of the run's authority"
+            ) from error
+
+
+def checked_chain(rulings: Sequence[SignedRuling], verifier: RulingVerifier) -> None:
+    """Raises BadDataError at the first ruling that is not signed, or does not follow the one before."""
+    before: Ruling | None = None
+    for signed in rulings:
+        verifier.check(signed)
+        if not follows(signed.ruling, before):
+            at = 0 if before is None else before.number
+            raise BadDataError(
+                f"the ruling after number {at} is not the one that was made after it"
+            )
+        before = signed.ruling
+
+
+def in_words(ruling: Ruling) -> str:
+    """A ruling as people read it, without who decided it and when."""
+    who = ruling.node_name or ruling.node_id[:12]
+    why = f": {ruling.reason}" if ruling.reason else ""
+    match ruling.kind:
+        case RulingKind.INVITED:
+            return f"invite {ruling.invite_id} was made{why}"
+        case RulingKind.REVOKED:
+            return f"invite {ruling.invite_id} was revoked"
+        case RulingKind.JOINED:
+            return f"{who} joined with invite {ruling.invite_id}{why}"
+        case RulingKind.PAUSED:
+            return f"the run was paused{why}"
+        case RulingKind.RESUMED:
+            return "the run was resumed"
+        case RulingKind.STOPPED:
+            return f"the run was stopped after round {ruling.from_round - 1}{why}"
+        case RulingKind.AMENDED:
+            changes = ", ".join(f"{key} = {json.dumps(value)}" for key, value in ruling.changes)
+            return f"{changes} from round {ruling.from_round} on{why}"
+        case _:
+            return f"{who} was {ruling.kind}{why}"

@@ -1,0 +1,66 @@
+"""Amended runs in virtual time: all nodes hold the same state, also those that come late or come back."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+from test_history_in_process import DEADLINES, STEADY, assert_sound
+
+from lab.simulation.coordinator import Outage
+from lab.simulation.swarm import Life, SimulatedNode, SimulatedRun, simulate
+from node.exchange.transport.memory import MemoryNetwork
+from node.island.data.corpus import Corpus, read_corpus
+from tests.tiny_runs import tiny
+
+COPIED_AT, AMENDED_AT, DIES_AT, RETURNS_AT = 12.5, 18.0, 32.5, 40.0
+ROUNDS, MORE = 12, 6
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    spec = tiny()
+    folder = tmp_path_factory.mktemp("text")
+    return read_corpus(spec.data, context=spec.model.context, batch=spec.inner.batch, folder=folder)
+
+
+async def amend(_: MemoryNetwork, nodes: Sequence[SimulatedNode]) -> None:
+    await asyncio.sleep(AMENDED_AT)
+    changes = (("inner.learning_rate", 0.02), ("outer.learning_rate", 0.3))
+    await nodes[0].coordinator.rulings.amend(changes, more_rounds=MORE, reason="")
+
+
+def amended_run(corpus: Corpus, disks: Path, *, outage: Outage | None = None) -> SimulatedRun:
+    """One node dies before the amendment and comes back after it, and one joins late."""
+    lives = [
+        *(STEADY, STEADY),
+        Life(seconds_per_inner_step=1.0, absences=((14.5, 55.0),)),
+        Life(seconds_per_inner_step=1.0, starts_at=62.0),
+    ]
+    spec = tiny(run={"rounds": ROUNDS, "min_nodes": 2}, deadlines=DEADLINES)
+    with capture_logs() as logs:
+        run = simulate(spec, lives=lives, corpus=corpus, disks=disks, script=amend, outage=outage)
+    diverged = [line for line in logs if "our state is not its base" in line.get("why", "")]
+    assert not diverged, "a node applied a commit by other rules than the rest"
+    return run
+
+
+def test_nodes_that_come_back_or_join_apply_each_commit_by_the_rules_of_its_round(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    run = amended_run(corpus, tmp_path)
+    assert_sound(run, rounds=ROUNDS + MORE)
+    assert len(run.digests) == 4
+    assert [ruling.changes for ruling in run.final.rulings] == [
+        (("inner.learning_rate", 0.02), ("outer.learning_rate", 0.3), ("run.rounds", ROUNDS + MORE))
+    ]
+
+
+def test_a_coordinator_from_before_the_amendment_learns_it_and_the_run_goes_on_by_it(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    outage = Outage(copied_at=COPIED_AT, dies_at=DIES_AT, returns_at=RETURNS_AT)
+    run = amended_run(corpus, tmp_path, outage=outage)
+    assert_sound(run, rounds=ROUNDS + MORE)
+    assert len(run.digests) == 4 and len(run.final.rulings) == 1

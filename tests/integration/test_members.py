@@ -1,0 +1,351 @@
+"""Who may take part, over real TLS: expelled, quarantined, waiting for approval, or only looking on."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import grpc.aio
+import pytest
+from coordinator_scene import invite_from, joined, new_home, serving, two_nodes
+
+from coordinator.backup import back_up
+from coordinator.config import Home
+from node.rulings import KeptRulings
+from protocol.channel import open_channel
+from protocol.errors import (
+    AtollError,
+    BadDataError,
+    ExpelledError,
+    HeldBackError,
+    NoInputError,
+    NotPermittedError,
+    ProtocolMismatchError,
+    SessionEndedError,
+    UsageError,
+)
+from protocol.messages import rulings_from_wire, rulings_to_wire
+from protocol.trust.credentials import Credentials
+from protocol.trust.enrolment import enrol
+from protocol.trust.identity import Identity
+from protocol.trust.invite import Invite
+from protocol.trust.pki import Authority, Role, make_request
+from protocol.trust.rulings import RulingKind, RulingVerifier, checked_chain
+from protocol.v1 import operator_pb2 as pb
+from protocol.v1 import (
+    operator_pb2_grpc,
+    session_pb2,
+    session_pb2_grpc,
+    status_pb2,
+    status_pb2_grpc,
+)
+from protocol.v1.operator_pb2_grpc import OperatorServiceStub
+
+
+@asynccontextmanager
+async def owner_of(home: Home) -> AsyncIterator[OperatorServiceStub]:
+    async with open_channel(Credentials.load(home.directory)) as channel:
+        yield OperatorServiceStub(channel)
+
+
+async def ruled(home: Home, node: str, verdict: str, reason: str = "") -> None:
+    async with owner_of(home) as owner:
+        value = pb.NodeVerdict.Value(f"NODE_VERDICT_{verdict}")
+        await owner.RuleNode(pb.RuleNodeRequest(node=node, verdict=value, reason=reason))
+
+
+async def log_of(home: Home) -> list[str]:
+    """The kinds of all rulings, each with its node; none is missing or unsigned."""
+    async with owner_of(home) as owner:
+        listed = await owner.ListRulings(pb.ListRulingsRequest())
+    signed = [one for wire in listed.rulings for one in rulings_from_wire(_as_list(wire))]
+    checked_chain(signed, RulingVerifier.of_authority(home.authority.certificate_pem))
+    return [f"{one.ruling.kind} {one.ruling.node_name}".strip() for one in signed]
+
+
+def _as_list(wire: object) -> object:
+    from protocol.v1.ruling_pb2 import Rulings
+
+    return Rulings(rulings=[wire])  # type: ignore[list-item]
+
+
+async def invite_with(home: Home, **wants: object) -> Invite:
+    async with owner_of(home) as owner:
+        request = pb.CreateInviteRequest(max_uses=2, valid_seconds=60, **wants)  # type: ignore[arg-type]
+        return Invite.decode((await owner.CreateInvite(request)).invite)
+
+
+async def test_an_expelled_node_is_refused_at_once_by_whom_and_why_and_the_others_hear_of_it(
+    tmp_path: Path,
+) -> None:
+    home = new_home(tmp_path / "home")
+    async with serving(home), two_nodes(home) as (a, b):
+        await ruled(home, "node-b", "EXPEL", "sends noise")
+        with pytest.raises(SessionEndedError, match=r"the run owner decided: .*sends noise"):
+            while True:
+                await b.next("nothing")
+        for call in (b.attach(), b.beat()):
+            with pytest.raises(
+                ExpelledError, match=r"the run owner has expelled node-b .*sends noise"
+            ):
+                await call
+        with pytest.raises(ExpelledError):
+            await b.status.GetStatus(status_pb2.GetStatusRequest())
+        gone = (await a.next("roster_change")).roster_change.gone_ids
+        while not gone:
+            gone = (await a.next("roster_change")).roster_change.gone_ids
+        assert list(gone) == [b.node_id]
+        status = await a.status.GetStatus(status_pb2.GetStatusRequest())
+        (shown,) = [n for n in status.nodes if n.node_name == "node-b"]
+        assert shown.state == status_pb2.NODE_STATE_EXPELLED
+        assert shown.standing == "by the run owner: sends noise"
+
+
+async def test_an_expelled_key_is_refused_with_another_invite_and_after_a_restart(
+    tmp_path: Path,
+) -> None:
+    home = new_home(tmp_path / "home")
+    async with serving(home), two_nodes(home) as (_, b):
+        await ruled(home, b.node_id[:8], "EXPEL")
+    async with serving(home):
+        another, _ = await invite_from(home)
+        with pytest.raises(ExpelledError):
+            await enrol(another, b.identity, "under another name")
+        b.credentials = replace(
+            b.credentials, control_port=Credentials.load(home.directory).control_port
+        )
+        b.connect()
+        with pytest.raises(ExpelledError):
+            await b.attach()
+        await ruled(home, "node-b", "READMIT")
+        await b.attach()
+        await b.close()
+        assert (await log_of(home))[-2:] == ["invited", "readmitted node-b"]
+
+
+async def test_the_round_in_flight_goes_on_without_an_expelled_participant(tmp_path: Path) -> None:
+    home = new_home(tmp_path / "home")
+    async with serving(home), two_nodes(home) as (a, b):
+        plan = (await a.next("plan")).plan
+        await ruled(home, "node-b", "EXPEL")
+        departed = (await a.next("departed")).departed
+        assert (departed.round, list(departed.node_ids)) == (plan.round, [b.node_id])
+
+
+async def test_a_quarantined_node_waits_and_is_let_back_in(tmp_path: Path) -> None:
+    home = new_home(tmp_path / "home")
+    async with serving(home), two_nodes(home) as (a, b):
+        await ruled(home, "node-b", "QUARANTINE", "an odd loss")
+        with pytest.raises(HeldBackError, match=r"has quarantined node-b .*an odd loss"):
+            await b.attach()
+        status = await a.status.GetStatus(status_pb2.GetStatusRequest())
+        states = {n.node_name: n.state for n in status.nodes}
+        assert states["node-b"] == status_pb2.NODE_STATE_QUARANTINED
+        await ruled(home, "node-b", "READMIT")
+        await b.attach()
+
+
+async def test_a_node_waits_for_approval_and_goes_on_once_it_has_it(tmp_path: Path) -> None:
+    home = new_home(tmp_path / "home")
+    async with serving(home):
+        invite = await invite_with(home, label="lab B", needs_approval=True)
+        node = await joined(invite, "node-a")
+        with pytest.raises(HeldBackError, match="waits until the run owner approves it"):
+            await node.session.GetRun(session_pb2.GetRunRequest())
+        async with owner_of(home) as owner:
+            (listed,) = (await owner.ListInvites(pb.ListInvitesRequest())).invites
+        assert (listed.label, listed.needs_approval) == ("lab B", True)
+        assert list(listed.node_names) == ["node-a"]
+        async with open_channel(Credentials.load(home.directory)) as channel:
+            stub = status_pb2_grpc.StatusServiceStub(channel)
+            (shown,) = (await stub.GetStatus(status_pb2.GetStatusRequest())).nodes
+        assert shown.state == status_pb2.NODE_STATE_UNAPPROVED
+        assert "atoll nodes approve node-a" in shown.standing
+        await ruled(home, "node-a", "APPROVE")
+        await node.attach()
+        await node.close()
+        assert await log_of(home) == ["invited", "joined node-a", "approved node-a"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "verdict", "kind", "words"),
+    [
+        ("nobody", "EXPEL", NoInputError, "no node 'nobody' has joined"),
+        ("twin", "EXPEL", UsageError, "may be any of 2 nodes"),
+        ("node-a", "APPROVE", UsageError, "node-a needs no approval"),
+        ("node-a", "READMIT", UsageError, "neither expelled nor quarantined"),
+        ("node-b", "EXPEL", UsageError, "expelled already"),
+    ],
+)
+async def test_a_ruling_that_makes_no_sense_is_one_clear_sentence(
+    tmp_path: Path, asked: str, verdict: str, kind: type[AtollError], words: str
+) -> None:
+    home = new_home(tmp_path / "home")
+    async with serving(home), two_nodes(home):
+        invite, _ = await invite_from(home)
+        for _ in range(2):
+            await (await joined(invite, "twin")).close()
+        await ruled(home, "node-b", "EXPEL")
+        before = await log_of(home)
+        with pytest.raises(kind, match=words) as refused:
+            await ruled(home, asked, verdict)
+        assert refused.value.next_step
+        assert await log_of(home) == before
+
+
+@pytest.mark.parametrize("has_ruled_since", [False, True])
+async def test_a_coordinator_from_an_older_copy_learns_rulings_from_a_node(
+    tmp_path: Path, has_ruled_since: bool
+) -> None:
+    home = new_home(tmp_path / "home")
+    verifier = RulingVerifier.of_authority(home.authority.certificate_pem)
+    async with serving(home), two_nodes(home) as (a, b):
+        await asyncio.to_thread(back_up, home.directory, tmp_path / "copy")
+        kept = KeptRulings(home.run, verifier=verifier)
+        await ruled(home, "node-b", "EXPEL", "sends noise")
+        while kept.number < 4:
+            kept.take(rulings_from_wire((await a.next("rulings")).rulings))
+        copy = Home.load(tmp_path / "copy")
+        async with serving(copy):
+            port = Credentials.load(copy.directory).control_port
+            for node in (a, b):
+                node.credentials = replace(node.credentials, control_port=port)
+                node.connect()
+            if has_ruled_since:
+                await invite_from(copy)
+            opened = await a.attach(
+                num_rulings=kept.number, rulings_digest=kept.digest, process_id=1
+            )
+            assert opened.num_rulings == 3 + has_ruled_since
+            await b.attach(process_id=2)
+            request = session_pb2.SubmitRulingsRequest(
+                session_id=a.session_id, rulings=rulings_to_wire(kept.after(3))
+            )
+            await a.session.SubmitRulings(request)
+            with pytest.raises(ExpelledError, match="sends noise"):
+                await b.beat()
+            expected = ["invited"] * has_ruled_since + ["expelled node-b"]
+            assert (await log_of(copy))[3:] == expected
+            kept.take(rulings_from_wire((await a.attach(process_id=1)).rulings))
+            assert [one.kind for one in kept.rulings[3:]] == [one.split()[0] for one in expected]
+
+
+async def test_rulings_that_nobody_signed_are_refused(tmp_path: Path) -> None:
+    home = new_home(tmp_path / "home")
+    async with serving(home), two_nodes(home) as (a, _):
+        known = rulings_from_wire((await a.next("rulings")).rulings)
+        forged = replace(known[-1].ruling, number=99, kind=RulingKind.EXPELLED)
+        request = session_pb2.SubmitRulingsRequest(
+            session_id=a.session_id,
+            rulings=rulings_to_wire([replace(known[-1], ruling=forged)]),
+        )
+        with pytest.raises(BadDataError, match="ruling 99 does not bear the signature"):
+            await a.session.SubmitRulings(request)
+
+
+# Every call, every role, every wrong certificate
+
+SERVICES = {
+    "Session": (session_pb2, session_pb2_grpc.SessionServiceStub),
+    "Status": (status_pb2, status_pb2_grpc.StatusServiceStub),
+    "Operator": (pb, operator_pb2_grpc.OperatorServiceStub),
+}
+MAY = {
+    "Session": {"node"},
+    "Status": {"node", "viewer", "operator"},
+    "Operator": {"operator"},
+}
+
+
+def calls() -> list[tuple[str, str]]:
+    return [
+        (service, method.name)
+        for service, (module, _) in SERVICES.items()
+        for method in module.DESCRIPTOR.services_by_name[f"{service}Service"].methods
+    ]
+
+
+async def outcome(channel: grpc.aio.Channel, service: str, method: str) -> AtollError | None:
+    """What an empty request comes to; None when it is answered."""
+    module, stub = SERVICES[service]
+    request = getattr(module, f"{method}Request")()
+    try:
+        answer = getattr(stub(channel), method)(request)
+        if method == "Subscribe":
+            await anext(answer.__aiter__())
+        else:
+            await answer
+    except AtollError as error:
+        return error
+    return None
+
+
+async def test_every_call_is_answered_for_the_roles_that_may_and_refused_for_all_others(
+    tmp_path: Path,
+) -> None:
+    home = new_home(tmp_path / "home")
+    other = new_home(tmp_path / "other")
+    async with serving(home), serving(other), AsyncExitStack() as opened:
+        operator = Credentials.load(home.directory)
+        node = await joined((await invite_from(home))[0], "node")
+        viewer = await joined(await invite_with(home, for_viewers=True), "viewer")
+        expelled = await joined((await invite_from(home))[0], "expelled")
+        waiting = await joined(await invite_with(home, needs_approval=True), "waiting")
+        await ruled(home, "expelled", "EXPEL")
+        stranger = await joined((await invite_from(other))[0], "stranger")
+        request_der, key_pem = make_request()
+        unknown = home.authority.issue_node(request_der, Identity.generate().node_id)
+        impostor = Authority.create(home.authority.swarm_id)
+        forged = impostor.issue_node(request_der, node.node_id, role=Role.NODE)
+        shown = {
+            "operator": operator,
+            "node": node.credentials,
+            "viewer": viewer.credentials,
+            "expelled": expelled.credentials,
+            "waiting": waiting.credentials,
+            "unknown": replace(operator, certificate_pem=unknown, key_pem=key_pem),
+            "another swarm's": replace(
+                operator,
+                certificate_pem=stranger.credentials.certificate_pem,
+                key_pem=stranger.credentials.key_pem,
+            ),
+            "another authority's": replace(operator, certificate_pem=forged, key_pem=key_pem),
+        }
+        refusals = {
+            "expelled": ExpelledError,
+            "waiting": HeldBackError,
+            "unknown": NotPermittedError,
+            "another swarm's": ProtocolMismatchError,
+            "another authority's": ProtocolMismatchError,
+        }
+        for who, credentials in shown.items():
+            channel = await opened.enter_async_context(open_channel(credentials))
+            for service, method in calls():
+                error = await outcome(channel, service, method)
+                where = f"{who} calls {service}.{method}: {error!r}"
+                if who in MAY[service]:
+                    assert not isinstance(error, NotPermittedError | HeldBackError), where
+                    assert "certificate" not in str(error), where
+                elif service == "Operator" and who in ("expelled", "waiting", "unknown"):
+                    assert isinstance(error, NotPermittedError), where
+                else:
+                    assert isinstance(error, refusals.get(who, NotPermittedError)), where
+        for fake in (node, viewer, expelled, waiting, stranger):
+            await fake.close()
+
+
+async def test_a_viewer_sees_the_status_without_addresses(tmp_path: Path) -> None:
+    home = new_home(tmp_path / "home")
+    async with serving(home), two_nodes(home) as (a, _):
+        viewer = await joined(await invite_with(home, for_viewers=True), "viewer")
+        assert viewer.credentials.principal.role is Role.VIEWER
+        seen = (await viewer.status.GetStatus(status_pb2.GetStatusRequest())).nodes
+        assert {n.node_name for n in seen} == {"node-a", "node-b"}
+        assert not any(n.HasField("address") for n in seen)
+        theirs = (await a.status.GetStatus(status_pb2.GetStatusRequest())).nodes
+        assert all(n.address.multiaddrs for n in theirs)
+        await ruled(home, "viewer", "EXPEL")
+        with pytest.raises(ExpelledError):
+            await viewer.status.GetStatus(status_pb2.GetStatusRequest())
+        await viewer.close()

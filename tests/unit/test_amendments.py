@@ -1,0 +1,127 @@
+"""What amendments make of a run's rules, and how a schedule goes on from where it is."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from node.island.island import InnerWork
+from node.island.training.schedule import Position
+from protocol.amendments import Span, amended, changes_of, in_force, span_of
+from protocol.errors import AtollError, ConfigError, UsageError
+from protocol.run_spec import RunSpec, validated
+from protocol.trust.rulings import RUN_OWNER, Ruling, RulingKind, Scalar
+
+SPEC = validated({"run": {"rounds": 10}}, origin="the test")
+
+
+def amendment(from_round: int, number: int = 1, **changes: Scalar) -> Ruling:
+    return Ruling(
+        number=number,
+        before="",
+        kind=RulingKind.AMENDED,
+        by=RUN_OWNER,
+        unix_seconds=0.0,
+        changes=tuple((key.replace("__", "."), value) for key, value in changes.items()),
+        from_round=from_round,
+    )
+
+
+def test_an_amendment_holds_from_its_round_on_and_the_digest_of_the_run_stays() -> None:
+    rulings = [amendment(3, outer__learning_rate=0.5), amendment(5, outer__learning_rate=0.4)]
+    rates = [in_force(SPEC, rulings, round=round).outer.learning_rate for round in range(1, 7)]
+    assert rates == [0.7, 0.7, 0.5, 0.5, 0.4, 0.4]
+    assert in_force(SPEC, rulings).outer.learning_rate == 0.4
+    assert in_force(SPEC, rulings, round=2) == SPEC
+
+
+def test_what_is_brought_back_late_holds_in_the_order_of_its_round() -> None:
+    rulings = [amendment(5, 1, run__rounds=30), amendment(3, 2, run__rounds=20)]
+    assert in_force(SPEC, rulings).run.rounds == 30
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "words"),
+    [
+        ("run.rounds", UsageError, "is no KEY=VALUE"),
+        ("run.rounds=many", UsageError, "'many' is no value for run.rounds"),
+        ("run.rounds=[1]", UsageError, "is no value"),
+        ("run.rounds=0", ConfigError, "rounds = 0"),
+        ("run.rounds=2.5", ConfigError, "rounds = 2.5"),
+        ("run.seed=4", UsageError, "it says which run this is"),
+        ("exchange.uplink='int8'", UsageError, "what nodes still owe is laid out by it"),
+        ("model.context=9", UsageError, "the weights have its shapes"),
+        ("outer.rate=9", UsageError, "no key 'outer.rate'"),
+        ("rounds=9", UsageError, "no key 'rounds'"),
+        ("deadlines.train=700", ConfigError, "deadlines must rise"),
+        ("inner.muon_learning_rate=0.1", UsageError, "its optimizer is adamw"),
+    ],
+)
+def test_what_cannot_change_says_why(text: str, kind: type[AtollError], words: str) -> None:
+    with pytest.raises(kind, match=words) as refused:
+        amended(SPEC, changes_of([text]))
+    assert refused.value.next_step
+
+
+def test_steps_of_a_run_whose_nodes_share_tokens_cannot_change() -> None:
+    tables = {
+        "run": {"rounds": 4},
+        "inner": {"round_tokens": 64 * 8 * 100},
+        "model": {"context": 64},
+    }
+    spec = validated(tables, origin="the test")
+    with pytest.raises(UsageError, match=r"share .inner. round_tokens"):
+        amended(spec, (("inner.steps", 3),))
+
+
+def spans(spec: RunSpec, rulings: list[Ruling], last: int) -> list[Span]:
+    return [span_of(spec, rulings, round) for round in range(1, last + 1)]
+
+
+@given(
+    rounds=st.integers(2, 40),
+    extensions=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 30)), max_size=4),
+)
+def test_a_schedule_goes_on_without_a_jump_and_ends_with_the_last_round(
+    rounds: int, extensions: list[tuple[int, int]]
+) -> None:
+    spec = validated({"run": {"rounds": rounds}}, origin="the test")
+    rulings: list[Ruling] = []
+    total, earliest = rounds, 1
+    for step, more in extensions:
+        from_round = min(earliest + step, total)
+        total += more
+        rulings.append(amendment(from_round, len(rulings) + 1, run__rounds=total))
+        earliest = from_round
+    told = spans(spec, rulings, total)
+    assert told[0].begin == 0.0 and told[-1].end == 1.0
+    assert all(
+        before.end == pytest.approx(after.begin, abs=1e-12) for before, after in pairwise(told)
+    )
+    assert all(span.begin < span.end for span in told)
+
+
+def test_a_run_without_amendments_has_the_spans_of_its_rounds() -> None:
+    assert spans(SPEC, [], 10) == [Span(begin=r / 10, end=(r + 1) / 10) for r in range(10)]
+
+
+def test_learning_rates_of_an_extended_run_follow_the_span_of_their_round() -> None:
+    rulings = [amendment(6, run__rounds=20)]
+    span = span_of(SPEC, rulings, 6)
+    assert (span.begin, span.end) == (0.5, pytest.approx(0.5 + 0.5 / 15))
+    work = InnerWork(
+        round=6,
+        inner_steps=2,
+        first_sample=0,
+        num_samples=16,
+        token_clock=0,
+        round_tokens=100,
+        max_seconds=1.0,
+        num_participants=1,
+        progress_begin=span.begin,
+        progress_end=span.end,
+    )
+    middle = Position.of(SPEC, work, 0).progress
+    assert span.begin < middle < span.end
+    assert middle == pytest.approx(span.begin + (span.end - span.begin) / 4)

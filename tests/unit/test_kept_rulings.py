@@ -1,0 +1,120 @@
+"""The rulings that a node keeps: checked, on its disk, and by the coordinator's word where they differ."""
+
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from node.rulings import KeptRulings
+from protocol.errors import BadDataError, ConfigError
+from protocol.run_spec import RunSpec
+from protocol.trust.rulings import (
+    RUN_OWNER,
+    Ruling,
+    RulingKind,
+    RulingVerifier,
+    SignedRuling,
+    digest_of,
+    ruling_from_json,
+)
+from protocol.trust.signing import CommitSigner
+
+SPEC = RunSpec()
+SIGNER = CommitSigner(Ed25519PrivateKey.generate())
+VERIFIER = RulingVerifier(SIGNER.public_key)
+
+
+def signed(ruling: Ruling) -> SignedRuling:
+    return SignedRuling(ruling=ruling, signature=SIGNER.signature_of(ruling.statement))
+
+
+def chain(*reasons: str, after: tuple[SignedRuling, ...] = ()) -> tuple[SignedRuling, ...]:
+    made = list(after)
+    for reason in reasons:
+        ruling = Ruling(
+            number=len(made) + 1,
+            before=digest_of([one.ruling for one in made]).hex(),
+            kind=RulingKind.PAUSED,
+            by=RUN_OWNER,
+            unix_seconds=1.5,
+            reason=reason,
+        )
+        made.append(signed(ruling))
+    return tuple(made)
+
+
+def test_a_ruling_is_read_as_it_was_written() -> None:
+    (one,) = chain("a reason")
+    assert ruling_from_json(one.ruling.canonical_json()) == one.ruling
+    text = one.ruling.canonical_json().replace('"number":1', '"number": 1')
+    with pytest.raises(BadDataError, match="other fields"):
+        ruling_from_json(text)
+    with pytest.raises(BadDataError, match="cannot be read"):
+        ruling_from_json("{}")
+
+
+def test_rulings_outlive_a_restart_and_what_was_written_half_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "rulings"
+    told = chain("one", "two")
+    kept = KeptRulings(SPEC, path=path, verifier=VERIFIER)
+    assert kept.take(told[:1]) and kept.take(told) == (told[1].ruling,)
+    path.write_bytes(path.read_bytes() + b"\x10\0\0\0half")
+    again = KeptRulings(SPEC, path=path, verifier=VERIFIER)
+    assert again.after(0) == told and again.digest == kept.digest
+    third = chain("three", after=told)
+    again.take(third)
+    assert KeptRulings(SPEC, path=path, verifier=VERIFIER).after(0) == third
+
+
+def test_the_coordinators_rulings_take_the_place_of_others_with_their_numbers(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "rulings"
+    kept = KeptRulings(SPEC, path=path, verifier=VERIFIER)
+    first = chain("one")
+    kept.take(chain("two", "three", after=first))
+    other = chain("another two", after=first)
+    assert kept.take(other) == (other[1].ruling,)
+    assert KeptRulings(SPEC, path=path, verifier=VERIFIER).after(0) == other
+
+
+def test_what_is_not_signed_or_leaves_a_gap_is_refused_and_nothing_changes() -> None:
+    kept = KeptRulings(SPEC, verifier=VERIFIER)
+    told = chain("one", "two", "three")
+    kept.take(told[:1])
+    with pytest.raises(BadDataError, match="ruling 3 does not follow the 1"):
+        kept.take(told[2:])
+    forged = SignedRuling(ruling=told[1].ruling, signature=told[0].signature)
+    with pytest.raises(BadDataError, match="ruling 2 does not bear the signature"):
+        kept.take([forged])
+    assert kept.after(0) == told[:1]
+
+
+def test_an_amendment_that_this_version_cannot_follow_is_refused() -> None:
+    ruling = Ruling(
+        number=1,
+        before=digest_of([]).hex(),
+        kind=RulingKind.AMENDED,
+        by=RUN_OWNER,
+        unix_seconds=0.0,
+        changes=(("outer.warmth", 3),),
+        from_round=2,
+    )
+    with pytest.raises(ConfigError, match="ruling 1 amends what this version cannot follow"):
+        KeptRulings(SPEC, verifier=VERIFIER).take([signed(ruling)])
+
+
+def test_the_rules_of_a_round_are_those_of_its_amendments() -> None:
+    kept = KeptRulings(SPEC)
+    assert not kept.are_amending
+    ruling = Ruling(
+        number=1,
+        before=digest_of([]).hex(),
+        kind=RulingKind.AMENDED,
+        by=RUN_OWNER,
+        unix_seconds=0.0,
+        changes=(("inner.learning_rate", 0.5),),
+        from_round=4,
+    )
+    kept.take([signed(ruling)])
+    assert kept.spec_in(3) == SPEC and kept.spec_in(4).inner.learning_rate == 0.5

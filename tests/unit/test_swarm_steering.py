@@ -1,0 +1,208 @@
+"""Rulings in the core: who may take part, whether rounds open, and when the run ends."""
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from swarm_scene import Scene, digest_of, of_kind
+
+from coordinator.swarm.actions import EndSession
+from coordinator.swarm.events import Ruled, RulingsLearned, Started
+from coordinator.swarm.membership import roster_of
+from coordinator.swarm.state import PRESENT, MemberState, Rules
+from coordinator.swarm.steering import with_rulings
+from protocol.errors import ExpelledError, UsageError
+from protocol.messages import ParticipantsDeparted, RoundOpened, RulingsTold, RunFinished
+from protocol.rounds import NodeId
+from protocol.trust.rulings import RUN_OWNER, RulingKind, follows
+
+
+def ruled(scene: Scene, kind: RulingKind, node: str = "", **fields: Any) -> None:
+    scene.do(
+        Ruled(
+            kind=kind,
+            by=RUN_OWNER,
+            unix_seconds=1.7e9,
+            node_id=NodeId(node),
+            node_name=node,
+            **fields,
+        )
+    )
+
+
+def run_round(scene: Scene, *nodes: str) -> None:
+    scene.commit(*nodes)
+    scene.apply(digest_of(f"state {scene.state.committed_round}"), *nodes)
+
+
+def amended_rules(scene: Scene, **changes: Any) -> Rules:
+    return replace(scene.state.rules, **changes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        (RulingKind.EXPELLED, MemberState.EXPELLED),
+        (RulingKind.QUARANTINED, MemberState.QUARANTINED),
+    ],
+)
+def test_a_barred_node_is_out_of_the_round_at_once(kind: RulingKind, how: MemberState) -> None:
+    scene = Scene(min_nodes=2)
+    scene.attach("a", "b", "c")
+    assert [a.node_id for a in scene.round.assignments] == ["a", "b"]
+    ruled(scene, kind, "b", reason="noise")
+    assert scene.member("b").state is how
+    (ended,) = scene.asked(EndSession)
+    assert ended.reason == f"the run owner decided: b was {how}: noise"
+    (departed,) = scene.asked(ParticipantsDeparted)
+    assert departed.node_ids == ("b",)
+    assert {progress.slice.reducer_id for progress in scene.round.slices} == {"a"}
+    assert "b" not in [entry.node_id for entry in roster_of(scene.state)]
+    ruled(scene, RulingKind.READMITTED, "b")
+    assert scene.member("b").state is MemberState.LEFT
+    scene.attach("b")
+    assert scene.member("b").state in PRESENT
+
+
+def test_a_pause_lets_the_round_in_flight_end_and_opens_no_other() -> None:
+    scene = Scene(min_nodes=1)
+    scene.attach("a")
+    ruled(scene, RulingKind.PAUSED, reason="night")
+    run_round(scene, "a")
+    assert scene.state.open_round is None
+    assert scene.reason == (
+        "paused by the run owner since 2023-11-14 22:13:20 UTC: night; 'atoll run resume' goes on"
+    )
+    ruled(scene, RulingKind.RESUMED)
+    assert scene.round.number == 2
+
+
+def test_a_stop_makes_the_round_in_flight_the_last_one() -> None:
+    scene = Scene(min_nodes=1, rounds=10)
+    scene.attach("a")
+    run_round(scene, "a")
+    ruled(scene, RulingKind.STOPPED, reason="enough")
+    run_round(scene, "a")
+    assert not scene.state.is_finished
+    scene.evaluate("a", round=2)
+    (finished,) = scene.asked(RunFinished)
+    assert finished.round == 2
+    assert finished.reason.startswith("the run owner has stopped the run after round 2: enough; ")
+
+
+def test_a_paused_run_can_be_stopped() -> None:
+    scene = Scene(min_nodes=1)
+    scene.attach("a")
+    ruled(scene, RulingKind.PAUSED)
+    run_round(scene, "a")
+    ruled(scene, RulingKind.STOPPED)
+    scene.evaluate("a", round=1)
+    assert scene.state.is_finished
+
+
+def test_an_amendment_holds_from_the_next_round_on_and_every_plan_names_it() -> None:
+    scene = Scene(min_nodes=1, rounds=1)
+    scene.attach("a")
+    rules = amended_rules(scene, total_rounds=3, inner_steps=7)
+    ruled(scene, RulingKind.AMENDED, changes=(("run.rounds", 3),), rules=rules)
+    assert scene.state.rulings[-1].from_round == 2
+    (told,) = scene.asked(RulingsTold)
+    assert told.rulings == scene.state.rulings
+    run_round(scene, "a")
+    plans = [opened.plan for opened in of_kind(scene.log, RoundOpened)]
+    assert [(plan.round, plan.num_rulings) for plan in plans] == [(1, 0), (2, 1)]
+    assert plans[1].assignments[0].inner_steps == 7
+
+
+def test_a_coordinator_that_starts_waits_for_no_barred_node() -> None:
+    scene = Scene(min_nodes=1)
+    scene.attach("a", "b")
+    ruled(scene, RulingKind.EXPELLED, "b")
+    scene.do(Started())
+    assert scene.state.awaited is not None and scene.state.awaited.node_ids == ("a",)
+
+
+def test_a_node_that_was_barred_while_it_asked_to_attach_is_refused() -> None:
+    scene = Scene(min_nodes=1)
+    scene.attach("a", "b")
+    ruled(scene, RulingKind.EXPELLED, "b")
+    with pytest.raises(ExpelledError, match="the run owner has expelled b"):
+        scene.attach("b")
+    assert scene.member("b").state is MemberState.EXPELLED
+
+
+def begun() -> Scene:
+    scene = Scene(min_nodes=1, rounds=3)
+    scene.attach("a", "b")
+    run_round(scene, "a", "b")
+    return scene
+
+
+def stopped() -> Scene:
+    scene = begun()
+    ruled(scene, RulingKind.STOPPED)
+    return scene
+
+
+def finished() -> Scene:
+    scene = stopped()
+    run_round(scene, "a", "b")
+    scene.evaluate("a", round=2)
+    scene.evaluate("b", round=2)
+    assert scene.state.is_finished
+    return scene
+
+
+@pytest.mark.parametrize(
+    ("scene", "kind", "words"),
+    [
+        (begun, RulingKind.RESUMED, "the run is not paused"),
+        (begun, RulingKind.READMITTED, "a is neither expelled nor quarantined"),
+        (stopped, RulingKind.PAUSED, "the run is being stopped: round 2 is its last"),
+        (stopped, RulingKind.STOPPED, "the run is being stopped"),
+        (finished, RulingKind.PAUSED, "the run is finished since round 2"),
+        (finished, RulingKind.AMENDED, "the run is finished since round 2"),
+        (lambda: Scene(), RulingKind.STOPPED, "no round has begun"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_and_changes_nothing(
+    scene: Any, kind: RulingKind, words: str
+) -> None:
+    stage = scene()
+    before = stage.state
+    with pytest.raises(UsageError, match=words):
+        ruled(stage, kind, "a")
+    assert stage.state == before
+
+
+def test_rulings_form_a_chain_and_a_state_from_the_disk_stands_as_before() -> None:
+    scene = begun()
+    ruled(scene, RulingKind.EXPELLED, "b")
+    ruled(scene, RulingKind.PAUSED)
+    ruled(scene, RulingKind.READMITTED, "b")
+    rulings = scene.state.rulings
+    assert follows(rulings[0], None)
+    assert all(follows(later, before) for before, later in pairwise(rulings))
+    bare = replace(scene.state, rulings=(), standings={}, paused=None, stopped=None)
+    assert with_rulings(bare, rulings) == scene.state
+
+
+def test_rulings_that_were_brought_back_bar_nodes_and_those_that_do_not_follow_are_left_out() -> (
+    None
+):
+    scene, older = begun(), begun()
+    ruled(scene, RulingKind.PAUSED)
+    ruled(scene, RulingKind.EXPELLED, "b")
+    older.do(RulingsLearned(rulings=scene.state.rulings[1:], rules=older.state.rules))
+    assert older.state.rulings == ()
+    older.do(RulingsLearned(rulings=scene.state.rulings, rules=older.state.rules))
+    assert older.state.rulings == scene.state.rulings
+    assert older.member("b").state is MemberState.EXPELLED and older.state.paused is not None
+
+
+def test_a_ruling_that_is_made_anew_keeps_the_round_that_it_is_from() -> None:
+    scene = begun()
+    rules = amended_rules(scene, total_rounds=9)
+    ruled(scene, RulingKind.AMENDED, changes=(("run.rounds", 9),), rules=rules, from_round=1)
+    assert scene.state.rulings[-1].from_round == 1
