@@ -14,8 +14,8 @@ from pydantic import TypeAdapter
 
 from coordinator.round_rows import JSON
 from coordinator.rows import packed, put, row_of, rows_of, unpacked
-from coordinator.swarm.books import all_reduce_bytes
 from coordinator.swarm.state import KEPT_ROUNDS, ClosedRound, SwarmState
+from coordinator.swarm.wire_ledger import all_reduce_bytes
 from protocol import convert
 from protocol.messages import Trained
 from protocol.rounds import Digest, NodeId

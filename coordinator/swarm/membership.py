@@ -7,7 +7,6 @@ from itertools import chain, count
 
 from coordinator.swarm.actions import EndSession, OpenSession, SendRoster, Tell
 from coordinator.swarm.agreement import judge, note_outer_state
-from coordinator.swarm.books import note_wire
 from coordinator.swarm.events import (
     Attached,
     Detached,
@@ -26,6 +25,7 @@ from coordinator.swarm.state import (
     SwarmState,
 )
 from coordinator.swarm.turn import Turn, members_of, others_in, present_members, without
+from coordinator.swarm.wire_ledger import note_wire
 from protocol.errors import (
     BadDataError,
     CopyAttachedError,

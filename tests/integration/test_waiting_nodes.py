@@ -10,7 +10,8 @@ from coordinator_scene import PATIENCE_SECONDS, invite_from, new_home, serving
 
 from coordinator.app import Coordinator
 from node.doctor.checks import coordinator_findings
-from node.link.calls import CoordinatorLink, run_of_coordinator
+from node.link.calls import CoordinatorLink
+from node.link.first_contact import run_of_coordinator
 from protocol.channel import open_channel
 from protocol.errors import ExitCode
 from protocol.trust.enrolment import enrol

@@ -25,6 +25,7 @@ from node.machine.hardware import look_around
 from protocol.errors import ConfigError
 from protocol.layout import Layout, layout_of
 from protocol.trust.identity import Identity
+from protocol.trust.pki import Authority, new_swarm_id
 from protocol.wire_count import WireCounts
 from tests.tiny_runs import run_of, tiny
 
@@ -73,7 +74,9 @@ async def run_with(
     start = assembly.NodeStart(
         folder=folder,
         settings=NodeSettings(name="attic", device="cpu"),
-        credentials=SimpleNamespace(host="127.0.0.1"),  # type: ignore[arg-type]
+        credentials=SimpleNamespace(  # type: ignore[arg-type]
+            host="127.0.0.1", authority_pem=Authority.create(new_swarm_id()).certificate_pem
+        ),
         identity=Identity.generate(),
         spec=SPEC,
         link=None,  # type: ignore[arg-type]
