@@ -16,6 +16,7 @@ from pathlib import Path
 from coordinator.config import HOME_FILES, Home, rules_of
 from coordinator.database import DATABASE_NAME
 from coordinator.store import Store
+from protocol.amendments import in_force
 from protocol.errors import AtollError, CannotCreateError, NoInputError, SystemRefusedError
 from protocol.files.durable import (
     clear_unfinished,
@@ -64,7 +65,7 @@ def back_up(directory: Path, target: Path) -> Backup:
     clear_unfinished_backups(directory)
     with _noted(directory, target), whole_folder(target) as building:
         _copy_database(directory / DATABASE_NAME, building / DATABASE_NAME)
-        committed_round = _round_in(building, home)
+        committed_round, total_rounds = _rounds_in(building, home)
         # The keys come last, when all that takes long is done.
         for name in (LINK_FILE, DESCRIPTION_FILE, *HOME_FILES):
             if name in HOME_FILES or (directory / name).is_file():
@@ -74,7 +75,7 @@ def back_up(directory: Path, target: Path) -> Backup:
     return Backup(
         run_name=home.run.run.name,
         committed_round=committed_round,
-        total_rounds=home.run.run.rounds,
+        total_rounds=total_rounds,
         num_bytes=num_bytes,
     )
 
@@ -131,13 +132,15 @@ def _copy_database(path: Path, copy: Path) -> None:
     shutil.copymode(path, copy)
 
 
-def _round_in(building: Path, home: Home) -> int:
-    """The committed round of a copy, all of whose rows are what was written."""
+def _rounds_in(building: Path, home: Home) -> tuple[int, int]:
+    """The committed round of a copy, all of whose rows are what was written, and the run's last one."""
     try:
         store = Store.open(building)
         try:
             store.check()
-            return store.load(rules_of(home.run), home.run.digest()).committed_round
+            amended = in_force(home.run, (signed.ruling for signed in store.rulings()))
+            state = store.load(rules_of(amended), home.run.digest())
+            return state.committed_round, state.rules.total_rounds
         finally:
             store.close()
             (building / LOCK_NAME).unlink()

@@ -8,6 +8,7 @@ from typing import Any
 
 from coordinator.database import Database
 from coordinator.rows import put, row_of
+from protocol.amendments import AMENDABLE
 from protocol.errors import ConfigError
 from protocol.run_spec import RunSpec
 
@@ -61,9 +62,17 @@ def keep_or_compare(database: Database, run: RunSpec, path: Path) -> None:
     named = "; ".join(map(str, changes[:MOST_NAMED]))
     more = f"; and {len(changes) - MOST_NAMED} more" if len(changes) > MOST_NAMED else ""
     undone = ", ".join(change.undone for change in changes[:MOST_NAMED])
+    keys = [f"{change.table}.{change.key}" for change in changes]
+    amend = ""
+    is_given = all(change.after is not None for change in changes)
+    if is_given and all(key in AMENDABLE for key in keys):
+        values = " ".join(
+            f"{key}={_value(change.after)}" for key, change in zip(keys, changes, strict=True)
+        )
+        amend = f", and type 'atoll run amend {values}'"
     raise ConfigError(
         f"{path} has changed since the run began: {named}{more}",
-        next_step=f"{undone} of {path}, then start again; or start a new run with "
+        next_step=f"{undone} of {path}, then start again{amend}; or start a new run with "
         f"'atoll coordinator init NEWDIR --run {path}'",
     )
 

@@ -383,10 +383,6 @@ class Store:
         with self._database.writing() as connection:
             invite_rows.record_certificate(connection, invite_id, node_id, serial)
 
-    def is_enrolled(self, node_id: NodeId) -> bool:
-        """Whether the node has ever redeemed an invite. Asked at every call."""
-        return node_id in self._enrolled
-
     def enrolled(self) -> tuple[EnrolledMember, ...]:
         """All who have ever redeemed an invite, in the order of their ids."""
         return tuple(member for _, member in sorted(self._enrolled.items()))

@@ -7,7 +7,7 @@ import grpc.aio
 import structlog
 
 from coordinator.store import Store
-from coordinator.swarm.membership import refuse_barred
+from coordinator.swarm.standing import refuse_barred
 from protocol.errors import (
     AtollError,
     HeldBackError,
@@ -79,10 +79,13 @@ class Gate:
     def anyone(self, context: Context) -> Role:
         """Lets the run owner, enrolled nodes and viewers pass; returns which of them calls."""
         principal = self._principal(context)
-        if principal.role is Role.VIEWER and principal.node_id is not None:
-            self._member(principal.node_id)
-        elif principal.role is not Role.OPERATOR:
-            self.node(context)
+        match principal:
+            case Principal(role=Role.OPERATOR):
+                pass
+            case Principal(role=Role.VIEWER, node_id=str(viewer_id)):
+                self._member(NodeId(viewer_id))
+            case _:
+                self.node(context)
         return principal.role
 
     def _member(self, node_id: NodeId) -> NodeId:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from itertools import chain, count
 
 from coordinator.swarm.actions import EndSession, OpenSession, SendRoster, Tell
@@ -15,6 +14,7 @@ from coordinator.swarm.events import (
     Woke,
 )
 from coordinator.swarm.shares import UNKNOWN, steadied
+from coordinator.swarm.standing import refuse_barred
 from coordinator.swarm.state import (
     BARRED,
     KEPT_ROUNDS,
@@ -29,14 +29,11 @@ from coordinator.swarm.wire_ledger import note_wire
 from protocol.errors import (
     BadDataError,
     CopyAttachedError,
-    ExpelledError,
-    HeldBackError,
     ProtocolMismatchError,
     SessionEndedError,
 )
 from protocol.messages import Applied, ParticipantsDeparted
 from protocol.rounds import NodeId, RosterEntry
-from protocol.trust.rulings import Ruling, RulingKind
 from protocol.wire_count import WireTotals
 
 HEARTBEATS_PER_LEASE = 5
@@ -214,26 +211,6 @@ def bar(turn: Turn, node_id: NodeId, how: MemberState, *, reason: str) -> None:
     if was_present:
         turn.act(EndSession(node_id=node_id, reason=reason))
         _announce_departed(turn, (node_id,))
-
-
-def refuse_barred(standing: Ruling | None) -> None:
-    """Raises ExpelledError or HeldBackError for a node whose latest ruling bars it."""
-    if standing is None:
-        return
-    when = datetime.fromtimestamp(standing.unix_seconds, UTC)
-    why = f": {standing.reason}" if standing.reason else ""
-    words = (
-        f"{standing.by} has {standing.kind} {standing.node_name} ({when:%Y-%m-%d %H:%M} UTC){why}"
-    )
-    if standing.kind is RulingKind.EXPELLED:
-        raise ExpelledError(
-            words, next_step="ask the run owner: another invite does not let this key in"
-        )
-    if standing.kind is RulingKind.QUARANTINED:
-        raise HeldBackError(
-            words,
-            next_step=f"it waits until the run owner types 'atoll nodes readmit {standing.node_name}'",
-        )
 
 
 def unbar(turn: Turn, node_id: NodeId) -> None:

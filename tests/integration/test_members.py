@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import grpc.aio
@@ -26,6 +27,7 @@ from protocol.errors import (
     UsageError,
 )
 from protocol.messages import rulings_from_wire, rulings_to_wire
+from protocol.trust import pki
 from protocol.trust.credentials import Credentials
 from protocol.trust.enrolment import enrol
 from protocol.trust.identity import Identity
@@ -282,7 +284,7 @@ async def outcome(channel: grpc.aio.Channel, service: str, method: str) -> Atoll
 
 
 async def test_every_call_is_answered_for_the_roles_that_may_and_refused_for_all_others(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = new_home(tmp_path / "home")
     other = new_home(tmp_path / "other")
@@ -298,7 +300,11 @@ async def test_every_call_is_answered_for_the_roles_that_may_and_refused_for_all
         unknown = home.authority.issue_node(request_der, Identity.generate().node_id)
         impostor = Authority.create(home.authority.swarm_id)
         forged = impostor.issue_node(request_der, node.node_id, role=Role.NODE)
+        with monkeypatch.context() as long_ago:
+            long_ago.setattr(pki, "VALID_UNTIL", datetime(1999, 12, 31, tzinfo=UTC))
+            expired = home.authority.issue_node(request_der, node.node_id)
         shown = {
+            "expired": replace(operator, certificate_pem=expired, key_pem=key_pem),
             "operator": operator,
             "node": node.credentials,
             "viewer": viewer.credentials,
@@ -318,6 +324,7 @@ async def test_every_call_is_answered_for_the_roles_that_may_and_refused_for_all
             "unknown": NotPermittedError,
             "another swarm's": ProtocolMismatchError,
             "another authority's": ProtocolMismatchError,
+            "expired": ProtocolMismatchError,
         }
         for who, credentials in shown.items():
             channel = await opened.enter_async_context(open_channel(credentials))

@@ -102,6 +102,12 @@ def test_a_run_is_paused_amended_extended_and_stopped_and_members_are_approved_a
         atoll("run", "amend", "deadlines.train=25", "--dir", swarm.home), 78, "deadlines must rise"
     )
 
+    owner(swarm, "nodes", "quarantine", "c", "--reason", "an odd loss")
+    c.says("the run owner holds this node back")
+    committed(swarm, 1)
+    owner(swarm, "nodes", "readmit", "c")
+    until(lambda: swarm.nodes()["c"].inner_steps > 0, "c to be back in a plan")
+
     assert "is expelled" in owner(swarm, "nodes", "expel", "c", "--reason", "it sends noise")
     c.ends_with(79, "the run owner has expelled c", "it sends noise")
     refused(atoll("status", "--dir", swarm.folder / "c"), 79, "it sends noise")
@@ -124,8 +130,26 @@ def test_a_run_is_paused_amended_extended_and_stopped_and_members_are_approved_a
     kinds = [ruling["kind"] for ruling in told]
     assert kinds == [
         *("invited", "joined", "joined", "invited", "joined", "approved"),
-        *("paused", "resumed", "amended", "amended", "expelled", "stopped"),
+        *("paused", "resumed", "amended", "amended"),
+        *("quarantined", "readmitted", "expelled", "stopped"),
     ]
     assert [ruling["before"] for ruling in told[1:]] == [ruling["digest"] for ruling in told[:-1]]
-    assert "12 rulings, all signed, none missing" in owner(swarm, "audit")
+    assert "14 rulings, all signed, none missing" in owner(swarm, "audit")
     assert "the rack" in owner(swarm, "invite", "list")
+
+
+def test_a_viewer_looks_on_and_may_do_nothing_else(swarm: Swarm) -> None:
+    viewer = swarm.folder / "viewer"
+    invite = swarm.invite("--role", "viewer", "--label", "the press")
+    said = done(atoll("join", invite, "--dir", viewer, "--name", "press"))
+    assert "as a viewer" in said and f"next: atoll status --watch --dir {viewer}" in said
+    shown = json.loads(done(atoll("status", "--json", "--dir", viewer)))
+    assert shown["run"]["run_name"] == "steered" and shown["nodes"] == []
+    done(atoll("rounds", "--dir", viewer))
+    refused(atoll("node", "start", "--dir", viewer), 77, "is a viewer's folder")
+    for command in (("invite", "list"), ("nodes", "expel", "x"), ("run", "pause"), ("audit",)):
+        refused(atoll(*command, "--dir", viewer), 77, "only the run owner may do this")
+    owner(swarm, "nodes", "expel", "press")
+    refused(atoll("status", "--dir", viewer), 79, "the run owner has expelled press")
+    swarm.coordinator.stop(signal.SIGTERM)
+    refused(atoll("run", "pause", "--dir", swarm.home), 69, "no coordinator answers")

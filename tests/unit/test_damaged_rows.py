@@ -41,7 +41,7 @@ def all_of(folder: Path) -> object:
         store.check()
         return (
             *(store.load(RULES, RUN), store.saved_now, store.invites()),
-            *(store.is_enrolled(A), store.is_enrolled(B)),
+            *(store.enrolled_member(A) is not None, store.enrolled_member(B) is not None),
             *(store.latest_rounds(9), store.latest_figures(9), store.commits_after(0)),
             [store.kept_commit(number) for number in (1, 2, 3)],
         )

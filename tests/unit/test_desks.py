@@ -431,7 +431,7 @@ async def test_a_certificate_names_the_node_whose_key_signed_for_it() -> None:
     desk, store = enrolment_desk()
     response = await desk.enrol("host", enrol_request())
     assert principal_of(response.certificate_pem).node_id == NODE.node_id
-    assert store.is_enrolled(NODE.node_id)
+    assert store.enrolled_member(NODE.node_id) is not None
 
 
 async def test_who_claims_the_identity_of_another_is_refused_and_the_invite_keeps_its_use() -> None:
@@ -441,7 +441,7 @@ async def test_who_claims_the_identity_of_another_is_refused_and_the_invite_keep
     for request in (enrol_request(signer=Identity.generate()), stolen):
         with pytest.raises(BadDataError, match="not signed"):
             await desk.enrol("host", request)
-    assert not store.is_enrolled(NODE.node_id)
+    assert store.enrolled_member(NODE.node_id) is None
 
 
 def test_failed_attempts_are_limited_by_host_and_forgotten_after_a_while() -> None:

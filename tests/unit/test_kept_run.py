@@ -46,7 +46,8 @@ def test_a_changed_key_is_named_with_both_values_and_what_to_type(store: Store) 
         "my-run/run.toml has changed since the run began: [inner] steps was 30 and is 40"
     )
     assert refused.value.next_step == (
-        "write steps = 30 into [inner] of my-run/run.toml, then start again; or start a new run with "
+        "write steps = 30 into [inner] of my-run/run.toml, then start again, and type "
+        "'atoll run amend inner.steps=40'; or start a new run with "
         "'atoll coordinator init NEWDIR --run my-run/run.toml'"
     )
 

@@ -285,7 +285,7 @@ def test_an_invite_enrols_as_many_nodes_as_it_says_and_each_as_often_as_it_likes
         redeem(store, node_id)
     with pytest.raises(NotPermittedError, match="used up: 2 of 2"):
         redeem(store, NodeId("c" * 32))
-    assert store.is_enrolled(A) and not store.is_enrolled(NodeId("c" * 32))
+    assert store.enrolled_member(A) is not None and store.enrolled_member(NodeId("c" * 32)) is None
     assert [invite.node_ids for invite in store.invites()] == [(A, B)]
 
 
@@ -298,7 +298,7 @@ def test_a_wrong_secret_reads_like_an_unknown_invite_and_enrols_nobody() -> None
     with pytest.raises(NotPermittedError, match="is not an invite"):
         redeem(store, A, invite_id="inw", secret=bytes(32))
     assert str(wrong.value).replace("inv'", "inw'") == str(unknown.value)
-    assert not store.is_enrolled(A)
+    assert store.enrolled_member(A) is None
 
 
 def test_an_invite_expires_at_its_second() -> None:
@@ -314,4 +314,4 @@ def test_a_revoked_invite_is_useless_and_its_nodes_stay() -> None:
     assert store.revoke_invite("inv") and not store.revoke_invite("other")
     with pytest.raises(NotPermittedError, match="revoked"):
         redeem(store, B)
-    assert store.is_enrolled(A)
+    assert store.enrolled_member(A) is not None

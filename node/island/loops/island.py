@@ -92,7 +92,7 @@ class LoopIsland:
         self._waiting: asyncio.Future[None] | None = None
         self._telling: set[asyncio.Task[None]] = set()
         self._has_told_counting = False
-        self._last_round = 0
+        self._was_last_round = False
 
     @property
     def ability(self) -> Ability:
@@ -113,8 +113,7 @@ class LoopIsland:
         """See Island. The loop is told that the node ends."""
         loop, self._loop = self._loop, None
         if loop is not None:
-            is_over = self._last_round >= self._spec.run.rounds
-            why = "the run is finished" if is_over else "the node has stopped"
+            why = "the run is finished" if self._was_last_round else "the node has stopped"
             loop.say({"kind": "goodbye", "is_over": True, "why": why})
             for visitor in loop.visitors.values():
                 visitor.close()
@@ -148,7 +147,10 @@ class LoopIsland:
             )
         if loop.is_fresh:
             await self.adopt()
-        self._last_round = work.round
+        is_amended = work.progress_begin is not None
+        self._was_last_round = (
+            work.progress_end >= 1 if is_amended else work.round >= self._spec.run.rounds
+        )
         try:
             answers = await self._carried_out(
                 loop, train(self._spec, work), work=work, on_progress=on_progress
