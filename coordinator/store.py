@@ -70,7 +70,9 @@ class Store:
             if (row := row_of(connection, "clock")) is not None:
                 self._saved_now = row[1]
             invite_rows.records(connection)
-            self._enrolled = {one.node_id for one in invite_rows.enrolled(connection)}
+            self._invites: dict[NodeId, str] = {}  # of each enrolled node
+            for one in invite_rows.enrolled(connection):
+                self._note_invite(one.node_id, one.invite_id)
 
     @classmethod
     def open(cls, directory: Path, *, sign: Sign | None = None) -> Self:
@@ -345,7 +347,11 @@ class Store:
                 public_key=public_key,
                 now=now,
             )
-        self._enrolled.add(node_id)
+        self._note_invite(node_id, invite_id)
+
+    def _note_invite(self, node_id: NodeId, invite_id: str) -> None:
+        """Of several invites the one whose name comes first, whatever was redeemed when."""
+        self._invites[node_id] = min(invite_id, self._invites.get(node_id, invite_id))
 
     def record_certificate(self, invite_id: str, node_id: NodeId, serial: int) -> None:
         """Remembers which certificate an enrolled node got last."""
@@ -354,7 +360,11 @@ class Store:
 
     def is_enrolled(self, node_id: NodeId) -> bool:
         """Whether the node has ever redeemed an invite. Asked at every call."""
-        return node_id in self._enrolled
+        return node_id in self._invites
+
+    def invite_of(self, node_id: NodeId) -> str:
+        """The invite that the node joined with; empty for one that never did, as in a simulation."""
+        return self._invites.get(node_id, "")
 
 
 def _text(adapter: TypeAdapter[tuple[T]], value: T) -> str:

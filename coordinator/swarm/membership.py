@@ -20,7 +20,9 @@ from coordinator.swarm.state import (
     Member,
     MemberState,
     RoundPhase,
+    Standing,
     SwarmState,
+    Work,
 )
 from coordinator.swarm.turn import Turn, members_of, others_in, present_members, without
 from coordinator.swarm.wire_ledger import note_wire
@@ -108,6 +110,9 @@ def attach(turn: Turn, event: Attached) -> None:
             inner_steps_per_second=_speed_before(before, event),
             rates=before.rates if before else UNKNOWN,
             wire_told=_wire_told_before(before, event),
+            invite_id=event.invite_id,
+            work=before.work if before else Work(),
+            standing=before.standing if before else Standing(),
         )
     )
     if before is not None and before.process_id != event.process_id:

@@ -18,6 +18,7 @@ from coordinator.swarm.state import (
     SwarmState,
 )
 from coordinator.swarm.turn import Turn, available_members
+from coordinator.swarm.weighing import say_of
 from protocol.messages import RoundOpened
 from protocol.rounds import Assignment, NodeId, book_of_data, cut_into_slices
 
@@ -107,6 +108,7 @@ def open_round(turn: Turn) -> None:
         + deadlines.reason,
         ahead=ahead,
         apply_seconds=deadlines.apply_seconds,
+        say=say_of(ready, number - 1),
         later_session_id=state.next_session_id,
     )
     turn.put_round(current)

@@ -18,6 +18,7 @@ from coordinator.swarm.evaluation import without_evaluations_since
 from coordinator.swarm.ledger import committed_tokens
 from coordinator.swarm.state import ClosedRound, Member, MemberState, Round, SwarmState
 from coordinator.swarm.turn import Turn, is_present, name_of, present_members
+from coordinator.swarm.weighing import heaviest, is_enough, say_of
 from protocol.messages import RoundCommitted
 from protocol.rounds import Digest, SliceOutcome
 
@@ -142,19 +143,25 @@ def _is_base_here(state: SwarmState) -> bool:
 
 
 def held_by_most(state: SwarmState) -> Digest | None:
-    """What all that are here hold after the newest round, if they are as many as most of its nodes.
+    """What those that are here hold alike after the newest round, with enough of the say of its nodes.
 
-    So many reports decide a digest in the first place, joiners' among them: nobody gets more say than
-    before. Two at least: one alone may itself have gone astray.
+    So much weight decides a digest in the first place, joiners' beside the participants': nobody gets
+    more say than before. Two at least: one alone may itself have gone astray.
     """
     newest = state.recent[0].commit
-    held = [
-        member.outer_digest
+    held = {
+        member.node_id: member.outer_digest
         for member in present_members(state)
         if member.outer_round == newest.round and member.outer_incarnation >= newest.incarnation
-    ]
-    is_enough = len(held) >= 2 and 2 * len(held) > len(newest.assignments)
-    return held[0] if is_enough and len(set(held)) == 1 else None
+    }
+    if len(held) < 2:
+        return None
+    named = {a.node_id for a in newest.assignments if a.node_id in state.members}
+    voters = sorted(named | held.keys())
+    say = say_of((state.members[node_id] for node_id in voters), newest.round)
+    digest = heaviest(say, held)
+    alike = [node_id for node_id, each in held.items() if each == digest]
+    return digest if len(alike) >= 2 and is_enough(say, alike, voters) else None
 
 
 def _may_supply(state: SwarmState, member: Member) -> bool:

@@ -127,6 +127,8 @@ class Scene:
         node_name: str | None = None,  # its node id unless told
         cannot_train: bool = False,
         cannot_evaluate: bool = False,
+        invite: str = "",
+        device: str = "cpu",
     ) -> None:
         for name in names:
             self._num_processes[name] += is_new_process
@@ -138,7 +140,7 @@ class Scene:
                     node_id=NodeId(name),
                     node_name=node_name or name,
                     address=PeerAddress(public_key=name.encode().ljust(32), multiaddrs=()),
-                    device="cpu",
+                    device=device,
                     num_ranks=num_ranks,
                     version="1",
                     run_digest=run,
@@ -151,6 +153,7 @@ class Scene:
                     process_id=self._num_processes[name],
                     cannot_train=cannot_train,
                     cannot_evaluate=cannot_evaluate,
+                    invite_id=invite,
                 )
             )
 
