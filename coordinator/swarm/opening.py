@@ -9,7 +9,13 @@ from coordinator.swarm.ledger import Places, end_ahead, lease, num_samples_of
 from coordinator.swarm.reach import best_reducers
 from coordinator.swarm.rounds import plan_of
 from coordinator.swarm.shares import reducer_shares, shares_in_words
-from coordinator.swarm.speeds import budgets_in_words, schedule_in_words, step_budgets
+from coordinator.swarm.speeds import (
+    budgets_in_words,
+    capped_in_words,
+    schedule_in_words,
+    step_budgets,
+    usual_speeds,
+)
 from coordinator.swarm.state import (
     Member,
     Round,
@@ -103,12 +109,14 @@ def open_round(turn: Turn) -> None:
         round_tokens=max(0, clock_after - clock),
         reason=num_ready
         + budgets_in_words(steps, rules)
+        + capped_in_words(ready)
         + _expected_in_words(state, places)
         + schedule_in_words(rules, clock)
         + deadlines.reason,
         ahead=ahead,
         apply_seconds=deadlines.apply_seconds,
         say=say_of(ready, number - 1),
+        usual_speeds=usual_speeds(ready),
         later_session_id=state.next_session_id,
     )
     turn.put_round(current)

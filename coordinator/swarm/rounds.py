@@ -9,7 +9,7 @@ from coordinator.swarm.books import book
 from coordinator.swarm.deadlines import times_at_commit, times_when_applied
 from coordinator.swarm.ledger import committed_tokens
 from coordinator.swarm.retraction import retract_lost
-from coordinator.swarm.speeds import measured
+from coordinator.swarm.speeds import device_of, measured
 from coordinator.swarm.state import (
     ClosedRound,
     MemberState,
@@ -80,8 +80,17 @@ def training_done(turn: Turn, node_id: NodeId, round: int, report: Trained) -> N
     if report.inner_steps > asked.inner_steps:
         return
     member = turn.state.members[node_id]
-    speed = measured(member.inner_steps_per_second, report)
-    turn.put_member(replace(member, inner_steps_per_second=speed))
+    is_ahead = turn.state.rules.has_overlap  # then it may have begun before the plan
+    found = measured(
+        member.inner_steps_per_second,
+        report,
+        seen_seconds=0.0 if is_ahead else turn.now - current.opened_at,
+        usual=current.usual_speeds.get(device_of(member)),
+    )
+    turn.put_member(replace(member, inner_steps_per_second=found.speed))
+    if found.credible_steps < report.inner_steps:
+        credible = {**current.credible_steps, node_id: found.credible_steps}
+        current = replace(current, credible_steps=credible)
     trained = {**current.trained, node_id: report}
     trained_at = {**current.trained_at, node_id: turn.now}
     turn.put_round(

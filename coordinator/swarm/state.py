@@ -163,6 +163,9 @@ class Round:
     )  # reports, before the digest is settled
     say: Say | None = None  # of its participants when it was opened; None: it was learned
     on_trial: tuple[NodeId, ...] = ()  # participants that nobody waits for
+    usual_speeds: Mapping[str, float] = field(
+        default_factory=dict
+    )  # inner steps a second, by device
     credible_steps: Mapping[NodeId, int] = field(default_factory=dict)  # of who told of more
     is_prolonged: bool = False  # nodes have more time to apply: too few agreed on a digest
     # What coordinator.swarm.deadlines measures by:

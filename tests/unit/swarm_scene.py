@@ -63,11 +63,12 @@ class Scene:
         schedule_tokens: int | None = None,
         first_digest: Digest | None = None,
         has_private_data: bool = False,
+        inner_steps: int = 5,
     ) -> None:
         rules = Rules(
             total_rounds=rounds,
             min_nodes=min_nodes,
-            inner_steps=5,
+            inner_steps=inner_steps,
             batch=2,
             context=8,
             train_seconds=60,
