@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from coordinator.swarm.ending import finished_reason, is_at_end, is_evaluated, members_behind
 from coordinator.swarm.estimates import left_in_words
 from coordinator.swarm.evaluation import may_be_evaluated
-from coordinator.swarm.retraction import held_by_most
+from coordinator.swarm.retraction import goes_on_from, takes_back_at
 from coordinator.swarm.rounds import awaited_appliers, held_in_words, is_undecided
 from coordinator.swarm.speeds import budgets_in_words, schedule_in_words
 from coordinator.swarm.start import bringing, missing
@@ -67,8 +67,8 @@ def _not_open(state: SwarmState, now: float) -> str:
 
 
 def _unsupplied(state: SwarmState, since: float, now: float) -> str:
-    left = _left(since + state.rules.apply_seconds, now)
-    is_mistaken = held_by_most(state) is not None
+    left = _left(takes_back_at(state) or since, now)
+    is_mistaken = goes_on_from(state) is not None
     what = "another that most hold is agreed on" if is_mistaken else "it is taken back"
     return (
         f"nobody here holds the state after round {state.committed_round}: "

@@ -10,6 +10,7 @@ from coordinator.swarm.deadlines import times_at_commit, times_when_applied
 from coordinator.swarm.ledger import committed_tokens
 from coordinator.swarm.retraction import retract_lost
 from coordinator.swarm.speeds import device_of, measured
+from coordinator.swarm.standing import note_appliers, note_parts
 from coordinator.swarm.state import (
     ClosedRound,
     MemberState,
@@ -303,6 +304,7 @@ def close_round(turn: Turn) -> None:
         ),
         recent=trimmed((*state.recent, closed)),
     )
+    note_parts(turn, current, commit)
     turn.act(Tell(message=RoundCommitted(commit=commit)))
     if is_void:
         for member in ready_members(turn.state):
@@ -350,6 +352,7 @@ def settle_round(turn: Turn) -> None:
             return
         times = times_when_applied(turn.state, current, awaited, turn.now)
         turn.state = replace(turn.state, phase_times=times)
+        note_appliers(turn, current, awaited)
         end_round(turn, digest)
     elif is_late and retract_lost(turn):
         retracted = turn.state.open_round

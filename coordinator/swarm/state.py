@@ -63,7 +63,8 @@ class Standing:
     back_at_round: int = 0  # no plan of an earlier round counts on it
     is_on_trial: bool = False  # nobody waits for it until it has been in time
     num_in_time: int = 0  # rounds in a row
-    num_late: int = 0  # rounds in a row in which it was late with a part of its work
+    lateness: int = 0  # grows by late rounds, falls by those in time
+    late_round: int = 0  # the latest of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +164,7 @@ class Round:
     )  # reports, before the digest is settled
     say: Say | None = None  # of its participants when it was opened; None: it was learned
     on_trial: tuple[NodeId, ...] = ()  # participants that nobody waits for
+    is_excused: bool = False  # the others were told not to
     usual_speeds: Mapping[str, float] = field(
         default_factory=dict
     )  # inner steps a second, by device

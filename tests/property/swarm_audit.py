@@ -47,11 +47,10 @@ def _check_clock(plan: Plan, state: SwarmState) -> None:
 
 def _check_reducers(plan: Plan, state: SwarmState) -> None:
     """Those who reach most of the others."""
-    cut = {n: set(state.members[n].unreachable) for n in plan.participants}
-    num_cut = {
-        n: sum(n != m and (m in cut[n] or n in cut[m]) for m in plan.participants)
-        for n in plan.participants
-    }
+    trusted = [n for n in plan.participants if not state.members[n].standing.is_on_trial]
+    among = trusted or plan.participants
+    cut = {n: set(state.members[n].unreachable) for n in among}
+    num_cut = {n: sum(n != m and (m in cut[n] or n in cut[m]) for m in among) for n in among}
     for part in plan.slices:
         assert num_cut[part.reducer_id] == min(num_cut.values())
 
@@ -174,7 +173,8 @@ def check_commit(books: Books, commit: Commit, before: SwarmState, after: SwarmS
             is_held = books.held.get(place, {}).get(holder) == outcome.digest
             is_made = outcome.digest in books.told.get(place, {}).get(holder, ())
             assert is_held or is_made, "who did not say so does not hold it"
-        assert len(set(outcome.holder_ids)) >= max(1, min(2, len(present)))
+        awaited = (present - set(current.on_trial)) or present
+        assert len(awaited.intersection(outcome.holder_ids)) >= max(1, min(2, len(awaited)))
         assert len(outcome.contributions) == len(outcome.contributors)
         names = [c.node_id for c in outcome.contributors]
         assert len(set(names)) == len(names) > 0
@@ -366,6 +366,9 @@ def _check_agreed_anew(
         for n, m in before.members.items()
         if m.state in PRESENT and (m.outer_round, m.outer_digest) == (newest.round, agreed)
     )
+    rules = before.rules
+    if now >= books.supplied_at + rules.apply_seconds + rules.commit_seconds:
+        named = {n for n in named if before.members[n].state in PRESENT}
     if any(work[n] for n in named):  # all rounds are of one half life, so work is weight
         assert 2 * for_it > sum(work[n] for n in named)
 

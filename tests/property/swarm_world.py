@@ -395,7 +395,7 @@ class World:
                 books.note_takeover(takeover)
             case ParticipantsIdle(round=number, node_ids=node_ids):
                 assert before.open_round is not None and number == before.open_round.number
-                assert set(node_ids).isdisjoint(before.open_round.trained), "told twice"
+                assert set(node_ids).isdisjoint(before.open_round.trained), "it may contribute"
             case RoundCommitted(commit=commit) if told.is_learned:
                 assert commit == state.recent[-1].commit
             case RoundCommitted(commit=commit):

@@ -284,6 +284,8 @@ def test_a_lie_that_was_agreed_on_and_that_nobody_holds_does_not_stop_the_run() 
     machine.all_apply(order=Random(1), liar=None, lie=lie)
     assert machine.world.state.open_round is None
     machine.time_passes(seconds=11, silent=0)
+    assert machine.world.state.outer_digest == lie, "the liar has done most of the work"
+    machine.time_passes(seconds=31, silent=0)
     assert machine.world.state.outer_digest != lie
     assert machine.world.state.open_round is not None
     machine.teardown()
