@@ -33,7 +33,7 @@ class EnrolledMember:
 
     node_id: NodeId
     node_name: str
-    invite_id: str  # that counts
+    invite_id: str
     needs_approval: bool
     is_viewer: bool
 
@@ -127,7 +127,8 @@ def members(connection: sqlite3.Connection) -> dict[NodeId, EnrolledMember]:
         found[one.node_id] = EnrolledMember(
             node_id=one.node_id,
             node_name=one.node_name,
-            invite_id=one.invite_id,
+            # Of several the one whose name comes first, whatever was redeemed when.
+            invite_id=min(one.invite_id, one.invite_id if before is None else before.invite_id),
             needs_approval=needs_approval,
             is_viewer=is_viewer,
         )

@@ -391,6 +391,11 @@ class Store:
         """What is known of who has redeemed an invite. Asked at every call."""
         return self._enrolled.get(node_id)
 
+    def invite_of(self, node_id: NodeId) -> str:
+        """The invite that the node joined with; empty for one that never did, as in a simulation."""
+        enrolled = self._enrolled.get(node_id)
+        return "" if enrolled is None else enrolled.invite_id
+
 
 def _text(adapter: TypeAdapter[tuple[T]], value: T) -> str:
     return adapter.dump_json((value,)).decode()

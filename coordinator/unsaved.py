@@ -107,7 +107,7 @@ def without_rows(state: SwarmState) -> SwarmState:
         ledger=Ledger(),
         held_out=(),
         rulings=(),
-        standings={},
+        latest_rulings={},
         paused=None,
         stopped=None,
     )

@@ -7,7 +7,6 @@ import grpc.aio
 import structlog
 
 from coordinator.store import Store
-from coordinator.swarm.standing import refuse_barred
 from protocol.errors import (
     AtollError,
     HeldBackError,
@@ -19,7 +18,7 @@ from protocol.rounds import NodeId
 from protocol.server import caller
 from protocol.status_codes import abort
 from protocol.trust.pki import Principal, Role
-from protocol.trust.rulings import Ruling
+from protocol.trust.rulings import Ruling, refuse_barred
 
 _log = structlog.get_logger()
 

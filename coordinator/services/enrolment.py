@@ -12,11 +12,11 @@ from coordinator.services import checks
 from coordinator.services.answering import Context, Write, answered_when_durable
 from coordinator.services.ruling import Rulings
 from coordinator.store import Store
-from coordinator.swarm.standing import refuse_barred
 from protocol.errors import AtollError, BadDataError, NotPermittedError, TemporaryError
 from protocol.trust.identity import PUBLIC_KEY_BYTES, is_signed_by, node_id_of
 from protocol.trust.invite import SECRET_BYTES, hash_of_secret
 from protocol.trust.pki import Authority, Role, enrolment_statement
+from protocol.trust.rulings import refuse_barred
 from protocol.v1 import enrolment_pb2 as pb
 from protocol.v1.enrolment_pb2_grpc import EnrolmentServiceServicer
 

@@ -178,7 +178,7 @@ class Rulings:
 
     def standing_of(self, node_id: NodeId) -> Ruling | None:
         """The latest ruling that says how a node stands."""
-        return self._driver.state.standings.get(node_id)
+        return self._driver.state.latest_rulings.get(node_id)
 
     async def note_joined(self, node_id: str, *, node_name: str, invite_id: str) -> None:
         """Notes who joined by which invite; once for each of both."""

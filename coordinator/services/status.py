@@ -94,7 +94,7 @@ class StatusDesk:
         """Nodes that have joined and are held back, and were not here since."""
         found = []
         for one in self._driver.store.enrolled():
-            standing = state.standings.get(one.node_id)
+            standing = state.latest_rulings.get(one.node_id)
             if one.node_id in state.members or one.is_viewer:
                 continue
             if standing is not None and standing.kind in _BARRED:
@@ -155,7 +155,7 @@ class StatusDesk:
         )
 
     def _node_status(self, state: SwarmState, member: Member, now: float) -> pb.NodeStatus:
-        standing = state.standings.get(member.node_id)
+        standing = state.latest_rulings.get(member.node_id)
         is_barred = standing is not None and member.state in BARRED
         heard = self._telemetry.of(member.node_id)
         return pb.NodeStatus(

@@ -1,6 +1,5 @@
 """Which outer state is the committed one, and whether each member holds it. Pure."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from coordinator.swarm.actions import Tell
@@ -14,20 +13,10 @@ from coordinator.swarm.state import (
     SwarmState,
     last_sure_round,
 )
-from coordinator.swarm.turn import Turn, present_members, ready_members, without
+from coordinator.swarm.turn import Turn, present_members, without
+from coordinator.swarm.weighing import heaviest, say_of, weight_of
 from protocol.messages import CommitsWanted, RefetchAsked
 from protocol.rounds import Digest, NodeId
-
-
-def most_reported(reports: Mapping[NodeId, Digest]) -> Digest:
-    """The digest that most nodes report; of equals, the one of the smallest node id.
-
-    `reports` must not be empty.
-    """
-    votes: dict[Digest, list[NodeId]] = {}
-    for node_id, digest in sorted(reports.items()):
-        votes.setdefault(digest, []).append(node_id)
-    return min(votes, key=lambda digest: (-len(votes[digest]), votes[digest][0]))
 
 
 def note_outer_state(
@@ -74,17 +63,37 @@ def judge_all(turn: Turn) -> None:
 def agree_on_initial_state(turn: Turn) -> None:
     """Chooses the initial state among the nodes that are here, until the first round opens.
 
-    Where the run begins with given weights there is nothing to choose. Else it is chosen anew when
-    nobody who holds it is left: nothing is lost yet, and waiting for a node that may never come back
-    would hold up the run.
+    Where the run begins with given weights there is nothing to choose. Else it is what has most weight,
+    and chosen anew when another one has more, or nobody who holds it is left: nothing is lost yet, and
+    waiting for a node that may never come back would hold up the run. Nobody is told to fetch it before
+    as many nodes are here as a round opens with: who comes first has no more say than others.
     """
     state = turn.state
-    is_given = state.rules.first_digest is not None
-    if is_given or state.committed_round or state.open_round or ready_members(state):
+    if state.rules.first_digest is not None or state.committed_round or state.open_round:
         return
-    reports = {m.node_id: m.outer_digest for m in present_members(state) if m.outer_round == 0}
-    if reports:
-        agree_on(turn, most_reported(reports))
+    here = [member for member in present_members(state) if member.outer_round == 0]
+    if not here:
+        return
+    say = say_of(here, 0)
+    digest = heaviest(say, {m.node_id: m.outer_digest for m in here})
+    for_it, for_what_is_agreed = (
+        weight_of(say, (m.node_id for m in here if m.outer_digest == each))
+        for each in (digest, state.outer_digest)
+    )
+    if for_it > for_what_is_agreed:
+        agree_on(turn, digest)
+    elif not _may_be_outweighed(state):
+        for member in here:
+            if member.state is MemberState.JOINING:  # until now nobody was told to fetch it
+                judge(turn, member.node_id, is_news=True)
+
+
+def _may_be_outweighed(state: SwarmState) -> bool:
+    """Whether the first state is chosen by fewer nodes than a round opens with, so that it may change."""
+    if state.rules.first_digest is not None or state.committed_round or state.open_round:
+        return False
+    num_here = sum(member.outer_round == 0 for member in present_members(state))
+    return num_here < state.rules.min_nodes
 
 
 def judge(turn: Turn, node_id: NodeId, *, is_news: bool) -> None:
@@ -122,6 +131,8 @@ def judge(turn: Turn, node_id: NodeId, *, is_news: bool) -> None:
         return  # agree_on_initial_state decides
     elif member.outer_digest == state.outer_digest:
         turn.put_member(replace(member, state=MemberState.READY))
+    elif _may_be_outweighed(state):
+        turn.put_member(replace(member, state=MemberState.JOINING))
     elif may_bring_commits(state, member) and member.state is not MemberState.DIVERGED:
         turn.put_member(replace(member, state=MemberState.JOINING))
         if is_news:  # what becomes of it shows when it has told all that it knows

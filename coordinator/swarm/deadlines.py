@@ -14,7 +14,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from coordinator.swarm.state import Measured, PhaseTimes, Round, SwarmState
-from coordinator.swarm.turn import is_held_by, is_present, present_members, present_participants
+from coordinator.swarm.turn import (
+    awaited_participants,
+    is_held_by,
+    is_present,
+    present_members,
+)
+from coordinator.swarm.weighing import is_enough, say_in
 from protocol.rounds import Assignment, NodeId
 
 MARGIN = 1.5
@@ -67,7 +73,7 @@ def next_deadlines(state: SwarmState, assignments: Sequence[Assignment]) -> Dead
             apply_seconds=rules.apply_seconds,
             reason="",
         )
-    here = frozenset(member.session_id for member in present_members(state))
+    here = _sessions_here(state)
     times, floor = state.phase_times, rules.floor_seconds
     train = _window(
         _Past.of(times.train, here),
@@ -103,8 +109,13 @@ def next_apply_seconds(state: SwarmState) -> float:
     """How long nodes may take to apply a commit that is made now."""
     if not state.rules.adapts_deadlines:
         return state.rules.apply_seconds
-    here = frozenset(member.session_id for member in present_members(state))
-    return _applying(state, here).seconds
+    return _applying(state, _sessions_here(state)).seconds
+
+
+def _sessions_here(state: SwarmState) -> frozenset[int]:
+    """The sessions of those whom deadlines are for: not of who is on trial after missing one."""
+    present = present_members(state)
+    return frozenset(m.session_id for m in present if not m.standing.is_on_trial)
 
 
 def _applying(state: SwarmState, here: Collection[int]) -> _Window:
@@ -203,7 +214,7 @@ def _rounded(seconds: float) -> str:
 def times_at_commit(state: SwarmState, current: Round, now: float) -> PhaseTimes:
     """The measurements with those of a round that closes now: all phases but the last."""
     times = state.phase_times
-    nodes = present_participants(state, current)
+    nodes = awaited_participants(state, current)
     steady = [n for n in nodes if state.members[n].session_id < current.later_session_id]
     unheard = [n for n in steady if n not in current.trained]
     if not steady or (unheard and now < current.train_deadline):
@@ -264,7 +275,7 @@ def _exchange(state: SwarmState, current: Round) -> Measured | None:
         for progress in current.slices
         if progress.digest is not None or progress.is_empty
         for node_id in set(current.trained_at) - {c.node_id for c in progress.contributors}
-        if is_present(state, node_id)
+        if is_present(state, node_id) and node_id not in current.on_trial
     }
     return Measured(
         given_seconds=given,
@@ -275,7 +286,7 @@ def _exchange(state: SwarmState, current: Round) -> Measured | None:
 
 def _committing(state: SwarmState, current: Round, now: float) -> Measured:
     """From the last slice reduced to the commit; who reported or held nothing by then was too late."""
-    nodes = present_participants(state, current)
+    nodes = awaited_participants(state, current)
     late: set[NodeId] = set()
     for progress in current.slices:
         holders = [n for n in nodes if is_held_by(n, current, progress)]
@@ -283,7 +294,7 @@ def _committing(state: SwarmState, current: Round, now: float) -> Measured:
             continue
         if progress.digest is None:
             late.update({progress.slice.reducer_id}.intersection(nodes))
-        elif len(holders) < min(2, len(nodes)):
+        elif not is_enough(say_in(state, current, nodes), holders, nodes):
             late.update(set(nodes).difference(holders))
     since = max(current.reduced_at or current.contribute_deadline, current.gone_at or 0.0)
     return Measured(

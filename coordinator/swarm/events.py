@@ -37,6 +37,7 @@ class Attached:
     process_id: int = 0  # what another process of the node held in memory is gone
     cannot_train: bool = False
     cannot_evaluate: bool = False
+    invite_id: str = ""  # that the node joined with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,8 @@ from datetime import UTC, datetime
 from coordinator.swarm.ending import finished_reason, is_at_end, is_evaluated, members_behind
 from coordinator.swarm.estimates import left_in_words
 from coordinator.swarm.evaluation import may_be_evaluated
-from coordinator.swarm.retraction import held_by_most
-from coordinator.swarm.rounds import awaited_appliers, holders_needed, holders_of, is_undecided
+from coordinator.swarm.retraction import goes_on_from, takes_back_at
+from coordinator.swarm.rounds import awaited_appliers, held_in_words, is_undecided
 from coordinator.swarm.speeds import budgets_in_words, schedule_in_words
 from coordinator.swarm.start import bringing, missing
 from coordinator.swarm.state import Awaited, Member, MemberState, Round, RoundPhase, SwarmState
@@ -79,8 +79,8 @@ def _not_open(state: SwarmState, now: float) -> str:
 
 
 def _unsupplied(state: SwarmState, since: float, now: float) -> str:
-    left = _left(since + state.rules.apply_seconds, now)
-    is_mistaken = held_by_most(state) is not None
+    left = _left(takes_back_at(state) or since, now)
+    is_mistaken = goes_on_from(state) is not None
     what = "another that most hold is agreed on" if is_mistaken else "it is taken back"
     return (
         f"nobody here holds the state after round {state.committed_round}: "
@@ -133,9 +133,8 @@ def _round_in_flight(state: SwarmState, current: Round, now: float) -> str:
             reducer = name_of(state, progress.slice.reducer_id)
             waits.append(f"slice {progress.slice.index} from its reducer {reducer}")
         else:
-            num_holders = len(holders_of(state, current, progress))
-            needed = holders_needed(state, current)
-            waits.append(f"slice {progress.slice.index} held by {num_holders} of {needed} nodes")
+            share = held_in_words(state, current, progress)
+            waits.append(f"slice {progress.slice.index} held by {share}")
     training = [a.node_id for a in current.assignments if a.node_id not in current.trained]
     training = [node_id for node_id in training if is_present(state, node_id)]
     busy = f" ({_names(state, training)} still training)" if training else ""

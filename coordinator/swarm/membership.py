@@ -14,7 +14,6 @@ from coordinator.swarm.events import (
     Woke,
 )
 from coordinator.swarm.shares import UNKNOWN, steadied
-from coordinator.swarm.standing import refuse_barred
 from coordinator.swarm.state import (
     BARRED,
     KEPT_ROUNDS,
@@ -22,7 +21,9 @@ from coordinator.swarm.state import (
     Member,
     MemberState,
     RoundPhase,
+    Standing,
     SwarmState,
+    Work,
 )
 from coordinator.swarm.turn import Turn, members_of, others_in, present_members, without
 from coordinator.swarm.wire_ledger import note_wire
@@ -34,6 +35,7 @@ from protocol.errors import (
 )
 from protocol.messages import Applied, ParticipantsDeparted
 from protocol.rounds import NodeId, RosterEntry
+from protocol.trust.rulings import refuse_barred
 from protocol.wire_count import WireTotals
 
 HEARTBEATS_PER_LEASE = 5
@@ -76,7 +78,7 @@ def attach(turn: Turn, event: Attached) -> None:
     Raises ProtocolMismatchError when the node works on something else, and CopyAttachedError while
     another process with its key is attached.
     """
-    refuse_barred(turn.state.standings.get(event.node_id))  # ruled since the edge let it in
+    refuse_barred(turn.state.latest_rulings.get(event.node_id))  # ruled since the edge let it in
     _refuse_strangers(turn.state, event)
     _refuse_copies(turn, event)
     state = turn.state
@@ -111,6 +113,9 @@ def attach(turn: Turn, event: Attached) -> None:
             inner_steps_per_second=_speed_before(before, event),
             rates=before.rates if before else UNKNOWN,
             wire_told=_wire_told_before(before, event),
+            invite_id=event.invite_id,
+            work=before.work if before else Work(),
+            standing=before.standing if before else Standing(),
         )
     )
     if before is not None and before.process_id != event.process_id:

@@ -9,7 +9,14 @@ from coordinator.swarm.ledger import Places, end_ahead, lease, num_samples_of
 from coordinator.swarm.reach import best_reducers
 from coordinator.swarm.rounds import plan_of
 from coordinator.swarm.shares import reducer_shares, shares_in_words
-from coordinator.swarm.speeds import budgets_in_words, schedule_in_words, step_budgets
+from coordinator.swarm.speeds import (
+    budgets_in_words,
+    capped_in_words,
+    schedule_in_words,
+    step_budgets,
+    usual_speeds,
+)
+from coordinator.swarm.standing import counted_on
 from coordinator.swarm.state import (
     Member,
     Round,
@@ -18,6 +25,7 @@ from coordinator.swarm.state import (
     SwarmState,
 )
 from coordinator.swarm.turn import Turn, available_members
+from coordinator.swarm.weighing import say_of
 from protocol.messages import RoundOpened
 from protocol.rounds import Assignment, NodeId, book_of_data, cut_into_slices
 
@@ -58,7 +66,10 @@ def open_round(turn: Turn) -> None:
     ready = [member for member in available_members(state) if not member.cannot_train]
     if not ready or len(ready) < rules.min_nodes:
         return
-    reducers = best_reducers(ready)[:MOST_REDUCERS]
+    ready = counted_on(ready, state.committed_round + 1, least=max(1, rules.min_nodes))
+    on_trial = tuple(member.node_id for member in ready if member.standing.is_on_trial)
+    sure = [member for member in ready if not member.standing.is_on_trial] or ready
+    reducers = best_reducers(sure)[:MOST_REDUCERS]
     reducer_ids = frozenset(member.node_id for member in reducers)
     may_reduce = [member.node_id in reducer_ids for member in ready]
     shares = reducer_shares([member.rates for member in ready], may_reduce)
@@ -74,7 +85,7 @@ def open_round(turn: Turn) -> None:
     num_ready = "1 node is ready" if len(ready) == 1 else f"{len(ready)} nodes are ready"
     if len(reducers) == MOST_REDUCERS < len(ready):
         num_ready += f", {MOST_REDUCERS} of them reduce"
-    elif len(reducers) < len(ready):
+    elif len(reducers) < len(sure):
         verb = "reduces" if len(reducers) == 1 else "reduce"
         num_ready += f", {len(reducers)} of them {verb}: not all reach each other"
     num_ready += shares_in_words(shares, may_reduce)
@@ -103,11 +114,16 @@ def open_round(turn: Turn) -> None:
         round_tokens=max(0, clock_after - clock),
         reason=num_ready
         + budgets_in_words(steps, rules)
+        + capped_in_words(ready)
+        + _trial_in_words(len(on_trial))
         + _expected_in_words(state, places)
         + schedule_in_words(rules, clock)
         + deadlines.reason,
         ahead=ahead,
         apply_seconds=deadlines.apply_seconds,
+        say=say_of(ready, number - 1),
+        usual_speeds=usual_speeds(ready),
+        on_trial=on_trial,
         later_session_id=state.next_session_id,
         num_rulings=len(state.rulings),
     )
@@ -115,6 +131,15 @@ def open_round(turn: Turn) -> None:
     turn.has_new_state |= state.committed_round == 0  # the initial state, which no round led to
     plan = plan_of(current, turn.now)
     turn.act(Tell(message=RoundOpened(plan=plan), to=plan.participants))
+
+
+def _trial_in_words(num_on_trial: int) -> str:
+    if not num_on_trial:
+        return ""
+    nodes = "1 node is" if num_on_trial == 1 else f"{num_on_trial} nodes are"
+    return (
+        f"; nobody waits for {num_on_trial} of them, as {nodes} on trial after missing a deadline"
+    )
 
 
 def expected_tokens(state: SwarmState, places: int) -> int:

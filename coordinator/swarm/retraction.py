@@ -17,7 +17,8 @@ from coordinator.swarm.books import book, unbook
 from coordinator.swarm.evaluation import without_evaluations_since
 from coordinator.swarm.ledger import committed_tokens
 from coordinator.swarm.state import ClosedRound, Member, MemberState, Round, SwarmState
-from coordinator.swarm.turn import Turn, is_present, name_of, present_members
+from coordinator.swarm.turn import Turn, is_present, members_of, name_of, present_members
+from coordinator.swarm.weighing import heaviest, is_enough, say_of
 from protocol.messages import RoundCommitted
 from protocol.rounds import Digest, SliceOutcome
 
@@ -96,21 +97,24 @@ def supply_anew(turn: Turn) -> None:
     From the one that most nodes hold alike after the newest round, if there is one: what the
     swarm took for agreed was a mistake, or a lie. Otherwise from the state before that round, if
     somebody holds it: all that had applied it may be gone before the others could fetch it. They
-    are given as long as nodes are given to apply a commit. Void rounds after it go with it, for
-    they left its state as it was, and so do the held-out losses of the state that is no more.
+    are given as long as nodes are given to apply a commit. If neither, and those who had most of the
+    say stay away for the longest round's time beside that, what most of who is here hold alike. Void
+    rounds after it go with it, for they left its state as it was, and so do the held-out losses of
+    the state that is no more.
     Never more than that: nodes that are further behind may simply have just begun, and those who
     are gone may come back.
     """
     state = turn.state
-    agreed = held_by_most(state) if _is_unsupplied(state) else None
-    if not _is_unsupplied(state) or (agreed is None and not _is_base_here(state)):
+    goes_on_at = _goes_on_after(state)
+    if goes_on_at is None:
         if state.unsupplied_since is not None:
             turn.state = replace(state, unsupplied_since=None)
     elif state.unsupplied_since is None:
         turn.state = replace(state, unsupplied_since=turn.now)
-    elif turn.now < state.unsupplied_since + state.rules.apply_seconds:
+    elif turn.now < state.unsupplied_since + goes_on_at:
         return
     else:
+        agreed = goes_on_from(state)
         newest = state.recent[0].commit
         state = without_evaluations_since(state, newest.round)
         turn.state, turn.has_new_state = replace(state, unsupplied_since=None), True
@@ -122,9 +126,27 @@ def supply_anew(turn: Turn) -> None:
 
 def takes_back_at(state: SwarmState) -> float | None:
     """When `supply_anew` goes on from another state, if nobody comes or goes until then."""
-    if state.unsupplied_since is None:
+    seconds = _goes_on_after(state)
+    if state.unsupplied_since is None or seconds is None:
         return None
-    return state.unsupplied_since + state.rules.apply_seconds
+    return state.unsupplied_since + seconds
+
+
+def _goes_on_after(state: SwarmState) -> float | None:
+    """For how long nobody holds the committed state before the run goes on from another; None: never."""
+    if not _is_unsupplied(state):
+        return None
+    if held_by_most(state) is not None or _is_base_here(state):
+        return state.rules.apply_seconds
+    if held_by_most(state, of_all=False) is not None:
+        return state.rules.apply_seconds + state.rules.commit_seconds
+    return None
+
+
+def goes_on_from(state: SwarmState) -> Digest | None:
+    """The state that is agreed on anew when nobody returns; None: the newest round is taken back."""
+    agreed = held_by_most(state)
+    return agreed or (None if _is_base_here(state) else held_by_most(state, of_all=False))
 
 
 def _is_unsupplied(state: SwarmState) -> bool:
@@ -141,20 +163,29 @@ def _is_base_here(state: SwarmState) -> bool:
     return any((m.outer_round, m.outer_digest) == before for m in present_members(state))
 
 
-def held_by_most(state: SwarmState) -> Digest | None:
-    """What all that are here hold after the newest round, if they are as many as most of its nodes.
+def held_by_most(state: SwarmState, *, of_all: bool = True) -> Digest | None:
+    """What those that are here hold alike after the newest round, with enough of the say of its nodes.
 
-    So many reports decide a digest in the first place, joiners' among them: nobody gets more say than
-    before. Two at least: one alone may itself have gone astray.
+    Of all of them, or else of those that are here. So much weight decides a digest in the first place,
+    joiners' beside the participants': nobody gets more say than before. Two at least: one alone may
+    itself have gone astray.
     """
     newest = state.recent[0].commit
-    held = [
-        member.outer_digest
+    held = {
+        member.node_id: member.outer_digest
         for member in present_members(state)
         if member.outer_round == newest.round and member.outer_incarnation >= newest.incarnation
-    ]
-    is_enough = len(held) >= 2 and 2 * len(held) > len(newest.assignments)
-    return held[0] if is_enough and len(set(held)) == 1 else None
+    }
+    if len(held) < 2:
+        return None
+    known = members_of(state)
+    among = known if of_all else frozenset(known.present_ids)
+    named = {a.node_id for a in newest.assignments if a.node_id in among}
+    voters = sorted(named | held.keys())
+    say = say_of((state.members[node_id] for node_id in voters), newest.round)
+    digest = heaviest(say, held)
+    alike = [node_id for node_id, each in held.items() if each == digest]
+    return digest if len(alike) >= 2 and is_enough(say, alike, voters) else None
 
 
 def _may_supply(state: SwarmState, member: Member) -> bool:

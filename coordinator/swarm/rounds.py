@@ -2,15 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 
 from coordinator.swarm.actions import Tell
-from coordinator.swarm.agreement import agree_on, most_reported
+from coordinator.swarm.agreement import agree_on
 from coordinator.swarm.books import book
 from coordinator.swarm.deadlines import times_at_commit, times_when_applied
 from coordinator.swarm.ledger import committed_tokens
 from coordinator.swarm.retraction import retract_lost
-from coordinator.swarm.speeds import measured
+from coordinator.swarm.speeds import device_of, measured
+from coordinator.swarm.standing import note_appliers, note_parts
 from coordinator.swarm.state import (
     ClosedRound,
     MemberState,
@@ -21,9 +21,12 @@ from coordinator.swarm.state import (
     trimmed,
 )
 from coordinator.swarm.turn import (
+    Same,
     Turn,
+    as_set,
     assignments_of,
     available_members,
+    awaited_participants,
     is_held_by,
     is_present,
     members_of,
@@ -33,6 +36,7 @@ from coordinator.swarm.turn import (
     present_participants,
     ready_members,
 )
+from coordinator.swarm.weighing import heaviest, is_enough, say_in, say_of, weight_of
 from protocol.messages import Held, ParticipantsIdle, Reduced, RoundCommitted, Trained
 from protocol.rounds import (
     Assignment,
@@ -78,8 +82,17 @@ def training_done(turn: Turn, node_id: NodeId, round: int, report: Trained) -> N
     if report.inner_steps > asked.inner_steps:
         return
     member = turn.state.members[node_id]
-    speed = measured(member.inner_steps_per_second, report)
-    turn.put_member(replace(member, inner_steps_per_second=speed))
+    is_ahead = turn.state.rules.has_overlap  # then it may have begun before the plan
+    found = measured(
+        member.inner_steps_per_second,
+        report,
+        seen_seconds=0.0 if is_ahead else turn.now - current.opened_at,
+        usual=current.usual_speeds.get(device_of(member)),
+    )
+    turn.put_member(replace(member, inner_steps_per_second=found.speed))
+    if found.credible_steps < report.inner_steps:
+        credible = {**current.credible_steps, node_id: found.credible_steps}
+        current = replace(current, credible_steps=credible)
     trained = {**current.trained, node_id: report}
     trained_at = {**current.trained_at, node_id: turn.now}
     turn.put_round(
@@ -158,9 +171,48 @@ def holders_of(state: SwarmState, current: Round, progress: SliceProgress) -> tu
     return tuple(n for n in participants if is_held_by(n, current, progress))
 
 
-def holders_needed(state: SwarmState, current: Round) -> int:
-    """How many present participants must hold a result: two, or all when fewer are left."""
-    return min(2, len(present_participants(state, current)))
+def deciders(state: SwarmState, current: Round, *, is_late: bool) -> tuple[NodeId, ...]:
+    """Those among whom it is decided that a slice is held by enough: who is here and waited for.
+
+    At the deadline only who was heard of in this round: others may be dead, and their leases not over.
+    """
+    awaited = awaited_participants(state, current)
+    if not is_late:
+        return awaited
+    heard = tuple(n for n in awaited if n in current.trained or n in current.held)
+    return heard or awaited
+
+
+def is_held_by_enough(
+    state: SwarmState, current: Round, progress: SliceProgress, *, is_late: bool
+) -> bool:
+    """Whether those that hold the slice's result decide for all: coordinator.swarm.weighing.
+
+    Two at least, where two are here: a node may die at any time, and with it all that it alone holds.
+    """
+    if progress.digest is None:
+        return False
+    among = deciders(state, current, is_late=is_late)
+    holding = _holding(current, progress, among)
+    if len(holding) < min(2, len(awaited_participants(state, current))):
+        return False
+    return is_enough(say_in(state, current, among), holding, among)
+
+
+def _holding(current: Round, progress: SliceProgress, among: tuple[NodeId, ...]) -> list[NodeId]:
+    """Asked with every report, of a thousand nodes: so it goes by what was told, and not by nodes."""
+    index, digest, asked = progress.slice.index, progress.digest, as_set(Same(among))
+    told = current.held.items()
+    return [n for n, results in told if results.get(index) == digest and n in asked]
+
+
+def held_in_words(state: SwarmState, current: Round, progress: SliceProgress) -> str:
+    """How many of those who decide hold the slice's result, and how much they weigh."""
+    among = deciders(state, current, is_late=False)
+    holding = _holding(current, progress, among)
+    say = say_in(state, current, among)
+    share = weight_of(say, holding) / max(1, weight_of(say, among))
+    return f"{len(holding)} of {len(among)} nodes with {100 * share:.0f} % of the weight"
 
 
 def is_base_held(state: SwarmState) -> bool:
@@ -173,13 +225,14 @@ def is_base_held(state: SwarmState) -> bool:
     return any(members[node_id].state is MemberState.READY for node_id in members.present_ids)
 
 
-def void_reason(state: SwarmState, current: Round, progress: SliceProgress) -> str:
+def void_reason(
+    state: SwarmState, current: Round, progress: SliceProgress, *, is_late: bool = True
+) -> str:
     """Why a slice cannot commit now, in words; empty when it can."""
     if current.cannot_commit:
         return current.cannot_commit
     reducer = name_of(state, progress.slice.reducer_id)
     num_present = len(present_participants(state, current))
-    num_holders = len(holders_of(state, current, progress))
     if num_present == 0:
         return "no participant is left"
     if not is_base_held(state):
@@ -190,8 +243,8 @@ def void_reason(state: SwarmState, current: Round, progress: SliceProgress) -> s
         return f"its reducer {reducer} is gone"
     if progress.digest is None:
         return f"its reducer {reducer} never reported"
-    if num_holders < holders_needed(state, current):
-        return f"held by {num_holders} of {num_present} nodes"
+    if not is_held_by_enough(state, current, progress, is_late=is_late):
+        return f"held by {held_in_words(state, current, progress)}"
     return ""
 
 
@@ -205,13 +258,7 @@ def is_undecided(state: SwarmState, current: Round, progress: SliceProgress) -> 
         return False
     if progress.digest is None:
         return is_present(state, progress.slice.reducer_id)
-    holding = (
-        node_id
-        for node_id in current.held
-        if is_held_by(node_id, current, progress) and is_present(state, node_id)
-    )
-    needed = holders_needed(state, current)
-    return len(list(islice(holding, needed))) < needed  # found at once, however many hold it
+    return not is_held_by_enough(state, current, progress, is_late=False)
 
 
 def close_round(turn: Turn) -> None:
@@ -227,7 +274,7 @@ def close_round(turn: Turn) -> None:
         round=current.number,
         fragment=current.fragment,
         base_digest=current.base_digest,
-        slices=tuple(_outcome(state, current, progress) for progress in current.slices),
+        slices=tuple(_outcome(state, current, p, is_late=is_late) for p in current.slices),
         incarnation=state.incarnation,
         assignments=current.assignments,
         without_tokens=_without_tokens(current),
@@ -258,6 +305,7 @@ def close_round(turn: Turn) -> None:
         ),
         recent=trimmed((*state.recent, closed)),
     )
+    note_parts(turn, current, commit)
     turn.act(Tell(message=RoundCommitted(commit=commit)))
     if is_void:
         for member in ready_members(turn.state):
@@ -270,30 +318,43 @@ def awaited_appliers(state: SwarmState, current: Round) -> list[NodeId]:
 
     The present participants, and the ready members that joined during the round: these fetch the
     results rather than being sent them, and would miss the start of every next round by that little.
+    Of either not those on trial, as long as there is anybody else.
     """
     joined = (member.node_id for member in available_members(state))
-    return sorted({*present_participants(state, current), *joined})
+    here = sorted({*present_participants(state, current), *joined})
+    return [n for n in here if not state.members[n].standing.is_on_trial] or here
 
 
 def settle_round(turn: Turn) -> None:
-    """Fixes the digest of the state after the commit: what most present nodes report.
+    """Fixes the digest of the state after the commit: what nodes of most weight report.
 
-    Once all that are awaited have reported, or at the deadline. When nobody has reported by then,
-    takes back what nobody can supply, or waits on: a digest is never invented.
+    Once all that are awaited have reported, or at the deadline when one digest has enough of their
+    weight. Otherwise they get as much time again, once. When nobody has reported by then, takes back
+    what nobody can supply, or waits on: a digest is never invented.
     """
     current = turn.state.open_round
     if current is None or current.phase is not RoundPhase.APPLYING:
         return
     is_late = turn.now >= current.apply_deadline
-    if not is_late and len(current.applied) < len(present_participants(turn.state, current)):
+    if not is_late and len(current.applied) < len(awaited_participants(turn.state, current)):
         return  # at once, as most reports are: these are awaited in any case
     present = frozenset(members_of(turn.state).present_ids)
     reports = {node: digest for node, digest in current.applied.items() if node in present}
     awaited = awaited_appliers(turn.state, current)
     if (awaited and all(node in reports for node in awaited)) or (reports and is_late):
+        voters = sorted({*awaited, *reports})
+        say = say_of((turn.state.members[node_id] for node_id in voters), current.number)
+        digest = heaviest(say, reports)
+        agreeing = [node_id for node_id, told in reports.items() if told == digest]
+        if is_late and not current.is_prolonged and not is_enough(say, agreeing, voters):
+            given = current.apply_seconds or turn.state.rules.apply_seconds
+            later = replace(current, apply_deadline=turn.now + given, is_prolonged=True)
+            turn.put_round(later)
+            return
         times = times_when_applied(turn.state, current, awaited, turn.now)
         turn.state = replace(turn.state, phase_times=times)
-        end_round(turn, most_reported(reports))
+        note_appliers(turn, current, awaited)
+        end_round(turn, digest)
     elif is_late and retract_lost(turn):
         retracted = turn.state.open_round
         assert retracted is not None and retracted.commit is not None
@@ -314,8 +375,10 @@ def end_round(turn: Turn, digest: Digest) -> None:
     turn.has_new_state = True
 
 
-def _outcome(state: SwarmState, current: Round, progress: SliceProgress) -> SliceOutcome:
-    reason = void_reason(state, current, progress)
+def _outcome(
+    state: SwarmState, current: Round, progress: SliceProgress, *, is_late: bool
+) -> SliceOutcome:
+    reason = void_reason(state, current, progress, is_late=is_late)
     part = progress.slice
     return SliceOutcome(
         index=part.index,

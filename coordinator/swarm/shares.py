@@ -16,7 +16,7 @@ then share in proportion to their rooms. With one or two nodes it does not matte
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, median_low
 
 EQUAL_FROM = 2 / 3
 """A link of so much of the fastest counts as equal to it: noise must not make plans uneven
@@ -29,9 +29,15 @@ stay with their reducers, who keep their rounding errors there."""
 LEAST_OF_EQUAL = 0.1
 """A share smaller than this part of an equal one is none: a slice costs round trips too."""
 
-MOST_OF_EQUAL = 3.0
+MOST_OF_EQUAL = 2.0
 """No share is larger than so many equal ones: a reducer holds all contributions to its slice in
-memory, decoded."""
+memory, decoded, and what it says of its link is its own word."""
+
+MOST_OF_ALL = 1 / 2
+"""Of a fragment, that one reducer has where there are others."""
+
+MOST_OF_USUAL = 4.0
+"""No link counts as faster than so many times the median of all that are known."""
 
 SLOWEST, FASTEST = 1e2, 1e12
 """Bytes per second. What lies outside is a broken clock or a lie, and no measurement."""
@@ -75,9 +81,11 @@ def reducer_shares(links: Sequence[Rates], may_reduce: Sequence[bool]) -> tuple[
         raise ValueError("somebody must reduce")
     ups, downs = _known([link.up for link in links]), _known([link.down for link in links])
     slower = [min(pair) for pair in zip(ups, downs, strict=True)]
+    usual = median_low(slower)
+    slower = [min(rate, MOST_OF_USUAL * usual) for rate in slower]
     if len(links) < 3 or min(slower) == max(slower):
         return tuple(may / num_reducers for may in may_reduce)
-    most = min(1.0, MOST_OF_EQUAL / num_reducers)
+    most = max(1 / num_reducers, min(MOST_OF_ALL, MOST_OF_EQUAL / num_reducers))
 
     def rooms(seconds: float) -> list[float]:
         return [

@@ -1,11 +1,14 @@
 """How fast members train, and how many inner steps a round asks of each. Pure.
 
 Nodes should finish together: whoever is slower takes fewer inner steps, and its weight, which
-counts tokens, is smaller by as much.
+counts tokens, is smaller by as much. What a node says of its speed is held against what the coordinator
+has seen: the time between plan and report, the node's own record, and others with the same device.
 """
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median_low
 
 from coordinator.swarm.state import Member, Rules
 from protocol.messages import Trained
@@ -25,17 +28,61 @@ SLOWEST, FASTEST = 1e-6, 1e6
 """Inner steps per second. What lies outside is a broken clock or a lie, and no measurement."""
 
 
-def measured(before: float | None, trained: Trained) -> float | None:
-    """A member's inner steps per second after a report of its training; None without measurement.
+GROWTH = 4.0
+"""A member's speed grows by no more than this in a round: what it says of itself becomes of use slowly,
+and one that was disturbed for a while has its steps back in three."""
 
-    An exponential mean, in which the first report counts fully.
+MOST_OF_ALIKE = 10.0
+"""No member counts as faster than so many times the median of those with the same device. Much has one
+name, "cpu" above all, so this catches what cannot be; what is asked of a member has a bound of its own."""
+
+MOST_OF_MEAN = 2.0
+"""No member is asked for more than so many times the mean of a round's participants: its weight is its
+tokens, and whoever has most of the weight is the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """What a report of training says of a member's speed."""
+
+    speed: float | None  # inner steps per second by which plans go; None: never measured
+    credible_steps: int  # of those that it reports
+
+
+def measured(
+    before: float | None, trained: Trained, *, seen_seconds: float = 0.0, usual: float | None = None
+) -> Measurement:
+    """A member's speed after a report of its training: an exponential mean, the first counts fully.
+
+    `seen_seconds` are those from the plan to the report: the node cannot have trained for less, only have
+    begun later than it could. `usual` is the median of members with the same device.
     """
+    seconds = max(trained.seconds, seen_seconds)
+    unmeasured = Measurement(speed=before, credible_steps=trained.inner_steps)
     if trained.inner_steps < 1 or not trained.seconds > 0:
-        return before
-    speed = trained.inner_steps / trained.seconds
-    if not (math.isfinite(speed) and SLOWEST <= speed <= FASTEST):
-        return before
-    return speed if before is None else before + SMOOTHING * (speed - before)
+        return unmeasured
+    told = trained.inner_steps / seconds
+    if not (math.isfinite(told) and SLOWEST <= told <= FASTEST):
+        return unmeasured
+    most = math.inf if usual is None else MOST_OF_ALIKE * usual
+    speed = min(told, most) if before is None else min(told, most, GROWTH * before)
+    smoothed = speed if before is None else min(most, before + SMOOTHING * (speed - before))
+    steps = trained.inner_steps if speed == told else math.ceil(speed * seconds)
+    return Measurement(speed=smoothed, credible_steps=min(steps, trained.inner_steps))
+
+
+def device_of(member: Member) -> str:
+    """What members must have in common to be as fast as each other."""
+    return f"{member.num_ranks} × {member.device}"
+
+
+def usual_speeds(members: Sequence[Member]) -> dict[str, float]:
+    """The median speed of those that were measured, for each device: of two the slower."""
+    known: dict[str, list[float]] = {}
+    for member in members:
+        if member.inner_steps_per_second is not None:
+            known.setdefault(device_of(member), []).append(member.inner_steps_per_second)
+    return {device: median_low(speeds) for device, speeds in known.items()}
 
 
 def step_budgets(
@@ -48,7 +95,7 @@ def step_budgets(
     all participants share these in proportion, so the tokens of a round stay the same.
     """
     settled = settled or {}
-    speeds = {m.node_id: m.inner_steps_per_second for m in participants}
+    speeds = _capped({m.node_id: m.inner_steps_per_second for m in participants})
     fastest = max((speed for speed in speeds.values() if speed is not None), default=None)
     if rules.round_steps is None:
         return {
@@ -59,6 +106,21 @@ def step_budgets(
     here = {n: _evened(speed, fastest) for n, speed in speeds.items() if n not in settled}
     longest = math.inf if fastest is None else FILLED * rules.train_seconds
     return shared_out(rules.round_steps - sum(settled.values()), here, longest)
+
+
+def _capped(speeds: Mapping[NodeId, float | None]) -> dict[NodeId, float | None]:
+    """The speeds, of which none is more than MOST_OF_MEAN times the mean that they then have.
+
+    If the k fastest have the cap c, and the rest is r together, then c = MOST_OF_MEAN (k c + r) / n.
+    """
+    known = sorted((speed for speed in speeds.values() if speed is not None), reverse=True)
+    cap, rest = math.inf, sum(known)
+    for num_capped, speed in enumerate(known):
+        cap = MOST_OF_MEAN * rest / max(1e-9, len(known) - MOST_OF_MEAN * num_capped)
+        if speed <= cap:
+            break
+        rest -= speed
+    return {n: speed if speed is None else min(speed, cap) for n, speed in speeds.items()}
 
 
 def _budget(speed: float | None, fastest: float | None, inner_steps: int) -> int:
@@ -103,6 +165,16 @@ def shared_out(
     left = max(0, num_steps - sum(budgets.values()))
     by_rest = sorted(steps, key=lambda node_id: budgets[node_id] - steps[node_id])
     return budgets | {node_id: budgets[node_id] + 1 for node_id in by_rest[:left]}
+
+
+def capped_in_words(participants: Sequence[Member]) -> str:
+    """What the plan's reason adds where a node is faster than what is asked of it."""
+    speeds = {m.node_id: m.inner_steps_per_second for m in participants}
+    num_capped = sum(speeds[node_id] != speed for node_id, speed in _capped(speeds).items())
+    if not num_capped:
+        return ""
+    nodes = "1 node is" if num_capped == 1 else f"{num_capped} nodes are"
+    return f"; {nodes} asked for no more than {MOST_OF_MEAN:g} times the mean"
 
 
 def budgets_in_words(budgets: Sequence[int], rules: Rules) -> str:

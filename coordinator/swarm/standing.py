@@ -1,26 +1,165 @@
-"""Whether a node may take part, by the latest ruling on it: asked in every call, and by the core."""
+"""Whom others wait for: who misses deadlines is left out of what the next ones wait for. Pure.
 
-from datetime import UTC, datetime
+A member that does nothing in a round though it is here is at fault, and so is one that is late twice in a
+row, or in two of three rounds: with its work, or with a commit. It has lengthened those rounds, to their
+deadlines at most. No plan counts on it for 1, 2, 4, … rounds, by the number
+of its faults. Then it takes part on trial: it reduces nothing, decides nothing, and nobody waits for it much
+longer than for the others. Once it has done its part in a round it is as before; every so many rounds in
+time one fault is forgotten. What the others were given meanwhile does not grow by it.
+"""
 
-from protocol.errors import ExpelledError, HeldBackError
-from protocol.trust.rulings import Ruling, RulingKind
+from collections.abc import Sequence
+from dataclasses import replace
+
+from coordinator.swarm.actions import Tell
+from coordinator.swarm.state import Member, Round, RoundPhase, Standing, SwarmState, is_void
+from coordinator.swarm.turn import Turn, awaited_participants, others_in, present_participants
+from coordinator.swarm.weighing import say_in, say_of, weight_of
+from protocol.messages import ParticipantsIdle
+from protocol.rounds import Commit, NodeId
+
+MOST_ROUNDS_OUT = 64
+"""A member that was at fault as often as may be is tried again after so many rounds."""
+
+FORGOTTEN_AFTER = 16
+"""Rounds in time in a row, after each of which one fault is forgotten."""
+
+LATE, TOO_LATE = 2, 4
+"""What a late round counts, and when it is a fault; a round in time takes 1 away."""
+
+TRIAL_MARGIN = 1.5
+"""So many times as long as the slowest of the others has trained, those on trial are waited for."""
 
 
-def refuse_barred(standing: Ruling | None) -> None:
-    """Raises ExpelledError or HeldBackError for a node whose latest ruling bars it."""
-    if standing is None:
-        return
-    when = datetime.fromtimestamp(standing.unix_seconds, UTC)
-    why = f": {standing.reason}" if standing.reason else ""
-    words = (
-        f"{standing.by} has {standing.kind} {standing.node_name} ({when:%Y-%m-%d %H:%M} UTC){why}"
+def counted_on(ready: Sequence[Member], number: int, *, least: int) -> list[Member]:
+    """Those of the ready members whom the plan of a round counts on, in their order.
+
+    Those who are left out for a while come back sooner where fewer than `least` would be left.
+    """
+    by_standing = sorted(ready, key=lambda m: (m.standing.back_at_round, m.standing.num_faults))
+    in_time = sum(member.standing.back_at_round <= number for member in ready)
+    chosen = {member.node_id for member in by_standing[: max(in_time, least)]}
+    return [member for member in ready if member.node_id in chosen]
+
+
+def note_parts(turn: Turn, current: Round, commit: Commit) -> None:
+    """Who did its part in a round that closes now, and who is at fault.
+
+    Nobody, when nobody has trained. Nor who has trained and is in no result, when that is most of them:
+    then it was the deadline. Nor who began a new session since the plan, or leaves.
+    """
+    state = turn.state
+    named = {c.node_id for outcome in commit.slices for c in outcome.contributors}
+    here = [
+        n
+        for n in present_participants(state, current)
+        if state.members[n].session_id < current.later_session_id
+        and not state.members[n].is_draining
+    ]
+    trained = {n for n in here if n in current.trained and current.trained[n].samples > 0}
+    without_tokens = {n for n in trained if current.trained[n].tokens == 0}
+    done = trained if is_void(commit) else trained & (named | without_tokens)
+    say = say_in(state, current, present_participants(state, current))
+    is_too_short = 2 * weight_of(say, done) < weight_of(say, here)
+    for node_id in here:
+        if node_id in done:
+            _in_time(turn, node_id)
+        elif node_id in trained and not is_too_short:
+            _late(turn, node_id, current.number)
+        elif trained and node_id not in trained:
+            _at_fault(turn, node_id, current.number)
+    members = turn.state.members
+    on_trial = tuple(
+        a.node_id
+        for a in current.assignments
+        if a.node_id in members and members[a.node_id].standing.is_on_trial
     )
-    if standing.kind is RulingKind.EXPELLED:
-        raise ExpelledError(
-            words, next_step="ask the run owner: another invite does not let this key in"
-        )
-    if standing.kind is RulingKind.QUARANTINED:
-        raise HeldBackError(
-            words,
-            next_step=f"it waits until the run owner types 'atoll nodes readmit {standing.node_name}'",
-        )
+    if turn.state.open_round is not None and on_trial != current.on_trial:
+        turn.put_round(replace(turn.state.open_round, on_trial=on_trial))
+
+
+def note_appliers(turn: Turn, current: Round, awaited: Sequence[NodeId]) -> None:
+    """Who of those awaited has not applied the round in time; not when that is most of them."""
+    state = turn.state
+    say = say_of((state.members[n] for n in awaited), current.number)
+    in_time = [n for n in awaited if n in current.applied]
+    if 2 * weight_of(say, in_time) < weight_of(say, awaited):
+        return
+    takes_part = {a.node_id for a in current.assignments}
+    members = state.members
+    for node_id in awaited:
+        is_old = state.members[node_id].session_id < current.later_session_id
+        if node_id in current.applied or not is_old:
+            continue
+        if node_id in takes_part:
+            _late(turn, node_id, current.number)
+        else:
+            _at_fault(turn, node_id, current.number)
+    for node_id in current.applied:
+        if node_id in members and members[node_id].cannot_train:  # no plan will ever try it
+            _in_time(turn, node_id)
+
+
+def excuses_at(state: SwarmState) -> float | None:
+    """When the others are told not to wait for those on trial who have not trained yet."""
+    current = state.open_round
+    if current is None or current.phase is RoundPhase.APPLYING or not _overdue(state, current):
+        return None
+    awaited = awaited_participants(state, current)
+    if current.is_excused or not awaited or any(n not in current.trained_at for n in awaited):
+        return None
+    last = max(current.trained_at[n] for n in awaited)
+    return current.opened_at + TRIAL_MARGIN * (last - current.opened_at)
+
+
+def excuse(turn: Turn) -> None:
+    """Tells reducers, once, not to wait for who is on trial; what has come of them by then counts."""
+    at, current = excuses_at(turn.state), turn.state.open_round
+    if at is None or current is None or turn.now < at:
+        return
+    late = _overdue(turn.state, current)
+    turn.put_round(replace(current, is_excused=True))
+    idle = ParticipantsIdle(round=current.number, node_ids=late)
+    turn.act(Tell(message=idle, to=others_in(current, late)))
+
+
+def _overdue(state: SwarmState, current: Round) -> tuple[NodeId, ...]:
+    awaited = frozenset(awaited_participants(state, current))
+    late = (n for n in current.on_trial if n not in awaited and n not in current.trained)
+    return tuple(sorted(late))
+
+
+def _late(turn: Turn, node_id: NodeId, number: int) -> None:
+    """Once the deadline may have been too short: the next ones are longer."""
+    member = turn.state.members[node_id]
+    if member.standing.late_round == number:
+        return  # with its work, and then with the commit
+    lateness = member.standing.lateness + LATE
+    if lateness >= TOO_LATE:
+        _at_fault(turn, node_id, number)
+    else:
+        was = member.standing
+        standing = replace(was, lateness=lateness, late_round=number, num_in_time=0)
+        turn.put_member(replace(member, standing=standing))
+
+
+def _at_fault(turn: Turn, node_id: NodeId, number: int) -> None:
+    member = turn.state.members[node_id]
+    num_faults = member.standing.num_faults + 1
+    out = min(MOST_ROUNDS_OUT, 1 << (num_faults - 1))
+    standing = Standing(num_faults=num_faults, back_at_round=number + 1 + out, is_on_trial=True)
+    turn.put_member(replace(member, standing=standing))
+
+
+def _in_time(turn: Turn, node_id: NodeId) -> None:
+    member = turn.state.members[node_id]
+    was = member.standing
+    if was == Standing():
+        return
+    num_in_time, lateness = was.num_in_time + 1, max(0, was.lateness - 1)
+    standing = replace(was, is_on_trial=False, num_in_time=num_in_time, lateness=lateness)
+    if num_in_time >= FORGOTTEN_AFTER:
+        standing = replace(standing, num_faults=max(0, was.num_faults - 1), num_in_time=0)
+    if not standing.num_faults and not lateness:
+        standing = Standing()
+    turn.put_member(replace(member, standing=standing))

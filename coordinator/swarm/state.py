@@ -49,6 +49,38 @@ BARRED = frozenset({MemberState.QUARANTINED, MemberState.EXPELLED})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Confirmed work of a member: coordinator.swarm.weighing has the rules.
+
+    What the newest of its rounds earned is kept apart as well, because that round may be taken back.
+    """
+
+    by_stretch: tuple[tuple[int, int], ...] = ()  # stretches of rounds, and tokens, oldest first
+    newest_round: int = 0
+    newest_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """Whether others wait for a member: coordinator.swarm.standing has the rules."""
+
+    num_faults: int = 0  # of which some are forgotten again
+    back_at_round: int = 0  # no plan of an earlier round counts on it
+    is_on_trial: bool = False  # nobody waits for it until it has been in time
+    num_in_time: int = 0  # rounds in a row
+    lateness: int = 0  # grows by late rounds, falls by those in time
+    late_round: int = 0  # the latest of them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Say:
+    """How much each of some members weighs when they decide together: coordinator.swarm.weighing."""
+
+    weights: Mapping[NodeId, int] = field(default_factory=dict)
+    is_confirmed: bool = False  # by work; else each invite weighs alike
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
     """One enrolled node that has attached at least once."""
 
@@ -78,6 +110,9 @@ class Member:
     is_heard: bool = True  # since its stream broke, or the coordinator started or could hear nobody
     cannot_train: bool = False  # its owner's loop does not run: no plan counts on it
     cannot_evaluate: bool = False  # nobody asks it for a held-out loss
+    invite_id: str = ""  # that it joined with
+    work: Work = field(default_factory=Work)
+    standing: Standing = field(default_factory=Standing)
 
 
 class RoundPhase(StrEnum):
@@ -133,6 +168,14 @@ class Round:
     applied: Mapping[NodeId, Digest] = field(
         default_factory=dict
     )  # reports, before the digest is settled
+    say: Say | None = None  # of its participants when it was opened; None: it was learned
+    on_trial: tuple[NodeId, ...] = ()  # participants that nobody waits for
+    is_excused: bool = False  # the others were told not to
+    usual_speeds: Mapping[str, float] = field(
+        default_factory=dict
+    )  # inner steps a second, by device
+    credible_steps: Mapping[NodeId, int] = field(default_factory=dict)  # of who told of more
+    is_prolonged: bool = False  # nodes have more time to apply: too few agreed on a digest
     # What coordinator.swarm.deadlines measures by:
     apply_seconds: float | None = None  # planned, from the commit; None: as the rules have it
     later_session_id: int = 0  # sessions from this one on began after the phase in flight did
@@ -365,7 +408,7 @@ class SwarmState:
     round_wire: WireTotals = field(default_factory=dict)  # the part of it that the open round has
     all_reduce_bytes: int = 0  # what averaging gradients would have: coordinator.swarm.wire_ledger
     rulings: tuple[Ruling, ...] = ()  # all of them; what follows is what they come to
-    standings: Mapping[NodeId, Ruling] = field(default_factory=dict)  # the latest on each node
+    latest_rulings: Mapping[NodeId, Ruling] = field(default_factory=dict)  # the latest on each node
     paused: Ruling | None = None
     stopped: Ruling | None = None
 

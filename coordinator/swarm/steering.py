@@ -108,7 +108,7 @@ def _noted(state: SwarmState, ruling: Ruling) -> SwarmState:
         case RulingKind.STOPPED:
             return replace(state, paused=None, stopped=ruling)
         case kind if kind in ABOUT_NODES:
-            return replace(state, standings={**state.standings, ruling.node_id: ruling})
+            return replace(state, latest_rulings={**state.latest_rulings, ruling.node_id: ruling})
     return state
 
 
@@ -132,7 +132,7 @@ def _refuse(state: SwarmState, event: Ruled) -> None:
 
 
 def _refuse_of_node(state: SwarmState, event: Ruled) -> None:
-    standing = state.standings.get(event.node_id)
+    standing = state.latest_rulings.get(event.node_id)
     was = None if standing is None else standing.kind
     name = event.node_name or event.node_id
     barred = (RulingKind.EXPELLED, RulingKind.QUARANTINED)

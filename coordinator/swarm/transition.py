@@ -55,6 +55,7 @@ from coordinator.swarm.rounds import (
     slice_reduced,
     training_done,
 )
+from coordinator.swarm.standing import excuse, excuses_at
 from coordinator.swarm.start import end_waiting, start, wait_longer
 from coordinator.swarm.state import RoundPhase, Rules, SwarmState
 from coordinator.swarm.steering import learn_rulings, rule
@@ -111,6 +112,7 @@ def _decide(turn: Turn, *, round_before: int) -> None:
     """What becomes of rounds, and of the run."""
     agree_on_initial_state(turn)
     take_over(turn)
+    excuse(turn)
     close_round(turn)
     settle_round(turn)
     supply_anew(turn)
@@ -137,6 +139,8 @@ def next_deadline(state: SwarmState) -> float | None:
         deadlines.append(round_.apply_deadline if is_applying else round_.commit_deadline)
     if (overdue_at := next_overdue(state)) is not None:
         deadlines.append(overdue_at)
+    if (excused_at := excuses_at(state)) is not None:
+        deadlines.append(excused_at)
     if (taken_back_at := takes_back_at(state)) is not None:
         deadlines.append(taken_back_at)
     if state.end_waits_until is not None:

@@ -91,7 +91,7 @@ def is_held_by(node_id: NodeId, current: Round, progress: SliceProgress) -> bool
 
 def participants_of(current: Round) -> frozenset[NodeId]:
     """Who takes part in the round, present or not."""
-    return _all_among(_Same(current.assignments))
+    return _all_among(Same(current.assignments))
 
 
 def others_in(current: Round, node_ids: Iterable[NodeId]) -> tuple[NodeId, ...]:
@@ -105,12 +105,20 @@ def present_participants(state: SwarmState, current: Round) -> tuple[NodeId, ...
 
     The same for many decisions in a row: a report changes neither sessions nor assignments.
     """
-    return _present_among(_Same(current.assignments), _Same(members_of(state).present_ids))
+    return _present_among(Same(current.assignments), Same(members_of(state).present_ids))
+
+
+def awaited_participants(state: SwarmState, current: Round) -> tuple[NodeId, ...]:
+    """The present participants that the round waits for: all but those on trial, if there are others."""
+    awaited = _awaited_among(
+        Same(current.assignments), Same(members_of(state).present_ids), Same(current.on_trial)
+    )
+    return awaited or present_participants(state, current)
 
 
 def assignments_of(current: Round) -> Mapping[NodeId, Assignment]:
     """What the round asks of each participant."""
-    return _by_node(_Same(current.assignments))
+    return _by_node(Same(current.assignments))
 
 
 def without(reports: Mapping[NodeId, T], node_id: NodeId) -> dict[NodeId, T]:
@@ -119,34 +127,50 @@ def without(reports: Mapping[NodeId, T], node_id: NodeId) -> dict[NodeId, T]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Same(Generic[T]):
+class Same(Generic[T]):
     """A value that counts as equal to itself alone, so that it can be looked up quickly."""
 
     value: T
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
+        return isinstance(other, Same) and self.value is other.value
 
     def __hash__(self) -> int:
         return id(self.value)
 
 
 @lru_cache(maxsize=4)
-def _all_among(assignments: _Same[tuple[Assignment, ...]]) -> frozenset[NodeId]:
+def as_set(node_ids: Same[tuple[NodeId, ...]]) -> frozenset[NodeId]:
+    """The same ids, to be looked up in; made once as long as it is the same tuple."""
+    return frozenset(node_ids.value)
+
+
+@lru_cache(maxsize=4)
+def _all_among(assignments: Same[tuple[Assignment, ...]]) -> frozenset[NodeId]:
     return frozenset(a.node_id for a in assignments.value)
 
 
 @lru_cache(maxsize=4)
-def _by_node(assignments: _Same[tuple[Assignment, ...]]) -> Mapping[NodeId, Assignment]:
+def _by_node(assignments: Same[tuple[Assignment, ...]]) -> Mapping[NodeId, Assignment]:
     return {a.node_id: a for a in assignments.value}
 
 
 @lru_cache(maxsize=4)
 def _present_among(
-    assignments: _Same[tuple[Assignment, ...]], present_ids: _Same[tuple[NodeId, ...]]
+    assignments: Same[tuple[Assignment, ...]], present_ids: Same[tuple[NodeId, ...]]
 ) -> tuple[NodeId, ...]:
     present = frozenset(present_ids.value)
     return tuple(sorted(a.node_id for a in assignments.value if a.node_id in present))
+
+
+@lru_cache(maxsize=4)
+def _awaited_among(
+    assignments: Same[tuple[Assignment, ...]],
+    present_ids: Same[tuple[NodeId, ...]],
+    on_trial: Same[tuple[NodeId, ...]],
+) -> tuple[NodeId, ...]:
+    left_out = frozenset(on_trial.value)
+    return tuple(n for n in _present_among(assignments, present_ids) if n not in left_out)
 
 
 def name_of(state: SwarmState, node_id: NodeId) -> str:

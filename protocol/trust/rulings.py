@@ -8,6 +8,7 @@ restored from an older copy. What an amendment changes stands in protocol.amendm
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
 
@@ -17,7 +18,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from pydantic import TypeAdapter, ValidationError
 
-from protocol.errors import BadDataError
+from protocol.errors import BadDataError, ExpelledError, HeldBackError
 from protocol.rounds import Digest, NodeId
 
 TAG = b"atoll ruling 1\n"
@@ -188,3 +189,23 @@ def in_words(ruling: Ruling) -> str:
             return f"{changes} from round {ruling.from_round} on{why}"
         case _:
             return f"{who} was {ruling.kind}{why}"
+
+
+def refuse_barred(standing: Ruling | None) -> None:
+    """Raises ExpelledError or HeldBackError for a node whose latest ruling bars it."""
+    if standing is None:
+        return
+    when = datetime.fromtimestamp(standing.unix_seconds, UTC)
+    why = f": {standing.reason}" if standing.reason else ""
+    words = (
+        f"{standing.by} has {standing.kind} {standing.node_name} ({when:%Y-%m-%d %H:%M} UTC){why}"
+    )
+    if standing.kind is RulingKind.EXPELLED:
+        raise ExpelledError(
+            words, next_step="ask the run owner: another invite does not let this key in"
+        )
+    if standing.kind is RulingKind.QUARANTINED:
+        raise HeldBackError(
+            words,
+            next_step=f"it waits until the run owner types 'atoll nodes readmit {standing.node_name}'",
+        )

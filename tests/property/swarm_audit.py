@@ -47,11 +47,10 @@ def _check_clock(plan: Plan, state: SwarmState) -> None:
 
 def _check_reducers(plan: Plan, state: SwarmState) -> None:
     """Those who reach most of the others."""
-    cut = {n: set(state.members[n].unreachable) for n in plan.participants}
-    num_cut = {
-        n: sum(n != m and (m in cut[n] or n in cut[m]) for m in plan.participants)
-        for n in plan.participants
-    }
+    trusted = [n for n in plan.participants if not state.members[n].standing.is_on_trial]
+    among = trusted or plan.participants
+    cut = {n: set(state.members[n].unreachable) for n in among}
+    num_cut = {n: sum(n != m and (m in cut[n] or n in cut[m]) for m in among) for n in among}
     for part in plan.slices:
         assert num_cut[part.reducer_id] == min(num_cut.values())
 
@@ -174,12 +173,27 @@ def check_commit(books: Books, commit: Commit, before: SwarmState, after: SwarmS
             is_held = books.held.get(place, {}).get(holder) == outcome.digest
             is_made = outcome.digest in books.told.get(place, {}).get(holder, ())
             assert is_held or is_made, "who did not say so does not hold it"
-        assert len(set(outcome.holder_ids)) >= max(1, min(2, len(present)))
+        awaited = (present - set(current.on_trial)) or present
+        assert len(awaited.intersection(outcome.holder_ids)) >= max(1, min(2, len(awaited)))
         assert len(outcome.contributions) == len(outcome.contributors)
         names = [c.node_id for c in outcome.contributors]
         assert len(set(names)) == len(names) > 0
         assert all(0 <= c.tokens <= c.samples * before.rules.context for c in outcome.contributors)
         assert all(0 <= c.samples <= leased[c.node_id] for c in outcome.contributors)
+
+
+def credit_of(commit: Commit, state: SwarmState) -> dict[NodeId, int]:
+    """What each earns: its tokens by each slice's part of the fragment, no more than it said it trained."""
+    whole = sum(outcome.num_elements for outcome in commit.slices)
+    parts: dict[NodeId, int] = {}
+    for outcome in commit.slices:
+        for c in outcome.contributors:
+            parts[c.node_id] = parts.get(c.node_id, 0) + c.tokens * outcome.num_elements
+    current = state.open_round
+    told = {} if current is None or current.number != commit.round else current.trained
+    return {
+        n: min(part // whole, told[n].tokens if n in told else part) for n, part in parts.items()
+    }
 
 
 def check_retraction(
@@ -285,6 +299,12 @@ def check_state(books: Books, before: SwarmState, state: SwarmState, now: float)
     assert {n: m.committed_tokens for n, m in state.members.items() if m.committed_tokens} == {
         n: count for n, count in tokens.items() if count
     }
+    work: dict[NodeId, int] = {}
+    for credit in books.credits.values():
+        for node_id, count in credit.items():
+            work[node_id] = work.get(node_id, 0) + count
+    for node_id, member in state.members.items():
+        assert sum(t for _, t in member.work.by_stretch) == work.get(node_id, 0)
     _check_evaluations(books, state)
     assert state.is_finished == books.is_finished
     if state.outer_digest is not None:
@@ -338,8 +358,19 @@ def _check_agreed_anew(
         and m.outer_incarnation >= newest.incarnation
     ]
     (agreed,) = {c.commit.outer_digest for c in after.recent if c.commit.round == newest.round}
-    assert set(held) == {agreed}
-    assert len(held) > max(1, len(newest.assignments) // 2)
+    assert held.count(agreed) >= 2
+    named = {a.node_id for a in newest.assignments}
+    work = {n: sum(t for _, t in m.work.by_stretch) for n, m in before.members.items()}
+    for_it = sum(
+        work[n]
+        for n, m in before.members.items()
+        if m.state in PRESENT and (m.outer_round, m.outer_digest) == (newest.round, agreed)
+    )
+    rules = before.rules
+    if now >= books.supplied_at + rules.apply_seconds + rules.commit_seconds:
+        named = {n for n in named if before.members[n].state in PRESENT}
+    if any(work[n] for n in named):  # all rounds are of one half life, so work is weight
+        assert 2 * for_it > sum(work[n] for n in named)
 
 
 def _check_ledger(books: Books, state: SwarmState) -> None:

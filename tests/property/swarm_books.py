@@ -55,6 +55,7 @@ class Books:
     ahead: dict[NodeId, Assignment] = field(default_factory=dict)  # for the round after it
     leased_until: int = 0
     counted: dict[int, set[int]] = field(default_factory=dict)  # places that each commit took
+    credits: dict[int, dict[NodeId, int]] = field(default_factory=dict)  # work that each brought
     sessions: set[int] = field(default_factory=set)
     reducers: dict[int, NodeId] = field(default_factory=dict)  # of each slice in flight
     attempts: dict[int, int] = field(default_factory=dict)
@@ -139,6 +140,7 @@ class Books:
         """A commit that a node brings back: what was here of its round and later ones never was."""
         for number in range(commit.round, len(self.commits) + 1):
             self.counted.pop(number)
+            self.credits.pop(number, None)
             self.settled.pop(number, None)
         del self.commits[commit.round - 1 :]
         self._forget_reports()  # who holds its results is not known, until they say so again

@@ -146,6 +146,8 @@ class World:
             audit.check_learned(self.books, event.commit, before, self.state)
             self.books.note_learned(event.commit)
             self.books.put_commit(event.commit)
+            nothing_known = replace(before, open_round=None)
+            self.books.credits[event.commit.round] = audit.credit_of(event.commit, nothing_known)
         for action in transition.actions:
             self._check_action(before, action)
             obey(action, self.nodes, self.books.leased, self.state, self.now)
@@ -393,7 +395,7 @@ class World:
                 books.note_takeover(takeover)
             case ParticipantsIdle(round=number, node_ids=node_ids):
                 assert before.open_round is not None and number == before.open_round.number
-                assert set(node_ids).isdisjoint(before.open_round.trained), "told twice"
+                assert set(node_ids).isdisjoint(before.open_round.trained), "it may contribute"
             case RoundCommitted(commit=commit) if told.is_learned:
                 assert commit == state.recent[-1].commit
             case RoundCommitted(commit=commit):
@@ -404,6 +406,7 @@ class World:
                     is_fruitful = any(outcome.digest for outcome in commit.slices)
                     self.num_fruitful += is_fruitful
                 books.put_commit(commit)
+                books.credits[commit.round] = audit.credit_of(commit, before)
                 books.committed_at = self.now
                 self.signed.append(commit)
             case EvaluationAsked(round=number):

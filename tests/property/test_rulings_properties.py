@@ -51,7 +51,7 @@ def take(scene: Scene, what: str | RulingKind, node: str) -> None:
                 if scene.state.committed_round > before.committed_round:
                     scene.apply(digest_of(f"state {scene.state.committed_round}"), *here)
     except (ExpelledError, HeldBackError):
-        assert before.standings[NodeId(node)].kind in (
+        assert before.latest_rulings[NodeId(node)].kind in (
             RulingKind.EXPELLED,
             RulingKind.QUARANTINED,
         )
@@ -72,7 +72,7 @@ def test_whatever_is_ruled_barred_nodes_take_no_part_and_the_chain_holds(
         state = scene.state
         barred = {
             n
-            for n, ruling in state.standings.items()
+            for n, ruling in state.latest_rulings.items()
             if ruling.kind in (RulingKind.EXPELLED, RulingKind.QUARANTINED)
         }
         assert not barred & {entry.node_id for entry in roster_of(state)}
@@ -86,5 +86,5 @@ def test_whatever_is_ruled_barred_nodes_take_no_part_and_the_chain_holds(
         if state.stopped is not None:
             assert state.committed_round <= state.rules.total_rounds == state.stopped.from_round - 1
         assert all(follows(later, before) for before, later in pairwise(state.rulings))
-        bare = replace(state, rulings=(), standings={}, paused=None, stopped=None)
+        bare = replace(state, rulings=(), latest_rulings={}, paused=None, stopped=None)
         assert with_rulings(bare, state.rulings) == state

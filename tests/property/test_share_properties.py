@@ -72,6 +72,18 @@ def test_slices_by_bandwidth_are_not_done_later_than_equal_ones(
 
 
 @examples(100)
+@given(st.lists(st.floats(0.001, 1e6), min_size=3, max_size=16))
+def test_no_reducer_has_more_than_half_of_the_fragment_or_two_equal_shares(
+    megabytes: list[float],
+) -> None:
+    shares = reducer_shares(both(*megabytes), [True] * len(megabytes))
+    working = sum(share > 0 for share in shares)
+    assert max(shares) <= max(2 / len(shares), 1 / working) * 1.2, shares
+    if len(shares) >= 4:
+        assert max(shares) <= 0.61  # crumbs that others take over included
+
+
+@examples(100)
 @given(st.lists(st.floats(0.001, 1e4), min_size=3, max_size=16))
 def test_no_slice_is_a_crumb(megabytes: list[float]) -> None:
     shares = reducer_shares(both(*megabytes), [True] * len(megabytes))

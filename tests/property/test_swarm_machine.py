@@ -199,11 +199,11 @@ class SwarmMachine(RuleBasedStateMachine):
 
     @rule(number=NODE, lie=LIE, leaves=st.booleans())
     def one_decides_alone_what_is_agreed_on(self, number: int, lie: Digest, leaves: bool) -> None:
-        """A liar reports in time; the others live, and apply the commit too late."""
+        """A liar reports in time; the others live, and apply the commit too late, twice."""
         node = self.node(number)
         for event in self.world.catch_up(node):
             self.world.arrive_at_once(node, spoiled(event, lie, node))
-        self.time_passes(seconds=11, silent=None)
+        self.time_passes(seconds=22, silent=None)
         if leaves and node.session_id is not None:
             self.world.deliver(
                 Detached(node_id=node.node_id, session_id=node.session_id, reason="")
@@ -284,6 +284,8 @@ def test_a_lie_that_was_agreed_on_and_that_nobody_holds_does_not_stop_the_run() 
     machine.all_apply(order=Random(1), liar=None, lie=lie)
     assert machine.world.state.open_round is None
     machine.time_passes(seconds=11, silent=0)
+    assert machine.world.state.outer_digest == lie, "the liar has done most of the work"
+    machine.time_passes(seconds=31, silent=0)
     assert machine.world.state.outer_digest != lie
     assert machine.world.state.open_round is not None
     machine.teardown()

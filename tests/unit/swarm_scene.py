@@ -63,11 +63,12 @@ class Scene:
         schedule_tokens: int | None = None,
         first_digest: Digest | None = None,
         has_private_data: bool = False,
+        inner_steps: int = 5,
     ) -> None:
         rules = Rules(
             total_rounds=rounds,
             min_nodes=min_nodes,
-            inner_steps=5,
+            inner_steps=inner_steps,
             batch=2,
             context=8,
             train_seconds=60,
@@ -127,6 +128,8 @@ class Scene:
         node_name: str | None = None,  # its node id unless told
         cannot_train: bool = False,
         cannot_evaluate: bool = False,
+        invite: str = "",
+        device: str = "cpu",
     ) -> None:
         for name in names:
             self._num_processes[name] += is_new_process
@@ -138,7 +141,7 @@ class Scene:
                     node_id=NodeId(name),
                     node_name=node_name or name,
                     address=PeerAddress(public_key=name.encode().ljust(32), multiaddrs=()),
-                    device="cpu",
+                    device=device,
                     num_ranks=num_ranks,
                     version="1",
                     run_digest=run,
@@ -151,6 +154,7 @@ class Scene:
                     process_id=self._num_processes[name],
                     cannot_train=cannot_train,
                     cannot_evaluate=cannot_evaluate,
+                    invite_id=invite,
                 )
             )
 

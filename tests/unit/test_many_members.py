@@ -136,7 +136,7 @@ def test_leasing_and_taking_back_grow_with_the_members() -> None:
 def test_a_step_that_opens_a_round_grows_with_the_members() -> None:
     def work_of(num_nodes: int) -> Callable[[], object]:
         scene = scene_of(num_nodes)
-        scene.commit(*names_of(2))
+        scene.commit(*names_of(num_nodes * 2 // 3 + 1))
         *most, last = names_of(num_nodes)
         scene.apply(digest_of("after 1"), *most)
         assert scene.state.committed_round == 1 and scene.round.commit is not None

@@ -207,7 +207,7 @@ def test_a_step_that_the_disk_refuses_leaves_the_step_before(tmp_path: Path) -> 
             after = step(late, event, 2.0).state
             store.save(late, after, now=2.0)
             late = after
-    assert len(late.members) > 2, "some must fit, or this is no test of the last step"
+    assert len(late.members) > 1, "some must fit, or this is no test of the last step"
     store.close()
     assert Store.open(tmp_path).load(RULES, RUN).members.keys() == late.members.keys()
 

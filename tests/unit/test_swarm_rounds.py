@@ -46,8 +46,9 @@ def test_a_round_opens_when_enough_nodes_are_ready_and_says_what_it_waits_for_be
     scene.attach("node-a")
     assert scene.reason == "waiting for 2 more nodes: 1 of 3 is ready"
     scene.attach("node-b", digest=OTHER)
-    assert scene.reason.endswith("; node-b holds another state and fetches the swarm's")
+    assert scene.reason.endswith("; node-b has yet to confirm round 0")
     scene.attach("node-c")
+    assert scene.reason.endswith("; node-b holds another state and fetches the swarm's")
     assert not of_kind(scene.log, RoundOpened)
     scene.beat("node-b", at=0, digest=INITIAL)
     (send,) = scene.asked(RoundOpened)
@@ -117,7 +118,7 @@ def test_who_holds_something_else_than_the_reducer_reported_does_not_count() -> 
     scene.reduce("node-b", 1, None, {})
     scene.hold("node-b", 0, OTHER)
     scene.wait(80)
-    assert closed_slices(scene)[0] == (False, "held by 1 of 2 nodes")
+    assert closed_slices(scene)[0] == (False, "held by 1 of 2 nodes with 50 % of the weight")
 
 
 @pytest.mark.parametrize(
@@ -199,7 +200,7 @@ def test_a_round_ends_at_its_deadline_and_every_void_slice_says_why() -> None:
     assert closed_slices(scene) == [
         (True, ""),
         (False, "its reducer node-a never reported"),  # it took over from node-b
-        (False, "held by 1 of 3 nodes"),
+        (False, "held by 1 of 3 nodes with 33 % of the weight"),
     ]
     assert scene.state.last_closed is not None
     assert scene.state.last_closed.seconds == 80
@@ -300,6 +301,8 @@ def test_a_participant_that_does_not_apply_in_time_is_not_waited_for() -> None:
     scene.commit("node-a", "node-b")
     scene.apply(AFTER, "node-a")
     scene.wait(20)
+    assert scene.state.outer_digest is None, "half of the weight is not enough at first"
+    scene.wait(20)
     assert scene.state.outer_digest == AFTER
     assert scene.member("node-b").state is MemberState.JOINING
     assert scene.reason.startswith("waiting for 1 more node: 1 of 2 is ready; node-b is at round 0")
@@ -375,7 +378,7 @@ def test_the_reason_tells_who_still_trains_and_which_slices_are_missing() -> Non
     scene.reduce("node-a", 0, RESULT)
     assert explain(scene.state, scene.now + 10) == (
         "exchanging: waiting for 2 of 2 slices (node-b still training): "
-        "slice 0 held by 1 of 2 nodes, slice 1 from its reducer node-b, 70 s left"
+        "slice 0 held by 1 of 2 nodes with 50 % of the weight, slice 1 from its reducer node-b, 70 s left"
     )
 
 

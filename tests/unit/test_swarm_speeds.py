@@ -1,13 +1,14 @@
 """Step budgets follow measured speed."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from swarm_scene import STEP_TOKENS, Scene, digest_of
 
-from coordinator.swarm.speeds import FASTEST, FILLED, measured, shared_out
+from coordinator.swarm.speeds import FASTEST, FILLED, measured, shared_out, step_budgets
 from protocol.messages import Trained
 from protocol.rounds import NodeId
 
@@ -43,7 +44,10 @@ def test_slower_nodes_get_fewer_inner_steps_and_samples_and_the_plan_says_so() -
     assert budgets(scene) == {"node-a": 5, "node-b": 2, "node-c": 1}
     assert [a.num_samples for a in scene.round.assignments] == [10, 4, 2]
     assert scene.round.round_tokens == STEP_TOKENS * (5 + 2 + 1)
-    assert scene.round.reason == ("3 nodes are ready; 2 slower nodes take 1 to 2 of 5 inner steps")
+    assert scene.round.reason == (
+        "3 nodes are ready; 2 slower nodes take 1 to 2 of 5 inner steps; "
+        "1 node is asked for no more than 2 times the mean"
+    )
 
 
 def test_small_differences_leave_the_plan_as_it_is() -> None:
@@ -52,6 +56,57 @@ def test_small_differences_leave_the_plan_as_it_is() -> None:
     assert set(budgets(scene).values()) == {5}
     assert scene.round.reason == "3 nodes are ready"
     assert scene.round.round_tokens == 3 * 5 * STEP_TOKENS
+
+
+def test_who_says_to_train_a_million_steps_a_second_leaves_the_others_most_of_theirs() -> None:
+    scene = Scene(min_nodes=8, inner_steps=20)
+    names = [f"node-{n}" for n in range(7)]
+    scene.attach(*names)
+    scene.attach("liar", device="a device of its own")
+    for _ in range(6):
+        scene.wait(1)  # since the plan
+        a_round(scene, {**dict.fromkeys(names, 20.0), "liar": 1e-6})
+        asked = budgets(scene)
+        assert asked[NodeId("liar")] == 20
+        assert {asked[NodeId(name)] for name in names} == {9}  # 20 × 1 / (2 × mean of 1, …, c)
+    assert scene.round.reason.endswith("1 node is asked for no more than 2 times the mean")
+
+
+def test_a_node_is_no_faster_than_the_time_from_its_plan_to_its_report_says() -> None:
+    scene = Scene()
+    scene.attach("node-a")
+    scene.wait(10)
+    scene.train("node-a", seconds=0.001)
+    assert scene.member("node-a").inner_steps_per_second == 0.5
+
+
+def test_a_speed_grows_slowly_and_what_nobody_believes_earns_nothing() -> None:
+    told = Trained(inner_steps=100, samples=1, tokens=1, loss=1.0, seconds=1.0)
+    slow = measured(1.0, told)
+    assert (slow.speed, slow.credible_steps) == (2.5, 4)
+    alike = measured(1.0, told, usual=0.2)
+    assert (alike.speed, alike.credible_steps) == (1.5, 2)
+    scene = Scene(min_nodes=2)
+    scene.attach("honest", "liar")
+    for name in ("honest", "liar"):
+        member = replace(scene.member(name), inner_steps_per_second=1.0)
+        scene.state = replace(scene.state, members=scene.state.members | {member.node_id: member})
+    scene.train("honest", seconds=5.0)
+    scene.train("liar", seconds=0.5)
+    scene.commit("honest", "liar")
+    tokens = {str(n): m.work.newest_tokens for n, m in scene.state.members.items()}
+    assert tokens == {"honest": 5 * STEP_TOKENS, "liar": 2 * STEP_TOKENS}
+
+
+@given(st.dictionaries(st.integers(0, 99).map(str).map(NodeId), st.floats(1e-3, 1e6), min_size=1))
+def test_no_node_is_asked_for_more_than_twice_the_mean(speeds: dict[NodeId, float]) -> None:
+    scene = Scene(inner_steps=1000)
+    scene.attach("node-a")
+    some = scene.member("node-a")
+    members = [replace(some, node_id=n, inner_steps_per_second=s) for n, s in speeds.items()]
+    asked = step_budgets(members, scene.state.rules)
+    assert max(asked.values()) <= 2 * sum(asked.values()) / len(asked) + 1
+    assert max(asked.values()) == 1000
 
 
 def test_a_node_that_was_never_measured_gets_all_inner_steps() -> None:
@@ -92,9 +147,11 @@ def test_a_report_counts_as_a_measurement_once() -> None:
 
 def test_the_first_measurement_counts_fully_and_later_ones_half() -> None:
     first = measured(None, Trained(inner_steps=6, samples=1, tokens=1, loss=1.0, seconds=2.0))
-    assert first == 3.0
-    second = measured(first, Trained(inner_steps=5, samples=1, tokens=1, loss=1.0, seconds=1.0))
-    assert second == 4.0
+    assert first.speed == 3.0
+    second = measured(
+        first.speed, Trained(inner_steps=5, samples=1, tokens=1, loss=1.0, seconds=1.0)
+    )
+    assert second.speed == 4.0
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, 5e-324, 1.0 / (FASTEST * 10), 1e300])

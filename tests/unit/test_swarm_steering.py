@@ -184,7 +184,7 @@ def test_rulings_form_a_chain_and_a_state_from_the_disk_stands_as_before() -> No
     rulings = scene.state.rulings
     assert follows(rulings[0], None)
     assert all(follows(later, before) for before, later in pairwise(rulings))
-    bare = replace(scene.state, rulings=(), standings={}, paused=None, stopped=None)
+    bare = replace(scene.state, rulings=(), latest_rulings={}, paused=None, stopped=None)
     assert with_rulings(bare, rulings) == scene.state
 
 

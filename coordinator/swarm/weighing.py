@@ -1,0 +1,156 @@
+"""Who decides: members weigh by confirmed work, for identities are free and work is not. Pure.
+
+Confirmed work is tokens of a member's contributions that commits took, in each slice by its part of the
+fragment: a reducer that names somebody who sent nothing, or leaves somebody out, changes no more than its
+own part. No round counts for more than the speed that the coordinator has seen explains. Rounds of half a
+life ago count half, in steps: all sums are of whole numbers, so copies of a coordinator that learn the same
+commits agree, and a round that is taken back leaves nothing.
+
+There is no cap for a single key: whoever has much work could have split it over many, and a cap by the
+number of keys would let many small ones take the say of a large one. A member can earn no more in a round
+than twice the mean of its participants (coordinator.swarm.speeds). An invite is not free, so members of one
+weigh at most twice what is usual for one.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
+
+from coordinator.swarm.state import Member, Round, Say, SwarmState, Work
+from coordinator.swarm.turn import Same
+from protocol.rounds import Commit, Digest, NodeId
+
+HALF_LIFE_ROUNDS = 64
+"""Newcomers have half of the say that their work deserves in the long run after so many rounds. Shorter
+than most runs, and so long that nobody gets most of the say by an hour's work."""
+
+KEPT_STRETCHES = 8
+"""Half lives after which work counts no more: the last of them counts 1 in 128."""
+
+WHOLE = 1 << 40
+"""What an invite weighs while nobody has confirmed work; its members share it."""
+
+
+# Earning
+
+
+def credited(state: SwarmState, commit: Commit) -> Mapping[NodeId, int]:
+    """Tokens of confirmed work that a commit brings its contributors."""
+    num_elements = max(1, sum(outcome.num_elements for outcome in commit.slices))
+    sums: dict[NodeId, int] = {}
+    for outcome in commit.slices:
+        for contributor in outcome.contributors:
+            tokens = contributor.tokens * outcome.num_elements
+            sums[contributor.node_id] = sums.get(contributor.node_id, 0) + tokens
+    current = state.open_round
+    most: dict[NodeId, int] = {}
+    if current is not None and current.number == commit.round:
+        step_tokens = state.rules.batch * state.rules.context
+        most = {n: steps * step_tokens for n, steps in current.credible_steps.items()}
+        most |= {
+            n: min(trained.tokens, most.get(n, trained.tokens))
+            for n, trained in current.trained.items()
+        }
+    return {n: min(tokens // num_elements, most.get(n, tokens)) for n, tokens in sums.items()}
+
+
+def earned(work: Work, round_number: int, tokens: int) -> Work:
+    """A member's work with what a round brought it."""
+    if not tokens:
+        return work
+    stretch = round_number // HALF_LIFE_ROUNDS
+    sums = dict(work.by_stretch)
+    sums[stretch] = sums.get(stretch, 0) + tokens
+    kept = sorted((s, t) for s, t in sums.items() if t and s > stretch - KEPT_STRETCHES)
+    return Work(by_stretch=tuple(kept), newest_round=round_number, newest_tokens=tokens)
+
+
+def taken_back(work: Work, round_number: int) -> Work:
+    """The same without what that round brought, the newest that brought it anything."""
+    if work.newest_round != round_number:
+        return work
+    stretch = round_number // HALF_LIFE_ROUNDS
+    sums = ((s, t - work.newest_tokens * (s == stretch)) for s, t in work.by_stretch)
+    return Work(by_stretch=tuple((s, t) for s, t in sums if t))
+
+
+def worth(work: Work, round_number: int) -> int:
+    """What the work counts at a round: a token of the stretch that the round is in counts 128."""
+    stretch = round_number // HALF_LIFE_ROUNDS
+    ages = ((stretch - s, t) for s, t in work.by_stretch)
+    return sum(t << (KEPT_STRETCHES - 1 - age) for age, t in ages if 0 <= age < KEPT_STRETCHES)
+
+
+# Deciding
+
+
+def say_of(members: Iterable[Member], round_number: int) -> Say:
+    """What each of the members weighs when they decide together.
+
+    While none of them has confirmed work each invite weighs alike, and its members share it.
+    """
+    members = list(members)
+    worths = {member.node_id: worth(member.work, round_number) for member in members}
+    by_invite: dict[str, list[NodeId]] = {}
+    for member in members:
+        by_invite.setdefault(member.invite_id, []).append(member.node_id)
+    if not any(worths.values()):
+        shares = {n: WHOLE // len(alike) for alike in by_invite.values() for n in alike}
+        return Say(weights=shares)
+    together = [sum(worths[n] for n in alike) for alike in by_invite.values()]
+    cap = cap_of(together)
+    for alike, whole in zip(by_invite.values(), together, strict=True):
+        if whole > cap:
+            worths.update({n: worths[n] * cap // whole for n in alike})
+    return Say(weights=worths, is_confirmed=True)
+
+
+def cap_of(values: Sequence[int]) -> int:
+    """Twice the mean of those values that are at least half of the middle one.
+
+    The middle one is where the larger ones make up half of all. So no number of small values takes
+    anything from one that is no larger than the middle one.
+    """
+    whole, so_far, middle = sum(values), 0, 0
+    for value in sorted(values, reverse=True):
+        so_far, middle = so_far + value, value
+        if 2 * so_far >= whole:
+            break
+    usual = [value for value in values if 2 * value >= middle]
+    return 2 * sum(usual) // len(usual) if usual else 0
+
+
+def weight_of(say: Say, node_ids: Iterable[NodeId]) -> int:
+    """What the nodes weigh together."""
+    weights = say.weights
+    return sum(weights.get(node_id, 0) for node_id in node_ids)
+
+
+@lru_cache(maxsize=4)
+def _whole(say: Same[Say], among: Same[Collection[NodeId]]) -> int:
+    return weight_of(say.value, among.value)
+
+
+def is_enough(say: Say, some: Collection[NodeId], among: Collection[NodeId]) -> bool:
+    """Whether some nodes decide for all those among whom they are.
+
+    More than half of the confirmed work; two thirds of the weight while nobody has any. And both of two.
+    """
+    if len(some) < min(2, len(among)) or not among:
+        return False
+    held, whole = weight_of(say, some), _whole(Same(say), Same(among))
+    return 2 * held > whole if say.is_confirmed else 3 * held >= 2 * whole
+
+
+def say_in(state: SwarmState, current: Round, among: Collection[NodeId]) -> Say:
+    """What participants of a round weigh: as when it was opened, while any of those asked for does."""
+    if current.say is not None and _whole(Same(current.say), Same(among)):
+        return current.say
+    return say_of((state.members[node_id] for node_id in among), current.number - 1)
+
+
+def heaviest(say: Say, reports: Mapping[NodeId, Digest]) -> Digest:
+    """The digest of most weight; of equals, the one of the smallest node id. `reports` is not empty."""
+    votes: dict[Digest, list[NodeId]] = {}
+    for node_id, digest in sorted(reports.items()):
+        votes.setdefault(digest, []).append(node_id)
+    return min(votes, key=lambda digest: (-weight_of(say, votes[digest]), votes[digest][0]))

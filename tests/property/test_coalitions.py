@@ -1,0 +1,83 @@
+"""Liars among members: with less than half of the confirmed weight they decide nothing, however many keys."""
+
+from dataclasses import replace
+
+from effort import examples
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from coordinator.swarm.state import Member, MemberState, Work
+from coordinator.swarm.weighing import earned, heaviest, is_enough, say_of, weight_of
+from protocol.rounds import CorpusSummary, Digest, NodeId, PeerAddress
+
+LIE, RIGHT = Digest(b"a lie"), Digest(b"right")
+WORKS = st.lists(st.integers(0, 10**6), min_size=1, max_size=12)
+INVITES = st.lists(st.sampled_from("abc"), min_size=24, max_size=24)
+
+
+def members_of(honest: list[int], lying: list[int], invites: list[str]) -> dict[NodeId, Member]:
+    """Members with so much work each; the liars' ids come first, so ties would be theirs."""
+    some = Member(
+        node_id=NodeId("some"),
+        node_name="some",
+        address=PeerAddress(public_key=b"k" * 32, multiaddrs=()),
+        device="cpu",
+        num_ranks=1,
+        version="1",
+        corpus=CorpusSummary(digest=RIGHT, num_samples=1, num_bytes=1),
+        state=MemberState.READY,
+        session_id=1,
+        lease_until=1.0,
+        outer_round=0,
+        outer_digest=RIGHT,
+    )
+    kinds = {"a-liar": lying, "honest": honest}
+    names = [
+        (NodeId(f"{k}-{n}"), work) for k, works in kinds.items() for n, work in enumerate(works)
+    ]
+    return {
+        name: replace(some, node_id=name, invite_id=invite, work=earned(Work(), 1, work))
+        for (name, work), invite in zip(names, invites, strict=False)
+    }
+
+
+@examples(300)
+@given(honest=WORKS, lying=WORKS, invites=INVITES)
+def test_a_coalition_with_less_than_half_of_the_weight_decides_no_digest_and_no_slice(
+    honest: list[int], lying: list[int], invites: list[str]
+) -> None:
+    members = members_of(honest, lying, invites)
+    say = say_of(members.values(), 1)
+    liars = [n for n in members if n.startswith("a-liar")]
+    assume(2 * weight_of(say, liars) < weight_of(say, members))
+    reports: dict[NodeId, Digest] = {n: LIE if n in liars else RIGHT for n in members}
+    assert heaviest(say, reports) == RIGHT
+    assert not is_enough(say, liars, list(members))
+
+
+@examples(300)
+@given(honest=WORKS, lying=st.integers(0, 10**7), keys=st.integers(1, 200))
+def test_work_split_over_many_keys_of_the_invite_that_all_have_decides_no_more_than_in_one(
+    honest: list[int], lying: int, keys: int
+) -> None:
+    assume(lying < sum(honest))
+    split = [lying // keys] * keys
+    members = members_of(honest, split, ["all"] * (len(honest) + keys))
+    say = say_of(members.values(), 1)
+    liars = [n for n in members if n.startswith("a-liar")]
+    assert say.is_confirmed
+    assert not is_enough(say, liars, list(members))
+
+
+@examples(100)
+@given(num_keys=st.integers(1, 20), num_honest=st.integers(2, 6))
+def test_keys_of_one_invite_without_work_decide_nothing_among_invites_without_work(
+    num_keys: int, num_honest: int
+) -> None:
+    invites = ["liars"] * num_keys + [f"own-{n}" for n in range(num_honest)]
+    members = members_of([0] * num_honest, [0] * num_keys, invites)
+    say = say_of(members.values(), 0)
+    liars = [n for n in members if n.startswith("a-liar")]
+    assert not say.is_confirmed
+    assert not is_enough(say, liars, list(members))
+    assert heaviest(say, {n: LIE if n in liars else RIGHT for n in members}) == RIGHT
