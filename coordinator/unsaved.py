@@ -96,7 +96,9 @@ def _is_new(before: object, after: object) -> bool:
 
 def without_rows(state: SwarmState) -> SwarmState:
     """The state without what has tables of its own."""
-    return replace(state, members={}, open_round=None, recent=(), ledger=Ledger(), held_out=())
+    return replace(
+        state, members={}, open_round=None, recent=(), norms=(), ledger=Ledger(), held_out=()
+    )
 
 
 def _is_saved_as(before: Member | None, after: Member) -> bool:

@@ -54,7 +54,6 @@ from node.records import Records
 from node.stopping import StopSignals
 from protocol.files.durable import expanded
 from protocol.layout import Layout, layout_of
-from protocol.rounds import NodeId
 from protocol.run_spec import RunSpec
 from protocol.trust.credentials import Credentials
 from protocol.trust.identity import Identity
@@ -107,7 +106,7 @@ async def run_daemon(
                 shared,
                 records.state,
                 tiles,
-                identity.node_id,
+                identity,
                 expanded(settings.weights) if settings.weights else None,
             )
         )
@@ -172,6 +171,9 @@ async def run_daemon(
             rng=random.Random(),
             exchange_time=exchange_time,
             tokens=tokens,
+            first_state=partial(initial_parameters, spec, num_threads=tiles.num_threads)
+            if spec.first_digest is None and not settings.weights
+            else None,
         )
         with signals.draining(daemon.drain, seconds=settings.drain_within):
             async with own_metrics(settings.metrics, facts, daemon.vitals, lambda: daemon.called):
@@ -191,7 +193,7 @@ def _outer_at_start(
     shared: SharedVectors,
     disk: StateOnDisk,
     tiles: Tiles,
-    node_id: NodeId,
+    identity: Identity,
     weights: Path | None = None,
 ) -> Outer:
     """The outer state that a node begins with: what its disk holds, or the run's initial one. Heavy.
@@ -209,7 +211,8 @@ def _outer_at_start(
         parameters=shared.parameters,
         published=shared.published,
         tiles=tiles,
-        node_id=node_id,
+        node_id=identity.node_id,
+        identity=identity,
         sent=disk.sent,
     )
     outer.compile_kernels()

@@ -18,7 +18,7 @@ from node.duties.work import CatchUpNeeded, PlanReceived
 from node.exchange.exchange import Exchange
 from node.exchange.outer import Outer
 from node.exchange.round.state import Rules
-from node.exchange.state.catch_up import CoordinatorCalls
+from node.exchange.state.catch_up import CoordinatorCalls, FirstState
 from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.state.patience import Patience
 from node.exchange.tokens import HeldTokens, PeerTokens
@@ -100,8 +100,12 @@ class Daemon:
         rng: random.Random,
         exchange_time: ExchangeTime | None = None,
         tokens: Tokens | None = None,
+        first_state: FirstState | None = None,
     ) -> None:
-        """`exchange_time` is the one that the transport tells; without it none is counted there."""
+        """`exchange_time` is the one that the transport tells; without it none is counted there.
+
+        `first_state` draws the weights of round 0, where nobody gives them.
+        """
         exchange_time = exchange_time or ExchangeTime(lambda: asyncio.get_running_loop().time())
         self._facts = facts
         self._spec = spec
@@ -148,6 +152,7 @@ class Daemon:
                 patience=self._asking,
             ),
             give_tokens=None if peer_tokens is None else peer_tokens.supply,
+            first_state=first_state,
         )
         self._session = Session(
             link=link,

@@ -31,7 +31,7 @@ from coordinator.swarm.shares import Rates
 from coordinator.telemetry import Telemetry
 from protocol import convert
 from protocol.errors import AtollError, BadDataError, CopyAttachedError
-from protocol.messages import Message, RoundCommitted, message_to_wire, report_from_wire
+from protocol.messages import Message, Reduced, RoundCommitted, message_to_wire, report_from_wire
 from protocol.rounds import Commit, NodeId
 from protocol.run_spec import RunSpec
 from protocol.trust.signing import CommitSigner, statement_of
@@ -295,7 +295,10 @@ def _reported(node_id: NodeId, wire: pb.Report, participants: Mapping[int, int])
     """
     number = checks.count(wire.round, of="the round")
     report = report_from_wire(wire, most_contributors=participants.get(number, 0))
-    return Reported(node_id=node_id, round=number, report=checks.report(report))
+    report = checks.report(report)
+    if isinstance(report, Reduced) and participants.get(number):
+        report = checks.reduced(report, node_id=node_id, round=number)
+    return Reported(node_id=node_id, round=number, report=report)
 
 
 def _rates_of(request: pb.HeartbeatRequest) -> Rates:

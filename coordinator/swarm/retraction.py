@@ -19,7 +19,7 @@ from coordinator.swarm.ledger import committed_tokens
 from coordinator.swarm.state import ClosedRound, Member, MemberState, Round, SwarmState
 from coordinator.swarm.turn import Turn, is_present, name_of, present_members
 from protocol.messages import RoundCommitted
-from protocol.rounds import Digest, SliceOutcome
+from protocol.rounds import WHOLE, Digest, SliceOutcome
 
 
 def lost_slices(state: SwarmState, current: Round) -> list[SliceOutcome]:
@@ -222,6 +222,9 @@ def _voided(state: SwarmState, outcome: SliceOutcome) -> SliceOutcome:
         digest=None,
         contributors=(),
         contributions=(),
+        factors=(),
+        norm=0.0,
+        factor=WHOLE,
         holder_ids=(),
         void_reason=f"taken back: all that held it are gone ({holders})",
     )

@@ -12,6 +12,7 @@ import math
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -292,6 +293,7 @@ class SimulatedNode:
             parameters=self.parameters,
             published=published,
             node_id=self.node_id,
+            identity=self._identity,
         )
         history = History(None if self._disk is None else self._disk / "history")
         disk: MortalDisk | None = None
@@ -326,6 +328,7 @@ class SimulatedNode:
             heavy=in_place,
             counts=self.counts,
             rng=random.Random(f"{self._place}, process {self._num_processes}"),
+            first_state=partial(initial_parameters, spec),
         )
 
     def _new_island(self, published: Vector) -> PacedIsland | MeshedIsland:
