@@ -25,6 +25,7 @@ from benchmarks.codec.command import Spread
 from benchmarks.measurement import Rows, add_results, machine, parser_of
 from coordinator.swarm.opening import least_elements_of_a_slice
 from node.exchange.codecs.codec import Tiles
+from node.exchange.mean import norm_of
 from node.exchange.outer import Outer
 from node.exchange.reduction import Reduction
 from node.outer_state import Vector
@@ -110,6 +111,7 @@ class RoundsOfOneNode:
         least = least_elements_of_a_slice(values, nodes, USUAL_ELEMENTS)
         self.slices = cut_into_slices(values, self.ids, least_elements=least)
         others = _drift(rng, values) * np.float32(1e-3)
+        self._norms: dict[int, float] = {}  # of what comes, by slice
         # What comes of the others: their contributions to our slices, and results of theirs.
         self._arriving = {
             part.index: self.outer.uplink.encode(
@@ -117,6 +119,9 @@ class RoundsOfOneNode:
             )
             for part in self.slices
         }
+        for part in self.slices:
+            body = self._arriving[part.index]
+            self._norms[part.index] = norm_of(self.outer.downlink.decode(body, part.num_elements))
         self._fragments = fragments
 
     def run(self, stages: Stages) -> tuple[Commit, dict[int, Payload]]:
@@ -152,7 +157,9 @@ class RoundsOfOneNode:
                 results[part.index] = reduced.payload
                 continue
             name = outer.downlink.name
-            payload = _sealed(RESULT, plan, part, part.reducer_id, others, name)
+            payload = _sealed(
+                RESULT, plan, part, part.reducer_id, others, name, norm=self._norms[part.index]
+            )
             with stages.stage("check"):
                 outer.check_result(payload)
             results[part.index] = payload
@@ -211,7 +218,16 @@ def _drift(rng: np.random.Generator, num_elements: int) -> Vector:
     return rng.standard_normal(num_elements, dtype=np.float32)
 
 
-def _sealed(kind: int, plan: Plan, part: Slice, sender: NodeId, body: bytes, codec: str) -> Payload:
+def _sealed(
+    kind: int,
+    plan: Plan,
+    part: Slice,
+    sender: NodeId,
+    body: bytes,
+    codec: str,
+    *,
+    norm: float = 0.0,
+) -> Payload:
     return Payload.seal(
         kind=kind,  # type: ignore[arg-type]
         run_digest=RUN,
@@ -225,6 +241,7 @@ def _sealed(kind: int, plan: Plan, part: Slice, sender: NodeId, body: bytes, cod
         tokens=TOKENS,
         sender_id=sender,
         body=body,
+        norm=norm,
     )
 
 

@@ -148,7 +148,9 @@ scaling = "none"            # of the rates, by participants / min_nodes: or "lin
 optimizer = "nesterov"      # or "sgd"; applies what a round commits
 learning_rate = 0.7         # with momentum 0.9 about 0.4, 0.6, 0.6, 0.8 for 1, 2, 4, 8 nodes
 momentum = 0.6              # 0.3 below 32 exchanges, 0.9 from a thousand; sgd has none: remove it there
-merge = "mean"              # or "norm-preserving": as long as the contributions are on average
+merge = "mean"              # or "norm-preserving": as long as the contributions are on average; or, among
+                            # strangers, "trimmed-mean", "centred-clipping", "trust" (docs/operations.md)
+screening = true            # contributions and results much longer than others are cut, or left out
 scaling = "none"            # of the rate, by tokens / a full round of min_nodes: or "sqrt", "cbrt"
 
 # Instead of codecs, fragments and overlap, write preset = "auto", link = "100mbit" (of the slowest
@@ -327,6 +329,7 @@ def rules_of(run: RunSpec) -> Rules:
         has_overlap=run.exchange.overlap != "none",
         evaluate_every_rounds=run.evaluation.every_rounds,
         first_digest=run.first_digest,
+        bounds_results=run.outer.screening,
         has_private_data=run.data.private,
         slice_elements=int(8 * SLICE_BYTES / CODEC_COSTS[run.exchange.uplink].bits),
     )

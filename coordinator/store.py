@@ -20,6 +20,7 @@ from coordinator.invite_rows import EnrolledMember, Invite, InviteRecord
 from coordinator.kept_run import keep_or_compare
 from coordinator.round_rows import JSON, load_round, save_round
 from coordinator.rows import DamagedError, put, row_of, rows_of
+from coordinator.swarm.bounds import KEPT_COMMITS, SeenNorms, norms_of
 from coordinator.swarm.ledger import Ledger, ledger_of
 from coordinator.swarm.state import (
     PRESENT,
@@ -147,6 +148,7 @@ class Store:
             members={member.node_id: self._with_fresh_lease(member, rules) for member in members},
             open_round=open_round,
             recent=self._recent_rounds(),
+            norms=self._norms(1 if state.layout is None else len(state.layout.fragment_elements)),
             ledger=self._ledger_of(open_round, rules) if ledger is None else ledger,
             held_out=held_out,
         )
@@ -277,6 +279,11 @@ class Store:
             if len(recent) < len(closed) or len(closed) < num_read or not recent[0].is_void:
                 return recent
             num_read *= 4
+
+    def _norms(self, num_fragments: int) -> tuple[SeenNorms, ...]:
+        """What the latest commits applied, as far as results are bounded by it."""
+        latest = self.latest_rounds(KEPT_COMMITS * num_fragments)
+        return norms_of(closed.commit for closed in reversed(latest))
 
     def latest_rounds(self, limit: int) -> tuple[ClosedRound, ...]:
         """The latest closed rounds that are kept whole, newest first."""

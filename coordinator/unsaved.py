@@ -104,6 +104,7 @@ def without_rows(state: SwarmState) -> SwarmState:
         members={},
         open_round=None,
         recent=(),
+        norms=(),
         ledger=Ledger(),
         held_out=(),
         rulings=(),

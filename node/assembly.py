@@ -157,7 +157,14 @@ async def _run_in(
         facts=facts,
         spec=spec,
         holdings=Holdings(
-            outer=outer, disk=records.state, history=history, tokens=tokens, rulings=rulings
+            outer=outer,
+            disk=records.state,
+            history=history,
+            tokens=tokens,
+            rulings=rulings,
+            first_state=partial(initial_parameters, spec, num_threads=_threads_beside(ranks))
+            if spec.first_digest is None and not settings.weights
+            else None,
         ),
         counterparts=Counterparts(
             coordinator=start.link,
@@ -189,13 +196,7 @@ def _outer_at_start(
     spec, settings = start.spec, start.settings
     layout = layout_of(spec)
     weights = expanded(settings.weights) if settings.weights else None
-    tiles = Tiles(
-        threads_beside(
-            num_ranks=len(ranks.devices),
-            num_cores=len(os.sched_getaffinity(0)),
-            ranks_compute_on_cores=settings.loop or kind_of(ranks.devices) == "cpu",
-        )
-    )
+    tiles = Tiles(_threads_beside(ranks))
     kept = disk.snapshots.load_newest(spec.digest(), layout.summary().digest)
     keep_run(start.folder, spec)  # only now: what is there may be snapshots of another run
     if kept is None:
@@ -207,6 +208,7 @@ def _outer_at_start(
         published=shared.published,
         tiles=tiles,
         node_id=start.identity.node_id,
+        identity=start.identity,
         sent=disk.sent,
     )
     outer.optimizer_in = lambda round: outer_optimizer_of(rulings.spec_in(round).outer)
@@ -224,6 +226,15 @@ def _outer_at_start(
             snapshot=kept[0].round,
         )
     return outer
+
+
+def _threads_beside(ranks: _Ranks) -> int:
+    """How many threads the exchange's arithmetic may take."""
+    return threads_beside(
+        num_ranks=len(ranks.devices),
+        num_cores=len(os.sched_getaffinity(0)),
+        ranks_compute_on_cores=kind_of(ranks.devices) == "cpu" or ranks.devices == OWN_LOOP,
+    )
 
 
 def _fill_first_weights(

@@ -19,7 +19,7 @@ from node.duties.work import CatchUpNeeded, PlanReceived
 from node.exchange.exchange import Exchange
 from node.exchange.outer import Outer
 from node.exchange.round.state import Rules
-from node.exchange.state.catch_up import CoordinatorCalls
+from node.exchange.state.catch_up import CoordinatorCalls, FirstState
 from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.state.patience import Patience
 from node.exchange.tokens import HeldTokens, PeerTokens
@@ -93,6 +93,7 @@ class Holdings:
     disk: StateOnDisk | None  # None: nothing outlives the process
     history: History
     tokens: Tokens | None = None
+    first_state: FirstState | None = None  # draws the weights of round 0, where nobody gives them
     rulings: KeptRulings | None = None  # None: in memory alone, of a coordinator in this process
 
 
@@ -172,6 +173,7 @@ class Daemon:
                 patience=self._asking,
             ),
             give_tokens=None if peer_tokens is None else peer_tokens.supply,
+            first_state=holdings.first_state,
         )
         self._session = Session(
             link=self._link,

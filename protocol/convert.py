@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from protocol.errors import ProtocolMismatchError
 from protocol.rounds import (
     CONTRIBUTION_DIGEST_BYTES,
+    WHOLE,
     Assignment,
     Commit,
     ContributionDigest,
@@ -129,7 +130,9 @@ def plan_from_wire(wire: round_pb2.Plan) -> Plan:
 
 
 def contributors_to_wire(
-    contributors: Sequence[Contributor], contributions: Sequence[ContributionDigest]
+    contributors: Sequence[Contributor],
+    contributions: Sequence[ContributionDigest],
+    factors: Sequence[int] = (),
 ) -> list[round_pb2.Contributor]:
     """Who contributed what to a result."""
     return [
@@ -138,25 +141,38 @@ def contributors_to_wire(
             samples=contributor.samples,
             tokens=contributor.tokens,
             contribution=contribution,
+            cut=WHOLE - factor,
         )
-        for contributor, contribution in zip(contributors, contributions, strict=True)
+        for contributor, contribution, factor in zip(
+            contributors, contributions, factors or [WHOLE] * len(contributors), strict=True
+        )
     ]
 
 
 def contributors_from_wire(
     wire: Sequence[round_pb2.Contributor],
-) -> tuple[tuple[Contributor, ...], tuple[ContributionDigest, ...]]:
-    """Who contributed what to a result."""
+) -> tuple[tuple[Contributor, ...], tuple[ContributionDigest, ...], tuple[int, ...]]:
+    """Who contributed what to a result, and how much of it is in there."""
     for contributor in wire:
         if len(contributor.contribution) != CONTRIBUTION_DIGEST_BYTES:
             raise _unnamed_contributions(f"the contribution of {contributor.node_id}")
+        _check_cut(contributor.cut, of=f"the contribution of {contributor.node_id}")
     return (
         tuple(
             Contributor(node_id=NodeId(each.node_id), samples=each.samples, tokens=each.tokens)
             for each in wire
         ),
         tuple(ContributionDigest(each.contribution) for each in wire),
+        tuple(WHOLE - each.cut for each in wire) if any(each.cut for each in wire) else (),
     )
+
+
+def _check_cut(cut: int, *, of: str) -> None:
+    if cut > WHOLE:
+        raise ProtocolMismatchError(
+            f"of {of} {cut} of {WHOLE} parts are cut off",
+            next_step="use the same version of Atoll on both sides",
+        )
 
 
 def commit_to_wire(commit: Commit) -> round_pb2.Commit:
@@ -224,6 +240,9 @@ def _slice_outcome_to_wire(
         holders=[places[node_id] for node_id in outcome.holder_ids],
         void_reason=outcome.void_reason,
         contributions=b"".join(outcome.contributions),
+        factors=outcome.factors,
+        norm=outcome.norm,
+        cut=WHOLE - outcome.factor,
     )
 
 
@@ -288,6 +307,15 @@ def _slice_outcome_from_wire(
     # None at all in commits from before there were any, which nodes and databases still keep.
     if len(wire.contributions) not in (0, CONTRIBUTION_DIGEST_BYTES * len(contributors)):
         raise _unnamed_contributions(f"one of the contributions to slice {wire.index}")
+    if wire.factors and len(wire.factors) != len(contributors):
+        raise ProtocolMismatchError(
+            f"slice {wire.index} of a commit has {len(wire.factors)} factors of "
+            f"{len(contributors)} contributors",
+            next_step="use the same version of Atoll on both sides",
+        )
+    for factor in wire.factors:
+        _check_cut(factor, of=f"a contribution to slice {wire.index}")
+    _check_cut(wire.cut, of=f"the result of slice {wire.index}")
     return SliceOutcome(
         index=wire.index,
         start=wire.start,
@@ -297,6 +325,9 @@ def _slice_outcome_from_wire(
         contributions=_contributions_from_wire(wire),
         holder_ids=tuple(node_ids[place] for place in wire.holders),
         void_reason=wire.void_reason,
+        factors=tuple(wire.factors),
+        norm=wire.norm,
+        factor=WHOLE - wire.cut,
     )
 
 

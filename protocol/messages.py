@@ -170,13 +170,18 @@ class Trained:
 class Reduced:
     """A slice's result is encoded; digest None: nothing arrived to reduce.
 
-    `contributions` says of each contributor, in their order, which bytes are in the mean.
+    `contributions` says of each contributor, in their order, which bytes came of it, and `factors` how
+    much of them is in the mean, in 65,536ths; empty: all of each. `header` is the result's, signed, and says
+    its `norm`; it is empty where nobody needs it.
     """
 
     slice_index: int
     digest: Digest | None
     contributors: tuple[Contributor, ...]
     contributions: tuple[ContributionDigest, ...]
+    factors: tuple[int, ...] = ()
+    norm: float = 0.0
+    header: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -358,8 +363,11 @@ def report_to_wire(round: int, report: Report) -> pb.Report:
         case Reduced():
             wire.reduced.slice_index = report.slice_index
             wire.reduced.digest = convert.optional_digest_to_wire(report.digest)
-            contributors = convert.contributors_to_wire(report.contributors, report.contributions)
+            contributors = convert.contributors_to_wire(
+                report.contributors, report.contributions, report.factors
+            )
             wire.reduced.contributors.extend(contributors)
+            wire.reduced.header = report.header
         case Held():
             wire.held.slice_index = report.slice_index
             wire.held.digest = report.digest
@@ -393,7 +401,7 @@ def report_from_wire(wire: pb.Report, *, most_contributors: int) -> Report:
             )
         case "reduced":
             is_of_plan = len(wire.reduced.contributors) <= most_contributors
-            contributors, contributions = convert.contributors_from_wire(
+            contributors, contributions, factors = convert.contributors_from_wire(
                 wire.reduced.contributors if is_of_plan else ()
             )
             return Reduced(
@@ -401,6 +409,8 @@ def report_from_wire(wire: pb.Report, *, most_contributors: int) -> Report:
                 digest=convert.optional_digest_from_wire(wire.reduced.digest, of="a result"),
                 contributors=contributors,
                 contributions=contributions,
+                factors=factors,
+                header=wire.reduced.header,
             )
         case "held":
             digest = convert.digest_from_wire(wire.held.digest, of="a result")

@@ -5,11 +5,13 @@ bytes; since the header holds the body's digest, it covers the body too. How bot
 transport's business (node.exchange.transport).
 """
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 
 import blake3
 
 from protocol.rounds import Digest, NodeId
+from protocol.trust.identity import Identity, is_signed_by, node_id_of
 from protocol.v1 import transfer_pb2
 
 MAX_HEADER_BYTES = 4096
@@ -35,6 +37,13 @@ KIND_NAMES = {
 """What the kinds are called in counts and messages."""
 
 
+SIGNED = frozenset({CONTRIBUTION, RESULT})
+"""Kinds that their maker signs: what a wrong one holds can be shown to others."""
+
+_TAG = b"atoll payload 1\n"
+"""What is signed begins with this, so that no signature can be taken for one of another kind."""
+
+
 class PayloadError(ValueError):
     """Bytes that are not a payload, or not the one that was announced."""
 
@@ -56,6 +65,11 @@ class PayloadHeader:
     sender_id: NodeId
     body_bytes: int
     body_digest: Digest
+    norm: float = 0.0
+    base_digest: bytes = b""
+    attempt: int = 0
+    sender_key: bytes = b""
+    signature: bytes = b""
 
     @property
     def kind_name(self) -> str:
@@ -78,7 +92,43 @@ class PayloadHeader:
             sender_id=self.sender_id,
             body_bytes=self.body_bytes,
             body_digest=self.body_digest,
+            norm=self.norm,
+            base_digest=self.base_digest,
+            attempt=self.attempt,
+            sender_key=self.sender_key,
+            signature=self.signature,
         ).SerializeToString(deterministic=True)
+
+    @property
+    def statement(self) -> bytes:
+        """What is signed: the whole header but the signature, and with it the body."""
+        return _TAG + replace(self, signature=b"").encode()
+
+    @property
+    def digest(self) -> Digest:
+        """What names the payload."""
+        return Digest(blake3.blake3(self.encode()).digest())
+
+    def signed(self, by: Identity) -> "PayloadHeader":
+        """The header with its sender's signature. Signing again gives the same bytes."""
+        header = replace(self, sender_key=by.public_key)
+        return replace(header, signature=by.sign(header.statement))
+
+    def forgery(self) -> str:
+        """Why this is no header of its sender's, in a sentence; empty when it is signed as it must be.
+
+        A node's id is the digest of its key, so no roster is asked: also who has left can be believed.
+        """
+        if self.kind not in SIGNED:
+            return ""
+        what = f"a {self.kind_name} of slice {self.slice_index} of round {self.round}"
+        if not self.signature:
+            return f"{what} is not signed"
+        if node_id_of(self.sender_key) != self.sender_id:
+            return f"{what} is signed with another key than that of {self.sender_id}"
+        if not is_signed_by(self.sender_key, self.statement, self.signature):
+            return f"{what} has a signature that is not {self.sender_id}'s"
+        return ""
 
     @classmethod
     def decode(cls, encoded: bytes) -> "PayloadHeader":
@@ -95,6 +145,8 @@ class PayloadHeader:
             raise PayloadError(f"unknown payload kind {wire.kind}")
         if len(wire.run_digest) != 32 or len(wire.body_digest) != 32:
             raise PayloadError("a payload header's digests have 32 bytes")
+        if not 0 <= wire.norm < math.inf:
+            raise PayloadError(f"a payload header's norm is {wire.norm}")
         header = cls(
             kind=wire.kind,
             run_digest=Digest(wire.run_digest),
@@ -109,6 +161,11 @@ class PayloadHeader:
             sender_id=NodeId(wire.sender_id),
             body_bytes=wire.body_bytes,
             body_digest=Digest(wire.body_digest),
+            norm=wire.norm,
+            base_digest=wire.base_digest,
+            attempt=wire.attempt,
+            sender_key=wire.sender_key,
+            signature=wire.signature,
         )
         if header.encode() != encoded:
             raise PayloadError(
@@ -126,8 +183,7 @@ class Payload:
     digest: Digest = field(init=False, repr=False)  # what reducers report and commits name
 
     def __post_init__(self) -> None:
-        digest = Digest(blake3.blake3(self.header.encode()).digest())
-        object.__setattr__(self, "digest", digest)  # once: each part of a body names it
+        object.__setattr__(self, "digest", self.header.digest)  # once: each part of a body names it
 
     @classmethod
     def seal(
@@ -145,8 +201,15 @@ class Payload:
         body: bytes,
         samples: int = 0,
         tokens: int = 0,
+        norm: float = 0.0,
+        base_digest: bytes = b"",
+        attempt: int = 0,
+        signer: Identity | None = None,
     ) -> "Payload":
-        """Wraps a body that we encoded; only contributions have samples and tokens."""
+        """Wraps a body that we encoded; only contributions have samples and tokens.
+
+        `signer` signs contributions and results; peers take none without.
+        """
         header = PayloadHeader(
             kind=kind,
             run_digest=run_digest,
@@ -161,8 +224,11 @@ class Payload:
             sender_id=sender_id,
             body_bytes=len(body),
             body_digest=Digest(blake3.blake3(body).digest()),
+            norm=norm,
+            base_digest=base_digest,
+            attempt=attempt,
         )
-        return cls(header=header, body=body)
+        return cls(header=header if signer is None else header.signed(signer), body=body)
 
     @classmethod
     def verified(cls, header: PayloadHeader, body: bytes) -> "Payload":

@@ -36,6 +36,10 @@ class Slice:
     reducer_id: NodeId
 
 
+WHOLE = 1 << 16
+"""A factor of a contribution or a result is a number of 65,536ths: exact on the wire and in fp32."""
+
+
 BOOK_PLACES = 1 << 40
 """Places of a book of the ledger: more than samples are leased in any run."""
 
@@ -124,7 +128,11 @@ class Contributor:
 class SliceOutcome:
     """What became of a slice: the digest of its result, or None and the reason when it is void.
 
-    `contributions` says of each contributor, in their order, which bytes the reducer took.
+    `contributions` says of each contributor, in their order, which bytes the reducer took, and `factors` how
+    much of them is in the result, in 65,536ths; empty: all of each. What a factor leaves out is let go.
+
+    `norm` is the result's Euclidean norm, as its header declares it and each holder has checked it. Nodes
+    apply the result times `factor`.
     """
 
     index: int
@@ -135,6 +143,9 @@ class SliceOutcome:
     contributions: tuple[ContributionDigest, ...] = ()
     holder_ids: tuple[NodeId, ...] = ()
     void_reason: str = ""
+    factors: tuple[int, ...] = ()
+    norm: float = 0.0
+    factor: int = WHOLE
 
     def contribution_of(self, node_id: NodeId) -> ContributionDigest | None:
         """Which bytes of a node are in the result; None when none are, or none are named."""
@@ -142,6 +153,22 @@ class SliceOutcome:
             if contributor.node_id == node_id:
                 return self.contributions[place] if place < len(self.contributions) else None
         return None
+
+    def factor_of(self, node_id: NodeId) -> float:
+        """How much of a node's contribution the model takes, from 0 to 1; 0 of one that is not in it."""
+        for place, contributor in enumerate(self.contributors):
+            if contributor.node_id == node_id:
+                own = self.factors[place] if self.factors else WHOLE
+                return own * self.factor / WHOLE**2
+        return 0.0
+
+    @property
+    def taken(self) -> tuple[Contributor, ...]:
+        """The contributors of whose work something is in the result."""
+        if not self.factors:
+            return self.contributors
+        named = zip(self.contributors, self.factors, strict=True)
+        return tuple(contributor for contributor, factor in named if factor > 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,7 +46,7 @@ WANTS_FEEDBACK: tuple[CodecName, ...] = ("ec1", "sign", "topk256", "topk64")
 rounded away leans to one side (Karimireddy et al. 2019, "Error Feedback Fixes SignSGD")."""
 
 ReducerErrorRule = Literal["drop", "keep", "own"]
-Merge = Literal["mean", "norm-preserving"]
+Merge = Literal["mean", "norm-preserving", "trimmed-mean", "centred-clipping", "trust"]
 RateScaling = Literal["none", "sqrt", "cbrt"]
 
 
@@ -194,7 +194,17 @@ class OuterSection(Section):
     learning_rate: Annotated[float, Field(gt=0)] = 0.7
     momentum: Fraction = 0.6
     merge: Merge = "mean"
+    screening: bool = True
     scaling: RateScaling = "none"
+
+    @model_validator(mode="after")
+    def _momentum_is_there_to_go_by(self) -> Self:
+        if self.merge in ("centred-clipping", "trust") and self.optimizer != "nesterov":
+            raise ValueError(
+                f'merge = "{self.merge}" goes by the outer momentum, and optimizer = "{self.optimizer}" has '
+                "none"
+            )
+        return self
 
 
 class ExchangeSection(Section):

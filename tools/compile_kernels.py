@@ -1,20 +1,16 @@
 """Compiles all kernels into the user's cache: once, before many processes would each do it."""
 
-from typing import get_args
-
 from node.exchange.codecs.registry import CODECS, compile_kernels
 from node.exchange.outer import compile_arithmetic
 from node.exchange.outer_optimizer import Nesterov, Sgd
-from protocol.run_spec import Merge
 
 
 def compile_all() -> None:
-    """Of all codecs, merges and outer optimizers."""
+    """Of all codecs and outer optimizers."""
     for codec in CODECS:
         compile_kernels(codec)
-    for merge in get_args(Merge):
-        for optimizer in (Nesterov(learning_rate=1.0, momentum=0.9), Sgd(learning_rate=1.0)):
-            compile_arithmetic(merge, optimizer)
+    for optimizer in (Nesterov(learning_rate=1.0, momentum=0.9), Sgd(learning_rate=1.0)):
+        compile_arithmetic(optimizer)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ from protocol.channel import open_channel
 from protocol.convert import layout_to_wire
 from protocol.errors import AtollError, TemporaryError, UnavailableError
 from protocol.layout import layout_of
+from protocol.payload import RESULT, Payload, PayloadHeader
+from protocol.rounds import Digest, NodeId
 from protocol.run_spec import run_from_json
 from protocol.trust.credentials import Credentials
 from protocol.trust.identity import Identity
@@ -39,6 +41,29 @@ class Timings:
     roster_bytes: int = 0  # of all that came
 
 
+_IDENTITIES: dict[NodeId, Identity] = {}
+"""Of all nodes of this process: each knows what any of them has reduced."""
+
+
+def _header_of(plan: round_pb2.Plan, part: round_pb2.Slice, reducer: Identity) -> PayloadHeader:
+    """Of a slice's result, as its reducer signs it; the same bytes whoever asks."""
+    return Payload.seal(
+        kind=RESULT,
+        run_digest=Digest(bytes(32)),
+        round=plan.round,
+        fragment=plan.fragment,
+        slice_index=part.index,
+        start=part.start,
+        num_elements=part.num_elements,
+        codec="int4/1",
+        sender_id=reducer.node_id,
+        body=b"body",
+        norm=1.0,
+        base_digest=plan.base_digest,
+        signer=reducer,
+    ).header
+
+
 class SimulatedNode:
     """One session. `run` takes part until the run is finished; `beat` renews the lease once."""
 
@@ -51,7 +76,7 @@ class SimulatedNode:
         timings: Timings,
     ) -> None:
         self.node_id = identity.node_id
-        self._identity = identity
+        self._identity = _IDENTITIES[identity.node_id] = identity
         self._name = name
         self._timings = timings
         self._channel = open_channel(credentials)
@@ -165,8 +190,8 @@ class SimulatedNode:
             )
         )
         for part in plan.slices:
-            digest = _digest(f"result {plan.round}/{part.index}")
             if part.reducer_id == self.node_id:
+                header = _header_of(plan, part, self._identity)
                 contributors = [
                     round_pb2.Contributor(
                         node_id=a.node_id,
@@ -178,12 +203,15 @@ class SimulatedNode:
                 ]
                 yield session_pb2.Report(
                     reduced=session_pb2.ReducedReport(
-                        slice_index=part.index, digest=digest, contributors=contributors
+                        slice_index=part.index,
+                        digest=header.digest,
+                        header=header.encode(),
+                        contributors=contributors,
                     )
                 )
         for part in plan.slices:
-            digest = _digest(f"result {plan.round}/{part.index}")
             if part.reducer_id != self.node_id:
+                digest = _header_of(plan, part, _IDENTITIES[NodeId(part.reducer_id)]).digest
                 yield session_pb2.Report(
                     held=session_pb2.HeldReport(slice_index=part.index, digest=digest)
                 )

@@ -21,8 +21,9 @@ from node.exchange.exchange import Exchange
 from node.exchange.limits import Limits, Waits
 from node.exchange.outer import Outer, OuterRules
 from node.exchange.outer_optimizer import RateScale, Sgd
-from node.exchange.owing import Owing, Sender
+from node.exchange.owing import Owing
 from node.exchange.reducer_error import ReducerError
+from node.exchange.reduction import Sender
 from node.exchange.residual import Residual
 from node.exchange.round.state import Rules
 from node.exchange.state.catch_up import CoordinatorCalls
@@ -63,7 +64,7 @@ class BenchmarkNode:
             optimizer=Sgd(learning_rate=1.0),
             rate_scale=RateScale(scaling="none", full_round_samples=1),
         )
-        sender = Sender(run_digest=RUN, node_id=identity.node_id)
+        sender = Sender(run_digest=RUN, node_id=identity.node_id, identity=identity)
         parameters = np.zeros(num_elements, dtype=np.float32)
         owing = Owing(
             layout=layout,

@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from protocol.errors import BadDataError
 from protocol.messages import Applied, Evaluated, Reduced, Report, Trained
+from protocol.payload import RESULT, PayloadError, PayloadHeader
 from protocol.rounds import LayoutSummary, NodeId, PeerAddress
 from protocol.trust.identity import node_id_of
 from protocol.v1.session_pb2 import Utilisation
@@ -117,6 +119,23 @@ def report(told: Report) -> Report:
             count(told.tokens, of="the number of tokens")
             finite(told.metric or 0.0, of="the metric")
     return told
+
+
+def reduced(told: Reduced, *, node_id: NodeId, round: int) -> Reduced:
+    """A report whose result is the one that its signed header is of; the norm is what that declares."""
+    if told.digest is None:
+        return told
+    what = f"the report on slice {told.slice_index} of round {round}"
+    try:
+        header = PayloadHeader.decode(told.header)
+    except PayloadError as error:
+        raise BadDataError(f"{what} has no header of a result: {error}") from error
+    place = (header.kind, header.round, header.slice_index, header.sender_id)
+    if place != (RESULT, round, told.slice_index, node_id) or header.digest != told.digest:
+        raise BadDataError(f"{what} has the header of another payload")
+    if why := header.forgery():
+        raise BadDataError(f"{what}: {why}")
+    return replace(told, norm=header.norm)
 
 
 def utilisation(said: Utilisation) -> Utilisation:

@@ -35,6 +35,7 @@ from protocol import convert
 from protocol.errors import AtollError, BadDataError, CopyAttachedError
 from protocol.messages import (
     Message,
+    Reduced,
     RoundCommitted,
     RulingsTold,
     message_to_wire,
@@ -339,7 +340,10 @@ def _reported(node_id: NodeId, wire: pb.Report, participants: Mapping[int, int])
     """
     number = checks.count(wire.round, of="the round")
     report = report_from_wire(wire, most_contributors=participants.get(number, 0))
-    return Reported(node_id=node_id, round=number, report=checks.report(report))
+    report = checks.report(report)
+    if isinstance(report, Reduced) and participants.get(number):
+        report = checks.reduced(report, node_id=node_id, round=number)
+    return Reported(node_id=node_id, round=number, report=report)
 
 
 def _kept_of(

@@ -14,6 +14,7 @@ from dataclasses import replace
 from coordinator.swarm.actions import Tell
 from coordinator.swarm.agreement import judge_all
 from coordinator.swarm.books import book_learned, unbook
+from coordinator.swarm.bounds import norms_after
 from coordinator.swarm.evaluation import without_evaluations_since
 from coordinator.swarm.events import BaseLearned, CommitLearned
 from coordinator.swarm.ledger import committed_tokens, end_ahead, settle
@@ -98,6 +99,8 @@ def learn_commit(turn: Turn, event: CommitLearned) -> None:
                 digest=outcome.digest,
                 contributors=outcome.contributors,
                 contributions=outcome.contributions,
+                factors=outcome.factors,
+                norm=outcome.norm,
             )
             for outcome in commit.slices
         ),
@@ -137,6 +140,7 @@ def learn_commit(turn: Turn, event: CommitLearned) -> None:
         has_untold=True,
         incarnation=max(state.incarnation, commit.incarnation),
         recent=trimmed((*state.recent, closed)),
+        norms=norms_after(state.norms, commit),
     )
     for member in present_members(turn.state):
         if member.state is MemberState.READY and member.outer_round < commit.round:

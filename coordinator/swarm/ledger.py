@@ -194,11 +194,11 @@ def committed_tokens(commit: Commit) -> Mapping[NodeId, int]:
 
     A node's weight may differ between slices (a slow upload misses one reducer and not another).
     Its tokens count as committed when at least one committed slice holds them: its largest weight,
-    once.
+    once. What was left out of a result is in none.
     """
     tokens: dict[NodeId, int] = {}
     for outcome in commit.slices:
-        for contributor in outcome.contributors:
+        for contributor in outcome.taken:
             known = tokens.get(contributor.node_id, 0)
             tokens[contributor.node_id] = max(known, contributor.tokens)
     return tokens
@@ -212,7 +212,7 @@ def committed_samples(commit: Commit, *, batch: int) -> Mapping[NodeId, int]:
     """
     samples = {one.node_id: one.samples for one in commit.without_tokens}
     for outcome in commit.slices:
-        for contributor in outcome.contributors:
+        for contributor in outcome.taken:
             known = samples.get(contributor.node_id, 0)
             samples[contributor.node_id] = max(known, contributor.samples)
     return {node_id: count // batch * batch for node_id, count in samples.items()}

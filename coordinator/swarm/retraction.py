@@ -20,7 +20,7 @@ from coordinator.swarm.state import ClosedRound, Member, MemberState, Round, Swa
 from coordinator.swarm.turn import Turn, is_present, members_of, name_of, present_members
 from coordinator.swarm.weighing import heaviest, is_enough, say_of
 from protocol.messages import RoundCommitted
-from protocol.rounds import Digest, SliceOutcome
+from protocol.rounds import WHOLE, Digest, SliceOutcome
 
 
 def lost_slices(state: SwarmState, current: Round) -> list[SliceOutcome]:
@@ -253,6 +253,9 @@ def _voided(state: SwarmState, outcome: SliceOutcome) -> SliceOutcome:
         digest=None,
         contributors=(),
         contributions=(),
+        factors=(),
+        norm=0.0,
+        factor=WHOLE,
         holder_ids=(),
         void_reason=f"taken back: all that held it are gone ({holders})",
     )

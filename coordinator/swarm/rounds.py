@@ -6,6 +6,7 @@ from dataclasses import replace
 from coordinator.swarm.actions import Tell
 from coordinator.swarm.agreement import agree_on
 from coordinator.swarm.books import book
+from coordinator.swarm.bounds import bounded, norms_after
 from coordinator.swarm.deadlines import times_at_commit, times_when_applied
 from coordinator.swarm.ledger import committed_tokens
 from coordinator.swarm.retraction import retract_lost
@@ -39,6 +40,7 @@ from coordinator.swarm.turn import (
 from coordinator.swarm.weighing import heaviest, is_enough, say_in, say_of, weight_of
 from protocol.messages import Held, ParticipantsIdle, Reduced, RoundCommitted, Trained
 from protocol.rounds import (
+    WHOLE,
     Assignment,
     Commit,
     Contributor,
@@ -124,8 +126,13 @@ def slice_reduced(turn: Turn, node_id: NodeId, round: int, report: Reduced) -> N
         asked, context = assignments_of(current), turn.state.rules.context
         if not report.contributors or len(report.contributions) != len(report.contributors):
             return
-        told = zip(report.contributors, report.contributions, strict=True)
-        contributors, contributions = zip(*sorted(told, key=lambda c: c[0].node_id), strict=True)
+        if report.factors and len(report.factors) != len(report.contributors):
+            return
+        factors = report.factors or (WHOLE,) * len(report.contributors)
+        told = zip(report.contributors, report.contributions, factors, strict=True)
+        contributors, contributions, factors = zip(
+            *sorted(told, key=lambda c: c[0].node_id), strict=True
+        )
         if len({c.node_id for c in contributors}) < len(contributors):
             return
         if not all(_is_possible(c, asked.get(c.node_id), context) for c in contributors):
@@ -135,6 +142,8 @@ def slice_reduced(turn: Turn, node_id: NodeId, round: int, report: Reduced) -> N
             digest=report.digest,
             contributors=contributors,
             contributions=contributions,
+            factors=factors if report.factors else (),
+            norm=report.norm,
         )
         current = replace(current, reduced_at=turn.now)
     if report.digest is not None and report.digest == progress.digest:
@@ -279,6 +288,8 @@ def close_round(turn: Turn) -> None:
         assignments=current.assignments,
         without_tokens=_without_tokens(current),
     )
+    if state.rules.bounds_results:
+        commit = bounded(state.norms, commit)
     is_void = all(outcome.digest is None for outcome in commit.slices)
     if is_void:  # the state does not change, so there is nothing to agree on
         commit = replace(commit, outer_digest=current.base_digest)
@@ -304,6 +315,7 @@ def close_round(turn: Turn) -> None:
             later_session_id=state.next_session_id,
         ),
         recent=trimmed((*state.recent, closed)),
+        norms=norms_after(state.norms, commit),
     )
     note_parts(turn, current, commit)
     turn.act(Tell(message=RoundCommitted(commit=commit)))
@@ -389,6 +401,8 @@ def _outcome(
         contributions=() if reason else progress.contributions,
         holder_ids=() if reason else holders_of(state, current, progress),
         void_reason=reason,
+        factors=() if reason else progress.factors,
+        norm=0.0 if reason else progress.norm,
     )
 
 

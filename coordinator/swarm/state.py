@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from operator import attrgetter
 
+from coordinator.swarm.bounds import SeenNorms
 from coordinator.swarm.ledger import Ledger
 from coordinator.swarm.shares import UNKNOWN, Rates
 from protocol.messages import Trained
@@ -132,6 +133,8 @@ class SliceProgress:
     is_empty: bool = False  # its reducer had nothing to reduce
     contributors: tuple[Contributor, ...] = ()
     contributions: tuple[ContributionDigest, ...] = ()  # what of each contributor is in the result
+    factors: tuple[int, ...] = ()  # how much of each, in 65,536ths; empty: all of all
+    norm: float = 0.0  # of the result, as its signed header declares it
     attempt: int = 0  # takeovers so far
     contribute_deadline: float | None = None  # of its latest takeover; the round's own before
     is_orphaned: bool = False  # its reducer's process began anew, and with it its memory
@@ -313,6 +316,7 @@ class Rules:
     slice_elements: int = 1 << 62  # a reducer's part of a fragment is cut into slices no smaller
     has_private_data: bool = False  # whether each node trains samples of its own
     first_digest: Digest | None = None  # of the state that the run begins with, where it is given
+    bounds_results: bool = True  # whether no result moves the model by much more than others did
 
 
 _LEASE_UNTIL = attrgetter("lease_until")
@@ -393,6 +397,7 @@ class SwarmState:
     phase_times: PhaseTimes = field(default_factory=PhaseTimes)
     next_session_id: int = 1
     open_round: Round | None = None
+    norms: tuple[SeenNorms, ...] = ()  # what the latest commits of each fragment applied
     recent: tuple[ClosedRound, ...] = ()  # the newest that is not void, and the void ones after it
     held_out: tuple[HeldOut, ...] = ()
     evaluating: Evaluating | None = None

@@ -120,6 +120,8 @@ def _hand_over(turn: Turn, current: Round, progress: SliceProgress) -> None:
         slice=replace(progress.slice, reducer_id=backup),
         digest=None,
         contributors=(),
+        factors=(),
+        norm=0.0,
         contributions=(),
         attempt=progress.attempt + 1,
         contribute_deadline=deadline,

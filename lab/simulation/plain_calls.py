@@ -217,6 +217,8 @@ def exchange(plan: Plan, nodes: Sequence[LocalNode], *, context: int, late: set[
                 digest=result.payload.digest,
                 contributors=result.contributors,
                 contributions=result.contributions,
+                factors=result.factors,
+                norm=result.payload.header.norm,
             )
         )
     commit = Commit(

@@ -12,6 +12,7 @@ import math
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -321,6 +322,7 @@ class SimulatedNode:
             parameters=self.parameters,
             published=published,
             node_id=self.node_id,
+            identity=self._identity,
         )
         rulings = KeptRulings(
             spec,
@@ -348,6 +350,7 @@ class SimulatedNode:
                 disk=disk,
                 history=history,
                 rulings=rulings,
+                first_state=partial(initial_parameters, spec),
             ),
             counterparts=Counterparts(
                 coordinator=CoordinatorLink(self._stub),

@@ -401,7 +401,7 @@ class Duties:
         if not is_done:  # tried again after what has come meanwhile, which may make it needless
             self._unanswered = asked
             self._num_unanswered += 1
-            if self._num_unanswered == 1:
+            if self._num_unanswered == 1 and not self._exchange.refused:
                 log.warning(
                     "nobody here supplies the state that this node was asked to fetch",
                     round=asked.round,

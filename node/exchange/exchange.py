@@ -19,7 +19,7 @@ from node.exchange.round.admission import refusal
 from node.exchange.round.state import RoundNews, Rules
 from node.exchange.round.transition import waiting_for
 from node.exchange.runner import RoundRunner
-from node.exchange.state.catch_up import CatchUp, CoordinatorCalls
+from node.exchange.state.catch_up import CatchUp, CoordinatorCalls, FirstState
 from node.exchange.state.donor import Donor, State
 from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.transport.transport import (
@@ -58,8 +58,14 @@ class Exchange:
         heavy: Heavy,
         coordinator: CoordinatorCalls,
         give_tokens: GiveTokens | None = None,
+        first_state: FirstState | None = None,
+        forgery: Callable[[PayloadHeader], str] = PayloadHeader.forgery,
     ) -> None:
-        """`give_tokens` answers what peers ask of the run's tokens; None: nothing is given."""
+        """`give_tokens` answers what peers ask of the run's tokens; None: nothing is given.
+
+        `first_state` draws the weights of round 0; None: they come from elsewhere. `forgery` says why a
+        header is not signed as it must be.
+        """
         self._give_tokens = give_tokens
         self.outer = outer
         self._rules = rules
@@ -88,6 +94,7 @@ class Exchange:
             transport=transport,
             peers=self._peers,
             silences=Silences(transport.round_trip_seconds, rules.waits),
+            forgery=forgery,
         )
         self._catch_up = CatchUp(
             run_digest=rules.run_digest,
@@ -98,6 +105,7 @@ class Exchange:
             history=history,
             coordinator=coordinator,
             donors=self._donors,
+            first_state=first_state,
         )
 
     # What the daemon asks for
@@ -231,6 +239,11 @@ class Exchange:
         """Whether contributions or results are on their way to peers."""
         return not self._pushes.is_idle
 
+    @property
+    def refused(self) -> str:
+        """Why this node does not take over the state that the swarm is said to have; empty if it would."""
+        return self._catch_up.refused
+
     def waiting_for(self) -> str:
         """What the exchange waits for, in words; empty when for nothing."""
         if self._catch_up.waiting_for:
@@ -242,7 +255,7 @@ class Exchange:
     def admit(self, sender: NodeId, header: PayloadHeader) -> Admission:
         """Decides on an offered payload by its header alone."""
         state = None if self._round is None else self._round.state
-        if why := refusal(self._rules, state, sender, header):
+        if why := refusal(self._rules, state, sender, header) or self._donors.forgery(header):
             raise TransferRefusedError(why)
         assert self._round is not None, "nothing is taken for a round that is not open"
         return self._round.admit(sender, header)

@@ -36,7 +36,7 @@ from node.exchange.transport.transport import (
     Transport,
     WantResult,
 )
-from protocol.payload import Payload
+from protocol.payload import Payload, PayloadHeader
 from protocol.rounds import NodeId, SliceOutcome
 
 log = structlog.get_logger()
@@ -313,6 +313,7 @@ class Donors:
     transport: Transport
     peers: Callable[[], tuple[NodeId, ...]]  # all members, those first that can be reached
     silences: Silences
+    forgery: Callable[[PayloadHeader], str] = PayloadHeader.forgery
 
     @property
     def waits(self) -> Waits:
@@ -353,7 +354,7 @@ async def fetch_results(
         except TransferRefusedError as error:
             log.info("a donor refuses", peer=peer, why=str(error))
             return Outcome.REFUSED
-        why = misfit(payload.header, outcome, downlink)
+        why = misfit(payload.header, outcome, downlink) or of.forgery(payload.header)
         if not why:
             try:
                 await take(payload)

@@ -1,4 +1,7 @@
-"""The mean of contributions: what a reducer does to one slice."""
+"""What a reducer makes of one slice's contributions: the merges, and the norms that they are screened by.
+
+Which contributions are in it, and with which factor, is decided in screening.py; here is arithmetic alone.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,9 +12,9 @@ import numpy.typing as npt
 
 from node.exchange.codecs.codec import ONE_THREAD, TILE_ELEMENTS, Codec, CodecError, Tiles
 from node.exchange.codecs.compiled import kernel, read_only
+from node.exchange.screening import LARGEST_RMS
 from node.outer_state import Vector
 from protocol.rounds import BLOCK
-from protocol.run_spec import Merge
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +26,18 @@ class Encoded:
     size: int  # elements
 
 
-Contribution = tuple[int, Vector | Encoded]
-"""Tokens, and values [n]."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """How merges go through contributions: by units of so many elements, on these threads."""
+
+    tiles: Tiles = ONE_THREAD
+    unit: int = TILE_ELEMENTS
+
+
+ONE_PASS = Passes()
+
+Watch = Callable[[int, int, Vector], None]
+"""Sees each tile of each contribution: `watch(index, first element, values)`."""
 
 
 class UndecodableError(CodecError):
@@ -41,99 +54,199 @@ def _add_weighted(values: Vector, coefficient: np.float32, sums: Vector) -> None
         sums[i] += coefficient * values[i]
 
 
-class MeanAccumulator:
-    """Adds contributions one by one; of a tile, so that the sum stays in a core's cache.
+def shares(
+    weights: Sequence[int], *, late: int = 0, factors: Sequence[float] | None = None
+) -> list[float]:
+    """What each contribution is multiplied by in a mean; raises ValueError without any weight.
 
-    With t the tokens of one contribution and T of all, those that come too late included:
-
-        mean = sum of fp32(t / T) * x, in the order of the calls
+    With t the weight of one contribution, f its factor, and T the weight of all, those that come too
+    late included: t / T, times f.
 
     Work that comes too late is not lost: its node owes it, and it is in a later mean. If it did not
     count in T here, the others would count for it now, and it would come on top of that later: with
     half of all contributions late the model would move twice as far as its gradients say.
-
-    t / T is divided in float64 and rounded to fp32; each product and each sum is one fp32
-    operation. So equal contributions in an equal order, which the caller fixes (by node id), give
-    equal bits. With none late the coefficients sum to 1 but for their rounding, 2**-24 at most for
-    each.
     """
-
-    def __init__(
-        self,
-        *,
-        num_elements: int,
-        total_tokens: int,
-        late_tokens: int = 0,
-        into: Vector | None = None,  # where the mean shall be
-    ) -> None:
-        if total_tokens < 1:
-            raise ValueError(f"a mean needs weight, not {total_tokens} tokens in total")
-        self._total_tokens = total_tokens  # of all that will be added
-        self._weighed_tokens = total_tokens + late_tokens
-        self._added_tokens = 0
-        self._sum = np.empty(num_elements, dtype=np.float32) if into is None else into
-        self._is_empty = True
-
-    def add(self, tokens: int, values: Vector) -> None:
-        """Adds a contribution: decoded values [num_elements] and a weight, which may be zero."""
-        if values.shape != self._sum.shape:
-            raise ValueError(
-                f"a contribution of shape {values.shape} to a mean of {self._sum.size} elements"
-            )
-        if not 0 <= tokens <= self._total_tokens - self._added_tokens:
-            raise ValueError(
-                f"{tokens} tokens more, after {self._added_tokens} of {self._total_tokens}"
-            )
-        self._added_tokens += tokens
-        coefficient = np.float32(tokens / self._weighed_tokens)
-        if self._is_empty:
-            np.multiply(values, coefficient, out=self._sum)
-            self._is_empty = False
-        else:
-            _add_weighted(read_only(values), coefficient, self._sum)
-
-    def finish(self) -> Vector:
-        """The mean [num_elements]; raises ValueError while contributions are missing."""
-        if self._is_empty or self._added_tokens != self._total_tokens:
-            raise ValueError(
-                f"only {self._added_tokens} of {self._total_tokens} tokens have been added"
-            )
-        return self._sum
+    total = sum(weights)
+    if total < 1:
+        raise ValueError(f"a mean needs weight, not {total} tokens in total")
+    whole = [weight / (total + late) for weight in weights]
+    if factors is None:
+        return whole
+    return [share * factor for share, factor in zip(whole, factors, strict=True)]
 
 
-def weighted_mean(
-    contributions: Sequence[Contribution],
+def weighted_sum(
+    contributions: Sequence[Vector | Encoded],
+    coefficients: Sequence[float],
     *,
-    late_tokens: int = 0,
-    tiles: Tiles = ONE_THREAD,
-    unit: int = TILE_ELEMENTS,
-    watch: Callable[[int, int, Vector], None] = lambda index, start, tile: None,
+    passes: Passes = ONE_PASS,
+    watch: Watch = lambda index, first, tile: None,
 ) -> Vector:
-    """Mean [n] of (tokens, values [n]) in the order given; raises ValueError without any weight.
+    """The sum [n] of fp32(coefficient) * values [n], in the order given.
 
-    Goes through them side by side, by tiles of `unit` elements; `watch(index, start, tile)` sees
-    each tile of each contribution. Raises UndecodableError.
+    Each product and each sum is one fp32 operation. So equal contributions in an equal order, which the
+    caller fixes (by node id), give equal bits. Goes through them side by side, tile by tile, so that the
+    sum stays in a core's cache. Raises UndecodableError, and ValueError for unequal lengths.
     """
-    total_tokens = sum(tokens for tokens, _ in contributions)
-    num_elements = contributions[0][1].size if contributions else 1  # which then has no weight
-    readers = [_tile_reader(index, values) for index, (_, values) in enumerate(contributions)]
-    mean = np.empty(num_elements, dtype=np.float32)
+    num_elements = _size_of(contributions)
+    rounded = [np.float32(coefficient) for coefficient in coefficients]
+    readers = [_tile_reader(index, values) for index, values in enumerate(contributions)]
+    sums = np.empty(num_elements, dtype=np.float32)
 
     def add_tiles(first: int, past: int, scratch: Vector) -> None:
-        accumulator = MeanAccumulator(
-            num_elements=past - first,
-            total_tokens=total_tokens,
-            late_tokens=late_tokens,
-            into=mean[first:past],
-        )
-        for index, (tokens, _) in enumerate(contributions):
+        into = sums[first:past]
+        for index, coefficient in enumerate(rounded):
             tile = readers[index](first, past, scratch)
-            accumulator.add(tokens, tile)
+            if index == 0:
+                np.multiply(tile, coefficient, out=into)
+            else:
+                _add_weighted(read_only(tile), coefficient, into)
             watch(index, first, tile)
-        accumulator.finish()
 
-    tiles.each_tile(num_elements, add_tiles, unit=unit)
-    return mean
+    with np.errstate(over="ignore", invalid="ignore"):  # screening has yet to see what is in it
+        passes.tiles.each_tile(num_elements, add_tiles, unit=passes.unit)
+    return sums
+
+
+def trimmed_mean(
+    contributions: Sequence[Vector | Encoded],
+    coefficients: Sequence[float],
+    *,
+    num_trimmed: int,
+    passes: Passes = ONE_PASS,
+) -> Vector:
+    """Of each element the weighted mean [n] of the values that are left without the extreme ones.
+
+    The smallest and the largest `num_trimmed` are dropped (Yin et al. 2018, "Byzantine-Robust Distributed
+    Learning", section 4); the others count by their coefficients, whose sum stays what it is with all.
+    So each element lies within what the middle contributions say. A tile of each contribution is in
+    memory at once.
+    """
+    num_elements, num = _size_of(contributions), len(contributions)
+    whole = np.float32(math.fsum(coefficients))
+    weights = np.array(coefficients, dtype=np.float32)
+    readers = [_tile_reader(index, values) for index, values in enumerate(contributions)]
+    result = np.empty(num_elements, dtype=np.float32)
+
+    def trim(first: int, past: int, scratch: Vector) -> None:
+        values = np.stack([reader(first, past, scratch).copy() for reader in readers])
+        kept = np.argsort(values, axis=0, kind="stable")[num_trimmed : num - num_trimmed]
+        sums = np.zeros(past - first, dtype=np.float32)
+        weight = np.zeros(past - first, dtype=np.float32)
+        for row in kept:
+            own = weights[row]
+            sums += own * np.take_along_axis(values, row[None], axis=0)[0]
+            weight += own
+        np.divide(sums, weight, out=sums, where=weight > 0)
+        np.multiply(sums, whole, out=result[first:past])
+
+    passes.tiles.each_tile(num_elements, trim, unit=passes.unit)
+    return result
+
+
+def stretched_to(norm: float, mean: Vector, *, most: float, passes: Passes = ONE_PASS) -> Vector:
+    """A mean [n] made as long as its contributions are on average, which is `norm`; in place.
+
+    Contributions that point in different directions cancel each other in the mean, the more so the
+    more nodes there are; the outer learning rate then has to rise with them. Here
+
+        result = mean * min(norm over |mean|, most)
+
+    The bound, the root of the number of contributions, is what those without anything in common come to;
+    without it, nodes that contradict each other would be amplified without limit. Norms are of the whole
+    slice. So the bits depend on the contributions alone.
+    """
+    own = norm_of(mean, passes=passes)
+    if own == 0:
+        return mean
+    return np.multiply(mean, np.float32(min(norm / own, most)), out=mean)
+
+
+def read_each(
+    contributions: Sequence[Vector | Encoded], watch: Watch, *, passes: Passes = ONE_PASS
+) -> None:
+    """Shows `watch` all contributions, tile by tile. Raises UndecodableError."""
+    readers = [_tile_reader(index, values) for index, values in enumerate(contributions)]
+
+    def show(first: int, past: int, scratch: Vector) -> None:
+        for index, reader in enumerate(readers):
+            watch(index, first, reader(first, past, scratch))
+
+    passes.tiles.each_tile(_size_of(contributions), show, unit=passes.unit)
+
+
+def norm_of(values: Vector, *, passes: Passes = ONE_PASS) -> float:
+    """The Euclidean norm of a vector [n], as `BlockSums` has it."""
+    squares = BlockSums(values.size)
+    passes.tiles.each_run(
+        values.size, lambda first, past: squares.take(first, values[first:past]), unit=TILE_ELEMENTS
+    )
+    return squares.norm()
+
+
+def largest_norm(parameters: Vector, *, asked_for: float, passes: Passes = ONE_PASS) -> float:
+    """The norm that no pseudo-gradient of a slice with these parameters [n] has, for one of `asked_for`.
+
+    LARGEST_RMS says which that is. The parameters are read only where a norm is so large that it depends
+    on them.
+    """
+    least = LARGEST_RMS * math.sqrt(parameters.size)
+    return (
+        least
+        if asked_for <= least
+        else max(least, LARGEST_RMS * norm_of(parameters, passes=passes))
+    )
+
+
+class BlockSums:
+    """Of a vector's blocks, sums of its squares or of products with another; the same bits everywhere.
+
+    Sums of 256 products in float64, where each product is exact, in a fixed order, and their sum rounded
+    once: on every machine, for any number of threads.
+    """
+
+    def __init__(self, num_elements: int) -> None:
+        self._sums = np.zeros(-(-num_elements // BLOCK), dtype=np.float64)
+
+    def take(self, start: int, values: Vector, others: Vector | None = None) -> None:
+        """Of a part that begins with a block, in any order; without `others`, its squares."""
+        first = start // BLOCK
+        into = self._sums[first : first + -(-values.size // BLOCK)]
+        sum_products(read_only(values), read_only(values if others is None else others), into)
+
+    def total(self) -> float:
+        """Of all parts."""
+        return math.fsum(self._sums.tolist())
+
+    def norm(self) -> float:
+        """The root of the total: where squares were summed, the Euclidean norm."""
+        return math.sqrt(self.total())
+
+
+@kernel
+def sum_products(values: Vector, others: Vector, sums: npt.NDArray[np.float64]) -> None:
+    """Writes the sum of each block's products [blocks]: one half is added to the other until one is left."""
+    products = np.empty(BLOCK, dtype=np.float64)
+    for b in range(sums.size):
+        block = values[b * BLOCK : (b + 1) * BLOCK]
+        other = others[b * BLOCK : (b + 1) * BLOCK]
+        for i in range(block.size):
+            products[i] = np.float64(block[i]) * np.float64(other[i])  # exact
+        products[block.size :] = 0
+        half = BLOCK
+        while half > 1:
+            half //= 2
+            for i in range(half):
+                products[i] += products[i + half]
+        sums[b] = products[0]
+
+
+def _size_of(contributions: Sequence[Vector | Encoded]) -> int:
+    """The elements of each; raises ValueError where they differ."""
+    sizes = {values.size for values in contributions}
+    if len(sizes) != 1:
+        raise ValueError(f"one merge of contributions with {sorted(sizes)} elements")
+    return sizes.pop()
 
 
 def _tile_reader(index: int, values: Vector | Encoded) -> Callable[[int, int, Vector], Vector]:
@@ -154,95 +267,3 @@ def _tile_reader(index: int, values: Vector | Encoded) -> Callable[[int, int, Ve
         return decoded
 
     return tile
-
-
-def merged(
-    contributions: Sequence[Contribution],
-    merge: Merge,
-    *,
-    late_tokens: int = 0,
-    tiles: Tiles = ONE_THREAD,
-    unit: int = TILE_ELEMENTS,
-) -> Vector:
-    """Contributions [n] with their tokens as one vector [n], as the run file asks."""
-    take: Callable[..., Vector]
-    match merge:
-        case "mean":
-            take = weighted_mean
-        case "norm-preserving":
-            take = norm_preserving_mean
-    return take(contributions, late_tokens=late_tokens, tiles=tiles, unit=unit)
-
-
-def norm_preserving_mean(
-    contributions: Sequence[Contribution],
-    *,
-    late_tokens: int = 0,
-    tiles: Tiles = ONE_THREAD,
-    unit: int = TILE_ELEMENTS,
-) -> Vector:
-    """The weighted mean [n], made as long as its contributions are on average.
-
-    Contributions that point in different directions cancel each other in the mean, the more so the
-    more nodes there are; the outer learning rate then has to rise with them. Here
-
-        result = mean * min(sum of t / T * |x|, over |mean|, root of the number of contributions)
-
-    The bound is what contributions without anything in common come to; without it, nodes that
-    contradict each other would be amplified without limit. Norms are of the whole slice: sums of
-    256 squares in float64, in a fixed order, and their sum rounded once. So the bits depend on the
-    contributions alone.
-    """
-    squares = [Squares(values.size) for _, values in contributions]
-    mean = weighted_mean(
-        contributions,
-        late_tokens=late_tokens,
-        tiles=tiles,
-        unit=unit,
-        watch=lambda index, start, tile: squares[index].take(start, tile),
-    )
-    of_mean = Squares(mean.size)
-    tiles.each_run(mean.size, lambda first, past: of_mean.take(first, mean[first:past]))
-    mean_norm = of_mean.norm()
-    if mean_norm == 0:
-        return mean
-    weighed_tokens = sum(tokens for tokens, _ in contributions) + late_tokens
-    norm_of_mean = math.fsum(
-        tokens / weighed_tokens * own.norm()
-        for (tokens, _), own in zip(contributions, squares, strict=True)
-    )
-    stretch = min(norm_of_mean / mean_norm, math.sqrt(len(contributions)))
-    return np.multiply(mean, np.float32(stretch), out=mean)
-
-
-class Squares:
-    """Of a vector's blocks; its Euclidean norm, to the same bits on every machine."""
-
-    def __init__(self, num_elements: int) -> None:
-        self._sums = np.zeros(-(-num_elements // BLOCK), dtype=np.float64)
-
-    def take(self, start: int, values: Vector) -> None:
-        """Of a part that begins with a block, in any order."""
-        first = start // BLOCK
-        sum_squares(read_only(values), self._sums[first : first + -(-values.size // BLOCK)])
-
-    def norm(self) -> float:
-        """Of all parts."""
-        return math.sqrt(math.fsum(self._sums.tolist()))
-
-
-@kernel
-def sum_squares(values: Vector, sums: npt.NDArray[np.float64]) -> None:
-    """Writes the sum of each block [blocks]: one half is added to the other until one is left."""
-    squares = np.empty(BLOCK, dtype=np.float64)
-    for b in range(sums.size):
-        block = values[b * BLOCK : (b + 1) * BLOCK]
-        for i in range(block.size):
-            squares[i] = np.float64(block[i]) * np.float64(block[i])  # exact
-        squares[block.size :] = 0
-        half = BLOCK
-        while half > 1:
-            half //= 2
-            for i in range(half):
-                squares[i] += squares[i + half]
-        sums[b] = squares[0]

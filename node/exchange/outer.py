@@ -5,17 +5,18 @@ here is arithmetic on vectors: no I/O and no waiting.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+import structlog
 
 from node.disk.logs import SentLog
 from node.disk.snapshots import Owed, Snapshot, SnapshotWriting
-from node.exchange.codecs.codec import ONE_THREAD, Codec, Opened, Tiles
+from node.exchange.codecs.codec import ONE_THREAD, Codec, CodecError, Opened, Tiles
 from node.exchange.codecs.registry import codec_named, compile_kernels
-from node.exchange.mean import Squares, merged
+from node.exchange.mean import BlockSums, largest_norm, weighted_sum
 from node.exchange.outer_optimizer import (
     OuterOptimizer,
     RateScale,
@@ -23,26 +24,29 @@ from node.exchange.outer_optimizer import (
     rate_scale_of,
     refuse_flushed_subnormals,
 )
-from node.exchange.owing import Owing, Sender
+from node.exchange.owing import Owing
 from node.exchange.reducer_error import ReducerError
-from node.exchange.reduction import COUNTED_ROUNDS, Reduction, SliceResult, missed_in_a_row
+from node.exchange.reduction import Merging, Reduction, Sender, SliceResult, missed_in_a_row
 from node.exchange.residual import Residual
 from node.outer_state import OuterDigest, Vector
 from protocol.layout import Layout
 from protocol.payload import Payload
-from protocol.rounds import BLOCK, Commit, Digest, NodeId, SliceOutcome
-from protocol.run_spec import WANTS_FEEDBACK, Merge, RunSpec
+from protocol.rounds import BLOCK, WHOLE, Commit, Digest, NodeId, SliceOutcome
+from protocol.run_spec import WANTS_FEEDBACK, RunSpec
+from protocol.trust.identity import Identity
+
+log = structlog.get_logger()
 
 
-def compile_arithmetic(merge: Merge, optimizer: OuterOptimizer) -> None:
+def compile_arithmetic(optimizer: OuterOptimizer) -> None:
     """Does once what a round does besides encoding, so that no round waits for its kernels."""
     zeros = np.zeros(BLOCK, dtype=np.float32)
     residual = Residual(BLOCK)
     residual.owed(slice(0, BLOCK), zeros, zeros)
     residual.settling_taken(slice(0, BLOCK), zeros, zeros)(0, zeros)
-    merged([(1, zeros), (1, zeros)], merge)
+    weighted_sum([zeros, zeros], [0.5, 0.5])
     optimizer.apply(zeros.copy(), zeros.copy(), zeros)
-    Squares(BLOCK).take(0, zeros)
+    BlockSums(BLOCK).take(0, zeros)
 
 
 class NotApplicableError(Exception):
@@ -68,8 +72,7 @@ class OuterRules:
     downlink: Codec
     optimizer: OuterOptimizer
     rate_scale: RateScale
-    merge: Merge = "mean"
-    most_weight: float | None = None
+    merging: Merging = field(default_factory=Merging)
 
 
 class Outer:
@@ -98,10 +101,10 @@ class Outer:
         self._optimizer = rules.optimizer
         self.optimizer_in: Callable[[int], OuterOptimizer] = lambda round: rules.optimizer
         """Of a round: amendments change its learning rate. `of_run` has the run file's in all."""
-        self._merge: Merge = rules.merge
-        self._most_weight = rules.most_weight
+        self._merging = rules.merging
         self._rate_scale = rules.rate_scale
-        self._run_digest, self._node_id = sender
+        self._sender = sender
+        self._node_id = sender.node_id
         self._opened: dict[tuple[Digest, int], Opened] = {}  # results since the last commit
         self._missed: dict[
             NodeId, int
@@ -120,20 +123,27 @@ class Outer:
         parameters: Vector,
         published: Vector,
         node_id: NodeId,
+        identity: Identity | None = None,
         tiles: Tiles = ONE_THREAD,
         sent: SentLog | None = None,
     ) -> "Outer":
-        """By the rules of a run file; `parameters` hold the initial weights. Heavy."""
+        """By the rules of a run file; `parameters` hold the initial weights. Heavy.
+
+        `identity` signs what leaves here; peers of a real swarm take nothing without.
+        """
         exchange = spec.exchange
         rules = OuterRules(
             uplink=codec_named(exchange.uplink, tiles),
             downlink=codec_named(exchange.downlink, tiles),
             optimizer=outer_optimizer_of(spec.outer),
             rate_scale=rate_scale_of(spec),
-            merge=spec.outer.merge,
-            most_weight=spec.data.most_weight,
+            merging=Merging(
+                merge=spec.outer.merge,
+                is_screened=spec.outer.screening,
+                most_weight=spec.data.most_weight,
+            ),
         )
-        sender = Sender(run_digest=spec.digest(), node_id=node_id)
+        sender = Sender(run_digest=spec.digest(), node_id=node_id, identity=identity)
         owing = Owing(
             layout=layout,
             parameters=parameters,
@@ -168,7 +178,7 @@ class Outer:
         """Gets codecs and arithmetic ready, which takes seconds on a machine's first start. Heavy."""
         for codec in (self.uplink, self.downlink):
             compile_kernels(codec)
-        compile_arithmetic(self._merge, self._optimizer)
+        compile_arithmetic(self._optimizer)
 
     def result_of(self, reduction: Reduction, fragment: int) -> SliceResult | None:
         """The result of a slice that this node reduces, or None when nothing was contributed.
@@ -176,19 +186,20 @@ class Outer:
         Moves nothing: tell `owing.note_result` when it is to be handed out. Heavy.
         """
         part = reduction.slice
+        span = self.layout.span_of(fragment, part.start, part.num_elements)
         result = reduction.result(
             downlink=self.downlink,
-            run_digest=self._run_digest,
-            node_id=self._node_id,
-            merge=self._merge,
-            most_weight=self._most_weight,
-            carried=self.owing.reducer_error.carried(
-                self.layout.span_of(fragment, part.start, part.num_elements)
+            sender=self._sender,
+            by=replace(
+                self._merging,
+                missed=self._missed,
+                centre=self._optimizer.usual_mean(self._momentum[span])
+                if self._merging.goes_by_momentum
+                else None,
+                parameters=self._parameters[span],
             ),
+            carried=self.owing.reducer_error.carried(span),
             wants_error=self.owing.reducer_error.rule != "drop",
-            long_missed=frozenset(
-                node_id for node_id, rounds in self._missed.items() if rounds >= COUNTED_ROUNDS
-            ),
         )
         if result is not None:
             payload = result.payload
@@ -196,17 +207,23 @@ class Outer:
         return result
 
     def check_result(self, payload: Payload) -> None:
-        """Raises CodecError unless the result decodes.
+        """Raises CodecError unless the result decodes, to the norm that its header declares.
 
+        The coordinator bounds results by these norms, so nobody holds one that is longer than it says.
         Heavy for the first time; it is applied from what was opened here.
         """
         self._open(payload)
 
     def _open(self, payload: Payload) -> Opened:
-        key = payload.header.body_digest, payload.header.num_elements
+        header = payload.header
+        key = header.body_digest, header.num_elements
         opened = self._opened.get(key)
         if opened is None:
-            opened = self.downlink.opened(payload.body, payload.header.num_elements)
+            opened = self.downlink.opened(payload.body, header.num_elements)
+            squares = BlockSums(header.num_elements)
+            opened.each_tile(squares.take)
+            if (norm := squares.norm()) != header.norm:
+                raise CodecError(f"its norm is {norm!r}, and its header says {header.norm!r}")
             self._opened[key] = opened
         return opened
 
@@ -250,7 +267,8 @@ class Outer:
         reducers = {index: payload.header.sender_id for index, payload in results.items()}
         self.owing.settle(commit, reducers)
         for outcome in committed:
-            self._move(commit.fragment, outcome, opened.pop(outcome.index))
+            norm = results[outcome.index].header.norm * outcome.factor / WHOLE
+            self._move(commit.fragment, outcome, opened.pop(outcome.index), norm)
         own = {index for index, reducer in reducers.items() if reducer == self._node_id}
         self.count_missed(commit, own)
         self._digest.renew(
@@ -292,12 +310,28 @@ class Outer:
                 f"contributed to fragment {pending.fragment}"
             )
 
-    def _move(self, fragment: int, outcome: SliceOutcome, result: Opened) -> None:
-        """Applies the outer optimizer to a slice."""
+    def _move(self, fragment: int, outcome: SliceOutcome, result: Opened, norm: float) -> None:
+        """Applies the outer optimizer to a slice, with as much of its result as the commit says.
+
+        `norm` is what the result comes to then.
+        """
         span = self.layout.span_of(fragment, outcome.start, outcome.num_elements)
-        rate_scale = self._rate_scale.of(outcome.contributors)
+        largest = largest_norm(self._parameters[span], asked_for=norm)
+        if norm > largest:
+            # No bound of the coordinator's has held it, as in a first round. All nodes see the same.
+            log.error(
+                "a committed result changes nothing: no training comes to such a norm",
+                start=outcome.start,
+                norm=norm,
+                largest=largest,
+            )
+            return
+        rate_scale = self._rate_scale.of(outcome.taken)
+        factor = np.float32(outcome.factor / WHOLE)
 
         def move(start: int, mean: Vector) -> None:
+            if factor != 1:
+                np.multiply(mean, factor, out=mean)
             tile = slice(span.start + start, span.start + start + mean.size)
             self._optimizer.apply(self._parameters[tile], self._momentum[tile], mean, rate_scale)
 
@@ -307,7 +341,7 @@ class Outer:
         """The state and what this node owes, not copies of them: the next commit changes both."""
         state = Snapshot(
             round=self.round,
-            run_digest=self._run_digest,
+            run_digest=self._sender.run_digest,
             layout_digest=self.layout_digest,
             parameters=self._parameters,
             momentum=self._momentum,

@@ -29,6 +29,9 @@ class OuterOptimizer(Protocol):
     def moves_momentum(self) -> bool:
         """Whether it changes the momentum at all."""
 
+    def usual_mean(self, momentum: Vector) -> Vector | None:
+        """What means [n] were lately, on average, by this momentum [n]; None where it keeps none."""
+
     def apply(
         self,
         parameters: Vector,
@@ -87,6 +90,10 @@ class Nesterov:
                 next_step="choose one from 0 to 0.9999",
             )
 
+    def usual_mean(self, momentum: Vector) -> Vector | None:
+        """The momentum is a sum in which a mean of k rounds ago counts mu ** k: times 1 - mu an average."""
+        return momentum * (np.float32(1) - self._momentum)
+
     def apply(
         self,
         parameters: Vector,
@@ -107,6 +114,10 @@ class Sgd:
 
     def __init__(self, *, learning_rate: float) -> None:
         self._learning_rate = _rounded_learning_rate(learning_rate)
+
+    def usual_mean(self, momentum: Vector) -> Vector | None:
+        """It keeps no momentum."""
+        return None
 
     def apply(
         self,

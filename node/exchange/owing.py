@@ -9,14 +9,14 @@ from the encoding to the commit, so no fourth vector keeps their sum. Where one 
 before, what is pending is set aside.
 
 A commit took a contribution when it names the very bytes that this node has sent: a reducer that names
-a contributor of which it has nothing, or has something else, makes nobody drop anything.
+a contributor of which it has nothing, or has something else, makes nobody drop anything. What the commit
+says was cut off a contribution is let go like late work, and said: owed again, it would be cut again.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from typing import NamedTuple
 
 import numpy as np
 import structlog
@@ -25,12 +25,12 @@ from node.disk.logs import SentLog, SentSlice
 from node.disk.snapshots import Owed
 from node.exchange.codecs.codec import Codec, Opened
 from node.exchange.reducer_error import ReducerError
-from node.exchange.reduction import SliceResult
+from node.exchange.reduction import Sender, SliceResult
 from node.exchange.residual import Residual
 from node.outer_state import Vector
 from protocol.layout import Layout
 from protocol.payload import CONTRIBUTION, Payload
-from protocol.rounds import Commit, Digest, NodeId, Slice, SliceOutcome, contribution_digest
+from protocol.rounds import Commit, NodeId, Slice, SliceOutcome, contribution_digest
 
 log = structlog.get_logger()
 
@@ -41,6 +41,7 @@ class Pending:
 
     round: int
     fragment: int
+    base_digest: bytes = b""  # of the state that it was trained from
     share: float = 1.0  # of the round's inner steps that were trained
     sent: dict[int, SentSlice] = field(default_factory=dict)  # by the slice's index
     encoded: dict[int, Opened] = field(default_factory=dict)  # the bodies of these
@@ -55,13 +56,6 @@ class _Aside:
     accumulated: Vector  # [fragment]: pseudo-gradient plus residual
     published: Vector  # [fragment]: the newest
     later: Vector | None = None  # [fragment]: what was trained since, and is owed on top
-
-
-class Sender(NamedTuple):
-    """In whose name contributions and results are made, and for which run."""
-
-    run_digest: Digest
-    node_id: NodeId
 
 
 class _Fate(Enum):
@@ -106,7 +100,8 @@ class Owing:
         self._parameters = parameters
         self._published = published
         self._uplink = uplink
-        self._run_digest, self._node_id = sender
+        self._sender = sender
+        self._node_id = sender.node_id
         self._sent = sent or SentLog(None)
         # Of these fragments work of earlier rounds may be owed, and not only what encoding left out.
         self._late_fragments = set(range(len(layout.fragments)))
@@ -114,7 +109,9 @@ class Owing:
         self._aside: _Aside | None = None
         self._rooms: list[Vector] = []  # not in use: new memory takes longer to get than to write
 
-    def accumulate(self, *, round: int, fragment: int, share: float = 1.0) -> Pending:
+    def accumulate(
+        self, *, round: int, fragment: int, base_digest: bytes = b"", share: float = 1.0
+    ) -> Pending:
         """What is owed of a fragment that was published, (global − published) + residual, is pending now.
 
         `share` is the part of the round's inner steps that was trained. Of late work no more is owed
@@ -131,7 +128,7 @@ class Owing:
                 span, self._parameters[span], self._published_of(span), share=share
             )
             self._say_let_go(rounds, round=round, fragment=fragment)
-        self.pending = Pending(round=round, fragment=fragment, share=share)
+        self.pending = Pending(round=round, fragment=fragment, base_digest=base_digest, share=share)
         return self.pending
 
     @contextmanager
@@ -186,7 +183,7 @@ class Owing:
             )
         payload = Payload.seal(
             kind=CONTRIBUTION,
-            run_digest=self._run_digest,
+            run_digest=self._sender.run_digest,
             round=self.pending.round,
             fragment=self.pending.fragment,
             slice_index=part.index,
@@ -197,6 +194,8 @@ class Owing:
             tokens=tokens,
             sender_id=self._node_id,
             body=encoded.body,
+            base_digest=self.pending.base_digest,
+            signer=self._sender.identity,
         )
         sent = SentSlice(
             index=part.index,
@@ -223,11 +222,13 @@ class Owing:
             ours = [(c, digest) for c, digest in named if c.node_id == self._node_id]
             if ours and _tokens_of(outcome, self._node_id) > 0:
                 contributors, contributions = zip(*ours, strict=True)
+                place = outcome.contributors.index(contributors[0])
                 slices.append(
                     replace(
                         outcome,
                         contributors=contributors,
                         contributions=contributions,
+                        factors=outcome.factors[place : place + 1],
                         holder_ids=(),
                     )
                 )
@@ -301,11 +302,14 @@ class Owing:
         if pending is not None and pending.round != commit.round:
             pending = None
         fates = {each.index: self._fate_of(each, commit.round, pending) for each in commit.slices}
-        let_go = 0.0
+        let_go = cut = 0.0
         for outcome in commit.slices:
             span = self._layout.span_of(commit.fragment, outcome.start, outcome.num_elements)
-            rounds = self._settle_residual(outcome, span, pending, fates[outcome.index])
+            fate = fates[outcome.index]
+            rounds = self._settle_residual(outcome, span, pending, fate)
             let_go += rounds * outcome.num_elements
+            if fate is not _Fate.MISSED:
+                cut += (1 - outcome.factor_of(self._node_id)) * outcome.num_elements
             own_tokens = _tokens_of(outcome, self._node_id)
             reducer = reducers.get(outcome.index)
             if reducer is not None:
@@ -324,6 +328,8 @@ class Owing:
                 self._late_fragments.add(commit.fragment)
             size = self._layout.fragments[commit.fragment].num_elements
             self._say_let_go(let_go / size, round=commit.round, fragment=commit.fragment)
+        if cut > 0:
+            self._say_cut(cut / self._layout.fragments[commit.fragment].num_elements, commit)
         self._arrive_at(commit.round)
 
     def _fate_of(self, outcome: SliceOutcome, round: int, pending: Pending | None) -> _Fate:
@@ -398,7 +404,22 @@ class Owing:
                 by_this_process=float(f"{self.let_go_rounds:.3g}"),
             )
 
+    def _say_cut(self, rounds: float, commit: Commit) -> None:
+        self.let_go_rounds += rounds
+        log.warning(
+            "a part of this node's work does not count: it is longer than that of others, and is let go",
+            round=commit.round,
+            fragment=commit.fragment,
+            rounds_of_work=float(f"{rounds:.2g}"),
+            by_this_process=float(f"{self.let_go_rounds:.3g}"),
+            next_step="see whether this node's data or learning rate differ from the others'",
+        )
+
     def _settle_taken(self, outcome: SliceOutcome, span: slice, encoded: Opened) -> None:
+        if outcome.factor_of(self._node_id) == 0:
+            # What was refused whole cannot be right in what its encoding left out.
+            self.residual.values[span] = 0
+            return
         aside = None if self.pending is None else self._aside_of(self.pending)
         if aside is None:
             published = self._published[outcome.start : outcome.start + outcome.num_elements]

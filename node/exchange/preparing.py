@@ -54,8 +54,8 @@ def parts_of(spec: RunSpec) -> Iterable[tuple[str, Callable[[], None]]]:
     names = (spec.exchange.uplink, spec.exchange.downlink)
     for codec in {codec.name: codec for codec in map(codec_named, names)}.values():
         yield f"codec {codec.name}", partial(compile_kernels, codec)
-    arithmetic = partial(compile_arithmetic, spec.outer.merge, outer_optimizer_of(spec.outer))
-    yield f"merge {spec.outer.merge}, outer optimizer {spec.outer.optimizer}", arithmetic
+    arithmetic = partial(compile_arithmetic, outer_optimizer_of(spec.outer))
+    yield f"outer optimizer {spec.outer.optimizer}", arithmetic
 
 
 def are_loaded(spec: RunSpec) -> bool:

@@ -1,16 +1,41 @@
-"""A slice's result: the mean of its contributions, encoded once, as the same bytes for everyone."""
+"""A slice's result: its contributions screened and merged, encoded once, as the same bytes for everyone."""
 
+import math
 from collections.abc import Collection, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import structlog
 
 from node.exchange.codecs.codec import Codec, Opened
-from node.exchange.mean import Encoded, UndecodableError, merged
+from node.exchange.mean import (
+    BlockSums,
+    Encoded,
+    Passes,
+    UndecodableError,
+    largest_norm,
+    norm_of,
+    read_each,
+    shares,
+    stretched_to,
+    trimmed_mean,
+    weighted_sum,
+)
+from node.exchange.screening import (
+    Verdict,
+    allowances,
+    centred_factors,
+    num_trimmed,
+    quantised,
+    screened,
+    trust_factors,
+)
 from node.outer_state import Vector
 from protocol.payload import RESULT, Payload
 from protocol.rounds import (
+    WHOLE,
     Commit,
     ContributionDigest,
     Contributor,
@@ -22,8 +47,12 @@ from protocol.rounds import (
     contribution_digest,
 )
 from protocol.run_spec import Merge
+from protocol.trust.identity import Identity
 
 log = structlog.get_logger()
+
+MOST_OF_MEAN_WEIGHT = 2.0
+"""Nobody weighs more than so many times what contributions weigh on average, whatever tokens it claims."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -32,12 +61,52 @@ class SliceResult:
 
     payload: Payload
     encoded: Opened = field(repr=False)  # the payload's body
-    contributors: tuple[Contributor, ...]
-    contributions: tuple[ContributionDigest, ...]  # of each of them, the bytes that are in the mean
+    contributors: tuple[Contributor, ...]  # those left out too, with a factor of 0
+    contributions: tuple[ContributionDigest, ...]  # of each of them, the bytes that came
+    factors: tuple[int, ...] = ()  # how much of each is in the mean; empty: all of all
     weighed_tokens: int  # what a token's work was divided by: all tokens, those of late work too
     error: Vector | None = field(
         repr=False
     )  # [slice]: what the encoding rounded away, if asked for
+
+
+class Sender(NamedTuple):
+    """In whose name contributions and results are made, and for which run."""
+
+    run_digest: Digest
+    node_id: NodeId
+    identity: Identity | None = None  # who signs; None in a test whose peers ask for no signature
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Merging:
+    """How a run's contributions become one, and what a reducer goes by where it reduces a slice."""
+
+    merge: Merge = "mean"
+    is_screened: bool = True
+    most_weight: float | None = None  # the part of a mean that may be of one data holder
+    missed: Mapping[NodeId, int] = field(
+        default_factory=dict
+    )  # rounds in a row, by `missed_in_a_row`
+    centre: Vector | None = (
+        None  # [slice]: what contributions were on average, by the outer momentum
+    )
+    parameters: Vector | None = None  # [slice]: what no training exceeds by as much
+
+    @property
+    def goes_by_momentum(self) -> bool:
+        """Whether contributions are compared with what means were lately."""
+        return self.merge in ("centred-clipping", "trust")
+
+
+_AS_MEAN = Merging()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Merged:
+    values: Vector
+    verdicts: Mapping[NodeId, Verdict]
+    weighed: int  # by what weights were divided
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -50,59 +119,33 @@ class Reduction:
     late: Set[NodeId] = frozenset()  # whose contributions were waited for in vain
     uplink: Codec
     context: int  # tokens of a sample
+    attempt: int = 0  # takeovers of the slice so far
 
     def result(
         self,
         *,
         downlink: Codec,
-        run_digest: Digest,
-        node_id: NodeId,
-        merge: Merge = "mean",
+        sender: Sender,
+        by: Merging = _AS_MEAN,
         carried: Vector | None = None,
         wants_error: bool = False,
-        long_missed: Set[NodeId] = frozenset(),
-        most_weight: float | None = None,
     ) -> SliceResult | None:
         """The encoded mean with whose contributions it holds, or None when there are none.
-
-        `most_weight` bounds the part of the mean that is of one data holder (`bounded_weights`).
 
         `carried` [slice] is added to the mean before it is encoded (node.exchange.reducer_error).
 
         Who is late will contribute in a later round: their tokens count now, those of all samples that
-        they were assigned, unless they are `long_missed`: of what these owe no more is kept
+        they were assigned, unless they have missed COUNTED_ROUNDS: of what these owe no more is kept
         (node.exchange.residual). Who is gone or excused has nothing to bring, and is not late.
 
         Contributions are added in the order of node ids, so that equal contributions give equal
-        bytes. One that does not decode is left out, and said. Heavy.
+        bytes. One that does not decode, or that screening leaves out, counts for nothing, and that is
+        said. Heavy.
         """
-        contributions, assigned = self.contributions, self.plan.assignments
-        late = self.late - long_missed
-        late_samples = sum(a.num_samples for a in assigned if a.node_id in late)
-        contributors = [
-            Contributor(
-                node_id=sender, samples=payload.header.samples, tokens=payload.header.tokens
-            )
-            for sender, payload in sorted(contributions.items())
-        ]
-        while contributors:
-            late_tokens = tokens_of_late(late_samples, contributors, context=self.context)
-            try:
-                bodies = [contributions[each.node_id].body for each in contributors]
-                weights = [each.tokens for each in contributors]
-                if most_weight is not None:
-                    books = {a.node_id: book_of(a.first_sample) for a in assigned}
-                    holders = [books[each.node_id] for each in contributors]
-                    weights = bounded_weights(weights, holders, most=most_weight)
-                values = self._merged(weights, bodies, merge, late_tokens)
-                break
-            except UndecodableError as error:  # then all is added anew: its tokens do not count
-                sender = contributors.pop(error.index).node_id
-                log.warning(
-                    "contribution left out", round=self.plan.round, sender=sender, why=str(error)
-                )
-        else:
+        merged = self._merged(sender.node_id, by)
+        if merged is None:
             return None
+        values = merged.values
         if carried is not None:
             owed = carried
 
@@ -111,54 +154,225 @@ class Reduction:
 
             downlink.tiles.each_run(values.size, add)
         encoded = downlink.encoded(values)
-        rounded_away = None
-        if wants_error:
-            rounded_away = values
+        squares = BlockSums(values.size)
 
-            def leave_rounded_away(start: int, decoded: Vector) -> None:
+        def leave_rounded_away(start: int, decoded: Vector) -> None:
+            squares.take(start, decoded)
+            if wants_error:
                 tile = values[start : start + decoded.size]
                 np.subtract(tile, decoded, out=tile)
 
-            encoded.each_tile(leave_rounded_away)
+        encoded.each_tile(leave_rounded_away)
         payload = Payload.seal(
             kind=RESULT,
-            run_digest=run_digest,
+            run_digest=sender.run_digest,
             round=self.plan.round,
             fragment=self.plan.fragment,
             slice_index=self.slice.index,
             start=self.slice.start,
             num_elements=self.slice.num_elements,
             codec=downlink.name,
-            tokens=0,
-            sender_id=node_id,
+            sender_id=sender.node_id,
             body=encoded.body,
+            norm=squares.norm(),
+            base_digest=self.plan.base_digest,
+            attempt=self.attempt,
+            signer=sender.identity,
         )
+        factors = tuple(verdict.factor for verdict in merged.verdicts.values())
         return SliceResult(
             payload=payload,
             encoded=encoded,
-            contributors=tuple(contributors),
+            contributors=tuple(map(self._contributor, merged.verdicts)),
             contributions=tuple(
-                contribution_digest(contributions[each.node_id].header.body_digest)
-                for each in contributors
+                contribution_digest(self.contributions[node_id].header.body_digest)
+                for node_id in merged.verdicts
             ),
-            weighed_tokens=late_tokens + sum(each.tokens for each in contributors),
-            error=rounded_away,
+            factors=() if set(factors) == {WHOLE} else factors,
+            weighed_tokens=merged.weighed,
+            error=values if wants_error else None,
         )
 
-    def _merged(
-        self, weights: list[int], bodies: list[bytes], merge: Merge, late_tokens: int
-    ) -> Vector:
+    def _contributor(self, sender: NodeId) -> Contributor:
+        header = self.contributions[sender].header
+        return Contributor(node_id=sender, samples=header.samples, tokens=header.tokens)
+
+    def _merged(self, node_id: NodeId, by: Merging) -> _Merged | None:
+        """The mean of what screening lets in; None when that is nothing.
+
+        What does not decode or counts for nothing is left out, and all is weighed anew without it: its
+        tokens do not count either.
+        """
+        verdicts = dict.fromkeys(sorted(self.contributions), Verdict())
+        merged = None
+        while merged is None and (here := [s for s, v in verdicts.items() if v.factor > 0]):
+            try:
+                merged = self._merged_of(here, node_id, by, verdicts)
+            except UndecodableError as error:
+                verdicts[here[error.index]] = Verdict(factor=0, why=str(error))
+        for sender, verdict in verdicts.items():
+            if verdict.why:
+                log.warning(
+                    "contribution left out" if verdict.factor == 0 else "contribution clipped",
+                    round=self.plan.round,
+                    slice=self.slice.index,
+                    sender=sender,
+                    factor=round(verdict.factor / WHOLE, 3),
+                    why=verdict.why,
+                )
+        return merged
+
+    def _merged_of(
+        self,
+        here: Sequence[NodeId],
+        node_id: NodeId,
+        by: Merging,
+        verdicts: dict[NodeId, Verdict],
+    ) -> _Merged | None:
+        """The mean of these contributions; None when screening leaves one of them out, which it notes."""
         codec, size = self.uplink, self.slice.num_elements
-        return merged(
-            [
-                (weight, Encoded(codec=codec, body=body, size=size))
-                for weight, body in zip(weights, bodies, strict=True)
-            ],
-            merge,
-            late_tokens=late_tokens,
-            tiles=codec.tiles,
-            unit=codec.unit,
+        passes = Passes(tiles=codec.tiles, unit=codec.unit)
+        bodies = [
+            Encoded(codec=codec, body=self.contributions[sender].body, size=size) for sender in here
+        ]
+        weights, late = self._weights(here, by)
+        looked = _Look.at(bodies, by, shares(weights, late=late), passes)
+        if by.is_screened:
+            own = here.index(node_id) if node_id in here else None
+            allowed = allowances(
+                [self._contributor(sender).tokens for sender in here],
+                [by.missed.get(sender, 0) for sender in here],
+            )
+            largest = math.inf
+            if by.parameters is not None:
+                largest = largest_norm(by.parameters, asked_for=max(looked.norms), passes=passes)
+            found = screened(looked.norms, allowed, own=own, largest=largest)
+            verdicts.update(zip(here, found, strict=True))
+            if any(verdict.factor == 0 for verdict in found):
+                return None
+        let_in = [verdicts[sender].factor / WHOLE for sender in here]
+        values, factors = looked.merged(bodies, let_in, weights, late, by, passes)
+        for sender, factor in zip(here, factors, strict=True):
+            verdicts[sender] = replace(verdicts[sender], factor=quantised(factor))
+        return _Merged(values=values, verdicts=verdicts, weighed=sum(weights) + late)
+
+    def _weights(self, here: Sequence[NodeId], by: Merging) -> tuple[list[int], int]:
+        """What contributions weigh, by tokens and within bounds, and what is late in all."""
+        assigned = {a.node_id: a for a in self.plan.assignments}
+        contributors = [self._contributor(sender) for sender in here]
+        missing = sorted(n for n in self.late if by.missed.get(n, 0) < COUNTED_ROUNDS)
+        samples = [assigned[n].num_samples for n in missing if n in assigned]
+        expected = partial(tokens_of_late, contributors=contributors, context=self.context)
+        late = expected(sum(samples))
+        weights = [each.tokens for each in contributors]
+        if by.most_weight is not None:
+            holders = [book_of(assigned[each.node_id].first_sample) for each in contributors]
+            weights = bounded_weights(weights, holders, most=by.most_weight)
+        if by.is_screened:
+            every = [*weights, *map(expected, samples)]
+            most = MOST_OF_MEAN_WEIGHT / len(every)
+            bounded = every if most >= 1 else bounded_weights(every, range(len(every)), most=most)
+            if bounded != every:
+                weights, late = bounded[: len(here)], sum(bounded[len(here) :])
+        return weights, late
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Look:
+    """What one pass over encoded contributions finds: their norms and, where nothing is cut, their mean.
+
+    Honest rounds need no second pass over the bodies with `mean` and `norm-preserving`.
+    """
+
+    norms: Sequence[float]
+    along: Sequence[float]  # products with the centre, where the merge goes by it
+    centre_norm: float
+    mean: Vector | None
+
+    @classmethod
+    def at(
+        cls, bodies: Sequence[Encoded], by: Merging, coefficients: Sequence[float], passes: Passes
+    ) -> "_Look":
+        size = bodies[0].size
+        squares = [BlockSums(size) for _ in bodies]
+        products = [BlockSums(size) for _ in bodies]
+        centre = by.centre if by.goes_by_momentum else None
+
+        def watch(index: int, first: int, tile: Vector) -> None:
+            squares[index].take(first, tile)
+            if centre is not None:
+                products[index].take(first, tile, centre[first : first + tile.size])
+
+        mean = None
+        if by.merge in ("mean", "norm-preserving"):
+            mean = weighted_sum(bodies, coefficients, passes=passes, watch=watch)
+        else:
+            read_each(bodies, watch, passes=passes)
+        return cls(
+            norms=[each.norm() for each in squares],
+            along=[each.total() for each in products],
+            centre_norm=0.0 if centre is None else norm_of(centre, passes=passes),
+            mean=mean,
         )
+
+    def merged(
+        self,
+        bodies: Sequence[Encoded],
+        factors: Sequence[float],
+        weights: Sequence[int],
+        late: int,
+        by: Merging,
+        passes: Passes,
+    ) -> tuple[Vector, Sequence[float]]:
+        """What the run file's merge makes of them, and how much of each is in it."""
+        is_whole = all(factor == 1 for factor in factors)
+        summed = partial(weighted_sum, passes=passes)
+        coefficients = shares(weights, late=late, factors=factors)
+        match by.merge:
+            case "mean" | "norm-preserving":
+                mean = (
+                    self.mean
+                    if is_whole and self.mean is not None
+                    else summed(bodies, coefficients)
+                )
+                if by.merge == "norm-preserving":
+                    norm = math.fsum(c * n for c, n in zip(coefficients, self.norms, strict=True))
+                    mean = stretched_to(norm, mean, most=math.sqrt(len(bodies)), passes=passes)
+                return mean, factors
+            case "trimmed-mean":
+                trimmed = num_trimmed(len(bodies))
+                if not is_whole:
+                    scaled = [
+                        _times(body, f, passes) for body, f in zip(bodies, factors, strict=True)
+                    ]
+                    whole = shares(weights, late=late)
+                    return trimmed_mean(scaled, whole, num_trimmed=trimmed, passes=passes), factors
+                return trimmed_mean(
+                    bodies, coefficients, num_trimmed=trimmed, passes=passes
+                ), factors
+            case "centred-clipping":
+                found = centred_factors(self.norms, self.along, self.centre_norm)
+                led = [quantised(each) / WHOLE for each in found]
+                coefficients = shares(weights, late=late, factors=led)
+                rest = math.fsum(shares(weights, late=late)) - math.fsum(coefficients)
+                if by.centre is None:
+                    return summed(bodies, coefficients), led
+                return summed([*bodies, by.centre], [*coefficients, rest]), led
+            case "trust":
+                trusted = trust_factors(self.norms, self.along, self.centre_norm)
+                factors = [quantised(f * t) / WHOLE for f, t in zip(factors, trusted, strict=True)]
+                # Who is not trusted weighs nothing; the others weigh what all would have.
+                scale = sum(weights) / math.fsum(
+                    weight * t for weight, t in zip(weights, trusted, strict=True)
+                )
+                coefficients = [
+                    scale * each for each in shares(weights, late=late, factors=factors)
+                ]
+                return summed(bodies, coefficients), factors
+
+
+def _times(body: Encoded, factor: float, passes: Passes) -> Vector | Encoded:
+    return body if factor == 1 else weighted_sum([body], [factor], passes=passes)
 
 
 def bounded_weights(tokens: Sequence[int], holders: Sequence[int], *, most: float) -> list[int]:
@@ -190,7 +404,7 @@ def bounded_weights(tokens: Sequence[int], holders: Sequence[int], *, most: floa
     ]
 
 
-def tokens_of_late(samples: int, contributors: Sequence[Contributor], *, context: int) -> int:
+def tokens_of_late(samples: int, *, contributors: Sequence[Contributor], context: int) -> int:
     """What samples will weigh that come too late: as many tokens of each count as of those that are here.
 
     How many of its own will count only the node knows that trains them. Where all do, all are told.

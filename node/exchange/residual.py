@@ -6,7 +6,7 @@ import numpy as np
 
 from node.exchange.codecs.codec import ONE_THREAD, Tiles
 from node.exchange.codecs.compiled import kernel, read_only
-from node.exchange.mean import Squares
+from node.exchange.mean import BlockSums
 from node.outer_state import Vector
 
 
@@ -139,7 +139,7 @@ class Residual:
 
     def _norm(self, values: Vector, less: Vector | None = None) -> float:
         """Of a vector, or of its difference from another one; tile by tile, so that no third is made."""
-        squares = Squares(values.size)
+        squares = BlockSums(values.size)
 
         def take(first: int, past: int, scratch: Vector) -> None:
             tile = values[first:past]

@@ -181,7 +181,11 @@ class RoundRunner:
         assigned = 0 if assignment is None else assignment.num_samples
         share = samples / max(samples, assigned)
         accumulate = partial(
-            owing.accumulate, round=plan.round, fragment=plan.fragment, share=share
+            owing.accumulate,
+            round=plan.round,
+            fragment=plan.fragment,
+            base_digest=plan.base_digest,
+            share=share,
         )
         await self._heavy(accumulate)
         for part in in_order_of_sending(plan.slices, self.state.rules.node_id):

@@ -178,6 +178,7 @@ class Contributor(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     CONTRIBUTION_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
+    CUT_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """The participant."""
     tokens: _builtins.int
@@ -186,6 +187,8 @@ class Contributor(_message.Message):
     """The first 16 bytes of the digest of its contribution's body, as the reducer took it into the mean."""
     samples: _builtins.int
     """Of the samples leased to it, how many it has used up, from the first on."""
+    cut: _builtins.int
+    """How much of the contribution is not in the result, in 65,536ths: it was clipped, or left out."""
     def __init__(
         self,
         *,
@@ -193,10 +196,11 @@ class Contributor(_message.Message):
         tokens: _builtins.int = ...,
         contribution: _builtins.bytes = ...,
         samples: _builtins.int = ...,
+        cut: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contribution", b"contribution", "node_id", b"node_id", "samples", b"samples", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contribution", b"contribution", "cut", b"cut", "node_id", b"node_id", "samples", b"samples", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -252,6 +256,9 @@ class SliceOutcome(_message.Message):
     HOLDERS_FIELD_NUMBER: _builtins.int
     VOID_REASON_FIELD_NUMBER: _builtins.int
     CONTRIBUTIONS_FIELD_NUMBER: _builtins.int
+    FACTORS_FIELD_NUMBER: _builtins.int
+    NORM_FIELD_NUMBER: _builtins.int
+    CUT_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Position in the plan."""
     start: _builtins.int
@@ -268,10 +275,20 @@ class SliceOutcome(_message.Message):
     """What of each of the contributor set's nodes is in the result, in their order: 16 bytes each, as in
     Contributor.contribution, one behind the other.
     """
+    norm: _builtins.float
+    """Euclidean norm of the result, as its header declares it."""
+    cut: _builtins.int
+    """What of the result nodes do not apply, in 65,536ths: it is longer than the run's results are."""
     @_builtins.property
     def holders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Nodes that held the result at the moment of commit, as places in the commit's node_ids: ask
         these for it.
+        """
+
+    @_builtins.property
+    def factors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """How much of each of the contributor set's nodes is in the result, in 65,536ths, in their order; none
+        where all of each is.
         """
 
     def __init__(
@@ -285,10 +302,13 @@ class SliceOutcome(_message.Message):
         holders: _abc.Iterable[_builtins.int] | None = ...,
         void_reason: _builtins.str = ...,
         contributions: _builtins.bytes = ...,
+        factors: _abc.Iterable[_builtins.int] | None = ...,
+        norm: _builtins.float = ...,
+        cut: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contributions", b"contributions", "contributor_set", b"contributor_set", "digest", b"digest", "holders", b"holders", "index", b"index", "num_elements", b"num_elements", "start", b"start", "void_reason", b"void_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contributions", b"contributions", "contributor_set", b"contributor_set", "cut", b"cut", "digest", b"digest", "factors", b"factors", "holders", b"holders", "index", b"index", "norm", b"norm", "num_elements", b"num_elements", "start", b"start", "void_reason", b"void_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1144,13 +1144,16 @@ class ReducedReport(_message.Message):
     SLICE_INDEX_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     CONTRIBUTORS_FIELD_NUMBER: _builtins.int
+    HEADER_FIELD_NUMBER: _builtins.int
     slice_index: _builtins.int
     """The slice."""
     digest: _builtins.bytes
     """Digest of the result payload, 32 bytes; empty when nothing arrived to reduce."""
+    header: _builtins.bytes
+    """The result's signed header, exactly as it is digested (protocol.payload); empty like the digest."""
     @_builtins.property
     def contributors(self) -> _containers.RepeatedCompositeFieldContainer[_round_pb2.Contributor]:
-        """Whose contributions are in it."""
+        """Whose contributions came, those that were left out included."""
 
     def __init__(
         self,
@@ -1158,10 +1161,11 @@ class ReducedReport(_message.Message):
         slice_index: _builtins.int = ...,
         digest: _builtins.bytes = ...,
         contributors: _abc.Iterable[_round_pb2.Contributor] | None = ...,
+        header: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contributors", b"contributors", "digest", b"digest", "slice_index", b"slice_index"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contributors", b"contributors", "digest", b"digest", "header", b"header", "slice_index", b"slice_index"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -134,6 +134,11 @@ class PayloadHeader(_message.Message):
     BODY_BYTES_FIELD_NUMBER: _builtins.int
     BODY_DIGEST_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
+    NORM_FIELD_NUMBER: _builtins.int
+    BASE_DIGEST_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    SENDER_KEY_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
     kind: Global___PayloadKind.ValueType
     """What the body holds."""
     run_digest: _builtins.bytes
@@ -160,6 +165,20 @@ class PayloadHeader(_message.Message):
     """BLAKE3 of the body, 32 bytes."""
     samples: _builtins.int
     """Samples that a contribution has used up of those leased to its node; 0 for other kinds."""
+    norm: _builtins.float
+    """Euclidean norm of the values that a result's body decodes to, as node.exchange.mean sums it. Who
+    takes the result checks it. 0 for other kinds.
+    """
+    base_digest: _builtins.bytes
+    """Digest of the outer state that a contribution was trained from, or that a result changes, 32 bytes;
+    empty for other kinds.
+    """
+    attempt: _builtins.int
+    """Takeovers of the slice before this result was made; 0 for other kinds."""
+    sender_key: _builtins.bytes
+    """Ed25519 public key of the sender of a contribution or a result, 32 bytes; its digest is sender_id."""
+    signature: _builtins.bytes
+    """The key's signature over protocol.payload.PayloadHeader.statement, 64 bytes."""
     def __init__(
         self,
         *,
@@ -176,10 +195,15 @@ class PayloadHeader(_message.Message):
         body_bytes: _builtins.int = ...,
         body_digest: _builtins.bytes = ...,
         samples: _builtins.int = ...,
+        norm: _builtins.float = ...,
+        base_digest: _builtins.bytes = ...,
+        attempt: _builtins.int = ...,
+        sender_key: _builtins.bytes = ...,
+        signature: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body_bytes", b"body_bytes", "body_digest", b"body_digest", "codec", b"codec", "fragment", b"fragment", "kind", b"kind", "num_elements", b"num_elements", "round", b"round", "run_digest", b"run_digest", "samples", b"samples", "sender_id", b"sender_id", "slice_index", b"slice_index", "start", b"start", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "base_digest", b"base_digest", "body_bytes", b"body_bytes", "body_digest", b"body_digest", "codec", b"codec", "fragment", b"fragment", "kind", b"kind", "norm", b"norm", "num_elements", b"num_elements", "round", b"round", "run_digest", b"run_digest", "samples", b"samples", "sender_id", b"sender_id", "sender_key", b"sender_key", "signature", b"signature", "slice_index", b"slice_index", "start", b"start", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,6 +11,8 @@ from protocol.channel import open_blocking_channel, open_channel
 from protocol.convert import layout_to_wire
 from protocol.layout import layout_of
 from protocol.models import Description, TensorShape
+from protocol.payload import RESULT, Payload, PayloadHeader
+from protocol.rounds import Digest
 from protocol.run_spec import DESCRIPTION_FILE, run_from_json
 from protocol.trust.credentials import Credentials
 from protocol.trust.enrolment import enrol
@@ -61,6 +63,15 @@ async def invite_from(home: Home, *, uses: int = 2, seconds: float = 60.0) -> tu
 
     made = await asyncio.to_thread(ask)
     return Invite.decode(made.invite), made.invite_id
+
+
+MADE: dict[tuple[int, int], bytes] = {}
+"""The results that fake nodes have reported, by round and slice."""
+
+
+def result(slice_index: int, *, round: int = 1) -> bytes:
+    """The digest of what was reported of a slice."""
+    return MADE[round, slice_index]
 
 
 class FakeNode:
@@ -149,22 +160,41 @@ class FakeNode:
         ]
         for part in plan.slices:
             if part.reducer_id == self.node_id:
+                header = self._header_of(plan, part)
+                MADE[plan.round, part.index] = header.digest
                 reduced = session_pb2.ReducedReport(
-                    slice_index=part.index, digest=result(part.index), contributors=contributors
+                    slice_index=part.index,
+                    digest=header.digest,
+                    header=header.encode(),
+                    contributors=contributors,
                 )
                 await self.report(plan.round, reduced=reduced)
 
+    def _header_of(self, plan: round_pb2.Plan, part: round_pb2.Slice) -> PayloadHeader:
+        return Payload.seal(
+            kind=RESULT,
+            run_digest=Digest(bytes(32)),
+            round=plan.round,
+            fragment=plan.fragment,
+            slice_index=part.index,
+            start=part.start,
+            num_elements=part.num_elements,
+            codec="fp32/1",
+            sender_id=self.node_id,
+            body=b"body",
+            norm=1.0,
+            base_digest=plan.base_digest,
+            signer=self.identity,
+        ).header
+
     async def held(self, plan: round_pb2.Plan) -> None:
         for part in plan.slices:
-            held = session_pb2.HeldReport(slice_index=part.index, digest=result(part.index))
+            digest = MADE.get((plan.round, part.index), bytes([200 + part.index]) * 32)
+            held = session_pb2.HeldReport(slice_index=part.index, digest=digest)
             await self.report(plan.round, held=held)
 
     async def applied(self, number: int, digest: bytes) -> None:
         await self.report(number, applied=session_pb2.AppliedReport(outer_digest=digest))
-
-
-def result(slice_index: int) -> bytes:
-    return bytes([200 + slice_index]) * 32
 
 
 async def joined(invite: Invite, name: str) -> FakeNode:

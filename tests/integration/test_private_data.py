@@ -15,7 +15,6 @@ from node.island.data.manifest import read_manifest
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
 from node.island.data.samples import SampleOrder
-from node.outer_state import Vector
 from protocol import cli
 from protocol.errors import BadDataError, ConfigError
 from protocol.payload import Payload
@@ -125,13 +124,14 @@ def test_conversations_weigh_by_their_answers_and_use_their_samples_up(
     ]
     by_book = {book_of_data(data.summary().digest): data for data in held}
     weighed: list[tuple[list[int], int]] = []
-    merge = Reduction._merged
+    weigh = Reduction._weights
 
-    def merged(self: Reduction, weights: list[int], *rest: Any) -> Vector:
+    def weights_of(self: Reduction, *given: Any) -> tuple[list[int], int]:
+        weights, late = weigh(self, *given)
         weighed.append((weights, self.plan.round))
-        return merge(self, weights, *rest)
+        return weights, late
 
-    monkeypatch.setattr(Reduction, "_merged", merged)
+    monkeypatch.setattr(Reduction, "_weights", weights_of)
     run = simulate(spec, lives=[Life(corpus=data) for data in held])
 
     samples = tokens = 0

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.disk.snapshots import Snapshot
-from node.exchange.reduction import Reduction
+from node.exchange.reduction import Merging, Reduction, Sender
 from node.outer_state import Vector
 from protocol.payload import CONTRIBUTION, Payload
 from protocol.rounds import BLOCK, Commit, NodeId, Plan, SliceOutcome, cut_into_slices
@@ -174,7 +174,12 @@ class World:
         self, start: int, num_elements: int, reduction: Reduction, reducer: NodeId, drawn: Any
     ) -> None:
         span = slice(start, start + num_elements)
-        bare = Reduction.result(reduction, downlink=outer_of(A).downlink, run_digest=RUN, node_id=A)
+        bare = Reduction.result(
+            reduction,
+            downlink=outer_of(A).downlink,
+            sender=Sender(run_digest=RUN, node_id=A),
+            by=Merging(is_screened=False),
+        )
         assert bare is not None
         self.exact_mean[span] += outer_of(A).downlink.decode(bare.payload.body, num_elements)
         if drawn["acts"][reducer] == "restarts":  # what its result left out dies with it

@@ -15,10 +15,12 @@ from node.disk.logs import SentLog
 from node.disk.snapshots import Owed, Snapshot
 from node.exchange.codecs.registry import codec_named
 from node.exchange.exchange import Exchange
+from node.exchange.mean import norm_of
 from node.exchange.outer import Outer, OuterRules
 from node.exchange.outer_optimizer import RateScale, Sgd
-from node.exchange.owing import Owing, Sender
+from node.exchange.owing import Owing
 from node.exchange.reducer_error import ReducerError
+from node.exchange.reduction import Merging, Sender
 from node.exchange.residual import MOST_OWED, Residual
 from node.exchange.round.state import Rules
 from node.exchange.state.catch_up import CoordinatorCalls
@@ -27,7 +29,7 @@ from node.exchange.state.patience import Patience
 from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
 from node.heavy import in_place
 from node.history import History
-from node.outer_state import Vector
+from node.outer_state import Vector, outer_digest
 from protocol.layout import Layout
 from protocol.messages import Held, Reduced, Report
 from protocol.payload import CONTRIBUTION, RESULT, Payload
@@ -53,6 +55,8 @@ if TYPE_CHECKING:
 RUN = Digest(bytes(32))
 LAYOUT = Layout.of([("w", (3 * BLOCK,))])
 NUM_ELEMENTS = LAYOUT.num_elements
+FIRST = outer_digest(*np.zeros((2, NUM_ELEMENTS), dtype=np.float32))
+"""Of the state that all begin with."""
 TOKENS = 8
 """What a participant is assigned; the context is one token."""
 CONTRIBUTE_SECONDS, COMMIT_SECONDS = 20.0, 30.0
@@ -87,6 +91,7 @@ def outer_of(
         downlink=codec_named(codec),
         optimizer=Sgd(learning_rate=1.0),
         rate_scale=RateScale(scaling="none", full_round_samples=1),
+        merging=Merging(is_screened=False),  # tests' values are no gradients of one run
     )
     sender = Sender(run_digest=RUN, node_id=node_id)
     parameters = np.zeros(layout.num_elements, dtype=np.float32)
@@ -109,7 +114,7 @@ def outer_of(
 
 
 def plan_for(
-    *participants: NodeId, round: int = 1, base_digest: Digest = RUN, **changes: Any
+    *participants: NodeId, round: int = 1, base_digest: Digest = FIRST, **changes: Any
 ) -> Plan:
     plan = Plan(
         round=round,
@@ -140,6 +145,7 @@ def result_of(values: Vector, *, sender_id: NodeId, round: int = 1, index: int =
         index=index,
         start=index * BLOCK,
         num_elements=values.size,
+        norm=norm_of(values.astype(np.float32)) if np.isfinite(values).all() else 1.0,
     )
 
 
@@ -178,6 +184,7 @@ def _sealed(
     num_elements: int,
     codec: str = "fp32/1",
     tokens: int = 0,
+    norm: float = 0.0,
 ) -> Payload:
     return Payload.seal(
         kind=kind,
@@ -192,6 +199,8 @@ def _sealed(
         tokens=tokens,
         sender_id=sender_id,
         body=body,
+        norm=norm,
+        base_digest=FIRST,
     )
 
 
@@ -252,6 +261,7 @@ class Node:
                 bring_back=scene.take_back,
                 patience=self.patience,
             ),
+            forgery=lambda header: "",  # ids of this scene are no digests of keys
         )
 
     @property
@@ -389,6 +399,8 @@ class Scene:
                         digest=reduced.digest,
                         contributors=reduced.contributors,
                         contributions=reduced.contributions,
+                        factors=reduced.factors,
+                        norm=reduced.norm,
                         holder_ids=holders,
                     )
             outcomes.append(outcome)

@@ -39,6 +39,7 @@ def with_a_contribution_of_each(outcome: rounds.SliceOutcome) -> rounds.SliceOut
     return replace(
         outcome,
         contributions=tuple(c for c, _ in zip(contributions, outcome.contributors, strict=False)),
+        factors=tuple(n * rounds.WHOLE // 3 for n in range(len(outcome.contributors))),
     )
 
 
@@ -49,6 +50,8 @@ def of_type(hint: Any, name: str) -> st.SearchStrategy[Any]:
         return st.binary(min_size=16, max_size=16)
     if hint == Digest | None:
         return st.none() | digests
+    if name == "factor":
+        return st.integers(0, rounds.WHOLE)
     if hint is int:
         return uint32 if name in PLAN_UINT32 else uint64
     if hint is float:

@@ -207,6 +207,18 @@ async def test_a_contribution_is_only_taken_by_its_reducer_and_to_the_plans_frag
 
 
 @in_virtual_time
+async def test_what_its_sender_has_not_signed_is_refused_before_its_body_is_read() -> None:
+    scene = await Scene.of(A, B, C)
+    await scene.open_round(1, A, B, C)
+    exchange, unsigned = scene.nodes[A].exchange, result_of(VALUES, sender_id=B, index=1)
+    exchange.admit(B, unsigned.header)  # this scene asks for no signatures
+    exchange._donors = replace(exchange._donors, forgery=PayloadHeader.forgery)
+    with pytest.raises(TransferRefusedError, match="is not signed"):
+        exchange.admit(B, unsigned.header)
+    await scene.stop()
+
+
+@in_virtual_time
 async def test_a_second_result_of_a_slice_is_refused_and_the_same_one_is_not() -> None:
     scene = await Scene.of(A, B, C)
     await scene.open_round(1, A, B, C)

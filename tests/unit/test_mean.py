@@ -1,19 +1,55 @@
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
+from node.exchange.codecs.codec import ONE_THREAD, Tiles
 from node.exchange.mean import (
     TILE_ELEMENTS,
-    MeanAccumulator,
-    merged,
-    norm_preserving_mean,
-    weighted_mean,
+    Encoded,
+    Passes,
+    norm_of,
+    shares,
+    stretched_to,
+    trimmed_mean,
+    weighted_sum,
 )
+from node.outer_state import Vector
 
 
 def normal(num_elements: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(num_elements, dtype=np.float32)
+
+
+def weighted_mean(
+    contributions: Sequence[tuple[int, Vector | Encoded]],
+    *,
+    late_tokens: int = 0,
+    tiles: Tiles = ONE_THREAD,
+    unit: int = TILE_ELEMENTS,
+) -> Vector:
+    """As a reducer takes it of (tokens, values)."""
+    coefficients = shares([tokens for tokens, _ in contributions], late=late_tokens)
+    values = [values for _, values in contributions]
+    return weighted_sum(values, coefficients, passes=Passes(tiles=tiles, unit=unit))
+
+
+def norm_preserving_mean(
+    contributions: Sequence[tuple[int, Vector | Encoded]],
+    *,
+    late_tokens: int = 0,
+    tiles: Tiles = ONE_THREAD,
+    unit: int = TILE_ELEMENTS,
+) -> Vector:
+    coefficients = shares([tokens for tokens, _ in contributions], late=late_tokens)
+    decoded = [
+        each.codec.decode(each.body, each.size) if isinstance(each, Encoded) else each
+        for _, each in contributions
+    ]
+    norm = math.fsum(c * norm_of(each) for c, each in zip(coefficients, decoded, strict=True))
+    mean = weighted_mean(contributions, late_tokens=late_tokens, tiles=tiles, unit=unit)
+    return stretched_to(norm, mean, most=math.sqrt(len(contributions)))
 
 
 def test_tokens_weigh() -> None:
@@ -54,17 +90,8 @@ def test_a_mean_without_weight_is_refused(contributions: list) -> None:
 
 
 def test_unequal_lengths_are_refused() -> None:
-    with pytest.raises(ValueError, match="mean of 3 elements"):
+    with pytest.raises(ValueError, match=r"\[1, 3\] elements"):
         weighted_mean([(1, normal(3, 0)), (1, normal(1, 1))])
-
-
-def test_an_accumulator_misses_what_was_announced() -> None:
-    accumulator = MeanAccumulator(num_elements=2, total_tokens=10)
-    accumulator.add(4, normal(2, 0))
-    with pytest.raises(ValueError, match="only 4 of 10"):
-        accumulator.finish()
-    with pytest.raises(ValueError, match="7 tokens more, after 4 of 10"):
-        accumulator.add(7, normal(2, 1))
 
 
 def lengths(*vectors: np.ndarray) -> list[float]:
@@ -115,14 +142,20 @@ def test_a_norm_has_the_same_bits_on_every_machine() -> None:
     assert norm_preserving_mean(contributions).tobytes() == expected.tobytes()
 
 
-def test_the_run_file_chooses_the_merge() -> None:
-    contributions = [(1, normal(100, 0)), (1, normal(100, 1))]
-    plain, kept = merged(contributions, "mean"), merged(contributions, "norm-preserving")
-    assert plain.tobytes() == weighted_mean(contributions).tobytes()
-    assert kept.tobytes() == norm_preserving_mean(contributions).tobytes() != plain.tobytes()
-    for merge, whole in (("mean", plain), ("norm-preserving", kept)):
-        beside_late_work = merged(contributions, merge, late_tokens=2)  # type: ignore[arg-type]
-        np.testing.assert_allclose(beside_late_work, whole / 2, rtol=1e-6)
+def test_a_trimmed_mean_is_what_is_left_without_the_extremes() -> None:
+    values = np.array([[1, 5], [2, -9], [3, 1], [99, 3]], dtype=np.float32)
+    mean = trimmed_mean(list(values), [0.25] * 4, num_trimmed=1)
+    np.testing.assert_array_equal(mean, [2.5, 2])
+    whole = trimmed_mean(list(values), [0.25] * 4, num_trimmed=0)
+    np.testing.assert_allclose(whole, values.mean(axis=0), rtol=1e-6)
+    half = trimmed_mean(list(values), [0.125] * 4, num_trimmed=1)
+    np.testing.assert_array_equal(half, mean / 2)  # beside as much late work
+
+
+def test_a_trimmed_mean_weighs_what_is_left() -> None:
+    values = np.array([[0], [1], [2], [100]], dtype=np.float32)
+    mean = trimmed_mean(list(values), [0.1, 0.6, 0.2, 0.1], num_trimmed=1)
+    np.testing.assert_allclose(mean, [(0.6 * 1 + 0.2 * 2) / 0.8], rtol=1e-6)
 
 
 def test_over_two_rounds_late_work_moves_the_mean_as_far_as_if_it_had_been_in_time() -> None:

@@ -13,15 +13,9 @@ from hypothesis import strategies as st
 from node.exchange.codecs.codec import TILE_ELEMENTS, Codec, CodecError, Tiles
 from node.exchange.codecs.compiled import read_only
 from node.exchange.codecs.registry import CODECS, codec_named
-from node.exchange.mean import (
-    Encoded,
-    UndecodableError,
-    norm_preserving_mean,
-    sum_squares,
-    weighted_mean,
-)
+from node.exchange.mean import Encoded, UndecodableError, sum_products
 from node.exchange.outer_optimizer import Nesterov, Sgd
-from node.exchange.reduction import Reduction
+from node.exchange.reduction import Reduction, Sender
 from node.exchange.residual import Residual
 from node.outer_state import Vector
 from protocol.errors import SystemRefusedError
@@ -39,6 +33,7 @@ from tests.unit.exchange_scene import (
     result_of,
 )
 from tests.unit.test_chunk_codecs import bell
+from tests.unit.test_mean import norm_preserving_mean, weighted_mean
 
 SPECIAL = np.array(
     [0, -0.0, 2.0**-149, -(2.0**-149), 2.0**-126, -(2.0**-127), 3.4028235e38, -3.4028235e38, 1 / 3],
@@ -152,7 +147,7 @@ def numpy_norm(values: Vector) -> float:
 def test_sums_of_squares_are_numpys_to_the_bit(num: int, seed: int) -> None:
     values = any_values(num, seed)
     sums = np.empty(-(-num // BLOCK), dtype=np.float64)
-    sum_squares(read_only(values), sums)
+    sum_products(read_only(values), read_only(values), sums)
     assert sums.tobytes() == numpy_squares(values).tobytes()
 
 
@@ -240,7 +235,9 @@ def test_a_mean_is_as_if_what_does_not_decode_had_not_come() -> None:
             uplink=INT4,
             context=1,
         )
-        reduced = reduction.result(downlink=codec_named("fp32"), run_digest=RUN, node_id=A)
+        reduced = reduction.result(
+            downlink=codec_named("fp32"), sender=Sender(run_digest=RUN, node_id=A)
+        )
         assert reduced is not None
         return reduced.payload.body, reduced.contributors, reduced.weighed_tokens
 

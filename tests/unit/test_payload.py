@@ -6,6 +6,7 @@ import pytest
 
 from protocol.payload import CONTRIBUTION, MAX_HEADER_BYTES, Payload, PayloadError, PayloadHeader
 from protocol.rounds import Digest, NodeId
+from protocol.trust.identity import Identity
 
 RUN = Digest(bytes(range(32)))
 
@@ -53,7 +54,7 @@ def test_the_bytes_of_a_header_are_the_ones_that_they_have_always_been() -> None
 @pytest.mark.parametrize(
     "encoded",
     [
-        ENCODED + field(15, b"more"),
+        ENCODED + bytes([0x9A, 1, 4]) + b"more",
         ENCODED + ROUND,
         ENCODED.replace(ROUND, bytes([3 << 3, 0x87, 0])),
         ENCODED.replace(ROUND, b"") + ROUND,
@@ -99,3 +100,38 @@ def test_a_body_is_joined_only_with_the_header_that_announced_its_size_and_its_d
         Payload.verified(header, b"bodY")
     with pytest.raises(PayloadError, match="4 bytes was announced as 5"):
         Payload.verified(replace(header, body_bytes=5), b"body")
+
+
+def signed() -> PayloadHeader:
+    identity = Identity.generate()
+    header = replace(header_of(), sender_id=identity.node_id, base_digest=bytes(32))
+    return header.signed(identity)
+
+
+def test_a_signed_header_is_believed_without_asking_anybody_for_a_key() -> None:
+    header = signed()
+    assert header.forgery() == ""
+    assert PayloadHeader.decode(header.encode()) == header
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"round": 8}, "a signature that is not"),
+        ({"tokens": 6}, "a signature that is not"),
+        ({"body_digest": Digest(bytes(32))}, "a signature that is not"),
+        ({"base_digest": bytes([1]) * 32}, "a signature that is not"),
+        ({"norm": 1.0}, "a signature that is not"),
+        ({"sender_id": NodeId("a")}, "another key"),
+        ({"sender_key": bytes(32)}, "another key"),
+        ({"signature": b""}, "not signed"),
+    ],
+)
+def test_whatever_is_changed_in_a_signed_header_is_noticed(change: dict, why: str) -> None:
+    assert why in replace(signed(), **change).forgery()
+
+
+@pytest.mark.parametrize("norm", [-1.0, float("inf"), float("nan")])
+def test_a_norm_that_no_result_has_is_refused(norm: float) -> None:
+    with pytest.raises(PayloadError, match="norm is"):
+        PayloadHeader.decode(replace(header_of(), norm=norm).encode())

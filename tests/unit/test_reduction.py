@@ -10,9 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.exchange.codecs.registry import codec_named
-from node.exchange.reduction import Reduction, bounded_weights, missed_in_a_row
+from node.exchange.reduction import (
+    COUNTED_ROUNDS,
+    Merging,
+    Reduction,
+    Sender,
+    bounded_weights,
+    missed_in_a_row,
+)
 from protocol.payload import Payload
-from protocol.rounds import BLOCK, Commit, Contributor, NodeId, SliceOutcome
+from protocol.rounds import BLOCK, WHOLE, Commit, Contributor, NodeId, SliceOutcome
 from tests.unit.exchange_scene import (
     RUN,
     TOKENS,
@@ -25,6 +32,7 @@ from tests.unit.exchange_scene import (
 
 PLAN = plan_for(A, B, C)
 FP32 = codec_named("fp32")
+BY_A = Sender(run_digest=RUN, node_id=A)
 
 
 def contribution(sender: NodeId, value: float, *, tokens: int = TOKENS) -> Payload:
@@ -46,28 +54,30 @@ def reduction_of(*given: Payload, silent: Sequence[NodeId] = ()) -> Reduction:
 
 
 def mean_of(reduction: Reduction) -> tuple[Payload, tuple[Contributor, ...]]:
-    reduced = reduction.result(downlink=FP32, run_digest=RUN, node_id=A)
+    reduced = reduction.result(downlink=FP32, sender=BY_A)
     assert reduced is not None
     assert reduced.error is None  # nobody asked
     return reduced.payload, reduced.contributors
 
 
 def test_the_order_of_arrival_changes_no_bit_and_tokens_are_the_weights() -> None:
-    given = [contribution(A, 0.1, tokens=1), contribution(B, 0.3, tokens=5), contribution(C, 1e-3)]
+    given = [contribution(A, 0.2, tokens=1), contribution(B, 0.3, tokens=5), contribution(C, 0.17)]
     digests = set()
     for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0]):
         payload, _ = mean_of(reduction_of(*(given[place] for place in order)))
         digests.add(payload.digest)
     assert len(digests) == 1
-    expected = (1 * 0.1 + 5 * 0.3 + TOKENS * 1e-3) / (6 + TOKENS)
+    expected = (1 * 0.2 + 5 * 0.3 + TOKENS * 0.17) / (6 + TOKENS)
     assert FP32.decode(payload.body, BLOCK)[0] == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_contribution_that_does_not_decode_is_left_out_and_named_by_nobody() -> None:
+def test_a_contribution_that_does_not_decode_is_left_out_and_named_with_a_factor_of_0() -> None:
     reduction = reduction_of(contribution(B, np.nan), contribution(C, 2), silent=[A])
-    payload, contributors = mean_of(reduction)
-    assert FP32.decode(payload.body, BLOCK)[0] == 2
-    assert [c.node_id for c in contributors] == [C]
+    reduced = reduction.result(downlink=FP32, sender=BY_A)
+    assert reduced is not None
+    assert FP32.decode(reduced.payload.body, BLOCK)[0] == 2
+    assert [c.node_id for c in reduced.contributors] == [B, C]
+    assert reduced.factors == (0, WHOLE)
 
 
 @pytest.mark.parametrize("carried", [None, 0.25])
@@ -77,9 +87,7 @@ def test_what_is_carried_goes_into_the_mean_and_what_is_rounded_away_is_told(
     reduction = reduction_of(contribution(B, 1), contribution(C, 2), silent=[A])
     old = None if carried is None else np.linspace(0, carried, BLOCK, dtype=np.float32)
     int4 = codec_named("int4")
-    reduced = reduction.result(
-        downlink=int4, run_digest=RUN, node_id=A, carried=old, wants_error=True
-    )
+    reduced = reduction.result(downlink=int4, sender=BY_A, carried=old, wants_error=True)
     assert reduced is not None and reduced.error is not None
     summed = np.full(BLOCK, 1.5, np.float32) + (0 if old is None else old)
     decoded = int4.decode(reduced.payload.body, BLOCK)
@@ -93,12 +101,12 @@ def test_the_merge_is_the_runs() -> None:
     values[0] = 4
     lone = replace(apart, body=values.tobytes())
     reduction = reduction_of(lone, contribution(C, 0), silent=[A])
-    reduced = reduction.result(downlink=FP32, run_digest=RUN, node_id=A, merge="norm-preserving")
+    reduced = reduction.result(downlink=FP32, sender=BY_A, by=Merging(merge="norm-preserving"))
     assert reduced is not None
     assert FP32.decode(reduced.payload.body, BLOCK)[0] == 2  # one of two is as long as the mean
     third = replace(contribution(A, 0), body=np.roll(values, 1).tobytes())
     reduction = reduction_of(lone, contribution(C, 0), third)
-    reduced = reduction.result(downlink=FP32, run_digest=RUN, node_id=A, merge="norm-preserving")
+    reduced = reduction.result(downlink=FP32, sender=BY_A, by=Merging(merge="norm-preserving"))
     assert reduced is not None
     merged = FP32.decode(reduced.payload.body, BLOCK)
     assert merged[0] == merged[1] == pytest.approx(4 / 3 * 2**0.5)
@@ -118,7 +126,7 @@ def test_late_work_weighs_as_if_as_much_of_it_counted_as_of_what_is_here() -> No
     for sender, value, tokens in ((A, 6, 1), (B, 10, 3)):
         whole = contribution(sender, value)
         given.append(replace(whole, header=replace(whole.header, tokens=tokens)))
-    reduced = reduction_of(*given).result(downlink=FP32, run_digest=RUN, node_id=A)
+    reduced = reduction_of(*given).result(downlink=FP32, sender=BY_A)
     assert reduced is not None
     assert reduced.weighed_tokens == 1 + 3 + 2
     assert FP32.decode(reduced.payload.body, BLOCK)[0] == pytest.approx((6 * 1 + 10 * 3) / 6)
@@ -128,18 +136,18 @@ def test_late_work_weighs_as_if_as_much_of_it_counted_as_of_what_is_here() -> No
 def test_a_reducer_divides_its_own_error_by_the_share_that_it_has_beside_late_work() -> None:
     """With `"own"` its error must be as much in the next mean as its contribution is."""
     given = [contribution(A, 1, tokens=4), contribution(B, 5, tokens=4)]
-    reduced = reduction_of(*given).result(downlink=FP32, run_digest=RUN, node_id=A)
+    reduced = reduction_of(*given).result(downlink=FP32, sender=BY_A)
     assert reduced is not None
     assert reduced.weighed_tokens == 4 + 4 + TOKENS  # C's is late
-    reduced = reduction_of(*given, silent=[C]).result(downlink=FP32, run_digest=RUN, node_id=A)
+    reduced = reduction_of(*given, silent=[C]).result(downlink=FP32, sender=BY_A)
     assert reduced is not None
     assert reduced.weighed_tokens == 4 + 4
 
 
 def test_the_tokens_of_who_never_gets_through_do_not_count() -> None:
     reduction = reduction_of(contribution(B, 5, tokens=4))
-    long_missed = frozenset({A, B})  # B is in time now: it counts like any other
-    reduced = reduction.result(downlink=FP32, run_digest=RUN, node_id=A, long_missed=long_missed)
+    missed = {A: COUNTED_ROUNDS, B: COUNTED_ROUNDS}  # B is in time now: it counts like any other
+    reduced = reduction.result(downlink=FP32, sender=BY_A, by=Merging(missed=missed))
     assert reduced is not None
     assert FP32.decode(reduced.payload.body, BLOCK)[0] == pytest.approx(5 * 4 / (4 + TOKENS))
     assert reduced.weighed_tokens == 4 + TOKENS
@@ -148,10 +156,10 @@ def test_the_tokens_of_who_never_gets_through_do_not_count() -> None:
 def test_a_result_says_of_each_contributor_which_bytes_are_in_it() -> None:
     broken = contribution(A, float("nan"))
     sent = [broken, contribution(C, 2), contribution(B, 1)]
-    reduced = reduction_of(*sent).result(downlink=FP32, run_digest=RUN, node_id=A)
+    reduced = reduction_of(*sent).result(downlink=FP32, sender=BY_A)
     assert reduced is not None
-    assert [c.node_id for c in reduced.contributors] == [B, C]
-    digests = [blake3.blake3(payload.body).digest()[:16] for payload in (sent[2], sent[1])]
+    assert [c.node_id for c in reduced.contributors] == [A, B, C]
+    digests = [blake3.blake3(payload.body).digest()[:16] for payload in (broken, sent[2], sent[1])]
     assert list(reduced.contributions) == digests
 
 
@@ -202,7 +210,7 @@ def test_the_work_of_who_is_gone_is_not_waited_for_in_later_means() -> None:
 
 
 def test_nothing_to_reduce_is_no_result() -> None:
-    assert reduction_of().result(downlink=FP32, run_digest=RUN, node_id=A) is None
+    assert reduction_of().result(downlink=FP32, sender=BY_A) is None
 
 
 # One data holder's part of a mean

@@ -27,6 +27,11 @@ def refusal(
         return f"run digest {header.run_digest.hex()[:8]} is not ours, {rules.run_digest.hex()[:8]}"
     if state is None or state.is_closed or state.plan.round != header.round:
         return f"round {header.round} is not open at this node"
+    if header.base_digest != state.plan.base_digest:
+        return (
+            f"{place_of(header)} is from state {header.base_digest.hex()[:8]}, and its plan is on "
+            f"{state.plan.base_digest.hex()[:8]}"
+        )
     known = state.slices.get(header.slice_index)
     if header.kind == CONTRIBUTION:
         return _refusal_of_contribution(state, known, sender, header)

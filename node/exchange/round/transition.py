@@ -255,6 +255,7 @@ def _reduce_what_is_here(turn: _Turn) -> None:
                 late=late,
                 uplink=turn.state.rules.uplink,
                 context=turn.state.rules.context,
+                attempt=known.attempt,
             )
             turn.actions.append(Reduce(reduction=reduction, attempt=known.attempt))
 
@@ -276,6 +277,9 @@ def _hand_out(turn: _Turn, event: MeanTaken) -> None:
         digest=None if made is None else made.payload.digest,
         contributors=() if made is None else made.contributors,
         contributions=() if made is None else made.contributions,
+        factors=() if made is None else made.factors,
+        norm=0.0 if made is None else made.payload.header.norm,
+        header=b"" if made is None else made.payload.header.encode(),
     )
     turn.actions.append(Tell(report=reduced))
     if made is None:

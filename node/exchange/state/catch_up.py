@@ -16,13 +16,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import structlog
 
 from node.disk.logs import ResultLog
 from node.disk.snapshots import Snapshot
 from node.exchange.codecs.codec import CodecError
 from node.exchange.fetching import Donors, fetch_results
-from node.exchange.giving import HeldResults
+from node.exchange.giving import KEPT_ROUNDS, HeldResults
 from node.exchange.outer import NotApplicableError, Outer, Position
 from node.exchange.state.download import Download
 from node.exchange.state.on_disk import StateOnDisk
@@ -30,6 +31,7 @@ from node.exchange.state.patience import Patience
 from node.exchange.transport.transport import WantResult
 from node.heavy import Heavy
 from node.history import History
+from node.outer_state import Vector
 from protocol.messages import Report
 from protocol.payload import Payload
 from protocol.rounds import Commit, Digest, SliceOutcome
@@ -42,6 +44,9 @@ ASKS_BEFORE_SNAPSHOT = 3
 KEPT_WHEN_LEAPING = 128
 """Of the latest rounds whose results were never here the commits are kept all the same, so that a
 coordinator that lost them can be given them."""
+
+FirstState = Callable[[], Vector]
+"""Draws the weights of round 0 from the run file's seed. Heavy."""
 
 PAGE_ROUNDS = 64
 """The coordinator lists at most so many commits in an answer."""
@@ -74,8 +79,13 @@ class CatchUp:
         history: History,
         coordinator: CoordinatorCalls,
         donors: Donors,
+        first_state: FirstState | None = None,
     ) -> None:
         self.waiting_for = ""
+        self.refused = ""
+        """Why the state that the swarm is said to have is not taken over, in a sentence."""
+        self._first_state = first_state
+        self._disbelieved: tuple[int, Digest] | None = None
         self._outer = outer
         self._held = held
         self._heavy = heavy
@@ -85,6 +95,7 @@ class CatchUp:
         self._bring_back = coordinator.bring_back
         self._patience = coordinator.patience
         self._brought_for: tuple[Position, object] | None = None
+        self._run_digest = run_digest
         self._donors = donors
         self._download = Download(
             run_digest=run_digest,
@@ -163,6 +174,11 @@ class CatchUp:
         await self._brought_own((round, digest))
         if await self.is_right(round, digest):
             return True
+        if await self._disbelieves(round, digest):
+            self._say(self.refused)
+            return False
+        if await self.is_right(round, digest):
+            return True
         if await self._gone_back():
             await self.to_round(round)
             if await self.is_right(round, digest):
@@ -172,6 +188,58 @@ class CatchUp:
         if snapshot is None or not await self._taken_over(snapshot, ()):
             return False
         await self._download.taken_over()
+        return True
+
+    async def _disbelieves(self, round: int, digest: Digest) -> bool:
+        """Whether the state that the swarm is said to have at a round is another than signed bytes lead to.
+
+        The outer state is a function of the first one and the committed results. So before a node
+        believes that its own is wrong, it makes it again: from an older snapshot of its own, or the first
+        weights that it draws itself, with the results that commits name. If it comes to another state
+        than it is told, that one is made up, whoever says so. What it cannot replay it has to believe.
+        """
+        if self._disbelieved == (round, digest):
+            return True
+        self.refused = ""
+        if self._outer.round != round:
+            return False
+        before, owed = self._outer.position, await self._heavy(self._outer.owed)
+        if not await self._remade(round):
+            return False
+        if self._outer.position == before:  # then what is owed beside it is right, too
+            await self._heavy(partial(self._outer.owing.restore, owed, round=round))
+        if self._outer.digest == digest:
+            log.warning("this node's state was wrong, and is made again", round=round)
+            return False
+        self._disbelieved = round, digest
+        self.refused = (
+            f"the state {digest.hex()[:8]} that the swarm is said to have at round {round} is made up: "
+            f"the first state and the committed results lead to {self._outer.digest.hex()[:8]}"
+        )
+        log.error(
+            "a made-up state is refused",
+            round=round,
+            told=digest.hex()[:12],
+            replayed=self._outer.digest.hex()[:12],
+            next_step="tell the run owner: members that say so have agreed on weights that no "
+            "training led to; this node keeps its own, and goes on when the run does from them",
+        )
+        return True
+
+    async def _remade(self, round: int) -> bool:
+        """Makes our state of a round again by replay alone; False when something for that is missing.
+
+        Then we are at an earlier state of ours. What is owed is what was with that.
+        """
+        if not await self._gone_back(before=max(round, 1)):
+            return False
+        while self._outer.round < round:
+            commits = await self._list_commits(self._outer.round)
+            for commit in commits[: round - self._outer.round]:
+                if not self._outer.is_base_of(commit) or not await self._replayed(commit):
+                    return False
+            if not commits:
+                return False
         return True
 
     async def _pass(self, commit: Commit) -> bool:
@@ -194,6 +262,11 @@ class CatchUp:
             if is_base and await self._replayed(commit):
                 break
             asked += 1
+            if not is_base and await self._disbelieves(commit.round - 1, commit.base_digest):
+                self._say(self.refused)
+                await self._patience.pause(asked, first_seconds=self._donors.waits.pause_seconds)
+                continue
+            is_base = self._outer.is_base_of(commit)
             if asked == 1:
                 why = "nobody supplies a result" if is_base else "our state is not its base"
                 log.warning(
@@ -388,22 +461,38 @@ class CatchUp:
             end = start
         return end
 
-    async def _gone_back(self) -> bool:
+    async def _gone_back(self, before: int | None = None) -> bool:
         """Takes up an earlier state of ours that is the swarm's, as late a one as there is.
+
+        `before`: of an earlier round than that.
 
         Ours now is not: it was taken back, or is of a node that went astray. Where only void rounds
         led to it that are no more, it is one all the same, under an earlier number.
         """
-        if await self._stepped_back():
+        if before is None and await self._stepped_back():
             return True
-        if self._disk is None:
-            return False
-        for number in self._disk.snapshots.rounds():
-            if number <= self._outer.round:
+        last = self._outer.round if before is None else before - 1
+        for number in [] if self._disk is None else self._disk.snapshots.rounds():
+            if number <= last:
                 digest = await self._settled_digest(number, None)
                 if digest is not None and await self._restored(number, digest):
                     return True
-        return False
+        return before is not None and await self._drawn_again()
+
+    async def _drawn_again(self) -> bool:
+        """Takes up the state of round 0, where this node draws it itself and results lead on from it."""
+        if self._first_state is None or self._outer.round > KEPT_ROUNDS:
+            return False
+        parameters = await self._heavy(self._first_state)
+        first = Snapshot(
+            round=0,
+            run_digest=self._run_digest,
+            layout_digest=self._outer.layout_digest,
+            parameters=parameters,
+            momentum=np.zeros_like(parameters),
+        )
+        await self._heavy(partial(self._outer.restore, first, None))
+        return True
 
     async def _stepped_back(self) -> bool:
         """Leaves void rounds behind which the coordinator has no more."""

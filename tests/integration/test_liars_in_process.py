@@ -1,0 +1,124 @@
+"""Liars in a whole swarm, by production's code: the run learns on, and who shouts is left out."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from coordinator.swarm.bounds import MOST_TIMES_USUAL
+from lab.simulation.swarm import Life, SimulatedRun, identity_of, simulate
+from node.exchange.owing import Owing
+from node.exchange.reduction import Reduction, Sender, SliceResult
+from node.island.data.corpus import Corpus, read_corpus
+from node.outer_state import Vector
+from protocol.rounds import WHOLE
+from tests.tiny_runs import tiny
+
+NUM_NODES = 5
+LIAR = identity_of(1).node_id
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    spec = tiny()
+    folder = tmp_path_factory.mktemp("text")
+    return read_corpus(spec.data, context=spec.model.context, batch=spec.inner.batch, folder=folder)
+
+
+def run(corpus: Corpus, *, screening: bool = True) -> SimulatedRun:
+    spec = tiny(outer={"screening": screening}, run={"min_nodes": NUM_NODES})
+    return simulate(spec, lives=[Life()] * NUM_NODES, corpus=corpus)
+
+
+def contribute_times(lie: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of the nodes contributes so many times what it owes."""
+    accumulated = Owing.accumulated
+
+    def told(self: Owing, start: int, num_elements: int, *, out: Vector | None = None) -> Vector:
+        values = accumulated(self, start, num_elements, out=out)
+        return values if self._node_id != LIAR else np.float32(lie) * values
+
+    monkeypatch.setattr(Owing, "accumulated", told)
+
+
+@pytest.fixture(scope="module")
+def clean(corpus: Corpus) -> SimulatedRun:
+    return run(corpus)
+
+
+def test_screening_changes_no_bit_of_a_clean_run(clean: SimulatedRun, corpus: Corpus) -> None:
+    without = run(corpus, screening=False)
+    assert [held_out.loss for held_out in without.held_out] == [
+        held_out.loss for held_out in clean.held_out
+    ]
+    assert all(
+        not outcome.factors and outcome.factor == WHOLE and outcome.norm > 0
+        for commit in clean.commits
+        for outcome in commit.slices
+    )
+
+
+@pytest.mark.parametrize("lie", [-10, 1e30])
+def test_a_member_that_shouts_is_left_out_and_the_others_learn(
+    lie: float, clean: SimulatedRun, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contribute_times(lie, monkeypatch)
+    attacked = run(corpus)
+    assert attacked.final.is_finished
+    assert attacked.held_out[-1].loss < 1.03 * clean.held_out[-1].loss
+    cut = [outcome.factor_of(LIAR) for c in attacked.commits for outcome in c.slices]
+    assert max(cut) < 0.3
+    own = {c.node_id for c in attacked.commits[0].slices[0].taken}
+    assert len(own - {LIAR}) == NUM_NODES - 1, "nobody else pays for it"
+
+
+def test_without_screening_one_member_ruins_the_run(
+    clean: SimulatedRun, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contribute_times(-10, monkeypatch)
+    assert run(corpus, screening=False).held_out[-1].loss > 1.2 * clean.held_out[-1].loss
+
+
+def test_a_lying_reducer_moves_its_slice_by_a_few_times_the_usual_at_most(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the second round on it hands out a thousand times the mean; it is bounded by the first."""
+    made = Reduction.result
+
+    def lying(self: Reduction, *, sender: Sender, **rest: object) -> SliceResult | None:
+        if sender.node_id == LIAR and self.plan.round > 1:
+            self = replace(self, uplink=Louder(self.uplink))  # type: ignore[arg-type]
+        return made(self, sender=sender, **rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Reduction, "result", lying)
+    attacked = run(corpus)
+    assert attacked.final.is_finished
+    factors = [outcome.factor for c in attacked.commits[1:] for outcome in c.slices]
+    assert min(factors) < WHOLE // 50
+    assert sum(factor < WHOLE for factor in factors) == len(attacked.commits) - 1, "only its own"
+    place = factors.index(min(factors)) % len(attacked.commits[0].slices)
+    applied = [
+        outcome.norm * outcome.factor / WHOLE
+        for outcome in (commit.slices[place] for commit in attacked.commits)
+    ]
+    for number in range(1, len(applied)):
+        assert applied[number] <= MOST_TIMES_USUAL * max(applied[:number])
+
+
+class Louder:
+    """A codec whose bodies are read a thousand times too large."""
+
+    def __init__(self, codec: object) -> None:
+        self._codec = codec
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._codec, name)
+
+    def reader(self, body: bytes, num_elements: int) -> object:
+        read = self._codec.reader(body, num_elements)  # type: ignore[attr-defined]
+
+        def louder(first: int, past: int, out: Vector) -> None:
+            read(first, past, out)
+            np.multiply(out, np.float32(1000), out=out)
+
+        return louder

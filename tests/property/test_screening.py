@@ -1,0 +1,236 @@
+"""Liars among contributors: what they do to a slice's result is bounded, whatever the run's merge."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from node.exchange.codecs.registry import codec_named
+from node.exchange.mean import norm_of, shares, weighted_sum
+from node.exchange.reduction import Merging, Reduction, Sender, SliceResult
+from node.exchange.screening import (
+    CLIPPED_ABOVE,
+    LARGEST_RMS,
+    LEFT_OUT_ABOVE,
+    allowances,
+    num_trimmed,
+    screened,
+)
+from node.outer_state import Vector
+from protocol.rounds import BLOCK, WHOLE, NodeId, Slice
+from protocol.run_spec import Merge
+from tests.unit.exchange_scene import RUN, TOKENS, contribution_of, plan_for
+
+FP32 = codec_named("fp32")
+MERGES: tuple[Merge, ...] = (
+    "mean",
+    "norm-preserving",
+    "trimmed-mean",
+    "centred-clipping",
+    "trust",
+)
+LIES = ("flipped", "scaled", "huge", "infinite", "not a number", "noise")
+seeds = st.integers(0, 2**32 - 1)
+
+
+def honest(num: int, seed: int) -> list[Vector]:
+    """Pseudo-gradients that agree in part, as those of one round do, and differ by half in length."""
+    rng = np.random.default_rng(seed)
+    shared = rng.standard_normal(BLOCK)
+    lengths = rng.uniform(0.7, 1.3, num)
+    apart = rng.standard_normal((num, BLOCK))
+    return [(k * (shared + own)).astype(np.float32) for k, own in zip(lengths, apart, strict=True)]
+
+
+def lie_of(lie: str, truth: Vector, rng: np.random.Generator) -> Vector:
+    match lie:
+        case "flipped":
+            return -10 * truth
+        case "scaled":
+            return 100 * truth
+        case "huge":
+            return np.full(BLOCK, 1e30, dtype=np.float32)
+        case "infinite":
+            return np.full(BLOCK, np.inf, dtype=np.float32)
+        case "not a number":
+            return np.full(BLOCK, np.nan, dtype=np.float32)
+    return (norm_of(truth) / 4 * rng.standard_normal(BLOCK)).astype(np.float32)
+
+
+def reduced(
+    values: Sequence[Vector], merge: Merge = "mean", *, own: int = 0, **by: object
+) -> SliceResult:
+    """What the node at place `own` makes of them; it need not be among the contributors."""
+    ids = [NodeId(f"node-{place}") for place in range(len(values))]
+    plan = plan_for(*ids)
+    reduction = Reduction(
+        plan=plan,
+        slice=Slice(index=0, start=0, num_elements=BLOCK, reducer_id=ids[0]),
+        contributions={
+            node_id: contribution_of(each.astype("<f4").tobytes(), sender_id=node_id)
+            for node_id, each in zip(ids, values, strict=True)
+        },
+        uplink=FP32,
+        context=1,
+    )
+    result = reduction.result(
+        downlink=FP32,
+        sender=Sender(run_digest=RUN, node_id=ids[own]),
+        by=Merging(merge=merge, **by),  # type: ignore[arg-type]
+    )
+    assert result is not None
+    return result
+
+
+def decoded(result: SliceResult) -> Vector:
+    return FP32.decode(result.payload.body, BLOCK)
+
+
+@pytest.mark.parametrize("merge", MERGES)
+@settings(deadline=None, max_examples=40)
+@given(seed=seeds, lies=st.lists(st.sampled_from(LIES), min_size=1, max_size=2))
+def test_two_liars_of_eight_move_a_slice_no_further_than_honest_ones_would(
+    merge: Merge, seed: int, lies: list[str]
+) -> None:
+    rng = np.random.default_rng(seed)
+    truth = honest(8, seed)
+    places = rng.choice(8, size=len(lies), replace=False)
+    told = list(truth)
+    for place, lie in zip(places, lies, strict=True):
+        told[place] = lie_of(lie, truth[place], rng)
+    own = next(place for place in range(8) if place not in places)
+    shared = np.mean([truth[p] for p in range(8) if p not in places], axis=0)
+    centre = (0.5 * shared).astype(np.float32)
+    found = decoded(reduced(told, merge, own=own, centre=centre))
+    longest = max(norm_of(truth[p]) for p in range(8) if p not in places)
+    assert norm_of(found) <= CLIPPED_ABOVE * longest * (1 + 1e-6)
+    assert float(found @ shared) > 0, "the step still leads where the honest ones want to go"
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_what_is_no_training_is_left_out_and_named(lie: str) -> None:
+    told = honest(8, 1)
+    told[3] = lie_of(lie, told[3], np.random.default_rng(0))
+    result = reduced(told)
+    factors = result.factors
+    assert factors[3] < WHOLE and all(f == WHOLE for place, f in enumerate(factors) if place != 3)
+    assert len(result.contributors) == len(result.contributions) == 8
+    if lie != "noise":
+        assert factors[3] == 0
+        rest = [each for place, each in enumerate(told) if place != 3]
+        assert decoded(result).tobytes() == decoded(reduced(rest)).tobytes(), "as if it were away"
+
+
+@settings(deadline=None, max_examples=60)
+@given(num=st.integers(1, 9), seed=seeds)
+def test_screening_costs_honest_contributions_no_bit(num: int, seed: int) -> None:
+    values = honest(num, seed)
+    result = reduced(values)
+    plain = weighted_sum(values, shares([TOKENS] * num))
+    assert result.factors == ()
+    assert decoded(result).tobytes() == plain.tobytes()
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    num=st.integers(4, 9),
+    seed=seeds,
+    times=st.floats(1, 1e6),
+    tokens=st.lists(st.integers(1, 1000), min_size=9, max_size=9),
+    missed=st.lists(st.integers(0, 5), min_size=9, max_size=9),
+)
+def test_no_factor_lets_through_more_than_the_median_allows(
+    num: int, seed: int, times: float, tokens: list[int], missed: list[int]
+) -> None:
+    norms = [float(n) for n in np.random.default_rng(seed).uniform(0.5, 2, num)]
+    norms[0] *= times
+    allowed = allowances(tokens[:num], missed[:num])
+    usual = sorted(n / a for n, a in zip(norms, allowed, strict=True))[(num - 1) // 2]
+    for norm, may, verdict in zip(norms, allowed, screened(norms, allowed, own=1), strict=True):
+        assert norm * verdict.factor / WHOLE <= CLIPPED_ABOVE * usual * may
+        assert (verdict.factor == 0) == (norm / may > LEFT_OUT_ABOVE * usual)
+        assert bool(verdict.why) == (verdict.factor < WHOLE)
+
+
+@settings(deadline=None, max_examples=40)
+@given(seed=seeds, num_liars=st.integers(1, 2))
+def test_each_element_of_a_trimmed_mean_lies_among_the_honest_ones(
+    seed: int, num_liars: int
+) -> None:
+    told = honest(8, seed)
+    assert num_trimmed(8) >= num_liars
+    truth = np.stack(told[num_liars:])
+    for place in range(num_liars):
+        told[place] = -told[place]  # of an honest length: no norm gives it away
+    found = decoded(reduced(told, "trimmed-mean", own=7))
+    assert (found >= truth.min(axis=0) * (1 - 1e-6) - 1e-6).all() or (
+        found <= truth.max(axis=0) + 1e-6
+    ).all()
+    assert (found <= truth.max(axis=0) + 1e-6).all()
+    assert (found >= truth.min(axis=0) - 1e-6).all()
+
+
+@settings(deadline=None, max_examples=40)
+@given(seed=seeds)
+def test_who_pulls_against_the_momentum_is_not_trusted(seed: int) -> None:
+    told = honest(8, seed)
+    centre = np.mean(told, axis=0).astype(np.float32)
+    told[2] = -told[2]
+    assume(float(told[2] @ centre) < 0)
+    result = reduced(told, "trust", centre=centre)
+    assert result.factors[2] == 0
+    assert float(decoded(result) @ centre) > 0
+
+
+def test_centred_clipping_stays_within_the_median_distance_of_the_momentum() -> None:
+    told = honest(8, 5)
+    centre = np.mean(told, axis=0).astype(np.float32)
+    for place in (0, 1):
+        told[place] = -3 * told[place]
+    found = decoded(reduced(told, "centred-clipping", own=7, centre=centre))
+    distances = sorted(norm_of(each - centre) for each in told)
+    assert norm_of(found - centre) <= distances[3] * (1 + 1e-5)
+
+
+def test_of_two_the_reducer_measures_by_its_own() -> None:
+    told = honest(2, 3)
+    told[1] = 100 * told[1]
+    assert reduced(told, own=0).factors == (WHOLE, 0)
+    helper = screened([1.0, 100.0], [1.0, 1.0], own=None)
+    assert [verdict.factor for verdict in helper] == [WHOLE, WHOLE], "it has nothing to measure by"
+
+
+def test_what_no_training_comes_to_is_left_out_whoever_is_alone_with_it() -> None:
+    """Nobody to compare with, and still no node ends with a state that is not finite."""
+    told = honest(2, 3)
+    told[1] = np.full(BLOCK, 1e30, dtype=np.float32)
+    parameters = np.full(BLOCK, 0.02, dtype=np.float32)
+    result = reduced(told, own=1, parameters=parameters)
+    assert result.factors == (WHOLE, 0)
+    large = np.full(BLOCK, 10.0, dtype=np.float32)
+    told[1] = np.full(BLOCK, 5 * LARGEST_RMS, dtype=np.float32)
+    assert reduced(told, own=1, parameters=parameters).factors == (WHOLE, 0)
+    assert reduced(told, own=1, parameters=large).factors == (), "it follows the parameters"
+
+
+def test_nobody_weighs_more_than_twice_the_mean_whatever_it_claims() -> None:
+    values = [np.full(BLOCK, v, dtype=np.float32) for v in (1, 1, 1, 2)]
+    ids = [NodeId(f"node-{place}") for place in range(4)]
+    reduction = Reduction(
+        plan=plan_for(*ids),
+        slice=Slice(index=0, start=0, num_elements=BLOCK, reducer_id=ids[0]),
+        contributions={
+            node_id: contribution_of(each.tobytes(), sender_id=node_id, tokens=tokens)
+            for node_id, each, tokens in zip(ids, values, (10, 10, 10, 10**6), strict=True)
+        },
+        uplink=FP32,
+        context=1,
+    )
+    sender = Sender(run_digest=RUN, node_id=ids[0])
+    for is_screened, expected in ((True, 1.5), (False, (30 + 2e6) / (30 + 1e6))):
+        by = Merging(is_screened=is_screened)
+        result = reduction.result(downlink=FP32, sender=sender, by=by)
+        assert result is not None
+        assert decoded(result)[0] == pytest.approx(expected, rel=1e-6)
