@@ -280,7 +280,9 @@ def _add_enrolment(
         wall_clock=time.time,
         write=driver.write,
     )
-    add_EnrolmentServiceServicer_to_server(EnrolmentServicer(desk, on_refused=log_refusal), server)
+    add_EnrolmentServiceServicer_to_server(
+        EnrolmentServicer(desk, on_refused=log_refusal, clock=driver.clock.now), server
+    )
 
 
 async def _serve(home: Home, config: CoordinatorConfig, log: LogStream) -> None:

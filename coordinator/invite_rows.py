@@ -143,6 +143,13 @@ def revoke(connection: sqlite3.Connection, invite_id: str) -> bool:
     return invite is not None
 
 
+def has(connection: sqlite3.Connection, invite_id: str, secret_hash: bytes) -> bool:
+    """Whether there is such an invite with this secret; both answers take equally long."""
+    invite = _invite(connection, invite_id)
+    known_hash = bytes(32) if invite is None else invite.secret_hash
+    return hmac.compare_digest(known_hash, secret_hash) and invite is not None
+
+
 def redeem(
     connection: sqlite3.Connection,
     invite_id: str,
@@ -159,8 +166,7 @@ def redeem(
     unknown invite and a wrong secret read the same, so that names cannot be probed.
     """
     invite = _invite(connection, invite_id)
-    known_hash = bytes(32) if invite is None else invite.secret_hash
-    if not hmac.compare_digest(known_hash, secret_hash) or invite is None:
+    if invite is None or not has(connection, invite_id, secret_hash):
         raise _refused(f"{invite_id!r} is not an invite of this swarm")
     if invite.is_revoked:
         raise _refused(f"invite {invite_id} was revoked")

@@ -355,6 +355,11 @@ class Store:
         with self._database.reading() as connection:
             return invite_rows.records(connection)
 
+    def has_invite(self, invite_id: str, secret_hash: bytes) -> bool:
+        """Whether there is such an invite with this secret, of use or not."""
+        with self._database.reading() as connection:
+            return invite_rows.has(connection, invite_id, secret_hash)
+
     def revoke_invite(self, invite_id: str) -> bool:
         """Makes an invite useless; False when there is none of that name."""
         with self._database.writing() as connection:

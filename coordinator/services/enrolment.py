@@ -22,7 +22,12 @@ from protocol.v1.enrolment_pb2_grpc import EnrolmentServiceServicer
 
 MAX_FAILURES = 10
 FAILURE_SECONDS = 60.0
-"""From one host, so many failed attempts are answered in this time, then none until it is over."""
+"""From one host, so many failed attempts are answered in this time, then none until it is over.
+
+Who knows an invite's secret is answered all the same: many people may share an address."""
+
+MAX_LOGGED = 60
+"""Lines about refused strangers, from all hosts, in as many seconds."""
 
 MAX_HOSTS = 10_000
 """Hosts whose failures are remembered; the one that failed longest ago is forgotten first."""
@@ -91,13 +96,15 @@ class EnrolmentDesk:
         Raises NotPermittedError for an invite that does not hold or an expelled key, BadDataError for a
         request that cannot be right, TemporaryError for a host that keeps trying.
         """
-        self._failures.check(host)
+        is_known = self._store.has_invite(request.invite_id, hash_of_secret(request.invite_secret))
+        if not is_known:
+            self._failures.check(host)
         try:
             statement = _checked(request)
             if not is_signed_by(request.public_key, statement, request.proof):
                 raise BadDataError("the request is not signed by the node's own key")
             refuse_barred(self._rulings.standing_of(node_id_of(request.public_key)))
-            answer = await self._write(lambda: self._enrol(host, request))
+            answer = await self._write(lambda: self._enrol(host, request, is_known=is_known))
             await self._rulings.note_joined(
                 answer.node_id, node_name=request.node_name, invite_id=request.invite_id
             )
@@ -106,8 +113,9 @@ class EnrolmentDesk:
             self._failures.add(host)
             raise
 
-    def _enrol(self, host: str, request: pb.EnrolRequest) -> pb.EnrolResponse:
-        self._failures.check(host)  # once more: others of this host had their turn meanwhile
+    def _enrol(self, host: str, request: pb.EnrolRequest, *, is_known: bool) -> pb.EnrolResponse:
+        if not is_known:
+            self._failures.check(host)  # once more: others of this host had their turn meanwhile
         node_id = node_id_of(request.public_key)
         invite = self._store.redeem(
             request.invite_id,
@@ -161,13 +169,22 @@ def host_of(peer: str) -> str:
 
 
 class EnrolmentServicer(EnrolmentServiceServicer):
-    """The desk on gRPC, for anybody. `on_refused` is told of refusals, for the log."""
+    """The desk on gRPC, for anybody. `on_refused` is told of refusals, for the log.
+
+    Not of all: whoever keeps trying is not to fill a disk with lines.
+    """
 
     def __init__(
-        self, desk: EnrolmentDesk, *, on_refused: Callable[[str, AtollError], None]
+        self,
+        desk: EnrolmentDesk,
+        *,
+        on_refused: Callable[[str, AtollError], None],
+        clock: Callable[[], float],
     ) -> None:
         self._desk = desk
         self._on_refused = on_refused
+        self._clock = clock
+        self._logged: deque[float] = deque(maxlen=MAX_LOGGED)  # when
 
     async def Enrol(self, request: pb.EnrolRequest, context: Context) -> pb.EnrolResponse:
         """See EnrolmentDesk.enrol."""
@@ -176,7 +193,14 @@ class EnrolmentServicer(EnrolmentServiceServicer):
             try:
                 return await self._desk.enrol(host, request)
             except AtollError as error:
-                self._on_refused(host, error)
+                self._tell(host, error)
                 raise
 
         return await answered_when_durable(context, lambda called: host_of(called.peer()), answer)
+
+    def _tell(self, host: str, error: AtollError) -> None:
+        now = self._clock()
+        is_full = len(self._logged) == MAX_LOGGED and now - self._logged[0] < MAX_LOGGED
+        if not is_full and not isinstance(error, TemporaryError):  # its ten attempts were told
+            self._logged.append(now)
+            self._on_refused(host, error)

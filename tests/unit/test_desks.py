@@ -15,7 +15,9 @@ from coordinator.services import session
 from coordinator.services.enrolment import (
     FAILURE_SECONDS,
     MAX_FAILURES,
+    MAX_LOGGED,
     EnrolmentDesk,
+    EnrolmentServicer,
     Failures,
     host_of,
 )
@@ -25,7 +27,13 @@ from coordinator.services.status import StatusDesk
 from coordinator.store import Store
 from coordinator.telemetry import Telemetry
 from protocol import convert
-from protocol.errors import AtollError, BadDataError, SessionEndedError, TemporaryError
+from protocol.errors import (
+    AtollError,
+    BadDataError,
+    NotPermittedError,
+    SessionEndedError,
+    TemporaryError,
+)
 from protocol.rounds import Commit, Digest, NodeId, SliceOutcome
 from protocol.run_spec import RunSpec
 from protocol.trust.identity import Identity
@@ -442,6 +450,57 @@ async def test_who_claims_the_identity_of_another_is_refused_and_the_invite_keep
         with pytest.raises(BadDataError, match="not signed"):
             await desk.enrol("host", request)
     assert store.enrolled_member(NODE.node_id) is None
+
+
+async def test_who_guesses_locks_nobody_out_that_has_an_invite_and_shares_the_address() -> None:
+    desk, store = enrolment_desk()
+    wrong = enrol_request()
+    wrong.invite_secret = b"x" * 32
+    for _ in range(MAX_FAILURES):
+        with pytest.raises(NotPermittedError, match="not an invite"):
+            await desk.enrol("host", wrong)
+    with pytest.raises(TemporaryError, match="from host"):
+        await desk.enrol("host", wrong)
+    await desk.enrol("host", enrol_request())
+    assert store.enrolled_member(NODE.node_id) is not None
+
+
+class Called:
+    """The context of a call, from a host."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+
+    def peer(self) -> str:
+        return f"ipv4:{self._host}:55"
+
+    async def abort(self, *_: object, **__: object) -> None:
+        raise ConnectionAbortedError
+
+
+async def test_strangers_fill_no_log() -> None:
+    desk, _ = enrolment_desk()
+    told: list[str] = []
+    now = 0.0
+    servicer = EnrolmentServicer(
+        desk, on_refused=lambda host, _: told.append(host), clock=lambda: now
+    )
+    wrong = enrol_request()
+    wrong.invite_secret = b"x" * 32
+
+    async def try_from(host: str) -> None:
+        with pytest.raises(ConnectionAbortedError):
+            await servicer.Enrol(wrong, Called(host))  # type: ignore[arg-type]
+
+    for _ in range(3 * MAX_FAILURES):
+        await try_from("192.0.2.1")
+    assert told == ["192.0.2.1"] * MAX_FAILURES
+    for number in range(2 * MAX_LOGGED):
+        await try_from(f"198.51.100.{number}")
+    assert len(told) == MAX_LOGGED
+    now = MAX_LOGGED
+    await try_from("203.0.113.1")
+    assert told[-1] == "203.0.113.1"
 
 
 def test_failed_attempts_are_limited_by_host_and_forgotten_after_a_while() -> None:
