@@ -17,6 +17,7 @@ from functools import lru_cache
 
 from coordinator.swarm.state import Member, Round, Say, SwarmState, Work
 from coordinator.swarm.turn import Same
+from protocol.rounds import WHOLE as WHOLE_FACTOR
 from protocol.rounds import Commit, Digest, NodeId
 
 HALF_LIFE_ROUNDS = 64
@@ -34,12 +35,13 @@ WHOLE = 1 << 40
 
 
 def credited(state: SwarmState, commit: Commit) -> Mapping[NodeId, int]:
-    """Tokens of confirmed work that a commit brings its contributors."""
+    """Tokens of confirmed work that a commit brings its contributors; of what was clipped its factor."""
     num_elements = max(1, sum(outcome.num_elements for outcome in commit.slices))
     sums: dict[NodeId, int] = {}
     for outcome in commit.slices:
-        for contributor in outcome.contributors:
-            tokens = contributor.tokens * outcome.num_elements
+        factors = outcome.factors or [WHOLE_FACTOR] * len(outcome.contributors)
+        for contributor, factor in zip(outcome.contributors, factors, strict=True):
+            tokens = contributor.tokens * outcome.num_elements * factor // WHOLE_FACTOR
             sums[contributor.node_id] = sums.get(contributor.node_id, 0) + tokens
     current = state.open_round
     most: dict[NodeId, int] = {}

@@ -7,9 +7,17 @@ from swarm_scene import INITIAL, TOKENS, Scene, digest_of, of_kind
 
 from coordinator.swarm.books import book, unbook
 from coordinator.swarm.state import Member, MemberState, Work
-from coordinator.swarm.weighing import HALF_LIFE_ROUNDS, cap_of, earned, say_of, taken_back, worth
+from coordinator.swarm.weighing import (
+    HALF_LIFE_ROUNDS,
+    cap_of,
+    credited,
+    earned,
+    say_of,
+    taken_back,
+    worth,
+)
 from protocol.messages import RefetchAsked, RoundCommitted
-from protocol.rounds import NodeId
+from protocol.rounds import WHOLE, NodeId
 
 LIE = digest_of("a lie")
 HONEST = ("honest-a", "honest-b", "honest-c")
@@ -193,6 +201,19 @@ def test_a_round_that_is_taken_back_leaves_no_work_and_the_same_one_again_as_muc
     assert {m.work.by_stretch for m in gone.members.values()} == {((0, TOKENS),)}
     again = book(gone, commit)
     assert {n: m.work.by_stretch for n, m in again.members.items()} == before
+
+
+def test_what_a_clip_cut_off_is_no_work() -> None:
+    scene = of_three()
+    commit = scene.state.recent[0].commit
+    before = credited(scene.state, commit)
+    half = [WHOLE // 2] + [WHOLE] * (len(commit.slices[0].contributors) - 1)
+    clipped = replace(
+        commit, slices=tuple(replace(each, factors=tuple(half)) for each in commit.slices)
+    )
+    after = credited(scene.state, clipped)
+    first = commit.slices[0].contributors[0].node_id
+    assert after == {**before, first: before[first] // 2}
 
 
 def test_older_rounds_count_half_after_each_half_life_and_nothing_in_the_end() -> None:

@@ -1,0 +1,383 @@
+"""What members that lie do to a swarm: its loss, rounds and time beside those of the same swarm without them.
+
+    python -m benchmarks.attacks [--quick] [--attacks NAME ...] [--liars 2] [--merges mean ...] [--seeds 0 1]
+
+Eight nodes in virtual time (lab.simulation.swarm): the coordinator's core, store and desks, and the nodes'
+daemons, exchange and codecs are those of production. Liars are ordinary nodes whose island publishes other
+things than it has trained, or that tell the coordinator something else than what they do. They know what
+honest nodes published last. Each row has the held-out loss of the final state over the one without liars
+(same seed, same merge), the time of the run over that one's, whether all honest nodes hold the same state,
+in which round a contribution of a liar was first clipped or left out, and how many of the honest ones were
+in all rounds.
+
+With `--results FILE` each row is written when it is there, and a command that was cut goes on after the
+last.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+import structlog
+import torch
+from google.protobuf.message import Message
+
+from benchmarks.measurement import Row, Rows, add_results, markdown, parser_of, read_rows
+from lab.simulation.plain_calls import spec_of
+from lab.simulation.swarm import Life, RunStuckError, SimulatedRun, identity_of, simulate
+from node.island.data.corpus import Corpus, read_corpus
+from node.outer_state import Vector
+from protocol.errors import AtollError
+from protocol.rounds import WHOLE, NodeId
+from protocol.v1 import session_pb2 as pb
+
+NODES = 8
+SECONDS_A_STEP = 0.05  # virtual
+MOST_SECONDS = 3600.0  # virtual; a clean run takes half a minute
+Z_OF_ALIE = 1.5
+"""Standard deviations off the mean: what Baruch et al. 2019 ("A Little Is Enough") find to go unnoticed."""
+
+TABLES: dict[str, dict[str, Any]] = {
+    "run": {"rounds": 24, "min_nodes": NODES - 2},
+    "model": {
+        "hidden_size": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "ffn_size": 192,
+        "context": 64,
+    },
+    "inner": {"steps": 10, "batch": 4, "learning_rate": 3e-3},
+    "outer": {"learning_rate": 0.7, "momentum": 0.3},
+    "exchange": {"uplink": "int4", "downlink": "int4"},
+    "evaluation": {"every_rounds": 4, "samples": 256},
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class Known:
+    """What liars know: the pseudo-gradients that honest nodes published last, by their places."""
+
+    last: dict[int, Vector] = field(default_factory=dict)
+
+    def mean(self) -> Vector:
+        """Of the honest ones [n]."""
+        middle: Vector = np.mean(list(self.last.values()), axis=0).astype(np.float32)
+        return middle
+
+    def spread(self) -> Vector:
+        """Their standard deviation [n]."""
+        spread: Vector = np.std(list(self.last.values()), axis=0).astype(np.float32)
+        return spread
+
+
+Lie = Callable[[Vector, Known], Vector]
+"""What a liar publishes, of its own pseudo-gradient [n] and what it knows; both descend when subtracted."""
+
+Says = Callable[[Message], Message]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attack:
+    """What each liar does."""
+
+    lie: Callable[[np.random.Generator], Lie] | None = None
+    says: Says | None = None
+    has_poisoned_labels: bool = False
+    seconds_a_step: float = SECONDS_A_STEP
+
+
+def times(factor: float) -> Callable[[np.random.Generator], Lie]:
+    """Its own work, so many times."""
+    return lambda _: lambda own, known: own * np.float32(factor)
+
+
+def everywhere(value: float) -> Callable[[np.random.Generator], Lie]:
+    """One number in all places."""
+    return lambda _: lambda own, known: np.full_like(own, value)
+
+
+def gaussian(rng: np.random.Generator) -> Lie:
+    """Noise with ten times the norm of its own work."""
+
+    def lie(own: Vector, known: Known) -> Vector:
+        noise = rng.standard_normal(own.size, dtype=np.float32)
+        return noise * np.float32(10 * np.linalg.norm(own) / np.linalg.norm(noise))
+
+    return lie
+
+
+def a_little_is_enough(_: np.random.Generator) -> Lie:
+    """The honest ones' mean, off by what their own spread hides."""
+    return lambda own, known: (
+        known.mean() - np.float32(Z_OF_ALIE) * known.spread() if known.last else own
+    )
+
+
+def inner_product(_: np.random.Generator) -> Lie:
+    """Against the honest ones' mean (Xie et al. 2020, "Fall of Empires"), at its own norm."""
+
+    def lie(own: Vector, known: Known) -> Vector:
+        if not known.last:
+            return -own
+        against = -known.mean()
+        return against * np.float32(np.linalg.norm(own) / (np.linalg.norm(against) + 1e-30))
+
+    return lie
+
+
+def copied(_: np.random.Generator) -> Lie:
+    """What an honest node published last: no work of its own."""
+    return lambda own, known: next(iter(known.last.values()), np.zeros_like(own))
+
+
+def stale(_: np.random.Generator) -> Lie:
+    """What it has trained first, in every round."""
+    first: list[Vector] = []
+
+    def lie(own: Vector, known: Known) -> Vector:
+        first.append(own.copy())
+        return first[0]
+
+    return lie
+
+
+def claims_speed(message: Message) -> Message:
+    """Says that it trains 20,000 times as fast, and that its link carries a terabyte a second."""
+    if isinstance(message, pb.ReportRequest):
+        for report in message.reports:
+            if report.HasField("trained"):
+                report.trained.seconds /= 20_000
+    if isinstance(message, pb.HeartbeatRequest):
+        message.link_rates.up_bytes_per_second = 1e12
+        message.link_rates.down_bytes_per_second = 1e12
+    return message
+
+
+def votes_for_a_made_up_state(message: Message) -> Message:
+    """Reports a digest that no honest node has, the same one as the other liars."""
+    made_up = b"\x66" * 32
+    if isinstance(message, pb.ReportRequest):
+        for report in message.reports:
+            if report.HasField("applied"):
+                report.applied.outer_digest = made_up
+    if isinstance(message, pb.HeartbeatRequest) and message.outer_round:
+        message.outer_digest = made_up
+    return message
+
+
+def reports_nothing(message: Message) -> Message:
+    """Keeps its lease, and tells of nothing that it did."""
+    if isinstance(message, pb.ReportRequest):
+        del message.reports[:]
+    return message
+
+
+ATTACKS: Mapping[str, Attack] = {
+    "sign flip × 1": Attack(lie=times(-1)),
+    "sign flip × 10": Attack(lie=times(-10)),
+    "scale × 100": Attack(lie=times(100)),
+    "1e30": Attack(lie=everywhere(1e30)),
+    "Gaussian × 10": Attack(lie=gaussian),
+    "ALIE": Attack(lie=a_little_is_enough),
+    "inner product": Attack(lie=inner_product),
+    "copy": Attack(lie=copied),
+    "nothing": Attack(lie=times(0)),
+    "stale": Attack(lie=stale),
+    "label poison": Attack(has_poisoned_labels=True),
+    "false speed": Attack(says=claims_speed),
+    "made-up state": Attack(says=votes_for_a_made_up_state),
+    "idle": Attack(says=reports_nothing),
+    "slow": Attack(seconds_a_step=100 * SECONDS_A_STEP),
+}
+
+WORST = ("sign flip × 10", "ALIE", "inner product", "label poison")
+
+
+def lives_of(attack: Attack, corpus: Corpus, *, liars: int, seed: int) -> list[Life]:
+    """Honest nodes, and behind them the liars."""
+    known = Known()
+
+    def watched(place: int) -> Callable[[Vector, Vector], None]:
+        def see(parameters: Vector, published: Vector) -> None:
+            known.last[place] = parameters - published
+
+        return see
+
+    def lying(place: int) -> Callable[[Vector, Vector], None] | None:
+        if attack.lie is None:
+            return None
+        lie = attack.lie(np.random.default_rng([seed, place]))
+
+        def publish(parameters: Vector, published: Vector) -> None:
+            with np.errstate(all="ignore"):
+                np.subtract(parameters, lie(parameters - published, known), out=published)
+
+        return publish
+
+    honest = NODES - liars
+    poisoned = replace(corpus, training=255 - corpus.training)
+    return [
+        *(
+            Life(seconds_per_inner_step=SECONDS_A_STEP, on_published=watched(place))
+            for place in range(honest)
+        ),
+        *(
+            Life(
+                # A little later than the honest ones, so that liars know what these published.
+                seconds_per_inner_step=1.01 * attack.seconds_a_step,
+                on_published=lying(place),
+                says=attack.says,
+                is_liar=True,
+                corpus=poisoned if attack.has_poisoned_labels else None,
+            )
+            for place in range(honest, NODES)
+        ),
+    ]
+
+
+def outcome_of(name: str, *, liars: int, merge: str, seed: int, rounds: int) -> Row:
+    """Runs one swarm; `name` is an attack's, or "clean" for a swarm without liars."""
+    outer = TABLES["outer"] | {"merge": merge}
+    run = TABLES["run"] | {"rounds": rounds}
+    spec = spec_of(TABLES | {"run": run, "outer": outer}, seed=seed)
+    corpus = read_corpus(
+        spec.data, context=spec.model.context, batch=spec.inner.batch, folder=Path.cwd()
+    )
+    liars = 0 if name == "clean" else liars
+    lives = lives_of(ATTACKS.get(name, Attack()), corpus, liars=liars, seed=seed)
+    row: Row = {"attack": name, "liars": liars, "merge": merge, "seed": seed, "rounds": rounds}
+    began = time.monotonic()
+    try:
+        done = simulate(spec, lives=lives, corpus=corpus, within_seconds=MOST_SECONDS)
+    except (RunStuckError, AtollError) as error:
+        return row | {"ended": f"{type(error).__name__}: {error}"[:200]}
+    return row | _figures(done, liars) | {"took": round(time.monotonic() - began, 1)}
+
+
+def _figures(done: SimulatedRun, liars: int) -> Row:
+    honest = {identity_of(place).node_id for place in range(NODES - liars)}
+    noticed: int | None = None
+    refused = 0
+    for commit in done.commits:
+        not_whole = set[NodeId]()
+        for outcome in commit.slices:
+            factors = outcome.factors or [WHOLE] * len(outcome.contributors)
+            here = {
+                c.node_id
+                for c, factor in zip(outcome.contributors, factors, strict=True)
+                if factor == WHOLE
+            }
+            not_whole |= {a.node_id for a in commit.assignments} - here
+        refused += len(not_whole & honest)
+        if noticed is None and not_whole - honest:
+            noticed = commit.round
+    return {
+        "loss": done.held_out[-1].loss,
+        "seconds": done.seconds,
+        "same": len({done.digests.get(node_id) for node_id in honest}) == 1,
+        "noticed": noticed,
+        "honest_refused": refused,
+    }
+
+
+def rows_of(
+    names: Sequence[str],
+    *,
+    liars: Sequence[int],
+    merges: Sequence[str],
+    seeds: Sequence[int],
+    rounds: int,
+) -> Iterator[Row]:
+    """What is to be run: the clean swarms first."""
+    for merge, seed in product(merges, seeds):
+        yield {"attack": "clean", "liars": 0, "merge": merge, "seed": seed, "rounds": rounds}
+    for name, count, merge, seed in product(names, liars, merges, seeds):
+        yield {"attack": name, "liars": count, "merge": merge, "seed": seed, "rounds": rounds}
+
+
+def report(rows: Sequence[Row]) -> str:
+    """One line for each attack, number of liars and merge: means over the seeds, and their spread."""
+    clean = {(r["merge"], r["seed"], r["rounds"]): r for r in rows if r["attack"] == "clean"}
+    groups: dict[tuple[str, int, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["attack"], row["liars"], row["merge"]), []).append(row)
+    lines = []
+    for (name, liars, merge), runs in groups.items():
+        ended = [run for run in runs if "ended" in run]
+        pairs = [
+            (run, clean[run["merge"], run["seed"], run["rounds"]])
+            for run in runs
+            if run not in ended
+        ]
+        if ended or not pairs:
+            lines.append((name, liars, merge, ended[0]["ended"] if ended else "", "", "", "", ""))
+            continue
+        losses = [run["loss"] / base["loss"] for run, base in pairs]
+        lines.append(
+            (
+                name,
+                liars,
+                merge,
+                f"{mean(losses):.3f} ({min(losses):.3f}–{max(losses):.3f})",
+                f"{max(run['seconds'] / base['seconds'] for run, base in pairs):.2f}",
+                "yes" if all(run["same"] for run, _ in pairs) else "NO",
+                min((run["noticed"] for run, _ in pairs if run["noticed"]), default="–"),
+                sum(run["honest_refused"] for run, _ in pairs),
+            )
+        )
+    columns = ("attack", "liars", "merge", "loss ×", "time ×", "same", "noticed", "honest refused")
+    return markdown(columns, lines)
+
+
+def main() -> None:
+    """Runs what is not in the results yet, then prints the table."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--attacks", nargs="+", choices=list(ATTACKS), default=list(ATTACKS))
+    parser.add_argument("--liars", type=int, nargs="+", default=[2])
+    parser.add_argument("--merges", nargs="+", default=["mean"])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--rounds", type=int, default=TABLES["run"]["rounds"])
+    parser.add_argument("--quick", action="store_true", help="the four worst, 6 rounds, one seed")
+    add_results(parser)
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    if chosen.quick:
+        chosen.attacks, chosen.seeds, chosen.rounds = list(WORST), [0], 6
+    known = [] if chosen.results is None else read_rows(chosen.results)
+    rows = Rows(chosen.results)
+    wanted = list(
+        rows_of(
+            chosen.attacks,
+            liars=chosen.liars,
+            merges=chosen.merges,
+            seeds=chosen.seeds,
+            rounds=chosen.rounds,
+        )
+    )
+    todo = [row for row in wanted if not any(row.items() <= there.items() for there in known)]
+    began = time.monotonic()
+    for place, row in enumerate(todo):
+        rows.add(
+            outcome_of(
+                row["attack"],
+                liars=row["liars"],
+                merge=row["merge"],
+                seed=row["seed"],
+                rounds=row["rounds"],
+            )
+        )
+        left = (time.monotonic() - began) / (place + 1) * (len(todo) - place - 1)
+        print(f"{place + 1} of {len(todo)}, about {left / 60:.0f} min left", flush=True)
+    print(report([*known, *rows.rows]))
+
+
+if __name__ == "__main__":
+    main()
