@@ -267,7 +267,7 @@ def _figures(done: SimulatedRun, liars: int) -> Row:
     refused = 0
     for commit in done.commits:
         not_whole = set[NodeId]()
-        for outcome in commit.slices:
+        for outcome in (each for each in commit.slices if each.digest is not None):
             factors = outcome.factors or [WHOLE] * len(outcome.contributors)
             here = {
                 c.node_id

@@ -212,7 +212,7 @@ def typical(num_nodes: int, rounds: int) -> tuple[SwarmState, list[ClosedRound]]
     scene.attach(*names)
     closed = []
     for number in range(rounds):
-        scene.commit(*names[:2])
+        scene.commit(*names)
         scene.apply(digest_of(f"after {number}"), *names)
         last = scene.state.last_closed
         assert last is not None

@@ -20,7 +20,7 @@ from node.exchange.residual import Residual
 from node.outer_state import Vector
 from protocol.errors import SystemRefusedError
 from protocol.layout import Layout
-from protocol.rounds import BLOCK, Contributor, NodeId
+from protocol.rounds import BLOCK, WHOLE, Contributor, NodeId
 from tests.unit.exchange_scene import (
     RUN,
     A,
@@ -239,7 +239,10 @@ def test_a_mean_is_as_if_what_does_not_decode_had_not_come() -> None:
             downlink=codec_named("fp32"), sender=Sender(run_digest=RUN, node_id=A)
         )
         assert reduced is not None
-        return reduced.payload.body, reduced.contributors, reduced.weighed_tokens
+        factors = reduced.factors or (WHOLE,) * len(reduced.contributors)
+        named = zip(reduced.contributors, factors, strict=True)
+        taken = tuple(contributor for contributor, factor in named if factor)
+        return reduced.payload.body, taken, reduced.weighed_tokens
 
     assert result(A, B, C) == result(A, C)
 
