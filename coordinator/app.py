@@ -223,7 +223,9 @@ def _add_member_services(
     """What is behind mutual TLS; returns the desk that tells how the run is doing."""
     telemetry = Telemetry()
     swarm_id = home.authority.swarm_id
-    gate = Gate(swarm_id=swarm_id, store=store, standing_of=rulings.standing_of)
+    gate = Gate(
+        swarm_id=swarm_id, store=store, standing_of=rulings.standing_of, clock=driver.clock.now
+    )
     session = SessionDesk(driver, telemetry, home.run, signer, rulings)
     status = StatusDesk(driver, telemetry, home.run, swarm_id=swarm_id)
     operator = OperatorDesk(

@@ -12,6 +12,7 @@ from protocol.errors import (
     HeldBackError,
     NotPermittedError,
     SystemRefusedError,
+    TemporaryError,
     UnavailableError,
 )
 from protocol.rounds import NodeId
@@ -39,19 +40,52 @@ Caller = TypeVar("Caller")
 Answer = TypeVar("Answer")
 
 
+MOST_CALLS = 1000
+CALLS_A_SECOND = 100.0
+"""A member may call so often, and a thousand times at once: ten times what the shortest rounds make of it.
+One that calls in a loop takes a twentieth of a core, not all of it."""
+
+
+class CallRates:
+    """How many calls each member has left: a bucket that fills with time (a token bucket)."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._left: dict[NodeId, tuple[float, float]] = {}  # calls, and when that was
+
+    def take(self, node_id: NodeId) -> None:
+        """Counts a call; raises TemporaryError when there were too many."""
+        now = self._clock()
+        left, at = self._left.get(node_id, (float(MOST_CALLS), now))
+        left = min(float(MOST_CALLS), left + CALLS_A_SECOND * (now - at))
+        if left < 1:
+            raise TemporaryError(
+                f"{MOST_CALLS} calls of node {node_id} came at once",
+                next_step=f"call less than {CALLS_A_SECOND:g} times a second",
+            )
+        self._left[node_id] = (left - 1, now)
+
+
 class Gate:
     """Tells callers apart by their certificates; raises NotPermittedError for the wrong ones.
 
     A certificate is not enough for a node or a viewer: this coordinator's database must know it as
-    well, and no ruling may bar it. `standing_of` gives the latest ruling on a node.
+    well, no ruling may bar it, and it may not call without end. `standing_of` gives the latest ruling on
+    a node, `clock` seconds.
     """
 
     def __init__(
-        self, *, swarm_id: str, store: Store, standing_of: Callable[[NodeId], Ruling | None]
+        self,
+        *,
+        swarm_id: str,
+        store: Store,
+        standing_of: Callable[[NodeId], Ruling | None],
+        clock: Callable[[], float],
     ) -> None:
         self._swarm_id = swarm_id
         self._store = store
         self._standing_of = standing_of
+        self._calls = CallRates(clock)
 
     def node(self, context: Context) -> NodeId:
         """The enrolled node that calls, and may.
@@ -101,6 +135,7 @@ class Gate:
                 f"{member.node_name} has joined and waits until the run owner approves it",
                 next_step=f"the run owner types 'atoll nodes approve {member.node_name}'",
             )
+        self._calls.take(node_id)
         return node_id
 
     def _principal(self, context: Context) -> Principal:

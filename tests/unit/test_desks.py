@@ -12,6 +12,7 @@ from coordinator.clock import LoopClock
 from coordinator.config import rules_of
 from coordinator.driver import Driver
 from coordinator.services import session
+from coordinator.services.answering import CALLS_A_SECOND, MOST_CALLS, CallRates
 from coordinator.services.enrolment import (
     FAILURE_SECONDS,
     MAX_FAILURES,
@@ -501,6 +502,21 @@ async def test_strangers_fill_no_log() -> None:
     now = MAX_LOGGED
     await try_from("203.0.113.1")
     assert told[-1] == "203.0.113.1"
+
+
+def test_a_member_that_calls_in_a_loop_is_told_to_wait_and_delays_nobody_else() -> None:
+    now = 0.0
+    calls = CallRates(lambda: now)
+    for _ in range(MOST_CALLS):
+        calls.take(NodeId("loops"))
+    with pytest.raises(TemporaryError, match="calls of node loops came at once"):
+        calls.take(NodeId("loops"))
+    calls.take(NodeId("another"))
+    now = 1.0
+    for _ in range(int(CALLS_A_SECOND)):
+        calls.take(NodeId("loops"))
+    with pytest.raises(TemporaryError):
+        calls.take(NodeId("loops"))
 
 
 def test_failed_attempts_are_limited_by_host_and_forgotten_after_a_while() -> None:
