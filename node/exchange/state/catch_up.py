@@ -204,10 +204,13 @@ class CatchUp:
         if self._outer.round != round:
             return False
         before, owed = self._outer.position, await self._heavy(self._outer.owed)
-        if not await self._remade(round):
-            return False
+        is_remade = await self._remade(round)
         if self._outer.position == before:  # then what is owed beside it is right, too
             await self._heavy(partial(self._outer.owing.restore, owed, round=round))
+        else:
+            self._say_let_go(await self._heavy(lambda: float(np.linalg.norm(owed.residual))))
+        if not is_remade:
+            return False
         if self._outer.digest == digest:
             log.warning("this node's state was wrong, and is made again", round=round)
             return False
@@ -398,13 +401,18 @@ class CatchUp:
             residual = "kept" if passed else "nothing is owed"
             log.info("state fetched", round=snapshot.round, residual=residual)
             return True
-        log.warning(
-            "state replaced: what this node owed is let go, for its own state is none of the swarm's",
-            round=snapshot.round,
-            residual="dropped",
-            norm=round(owed, 3),
-        )
+        self._say_let_go(owed)
         return True
+
+    def _say_let_go(self, norm: float) -> None:
+        """Says that what this node owed is of another history than the swarm's."""
+        if norm > 0:
+            log.warning(
+                "state replaced: what this node owed is let go, for its own state is none of the swarm's",
+                round=self._outer.round,
+                residual="dropped",
+                norm=round(norm, 3),
+            )
 
     async def _commits_between(self, outer: Outer, snapshot: Snapshot) -> list[Commit]:
         """All commits from our state to a later one, page by page; none when ours does not lead there.
