@@ -233,7 +233,7 @@ def _threads_beside(ranks: _Ranks) -> int:
     return threads_beside(
         num_ranks=len(ranks.devices),
         num_cores=len(os.sched_getaffinity(0)),
-        ranks_compute_on_cores=kind_of(ranks.devices) == "cpu" or ranks.devices == OWN_LOOP,
+        ranks_compute_on_cores=ranks.devices == OWN_LOOP or kind_of(ranks.devices) == "cpu",
     )
 
 

@@ -16,8 +16,8 @@ KEPT_COMMITS = 5
 
 MOST_TIMES_USUAL = 4.0
 """A result longer than so many times the median of these is cut to it, of two the lower. Fewer nodes and late
-work make honest ones longer, by less than that. A warm-up from zero may be held back a little in its third
-round; what was applied then is the measure of the next ones."""
+work make honest ones longer, by less than that. What makes all results of a round longer, as a warm-up from zero
+does, is no lie: the bound grows as the median of them has."""
 
 MOST_TIMES_OTHERS = 32.0
 """In a fragment's first round a result is compared with its round's others, by the root of their elements:
@@ -73,6 +73,14 @@ def norms_of(commits: Iterable[Commit]) -> tuple[SeenNorms, ...]:
 def bounded(seen: Sequence[SeenNorms], commit: Commit) -> Commit:
     """The commit with a factor for each result: 1 where it is no longer than results are."""
     before = [each for each in seen if each.fragment == commit.fragment]
+    usual = [_usual(outcome, before) for outcome in commit.slices]
+    grown = sorted(
+        outcome.norm / norm
+        for outcome, norm in zip(commit.slices, usual, strict=True)
+        if norm and outcome.digest is not None and outcome.norm > 0
+    )
+    # One result alone says nothing of the others; of two the lower, for one may be a lie.
+    growth = max(1.0, grown[(len(grown) - 1) // 2]) if len(grown) > 1 else 1.0
     others = sorted(
         outcome.norm / math.sqrt(outcome.num_elements)
         for outcome in commit.slices
@@ -81,19 +89,25 @@ def bounded(seen: Sequence[SeenNorms], commit: Commit) -> Commit:
     return replace(
         commit,
         slices=tuple(
-            replace(outcome, factor=_factor(outcome, before, others)) for outcome in commit.slices
+            replace(outcome, factor=_factor(outcome, norm and norm * growth, others))
+            for outcome, norm in zip(commit.slices, usual, strict=True)
         ),
     )
 
 
-def _factor(outcome: SliceOutcome, before: Sequence[SeenNorms], others: Sequence[float]) -> int:
-    if outcome.digest is None or outcome.norm == 0:
-        return WHOLE
-    usual = sorted(
+def _usual(outcome: SliceOutcome, before: Sequence[SeenNorms]) -> float | None:
+    """The lower median of what was applied to a slice's elements lately; None: nothing was."""
+    known = sorted(
         norm for each in before if (norm := _norm_there(each, outcome)) is not None and norm > 0
     )
-    if usual:
-        most = MOST_TIMES_USUAL * usual[(len(usual) - 1) // 2]
+    return known[(len(known) - 1) // 2] if known else None
+
+
+def _factor(outcome: SliceOutcome, usual: float | None, others: Sequence[float]) -> int:
+    if outcome.digest is None or outcome.norm == 0:
+        return WHOLE
+    if usual is not None:
+        most = MOST_TIMES_USUAL * usual
     elif len(others) > 1:
         middle = others[(len(others) - 1) // 2] * math.sqrt(outcome.num_elements)
         most = MOST_TIMES_OTHERS * middle

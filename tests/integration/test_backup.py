@@ -144,7 +144,7 @@ def test_nodes_that_come_after_their_rounds_were_closed_without_them_bring_all_o
         run={"name": "kept", "rounds": 100_000, "min_nodes": 1},
         inner={"steps": 1},
         evaluation={"every_rounds": 1000},
-        deadlines={"train": 4, "contribute": 5, "commit": 14, "apply": 4, "lease": 3},
+        deadlines={"train": 4, "contribute": 5, "commit": 30, "apply": 4, "lease": 3},
     )
     swarm = Swarm(tmp_path / "swarm", text)
     try:

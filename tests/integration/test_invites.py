@@ -99,7 +99,9 @@ async def test_invites_that_do_not_hold_are_refused_each_with_its_reason(tmp_pat
             await joined(revoked, "fifth")
 
 
-async def test_who_guesses_invites_is_made_to_wait(tmp_path: Path) -> None:
+async def test_who_guesses_invites_is_made_to_wait_and_a_neighbour_with_one_is_not(
+    tmp_path: Path,
+) -> None:
     home = new_home(tmp_path / "home")
     async with serving(home):
         invite, _ = await invite_from(home)
@@ -110,7 +112,9 @@ async def test_who_guesses_invites_is_made_to_wait(tmp_path: Path) -> None:
             with pytest.raises(NotPermittedError):
                 await joined(wrong, "guesser")
         with pytest.raises(TemporaryError, match="10 attempts"):
-            await joined(invite, "guesser")
+            await joined(wrong, "guesser")
+        neighbour = await joined(invite, "neighbour")
+        await neighbour.close()
 
 
 async def test_only_members_may_call_and_only_the_run_owner_may_invite(tmp_path: Path) -> None:

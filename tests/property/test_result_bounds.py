@@ -57,6 +57,18 @@ def test_a_warm_up_from_zero_is_hardly_held_back() -> None:
         seen = norms_after(seen, commit)
 
 
+def test_what_makes_all_results_longer_is_no_lie_and_one_that_grows_alone_is() -> None:
+    seen = norms_of([])
+    for number in range(1, 30):
+        all_grow = float(10 ** min(number, 5))
+        commit = bounded(seen, commit_of(number, all_grow, 2 * all_grow, 1e9, 3 * all_grow))
+        factors = [outcome.factor for outcome in commit.slices]
+        assert [factors[place] for place in (0, 1, 3)] == [WHOLE] * 3
+        if 1 < number <= 5:
+            assert applied(commit)[2] < 1e9
+        seen = norms_after(seen, commit)
+
+
 @given(
     before=st.lists(st.floats(0.1, 10), min_size=1, max_size=12),
     lies=st.lists(st.floats(1, 1e30), min_size=1, max_size=2),
