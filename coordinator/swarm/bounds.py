@@ -16,8 +16,8 @@ KEPT_COMMITS = 5
 
 MOST_TIMES_USUAL = 4.0
 """A result longer than so many times the median of these is cut to it, of two the lower. Fewer nodes and late
-work make honest ones longer, by less than that. What makes all results of a round longer, as a warm-up does, is
-no lie: the bound grows as the median of them has."""
+work make honest ones longer, by less than that. What makes all results of a round longer, as a warm-up does,
+is no lie: the bound grows as the median of them has."""
 
 MOST_TIMES_OTHERS = 32.0
 """In a fragment's first round a result is compared with its round's others, by the root of their elements:
