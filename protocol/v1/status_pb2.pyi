@@ -477,7 +477,7 @@ class NodeStatus(_message.Message):
 
     @_builtins.property
     def screening(self) -> Global___Screening:
-        """What became of its contributions in the latest 20 rounds; absent when none of them named it."""
+        """What became of its contributions in the latest 20 rounds; absent where it made none."""
 
     def __init__(
         self,
