@@ -14,11 +14,12 @@ from pydantic import TypeAdapter
 
 from coordinator.round_rows import JSON
 from coordinator.rows import packed, put, row_of, rows_of, unpacked
-from coordinator.swarm.state import KEPT_ROUNDS, ClosedRound, SwarmState
+from coordinator.swarm.books import screenings_of
+from coordinator.swarm.state import KEPT_ROUNDS, ClosedRound, Screening, SwarmState
 from coordinator.swarm.wire_ledger import all_reduce_bytes
 from protocol import convert
 from protocol.messages import Trained
-from protocol.rounds import Digest, NodeId
+from protocol.rounds import Commit, Digest, NodeId
 from protocol.trust.signing import statement_of
 from protocol.v1 import round_pb2
 from protocol.v1 import status_pb2 as pb
@@ -26,6 +27,9 @@ from protocol.wire_count import WireTotals
 
 THINNED_BY = 10
 """Of figures that are so many times older, so many times fewer are kept."""
+
+MOST_SCREENED = 16
+"""Nodes that a round's figures name because screening took not all of their contributions."""
 
 MOST_REASON = 400
 """Characters of a round's reason in its figures: a round of many void slices gives one for each."""
@@ -177,7 +181,29 @@ def figures_of(state: SwarmState, closed: ClosedRound) -> pb.RoundSummary:
         reason=reason if len(reason) <= MOST_REASON else f"{reason[:MOST_REASON]}…",
         incarnation=commit.incarnation,
         wire=wire_ledger(closed.wire, all_reduce_bytes(state, commit)),
+        screened=_screened(state, commit),
     )
+
+
+def screening_to_wire(state: SwarmState, node_id: NodeId, told: Screening) -> pb.Screening:
+    """What screening did to a node's contributions."""
+    member = state.members.get(node_id)
+    return pb.Screening(
+        node_id=node_id,
+        node_name="" if member is None else member.node_name,
+        num_contributions=told.num_contributions,
+        num_clipped=told.num_clipped,
+        num_left_out=told.num_left_out,
+    )
+
+
+def _screened(state: SwarmState, commit: Commit) -> list[pb.Screening]:
+    cut = [
+        (-told.num_left_out, -told.num_clipped, node_id, told)
+        for node_id, told in screenings_of(commit).items()
+        if told.num_clipped or told.num_left_out
+    ]
+    return [screening_to_wire(state, n, told) for *_, n, told in sorted(cut)[:MOST_SCREENED]]
 
 
 def wire_ledger(totals: WireTotals, averaging_bytes: int) -> pb.WireLedger:

@@ -3,12 +3,13 @@
 # ruff: noqa: N802 (gRPC calls methods by the names that stand in the .proto files)
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from coordinator.closed_rows import wire_ledger
+from coordinator.closed_rows import screening_to_wire, wire_ledger
 from coordinator.driver import Driver
 from coordinator.services import checks
 from coordinator.services.answering import Context, Gate, answered, answered_when_durable
+from coordinator.swarm.books import recent_screening
 from coordinator.swarm.estimates import run_seconds_left
 from coordinator.swarm.explain import explain, paused_in_words
 from coordinator.swarm.ledger import free_again, num_reached, num_samples_of
@@ -22,6 +23,8 @@ from coordinator.swarm.state import (
     RoundPhase,
     SwarmState,
 )
+from coordinator.swarm.turn import present_members
+from coordinator.swarm.weighing import say_of, weight_of
 from coordinator.telemetry import Telemetry
 from protocol import convert
 from protocol.rounds import Digest, NodeId
@@ -79,7 +82,8 @@ class StatusDesk:
     ) -> pb.GetStatusResponse:
         """The run, the round in flight and all nodes; for viewers without their addresses."""
         state, now = self._driver.state, self._driver.clock.now()
-        nodes = [self._node_status(state, m, now) for m in state.members.values()]
+        shares = confirmed_shares(state)
+        nodes = [self._node_status(state, m, now, shares) for m in state.members.values()]
         nodes += self._never_attached(state)
         if role is Role.VIEWER:
             for node in nodes:
@@ -154,10 +158,13 @@ class StatusDesk:
             ],
         )
 
-    def _node_status(self, state: SwarmState, member: Member, now: float) -> pb.NodeStatus:
+    def _node_status(
+        self, state: SwarmState, member: Member, now: float, shares: Mapping[NodeId, float]
+    ) -> pb.NodeStatus:
         standing = state.latest_rulings.get(member.node_id)
         is_barred = standing is not None and member.state in BARRED
         heard = self._telemetry.of(member.node_id)
+        screened = recent_screening(member, state.committed_round)
         return pb.NodeStatus(
             node_id=member.node_id,
             node_name=member.node_name,
@@ -176,6 +183,10 @@ class StatusDesk:
             is_draining=member.is_draining,
             link_rates=_rates_to_wire(member.rates),
             has_waiting_copy=self._telemetry.has_waiting_copy(member.node_id, now=now),
+            screening=screening_to_wire(state, member.node_id, screened)
+            if screened.round
+            else None,
+            confirmed_work_share=shares.get(member.node_id),
             standing=standing_in_words(standing) if standing is not None and is_barred else "",
         )
 
@@ -190,6 +201,15 @@ def standing_in_words(standing: Ruling) -> str:
     """Who decided how a node stands, and why."""
     why = f": {standing.reason}" if standing.reason else ""
     return f"by {standing.by}{why}"
+
+
+def confirmed_shares(state: SwarmState) -> Mapping[NodeId, float]:
+    """What each present member's confirmed work is of all of theirs; empty while nobody has any."""
+    say = say_of(present_members(state), state.committed_round)
+    if not say.is_confirmed:
+        return {}
+    whole = weight_of(say, say.weights)
+    return {node_id: weight / whole for node_id, weight in say.weights.items()}
 
 
 def _held_out_loss(state: SwarmState, held_out: HeldOut) -> pb.HeldOutLoss:

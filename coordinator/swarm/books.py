@@ -1,4 +1,7 @@
-"""What a commit counts: tokens, in all and per member, work, samples in the ledger, bytes saved. Pure."""
+"""What a commit counts: tokens, in all and per member, work, samples in the ledger, bytes saved. Pure.
+
+And what reducers have left out of members' contributions: the run owner sees by that whom to expel.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,10 +13,13 @@ from coordinator.swarm.ledger import (
     reopen,
     settle,
 )
-from coordinator.swarm.state import SwarmState, Work
+from coordinator.swarm.state import Member, Screening, SwarmState, Work
 from coordinator.swarm.weighing import credited, earned, taken_back
 from coordinator.swarm.wire_ledger import all_reduce_bytes
-from protocol.rounds import Commit, NodeId
+from protocol.rounds import WHOLE, Commit, NodeId
+
+SCREENED_ROUNDS = 20
+"""What screening did is remembered for so many rounds: as many as 'atoll rounds' shows."""
 
 
 def book(state: SwarmState, commit: Commit) -> SwarmState:
@@ -21,7 +27,8 @@ def book(state: SwarmState, commit: Commit) -> SwarmState:
     samples = committed_samples(commit, batch=state.rules.batch)
     credit = credited(state, commit)
     works = {n: earned(m.work, commit.round, credit.get(n, 0)) for n, m in state.members.items()}
-    state = _with_tokens(state, commit, works, sign=1)
+    screened = screenings_of(commit)
+    state = _with_tokens(state, commit, works, screened, sign=1)
     return replace(state, ledger=settle(state.ledger, commit.assignments, samples))
 
 
@@ -29,7 +36,7 @@ def unbook(state: SwarmState, commit: Commit) -> SwarmState:
     """Undoes `book`: its samples are leased as they were when the round was in flight."""
     samples = committed_samples(commit, batch=state.rules.batch)
     works = {n: taken_back(m.work, commit.round) for n, m in state.members.items()}
-    state = _with_tokens(state, commit, works, sign=-1)
+    state = _with_tokens(state, commit, works, {}, sign=-1)
     return replace(state, ledger=reopen(state.ledger, commit.assignments, samples))
 
 
@@ -39,8 +46,57 @@ def book_learned(state: SwarmState, commit: Commit) -> SwarmState:
     return book(state, commit)
 
 
+def screenings_of(commit: Commit) -> Mapping[NodeId, Screening]:
+    """What reducers took of each contributor; that nodes apply a result only in part is another's fault."""
+    found: dict[NodeId, list[int]] = {}
+    alike: dict[int, int] = {}  # slices that took all of the same contributors, which most do
+    for outcome in commit.slices:
+        if not outcome.factors:
+            alike[id(outcome.contributors)] = alike.get(id(outcome.contributors), 0) + 1
+            continue
+        for contributor, factor in zip(outcome.contributors, outcome.factors, strict=True):
+            counts = found.setdefault(contributor.node_id, [0, 0, 0])
+            counts[0] += 1
+            counts[1] += 0 < factor < WHOLE
+            counts[2] += factor == 0
+    for outcome in commit.slices:
+        num_slices = alike.pop(id(outcome.contributors), 0) if not outcome.factors else 0
+        for contributor in outcome.contributors if num_slices else ():
+            found.setdefault(contributor.node_id, [0, 0, 0])[0] += num_slices
+    return {
+        node_id: Screening(
+            round=commit.round, num_contributions=whole, num_clipped=clipped, num_left_out=left_out
+        )
+        for node_id, (whole, clipped, left_out) in found.items()
+    }
+
+
+def recent_screening(member: Member, committed_round: int) -> Screening:
+    """The sums of what became of a member's contributions to the latest rounds; the round is the newest."""
+    recent = [s for s in member.screenings if s.round > committed_round - SCREENED_ROUNDS]
+    return Screening(
+        round=max((s.round for s in recent), default=0),
+        num_contributions=sum(s.num_contributions for s in recent),
+        num_clipped=sum(s.num_clipped for s in recent),
+        num_left_out=sum(s.num_left_out for s in recent),
+    )
+
+
+def _screenings(member: Member, commit: Commit, now: Screening | None) -> tuple[Screening, ...]:
+    """What is remembered of a member with what this commit says, or once it says nothing any more."""
+    before = tuple(s for s in member.screenings if s.round != commit.round)
+    if now is None:
+        return before
+    return (*(s for s in before if s.round > commit.round - SCREENED_ROUNDS), now)
+
+
 def _with_tokens(
-    state: SwarmState, commit: Commit, works: Mapping[NodeId, Work], *, sign: int
+    state: SwarmState,
+    commit: Commit,
+    works: Mapping[NodeId, Work],
+    screened: Mapping[NodeId, Screening],
+    *,
+    sign: int,
 ) -> SwarmState:
     tokens = committed_tokens(commit)
     members = {
@@ -48,6 +104,7 @@ def _with_tokens(
             m,
             committed_tokens=m.committed_tokens + sign * tokens.get(node_id, 0),
             work=works[node_id],
+            screenings=_screenings(m, commit, screened.get(node_id)),
         )
         for node_id, m in state.members.items()
     }

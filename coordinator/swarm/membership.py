@@ -115,6 +115,7 @@ def attach(turn: Turn, event: Attached) -> None:
             wire_told=_wire_told_before(before, event),
             invite_id=event.invite_id,
             work=before.work if before else Work(),
+            screenings=before.screenings if before else (),
             standing=before.standing if before else Standing(),
         )
     )

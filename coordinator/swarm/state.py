@@ -62,6 +62,16 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Screening:
+    """What became of a member's contributions to one committed round, one for each slice."""
+
+    round: int
+    num_contributions: int
+    num_clipped: int = 0
+    num_left_out: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
     """Whether others wait for a member: coordinator.swarm.standing has the rules."""
 
@@ -114,6 +124,7 @@ class Member:
     invite_id: str = ""  # that it joined with
     work: Work = field(default_factory=Work)
     standing: Standing = field(default_factory=Standing)
+    screenings: tuple[Screening, ...] = ()  # of its rounds among the latest, oldest first
 
 
 class RoundPhase(StrEnum):

@@ -237,8 +237,10 @@ def nodes(context: click.Context, is_json: bool, directory: Path | None) -> None
         memory_in_words,
         mfu_in_words,
         name_of,
+        screening_in_words,
         state_in_words,
         time_in_words,
+        work_in_words,
     )
     from protocol.vitals import upload_in_words
 
@@ -250,6 +252,8 @@ def nodes(context: click.Context, is_json: bool, directory: Path | None) -> None
             device_in_words(node),
             console.age_in_words(node.silent_seconds),
             console.count_in_words(node.committed_tokens),
+            work_in_words(node),
+            screening_in_words(node.screening),
             link_in_words(node),
             upload_in_words(node.heartbeat.upload_pace) or "-",
             node.heartbeat.congestion_control or "-",
@@ -270,6 +274,8 @@ def nodes(context: click.Context, is_json: bool, directory: Path | None) -> None
             "device",
             "heard",
             "tokens",
+            "work",
+            "screened",
             "link",
             "upload",
             "tcp",
@@ -289,9 +295,9 @@ def nodes(context: click.Context, is_json: bool, directory: Path | None) -> None
             "link",
             "upload",
         ),
-        *("device", "id"),
+        *("device", "id", "work", "screened"),
     )
-    _print_fitting(columns, rows, spare=spare, right=("tokens",))
+    _print_fitting(columns, rows, spare=spare, right=("tokens", "work"))
     for node in by_name(answer.nodes):
         if node.standing:
             console.terminal().print(f"{name_of(node)} is {state_in_words(node)} {node.standing}")
@@ -340,7 +346,7 @@ def rounds(limit: int, is_json: bool, directory: Path | None) -> None:
     if is_json:
         console.print_json([as_json(closed) for closed in answer.rounds])
         return
-    from protocol.terminal.status_view import ledger_bytes
+    from protocol.terminal.status_view import ledger_bytes, screened_in_words
 
     rows = [
         (
@@ -352,13 +358,19 @@ def rounds(limit: int, is_json: bool, directory: Path | None) -> None:
             console.seconds_in_words(closed.seconds),
             f"{closed.loss:.3f}" if closed.loss > 0 else "-",
             console.digest_in_words(closed.outer_digest),
+            screened_in_words(closed),
             closed.reason,
         )
         for closed in answer.rounds
     ]
-    columns = ("round", "nodes", "slices", "tokens", "sent", "took", "loss", "digest", "reason")
+    columns = (
+        *("round", "nodes", "slices", "tokens", "sent", "took", "loss", "digest", "screened"),
+        "reason",
+    )
     right = ("round", "tokens", "sent", "took", "loss")
-    _print_fitting(columns, rows, spare=("reason", "digest", "sent", "slices"), right=right)
+    _print_fitting(
+        columns, rows, spare=("reason", "digest", "sent", "slices", "screened"), right=right
+    )
 
 
 _DATA_COMMANDS = (

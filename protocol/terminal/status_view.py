@@ -424,6 +424,28 @@ def _node_cells(node: pb.NodeStatus, run: pb.RunStatus) -> tuple[Text, ...]:
     )
 
 
+def screening_in_words(told: pb.Screening) -> str:
+    """How many of a node's contributions screening left out or clipped; "-" where it has had none."""
+    if not told.num_contributions:
+        return "-"
+    counts = ((told.num_left_out, "left out"), (told.num_clipped, "clipped"))
+    cut = ", ".join(f"{count} {word}" for count, word in counts if count)
+    return f"{cut} of {told.num_contributions}" if cut else f"none of {told.num_contributions}"
+
+
+def screened_in_words(closed: pb.RoundSummary) -> str:
+    """Of whom a round took not all, and what became of it."""
+    told = (f"{s.node_name or s.node_id[:12]}: {screening_in_words(s)}" for s in closed.screened)
+    return "; ".join(told) or "-"
+
+
+def work_in_words(node: pb.NodeStatus) -> str:
+    """A node's part of the confirmed work of those present."""
+    if not node.HasField("confirmed_work_share"):
+        return "-"
+    return f"{100 * node.confirmed_work_share:.0f}%"
+
+
 def _short(name: str) -> str:
     """A name that fits its column, with its end: nodes of one name differ there."""
     if len(name) <= _NAME_WIDTH:

@@ -428,6 +428,8 @@ class NodeStatus(_message.Message):
     IS_DRAINING_FIELD_NUMBER: _builtins.int
     LINK_RATES_FIELD_NUMBER: _builtins.int
     HAS_WAITING_COPY_FIELD_NUMBER: _builtins.int
+    SCREENING_FIELD_NUMBER: _builtins.int
+    CONFIRMED_WORK_SHARE_FIELD_NUMBER: _builtins.int
     STANDING_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """The node."""
@@ -455,6 +457,10 @@ class NodeStatus(_message.Message):
     """Whether it leaves after the round in flight."""
     has_waiting_copy: _builtins.bool
     """Whether another process with its key asks to attach, and is refused."""
+    confirmed_work_share: _builtins.float
+    """Its part of the confirmed work of all that are present, which is what it weighs when members decide; absent
+    while nobody has any, and for a node that is not present.
+    """
     standing: _builtins.str
     """Who decided how it stands and why, in words; empty for a node that just takes part."""
     @_builtins.property
@@ -468,6 +474,10 @@ class NodeStatus(_message.Message):
     @_builtins.property
     def link_rates(self) -> _session_pb2.LinkRates:
         """What its link carries, as plans count on it; absent before the first measurement."""
+
+    @_builtins.property
+    def screening(self) -> Global___Screening:
+        """What became of its contributions in the latest 20 rounds; absent where it made none."""
 
     def __init__(
         self,
@@ -488,17 +498,62 @@ class NodeStatus(_message.Message):
         is_draining: _builtins.bool = ...,
         link_rates: _session_pb2.LinkRates | None = ...,
         has_waiting_copy: _builtins.bool = ...,
+        screening: Global___Screening | None = ...,
+        confirmed_work_share: _builtins.float | None = ...,
         standing: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_inner_steps_per_second", b"_inner_steps_per_second", "address", b"address", "heartbeat", b"heartbeat", "inner_steps_per_second", b"inner_steps_per_second", "link_rates", b"link_rates"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_confirmed_work_share", b"_confirmed_work_share", "_inner_steps_per_second", b"_inner_steps_per_second", "address", b"address", "confirmed_work_share", b"confirmed_work_share", "heartbeat", b"heartbeat", "inner_steps_per_second", b"inner_steps_per_second", "link_rates", b"link_rates", "screening", b"screening"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_inner_steps_per_second", b"_inner_steps_per_second", "address", b"address", "committed_tokens", b"committed_tokens", "device", b"device", "has_waiting_copy", b"has_waiting_copy", "heartbeat", b"heartbeat", "inner_steps", b"inner_steps", "inner_steps_per_second", b"inner_steps_per_second", "is_draining", b"is_draining", "link_rates", b"link_rates", "node_id", b"node_id", "node_name", b"node_name", "num_ranks", b"num_ranks", "same_corpus", b"same_corpus", "silent_seconds", b"silent_seconds", "standing", b"standing", "state", b"state", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_confirmed_work_share", b"_confirmed_work_share", "_inner_steps_per_second", b"_inner_steps_per_second", "address", b"address", "committed_tokens", b"committed_tokens", "confirmed_work_share", b"confirmed_work_share", "device", b"device", "has_waiting_copy", b"has_waiting_copy", "heartbeat", b"heartbeat", "inner_steps", b"inner_steps", "inner_steps_per_second", b"inner_steps_per_second", "is_draining", b"is_draining", "link_rates", b"link_rates", "node_id", b"node_id", "node_name", b"node_name", "num_ranks", b"num_ranks", "same_corpus", b"same_corpus", "screening", b"screening", "silent_seconds", b"silent_seconds", "standing", b"standing", "state", b"state", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__confirmed_work_share: _TypeAlias = _typing.Literal["confirmed_work_share"]  # noqa: Y015
+    _WhichOneofArgType__confirmed_work_share: _TypeAlias = _typing.Literal["_confirmed_work_share", b"_confirmed_work_share"]  # noqa: Y015
     _WhichOneofReturnType__inner_steps_per_second: _TypeAlias = _typing.Literal["inner_steps_per_second"]  # noqa: Y015
     _WhichOneofArgType__inner_steps_per_second: _TypeAlias = _typing.Literal["_inner_steps_per_second", b"_inner_steps_per_second"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__confirmed_work_share) -> _WhichOneofReturnType__confirmed_work_share | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__inner_steps_per_second) -> _WhichOneofReturnType__inner_steps_per_second | None: ...
 
 Global___NodeStatus: _TypeAlias = NodeStatus  # noqa: Y015
+
+@_typing.final
+class Screening(_message.Message):
+    """What screening did to a node's contributions, of which it makes one for each slice of a round."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    NODE_NAME_FIELD_NUMBER: _builtins.int
+    NUM_CONTRIBUTIONS_FIELD_NUMBER: _builtins.int
+    NUM_CLIPPED_FIELD_NUMBER: _builtins.int
+    NUM_LEFT_OUT_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    """The node."""
+    node_name: _builtins.str
+    """What people call it; empty when it is forgotten."""
+    num_contributions: _builtins.int
+    """Contributions that its reducers had."""
+    num_clipped: _builtins.int
+    """Of these, how many are in results only in part."""
+    num_left_out: _builtins.int
+    """Of these, how many count for nothing."""
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        node_name: _builtins.str = ...,
+        num_contributions: _builtins.int = ...,
+        num_clipped: _builtins.int = ...,
+        num_left_out: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_id", b"node_id", "node_name", b"node_name", "num_clipped", b"num_clipped", "num_contributions", b"num_contributions", "num_left_out", b"num_left_out"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Screening: _TypeAlias = Screening  # noqa: Y015
 
 @_typing.final
 class GetStatusResponse(_message.Message):
@@ -577,6 +632,7 @@ class RoundSummary(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     WIRE_FIELD_NUMBER: _builtins.int
+    SCREENED_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """Round number."""
     fragment: _builtins.int
@@ -605,6 +661,10 @@ class RoundSummary(_message.Message):
     def wire(self) -> Global___WireLedger:
         """Bytes that nodes sent and received between their reports of the round before and of this one."""
 
+    @_builtins.property
+    def screened(self) -> _containers.RepeatedCompositeFieldContainer[Global___Screening]:
+        """Nodes of which screening took not all, those first of which it took least; at most 16."""
+
     def __init__(
         self,
         *,
@@ -621,10 +681,11 @@ class RoundSummary(_message.Message):
         reason: _builtins.str = ...,
         incarnation: _builtins.int = ...,
         wire: Global___WireLedger | None = ...,
+        screened: _abc.Iterable[Global___Screening] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["wire", b"wire"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fragment", b"fragment", "incarnation", b"incarnation", "loss", b"loss", "num_committed_slices", b"num_committed_slices", "num_contributors", b"num_contributors", "num_participants", b"num_participants", "num_slices", b"num_slices", "outer_digest", b"outer_digest", "reason", b"reason", "round", b"round", "seconds", b"seconds", "tokens", b"tokens", "wire", b"wire"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fragment", b"fragment", "incarnation", b"incarnation", "loss", b"loss", "num_committed_slices", b"num_committed_slices", "num_contributors", b"num_contributors", "num_participants", b"num_participants", "num_slices", b"num_slices", "outer_digest", b"outer_digest", "reason", b"reason", "round", b"round", "screened", b"screened", "seconds", b"seconds", "tokens", b"tokens", "wire", b"wire"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -14,6 +14,8 @@ from node.exchange.screening import (
     CLIPPED_ABOVE,
     LARGEST_RMS,
     LEFT_OUT_ABOVE,
+    MOST_BY_LATENESS,
+    MOST_BY_WORK,
     allowances,
     num_trimmed,
     screened,
@@ -234,3 +236,9 @@ def test_nobody_weighs_more_than_twice_the_mean_whatever_it_claims() -> None:
         result = reduction.result(downlink=FP32, sender=sender, by=by)
         assert result is not None
         assert decoded(result)[0] == pytest.approx(expected, rel=1e-6)
+
+
+def test_who_trained_more_or_owes_missed_rounds_may_be_longer_by_as_much_within_bounds() -> None:
+    assert allowances([10, 10, 30, 5], [0, 0, 0, 0]) == [1, 1, 3, 1]
+    assert allowances([10, 10, 10**9], [0, 0, 0])[2] == MOST_BY_WORK
+    assert allowances([10, 10, 10], [0, 1, 9]) == [1, 2, MOST_BY_LATENESS]

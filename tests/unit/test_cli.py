@@ -142,6 +142,8 @@ def test_json_has_every_field_with_hex_bytes_short_enums_and_null_for_what_is_ab
         "is_draining": False,
         "link_rates": None,
         "has_waiting_copy": False,
+        "screening": None,
+        "confirmed_work_share": None,
         "standing": "",
     }
     node.heartbeat.CopyFrom(

@@ -209,7 +209,8 @@ def typical(num_nodes: int, rounds: int) -> tuple[SwarmState, list[ClosedRound]]
         slice_elements=1 << 16,
     )
     names = [f"node-{number}".ljust(32, "x") for number in range(num_nodes)]
-    scene.attach(*names)
+    for place, name in enumerate(names):  # the first two, each with its invite, decide together
+        scene.attach(name, invite=name if place < 2 else "the others'")
     closed = []
     for number in range(rounds):
         scene.commit(*names)

@@ -247,3 +247,24 @@ def test_members_of_one_invite_weigh_no_more_than_twice_what_is_usual_for_one() 
     assert cap_of([100] * 7 + [600]) == 2 * 1300 // 8
     together = sum(say.weights[NodeId(f"many-{n}")] for n in range(10))
     assert together <= 325 * 128 < 600 * 128
+
+
+def test_a_result_that_its_reducer_alone_holds_is_void_though_nobody_else_was_heard() -> None:
+    scene = Scene(min_nodes=2)
+    scene.attach("honest-a", "honest-b")
+    scene.reduce(str(scene.round.slices[0].slice.reducer_id), 0, digest_of("right"))
+    scene.wait(80)
+    commit = scene.state.recent[-1].commit
+    assert commit.round == 1 and all(outcome.digest is None for outcome in commit.slices)
+
+
+def test_steps_that_the_speed_seen_does_not_explain_are_no_work() -> None:
+    scene = of_three(rounds=0)
+    for number in (1, 2):
+        for name in HONEST:
+            scene.train(name, seconds=1e-3 if (name, number) == ("honest-c", 2) else 5)
+        scene.commit(*HONEST)
+        scene.apply(digest_of(f"after {number}"), *HONEST)
+    a_step = scene.state.rules.batch * scene.state.rules.context
+    earned_by = {name: scene.member(name).work.newest_tokens for name in HONEST}
+    assert earned_by == {"honest-a": TOKENS, "honest-b": TOKENS, "honest-c": a_step}
