@@ -9,6 +9,7 @@ from swarm_books import LAYOUT, Books, is_void, places_of, tokens_of
 
 from coordinator.swarm.ledger import Places, free_again
 from coordinator.swarm.state import PRESENT, MemberState, RoundPhase, SwarmState
+from coordinator.swarm.weighing import say_of
 from protocol.messages import SliceTakenOver
 from protocol.rounds import Assignment, Commit, NodeId, Plan
 
@@ -46,13 +47,17 @@ def _check_clock(plan: Plan, state: SwarmState) -> None:
 
 
 def _check_reducers(plan: Plan, state: SwarmState) -> None:
-    """Those who reach most of the others."""
+    """Those who reach all others, unless others outweigh whom they are cut off from and are more."""
     trusted = [n for n in plan.participants if not state.members[n].standing.is_on_trial]
     among = trusted or plan.participants
-    cut = {n: set(state.members[n].unreachable) for n in among}
-    num_cut = {n: sum(n != m and (m in cut[n] or n in cut[m]) for m in among) for n in among}
+    told = {n: set(state.members[n].unreachable) for n in among}
+    cut = {n: {m for m in among if m != n and (m in told[n] or n in told[m])} for n in among}
+    weight = say_of([state.members[n] for n in among], plan.round - 1).weights
+    lost = {n: sum(weight[m] for m in cut[n]) for n in among}
     for part in plan.slices:
-        assert num_cut[part.reducer_id] == min(num_cut.values())
+        taken = [Fraction(weight[m], lost[m]) for m in cut[part.reducer_id] if weight[m]]
+        is_best = lost[part.reducer_id] == min(lost.values())
+        assert is_best or sum(taken) < 1, "who is cut off from most of the others reduces"
 
 
 def _check_durations(plan: Plan, state: SwarmState) -> None:
