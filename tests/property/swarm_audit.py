@@ -188,16 +188,27 @@ def check_commit(books: Books, commit: Commit, before: SwarmState, after: SwarmS
 
 
 def credit_of(commit: Commit, state: SwarmState) -> dict[NodeId, int]:
-    """What each earns: its tokens by each slice's part of the fragment, no more than it said it trained."""
+    """What each earns: its tokens by each slice's part of the fragment, no more than it said it trained.
+
+    Nor more than the steps that the core believes it, which the tests of speeds are about.
+    """
     whole = sum(outcome.num_elements for outcome in commit.slices)
     parts: dict[NodeId, int] = {}
     for outcome in commit.slices:
         for c in outcome.contributors:
             parts[c.node_id] = parts.get(c.node_id, 0) + c.tokens * outcome.num_elements
     current = state.open_round
-    told = {} if current is None or current.number != commit.round else current.trained
+    is_known = current is not None and current.number == commit.round
+    told = current.trained if current is not None and is_known else {}
+    steps = current.credible_steps if current is not None and is_known else {}
+    step_tokens = state.rules.batch * state.rules.context
     return {
-        n: min(part // whole, told[n].tokens if n in told else part) for n, part in parts.items()
+        n: min(
+            part // whole,
+            told[n].tokens if n in told else part,
+            steps[n] * step_tokens if n in steps else part,
+        )
+        for n, part in parts.items()
     }
 
 
