@@ -21,6 +21,7 @@ from coordinator.swarm.state import (
     Member,
     Round,
     RoundPhase,
+    Say,
     SliceProgress,
     SwarmState,
 )
@@ -69,7 +70,7 @@ def open_round(turn: Turn) -> None:
     ready = counted_on(ready, state.committed_round + 1, least=max(1, rules.min_nodes))
     on_trial = tuple(member.node_id for member in ready if member.standing.is_on_trial)
     sure = [member for member in ready if not member.standing.is_on_trial] or ready
-    reducers = best_reducers(sure)[:MOST_REDUCERS]
+    reducers = _most_reducers(sure, say_of(sure, state.committed_round))
     reducer_ids = frozenset(member.node_id for member in reducers)
     may_reduce = [member.node_id in reducer_ids for member in ready]
     shares = reducer_shares([member.rates for member in ready], may_reduce)
@@ -131,6 +132,17 @@ def open_round(turn: Turn) -> None:
     turn.has_new_state |= state.committed_round == 0  # the initial state, which no round led to
     plan = plan_of(current, turn.now)
     turn.act(Tell(message=RoundOpened(plan=plan), to=plan.participants))
+
+
+def _most_reducers(members: Sequence[Member], say: Say) -> list[Member]:
+    """Of those who reach the others as many as may reduce, in the order of their ids.
+
+    The ones with more confirmed work, up to a factor of two: a key can be made to have any id, and slices
+    are not to move each time that somebody has a little more.
+    """
+    best = best_reducers(members, say)
+    by_work = sorted(best, key=lambda m: (-say.weights[m.node_id].bit_length(), m.node_id))
+    return sorted(by_work[:MOST_REDUCERS], key=lambda m: m.node_id)
 
 
 def _trial_in_words(num_on_trial: int) -> str:

@@ -3,13 +3,20 @@
 Nodes say which members they have no connection to and could not dial. A connection serves both
 ways, so a pair counts as cut off as soon as one of the two says so: the other may not have noticed.
 What is told is looked at once, never all pairs: a thousand members are half a million of them.
+
+Nobody knows which of the two is at fault, and either may lie or refuse the other. So a pair costs both
+sides the same weight: who lies keeps no more of the others from reducing than it weighs itself.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from coordinator.swarm.state import PRESENT, Member, SwarmState
+from coordinator.swarm.state import PRESENT, Member, Say, SwarmState
 from coordinator.swarm.turn import present_members
+from coordinator.swarm.weighing import weight_of
 from protocol.rounds import NodeId
+
+LESS_THAN_ALL = 1 - 1e-9
+"""A sum of parts that is 1 up to rounding is all."""
 
 
 def cut_off_from(members: Sequence[Member]) -> Mapping[NodeId, frozenset[NodeId]]:
@@ -25,16 +32,46 @@ def cut_off_from(members: Sequence[Member]) -> Mapping[NodeId, frozenset[NodeId]
     return {node_id: frozenset(others) for node_id, others in cut.items()}
 
 
-def best_reducers(participants: Sequence[Member]) -> list[Member]:
-    """Those that are cut off from the fewest participants: all of them in a healthy swarm.
+def best_reducers(participants: Sequence[Member], say: Say) -> list[Member]:
+    """Those that everybody reaches, if they weigh enough; never only those whom a few liars leave over.
 
     A contribution does not get to a reducer that its node does not reach, and stays in the residual
     for as long as that lasts. Results come to it through a third node.
+
+    Each member divides its weight among those that it is cut off from, by what they weigh, and takes it
+    from them. Who keeps some of its own is cleared: of two parts that do not reach each other the heavier
+    one, and all whom a single member accuses. Those that everybody reaches reduce alone if they weigh no
+    less than the others that are cleared, as with most swarms behind NAT. So when some members of weight w
+    together say and refuse what they like, and the others reach each other, others of at least
+    (1 - 2 w) / 2 of the weight reduce.
     """
     cut = cut_off_from(participants)
-    num_cut = {m.node_id: len(cut.get(m.node_id, ())) for m in participants}
-    fewest = min(num_cut.values())
-    return [member for member in participants if num_cut[member.node_id] == fewest]
+    lost = {node_id: weight_of(say, others) for node_id, others in cut.items()}
+    reached = [member for member in participants if not lost.get(member.node_id)]
+    cleared = [
+        member
+        for member in participants
+        if lost.get(member.node_id) and _part_taken(member.node_id, cut, lost, say) < LESS_THAN_ALL
+    ]
+    if not reached and not cleared:
+        fewest = min(lost.values())
+        return [member for member in participants if lost[member.node_id] == fewest]
+    weights = (weight_of(say, (m.node_id for m in members)) for members in (reached, cleared))
+    if next(weights) >= next(weights):
+        return reached
+    chosen = {member.node_id for member in (*reached, *cleared)}
+    return [member for member in participants if member.node_id in chosen]
+
+
+def _part_taken(
+    node_id: NodeId,
+    cut: Mapping[NodeId, frozenset[NodeId]],
+    lost: Mapping[NodeId, int],
+    say: Say,
+) -> float:
+    """How much of a member's weight those take from it that it is cut off from; 1 is all."""
+    parts = ((weight_of(say, (other,)), lost[other]) for other in sorted(cut[node_id]))
+    return sum(weight / among if among else 1.0 for weight, among in parts if weight)
 
 
 def newly_cut_pairs(

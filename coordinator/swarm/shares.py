@@ -99,13 +99,26 @@ def reducer_shares(links: Sequence[Rates], may_reduce: Sequence[bool]) -> tuple[
     for _ in range(_NUM_BISECTIONS):
         middle = (low + high) / 2
         low, high = (low, middle) if sum(rooms(middle)) >= 1 else (middle, high)
-    return _without_crumbs(rooms(high), least=LEAST_OF_EQUAL / num_reducers)
+    return _without_crumbs(rooms(high), least=LEAST_OF_EQUAL / num_reducers, most=most)
 
 
-def _without_crumbs(room: list[float], *, least: float) -> tuple[float, ...]:
+def _without_crumbs(room: list[float], *, least: float, most: float) -> tuple[float, ...]:
+    """The shares without those that are too small; what these had goes to others up to the most."""
     whole = sum(room)
-    kept = [share if share / whole >= least else 0.0 for share in room]
-    return tuple(share / sum(kept) for share in kept)
+    shares = [share if share / whole >= least else 0.0 for share in room]
+    most = max(most, 1 / sum(share > 0 for share in shares))
+    full: set[int] = set()
+    while True:
+        left = 1 - most * len(full)
+        others = sum(share for place, share in enumerate(shares) if place not in full)
+        scaled = [
+            most if place in full else share * left / others if others else share
+            for place, share in enumerate(shares)
+        ]
+        over = {place for place, share in enumerate(scaled) if share > most} - full
+        if not over:
+            return tuple(scaled)
+        full |= over
 
 
 def _known(rates: Sequence[float | None]) -> list[float]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import islice
 
 from coordinator.swarm.actions import Tell
-from coordinator.swarm.reach import cut_off_from
+from coordinator.swarm.reach import best_reducers
 from coordinator.swarm.rounds import holders_of
 from coordinator.swarm.state import (
     Member,
@@ -21,6 +21,7 @@ from coordinator.swarm.state import (
     SwarmState,
 )
 from coordinator.swarm.turn import Turn, is_present, others_in, present_participants
+from coordinator.swarm.weighing import say_in
 from protocol.messages import ResultOffered, SliceTakenOver
 from protocol.rounds import NodeId
 
@@ -156,15 +157,18 @@ def _backup(state: SwarmState, current: Round, progress: SliceProgress) -> NodeI
     Rather one that has been here since the plan: who came back meanwhile trains for longer, and
     its slice would wait for its own contribution.
     """
-    members = [state.members[node_id] for node_id in present_participants(state, current)]
-    cut = cut_off_from(members)
+    here = present_participants(state, current)
+    if not here:
+        return None
+    members = [state.members[node_id] for node_id in here]
+    reaching = {m.node_id for m in best_reducers(members, say_in(state, current, here))}
     load = [p.slice.reducer_id for p in current.slices if p.slice.index != progress.slice.index]
 
-    def preference(member: Member) -> tuple[bool, bool, int, bool, int, NodeId]:
+    def preference(member: Member) -> tuple[bool, bool, bool, bool, int, NodeId]:
         return (
             member.state is not MemberState.READY,
             member.session_id >= current.later_session_id,
-            len(cut.get(member.node_id, ())),
+            member.node_id not in reaching,
             member.node_id == progress.slice.reducer_id,
             load.count(member.node_id),
             member.node_id,

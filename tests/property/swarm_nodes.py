@@ -74,6 +74,12 @@ class SimulatedNode:
     unsaved_since: State | None = None  # the state on the disk, while the newest is not there yet
     is_astray: bool = False
     process_id: int = 0
+    invite_id: str = ""
+
+    @property
+    def told(self) -> State:
+        """The state that it says it has."""
+        return self.state
 
     def restart(self, *, loses_newest: bool) -> None:
         """A new process. It loses a state that was reported, and not yet saved, at most."""
@@ -136,7 +142,7 @@ class SimulatedNode:
     def heartbeat(self) -> HeartbeatSeen | None:
         if self.session_id is None:
             return None
-        number, digest, incarnation = self.state
+        number, digest, incarnation = self.told
         return HeartbeatSeen(
             node_id=self.node_id,
             session_id=self.session_id,
@@ -243,7 +249,7 @@ class SimulatedNode:
             self._replay(swarm)
         if self.state != before:
             self.unsaved_since = before if before[0] < self.state[0] else None
-        number, digest, incarnation = self.state
+        number, digest, incarnation = self.told
         return [
             Reported(
                 node_id=self.node_id,

@@ -207,7 +207,7 @@ class World:
 
     @staticmethod
     def _announcement(node: SimulatedNode, process_id: int) -> Attached:
-        number, digest, incarnation = node.state
+        number, digest, incarnation = node.told
         return Attached(
             node_id=node.node_id,
             node_name="vm",  # as many machines are called
@@ -222,6 +222,7 @@ class World:
             outer_digest=digest,
             outer_incarnation=incarnation,
             process_id=process_id,
+            invite_id=node.invite_id,
         )
 
     def bring_back(self, node: SimulatedNode) -> None:

@@ -1,14 +1,16 @@
-"""Who is cut off from whom, against the definition that looks at all pairs."""
+"""Who is cut off from whom, against the definition that looks at all pairs; and what liars get of it."""
 
 from dataclasses import replace
+from fractions import Fraction
 from itertools import combinations
 
+import pytest
 from effort import examples
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from coordinator.swarm.reach import best_reducers, cut_off_from, newly_cut_pairs
-from coordinator.swarm.state import Member, MemberState, Rules, SwarmState
+from coordinator.swarm.state import Member, MemberState, Rules, Say, SwarmState
 from coordinator.swarm.transition import initial_state
 from protocol.rounds import CorpusSummary, Digest, NodeId, PeerAddress
 
@@ -59,16 +61,113 @@ def is_cut_off(one: Member, other: Member) -> bool:
     return other.node_id in one.unreachable or one.node_id in other.unreachable
 
 
+def names(members: list[Member]) -> list[str]:
+    return [str(member.node_id) for member in members]
+
+
+def swarm(weights: str, cut: str = "", *, by_one_side: bool = False) -> tuple[list[Member], Say]:
+    """Members a, b, … with so many digits' weight, of whom pairs as in "ab bc" are cut off."""
+    ids = NAMES[: len(weights)]
+    told: dict[NodeId, list[NodeId]] = {node_id: [] for node_id in ids}
+    for pair in cut.split():
+        one, other = pair[0], pair[1]
+        told[NodeId(one)].append(NodeId(other))
+        if not by_one_side:
+            told[NodeId(other)].append(NodeId(one))
+    members = [member(node_id, MemberState.READY, told[node_id]) for node_id in ids]
+    return members, Say(weights=dict(zip(ids, map(int, weights), strict=True)), is_confirmed=True)
+
+
 @examples(400)
-@given(members=MEMBERS)
-def test_reducers_are_those_who_are_cut_off_from_the_fewest(members: list[Member]) -> None:
-    num_cut = [
-        sum(is_cut_off(one, other) for other in members if other is not one) for one in members
-    ]
+@given(members=MEMBERS, weights=st.lists(st.integers(0, 5), min_size=8, max_size=8))
+def test_reducers_are_by_weight_whom_all_reach_or_whom_those_cut_off_from_them_do_not_outweigh(
+    members: list[Member], weights: list[int]
+) -> None:
+    say = Say(weights=dict(zip(NAMES, weights, strict=True)), is_confirmed=True)
+    weight = {one.node_id: say.weights[one.node_id] for one in members}
+    cut = {
+        one.node_id: [o.node_id for o in members if o is not one and is_cut_off(one, o)]
+        for one in members
+    }
     found = cut_off_from(members)
-    assert [len(found.get(one.node_id, ())) for one in members] == num_cut
-    best = [one for one, num in zip(members, num_cut, strict=True) if num == min(num_cut)]
-    assert best_reducers(members) == best
+    assert {n: set(found.get(n, ())) for n in cut} == {n: set(others) for n, others in cut.items()}
+    lost = {n: sum(weight[other] for other in others) for n, others in cut.items()}
+    reached = {n for n in cut if not lost[n]}
+    cleared = {
+        n
+        for n in cut.keys() - reached
+        if all(lost[o] for o in cut[n] if weight[o])
+        and sum(Fraction(weight[o], lost[o]) for o in cut[n] if weight[o]) < 1
+    }
+    best = reached
+    if sum(weight[n] for n in cleared) > sum(weight[n] for n in reached) or not reached:
+        best = reached | cleared
+    if not best:
+        best = {n for n in cut if lost[n] == min(lost.values())}
+    assert names(best_reducers(members, say)) == [n for n in names(members) if n in best]
+
+
+@examples(400)
+@given(
+    honest=st.lists(st.integers(0, 9), min_size=1, max_size=5),
+    lying=st.lists(st.integers(0, 9), min_size=1, max_size=4),
+    lies=st.sets(st.tuples(st.integers(0, 3), st.integers(0, 8), st.booleans())),
+)
+def test_liars_with_less_than_half_of_the_weight_keep_no_more_from_reducing_than_they_weigh_themselves(
+    honest: list[int], lying: list[int], lies: set[tuple[int, int, bool]]
+) -> None:
+    """They accuse whom they like, refuse whom they like, and one of them may be clean; honest nodes reach
+    each other. Of the others at least (1 - 2 w) / 2 of the weight reduces."""
+    liars, others = (
+        [NodeId(f"a{n}") for n, _ in enumerate(lying)],
+        [NodeId(f"h{n}") for n, _ in enumerate(honest)],
+    )
+    ids = [*liars, *others]
+    say = Say(weights=dict(zip(ids, [*lying, *honest], strict=True)), is_confirmed=True)
+    assume(sum(lying) < sum(honest))
+    told: dict[NodeId, list[NodeId]] = {node_id: [] for node_id in ids}
+    for liar, other, is_refused in lies:
+        if liar < len(liars) and other < len(ids) and liar != other:
+            told[liars[liar]].append(ids[other])
+            if is_refused:
+                told[ids[other]].append(liars[liar])
+    members = [member(node_id, MemberState.READY, told[node_id]) for node_id in ids]
+    reducing = {one.node_id for one in best_reducers(members, say)}
+    weight = sum(say.weights[n] for n in reducing.intersection(others))
+    assert weight > 0
+    assert 2 * weight >= sum(honest) - sum(lying)
+
+
+def test_who_accuses_all_others_reduces_nothing_and_they_do_as_before() -> None:
+    for by_one_side in (True, False):
+        members, say = swarm("11111111", "ab ac ad ae af ag", by_one_side=by_one_side)
+        assert names(best_reducers(members, say)) == list("bcdefgh")  # not h alone, its accomplice
+
+
+def test_keys_without_work_accuse_nobody() -> None:
+    members, say = swarm("00055555", "ae af bf bg cg ch ah")
+    assert names(best_reducers(members, say)) == list("defgh")
+
+
+def test_two_of_eight_behind_nat_that_do_not_reach_each_other_reduce_nothing() -> None:
+    for weights in ("11111111", "31111111"):
+        members, say = swarm(weights, "ab")
+        assert names(best_reducers(members, say)) == list("cdefgh")
+
+
+def test_most_of_a_swarm_behind_nat_leaves_the_reducing_to_who_can_be_dialled() -> None:
+    members, say = swarm("11111111", "ab ac ad ae bc bd be cd ce de")
+    assert names(best_reducers(members, say)) == list("fgh")
+
+
+@pytest.mark.parametrize(
+    ("weights", "reducers"), [("1111", "abcd"), ("2211", "ab"), ("1122", "cd"), ("9111", "ab")]
+)
+def test_of_two_halves_the_heavier_one_reduces_and_of_equal_ones_both(
+    weights: str, reducers: str
+) -> None:
+    members, say = swarm(weights, "ac ad bc bd")
+    assert names(best_reducers(members, say)) == list(reducers)
 
 
 def cut_pairs(state: SwarmState) -> set[tuple[NodeId, NodeId]]:

@@ -5,10 +5,16 @@ from itertools import pairwise
 
 import pytest
 from effort import examples
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from coordinator.swarm.shares import EQUAL_FROM, LEAST_OF_EQUAL, Rates, reducer_shares
+from coordinator.swarm.shares import (
+    EQUAL_FROM,
+    LEAST_OF_EQUAL,
+    MOST_OF_EQUAL,
+    Rates,
+    reducer_shares,
+)
 from protocol.rounds import BLOCK, NodeId, cut_into_slices
 
 MB = 1e6
@@ -50,6 +56,20 @@ def test_shares_are_the_whole_fragment_and_only_who_may_reduce_has_one(
     for share, is_allowed in zip(shares, may, strict=True):
         assert share >= 0
         assert is_allowed or share == 0
+
+
+@examples(300)
+@example([1.1, 5.0, 1.1, 2.0])
+@given(st.lists(st.sampled_from([1.0, 1.1, 1.4, 1.6, 2.0, 3.0, 5.0, 9.0]), min_size=3, max_size=12))
+def test_nobody_reduces_more_than_twice_an_equal_share_whatever_links_are_claimed(
+    claimed: list[float],
+) -> None:
+    """Nor more than half; those whose links are too slow to reduce leave theirs to all others."""
+    shares = reducer_shares(both(*claimed), [True] * len(claimed))
+    num_reducing = sum(share > 0 for share in shares)
+    most = max(1 / num_reducing, min(1 / 2, MOST_OF_EQUAL / len(shares)))
+    assert max(shares) <= most * (1 + 1e-9)
+    assert sum(shares) == pytest.approx(1)
 
 
 @examples(100)

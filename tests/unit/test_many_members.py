@@ -31,6 +31,7 @@ from coordinator.swarm.opening import MOST_REDUCERS
 from coordinator.swarm.reach import best_reducers
 from coordinator.swarm.state import HeldOut, Member
 from coordinator.swarm.transition import step
+from coordinator.swarm.weighing import say_of
 from coordinator.telemetry import Telemetry
 from protocol.errors import BadDataError
 from protocol.payload import RESULT, Payload, PayloadHeader
@@ -99,7 +100,7 @@ def half_cut_off(num_nodes: int) -> list[Member]:
 def test_finding_the_best_reducers_grows_with_what_is_told_and_not_with_all_pairs() -> None:
     def work_of(num_nodes: int) -> Callable[[], object]:
         members = half_cut_off(num_nodes)
-        return lambda: best_reducers(members)
+        return lambda: best_reducers(members, say_of(members, 0))
 
     assert_linear(work_of, 100)
 
