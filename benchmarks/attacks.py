@@ -197,6 +197,9 @@ ATTACKS: Mapping[str, Attack] = {
     "slow": Attack(seconds_a_step=100 * SECONDS_A_STEP),
 }
 
+UNSCREENED = "unscreened"
+"""Beside the merges: the mean of all that comes."""
+
 WORST = ("sign flip × 10", "ALIE", "inner product", "label poison")
 
 
@@ -244,7 +247,8 @@ def lives_of(attack: Attack, corpus: Corpus, *, liars: int, seed: int) -> list[L
 
 def outcome_of(name: str, *, liars: int, merge: str, seed: int, rounds: int) -> Row:
     """Runs one swarm; `name` is an attack's, or "clean" for a swarm without liars."""
-    outer = TABLES["outer"] | {"merge": merge}
+    rules = {"merge": "mean", "screening": False} if merge == UNSCREENED else {"merge": merge}
+    outer = TABLES["outer"] | rules
     run = TABLES["run"] | {"rounds": rounds}
     spec = spec_of(TABLES | {"run": run, "outer": outer}, seed=seed)
     corpus = read_corpus(
