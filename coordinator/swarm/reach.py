@@ -15,6 +15,11 @@ from coordinator.swarm.turn import present_members
 from coordinator.swarm.weighing import weight_of
 from protocol.rounds import NodeId
 
+TIMES_REACHED = 2
+"""Those that everybody reaches reduce alone unless the others that are cleared weigh more than so many times
+as much. What nodes have done differs: of three, the one between two that cannot reach each other is not to
+lose its part to the faster of them, for then the slower one's work stays with it for ever."""
+
 LESS_THAN_ALL = 1 - 1e-9
 """A sum of parts that is 1 up to rounding is all."""
 
@@ -40,10 +45,10 @@ def best_reducers(participants: Sequence[Member], say: Say) -> list[Member]:
 
     Each member divides its weight among those that it is cut off from, by what they weigh, and takes it
     from them. Who keeps some of its own is cleared: of two parts that do not reach each other the heavier
-    one, and all whom a single member accuses. Those that everybody reaches reduce alone if they weigh no
-    less than the others that are cleared, as with most swarms behind NAT. So when some members of weight w
-    together say and refuse what they like, and the others reach each other, others of at least
-    (1 - 2 w) / 2 of the weight reduce.
+    one, and all whom a single member accuses. Those that everybody reaches reduce alone if they weigh at
+    least half of what the others weigh that are cleared, as with most swarms behind NAT. So when some
+    members of weight w together say and refuse what they like, and the others reach each other, others of
+    at least (1 - 3 w) / 3 of the weight reduce.
     """
     cut = cut_off_from(participants)
     lost = {node_id: weight_of(say, others) for node_id, others in cut.items()}
@@ -57,7 +62,7 @@ def best_reducers(participants: Sequence[Member], say: Say) -> list[Member]:
         fewest = min(lost.values())
         return [member for member in participants if lost[member.node_id] == fewest]
     weights = (weight_of(say, (m.node_id for m in members)) for members in (reached, cleared))
-    if next(weights) >= next(weights):
+    if TIMES_REACHED * next(weights) >= next(weights):
         return reached
     chosen = {member.node_id for member in (*reached, *cleared)}
     return [member for member in participants if member.node_id in chosen]

@@ -67,7 +67,7 @@ def go(scene: Scene, taken: set[str], seconds: dict[str, float], stay: set[str])
             scene.leave(name)
             here.remove(name)
     scene.apply(after, *here)
-    scene.wait_until(scene.now + 20)  # where all who could report have left
+    scene.wait_until(scene.now + 40)  # where some who could report have left, or never do
     return plan
 
 

@@ -246,8 +246,8 @@ def test_a_round_of_eight_nodes_takes_few_bytes_and_after_a_while_few_hundred(
     assert (database_bytes(500, 20) - thinned) / 400 < 350  # for each round that a run goes on
 
 
-def test_a_commit_of_hundreds_of_nodes_takes_no_more_than_on_the_wire() -> None:
-    state, (closed,) = typical(200, 1)
+def test_a_commit_of_a_hundred_nodes_takes_no_more_than_on_the_wire() -> None:
+    state, (closed,) = typical(100, 1)
     store = Store(Store.in_memory()._database, sign=SIGNER.signature_of)
     store.save(replace(state, recent=()), state, now=1.0)
     connection = store._database._connection
