@@ -21,7 +21,7 @@ from protocol.rounds import WHOLE
 
 CLIPPED_ABOVE = 2.0
 """Of the median measure: a longer contribution is cut to it. Two of eight that pull backwards with all they
-may leave a third of the step; honest ones of one run differ by less than half of it."""
+may leave a third of the step; in `benchmarks.attacks` no honest one of eight is that long."""
 
 LEFT_OUT_ABOVE = 6.0
 """Of the median measure: what is longer is no training of this run, and nothing of it counts."""
