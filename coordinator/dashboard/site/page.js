@@ -47,7 +47,7 @@ function showRun(run) {
     ["held-out loss", run.heldOutNow === null ? "-" : run.heldOutNow.toFixed(3), heldOutWords(run)],
     ["tokens", run.tokens, `${run.tokensPerSecond} a second`],
     ["computing", run.computing === null ? "-" : percent(run.computing), run.time || "of the nodes' time"],
-    ["sent by all nodes", run.sent, run.timesLess ? `${run.timesLess} times less than all-reduce` : "no round yet"],
+    ["sent by all nodes", run.sent, run.timesLess ? `${run.timesLess} times less than all-reduce` : "to peers and to the coordinator"],
     ["time left", run.left || (run.phase === "finished" ? "none" : "-"), `${run.elapsed} so far`],
     ["nodes ready", `${run.ready} of ${run.present}`, `${run.parameters} parameters`],
   ];
@@ -100,7 +100,7 @@ function showNodes(view) {
 
 // ---- the latest rounds ----
 
-function lane(node, seconds, committed) {
+function lane(node, seconds, committed, isOpen) {
   const track = element("div", { class: "track" });
   const piece = (from, to, kind) => {
     if (from === null || to === null || to < from) return;
@@ -109,16 +109,18 @@ function lane(node, seconds, committed) {
     part.style.width = `${Math.max(0.4, (100 * (to - from)) / seconds)}%`;
     track.append(part);
   };
-  if (node.trained === null && node.applied === null) track.append(element("i", { class: "never" }));
-  piece(0, node.trained, "train");
-  piece(node.trained, node.held ?? committed, "exchange");
-  piece(committed, node.applied, "apply");
+  const now = isOpen ? seconds : null;
+  if (node.trained === null && node.applied === null && !isOpen) track.append(element("i", { class: "never" }));
+  piece(0, node.trained ?? now, "train");
+  piece(node.trained, node.held ?? committed ?? now, "exchange");
+  piece(committed, node.applied ?? now, "apply");
   if (committed !== null) {
     const line = element("i", { class: "commit" });
     line.style.left = `${(100 * committed) / seconds}%`;
     track.append(line);
   }
-  const said = (at, words) => (at === null ? `never ${words}` : `${words} after ${at} s`);
+  const never = isOpen ? "not yet" : "never";
+  const said = (at, words) => (at === null ? `${never} ${words}` : `${words} after ${at} s`);
   const words = [said(node.trained, "trained"), node.reduced === null ? "" : said(node.reduced, "reduced"),
     said(node.held, "held all results"), said(node.applied, "applied")].filter(Boolean).join(", ");
   track.title = words;
@@ -135,7 +137,7 @@ function showTimeline(times) {
     const words = [how, round.waitedFor, round.reason].filter(Boolean).join("; ");
     return element("div", { class: "round" },
       element("h3", { text: `Round ${round.round} ` }, element("span", { text: words })),
-      ...round.nodes.map((node) => lane(node, seconds, round.committed)));
+      ...round.nodes.map((node) => lane(node, seconds, round.committed, round.isOpen)));
   }));
 }
 
