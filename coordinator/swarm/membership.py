@@ -84,7 +84,8 @@ def attach(turn: Turn, event: Attached) -> None:
     state = turn.state
     if state.layout is None:
         state = replace(state, layout=event.layout)
-    if state.corpus is None or not state.corpus.num_samples:  # of who has yet to get the data
+    has_data = state.corpus is not None and state.corpus.num_samples > 0  # one may have yet to get it
+    if not has_data and not event.is_helper:
         state = replace(state, corpus=event.corpus)
     state = replace(state, codecs=event.codecs)
     before = state.members.get(event.node_id)
@@ -114,6 +115,7 @@ def attach(turn: Turn, event: Attached) -> None:
             rates=before.rates if before else UNKNOWN,
             wire_told=_wire_told_before(before, event),
             invite_id=event.invite_id,
+            is_helper=event.is_helper,
             work=before.work if before else Work(),
             screenings=before.screenings if before else (),
             standing=before.standing if before else Standing(),
