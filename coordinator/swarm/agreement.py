@@ -96,7 +96,7 @@ def _may_be_outweighed(state: SwarmState) -> bool:
 
 
 def _choosing(state: SwarmState) -> list[Member]:
-    """Who has a first state to choose by: helpers draw none and fetch the one that is chosen."""
+    """Who chooses the first state: helpers have no say in it."""
     here = present_members(state)
     return [member for member in here if member.outer_round == 0 and not member.is_helper]
 

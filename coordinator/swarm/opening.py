@@ -75,7 +75,9 @@ def open_round(turn: Turn) -> None:
     members = sorted((*ready, *helpers), key=lambda member: member.node_id)
     on_trial = tuple(member.node_id for member in members if member.standing.is_on_trial)
     sure = sorted((*_sure(ready), *_sure(helpers)), key=lambda member: member.node_id)
-    reducers = _most_reducers(sure, say_of(sure, state.committed_round))
+    # After a void round others than helpers may be what it takes.
+    was_void = state.last_closed is not None and state.last_closed.is_void
+    reducers = _most_reducers(sure, say_of(sure, state.committed_round), trusts_new=was_void)
     reducer_ids = frozenset(member.node_id for member in reducers)
     may_reduce = [member.node_id in reducer_ids for member in members]
     shares = reducer_shares(
@@ -151,13 +153,13 @@ def _with_helpers(
     return tuple(sorted((*assignments, *without_steps), key=lambda a: a.node_id))
 
 
-def _most_reducers(members: Sequence[Member], say: Say) -> list[Member]:
+def _most_reducers(members: Sequence[Member], say: Say, *, trusts_new: bool) -> list[Member]:
     """Of those who reach the others as many as may reduce, in the order of their ids.
 
     Helpers, then the ones with more confirmed work, up to a factor of two: a key can be made to have any
     id, and slices are not to move each time that somebody has a little more.
     """
-    best = best_reducers(members, say)
+    best = best_reducers(members, say, trusts_new=trusts_new)
 
     def rank(member: Member) -> tuple[bool, int, NodeId]:
         weight = say.weights.get(member.node_id, 0)
@@ -177,7 +179,7 @@ def _reducers_in_words(sure: Sequence[Member], reducers: Sequence[Member]) -> st
     if num_nodes == num_sure:
         return words
     if not num_nodes:
-        return f"{words} all: not all nodes reach each other"
+        return f"{words} all, as not all nodes are known to reach each other"
     verb = "reduces" if num_nodes == 1 else "reduce"
     if len(reducers) == MOST_REDUCERS:
         return f"{words}, {num_nodes} of them {verb}"

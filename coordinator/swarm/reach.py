@@ -40,7 +40,9 @@ def cut_off_from(members: Sequence[Member]) -> Mapping[NodeId, frozenset[NodeId]
     return {node_id: frozenset(others) for node_id, others in cut.items()}
 
 
-def best_reducers(participants: Sequence[Member], say: Say) -> list[Member]:
+def best_reducers(
+    participants: Sequence[Member], say: Say, *, trusts_new: bool = True
+) -> list[Member]:
     """Those that everybody reaches, if they weigh enough; never only those whom a few liars leave over.
 
     A contribution does not get to a reducer that its node does not reach, and stays in the residual
@@ -54,12 +56,18 @@ def best_reducers(participants: Sequence[Member], say: Say) -> list[Member]:
     at least (1 - 3 w) / 3 of the weight reduce.
 
     With helpers only those reduce beside them that everybody reaches, and only where they reduced alone
-    without helpers. Of helpers those reduce that most of the weight reaches.
+    without helpers. Of helpers those reduce that most of the weight reaches. Without `trusts_new` nobody
+    reduces beside helpers before it has confirmed work: of one that has just come nobody knows yet whom it
+    reaches.
     """
     cut = cut_off_from(participants)
     lost = {node_id: weight_of(say, others) for node_id, others in cut.items()}
     training = [member for member in participants if not member.is_helper]
     helpers = _best_helpers([member for member in participants if member.is_helper], lost, say)
+    known = say.weights if say.is_confirmed else {}
+    is_new = {
+        m.node_id for m in training if helpers and not trusts_new and not known.get(m.node_id)
+    }
     reached = [member for member in training if not lost.get(member.node_id)]
     cleared = [
         member
@@ -73,13 +81,11 @@ def best_reducers(participants: Sequence[Member], say: Say) -> list[Member]:
     chosen = [*helpers, *reached]
     if TIMES_REACHED * next(weights) < next(weights):
         chosen = helpers or [*reached, *cleared]
-    chosen_ids = {member.node_id for member in chosen}
+    chosen_ids = {member.node_id for member in chosen} - is_new
     return [member for member in participants if member.node_id in chosen_ids]
 
 
-def _best_helpers(
-    helpers: Sequence[Member], lost: Mapping[NodeId, int], say: Say
-) -> Sequence[Member]:
+def _best_helpers(helpers: Sequence[Member], lost: Mapping[NodeId, int], say: Say) -> list[Member]:
     """The helpers that fewest are cut off from, by weight; none if half of the weight is."""
     fewest = min((lost.get(member.node_id, 0) for member in helpers), default=0)
     if fewest and 2 * fewest >= weight_of(say, say.weights):
