@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from node.config import NodeSettings, load_settings, require_node_folder
+from node.installed import HELPER, require_installed
 from protocol.errors import NotPermittedError
 from protocol.trust.credentials import Credentials, find_home
 from protocol.trust.pki import Role
@@ -140,6 +141,7 @@ def start(
     Example: atoll node start --device cuda
     """
     home = _home_of(Role.NODE, folder)
+    require_installed(to="start a node")
     chosen = load_settings(home, **settings)
     # Torch reads it when it is imported, here and in the ranks.
     os.environ.setdefault(
@@ -212,6 +214,7 @@ def start_helper(
     Example: atoll helper start --port 7710
     """
     home = _home_of(Role.HELPER, folder)
+    require_installed(HELPER, to="start a helper")
     chosen = load_settings(home, **settings)
     _run(home, chosen, waits=waits, log_json=log_json, ends_with_stdin=ends_with_stdin)
 
@@ -249,6 +252,7 @@ def follow(
     from protocol.logging import start_logging
 
     leader = HostToken.read(token)
+    require_installed(to="follow a node")
     check_choice(device)
     own_name = name or socket.gethostname()[:64] or "host"
     start_logging(as_json=log_json, node=own_name)
@@ -342,6 +346,7 @@ def describe(
     """
     import json
 
+    require_installed(to="describe a model")
     from node.models.describing import Asked, describe_asked, describe_run, in_words
 
     if asked is not None:

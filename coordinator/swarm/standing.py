@@ -131,7 +131,8 @@ def note_appliers(turn: Turn, current: Round, awaited: Sequence[NodeId]) -> None
         else:
             _at_fault(turn, node_id, current.number)
     for node_id in current.applied:
-        if node_id in members and members[node_id].cannot_train:  # no plan will ever try it
+        member = members.get(node_id)
+        if member and member.cannot_train and not member.is_helper:  # no plan will ever try it
             _in_time(turn, node_id)
 
 
