@@ -1,12 +1,12 @@
 """How a round opens: who takes part with how many inner steps, on which samples, who reduces what."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from coordinator.swarm.actions import Tell
 from coordinator.swarm.deadlines import next_deadlines
 from coordinator.swarm.ledger import Places, end_ahead, lease, num_samples_of
-from coordinator.swarm.reach import best_reducers
+from coordinator.swarm.reach import best_reducers, newcomers
 from coordinator.swarm.rounds import plan_of
 from coordinator.swarm.shares import reducer_shares, shares_in_words
 from coordinator.swarm.speeds import (
@@ -75,9 +75,11 @@ def open_round(turn: Turn) -> None:
     members = sorted((*ready, *helpers), key=lambda member: member.node_id)
     on_trial = tuple(member.node_id for member in members if member.standing.is_on_trial)
     sure = sorted((*_sure(ready), *_sure(helpers)), key=lambda member: member.node_id)
+    say = say_of(sure, state.committed_round)
     # After a void round others than helpers may be what it takes.
     was_void = state.last_closed is not None and state.last_closed.is_void
-    reducers = _most_reducers(sure, say_of(sure, state.committed_round), trusts_new=was_void)
+    new = frozenset[NodeId]() if was_void else newcomers(sure, say, turn.now)
+    reducers = _most_reducers(sure, say, new)
     reducer_ids = frozenset(member.node_id for member in reducers)
     may_reduce = [member.node_id in reducer_ids for member in members]
     shares = reducer_shares(
@@ -153,13 +155,13 @@ def _with_helpers(
     return tuple(sorted((*assignments, *without_steps), key=lambda a: a.node_id))
 
 
-def _most_reducers(members: Sequence[Member], say: Say, *, trusts_new: bool) -> list[Member]:
+def _most_reducers(members: Sequence[Member], say: Say, new: Collection[NodeId]) -> list[Member]:
     """Of those who reach the others as many as may reduce, in the order of their ids.
 
     Helpers, then the ones with more confirmed work, up to a factor of two: a key can be made to have any
     id, and slices are not to move each time that somebody has a little more.
     """
-    best = best_reducers(members, say, trusts_new=trusts_new)
+    best = best_reducers(members, say, new=new)
 
     def rank(member: Member) -> tuple[bool, int, NodeId]:
         weight = say.weights.get(member.node_id, 0)

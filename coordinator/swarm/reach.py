@@ -11,7 +11,7 @@ A helper weighs nothing and is no liar: the run owner vouches for it. So with he
 dialled dials one of them, and it reduces; no other's word keeps all of them from that.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from coordinator.swarm.state import PRESENT, Member, Say, SwarmState
 from coordinator.swarm.turn import present_members
@@ -22,6 +22,9 @@ TIMES_REACHED = 2
 """Those that everybody reaches reduce alone unless the others that are cleared weigh more than so many times
 as much. What nodes have done differs: of three, the one between two that cannot reach each other is not to
 lose its part to the faster of them, for then the slower one's work stays with it for ever."""
+
+KNOWN_AFTER_SECONDS = 30.0
+"""Nodes tell whom they do not reach within 20 s of its coming, and by a heartbeat."""
 
 LESS_THAN_ALL = 1 - 1e-9
 """A sum of parts that is 1 up to rounding is all."""
@@ -41,7 +44,7 @@ def cut_off_from(members: Sequence[Member]) -> Mapping[NodeId, frozenset[NodeId]
 
 
 def best_reducers(
-    participants: Sequence[Member], say: Say, *, trusts_new: bool = True
+    participants: Sequence[Member], say: Say, *, new: Collection[NodeId] = ()
 ) -> list[Member]:
     """Those that everybody reaches, if they weigh enough; never only those whom a few liars leave over.
 
@@ -56,18 +59,13 @@ def best_reducers(
     at least (1 - 3 w) / 3 of the weight reduce.
 
     With helpers only those reduce beside them that everybody reaches, and only where they reduced alone
-    without helpers. Of helpers those reduce that most of the weight reaches. Without `trusts_new` nobody
-    reduces beside helpers before it has confirmed work: of one that has just come nobody knows yet whom it
-    reaches.
+    without helpers. Of helpers those reduce that most of the weight reaches. Those who are `new` reduce
+    nothing beside helpers.
     """
     cut = cut_off_from(participants)
     lost = {node_id: weight_of(say, others) for node_id, others in cut.items()}
     training = [member for member in participants if not member.is_helper]
     helpers = _best_helpers([member for member in participants if member.is_helper], lost, say)
-    known = say.weights if say.is_confirmed else {}
-    is_new = {
-        m.node_id for m in training if helpers and not trusts_new and not known.get(m.node_id)
-    }
     reached = [member for member in training if not lost.get(member.node_id)]
     cleared = [
         member
@@ -81,8 +79,19 @@ def best_reducers(
     chosen = [*helpers, *reached]
     if TIMES_REACHED * next(weights) < next(weights):
         chosen = helpers or [*reached, *cleared]
-    chosen_ids = {member.node_id for member in chosen} - is_new
+    chosen_ids = {member.node_id for member in chosen}.difference(new if helpers else ())
     return [member for member in participants if member.node_id in chosen_ids]
+
+
+def newcomers(members: Iterable[Member], say: Say, now: float) -> frozenset[NodeId]:
+    """Of whom nobody knows yet whom they reach, or that have no confirmed work."""
+    worked = say.weights if say.is_confirmed else {}
+    return frozenset(
+        member.node_id
+        for member in members
+        if not member.is_helper
+        and (now - member.came_at < KNOWN_AFTER_SECONDS or not worked.get(member.node_id))
+    )
 
 
 def _best_helpers(helpers: Sequence[Member], lost: Mapping[NodeId, int], say: Say) -> list[Member]:

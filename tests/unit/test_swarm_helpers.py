@@ -76,8 +76,11 @@ def test_several_helpers_share_and_one_that_nobody_reaches_gets_nothing() -> Non
 
 def test_a_node_with_confirmed_work_that_all_reach_reduces_beside_a_helper() -> None:
     on_stage = scene("h", is_behind_nat=False)
-    assert reducers(on_stage) == {"h"}  # nobody knows yet whom the others reach
+    assert reducers(on_stage) == {"h"}
     play(on_stage, number=1)
+    assert reducers(on_stage) == {"h"}  # nobody knows yet whom the others reach
+    on_stage.wait(30)
+    play(on_stage, number=2)
     assert reducers(on_stage) == {"h", *NODES}
 
 
