@@ -35,11 +35,8 @@ rounds = 100
 min_nodes = 1
 
 [model]
-dim = 256
-layers = 3
-heads = 4
-kv_heads = 4
-ffn_dim = 768
+hidden_size = 256
+layers = 4
 context = 64
 
 [inner]

@@ -84,9 +84,8 @@ def attach(turn: Turn, event: Attached) -> None:
     state = turn.state
     if state.layout is None:
         state = replace(state, layout=event.layout)
-    has_data = (
-        state.corpus is not None and state.corpus.num_samples > 0
-    )  # one may have yet to get it
+    # A member that has yet to get the data tells of none.
+    has_data = state.corpus is not None and state.corpus.num_samples > 0
     if not has_data and not event.is_helper:
         state = replace(state, corpus=event.corpus)
     state = replace(state, codecs=event.codecs)

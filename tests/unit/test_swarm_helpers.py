@@ -3,6 +3,7 @@
 import pytest
 from swarm_scene import INITIAL, Scene, asked_of, digest_of
 
+from coordinator.swarm.ledger import lease_again
 from coordinator.swarm.shares import Rates
 from coordinator.swarm.weighing import say_of
 from protocol.messages import EvaluationAsked, ParticipantsIdle, SliceTakenOver
@@ -51,6 +52,13 @@ def test_a_plan_asks_a_helper_for_nothing_and_leases_it_nothing() -> None:
     on_stage.commit(*NODES, "h", tokens=dict.fromkeys(NODES, 80))
     assert on_stage.state.ledger.leased == ()
     assert on_stage.member("h").committed_tokens == 0
+
+
+def test_a_round_that_is_taken_back_leases_nothing_to_helpers_again() -> None:
+    on_stage = scene("h")
+    asked = on_stage.round.assignments
+    ledger = lease_again(on_stage.state.ledger, [a for a in asked if a.node_id == "h"])
+    assert ledger == on_stage.state.ledger
 
 
 def test_helpers_do_not_count_among_the_nodes_that_a_round_waits_for() -> None:
