@@ -36,7 +36,10 @@ min_nodes = 1
 
 [model]
 hidden_size = 256
-layers = 4
+num_layers = 4
+num_heads = 4
+num_kv_heads = 4
+ffn_size = 768
 context = 64
 
 [inner]
@@ -120,7 +123,7 @@ def swarm(folder: Path, pythons: dict[str, Path]) -> Iterator[dict[str, Started]
     def done(role: str, *arguments: str | Path) -> str:
         command = typed(pythons[role], *arguments)
         ran = subprocess.run(
-            command, check=True, capture_output=True, text=True, cwd=folder, env=environment()
+            command, stdout=subprocess.PIPE, text=True, cwd=folder, env=environment(), check=True
         )
         return ran.stdout
 
