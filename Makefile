@@ -63,7 +63,7 @@ $(RUN): pyproject.toml constraints.txt
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --no-compile -c constraints.txt torch
-	$(BIN)/pip install --quiet --no-compile -c constraints.txt -e .
+	$(BIN)/pip install --quiet --no-compile -c constraints.txt -e '.[node]'
 	@# What pip would do on one core. Some packages carry files that are not for this Python.
 	-@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib
 	@touch $@

@@ -138,10 +138,11 @@ DIR_OPTION = click.option(
 )
 @click.option(
     "--role",
-    type=click.Choice(("node", "viewer")),
+    type=click.Choice(("node", "helper", "viewer")),
     default="node",
     show_default=True,
-    help="A viewer sees the status, without addresses, and takes no part.",
+    help="A helper reduces for nodes that cannot be dialled, and trains nothing; a viewer sees the status, "
+    "without addresses, and takes no part.",
 )
 @DIR_OPTION
 def create(
@@ -168,7 +169,7 @@ def create(
         host=host,
         label=label,
         needs_approval=needs_approval,
-        for_viewers=role == "viewer",
+        role=role,
     )
     with operator_of(directory) as stub:
         made = stub.CreateInvite(request)
@@ -205,7 +206,7 @@ def list_invites(as_json: bool, directory: Path | None) -> None:
                     "revoked": status.revoked,
                     "label": status.label,
                     "needs_approval": status.needs_approval,
-                    "role": "viewer" if status.for_viewers else "node",
+                    "role": status.role,
                     "node_names": list(status.node_names),
                 }
                 for status in invites
@@ -219,7 +220,7 @@ def list_invites(as_json: bool, directory: Path | None) -> None:
         (
             status.invite_id,
             status.label or "-",
-            "viewer" if status.for_viewers else "node",
+            status.role,
             f"{len(status.node_ids)} of {status.max_uses}",
             _standing(status),
             ", ".join(

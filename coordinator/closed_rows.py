@@ -170,7 +170,7 @@ def figures_of(state: SwarmState, closed: ClosedRound) -> pb.RoundSummary:
     return pb.RoundSummary(
         round=commit.round,
         fragment=commit.fragment,
-        num_participants=len(closed.plan.assignments),
+        num_participants=closed.plan.num_training,
         num_slices=len(commit.slices),
         num_committed_slices=len(committed),
         num_contributors=len(set.intersection(*in_each)) if in_each else 0,

@@ -19,7 +19,7 @@ from protocol.files.folder_lock import FolderLock
 
 DATABASE_NAME = "atoll.db"
 
-VERSION = 9
+VERSION = 10
 
 TABLES = """
 CREATE TABLE swarm (only_row INTEGER PRIMARY KEY CHECK (only_row = 1), state, digest);
@@ -42,7 +42,7 @@ CREATE TABLE commits (
 CREATE TABLE figures (round INTEGER PRIMARY KEY, summary, digest);
 CREATE TABLE invites (
     place INTEGER PRIMARY KEY, invite_id, secret_hash, max_uses, expires_utc_seconds, is_revoked,
-    host, label, needs_approval, for_viewers, digest
+    host, label, needs_approval, role, digest
 );
 CREATE TABLE rulings (number INTEGER PRIMARY KEY, ruling, signature, digest);
 CREATE TABLE enrolled (

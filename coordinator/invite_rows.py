@@ -9,6 +9,10 @@ from datetime import UTC, datetime
 from coordinator.rows import put, rows_of
 from protocol.errors import NotPermittedError
 from protocol.rounds import NodeId
+from protocol.trust.pki import Role
+
+MOST_FIRST = (Role.NODE, Role.HELPER, Role.VIEWER)
+"""Who has joined with several invites is the first of these that it is by any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +26,7 @@ class InviteRecord:
     host: str
     label: str
     needs_approval: bool
-    for_viewers: bool
+    role: Role  # of who joins with it
     node_ids: tuple[NodeId, ...]  # who joined with it
     node_names: tuple[str, ...]  # what they call themselves
 
@@ -35,7 +39,7 @@ class EnrolledMember:
     node_name: str
     invite_id: str
     needs_approval: bool
-    is_viewer: bool
+    role: Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +55,7 @@ class Invite:
     host: str
     label: str
     needs_approval: bool
-    for_viewers: bool
+    role: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +79,7 @@ def add(
     host: str,
     label: str,
     needs_approval: bool,
-    for_viewers: bool,
+    role: Role,
 ) -> None:
     """Remembers a new invite."""
     place = 1 + max((invite.place for invite in _invites(connection)), default=0)
@@ -89,7 +93,7 @@ def add(
         host=host,
         label=label,
         needs_approval=needs_approval,
-        for_viewers=for_viewers,
+        role=str(role),
     )
     _put(connection, "invites", invite)
 
@@ -108,7 +112,7 @@ def records(connection: sqlite3.Connection) -> tuple[InviteRecord, ...]:
             host=invite.host,
             label=invite.label,
             needs_approval=invite.needs_approval,
-            for_viewers=invite.for_viewers,
+            role=Role(invite.role),
             node_ids=tuple(one.node_id for one in joined.get(invite.invite_id, ())),
             node_names=tuple(one.node_name for one in joined.get(invite.invite_id, ())),
         )
@@ -122,7 +126,7 @@ def members(connection: sqlite3.Connection) -> dict[NodeId, EnrolledMember]:
     found: dict[NodeId, EnrolledMember] = {}
     for one in enrolled(connection):
         invite, before = invites[one.invite_id], found.get(one.node_id)
-        is_viewer = invite.for_viewers and (before is None or before.is_viewer)
+        roles = [Role(invite.role)] if before is None else [Role(invite.role), before.role]
         needs_approval = invite.needs_approval and (before is None or before.needs_approval)
         found[one.node_id] = EnrolledMember(
             node_id=one.node_id,
@@ -130,7 +134,7 @@ def members(connection: sqlite3.Connection) -> dict[NodeId, EnrolledMember]:
             # Of several the one whose name comes first, whatever was redeemed when.
             invite_id=min(one.invite_id, one.invite_id if before is None else before.invite_id),
             needs_approval=needs_approval,
-            is_viewer=is_viewer,
+            role=min(roles, key=MOST_FIRST.index),
         )
     return found
 
@@ -223,7 +227,7 @@ def _invites(connection: sqlite3.Connection) -> Iterator[Invite]:
     for place, invite_id, secret_hash, max_uses, expires, is_revoked, host, *kind in rows_of(
         connection, "invites", "ORDER BY place"
     ):
-        label, needs_approval, for_viewers = kind
+        label, needs_approval, role = kind
         yield Invite(
             place=place,
             invite_id=invite_id,
@@ -234,7 +238,7 @@ def _invites(connection: sqlite3.Connection) -> Iterator[Invite]:
             host=host,
             label=label,
             needs_approval=bool(needs_approval),
-            for_viewers=bool(for_viewers),
+            role=role,
         )
 
 

@@ -41,6 +41,7 @@ from protocol.channel import RETRY_CAP_SECONDS
 from protocol.errors import ConfigError
 from protocol.rounds import Assignment, Commit, Digest, NodeId
 from protocol.run_spec import RunSpec
+from protocol.trust.pki import Role
 from protocol.trust.rulings import SignedRuling, ruling_from_json
 from protocol.v1 import round_pb2
 from protocol.v1.status_pb2 import RoundSummary
@@ -334,7 +335,7 @@ class Store:
         host: str,
         label: str = "",
         needs_approval: bool = False,
-        for_viewers: bool = False,
+        role: Role = Role.NODE,
     ) -> None:
         """Remembers a new invite; of its secret only the hash."""
         with self._database.writing() as connection:
@@ -347,7 +348,7 @@ class Store:
                 host=host,
                 label=label,
                 needs_approval=needs_approval,
-                for_viewers=for_viewers,
+                role=role,
             )
 
     def invites(self) -> tuple[InviteRecord, ...]:
@@ -402,6 +403,11 @@ class Store:
     def enrolled_member(self, node_id: NodeId) -> EnrolledMember | None:
         """What is known of who has redeemed an invite. Asked at every call."""
         return self._enrolled.get(node_id)
+
+    def is_helper(self, node_id: NodeId) -> bool:
+        """Whether it joined as a helper; not one that never did, as in a simulation."""
+        enrolled = self._enrolled.get(node_id)
+        return enrolled is not None and enrolled.role is Role.HELPER
 
     def invite_of(self, node_id: NodeId) -> str:
         """The invite that the node joined with; empty for one that never did, as in a simulation."""

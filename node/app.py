@@ -19,15 +19,17 @@ from node.link.calls import CoordinatorLink
 from node.link.first_contact import run_of_coordinator
 from node.machine.freed_memory import keep_freed_memory
 from node.machine.hardware import Hardware, likely_devices, look_around
-from node.machine.placement import num_ranks_of, refuse_what_cannot_work
+from node.machine.placement import num_ranks_of, refuse_small_helper, refuse_what_cannot_work
 from node.outer_state import tell_leftovers
 from node.stopping import StopSignals
 from protocol.channel import open_channel
 from protocol.errors import AtollError
 from protocol.files.descriptors import require_open_files
 from protocol.files.folder_lock import FolderLock
+from protocol.run_spec import RunSpec
 from protocol.trust.credentials import Credentials
 from protocol.trust.identity import Identity
+from protocol.trust.pki import Role
 from protocol.v1.session_pb2_grpc import SessionServiceStub
 from protocol.wire_count import WireCounts
 
@@ -55,12 +57,14 @@ async def run_node(
     """
     credentials = Credentials.load(folder)
     identity = Identity.load(folder / IDENTITY_FILE)
-    num_ranks = settings.ranks_here
-    hardware = look_around(settings.device)
-    if not settings.loop:
+    is_helper = credentials.principal.role is Role.HELPER
+    num_ranks = 0 if is_helper else settings.ranks_here
+    hardware = look_around("cpu" if is_helper else settings.device)
+    if not is_helper and not settings.loop:
         likely_devices(settings.device, num_ranks_of(settings), hardware)
         settings.local_training.check()
-    require_open_files(OWN_OPEN_FILES + OPEN_FILES_PER_RANK * num_ranks, of="the node")
+    what = "the helper" if is_helper else "the node"
+    require_open_files(OWN_OPEN_FILES + OPEN_FILES_PER_RANK * num_ranks, of=what)
     lock = FolderLock.take(
         folder,
         holder="node",
@@ -101,24 +105,15 @@ async def _run(
     async with open_channel(credentials, counts) as channel:
         link = CoordinatorLink(SessionServiceStub(channel))
         spec = await run_of_coordinator(link, waits=waits, rng=random.Random())
-        if not settings.loop:  # else nothing here runs them
-            code = settings.code_folder(Path.cwd())
-            check_functions(spec, allowed=settings.allow_functions, code=code)
-            if functions_of(spec):
-                log.info(
-                    "the run's own code runs here, as its owner allows",
-                    code=in_words(spec),
-                    folder=str(code or "installed"),
-                    digest=code_digest(spec)[:DIGITS],
-                )
-        refuse_what_cannot_work(settings, spec, hardware)
-        if spec.data.source == "text" and not spec.data.private and not settings.data:
-            places = settings.data_places(home=folder, folder=Path.cwd())
-            _tell_what_is_read(spec.data.paths, places)
+        is_helper = credentials.principal.role is Role.HELPER
+        if is_helper:
+            refuse_small_helper(spec, hardware)
+        else:
+            _refuse_or_tell(folder, settings, spec, hardware)
         log.info(
             "run", name=spec.run.name, rounds=spec.run.rounds, coordinator=credentials.endpoint
         )
-        if not settings.loop:
+        if not is_helper and not settings.loop:
             log.info("loading torch: it takes some seconds")
             prepare_forkserver()  # it imports torch while we import the rest, and do without
         keep_freed_memory()
@@ -134,6 +129,26 @@ async def _run(
             counts=counts,
         )
         return await run_daemon(start, hardware, signals)
+
+
+def _refuse_or_tell(
+    folder: Path, settings: NodeSettings, spec: RunSpec, hardware: Hardware
+) -> None:
+    """What of the run runs and is read here, and whether it can be trained here. Raises AtollError."""
+    if not settings.loop:  # else nothing here runs them
+        code = settings.code_folder(Path.cwd())
+        check_functions(spec, allowed=settings.allow_functions, code=code)
+        if functions_of(spec):
+            log.info(
+                "the run's own code runs here, as its owner allows",
+                code=in_words(spec),
+                folder=str(code or "installed"),
+                digest=code_digest(spec)[:DIGITS],
+            )
+    refuse_what_cannot_work(settings, spec, hardware)
+    if spec.data.source == "text" and not spec.data.private and not settings.data:
+        places = settings.data_places(home=folder, folder=Path.cwd())
+        _tell_what_is_read(spec.data.paths, places)
 
 
 def _tell_what_is_read(patterns: tuple[str, ...], places: DataPlaces) -> None:

@@ -1,4 +1,4 @@
-"""Puts a node together from its folder: island, transport, outer state, daemon.
+"""Puts a node or a helper together from its folder: island, transport, outer state, daemon.
 
 Importing it takes a second: the codecs' compiler comes with it, torch does not. node.app is what comes
 before.
@@ -41,6 +41,7 @@ from node.island.loops.island import LoopIsland
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.auto_mesh import DeviceKind
 from node.island.parallel.mesh_shape import MeshShape
+from node.island.rankless import RanklessIsland
 from node.island.ranks.devices import UsableDevices, kind_of, usable_devices
 from node.island.ranks.launcher import ProcessIsland, RanksHere
 from node.link.calls import CoordinatorLink
@@ -60,6 +61,7 @@ from protocol.layout import layout_of
 from protocol.run_spec import RunSpec
 from protocol.trust.credentials import Credentials
 from protocol.trust.identity import Identity
+from protocol.trust.pki import Role
 from protocol.trust.rulings import RulingVerifier
 from protocol.wire_count import WireCounts
 
@@ -67,6 +69,9 @@ log = structlog.get_logger()
 
 OWN_LOOP: tuple[str, ...] = ("own loop",)
 """The device of a node whose training is its contributor's own program: only that knows."""
+
+NO_DEVICE = "none"
+"""The device of a helper."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +87,11 @@ class NodeStart:
     counts: WireCounts
 
     @property
+    def is_helper(self) -> bool:
+        """Whether it has no ranks: it reduces for others."""
+        return self.credentials.principal.role is Role.HELPER
+
+    @property
     def data(self) -> DataPlaces:
         """Where the run's data are on this machine."""
         return self.settings.data_places(home=self.folder, folder=Path.cwd())
@@ -91,7 +101,7 @@ class NodeStart:
 class _Ranks:
     """Where the ranks run."""
 
-    devices: tuple[str, ...]  # on this machine
+    devices: tuple[str, ...]  # on this machine; none of a helper
     shape: MeshShape
     desk: HostDesk | None = None  # for the hosts that follow
 
@@ -138,10 +148,10 @@ async def _run_in(
         node_id=identity.node_id,
         node_name=settings.name,
         public_key=identity.public_key,
-        device=ranks.devices[0],
-        num_ranks=ranks.shape.num_ranks,
+        device=ranks.devices[0] if ranks.devices else NO_DEVICE,
+        num_ranks=ranks.shape.num_ranks if ranks.devices else 0,
         version=metadata.version("atoll"),
-        mesh=OWN_LOOP[0] if settings.loop else str(ranks.shape),
+        mesh=_mesh_in_words(ranks),
         congestion_control=congestion_control() or "",
         exchange_speed=await in_thread(partial(measured_speed, spec)),
     )
@@ -233,8 +243,15 @@ def _threads_beside(ranks: _Ranks) -> int:
     return threads_beside(
         num_ranks=len(ranks.devices),
         num_cores=len(os.sched_getaffinity(0)),
-        ranks_compute_on_cores=ranks.devices == OWN_LOOP or kind_of(ranks.devices) == "cpu",
+        ranks_compute_on_cores=ranks.devices == OWN_LOOP
+        or (ranks.devices != () and kind_of(ranks.devices) == "cpu"),
     )
+
+
+def _mesh_in_words(ranks: _Ranks) -> str:
+    if ranks.devices == OWN_LOOP:
+        return OWN_LOOP[0]
+    return str(ranks.shape) if ranks.devices else ""
 
 
 def _fill_first_weights(
@@ -256,6 +273,8 @@ def _fill_first_weights(
 async def _ranks_of(start: NodeStart, hardware: Hardware) -> _Ranks:
     """Where ranks run; listens for the hosts that are to follow. Raises AtollError."""
     settings, spec = start.settings, start.spec
+    if start.is_helper:
+        return _Ranks(devices=(), shape=MeshShape())
     if settings.loop:
         return _Ranks(devices=OWN_LOOP, shape=MeshShape())
     usable = await _devices_of(settings, hardware)
@@ -306,6 +325,8 @@ def _island_and_tokens(
     Where those come from peers, the island waits for what is not here.
     """
     settings, spec = start.settings, start.spec
+    if start.is_helper:
+        return RanklessIsland(), None
     held = _tokens_of(spec, start.data)
     is_supplied = held is not None and _takes_tokens_of_peers(settings, spec)
     data = replace(start.data, has_supply=is_supplied)

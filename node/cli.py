@@ -7,7 +7,8 @@ from pathlib import Path
 
 import click
 
-from node.config import load_settings, require_node_folder
+from node.config import NodeSettings, load_settings, require_node_folder
+from node.installed import HELPER, require_installed
 from protocol.errors import NotPermittedError
 from protocol.trust.credentials import Credentials, find_home
 from protocol.trust.pki import Role
@@ -19,6 +20,27 @@ DIRECTORY = click.option(
     type=click.Path(path_type=Path, file_okay=False),
     help="The node's folder. Default: $ATOLL_DIR, or the one in your home.",
 )
+
+LISTEN = click.option("--listen", help="Address that peers connect to.")
+PORT = click.option("--port", type=int, help="Port that peers connect to; 0 picks a free one.")
+ANNOUNCE = click.option("--announce", help="Host to tell peers, when a router forwards the port.")
+MAX_UPLOAD = click.option(
+    "--max-upload", help="Most that transfers upload together: 10mbit, 1.25MB/s."
+)
+METRICS = click.option("--metrics", metavar="HOST:PORT", help="Serve its own /metrics there.")
+DRAIN_WITHIN = click.option(
+    "--drain-within",
+    metavar="TIME",
+    callback=as_seconds,
+    help="How long it may stay when it is stopped, to leave with its work: 30s, 5m; 0 for not at all.",
+)
+WAIT = click.option(
+    "--wait/--no-wait",
+    "waits",
+    default=True,
+    help="Wait for a coordinator that does not answer yet, or end with 69. Default: wait.",
+)
+LOG_JSON = click.option("--log-json", is_flag=True, help="Log one JSON object a line.")
 
 
 @click.command()
@@ -47,9 +69,11 @@ def join(invite: str | None, folder: Path | None, name: str | None) -> None:
         click.echo(f"next: atoll status --watch{suffix}")
         return
     click.echo(
-        f"joined '{credentials.run_name}' at {credentials.endpoint}; your node lives in {home}"
+        f"joined '{credentials.run_name}' at {credentials.endpoint}; "
+        f"your {credentials.principal.role} lives in {home}"
     )
-    click.echo(f"next: atoll node start{suffix}")
+    command = "helper" if credentials.principal.role is Role.HELPER else "node"
+    click.echo(f"next: atoll {command} start{suffix}")
 
 
 @click.group()
@@ -92,24 +116,14 @@ def node() -> None:
 )
 @click.option("--code", help="The folder that has the functions of the run.")
 @click.option("--base", help="The transformers folder of the model that the run adapts.")
-@click.option("--listen", help="Address that peers connect to.")
-@click.option("--port", type=int, help="Port that peers connect to; 0 picks a free one.")
-@click.option("--announce", help="Host to tell peers, when a router forwards the port.")
-@click.option("--max-upload", help="Most that transfers upload together: 10mbit, 1.25MB/s.")
-@click.option("--metrics", metavar="HOST:PORT", help="Serve this node's own /metrics there.")
-@click.option(
-    "--drain-within",
-    metavar="TIME",
-    callback=as_seconds,
-    help="How long it may stay when it is stopped, to leave with its work: 30s, 5m; 0 for not at all.",
-)
-@click.option(
-    "--wait/--no-wait",
-    "waits",
-    default=True,
-    help="Wait for a coordinator that does not answer yet, or end with 69. Default: wait.",
-)
-@click.option("--log-json", is_flag=True, help="Log one JSON object a line.")
+@LISTEN
+@PORT
+@ANNOUNCE
+@MAX_UPLOAD
+@METRICS
+@DRAIN_WITHIN
+@WAIT
+@LOG_JSON
 def start(
     folder: Path | None,
     waits: bool,
@@ -126,26 +140,83 @@ def start(
 
     Example: atoll node start --device cuda
     """
-    home = find_home(folder)
-    credentials = Credentials.load(home)  # what is damaged is told before the slow imports
-    if credentials.principal.role is Role.VIEWER:
-        raise NotPermittedError(
-            f"{home} is a viewer's folder: a viewer sees the status and takes no part",
-            next_step="ask the run owner for an invite of a node, and join with it in another folder",
-        )
-    require_node_folder(home)
+    home = _home_of(Role.NODE, folder)
+    require_installed(to="start a node")
     chosen = load_settings(home, **settings)
-    from protocol.logging import start_logging
-
-    start_logging(as_json=log_json, node=chosen.name)
     # Torch reads it when it is imported, here and in the ranks.
     os.environ.setdefault(
         "OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // chosen.ranks_here))
     )
+    _run(home, chosen, waits=waits, log_json=log_json, ends_with_stdin=ends_with_stdin)
+
+
+def _home_of(role: Role, folder: Path | None) -> Path:
+    """The folder of a node or a helper, as the command is for; what is damaged is told first."""
+    home = find_home(folder)
+    found = Credentials.load(home).principal.role
+    if found is Role.VIEWER:
+        raise NotPermittedError(
+            f"{home} is a viewer's folder: a viewer sees the status and takes no part",
+            next_step=f"ask the run owner for an invite of a {role}, and join with it in another folder",
+        )
+    if found is not role:
+        raise NotPermittedError(
+            f"{home} is a {found}'s folder, not a {role}'s",
+            next_step=f"run 'atoll {found} start', or join as a {role} in another folder",
+        )
+    require_node_folder(home)
+    return home
+
+
+def _run(
+    home: Path, chosen: NodeSettings, *, waits: bool, log_json: bool, ends_with_stdin: bool
+) -> None:
+    """Runs the daemon of a folder to its end."""
+    from protocol.logging import start_logging
+
+    start_logging(as_json=log_json, node=chosen.name)
     from node.app import run_node
 
     reason = asyncio.run(run_node(home, chosen, waits=waits, ends_with_stdin=ends_with_stdin))
     click.echo(f"{chosen.name} has stopped: {reason}")
+
+
+@click.group()
+def helper() -> None:
+    """Start this machine's helper, which reduces for nodes that cannot be dialled."""
+
+
+@helper.command("start")
+@DIRECTORY
+@click.option("--name", help="What people call this helper, instead of the name in node.toml.")
+@click.option("--until-stdin-closes", "ends_with_stdin", is_flag=True, hidden=True)
+@LISTEN
+@PORT
+@ANNOUNCE
+@MAX_UPLOAD
+@METRICS
+@DRAIN_WITHIN
+@WAIT
+@LOG_JSON
+def start_helper(
+    folder: Path | None,
+    waits: bool,
+    log_json: bool,
+    ends_with_stdin: bool,
+    **settings: str | float | None,
+) -> None:
+    """Reduce for the nodes of a run until it is finished or you press Ctrl-C.
+
+    A helper trains nothing and needs no data and no torch. Nodes that nobody can dial dial it, so its port
+    must be open: set one with --port, and --announce where a router forwards it. It holds results and the
+    model's state for nodes that come later. Join with an invite of 'atoll invite create --role helper'.
+
+    Example: atoll helper start --port 7710
+    """
+    home = _home_of(Role.HELPER, folder)
+    require_installed(HELPER, to="start a helper")
+    chosen = load_settings(home, **settings)
+    _run(home, chosen, waits=waits, log_json=log_json, ends_with_stdin=ends_with_stdin)
 
 
 @node.command()
@@ -181,6 +252,7 @@ def follow(
     from protocol.logging import start_logging
 
     leader = HostToken.read(token)
+    require_installed(to="follow a node")
     check_choice(device)
     own_name = name or socket.gethostname()[:64] or "host"
     start_logging(as_json=log_json, node=own_name)
@@ -274,6 +346,7 @@ def describe(
     """
     import json
 
+    require_installed(to="describe a model")
     from node.models.describing import Asked, describe_asked, describe_run, in_words
 
     if asked is not None:

@@ -169,6 +169,12 @@ drain_within = 30
 weights = ""
 """
 
+OF_HELPERS = frozenset(
+    {"name", "max_disk", "max_disk_writes", "listen", "port", "announce", "max_upload", "metrics"}
+    | {"drain_within"}
+)
+"""The settings that mean something to a helper."""
+
 SLOWEST_UPLOAD_BYTES_PER_SECOND = 32_000.0
 """256 kbit/s. With less, several transfers at once are slower than peers wait for."""
 
@@ -419,12 +425,22 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def write_settings(folder: Path, *, name: str) -> None:
+def write_settings(folder: Path, *, name: str, is_helper: bool = False) -> None:
     """Writes a commented node.toml, unless the contributor has one already."""
     path = folder / SETTINGS_FILE
     if not path.exists():
         escaped = name.replace("\\", "\\\\").replace('"', '\\"')
-        write_atomically(path, TEMPLATE.format(name=f'"{escaped}"').encode())
+        text = helper_template() if is_helper else TEMPLATE
+        write_atomically(path, text.format(name=f'"{escaped}"').encode())
+
+
+def helper_template() -> str:
+    """Of the template what means something to a helper, which has neither ranks nor data."""
+    head, *rest = TEMPLATE.split("\n\n")
+    kept = [part for part in rest if OF_HELPERS.intersection(re.findall(r"^(\w+) =", part, re.M))]
+    return (
+        "\n\n".join([head.replace("atoll node start", "atoll helper start"), *kept]).rstrip() + "\n"
+    )
 
 
 def require_node_folder(folder: Path) -> None:

@@ -39,7 +39,8 @@ class Records:
     ) -> "Records":
         """The records in a node's folder, as its owner and the run want them."""
         budget = settings.disk_budget
-        has_checkpoints = settings.checkpoint_every_rounds > 0 and not settings.loop
+        has_ranks = num_ranks > 0 and not settings.loop
+        has_checkpoints = settings.checkpoint_every_rounds > 0 and has_ranks
         checkpoint_bytes = moments_bytes(layout.num_elements) // settings.hosts
         state = StateOnDisk(
             folder / SNAPSHOTS_FOLDER,

@@ -64,6 +64,11 @@ SECTIONS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
                 name="node", target="node.cli:node", summary="Start and stop this machine's node."
             ),
             Entry(
+                name="helper",
+                target="node.cli:helper",
+                summary="Start a helper, which reduces for nodes behind routers.",
+            ),
+            Entry(
                 name="export",
                 target="node.models.command:export",
                 summary="Write the model out for other software.",

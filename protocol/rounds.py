@@ -62,12 +62,18 @@ class Assignment:
     """What one participant trains: inner steps over a leased range of the run's sample order.
 
     `first_sample` counts from the beginning of book 0; within its own data it is modulo BOOK_PLACES.
+    A helper takes part without inner steps: it reduces, holds results, and contributes nothing.
     """
 
     node_id: NodeId
     inner_steps: int
     first_sample: int
     num_samples: int
+
+    @property
+    def trains(self) -> bool:
+        """Whether it asks for inner steps, so that a contribution is waited for."""
+        return self.inner_steps > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +107,11 @@ class Plan:
     def participants(self) -> tuple[NodeId, ...]:
         """Node ids of the participants, in order."""
         return tuple(assignment.node_id for assignment in self.assignments)
+
+    @property
+    def num_training(self) -> int:
+        """How many participants train: all but helpers."""
+        return sum(assignment.trains for assignment in self.assignments)
 
     def assignment_of(self, node_id: NodeId) -> Assignment | None:
         """The node's own part, or None when it does not take part."""

@@ -16,6 +16,7 @@ from protocol.terminal.console import (
 )
 from protocol.terminal.status_view import (
     GONE,
+    is_present,
     SILENT_SECONDS,
     agreement_in_words,
     bits_per_byte,
@@ -77,7 +78,7 @@ def _run(status: pb.GetStatusResponse) -> View:
     run = status.run
     loss = training_loss(status.nodes)
     share = compute_share(status.nodes)
-    here = [node for node in status.nodes if node.state not in GONE]
+    here = [node for node in status.nodes if is_present(node)]
     speeds = [node.heartbeat.tokens_per_second for node in here]
     num_ready = sum(node.state == pb.NODE_STATE_READY for node in here)
     held = run.held_out_losses
@@ -218,7 +219,7 @@ def _doing(node: pb.NodeStatus, run: pb.RunStatus) -> str:
 
 def _cut_pairs(nodes: Iterable[pb.NodeStatus]) -> list[tuple[str, str]]:
     """The ids of each two present nodes of which one says that it does not reach the other."""
-    present = {node.node_id: node for node in nodes if node.state not in GONE}
+    present = {node.node_id: node for node in nodes if is_present(node)}
     return sorted(
         {
             (min(node.node_id, other), max(node.node_id, other))

@@ -88,12 +88,12 @@ class Gate:
         self._calls = CallRates(clock)
 
     def node(self, context: Context) -> NodeId:
-        """The enrolled node that calls, and may.
+        """The enrolled node that calls, and may; a helper is one.
 
         Raises ExpelledError for one that never may again, HeldBackError for one that has to wait.
         """
         principal = self._principal(context)
-        if principal.role is not Role.NODE or principal.node_id is None:
+        if principal.role not in (Role.NODE, Role.HELPER) or principal.node_id is None:
             raise NotPermittedError(
                 f"the {principal.role}'s certificate is not a node's",
                 next_step="join the swarm with 'atoll join INVITE' in another folder",

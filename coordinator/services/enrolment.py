@@ -129,7 +129,7 @@ class EnrolmentDesk:
         certificate_pem = self._authority.issue_node(
             request.certificate_request,
             node_id,
-            role=Role.VIEWER if invite.for_viewers else Role.NODE,
+            role=Role(invite.role),
         )
         serial = x509.load_pem_x509_certificate(certificate_pem).serial_number
         self._store.record_certificate(request.invite_id, node_id, serial)
@@ -140,7 +140,6 @@ class EnrolmentDesk:
             certificate_pem=certificate_pem,
             authority_pem=self._authority.certificate_pem,
             run_name=self._run_name,
-            is_viewer=invite.for_viewers,
         )
 
 

@@ -14,6 +14,7 @@ from coordinator.swarm.state import KEPT_ROUNDS
 from protocol.errors import BadDataError, NoInputError, UsageError
 from protocol.messages import rulings_to_wire
 from protocol.trust.invite import SECRET_BYTES, Invite, hash_of_secret
+from protocol.trust.pki import JOINING, Role
 from protocol.trust.rulings import Ruling, RulingKind
 from protocol.v1 import operator_pb2 as pb
 from protocol.v1 import ruling_pb2
@@ -94,6 +95,7 @@ class OperatorDesk:
         label = checks.words(
             request.label, of="the invite's label", max_length=checks.MAX_NAME_LENGTH
         )
+        role = _role_of(request.role)
         expires_utc_seconds = self._wall_clock() + valid_seconds
         await self._write(
             lambda: self._store.add_invite(
@@ -104,7 +106,7 @@ class OperatorDesk:
                 host=invite.host,
                 label=label,
                 needs_approval=request.needs_approval,
-                for_viewers=request.for_viewers,
+                role=role,
             )
         )
         await self._rulings.make(
@@ -125,7 +127,7 @@ class OperatorDesk:
                     revoked=invite.is_revoked,
                     label=invite.label,
                     needs_approval=invite.needs_approval,
-                    for_viewers=invite.for_viewers,
+                    role=str(invite.role),
                     node_names=invite.node_names,
                 )
                 for invite in self._store.invites()
@@ -214,6 +216,7 @@ class OperatorDesk:
             pieces += [
                 self._whole(a.first_sample, a.first_sample + a.num_samples)
                 for a in commits[0].assignments
+                if a.trains
             ]
         if not pieces:
             raise BadDataError(
@@ -227,6 +230,16 @@ class OperatorDesk:
     def _whole(self, first: int, end: int) -> Places:
         batch = self._batch
         return Places(first=first // batch * batch, end=-(-end // batch) * batch)
+
+
+def _role_of(told: str) -> Role:
+    """What an invite is for: nodes unless told; raises BadDataError for what nobody can be by one."""
+    told = told or Role.NODE
+    if told not in JOINING:
+        raise BadDataError(
+            f"nobody joins as {told!r}", next_step="give --role node, helper or viewer"
+        )
+    return Role(told)
 
 
 class OperatorServicer(OperatorServiceServicer):

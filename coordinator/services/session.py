@@ -145,6 +145,7 @@ class SessionDesk:
             cannot_train=request.cannot_train,
             cannot_evaluate=request.cannot_evaluate,
             invite_id=self._driver.store.invite_of(node_id),
+            is_helper=self._driver.store.is_helper(node_id),
         )
         checks.count(event.corpus.num_samples, of="the number of samples")
         checks.count(event.corpus.num_bytes, of="the size of the text")

@@ -99,7 +99,7 @@ class StatusDesk:
         found = []
         for one in self._driver.store.enrolled():
             standing = state.latest_rulings.get(one.node_id)
-            if one.node_id in state.members or one.is_viewer:
+            if one.node_id in state.members or one.role is Role.VIEWER:
                 continue
             if standing is not None and standing.kind in _BARRED:
                 how, words = _BARRED[standing.kind], standing_in_words(standing)
@@ -176,7 +176,9 @@ class StatusDesk:
             committed_tokens=member.committed_tokens,
             address=convert.address_to_wire(member.address),
             heartbeat=None if heard is None else heard.heartbeat,
-            same_corpus=state.corpus is None or member.corpus.digest == state.corpus.digest,
+            same_corpus=state.corpus is None
+            or member.is_helper
+            or member.corpus.digest == state.corpus.digest,
             version=member.version,
             inner_steps=_steps_asked_of(state, member.node_id),
             inner_steps_per_second=member.inner_steps_per_second,
@@ -188,6 +190,7 @@ class StatusDesk:
             else None,
             confirmed_work_share=shares.get(member.node_id),
             standing=standing_in_words(standing) if standing is not None and is_barred else "",
+            is_helper=member.is_helper,
         )
 
 

@@ -71,7 +71,7 @@ def agree_on_initial_state(turn: Turn) -> None:
     state = turn.state
     if state.rules.first_digest is not None or state.committed_round or state.open_round:
         return
-    here = [member for member in present_members(state) if member.outer_round == 0]
+    here = _choosing(state)
     if not here:
         return
     say = say_of(here, 0)
@@ -83,8 +83,8 @@ def agree_on_initial_state(turn: Turn) -> None:
     if for_it > for_what_is_agreed:
         agree_on(turn, digest)
     elif not _may_be_outweighed(state):
-        for member in here:
-            if member.state is MemberState.JOINING:  # until now nobody was told to fetch it
+        for member in present_members(state):  # until now nobody was told to fetch it
+            if member.state is MemberState.JOINING and member.outer_round == 0:
                 judge(turn, member.node_id, is_news=True)
 
 
@@ -92,8 +92,13 @@ def _may_be_outweighed(state: SwarmState) -> bool:
     """Whether the first state is chosen by fewer nodes than a round opens with, so that it may change."""
     if state.rules.first_digest is not None or state.committed_round or state.open_round:
         return False
-    num_here = sum(member.outer_round == 0 for member in present_members(state))
-    return num_here < state.rules.min_nodes
+    return len(_choosing(state)) < state.rules.min_nodes
+
+
+def _choosing(state: SwarmState) -> list[Member]:
+    """Who chooses the first state: helpers have no say in it."""
+    here = present_members(state)
+    return [member for member in here if member.outer_round == 0 and not member.is_helper]
 
 
 def judge(turn: Turn, node_id: NodeId, *, is_news: bool) -> None:

@@ -19,6 +19,7 @@ from coordinator.swarm.turn import (
     is_held_by,
     is_present,
     present_members,
+    training_among,
 )
 from coordinator.swarm.weighing import is_enough, say_in
 from protocol.rounds import Assignment, NodeId
@@ -214,7 +215,7 @@ def _rounded(seconds: float) -> str:
 def times_at_commit(state: SwarmState, current: Round, now: float) -> PhaseTimes:
     """The measurements with those of a round that closes now: all phases but the last."""
     times = state.phase_times
-    nodes = awaited_participants(state, current)
+    nodes = training_among(current, awaited_participants(state, current))
     steady = [n for n in nodes if state.members[n].session_id < current.later_session_id]
     unheard = [n for n in steady if n not in current.trained]
     if not steady or (unheard and now < current.train_deadline):

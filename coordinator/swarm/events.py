@@ -38,6 +38,7 @@ class Attached:
     cannot_train: bool = False
     cannot_evaluate: bool = False
     invite_id: str = ""  # that the node joined with
+    is_helper: bool = False  # by its certificate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

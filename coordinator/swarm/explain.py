@@ -56,7 +56,9 @@ def _not_open(state: SwarmState, now: float) -> str:
     if not state.members:
         return "waiting for the first node"
     present = present_members(state)
-    num_ready = sum(m.state is MemberState.READY and not m.cannot_train for m in present)
+    num_ready = sum(
+        m.state is MemberState.READY and not m.cannot_train and not m.is_helper for m in present
+    )
     if state.rules.first_digest is not None and not state.committed_round and not num_ready:
         return (
             "waiting for a node that holds the run's first weights: "
@@ -67,7 +69,8 @@ def _not_open(state: SwarmState, now: float) -> str:
     verb = "is" if num_ready == 1 else "are"
     parts = [f"waiting for {_count(missing, 'more node')}: {num_ready} of {needed} {verb} ready"]
     parts += [_not_ready(state, m) for m in present if m.state is not MemberState.READY]
-    idle = [m for m in present if m.state is MemberState.READY and m.cannot_train]
+    ready = [m for m in present if m.state is MemberState.READY and not m.is_helper]
+    idle = [m for m in ready if m.cannot_train]
     parts += [
         f"{member.node_name} waits for its owner's training loop, or for the run's tokens, or until its "
         "owner resumes it"
@@ -117,7 +120,8 @@ def _ahead(state: SwarmState, member: Member) -> str:
 def _round_in_flight(state: SwarmState, current: Round, now: float) -> str:
     if current.phase is RoundPhase.APPLYING:
         return _applying(state, current, now)
-    num_nodes = len(current.assignments)
+    asked = [a.node_id for a in current.assignments if a.trains]
+    num_nodes = len(asked)
     verb = "is" if num_nodes == 1 else "are"
     trained = f"{len(current.trained)} of {_count(num_nodes, 'node')} {verb} done"
     if gone := [a.node_id for a in current.assignments if not is_present(state, a.node_id)]:
@@ -135,8 +139,7 @@ def _round_in_flight(state: SwarmState, current: Round, now: float) -> str:
         else:
             share = held_in_words(state, current, progress)
             waits.append(f"slice {progress.slice.index} held by {share}")
-    training = [a.node_id for a in current.assignments if a.node_id not in current.trained]
-    training = [node_id for node_id in training if is_present(state, node_id)]
+    training = [n for n in asked if n not in current.trained and is_present(state, n)]
     busy = f" ({_names(state, training)} still training)" if training else ""
     return (
         f"exchanging: waiting for {len(waits)} of {_count(len(current.slices), 'slice')}{busy}: "
@@ -147,7 +150,7 @@ def _round_in_flight(state: SwarmState, current: Round, now: float) -> str:
 def _asked(state: SwarmState, current: Round) -> str:
     """How nodes share the round's tokens, where they do, and whether the schedule is at its end."""
     rules = state.rules
-    steps = [a.inner_steps for a in current.assignments]
+    steps = [a.inner_steps for a in current.assignments if a.trains]
     shared = "" if rules.round_steps is None else budgets_in_words(steps, rules)
     return shared + schedule_in_words(rules, current.token_clock)
 

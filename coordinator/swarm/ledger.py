@@ -174,7 +174,7 @@ def reopen(
 
 def lease_again(ledger: Ledger, assignments: Iterable[Assignment]) -> Ledger:
     """Leases what assignments name, which was leased before in the same way."""
-    again = [_places_of(assignment) for assignment in assignments]
+    again = [_places_of(assignment) for assignment in assignments if assignment.num_samples]
     frontiers = dict(ledger.frontiers)
     for places in again:
         book = book_of(places.first)

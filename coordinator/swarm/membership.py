@@ -84,10 +84,13 @@ def attach(turn: Turn, event: Attached) -> None:
     state = turn.state
     if state.layout is None:
         state = replace(state, layout=event.layout)
-    if state.corpus is None or not state.corpus.num_samples:  # of who has yet to get the data
+    # A member that has yet to get the data tells of none.
+    has_data = state.corpus is not None and state.corpus.num_samples > 0
+    if not has_data and not event.is_helper:
         state = replace(state, corpus=event.corpus)
     state = replace(state, codecs=event.codecs)
     before = state.members.get(event.node_id)
+    is_same_process = before is not None and before.process_id == event.process_id
     session_id = state.next_session_id
     turn.state = replace(state, next_session_id=session_id + 1)
     turn.put_member(
@@ -114,12 +117,14 @@ def attach(turn: Turn, event: Attached) -> None:
             rates=before.rates if before else UNKNOWN,
             wire_told=_wire_told_before(before, event),
             invite_id=event.invite_id,
+            is_helper=event.is_helper,
+            came_at=before.came_at if before and is_same_process else turn.now,
             work=before.work if before else Work(),
             screenings=before.screenings if before else (),
             standing=before.standing if before else Standing(),
         )
     )
-    if before is not None and before.process_id != event.process_id:
+    if before is not None and not is_same_process:
         _forget_what_it_held(turn, event.node_id)
     turn.act(OpenSession(node_id=event.node_id, session_id=session_id))
     turn.act(SendRoster())

@@ -1,12 +1,12 @@
 """How a round opens: who takes part with how many inner steps, on which samples, who reduces what."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from coordinator.swarm.actions import Tell
 from coordinator.swarm.deadlines import next_deadlines
 from coordinator.swarm.ledger import Places, end_ahead, lease, num_samples_of
-from coordinator.swarm.reach import best_reducers
+from coordinator.swarm.reach import best_reducers, newcomers
 from coordinator.swarm.rounds import plan_of
 from coordinator.swarm.shares import reducer_shares, shares_in_words
 from coordinator.swarm.speeds import (
@@ -64,32 +64,37 @@ def open_round(turn: Turn) -> None:
         or state.committed_round >= rules.total_rounds
     ):
         return
-    ready = [member for member in available_members(state) if not member.cannot_train]
+    available = available_members(state)
+    helpers = [member for member in available if member.is_helper]
+    ready = [member for member in available if not member.is_helper and not member.cannot_train]
     if not ready or len(ready) < rules.min_nodes:
         return
-    ready = counted_on(ready, state.committed_round + 1, least=max(1, rules.min_nodes))
-    on_trial = tuple(member.node_id for member in ready if member.standing.is_on_trial)
-    sure = [member for member in ready if not member.standing.is_on_trial] or ready
-    reducers = _most_reducers(sure, say_of(sure, state.committed_round))
-    reducer_ids = frozenset(member.node_id for member in reducers)
-    may_reduce = [member.node_id in reducer_ids for member in ready]
-    shares = reducer_shares([member.rates for member in ready], may_reduce)
     number = state.committed_round + 1
+    ready = counted_on(ready, number, least=max(1, rules.min_nodes))
+    helpers = counted_on(helpers, number, least=1)
+    members = sorted((*ready, *helpers), key=lambda member: member.node_id)
+    on_trial = tuple(member.node_id for member in members if member.standing.is_on_trial)
+    sure = sorted((*_sure(ready), *_sure(helpers)), key=lambda member: member.node_id)
+    say = say_of(sure, state.committed_round)
+    # After a void round others than helpers may be what it takes.
+    was_void = state.last_closed is not None and state.last_closed.is_void
+    new = frozenset[NodeId]() if was_void else newcomers(sure, say, turn.now)
+    reducers = _most_reducers(sure, say, new)
+    reducer_ids = frozenset(member.node_id for member in reducers)
+    may_reduce = [member.node_id in reducer_ids for member in members]
+    shares = reducer_shares(
+        [member.rates for member in members], may_reduce, [member.is_helper for member in members]
+    )
     fragment = number % len(state.layout.fragment_elements)
-    assignments = _assign(turn, ready)
+    assignments = _with_helpers(_assign(turn, ready), helpers)
     ahead = _lease_ahead(turn, ready) if number < rules.total_rounds else ()
-    steps = [assignment.inner_steps for assignment in assignments]
+    steps = [assignment.inner_steps for assignment in assignments if assignment.trains]
     clock = _clock_told(state)
     places = rules.batch * rules.context * sum(steps)
     clock_after = state.token_clock + expected_tokens(state, places)
     deadlines = next_deadlines(state, assignments)
     num_ready = "1 node is ready" if len(ready) == 1 else f"{len(ready)} nodes are ready"
-    if len(reducers) == MOST_REDUCERS < len(ready):
-        num_ready += f", {MOST_REDUCERS} of them reduce"
-    elif len(reducers) < len(sure):
-        verb = "reduces" if len(reducers) == 1 else "reduce"
-        num_ready += f", {len(reducers)} of them {verb}: not all reach each other"
-    num_ready += shares_in_words(shares, may_reduce)
+    num_ready += _reducers_in_words(sure, reducers) + shares_in_words(shares, may_reduce)
     current = Round(
         number=number,
         fragment=fragment,
@@ -134,15 +139,53 @@ def open_round(turn: Turn) -> None:
     turn.act(Tell(message=RoundOpened(plan=plan), to=plan.participants))
 
 
-def _most_reducers(members: Sequence[Member], say: Say) -> list[Member]:
+def _sure(members: Sequence[Member]) -> Sequence[Member]:
+    """Those that are not on trial; all of them where there are no others."""
+    return [member for member in members if not member.standing.is_on_trial] or members
+
+
+def _with_helpers(
+    assignments: Sequence[Assignment], helpers: Sequence[Member]
+) -> tuple[Assignment, ...]:
+    """The assignments, and those of helpers, which ask for nothing to be trained."""
+    without_steps = (
+        Assignment(node_id=member.node_id, inner_steps=0, first_sample=0, num_samples=0)
+        for member in helpers
+    )
+    return tuple(sorted((*assignments, *without_steps), key=lambda a: a.node_id))
+
+
+def _most_reducers(members: Sequence[Member], say: Say, new: Collection[NodeId]) -> list[Member]:
     """Of those who reach the others as many as may reduce, in the order of their ids.
 
-    The ones with more confirmed work, up to a factor of two: a key can be made to have any id, and slices
-    are not to move each time that somebody has a little more.
+    Helpers, then the ones with more confirmed work, up to a factor of two: a key can be made to have any
+    id, and slices are not to move each time that somebody has a little more.
     """
-    best = best_reducers(members, say)
-    by_work = sorted(best, key=lambda m: (-say.weights[m.node_id].bit_length(), m.node_id))
-    return sorted(by_work[:MOST_REDUCERS], key=lambda m: m.node_id)
+    best = best_reducers(members, say, new=new)
+
+    def rank(member: Member) -> tuple[bool, int, NodeId]:
+        weight = say.weights.get(member.node_id, 0)
+        return not member.is_helper, -weight.bit_length(), member.node_id
+
+    return sorted(sorted(best, key=rank)[:MOST_REDUCERS], key=lambda m: m.node_id)
+
+
+def _reducers_in_words(sure: Sequence[Member], reducers: Sequence[Member]) -> str:
+    """What the plan's reason adds where not all reduce, or helpers do."""
+    num_helpers = sum(member.is_helper for member in reducers)
+    num_nodes = len(reducers) - num_helpers
+    words = ""
+    if num_helpers:
+        words = ", 1 helper reduces" if num_helpers == 1 else f", {num_helpers} helpers reduce"
+    num_sure = sum(not member.is_helper for member in sure)
+    if num_nodes == num_sure:
+        return words
+    if not num_nodes:
+        return f"{words} all, as not all nodes are known to reach each other"
+    verb = "reduces" if num_nodes == 1 else "reduce"
+    if len(reducers) == MOST_REDUCERS:
+        return f"{words}, {num_nodes} of them {verb}"
+    return f"{words}, {num_nodes} of them {verb}: not all reach each other"
 
 
 def _trial_in_words(num_on_trial: int) -> str:

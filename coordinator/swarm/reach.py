@@ -6,9 +6,12 @@ What is told is looked at once, never all pairs: a thousand members are half a m
 
 Nobody knows which of the two is at fault, and either may lie or refuse the other. So a pair costs both
 sides the same weight: who lies keeps no more of the others from reducing than it weighs itself.
+
+A helper weighs nothing and is no liar: the run owner vouches for it. So with helpers whoever cannot be
+dialled dials one of them, and it reduces; no other's word keeps all of them from that.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from coordinator.swarm.state import PRESENT, Member, Say, SwarmState
 from coordinator.swarm.turn import present_members
@@ -19,6 +22,9 @@ TIMES_REACHED = 2
 """Those that everybody reaches reduce alone unless the others that are cleared weigh more than so many times
 as much. What nodes have done differs: of three, the one between two that cannot reach each other is not to
 lose its part to the faster of them, for then the slower one's work stays with it for ever."""
+
+KNOWN_AFTER_SECONDS = 30.0
+"""Nodes tell whom they do not reach within 20 s of its coming, and by a heartbeat."""
 
 LESS_THAN_ALL = 1 - 1e-9
 """A sum of parts that is 1 up to rounding is all."""
@@ -37,7 +43,9 @@ def cut_off_from(members: Sequence[Member]) -> Mapping[NodeId, frozenset[NodeId]
     return {node_id: frozenset(others) for node_id, others in cut.items()}
 
 
-def best_reducers(participants: Sequence[Member], say: Say) -> list[Member]:
+def best_reducers(
+    participants: Sequence[Member], say: Say, *, new: Collection[NodeId] = ()
+) -> list[Member]:
     """Those that everybody reaches, if they weigh enough; never only those whom a few liars leave over.
 
     A contribution does not get to a reducer that its node does not reach, and stays in the residual
@@ -49,23 +57,49 @@ def best_reducers(participants: Sequence[Member], say: Say) -> list[Member]:
     least half of what the others weigh that are cleared, as with most swarms behind NAT. So when some
     members of weight w together say and refuse what they like, and the others reach each other, others of
     at least (1 - 3 w) / 3 of the weight reduce.
+
+    With helpers only those reduce beside them that everybody reaches, and only where they reduced alone
+    without helpers. Of helpers those reduce that most of the weight reaches. Those who are `new` reduce
+    nothing beside helpers.
     """
     cut = cut_off_from(participants)
     lost = {node_id: weight_of(say, others) for node_id, others in cut.items()}
-    reached = [member for member in participants if not lost.get(member.node_id)]
+    training = [member for member in participants if not member.is_helper]
+    helpers = _best_helpers([member for member in participants if member.is_helper], lost, say)
+    reached = [member for member in training if not lost.get(member.node_id)]
     cleared = [
         member
-        for member in participants
+        for member in training
         if lost.get(member.node_id) and _part_taken(member.node_id, cut, lost, say) < LESS_THAN_ALL
     ]
-    if not reached and not cleared:
-        fewest = min(lost.values())
-        return [member for member in participants if lost[member.node_id] == fewest]
+    if not reached and not cleared and not helpers:
+        fewest = min(lost.get(member.node_id, 0) for member in participants)
+        return [member for member in participants if lost.get(member.node_id, 0) == fewest]
     weights = (weight_of(say, (m.node_id for m in members)) for members in (reached, cleared))
-    if TIMES_REACHED * next(weights) >= next(weights):
-        return reached
-    chosen = {member.node_id for member in (*reached, *cleared)}
-    return [member for member in participants if member.node_id in chosen]
+    chosen = [*helpers, *reached]
+    if TIMES_REACHED * next(weights) < next(weights):
+        chosen = helpers or [*reached, *cleared]
+    chosen_ids = {member.node_id for member in chosen}.difference(new if helpers else ())
+    return [member for member in participants if member.node_id in chosen_ids]
+
+
+def newcomers(members: Iterable[Member], say: Say, now: float) -> frozenset[NodeId]:
+    """Of whom nobody knows yet whom they reach, or that have no confirmed work."""
+    worked = say.weights if say.is_confirmed else {}
+    return frozenset(
+        member.node_id
+        for member in members
+        if not member.is_helper
+        and (now - member.came_at < KNOWN_AFTER_SECONDS or not worked.get(member.node_id))
+    )
+
+
+def _best_helpers(helpers: Sequence[Member], lost: Mapping[NodeId, int], say: Say) -> list[Member]:
+    """The helpers that fewest are cut off from, by weight; none if half of the weight is."""
+    fewest = min((lost.get(member.node_id, 0) for member in helpers), default=0)
+    if fewest and 2 * fewest >= weight_of(say, say.weights):
+        return []
+    return [member for member in helpers if lost.get(member.node_id, 0) == fewest]
 
 
 def _part_taken(

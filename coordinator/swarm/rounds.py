@@ -79,8 +79,8 @@ def training_done(turn: Turn, node_id: NodeId, round: int, report: Trained) -> N
     if current is None or node_id in current.trained:
         return
     asked = assignments_of(current)[node_id]
-    if not _is_possible(report, asked, turn.state.rules.context):
-        return
+    if not asked.trains or not _is_possible(report, asked, turn.state.rules.context):
+        return  # a helper says by its results that it is there
     if report.inner_steps > asked.inner_steps:
         return
     member = turn.state.members[node_id]

@@ -11,6 +11,12 @@ second has room for the x at which the slower direction takes T. The best T is t
 these rooms together hold the whole fragment; it is found by bisection, for all rooms grow with T. A
 node whose link is busy until T with its own part alone has no room, and reduces nothing; the others
 then share in proportion to their rooms. With one or two nodes it does not matter who reduces.
+
+A helper contributes nothing, and nobody is sent less because of it: with m contributions its share x is
+
+    load = max((n - 1) x up, 1 + (m - 1) x down)
+
+The run owner vouches for it, so no cap holds for it: one helper may reduce everything.
 """
 
 import math
@@ -70,27 +76,37 @@ def _steadied(before: float | None, told: float | None) -> float | None:
     return told
 
 
-def reducer_shares(links: Sequence[Rates], may_reduce: Sequence[bool]) -> tuple[float, ...]:
+def reducer_shares(
+    links: Sequence[Rates], may_reduce: Sequence[bool], is_helper: Sequence[bool] = ()
+) -> tuple[float, ...]:
     """The share of the fragment that each participant reduces; they sum to 1.
 
     A rate that is not known is taken for the median of those that are. Somebody must be allowed to
-    reduce.
+    reduce. Without `is_helper` there is no helper; else somebody trains.
     """
     num_reducers = sum(may_reduce)
     if not num_reducers:
         raise ValueError("somebody must reduce")
-    ups, downs = _known([link.up for link in links]), _known([link.down for link in links])
-    slower = [min(pair) for pair in zip(ups, downs, strict=True)]
-    usual = median_low(slower)
-    slower = [min(rate, MOST_OF_USUAL * usual) for rate in slower]
-    if len(links) < 3 or min(slower) == max(slower):
+    is_helper = is_helper or [False] * len(links)
+    slower = _slower_rates(links, is_helper)
+    is_alike = not any(is_helper) and min(slower) == max(slower)
+    if len(links) < 3 or is_alike:
         return tuple(may / num_reducers for may in may_reduce)
-    most = max(1 / num_reducers, min(MOST_OF_ALL, MOST_OF_EQUAL / num_reducers))
+    cap = max(1 / num_reducers, min(MOST_OF_ALL, MOST_OF_EQUAL / num_reducers))
+    most = [1.0 if helps else cap for helps in is_helper]
+    num_others = len(links) - 1
+    num_contributions = len(links) - sum(is_helper)
+
+    def room(seconds: float, rate: float, helps: bool) -> float:
+        if not helps:
+            return (seconds * rate - 1) / (num_others - 1)
+        down = (seconds * rate - 1) / (num_contributions - 1) if num_contributions > 1 else 1.0
+        return min(seconds * rate / num_others, down)
 
     def rooms(seconds: float) -> list[float]:
         return [
-            may * min(most, max(0.0, (seconds * rate - 1) / (len(links) - 2)))
-            for rate, may in zip(slower, may_reduce, strict=True)
+            may * min(limit, max(0.0, room(seconds, rate, helps)))
+            for rate, may, limit, helps in zip(slower, may_reduce, most, is_helper, strict=True)
         ]
 
     low = high = 1 / min(slower)  # nobody's own part is through sooner
@@ -102,31 +118,58 @@ def reducer_shares(links: Sequence[Rates], may_reduce: Sequence[bool]) -> tuple[
     return _without_crumbs(rooms(high), least=LEAST_OF_EQUAL / num_reducers, most=most)
 
 
-def _without_crumbs(room: list[float], *, least: float, most: float) -> tuple[float, ...]:
+def _slower_rates(links: Sequence[Rates], is_helper: Sequence[bool]) -> list[float]:
+    """The slower direction of each link as it counts. What is near and what is usual is so among nodes.
+
+    While no rate is known all are 1, for only ratios matter.
+    """
+    ups, downs = (
+        _known([getattr(link, way) for link in links], is_helper) for way in ("up", "down")
+    )
+    slower = [min(pair) for pair in zip(ups, downs, strict=True)]
+    if min(slower) == math.inf:
+        return [1.0] * len(links)
+    usual = median_low(
+        [rate for rate, helps in zip(slower, is_helper, strict=True) if not helps] or slower
+    )
+    return [
+        rate if helps else min(rate, MOST_OF_USUAL * usual)
+        for rate, helps in zip(slower, is_helper, strict=True)
+    ]
+
+
+def _without_crumbs(room: list[float], *, least: float, most: list[float]) -> tuple[float, ...]:
     """The shares without those that are too small; what these had goes to others up to the most."""
     whole = sum(room)
     shares = [share if share / whole >= least else 0.0 for share in room]
-    most = max(most, 1 / sum(share > 0 for share in shares))
+    equal = 1 / sum(share > 0 for share in shares)
+    most = [max(limit, equal) for limit in most]
     full: set[int] = set()
     while True:
-        left = 1 - most * len(full)
+        left = 1 - sum(most[place] for place in full)
         others = sum(share for place, share in enumerate(shares) if place not in full)
         scaled = [
-            most if place in full else share * left / others if others else share
+            most[place] if place in full else share * left / others if others else share
             for place, share in enumerate(shares)
         ]
-        over = {place for place, share in enumerate(scaled) if share > most} - full
+        over = {place for place, share in enumerate(scaled) if share > most[place]} - full
         if not over:
             return tuple(scaled)
         full |= over
 
 
-def _known(rates: Sequence[float | None]) -> list[float]:
-    """All rates: unknown ones are the median, and near ones the fastest. All alike: none known."""
+def _known(rates: Sequence[float | None], is_helper: Sequence[bool]) -> list[float]:
+    """All rates: unknown ones are the median, and near ones the fastest of their kind; inf: none known."""
     known = [rate for rate in rates if rate is not None]
     filled = [(median(known) if known else math.inf) if rate is None else rate for rate in rates]
-    fastest = max(filled)
-    return [fastest if rate >= EQUAL_FROM * fastest else rate for rate in filled]
+    fastest = {
+        kind: max((r for r, k in zip(filled, is_helper, strict=True) if k == kind), default=0.0)
+        for kind in (False, True)
+    }
+    return [
+        fastest[kind] if rate >= EQUAL_FROM * fastest[kind] else rate
+        for rate, kind in zip(filled, is_helper, strict=True)
+    ]
 
 
 def shares_in_words(shares: Sequence[float], may_reduce: Sequence[bool]) -> str:

@@ -6,14 +6,32 @@ deadlines at most. No plan counts on it for 1, 2, 4, … rounds, by the number
 of its faults. Then it takes part on trial: it reduces nothing, decides nothing, and nobody waits for it much
 longer than for the others. Once it has done its part in a round it is as before; every so many rounds in
 time one fault is forgotten. What the others were given meanwhile does not grow by it.
+
+A helper trains nothing, and one whom no plan asks to reduce does its part by being there. It is late in a
+round in which a slice of its own is overdue.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 
 from coordinator.swarm.actions import Tell
-from coordinator.swarm.state import Member, Round, RoundPhase, Standing, SwarmState, is_void
-from coordinator.swarm.turn import Turn, awaited_participants, others_in, present_participants
+from coordinator.swarm.state import (
+    PRESENT,
+    Member,
+    Round,
+    RoundPhase,
+    Standing,
+    SwarmState,
+    is_void,
+)
+from coordinator.swarm.turn import (
+    Turn,
+    assignments_of,
+    awaited_participants,
+    others_in,
+    present_participants,
+    training_among,
+)
 from coordinator.swarm.weighing import say_in, say_of, weight_of
 from protocol.messages import ParticipantsIdle
 from protocol.rounds import Commit, NodeId
@@ -49,10 +67,11 @@ def note_parts(turn: Turn, current: Round, commit: Commit) -> None:
     then it was the deadline. Nor who began a new session since the plan, or leaves.
     """
     state = turn.state
+    _note_helpers(turn, current)
     named = {c.node_id for outcome in commit.slices for c in outcome.contributors}
     here = [
         n
-        for n in present_participants(state, current)
+        for n in training_among(current, present_participants(state, current))
         if state.members[n].session_id < current.later_session_id
         and not state.members[n].is_draining
     ]
@@ -78,6 +97,22 @@ def note_parts(turn: Turn, current: Round, commit: Commit) -> None:
         turn.put_round(replace(turn.state.open_round, on_trial=on_trial))
 
 
+def _note_helpers(turn: Turn, current: Round) -> None:
+    """Which helpers did their part in a round that closes now: `late_helper` has said who did not."""
+    for node_id in present_participants(turn.state, current):
+        standing = turn.state.members[node_id].standing
+        is_helper = not assignments_of(current)[node_id].trains
+        if is_helper and standing.late_round != current.number:
+            _in_time(turn, node_id)
+
+
+def late_helper(turn: Turn, node_id: NodeId, number: int) -> None:
+    """A slice that this present helper should have reduced is overdue."""
+    member = turn.state.members.get(node_id)
+    if member is not None and member.is_helper and member.state in PRESENT:
+        _late(turn, node_id, number)
+
+
 def note_appliers(turn: Turn, current: Round, awaited: Sequence[NodeId]) -> None:
     """Who of those awaited has not applied the round in time; not when that is most of them."""
     state = turn.state
@@ -96,7 +131,8 @@ def note_appliers(turn: Turn, current: Round, awaited: Sequence[NodeId]) -> None
         else:
             _at_fault(turn, node_id, current.number)
     for node_id in current.applied:
-        if node_id in members and members[node_id].cannot_train:  # no plan will ever try it
+        member = members.get(node_id)
+        if member and member.cannot_train and not member.is_helper:  # no plan will ever try it
             _in_time(turn, node_id)
 
 
@@ -105,7 +141,7 @@ def excuses_at(state: SwarmState) -> float | None:
     current = state.open_round
     if current is None or current.phase is RoundPhase.APPLYING or not _overdue(state, current):
         return None
-    awaited = awaited_participants(state, current)
+    awaited = training_among(current, awaited_participants(state, current))
     if current.is_excused or not awaited or any(n not in current.trained_at for n in awaited):
         return None
     last = max(current.trained_at[n] for n in awaited)
@@ -125,7 +161,8 @@ def excuse(turn: Turn) -> None:
 
 def _overdue(state: SwarmState, current: Round) -> tuple[NodeId, ...]:
     awaited = frozenset(awaited_participants(state, current))
-    late = (n for n in current.on_trial if n not in awaited and n not in current.trained)
+    on_trial = training_among(current, current.on_trial)
+    late = (n for n in on_trial if n not in awaited and n not in current.trained)
     return tuple(sorted(late))
 
 
@@ -147,7 +184,9 @@ def _at_fault(turn: Turn, node_id: NodeId, number: int) -> None:
     member = turn.state.members[node_id]
     num_faults = member.standing.num_faults + 1
     out = min(MOST_ROUNDS_OUT, 1 << (num_faults - 1))
-    standing = Standing(num_faults=num_faults, back_at_round=number + 1 + out, is_on_trial=True)
+    standing = Standing(
+        num_faults=num_faults, back_at_round=number + 1 + out, is_on_trial=True, late_round=number
+    )
     turn.put_member(replace(member, standing=standing))
 
 

@@ -19,7 +19,7 @@ from coordinator.swarm.state import (
     RoundPhase,
     SwarmState,
 )
-from coordinator.swarm.turn import Turn, present_members, present_participants
+from coordinator.swarm.turn import Turn, present_members, present_participants, training_among
 from protocol.rounds import Assignment, NodeId
 
 GONE_FOR_GOOD = frozenset({MemberState.LEFT}) | BARRED
@@ -106,8 +106,9 @@ def _void_with_too_few(turn: Turn) -> None:
     current, needed = turn.state.open_round, turn.state.rules.min_nodes
     if current is None or current.phase is RoundPhase.APPLYING:
         return
-    back = present_participants(turn.state, current)
-    if len(back) < min(needed, len(current.assignments)):
+    back = training_among(current, present_participants(turn.state, current))
+    num_training = sum(assignment.trains for assignment in current.assignments)
+    if len(back) < min(needed, num_training):
         why = f"only {len(back)} of its nodes came back after the coordinator started"
         turn.put_round(replace(current, cannot_commit=why, commit_deadline=turn.now))
 

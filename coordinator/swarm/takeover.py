@@ -12,6 +12,7 @@ from itertools import islice
 from coordinator.swarm.actions import Tell
 from coordinator.swarm.reach import best_reducers
 from coordinator.swarm.rounds import holders_of
+from coordinator.swarm.standing import late_helper
 from coordinator.swarm.state import (
     Member,
     MemberState,
@@ -42,6 +43,8 @@ def take_over(turn: Turn) -> None:
         is_overdue = overdue_at is not None and turn.now >= overdue_at
         if _has_reducer(turn.state, progress) and not is_overdue:
             continue
+        if is_overdue:
+            late_helper(turn, progress.slice.reducer_id, current.number)
         if holders := holders_of(turn.state, current, progress):
             _offer(turn, current, progress, holders)
         else:

@@ -77,6 +77,12 @@ def available_members(state: SwarmState) -> list[Member]:
     return [member for member in ready_members(state) if not member.is_draining]
 
 
+def training_among(current: Round, node_ids: Iterable[NodeId]) -> tuple[NodeId, ...]:
+    """Those of a round's participants that train, in the order given: all but helpers."""
+    asked = assignments_of(current)
+    return tuple(node_id for node_id in node_ids if asked[node_id].trains)
+
+
 def is_present(state: SwarmState, node_id: NodeId) -> bool:
     """Whether the node is a member with a live session."""
     member = state.members.get(node_id)
@@ -109,7 +115,10 @@ def present_participants(state: SwarmState, current: Round) -> tuple[NodeId, ...
 
 
 def awaited_participants(state: SwarmState, current: Round) -> tuple[NodeId, ...]:
-    """The present participants that the round waits for: all but those on trial, if there are others."""
+    """The present participants that the round waits for: all but those on trial.
+
+    All of them where nobody else trains: helpers alone have nothing to reduce.
+    """
     awaited = _awaited_among(
         Same(current.assignments), Same(members_of(state).present_ids), Same(current.on_trial)
     )
@@ -170,7 +179,9 @@ def _awaited_among(
     on_trial: Same[tuple[NodeId, ...]],
 ) -> tuple[NodeId, ...]:
     left_out = frozenset(on_trial.value)
-    return tuple(n for n in _present_among(assignments, present_ids) if n not in left_out)
+    awaited = tuple(n for n in _present_among(assignments, present_ids) if n not in left_out)
+    asked = _by_node(assignments)
+    return awaited if any(asked[node_id].trains for node_id in awaited) else ()
 
 
 def name_of(state: SwarmState, node_id: NodeId) -> str:

@@ -7,7 +7,8 @@ life ago count half, in steps: all sums are of whole numbers, so copies of a coo
 commits agree, and a round that is taken back leaves nothing.
 
 There is no cap for a single key: whoever has much work could have split it over many, and a cap by the
-number of keys would let many small ones take the say of a large one. A member can earn no more in a round
+number of keys would let many small ones take the say of a large one. A helper earns nothing and weighs
+nothing: that it may reduce is the run owner's word. A member can earn no more in a round
 than twice the mean of its participants (coordinator.swarm.speeds). An invite is not free, so members of one
 weigh at most twice what is usual for one.
 """
@@ -88,9 +89,10 @@ def worth(work: Work, round_number: int) -> int:
 def say_of(members: Iterable[Member], round_number: int) -> Say:
     """What each of the members weighs when they decide together.
 
-    While none of them has confirmed work each invite weighs alike, and its members share it.
+    While none of them has confirmed work each invite weighs alike, and its members share it. Helpers
+    weigh nothing.
     """
-    members = list(members)
+    members = [member for member in members if not member.is_helper]
     worths = {member.node_id: worth(member.work, round_number) for member in members}
     by_invite: dict[str, list[NodeId]] = {}
     for member in members:

@@ -35,9 +35,9 @@ def all_reduce_bytes(state: SwarmState, commit: Commit) -> int:
     2 (N - 1) / N of the vector (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce
     algorithms"). Framing is left out for it and counted for us.
     """
-    if state.layout is None or not commit.assignments:
+    num_nodes = sum(assignment.trains for assignment in commit.assignments)
+    if state.layout is None or not num_nodes:
         return 0
-    num_nodes = len(commit.assignments)
     batch = state.rules.batch
     num_node_steps = sum(committed_samples(commit, batch=batch).values()) / batch
     vector_bytes = FP32_BYTES * sum(state.layout.fragment_elements)

@@ -41,6 +41,7 @@ from node.island.inline import InlineIsland
 from node.island.island import InnerReport, InnerWork, Progress
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh_shape import MeshShape
+from node.island.rankless import RanklessIsland
 from node.island.training.local_training import PLAIN, LocalTraining
 from node.link.calls import CoordinatorLink
 from node.outer_state import Vector
@@ -50,6 +51,7 @@ from protocol.layout import layout_of
 from protocol.rounds import Commit, Digest, NodeId
 from protocol.run_spec import RunSpec
 from protocol.trust.identity import Identity
+from protocol.trust.pki import Role
 from protocol.wire_count import WIRE_KINDS, WireCounts
 
 Wire = TypeVar("Wire", bound=Message)
@@ -80,6 +82,8 @@ class Life:
     """What a liar makes of each message to the coordinator."""
     is_liar: bool = False
     """Whether it may end by an error, and the run go on."""
+    is_helper: bool = False
+    """Whether it has no ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,7 +311,30 @@ class SimulatedNode:
         self._identity = identity_of(place)
         self.node_id = self._identity.node_id
         self.counts = WireCounts()
+        if life.is_helper:
+            self._join_as_helper()
         self._begin()
+
+    def _join_as_helper(self) -> None:
+        """Redeems an invite as helpers do; nodes of a simulation are let in without."""
+        name, secret_hash = f"for-{self.node_id}", bytes(32)
+        store = self._coordinator.store
+        store.add_invite(
+            invite_id=name,
+            secret_hash=secret_hash,
+            max_uses=1,
+            expires_utc_seconds=math.inf,
+            host="",
+            role=Role.HELPER,
+        )
+        store.redeem(
+            name,
+            secret_hash,
+            node_id=self.node_id,
+            node_name=name,
+            public_key=self._identity.public_key,
+            now=0.0,
+        )
 
     def _begin(self) -> None:
         """A new process: all that is left of an earlier one is on the disk."""
@@ -363,7 +390,7 @@ class SimulatedNode:
                 node_name=f"node-{self._place + 1}",
                 public_key=self._identity.public_key,
                 device="cpu",
-                num_ranks=1 if self._life.mesh is None else self._life.mesh.num_ranks,
+                num_ranks=self._num_ranks,
                 version="simulated",
             ),
             spec=spec,
@@ -371,7 +398,15 @@ class SimulatedNode:
             rng=random.Random(f"{self._place}, process {self._num_processes}"),
         )
 
-    def _new_island(self, published: Vector) -> PacedIsland | MeshedIsland:
+    @property
+    def _num_ranks(self) -> int:
+        if self._life.is_helper:
+            return 0
+        return 1 if self._life.mesh is None else self._life.mesh.num_ranks
+
+    def _new_island(self, published: Vector) -> PacedIsland | MeshedIsland | RanklessIsland:
+        if self._life.is_helper:
+            return RanklessIsland()
         if self._life.mesh is None:
             return PacedIsland(
                 seconds_per_inner_step=self._life.seconds_per_inner_step,
@@ -396,7 +431,7 @@ class SimulatedNode:
     @property
     def compute_seconds(self) -> float:
         """Virtual seconds in inner steps since the process began."""
-        return self._island.compute_seconds
+        return 0.0 if isinstance(self._island, RanklessIsland) else self._island.compute_seconds
 
     def drain(self, within_seconds: float) -> None:
         """Lets it leave with its work; a round must be in flight."""

@@ -14,6 +14,7 @@ import click
 import protocol
 from node.demo.children import Child, ChildDiedError, Children
 from node.demo.report import final_report, printable
+from node.installed import require_installed
 from protocol.errors import BadDataError, CannotCreateError, TemporaryError, UnavailableError
 from protocol.run_spec import load_run_file
 from protocol.terminal.query import StatusLink
@@ -90,6 +91,7 @@ def demo(num_nodes: int, rounds: int, seed: int, out: Path | None) -> None:
 
     Example: atoll demo --nodes 4
     """
+    require_installed(to="show a swarm on this machine")
     folder = _fresh_folder(out)
     logs = folder / "logs"
     logs.mkdir()

@@ -9,7 +9,7 @@ import platform
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -28,16 +28,29 @@ from protocol.layout import layout_of
 from protocol.run_spec import run_from_json
 from protocol.terminal import console
 from protocol.terminal.query import StatusLink
+from protocol.terminal.status_view import is_present, name_of
 from protocol.trust.credentials import LINK_FILE, Credentials
 from protocol.trust.identity import Identity
+from protocol.trust.pki import Role
+from protocol.v1.status_pb2 import NodeStatus
 
 PROGRAMS = ("atoll", "torch", "hivemind", "grpcio")
+
+HELPERS = ("atoll", "numba", "hivemind", "grpcio")
 
 MOST_SKEW_SECONDS = 30.0
 """Logs of two machines can be laid side by side up to about this."""
 
 
-def version_findings(programs: Iterable[str] = PROGRAMS) -> list[Finding]:
+def is_helpers(folder: Path) -> bool:
+    """Whether the folder is of a helper, as far as can be read."""
+    try:
+        return Credentials.load(folder).principal.role is Role.HELPER
+    except AtollError:
+        return False
+
+
+def version_findings(programs: Sequence[str] = PROGRAMS) -> list[Finding]:
     """Which software this is, told without loading it."""
     found, missing = [f"Python {platform.python_version()}"], []
     for program in programs:
@@ -49,7 +62,9 @@ def version_findings(programs: Iterable[str] = PROGRAMS) -> list[Finding]:
     if missing:
         error = SystemRefusedError(
             f"{', '.join(missing)} not installed for {platform.python_implementation()} here",
-            next_step="install Atoll into this environment: 'pip install atoll'",
+            next_step="pip install 'atoll[node]'"
+            if "torch" in programs
+            else "pip install 'atoll[helper]' && pip install --no-deps hivemind",
         )
         findings.append(wrong("versions", error))
     return findings
@@ -84,7 +99,7 @@ def open_files_findings(num_ranks: int) -> list[Finding]:
     return [Finding(about="open files", verdict="fine", what=f"{allowed} are allowed")]
 
 
-def disk_findings(folder: Path, settings: NodeSettings) -> list[Finding]:
+def disk_findings(folder: Path, settings: NodeSettings, num_ranks: int = 1) -> list[Finding]:
     """Whether what the node keeps of its run fits on its disk, and how fast it is written."""
     pace = (
         f"written at {console.bytes_in_words(settings.disk_budget.bytes_per_second)}/s on average"
@@ -103,7 +118,7 @@ def disk_findings(folder: Path, settings: NodeSettings) -> list[Finding]:
             spec,
             layout_of(spec),
             history=History(None),
-            num_ranks=settings.ranks_here,
+            num_ranks=num_ranks,
         )
         records.require_room()
     except AtollError as error:
@@ -127,16 +142,49 @@ def coordinator_findings(
         with StatusLink(folder) as link:
             link.status()  # the connection is made, which takes several round trips
             asked_at = wall_clock()
-            theirs = link.status().unix_seconds
+            status = link.status()
             answered_at = wall_clock()
-        endpoint = Credentials.load(folder).endpoint
+        credentials = Credentials.load(folder)
     except AtollError as error:
         return [wrong("coordinator", error)]
     round_trip = f"{1e3 * (answered_at - asked_at):.0f} ms"
-    what = f"{endpoint} answers within {round_trip}"
+    what = f"{credentials.endpoint} answers within {round_trip}"
     return [
         Finding(about="coordinator", verdict="fine", what=what),
-        *skew_findings(theirs, (asked_at + answered_at) / 2),
+        *skew_findings(status.unix_seconds, (asked_at + answered_at) / 2),
+        *reach_findings(status.nodes, credentials.principal.node_id or ""),
+    ]
+
+
+def reach_findings(nodes: Iterable[NodeStatus], node_id: str) -> list[Finding]:
+    """Whether the other members reach this one and it them, as the running nodes tell the coordinator."""
+    present = {node.node_id: node for node in nodes if is_present(node)}
+    own = present.get(node_id)
+    if own is None:
+        return []  # it does not run, so nobody has tried
+    told = {*own.heartbeat.unreachable_ids}
+    told |= {n for n, node in present.items() if node_id in node.heartbeat.unreachable_ids}
+    apart = sorted(name_of(present[other]) for other in told & present.keys())
+    if not apart:
+        what = (
+            f"all {len(present) - 1} other members" if len(present) > 1 else "nobody else is here"
+        )
+        return [Finding(about="reach", verdict="fine", what=what)]
+    what = f"no connection with {', '.join(apart[:8])}" + (" and others" if apart[8:] else "")
+    helpers = [n.node_name for n in present.values() if n.is_helper and n.node_id not in told]
+    if helpers:
+        through = (
+            f"{what}; {', '.join(sorted(helpers))} reduces for those who do not reach each other"
+        )
+        return [Finding(about="reach", verdict="note", what=through)]
+    return [
+        Finding(
+            about="reach",
+            verdict="advice",
+            what=f"{what}, and there is no helper that reduces for you",
+            next_step="open this node's port (--port, --announce), or ask the run owner for a helper: "
+            "'atoll invite create --role helper'",
+        )
     ]
 
 

@@ -18,16 +18,18 @@ _INDENT = 8  # as wide as the longest verdict and two spaces
 
 def examined(folder: Path) -> Iterator[Finding]:
     """All findings, as they are made. Defaults stand in for settings that cannot be read."""
-    yield from checks.version_findings()
+    is_helper = checks.is_helpers(folder)
+    yield from checks.version_findings(checks.HELPERS if is_helper else checks.PROGRAMS)
     try:
         settings = load_settings(folder)
-        num_ranks = settings.ranks_here
+        num_ranks = 0 if is_helper else settings.ranks_here
     except AtollError as error:
         yield wrong("settings", error)
         settings, num_ranks = NodeSettings(name="node"), 1
-    yield from checks.device_findings(settings)
+    if not is_helper:
+        yield from checks.device_findings(settings)
     yield from checks.open_files_findings(num_ranks)
-    yield from checks.disk_findings(folder, settings)
+    yield from checks.disk_findings(folder, settings, num_ranks)
     yield from checks.coordinator_findings(folder)
     yield from checks.port_findings(folder, settings)
     yield from checks.libp2p_findings()

@@ -67,7 +67,7 @@ def work_of(plan: Plan, assignment: Assignment) -> InnerWork:
         token_clock=plan.token_clock,
         round_tokens=plan.round_tokens,
         max_seconds=plan.train_seconds,
-        num_participants=len(plan.assignments),
+        num_participants=plan.num_training,
     )
 
 

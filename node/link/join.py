@@ -22,6 +22,7 @@ from protocol.files.folder_lock import FolderLock
 from protocol.trust.credentials import COORDINATOR_FILE, LINK_FILE, Credentials
 from protocol.trust.identity import Identity
 from protocol.trust.invite import Invite
+from protocol.trust.pki import Role
 
 INVITE_VARIABLE = "ATOLL_INVITE"
 
@@ -96,7 +97,8 @@ async def join(invite: Invite, folder: Path, *, name: str) -> Credentials:
         _check_is_free(folder)  # again: another 'atoll join' may just have used it
         with _identity(folder) as identity:
             credentials = await enrol(invite, identity, name)
-        write_settings(folder, name=name)
+        is_helper = credentials.principal.role is Role.HELPER
+        write_settings(folder, name=name, is_helper=is_helper)
         credentials.save(folder)
     return credentials
 
@@ -115,9 +117,14 @@ def _check_is_free(folder: Path) -> None:
         return  # damaged: to join again is the way to mend it
     raise CannotCreateError(
         f"{folder} is a member of '{known.run_name}' ({known.endpoint}) already",
-        next_step=f"start it with 'atoll node start --dir {folder}', or join another swarm with "
-        "--dir OTHER",
+        next_step=f"start it with 'atoll {_started_by(known)} start --dir {folder}', or join another "
+        "swarm with --dir OTHER",
     )
+
+
+def _started_by(credentials: Credentials) -> str:
+    """The command that starts what the folder is of."""
+    return "helper" if credentials.principal.role is Role.HELPER else "node"
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from dataclasses import replace
 from node.config import NodeSettings
 from node.island.parallel.auto_mesh import (
     Choice,
+    check_holds,
     check_memory,
     check_node_memory,
     choose,
@@ -19,7 +20,12 @@ from node.island.parallel.mesh_shape import check_batch, check_shape
 from node.island.ranks.devices import check_offload, kind_of
 from node.machine.hardware import Hardware, least_free_bytes, likely_devices
 from protocol.errors import NoInputError
+from protocol.layout import layout_of
+from protocol.node_memory import helper_bytes
 from protocol.run_spec import RunSpec
+
+HELPER_PROCESS_BYTES = 250 << 20
+"""A helper's daemon with its kernels loaded, and p2pd, without the state (benchmarks/roles)."""
 
 
 def mesh_for(
@@ -75,6 +81,23 @@ def refuse_what_cannot_work(settings: NodeSettings, spec: RunSpec, hardware: Har
         if on_cpu
         else least_free_bytes(devices, hardware),
     )
+
+
+def refuse_small_helper(spec: RunSpec, hardware: Hardware) -> None:
+    """Raises ConfigError where a helper that reduces alone would not fit into the machine's memory.
+
+    Of contributions it counts those of as many nodes as a round opens with.
+    """
+    exchange = spec.exchange
+    need = HELPER_PROCESS_BYTES + helper_bytes(
+        num_elements=spec.num_parameters,
+        largest_fragment=layout_of(spec).largest_fragment,
+        num_contributions=spec.run.min_nodes,
+        keeps_error=exchange.reducer_error == "keep",
+        uplink=exchange.uplink,
+        downlink=exchange.downlink,
+    )
+    check_holds(spec, need, hardware.memory_bytes)
 
 
 def num_ranks_of(settings: NodeSettings) -> int | None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from node.cli import DIRECTORY
+from node.installed import require_installed
 from protocol.errors import NoInputError, UsageError
 from protocol.trust.credentials import find_home
 
@@ -55,6 +56,7 @@ def export(
 
     Example: atoll export ./model
     """
+    require_installed(to="export a model")
     from node.newest import newest_model, places_of
     from protocol.logging import start_logging
 
@@ -132,6 +134,7 @@ def sample(
 
     Example: atoll sample --prompt "class " --tokens 500
     """
+    require_installed(to="let a model write")
     from node.newest import newest_model, places_of
     from protocol.logging import start_logging
 

@@ -1,7 +1,7 @@
 """A status as a picture and as a line. Pure: it neither asks for a status nor prints one."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -50,6 +50,11 @@ GONE = frozenset(
 """States of a node that takes no part now."""
 
 
+def is_present(node: pb.NodeStatus) -> bool:
+    """Whether the node is a member with a live session."""
+    return node.state not in GONE
+
+
 def phase_in_words(run: pb.RunStatus) -> str:
     """What the run does, in one word."""
     return _PHASES.get(run.phase, ("unknown", ""))[0]
@@ -78,7 +83,9 @@ def by_name(nodes: Iterable[pb.NodeStatus]) -> list[pb.NodeStatus]:
 
 
 def device_in_words(node: pb.NodeStatus) -> str:
-    """What it trains on, and how its ranks share the work."""
+    """What it trains on, and how its ranks share the work; of a helper, that it is one."""
+    if node.is_helper:
+        return "helper"
     ranks = f"{node.device} ×{node.num_ranks}"
     mesh = node.heartbeat.mesh
     return f"{ranks}, {mesh}" if mesh and node.num_ranks > 1 else ranks
@@ -101,20 +108,48 @@ def wire_in_words(node: pb.NodeStatus) -> tuple[str, str]:
 MOST_PAIRS = 20
 """Of nodes that do not reach each other, in one sentence."""
 
+MOST_NAMED = 8
+"""Of nodes that reach others through a helper."""
+
 
 def cut_off(nodes: Iterable[pb.NodeStatus]) -> str:
-    """Which nodes do not reach each other, in words; empty when all do."""
+    """Which nodes do not reach each other, and which do through a helper, in words; empty when all do."""
     present = {node.node_id: node for node in nodes if node.state not in GONE}
     pairs = {
-        tuple(sorted((name_of(node), name_of(present[other]))))
+        tuple(sorted((node.node_id, other)))
         for node in present.values()
         for other in node.heartbeat.unreachable_ids
         if other in present
     }
-    told = [f"{one} and {other} do not reach each other" for one, other in sorted(pairs)]
+    helpers = [node.node_id for node in by_name(present.values()) if node.is_helper]
+    apart: list[str] = []
+    through: dict[str, set[str]] = {}  # names, by their helper's
+    for pair in pairs:
+        names = sorted(name_of(present[node_id]) for node_id in pair)
+        if helper := _helper_of(pair, helpers, pairs):
+            through.setdefault(name_of(present[helper]), set()).update(names)
+        else:
+            apart.append(f"{names[0]} and {names[1]} do not reach each other")
+    told = sorted(apart)
     if len(told) > MOST_PAIRS:
         told[MOST_PAIRS:] = [f"and {len(told) - MOST_PAIRS} more pairs"]
+    for helper, behind in sorted(through.items()):
+        names = sorted(behind)
+        who = ", ".join(names) if len(names) <= MOST_NAMED else f"{len(names)} nodes"
+        told.append(f"{who} reach each other through {helper}")
     return "; ".join(told)
+
+
+def _helper_of(
+    pair: tuple[str, ...], helpers: Sequence[str], pairs: Collection[tuple[str, ...]]
+) -> str:
+    """The first helper that both of a pair reach, by node id; empty when there is none."""
+    if not {*pair}.isdisjoint(helpers):
+        return ""
+    for helper in helpers:
+        if not any(tuple(sorted((node_id, helper))) in pairs for node_id in pair):
+            return helper
+    return ""
 
 
 def copies_in_words(nodes: Iterable[pb.NodeStatus]) -> str:

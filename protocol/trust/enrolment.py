@@ -17,6 +17,7 @@ from protocol.trust.handshake import fetch_pinned_certificate
 from protocol.trust.identity import Identity
 from protocol.trust.invite import Invite
 from protocol.trust.pki import (
+    JOINING,
     Principal,
     Role,
     enrolment_statement,
@@ -74,8 +75,12 @@ async def enrol(invite: Invite, identity: Identity, node_name: str) -> Credentia
         key_pem=key_pem,
     )
     credentials.check()
-    role = Role.VIEWER if answer.is_viewer else Role.NODE
-    us = Principal(swarm_id=answer.swarm_id, role=role, node_id=identity.node_id)
+    role = credentials.principal.role
+    us = Principal(
+        swarm_id=answer.swarm_id,
+        role=role if role in JOINING else Role.NODE,
+        node_id=identity.node_id,
+    )
     if credentials.principal != us or not has_issued(answer.authority_pem, pinned):
         raise ProtocolMismatchError(
             f"the coordinator at {invite.endpoint} gave a certificate for "

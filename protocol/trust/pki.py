@@ -1,7 +1,8 @@
 """The swarm's certificates: one authority, which signs one server, operators and nodes.
 
-Every certificate names its swarm and its role in a URI (atoll://SWARM/node/NODE, …/viewer/VIEWER,
-…/operator, …/coordinator), and only that URI says who a caller is. The authority's key is Ed25519; leaves are
+Every certificate names its swarm and its role in a URI (atoll://SWARM/node/NODE, …/helper/NODE,
+…/viewer/VIEWER, …/operator, …/coordinator), and only that URI says who a caller is. The authority's key is
+Ed25519; leaves are
 P-256, because grpcio fails the handshake with an Ed25519 leaf.
 """
 
@@ -32,7 +33,7 @@ member is decided by the coordinator's database, not by dates."""
 _SWARM_ID = re.compile(r"[0-9a-f]{32}")
 _NODE_ID = re.compile(r"[0-9a-f]{32}")
 _PRINCIPAL_URI = re.compile(
-    r"atoll://(?P<swarm>[0-9a-f]{32})/(?P<role>operator|coordinator|node|viewer)(?:/(?P<node>[0-9a-f]{32}))?"
+    r"atoll://(?P<swarm>[0-9a-f]{32})/(?P<role>operator|coordinator|node|helper|viewer)(?:/(?P<node>[0-9a-f]{32}))?"
 )
 
 
@@ -40,18 +41,19 @@ class Role(StrEnum):
     """What a certificate's holder is to the swarm."""
 
     NODE = "node"
+    HELPER = "helper"  # a member without ranks
     VIEWER = "viewer"
     OPERATOR = "operator"
     COORDINATOR = "coordinator"
 
 
-JOINING = frozenset({Role.NODE, Role.VIEWER})
+JOINING = frozenset({Role.NODE, Role.HELPER, Role.VIEWER})
 """Who joins by an invite, with a key of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Principal:
-    """Who a certificate speaks for. `node_id` is there for nodes and viewers, and only for them."""
+    """Who a certificate speaks for. `node_id` is there for those who join by an invite, and only for them."""
 
     swarm_id: str
     role: Role
@@ -205,7 +207,7 @@ class Authority:
         return self._issue_with_key(Role.OPERATOR)
 
     def issue_node(self, request_der: bytes, node_id: NodeId, *, role: Role = Role.NODE) -> bytes:
-        """A node's or a viewer's certificate, PEM. Takes the public key from the request and nothing else.
+        """The certificate of one who joins, PEM. Takes the public key from the request and nothing else.
 
         The caller has checked that whoever sent the request is `node_id` (`enrolment_statement`).
         Raises BadDataError for a request that is not signed by its own P-256 key.

@@ -72,7 +72,6 @@ class EnrolResponse(_message.Message):
     CERTIFICATE_PEM_FIELD_NUMBER: _builtins.int
     AUTHORITY_PEM_FIELD_NUMBER: _builtins.int
     RUN_NAME_FIELD_NUMBER: _builtins.int
-    IS_VIEWER_FIELD_NUMBER: _builtins.int
     swarm_id: _builtins.str
     """The swarm's id, also bound into every certificate."""
     node_id: _builtins.str
@@ -85,8 +84,6 @@ class EnrolResponse(_message.Message):
     """The swarm's certificate authority, PEM: the only root to trust for this swarm."""
     run_name: _builtins.str
     """Name of the run, for messages."""
-    is_viewer: _builtins.bool
-    """Whether the certificate is a viewer's, who may ask for the status and nothing else."""
     def __init__(
         self,
         *,
@@ -96,11 +93,10 @@ class EnrolResponse(_message.Message):
         certificate_pem: _builtins.bytes = ...,
         authority_pem: _builtins.bytes = ...,
         run_name: _builtins.str = ...,
-        is_viewer: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["authority_pem", b"authority_pem", "certificate_pem", b"certificate_pem", "control_port", b"control_port", "is_viewer", b"is_viewer", "node_id", b"node_id", "run_name", b"run_name", "swarm_id", b"swarm_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["authority_pem", b"authority_pem", "certificate_pem", b"certificate_pem", "control_port", b"control_port", "node_id", b"node_id", "run_name", b"run_name", "swarm_id", b"swarm_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

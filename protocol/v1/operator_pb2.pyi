@@ -91,7 +91,7 @@ class CreateInviteRequest(_message.Message):
     HOST_FIELD_NUMBER: _builtins.int
     LABEL_FIELD_NUMBER: _builtins.int
     NEEDS_APPROVAL_FIELD_NUMBER: _builtins.int
-    FOR_VIEWERS_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
     max_uses: _builtins.int
     """How many nodes may join with it, at least 1."""
     valid_seconds: _builtins.float
@@ -102,8 +102,10 @@ class CreateInviteRequest(_message.Message):
     """What the run owner calls it, for its lists; may be empty."""
     needs_approval: _builtins.bool
     """Whether nodes that join with it wait until the run owner approves them."""
-    for_viewers: _builtins.bool
-    """Whether it is for viewers, who may ask for the status and nothing else."""
+    role: _builtins.str
+    """What those are that join with it: "node"; "helper", who reduces and trains nothing; "viewer", who may ask
+    for the status and nothing else. Empty: "node".
+    """
     def __init__(
         self,
         *,
@@ -112,11 +114,11 @@ class CreateInviteRequest(_message.Message):
         host: _builtins.str = ...,
         label: _builtins.str = ...,
         needs_approval: _builtins.bool = ...,
-        for_viewers: _builtins.bool = ...,
+        role: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["for_viewers", b"for_viewers", "host", b"host", "label", b"label", "max_uses", b"max_uses", "needs_approval", b"needs_approval", "valid_seconds", b"valid_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "label", b"label", "max_uses", b"max_uses", "needs_approval", b"needs_approval", "role", b"role", "valid_seconds", b"valid_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -178,7 +180,7 @@ class InviteStatus(_message.Message):
     REVOKED_FIELD_NUMBER: _builtins.int
     LABEL_FIELD_NUMBER: _builtins.int
     NEEDS_APPROVAL_FIELD_NUMBER: _builtins.int
-    FOR_VIEWERS_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
     NODE_NAMES_FIELD_NUMBER: _builtins.int
     invite_id: _builtins.str
     """Public name."""
@@ -192,8 +194,8 @@ class InviteStatus(_message.Message):
     """What the run owner calls it."""
     needs_approval: _builtins.bool
     """Whether nodes that join with it wait for approval."""
-    for_viewers: _builtins.bool
-    """Whether it is for viewers."""
+    role: _builtins.str
+    """What those are that join with it, as when it was asked for."""
     @_builtins.property
     def node_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Nodes that joined with it."""
@@ -212,12 +214,12 @@ class InviteStatus(_message.Message):
         revoked: _builtins.bool = ...,
         label: _builtins.str = ...,
         needs_approval: _builtins.bool = ...,
-        for_viewers: _builtins.bool = ...,
+        role: _builtins.str = ...,
         node_names: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["for_viewers", b"for_viewers", "invite_id", b"invite_id", "label", b"label", "max_uses", b"max_uses", "needs_approval", b"needs_approval", "node_ids", b"node_ids", "node_names", b"node_names", "remaining_seconds", b"remaining_seconds", "revoked", b"revoked"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["invite_id", b"invite_id", "label", b"label", "max_uses", b"max_uses", "needs_approval", b"needs_approval", "node_ids", b"node_ids", "node_names", b"node_names", "remaining_seconds", b"remaining_seconds", "revoked", b"revoked", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -65,7 +65,9 @@ class Assignment(_message.Message):
     node_id: _builtins.str
     """The participant."""
     inner_steps: _builtins.int
-    """Inner steps to take; fewer for a slower participant, so that all finish together."""
+    """Inner steps to take; fewer for a slower participant, so that all finish together. 0 of a helper, which
+    reduces and holds results, and contributes nothing.
+    """
     first_sample: _builtins.int
     """First place in the run's sample order that is leased to this participant."""
     num_samples: _builtins.int

@@ -431,6 +431,7 @@ class NodeStatus(_message.Message):
     SCREENING_FIELD_NUMBER: _builtins.int
     CONFIRMED_WORK_SHARE_FIELD_NUMBER: _builtins.int
     STANDING_FIELD_NUMBER: _builtins.int
+    IS_HELPER_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """The node."""
     node_name: _builtins.str
@@ -463,6 +464,8 @@ class NodeStatus(_message.Message):
     """
     standing: _builtins.str
     """Who decided how it stands and why, in words; empty for a node that just takes part."""
+    is_helper: _builtins.bool
+    """Whether it is a helper: it reduces, holds results, and trains nothing."""
     @_builtins.property
     def address(self) -> _session_pb2.PeerAddress:
         """Where peers find it."""
@@ -501,10 +504,11 @@ class NodeStatus(_message.Message):
         screening: Global___Screening | None = ...,
         confirmed_work_share: _builtins.float | None = ...,
         standing: _builtins.str = ...,
+        is_helper: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_confirmed_work_share", b"_confirmed_work_share", "_inner_steps_per_second", b"_inner_steps_per_second", "address", b"address", "confirmed_work_share", b"confirmed_work_share", "heartbeat", b"heartbeat", "inner_steps_per_second", b"inner_steps_per_second", "link_rates", b"link_rates", "screening", b"screening"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_confirmed_work_share", b"_confirmed_work_share", "_inner_steps_per_second", b"_inner_steps_per_second", "address", b"address", "committed_tokens", b"committed_tokens", "confirmed_work_share", b"confirmed_work_share", "device", b"device", "has_waiting_copy", b"has_waiting_copy", "heartbeat", b"heartbeat", "inner_steps", b"inner_steps", "inner_steps_per_second", b"inner_steps_per_second", "is_draining", b"is_draining", "link_rates", b"link_rates", "node_id", b"node_id", "node_name", b"node_name", "num_ranks", b"num_ranks", "same_corpus", b"same_corpus", "screening", b"screening", "silent_seconds", b"silent_seconds", "standing", b"standing", "state", b"state", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_confirmed_work_share", b"_confirmed_work_share", "_inner_steps_per_second", b"_inner_steps_per_second", "address", b"address", "committed_tokens", b"committed_tokens", "confirmed_work_share", b"confirmed_work_share", "device", b"device", "has_waiting_copy", b"has_waiting_copy", "heartbeat", b"heartbeat", "inner_steps", b"inner_steps", "inner_steps_per_second", b"inner_steps_per_second", "is_draining", b"is_draining", "is_helper", b"is_helper", "link_rates", b"link_rates", "node_id", b"node_id", "node_name", b"node_name", "num_ranks", b"num_ranks", "same_corpus", b"same_corpus", "screening", b"screening", "silent_seconds", b"silent_seconds", "standing", b"standing", "state", b"state", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__confirmed_work_share: _TypeAlias = _typing.Literal["confirmed_work_share"]  # noqa: Y015
     _WhichOneofArgType__confirmed_work_share: _TypeAlias = _typing.Literal["_confirmed_work_share", b"_confirmed_work_share"]  # noqa: Y015

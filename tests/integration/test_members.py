@@ -291,7 +291,7 @@ async def test_every_call_is_answered_for_the_roles_that_may_and_refused_for_all
     async with serving(home), serving(other), AsyncExitStack() as opened:
         operator = Credentials.load(home.directory)
         node = await joined((await invite_from(home))[0], "node")
-        viewer = await joined(await invite_with(home, for_viewers=True), "viewer")
+        viewer = await joined(await invite_with(home, role="viewer"), "viewer")
         expelled = await joined((await invite_from(home))[0], "expelled")
         waiting = await joined(await invite_with(home, needs_approval=True), "waiting")
         await ruled(home, "expelled", "EXPEL")
@@ -345,7 +345,7 @@ async def test_every_call_is_answered_for_the_roles_that_may_and_refused_for_all
 async def test_a_viewer_sees_the_status_without_addresses(tmp_path: Path) -> None:
     home = new_home(tmp_path / "home")
     async with serving(home), two_nodes(home) as (a, _):
-        viewer = await joined(await invite_with(home, for_viewers=True), "viewer")
+        viewer = await joined(await invite_with(home, role="viewer"), "viewer")
         assert viewer.credentials.principal.role is Role.VIEWER
         seen = (await viewer.status.GetStatus(status_pb2.GetStatusRequest())).nodes
         assert {n.node_name for n in seen} == {"node-a", "node-b"}

@@ -176,6 +176,83 @@ def test_of_two_halves_the_heavier_one_reduces_and_of_equal_ones_both(
     assert names(best_reducers(members, say)) == list(reducers)
 
 
+# Helpers
+
+
+def with_helpers(
+    weights: str, helpers: str, cut: str = "", *, by_one_side: bool = False
+) -> tuple[list[Member], Say]:
+    """As `swarm`; those of the members that are named are helpers, which weigh nothing."""
+    members, say = swarm(weights, cut, by_one_side=by_one_side)
+    members = [replace(one, is_helper=one.node_id in helpers) for one in members]
+    kept = {n: 0 if n in helpers else weight for n, weight in say.weights.items()}
+    return members, replace(say, weights=kept)
+
+
+def all_pairs(names: str) -> str:
+    return " ".join(one + other for one, other in combinations(names, 2))
+
+
+@examples(300)
+@given(
+    weights=st.lists(st.integers(1, 9), min_size=6, max_size=6),
+    told=st.sets(st.tuples(st.sampled_from("abcdef"), st.sampled_from("abcdefgh"))),
+    liars=st.sets(st.sampled_from("abcdef"), max_size=5),
+)
+def test_liars_with_less_than_half_of_the_weight_leave_a_helper_that_all_others_reach(
+    weights: list[int], told: set[tuple[str, str]], liars: set[str]
+) -> None:
+    """g and h are helpers. Honest nodes do not reach each other, and reach both; liars say what they like."""
+    assume(2 * sum(weights["abcdef".index(liar)] for liar in liars) < sum(weights))
+    honest = sorted(set("abcdef") - liars)
+    lies = [one + other for one, other in sorted(told) if one in liars and one != other]
+    cut = f"{all_pairs(''.join(honest))} {' '.join(lies)}"
+    members, say = with_helpers("".join(map(str, weights)) + "00", "gh", cut, by_one_side=True)
+    reducing = set(names(best_reducers(members, say)))
+    assert reducing & {"g", "h"}
+    beside = reducing - {"g", "h"}
+    assert all(one.node_id in liars for one in members if one.node_id in beside)
+
+
+@examples(200)
+@given(
+    weights=st.lists(st.integers(0, 5), min_size=6, max_size=6),
+    cut=st.sets(st.tuples(st.sampled_from("abcdef"), st.sampled_from("abcdefgh")), max_size=12),
+)
+def test_beside_helpers_only_those_reduce_that_would_have_without_them(
+    weights: list[int], cut: set[tuple[str, str]]
+) -> None:
+    pairs = " ".join(one + other for one, other in sorted(cut) if one != other)
+    members, say = with_helpers("".join(map(str, weights)) + "00", "gh", pairs)
+    nodes = [one for one in members if not one.is_helper]
+    reducing = set(names(best_reducers(members, say)))
+    if reducing & {"g", "h"}:
+        assert reducing - {"g", "h"} <= set(names(best_reducers(nodes, say)))
+    else:
+        assert reducing == set(names(best_reducers(nodes, say)))
+
+
+def test_a_helper_reduces_alone_where_nobody_else_reaches_all() -> None:
+    members, say = with_helpers("11110", "e", all_pairs("abcd"))
+    assert names(best_reducers(members, say)) == ["e"]
+
+
+def test_one_node_that_all_reach_reduces_beside_a_helper() -> None:
+    members, say = with_helpers("11110", "e", all_pairs("bcd"))
+    assert names(best_reducers(members, say)) == ["a", "e"]
+    assert names(best_reducers(members, say, new={NodeId("a")})) == ["e"]
+
+
+def test_one_liar_does_not_keep_the_only_helper_from_reducing() -> None:
+    members, say = with_helpers("11110", "e", all_pairs("abcd") + " ae")
+    assert names(best_reducers(members, say)) == ["e"]
+
+
+def test_a_helper_that_most_do_not_reach_reduces_nothing() -> None:
+    members, say = with_helpers("11110", "e", "ae be ce")
+    assert names(best_reducers(members, say)) == list("abcd")
+
+
 def cut_pairs(state: SwarmState) -> set[tuple[NodeId, NodeId]]:
     present = sorted(
         (m for m in state.members.values() if m.state is not MemberState.LOST),

@@ -103,6 +103,58 @@ def test_no_reducer_has_more_than_half_of_the_fragment_or_two_equal_shares(
         assert max(shares) <= 0.61  # crumbs that others take over included
 
 
+def seconds_with(links: list[Rates], helps: list[bool], shares: tuple[float, ...]) -> float:
+    """How long the slowest link is busy, with helpers, by the docstring's formulas."""
+    num_others, num_contributions = len(links) - 1, helps.count(False)
+    loads = [
+        max(num_others * share, 1 + (num_contributions - 1) * share)
+        if is_helper
+        else 1 + (num_others - 1) * share
+        for share, is_helper in zip(shares, helps, strict=True)
+    ]
+    return max(
+        load / min(link.up or math.inf, link.down or math.inf)
+        for link, load in zip(links, loads, strict=True)
+    )
+
+
+@examples(200)
+@given(
+    nodes=st.lists(st.sampled_from([1.0, 2.0, 5.0, 10.0]), min_size=2, max_size=8),
+    helpers=st.lists(st.sampled_from([1.0, 10.0, 100.0]), min_size=1, max_size=3),
+    may=st.booleans(),
+)
+def test_with_helpers_shares_are_the_whole_and_not_later_than_the_helpers_alone(
+    nodes: list[float], helpers: list[float], may: bool
+) -> None:
+    links, helps = both(*nodes, *helpers), [False] * len(nodes) + [True] * len(helpers)
+    may_reduce = [may] * len(nodes) + [True] * len(helpers)
+    shares = reducer_shares(links, may_reduce, helps)
+    assert sum(shares) == pytest.approx(1)
+    most = max(1 / sum(share > 0 for share in shares), min(1 / 2, MOST_OF_EQUAL / len(shares)))
+    for share, may_it, is_helper in zip(shares, may_reduce, helps, strict=True):
+        assert share == 0 or may_it
+        assert is_helper or share <= most * (1 + 1e-9)
+    equal = tuple(is_helper / len(helpers) for is_helper in helps)
+    slack = 1.3 / EQUAL_FROM
+    assert seconds_with(links, helps, shares) <= slack * seconds_with(links, helps, equal)
+
+
+@pytest.mark.parametrize("rate", [None, 1.0])
+def test_a_helper_alone_reduces_everything_and_two_alike_share(rate: float | None) -> None:
+    helps = [False] * 4 + [True]
+    assert reducer_shares(both(*[rate] * 5), helps, helps) == (0, 0, 0, 0, 1)
+    two = [False] * 4 + [True] * 2
+    assert reducer_shares(both(*[rate] * 6), two, two) == pytest.approx((0, 0, 0, 0, 0.5, 0.5))
+
+
+def test_a_fast_helper_beside_slow_nodes_reduces_almost_all() -> None:
+    """A node's link carries its contribution and its results; the helper's the rest."""
+    helps = [False] * 4 + [True]
+    shares = reducer_shares(both(1.0, 1.0, 1.0, 1.0, 100.0), [True] * 5, helps)
+    assert shares == (0, 0, 0, 0, 1)
+
+
 @examples(100)
 @given(st.lists(st.floats(0.001, 1e4), min_size=3, max_size=16))
 def test_no_slice_is_a_crumb(megabytes: list[float]) -> None:

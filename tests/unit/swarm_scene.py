@@ -130,6 +130,7 @@ class Scene:
         cannot_evaluate: bool = False,
         invite: str = "",
         device: str = "cpu",
+        is_helper: bool = False,
     ) -> None:
         for name in names:
             self._num_processes[name] += is_new_process
@@ -155,6 +156,7 @@ class Scene:
                     cannot_train=cannot_train,
                     cannot_evaluate=cannot_evaluate,
                     invite_id=invite,
+                    is_helper=is_helper,
                 )
             )
 

@@ -24,8 +24,9 @@ from node.island.models.first_weights import initial_parameters
 from node.machine.hardware import look_around
 from protocol.errors import ConfigError
 from protocol.layout import Layout, layout_of
+from protocol.rounds import NodeId
 from protocol.trust.identity import Identity
-from protocol.trust.pki import Authority, new_swarm_id
+from protocol.trust.pki import Authority, Principal, Role, new_swarm_id
 from protocol.wire_count import WireCounts
 from tests.tiny_runs import run_of, tiny
 
@@ -75,7 +76,9 @@ async def run_with(
         folder=folder,
         settings=NodeSettings(name="attic", device="cpu"),
         credentials=SimpleNamespace(  # type: ignore[arg-type]
-            host="127.0.0.1", authority_pem=Authority.create(new_swarm_id()).certificate_pem
+            host="127.0.0.1",
+            authority_pem=Authority.create(new_swarm_id()).certificate_pem,
+            principal=Principal(swarm_id=new_swarm_id(), role=Role.NODE, node_id=NodeId("a" * 32)),
         ),
         identity=Identity.generate(),
         spec=SPEC,

@@ -104,6 +104,7 @@ def opened(plan: Plan, rules: Rules, *, patience_seconds: float, now: float) -> 
         rules=rules,
         commit_deadline=now + plan.commit_seconds,
         patience_seconds=patience_seconds,
+        silent=frozenset(a.node_id for a in plan.assignments if not a.trains),
         slices={
             part.index: SliceState(
                 part=part,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from node.installed import READING, require_installed
 from protocol.errors import UsageError
 from protocol.terminal import console
 
@@ -101,6 +102,7 @@ def prepare(
     Example:
       atoll data prepare corpus/*.parquet --tokenizer ./tokenizer.json --out ./tokens
     """  # noqa: D301 - click reads the character \b, not its two letters
+    require_installed(READING, to="prepare data")
     from node.island.data.preparing import Wanted
     from node.island.data.preparing import prepare as prepare_tokens
 
@@ -239,6 +241,7 @@ def check(folder: Path) -> None:
 
     Example: atoll data check ./tokens
     """
+    require_installed(READING, to="check data")
     from node.island.data.manifest import check_folder
 
     progress = _Progress("checked")

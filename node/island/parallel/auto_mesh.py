@@ -167,7 +167,11 @@ def node_bytes(spec: RunSpec) -> int:
 
 def check_node_memory(spec: RunSpec, memory_bytes: int) -> None:
     """Raises ConfigError when a machine cannot even hold the outer state."""
-    need = node_bytes(spec)
+    check_holds(spec, node_bytes(spec), memory_bytes)
+
+
+def check_holds(spec: RunSpec, need: int, memory_bytes: int) -> None:
+    """Raises ConfigError when what the outer state needs is more than the memory that is free."""
     if need > memory_bytes:
         raise ConfigError(
             f"the outer state of {spec.num_parameters:,} parameters takes about "

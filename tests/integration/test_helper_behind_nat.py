@@ -1,0 +1,101 @@
+"""Real processes in a network lab: three nodes that only dial out, and a helper that reduces for them."""
+
+import json
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typed_commands import Running, Swarm, atoll, done, refused
+
+from lab.network.lab import NetworkLab
+from lab.network.links import Link
+from tests.tiny_runs import tiny_text
+
+ROUNDS = 5
+RUN = tiny_text(
+    run={"name": "behind-nat", "rounds": ROUNDS, "min_nodes": 3},
+    inner={"steps": 1_000_000},  # rounds end at their deadline, so the helper is killed within one
+    deadlines={"train": 2, "contribute": 8, "commit": 14, "lease": 10},
+    evaluation={"every_rounds": ROUNDS},
+)
+
+COORDINATOR, HELPER = "coordinator", "helper"
+NODES = ("one", "two", "three")
+ACCESS = Link(up_bits_per_second=20e6, down_bits_per_second=100e6, delay_seconds=0.02)
+
+pytestmark = pytest.mark.usefixtures("may_make_network_labs")
+
+
+@pytest.fixture
+def lab() -> Iterator[NetworkLab]:
+    with NetworkLab(dict.fromkeys((COORDINATOR, HELPER, *NODES), ACCESS)) as lab:
+        for name in NODES:
+            lab.firewall(name)
+        yield lab
+
+
+@pytest.fixture
+def swarm(lab: NetworkLab, tmp_path: Path) -> Iterator[Swarm]:
+    with ExitStack() as stack:
+        with lab.inside(COORDINATOR):
+            swarm = Swarm(tmp_path / "swarm", RUN, host=lab.address(COORDINATOR))
+        stack.callback(swarm.end)
+        yield swarm
+
+
+def asked(lab: NetworkLab, swarm: Swarm, command: str) -> Any:
+    with lab.inside(COORDINATOR):
+        return json.loads(done(atoll(command, "--json", "--dir", swarm.home)))
+
+
+def start_helper(lab: NetworkLab, swarm: Swarm) -> Running:
+    with lab.inside(HELPER):
+        return swarm.start("helper", "start", "--dir", swarm.folder / HELPER)
+
+
+def test_nodes_that_nobody_can_dial_train_by_a_helper_which_may_be_killed_in_a_round(
+    lab: NetworkLab, swarm: Swarm
+) -> None:
+    with lab.inside(COORDINATOR):
+        invite = swarm.invite("--uses", str(len(NODES)))
+        vouched = swarm.invite("--role", "helper")
+    with lab.inside(HELPER):
+        home = swarm.join(HELPER, vouched)
+        refused(atoll("node", "start", "--dir", home), 77, "is a helper's folder, not a node's")
+    helper = start_helper(lab, swarm)
+    helper.says("attached")
+    running = {}
+    for name in NODES:
+        with lab.inside(name):
+            swarm.join(name, invite)
+            running[name] = swarm.start_node(name)
+    swarm.coordinator.says("round committed", times=2)
+    swarm.coordinator.says("round opened", times=3)
+    assert not helper.has_torch() and not helper.ranks()
+    helper.process.send_signal(signal.SIGKILL)  # it reduces all of round 3
+    helper.process.wait()
+    again = start_helper(lab, swarm)
+    for node in running.values():
+        node.ends(set())
+        assert "run finished" in node.log
+    again.ends(set())
+
+    assert not any(lab.traffic(a, b).delivered_packets for a in NODES for b in NODES if a != b)
+    run, rounds, nodes = (asked(lab, swarm, what) for what in ("status", "rounds", "nodes"))
+    run = run["run"]
+    assert (run["phase"], run["committed_round"], run["digests_agree"]) == (
+        "finished",
+        ROUNDS,
+        True,
+    )
+    by_round = {closed["round"]: closed for closed in rounds}
+    for number in (1, 2, 4, 5):  # nothing of round 3 is lost: it is in the next
+        closed = by_round[number]
+        assert closed["num_committed_slices"] == closed["num_slices"], number
+        assert closed["num_contributors"] == closed["num_participants"] == len(NODES), number
+    by_name = {node["node_name"]: node for node in nodes}
+    assert by_name[HELPER]["is_helper"] and by_name[HELPER]["committed_tokens"] == 0
+    assert sum(node["committed_tokens"] for node in nodes) == run["token_clock"]
