@@ -20,15 +20,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports torch
 os.environ.pop("COLUMNS", None)  # xdist's; commands that we start would fit their tables into it
 
 
-NO_SWARM = ("_in_process.py", "test_refused_meshes.py", "test_transport_contract.py")
-"""Virtual time; nodes that are refused; transports in the test's own process."""
+NO_SWARM = (
+    "_in_process.py",
+    *("test_refused_meshes.py", "test_transport_contract.py", "test_web_server.py"),
+    *("test_copies_of_any_age.py", "test_restored_copies.py", "test_amended_runs.py"),
+)
+"""Virtual time; nodes that are refused; what is served in the test's own process."""
 
 
-class OneSwarmAtATime(LoadScopeScheduling):
-    """Swarms of real processes one after the other, and so islands, beside each other and all else.
+class TwoSwarmsAtATime(LoadScopeScheduling):
+    """Swarms of real processes in two rows, and islands in one, beside each other and all else.
 
-    `make test` has three workers for two cores, since swarms and islands wait for much of their time: one
-    takes the swarms, one the islands, one all else; then all what is left.
+    `make test` has three workers for two cores, since swarms and islands wait for much of their time: two
+    take the swarms, one the islands; then all what is left.
     A file that starts no swarm of processes is left to whoever comes to it first, as a whole, for
     its tests share what is costly to make.
     """
@@ -36,13 +40,15 @@ class OneSwarmAtATime(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         if nodeid.startswith(("tests/integration/", "tests/chaos/")):
             file = nodeid.partition("::")[0]
-            return file if file.endswith(NO_SWARM) else "swarms"
+            if file.endswith(NO_SWARM):
+                return file
+            return "swarms" if file < "tests/integration/test_l" else "more swarms"
         return "islands" if nodeid.startswith("tests/islands/") else nodeid
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneSwarmAtATime:
-    return OneSwarmAtATime(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> TwoSwarmsAtATime:
+    return TwoSwarmsAtATime(config, log)
 
 
 @pytest.fixture(scope="session")

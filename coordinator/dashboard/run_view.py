@@ -16,7 +16,6 @@ from protocol.terminal.console import (
 )
 from protocol.terminal.status_view import (
     GONE,
-    is_present,
     SILENT_SECONDS,
     agreement_in_words,
     bits_per_byte,
@@ -27,6 +26,7 @@ from protocol.terminal.status_view import (
     cut_off,
     device_in_words,
     held_out_in_words,
+    is_present,
     ledger_bytes,
     link_in_words,
     mean_time_in_words,

@@ -35,6 +35,7 @@ def resumed(node: Member, swarm: RealSwarm) -> list[tuple[int, int]]:
 
 
 @pytest.mark.timeout(2 * PATIENCE_SECONDS)
+@pytest.mark.nightly
 def test_who_is_killed_between_snapshots_goes_on_from_the_results_after_one(tmp_path: Path) -> None:
     with RealSwarm(tmp_path / "swarm", RUN) as swarm:
         a, b = swarm.join("a", "b")

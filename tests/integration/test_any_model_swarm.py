@@ -86,9 +86,8 @@ def test_a_model_of_transformers_trains_in_a_swarm_and_is_refused_where_it_canno
     trained_alike(swarm, invite, first=("--replicate", "2"))
 
 
-@pytest.mark.parametrize(
-    "kind", ["a function", pytest.param("transformers", marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("kind", ["a function", "transformers"])
+@pytest.mark.nightly
 def test_a_node_with_a_pipeline_ends_with_the_bits_of_one_without(
     kind: str, swarm_of: Start, tmp_path: Path
 ) -> None:
@@ -126,6 +125,7 @@ with atoll.join(model, optimizer, folder=sys.argv[1]) as swarm:
 """
 
 
+@pytest.mark.nightly
 def test_a_loop_of_one_s_own_trains_any_model_and_its_node_runs_no_code_of_the_run(
     swarm_of: Start, tmp_path: Path
 ) -> None:

@@ -57,6 +57,7 @@ def assert_consistent(copy: Path, committed_round: int) -> None:
     )
 
 
+@pytest.mark.nightly
 def test_copies_of_a_run_in_full_flight_are_consistent_and_one_can_be_started(
     swarm: Swarm,
 ) -> None:
@@ -136,6 +137,7 @@ def test_a_coordinator_started_from_an_old_copy_goes_on_where_its_node_is(swarm:
     assert "fetch the outer state anew" not in node.log
 
 
+@pytest.mark.nightly
 def test_nodes_that_come_after_their_rounds_were_closed_without_them_bring_all_of_them_back(
     tmp_path: Path,
 ) -> None:

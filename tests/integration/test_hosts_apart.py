@@ -66,6 +66,7 @@ def address_of(digits: str) -> IPv4Address | IPv6Address:
 
 
 @pytest.mark.timeout(900)  # a coordinator, a node of two hosts, and one of them again
+@pytest.mark.nightly
 def test_hosts_with_a_network_between_them_train_one_model_and_one_may_come_back(
     lab: NetworkLab, start: Start, tmp_path: Path
 ) -> None:

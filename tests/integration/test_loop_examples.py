@@ -39,6 +39,7 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.nightly
 def test_the_three_examples_train_one_model_together(tmp_path: Path, text: Path) -> None:
     names = ("plain", "fsdp2", "trainer")
     scene = Scene(tmp_path, *names, **RUN | {"run": {**RUN["run"], "min_nodes": 3}})

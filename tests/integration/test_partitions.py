@@ -73,9 +73,8 @@ def started(lab: NetworkLab, swarm: Swarm) -> dict[str, Running]:
     return running
 
 
-@pytest.mark.parametrize(
-    "part", [pytest.param(hear_only_on_bad_links, marks=pytest.mark.nightly), firewall_both]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("part", [hear_only_on_bad_links, firewall_both])
 def test_a_run_finishes_though_two_nodes_never_reach_each_other(
     lab: NetworkLab, swarm: Swarm, part: Callable[[NetworkLab], None]
 ) -> None:

@@ -104,6 +104,7 @@ def test_a_real_swarm_trains_on_tokens_and_a_flipped_byte_ends_its_node_alone(
         swarm.end()
 
 
+@pytest.mark.nightly
 def test_each_sample_of_an_epoch_is_trained_once(folder: Path) -> None:
     """Two nodes; the run is long enough for the whole epoch."""
     spec = tiny(

@@ -79,6 +79,7 @@ def test_own_texts_do_not_overlap_and_are_equally_long(corpus: Corpus) -> None:
     assert corpus.training.size - joined.size < 3
 
 
+@pytest.mark.nightly
 def test_every_setting_of_every_part_is_a_run_and_has_a_name_of_its_own() -> None:
     steps = dict.fromkeys(("frontier", "tuning", "muon"), FRONTIER_STEPS)
     steps |= {"long": LONG_STEPS, "fragments": FRAGMENTS_STEPS}

@@ -109,6 +109,8 @@ SPREAD = [
     MeshShape(context=2),
 ]
 
+NIGHTLY = [pytest.mark.nightly]
+
 OF_FAMILIES = {"like Qwen": spec_of(model=LIKE_QWEN), "like Mistral": spec_of(model=LIKE_MISTRAL)}
 
 
@@ -154,6 +156,7 @@ def test_what_a_family_of_models_has_besides_is_trained_by_every_kind_of_mesh(
     check_against(OF_FAMILIES[family], (one, one_last), shape, tmp_path, local)
 
 
+@pytest.mark.nightly
 def test_pipeline_tensor_and_shards_go_together_on_eight_ranks(
     alone: dict[bool, tuple[Figures, np.ndarray]], tmp_path: Path
 ) -> None:
@@ -179,7 +182,14 @@ def words_of(local: LocalTraining) -> str:
             for shape in WHOLE_COPIES
         ),
         *(
-            (shape, LocalTraining(activation_checkpointing="full", micro_batch=1))
+            pytest.param(
+                shape,
+                LocalTraining(activation_checkpointing="full", micro_batch=1),
+                # Both kinds of four ranks that share most; the others are of the same two.
+                marks=[]
+                if shape in (MeshShape(shard=2, tensor=2), MeshShape(shard=2, context=2))
+                else NIGHTLY,
+            )
             for shape in FOUR
             if shape.pipeline == 1
         ),
@@ -206,7 +216,7 @@ def test_what_a_machine_chooses_changes_nothing_on_meshes_that_allow_it(
     [
         # Code is made of what was traced, whatever the mesh, so running the trace will do.
         pytest.param(MeshShape(replicate=2), "inductor", marks=pytest.mark.nightly),
-        (MeshShape(replicate=2), "aot_eager"),
+        pytest.param(MeshShape(replicate=2), "aot_eager", marks=pytest.mark.nightly),
         (MeshShape(shard=2), "aot_eager"),
         (MeshShape(context=2), "aot_eager"),
         (MeshShape(pipeline=2, schedule="interleaved-1f1b"), "aot_eager"),

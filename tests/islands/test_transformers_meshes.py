@@ -47,15 +47,15 @@ RECOMPUTED = LocalTraining(activation_checkpointing="full", micro_batch=3)
     ("kind", "shape", "local"),
     [
         ("gpt2", MeshShape(replicate=2), PLAIN),
-        ("gpt2", MeshShape(shard=2, zero=1), PLAIN),
-        ("gpt2", MeshShape(shard=2, zero=2), PLAIN),
+        pytest.param("gpt2", MeshShape(shard=2, zero=1), PLAIN, marks=pytest.mark.nightly),
+        pytest.param("gpt2", MeshShape(shard=2, zero=2), PLAIN, marks=pytest.mark.nightly),
         ("gpt2", MeshShape(shard=2), RECOMPUTED),
         ("gpt2", MeshShape(shard=2), LocalTraining(compile=True)),
-        ("mixtral", MeshShape(replicate=2), PLAIN),
+        pytest.param("mixtral", MeshShape(replicate=2), PLAIN, marks=pytest.mark.nightly),
         ("mixtral", MeshShape(shard=2), PLAIN),
-        ("gemma", MeshShape(shard=2), PLAIN),
+        pytest.param("gemma", MeshShape(shard=2), PLAIN, marks=pytest.mark.nightly),
         ("gemma", MeshShape(tensor=2), PLAIN),
-        ("qwen3", MeshShape(tensor=2), PLAIN),
+        pytest.param("qwen3", MeshShape(tensor=2), PLAIN, marks=pytest.mark.nightly),
         ("qwen3", MeshShape(shard=2, tensor=2), PLAIN),
     ],
     ids=str,
@@ -73,7 +73,11 @@ def test_a_mesh_trains_as_one_process_and_publishes_the_same_bytes(
     assert found[1].loss < found[0].loss - 0.05
 
 
-@pytest.mark.parametrize("shape", [MeshShape(replicate=2), MeshShape(shard=2)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [pytest.param(MeshShape(replicate=2), marks=pytest.mark.nightly), MeshShape(shard=2)],
+    ids=str,
+)
 def test_adapters_train_on_copies_and_shards_of_a_frozen_model_as_in_one_process(
     shape: MeshShape, tmp_path: Path
 ) -> None:

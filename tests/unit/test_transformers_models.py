@@ -268,13 +268,11 @@ COMPILED = LocalTraining(compile=True)
 @pytest.mark.parametrize(
     ("kind", "local"),
     [
-        *(
-            (kind, local)
-            for kind in ("gpt2", "qwen3", "mixtral")
-            for local in (SELECTIVE, COMPILED)
-        ),
+        *((kind, local) for kind in ("gpt2", "qwen3") for local in (SELECTIVE, COMPILED)),
+        ("mixtral", SELECTIVE),
+        pytest.param("mixtral", COMPILED, marks=pytest.mark.nightly),
         ("gpt2 with dropout", SELECTIVE),
-        ("gpt2 with dropout", COMPILED),
+        pytest.param("gpt2 with dropout", COMPILED, marks=pytest.mark.nightly),
     ],
     ids=lambda value: value if isinstance(value, str) else f"compile {value.compile}",
 )
