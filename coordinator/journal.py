@@ -6,7 +6,7 @@ import structlog
 
 from coordinator.presets.choosing import Plan
 from coordinator.swarm.actions import Tell
-from coordinator.swarm.reach import newly_cut_pairs
+from coordinator.swarm.reach import helper_between, newly_cut_pairs
 from coordinator.swarm.start import missing
 from coordinator.swarm.state import PRESENT, Member, MemberState, RoundPhase, SwarmState
 from coordinator.swarm.transition import Transition
@@ -60,7 +60,11 @@ def log_transition(before: SwarmState, transition: Transition) -> None:
             committed_tokens=gone.committed_tokens,
         )
     for one, other in newly_cut_pairs(before, after, (node_id for node_id, _, _ in changed)):
-        _log.warning("two nodes do not reach each other", nodes=[one.node_name, other.node_name])
+        nodes = [one.node_name, other.node_name]
+        if (helper := helper_between(after, one, other)) is not None:
+            _log.info("two nodes reach each other through", nodes=nodes, helper=helper.node_name)
+        else:
+            _log.warning("two nodes do not reach each other", nodes=nodes)
     told = [action for action in transition.actions if isinstance(action, Tell)]
     has_decided = any(
         isinstance(news.message, RoundCommitted) and not news.is_learned for news in told
