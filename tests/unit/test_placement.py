@@ -114,10 +114,10 @@ def test_what_cannot_work_is_found_without_torch() -> None:
 
 
 def test_a_helper_needs_room_for_the_state_and_for_all_contributions_of_a_round() -> None:
-    """Two vectors, an error and a fragment's are 16 bytes a parameter, of 1.1 billion; int4 the rest."""
+    """Three vectors, an error and two of a fragment are 24 bytes a parameter, int4 the rest."""
     many = LARGE.model_copy(update={"run": LARGE.run.model_copy(update={"min_nodes": 32})})
-    refuse_small_helper(LARGE, hardware_of(memory_gib=30))
+    refuse_small_helper(LARGE, hardware_of(memory_gib=32))
     with pytest.raises(ConfigError, match="the outer state of"):
-        refuse_small_helper(LARGE, hardware_of(memory_gib=16))
+        refuse_small_helper(LARGE, hardware_of(memory_gib=24))
     with pytest.raises(ConfigError, match="the outer state of"):
-        refuse_small_helper(many, hardware_of(memory_gib=30))
+        refuse_small_helper(many, hardware_of(memory_gib=32))
