@@ -10,7 +10,7 @@ import structlog
 from coordinator.presets.choosing import Plan
 from coordinator.swarm.actions import Tell
 from coordinator.swarm.books import screenings_of
-from coordinator.swarm.reach import newly_cut_pairs
+from coordinator.swarm.reach import helper_between, newly_cut_pairs
 from coordinator.swarm.start import missing
 from coordinator.swarm.state import PRESENT, Member, MemberState, RoundPhase, SwarmState
 from coordinator.swarm.transition import Transition
@@ -99,9 +99,12 @@ def news_of(before: SwarmState, transition: Transition) -> Iterator[News]:
             committed_tokens=gone.committed_tokens,
         )
     for one, other in newly_cut_pairs(before, after, (node_id for node_id, _, _ in changed)):
-        yield _news(
-            "warning", "two nodes do not reach each other", nodes=[one.node_name, other.node_name]
-        )
+        nodes = [one.node_name, other.node_name]
+        if (helper := helper_between(after, one, other)) is not None:
+            told_of = {"nodes": nodes, "helper": helper.node_name}
+            yield _news("info", "two nodes reach each other through", **told_of)
+        else:
+            yield _news("warning", "two nodes do not reach each other", nodes=nodes)
     told = [action for action in transition.actions if isinstance(action, Tell)]
     has_decided = any(
         isinstance(message.message, RoundCommitted) and not message.is_learned for message in told

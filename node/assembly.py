@@ -70,8 +70,8 @@ log = structlog.get_logger()
 OWN_LOOP: tuple[str, ...] = ("own loop",)
 """The device of a node whose training is its contributor's own program: only that knows."""
 
-NO_DEVICE = "none"
-"""The device of a helper."""
+NO_DEVICE = "helper"
+"""The device of a helper, which has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,27 +25,6 @@ CODEC_BITS: Mapping[str, float] = MappingProxyType(
 _VALUE_BYTES = 4
 
 
-def helper_bytes(
-    *,
-    num_elements: int,
-    largest_fragment: int,
-    num_contributions: int,
-    keeps_error: bool,
-    uplink: str,
-    downlink: str,
-) -> int:
-    """What a helper's daemon holds at the fullest moment of a round that it reduces alone.
-
-    As a node's, without what it owes: for each parameter 4 · (parameters 1 + momentum 1 + published f), its
-    error 4 · (1 + f), and all contributions instead of its share of them.
-    """
-    error = num_elements + largest_fragment if keeps_error else 0
-    waiting = 8.0 if downlink.startswith("ec") else 0.0
-    bits = num_contributions * CODEC_BITS[uplink] + 3 * CODEC_BITS[downlink] + waiting
-    vectors = 2 * num_elements + largest_fragment + error
-    return int(_VALUE_BYTES * vectors + bits / 8 * largest_fragment)
-
-
 def daemon_bytes(
     *,
     num_elements: int,
@@ -71,3 +50,28 @@ def daemon_bytes(
     waiting = 8.0 if downlink.startswith("ec") else 0.0
     bits = 2 * CODEC_BITS[uplink] + 3 * CODEC_BITS[downlink] + waiting
     return int(_VALUE_BYTES * (model + error) + bits / 8 * largest_fragment)
+
+
+def helper_bytes(
+    *,
+    num_elements: int,
+    largest_fragment: int,
+    num_contributions: int,
+    keeps_error: bool,
+    uplink: str,
+    downlink: str,
+) -> int:
+    """What a helper's daemon holds at the fullest moment of a round that it reduces alone.
+
+    As a node's that has all of the reducer's error: it owes nothing, and its residual is there all the
+    same. Instead of what it sends and its share of what comes it has all contributions.
+    """
+    bodies = (num_contributions - 2) * CODEC_BITS[uplink] / 8 * largest_fragment
+    return int(bodies) + daemon_bytes(
+        num_elements=num_elements,
+        largest_fragment=largest_fragment,
+        num_reducers=1,
+        keeps_error=keeps_error,
+        uplink=uplink,
+        downlink=downlink,
+    )

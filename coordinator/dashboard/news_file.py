@@ -66,6 +66,7 @@ SENTENCES = {
     "went on without contributions of": "Round {round} went on without {nodes}: {next_step}",
     "slice taken over": "{reducer} reduces slice {slice} of round {round} instead of a node that is gone",
     "two nodes do not reach each other": "{nodes} do not reach each other",
+    "two nodes reach each other through": "{nodes} reach each other through {helper}",
     "evaluated": "The held-out loss after round {round} is {held_out_loss}",
     "run finished": "The run is finished after round {round}",
 }

@@ -139,6 +139,19 @@ def newly_cut_pairs(
     ]
 
 
+def helper_between(state: SwarmState, one: Member, other: Member) -> Member | None:
+    """The first helper, by node id, that two members both reach; None for helpers themselves."""
+    if one.is_helper or other.is_helper:
+        return None
+    for helper in present_members(state):
+        if helper.is_helper and not (
+            _is_cut(state, one.node_id, helper.node_id)
+            or _is_cut(state, other.node_id, helper.node_id)
+        ):
+            return helper
+    return None
+
+
 def _is_cut(state: SwarmState, one: NodeId, other: NodeId) -> bool:
     """Whether both are present, and one of them says that it does not reach the other."""
     member, another = state.members.get(one), state.members.get(other)

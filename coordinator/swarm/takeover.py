@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import islice
 
 from coordinator.swarm.actions import Tell
-from coordinator.swarm.reach import best_reducers
+from coordinator.swarm.reach import best_reducers, cut_off_from
 from coordinator.swarm.rounds import holders_of
 from coordinator.swarm.standing import late_helper
 from coordinator.swarm.state import (
@@ -41,7 +41,7 @@ def take_over(turn: Turn) -> None:
         assert current is not None
         overdue_at = _overdue_at(current, progress, staying)
         is_overdue = overdue_at is not None and turn.now >= overdue_at
-        if _has_reducer(turn.state, progress) and not is_overdue:
+        if _has_reducer(turn.state, current, progress) and not is_overdue:
             continue
         if is_overdue:
             late_helper(turn, progress.slice.reducer_id, current.number)
@@ -51,7 +51,7 @@ def take_over(turn: Turn) -> None:
             _hand_over(turn, current, progress)
 
 
-def _has_reducer(state: SwarmState, progress: SliceProgress) -> bool:
+def _has_reducer(state: SwarmState, current: Round, progress: SliceProgress) -> bool:
     """Whether the slice is empty, or in the hands of a node that stays and remembers it."""
     reducer = state.members.get(progress.slice.reducer_id)
     if progress.is_empty:
@@ -59,7 +59,15 @@ def _has_reducer(state: SwarmState, progress: SliceProgress) -> bool:
     if progress.is_orphaned or not is_present(state, progress.slice.reducer_id):
         return False
     # One that is leaving hands out a result that it has made already.
-    return reducer is None or not reducer.is_draining or progress.digest is not None
+    if reducer is None or not reducer.is_draining or progress.digest is not None:
+        return True
+    return reducer.is_helper and not _is_reached_by_all(_staying(state, current))
+
+
+def _is_reached_by_all(members: Sequence[Member]) -> bool:
+    """Whether one of the members is reached by all others. Else a helper that leaves reduces to its end."""
+    cut = cut_off_from(members)
+    return any(member.node_id not in cut for member in members)
 
 
 def next_overdue(state: SwarmState) -> float | None:

@@ -24,8 +24,8 @@ from protocol.layout import layout_of
 from protocol.node_memory import helper_bytes
 from protocol.run_spec import RunSpec
 
-HELPER_PROCESS_BYTES = 250 << 20
-"""A helper's daemon with its kernels loaded, and p2pd, without the state (benchmarks/roles)."""
+HELPER_PROCESS_BYTES = 350 << 20
+"""A helper's daemon with its kernels loaded, and p2pd, without the state (docs/results/roles.jsonl)."""
 
 
 def mesh_for(

@@ -2,8 +2,7 @@
 
 Every certificate names its swarm and its role in a URI (atoll://SWARM/node/NODE, …/helper/NODE,
 …/viewer/VIEWER, …/operator, …/coordinator), and only that URI says who a caller is. The authority's key is
-Ed25519; leaves are
-P-256, because grpcio fails the handshake with an Ed25519 leaf.
+Ed25519; leaves are P-256, because grpcio fails the handshake with an Ed25519 leaf.
 """
 
 import re

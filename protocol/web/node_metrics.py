@@ -23,6 +23,12 @@ NODE_METRICS = (
         labels=_NODE,
     ),
     Metric(
+        name="atoll_node_out_of_reach",
+        kind="gauge",
+        meaning="Members that it has no connection with; the coordinator tells of 16 at most",
+        labels=_NODE,
+    ),
+    Metric(
         name="atoll_node_inner_step",
         kind="gauge",
         meaning="Inner steps done in the round that the node trains",
@@ -125,6 +131,7 @@ def put_node(
     if heartbeat is None:
         return
     board.put("atoll_node_outer_round", beat.outer_round, **own)
+    board.put("atoll_node_out_of_reach", len(beat.unreachable_ids), **own)
     board.put("atoll_node_inner_step", beat.inner_step, **own)
     board.put("atoll_node_training_loss_nats", beat.loss or None, **own)
     board.put("atoll_node_tokens_per_second", beat.tokens_per_second or None, **own)

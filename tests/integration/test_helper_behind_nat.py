@@ -14,7 +14,7 @@ from lab.network.lab import NetworkLab
 from lab.network.links import Link
 from tests.tiny_runs import tiny_text
 
-ROUNDS = 5
+ROUNDS = 4
 RUN = tiny_text(
     run={"name": "behind-nat", "rounds": ROUNDS, "min_nodes": 3},
     inner={"steps": 1_000_000},  # rounds end at their deadline, so the helper is killed within one
@@ -72,10 +72,9 @@ def test_nodes_that_nobody_can_dial_train_by_a_helper_which_may_be_killed_in_a_r
         with lab.inside(name):
             swarm.join(name, invite)
             running[name] = swarm.start_node(name)
-    swarm.coordinator.says("round committed", times=2)
-    swarm.coordinator.says("round opened", times=3)
+    swarm.coordinator.says("round opened", times=2)
     assert not helper.has_torch() and not helper.ranks()
-    helper.process.send_signal(signal.SIGKILL)  # it reduces all of round 3
+    helper.process.send_signal(signal.SIGKILL)  # it reduces all of round 2
     helper.process.wait()
     again = start_helper(lab, swarm)
     for node in running.values():
@@ -92,7 +91,7 @@ def test_nodes_that_nobody_can_dial_train_by_a_helper_which_may_be_killed_in_a_r
         True,
     )
     by_round = {closed["round"]: closed for closed in rounds}
-    for number in (1, 2, 4, 5):  # nothing of round 3 is lost: it is in the next
+    for number in (1, 3, 4):  # nothing of round 2 is lost: it is in the next
         closed = by_round[number]
         assert closed["num_committed_slices"] == closed["num_slices"], number
         assert closed["num_contributors"] == closed["num_participants"] == len(NODES), number

@@ -8,7 +8,7 @@ from fractions import Fraction
 from swarm_books import LAYOUT, Books, is_void, places_of, tokens_of
 
 from coordinator.swarm.ledger import Places, free_again
-from coordinator.swarm.state import PRESENT, MemberState, RoundPhase, SwarmState
+from coordinator.swarm.state import PRESENT, Member, MemberState, RoundPhase, SwarmState
 from coordinator.swarm.weighing import say_of
 from protocol.messages import SliceTakenOver
 from protocol.rounds import Assignment, Commit, NodeId, Plan
@@ -17,7 +17,7 @@ from protocol.rounds import Assignment, Commit, NodeId, Plan
 def check_plan(books: Books, plan: Plan, state: SwarmState) -> None:
     assert plan.round == len(books.commits) + 1
     assert plan.base_digest == state.outer_digest
-    assert len(plan.participants) >= state.rules.min_nodes
+    assert plan.num_training >= state.rules.min_nodes
     assert list(plan.participants) == sorted(set(plan.participants))
     _check_clock(plan, state)
     for node_id in plan.participants:
@@ -47,15 +47,30 @@ def _check_clock(plan: Plan, state: SwarmState) -> None:
 
 
 def _check_reducers(plan: Plan, state: SwarmState) -> None:
-    """Those who reach all others, unless others outweigh whom they are cut off from and are more."""
-    trusted = [n for n in plan.participants if not state.members[n].standing.is_on_trial]
-    among = trusted or plan.participants
+    """Those who reach all others, unless others outweigh whom they are cut off from and are more.
+
+    Where helpers reduce only those beside them who reach all others, and not helpers that half do not reach.
+    """
+    members = state.members
+    nodes, helpers = (
+        [n for n in plan.participants if members[n].is_helper is kind] for kind in (False, True)
+    )
+    among = [
+        *([n for n in nodes if not members[n].standing.is_on_trial] or nodes),
+        *([n for n in helpers if not members[n].standing.is_on_trial] or helpers),
+    ]
     told = {n: set(state.members[n].unreachable) for n in among}
     cut = {n: {m for m in among if m != n and (m in told[n] or n in told[m])} for n in among}
     weight = say_of([state.members[n] for n in among], plan.round - 1).weights
-    lost = {n: sum(weight[m] for m in cut[n]) for n in among}
+    lost = {n: sum(weight.get(m, 0) for m in cut[n]) for n in among}
+    has_helper = any(part.reducer_id in helpers for part in plan.slices)
     for part in plan.slices:
-        taken = [Fraction(weight[m], lost[m]) for m in cut[part.reducer_id] if weight[m]]
+        if has_helper:
+            is_helper = part.reducer_id in helpers
+            most = (sum(weight.values()) - 1) // 2 if is_helper else 0
+            assert lost[part.reducer_id] <= most, "who is cut off reduces beside helpers"
+            continue
+        taken = [Fraction(weight[m], lost[m]) for m in cut[part.reducer_id] if weight.get(m)]
         is_best = lost[part.reducer_id] == min(lost.values())
         assert is_best or sum(taken) < 1, "who is cut off from most of the others reduces"
 
@@ -83,6 +98,10 @@ def _check_assignments(books: Books, plan: Plan, state: SwarmState) -> None:
     rules = state.rules
     steps = {a.node_id: a.inner_steps for a in plan.assignments}
     assert tuple(steps) == plan.participants
+    helping = [a for a in plan.assignments if state.members[a.node_id].is_helper]
+    assert all((a.inner_steps, a.first_sample, a.num_samples) == (0, 0, 0) for a in helping)
+    training = [a for a in plan.assignments if a not in helping]
+    steps = {a.node_id: a.inner_steps for a in training}
     honoured = {n: a for n, a in books.ahead.items() if n in steps}
     assert min(steps.values()) >= 1
     if rules.round_steps is None:
@@ -94,14 +113,14 @@ def _check_assignments(books: Books, plan: Plan, state: SwarmState) -> None:
     for a in honoured.values():
         taken.update(places_of(a))
     leased_until = books.leased_until
-    for a in plan.assignments:
+    for a in training:
         if a.node_id in honoured:
             assert a == honoured[a.node_id], "what may be trained already is not asked for"
         else:
             leased_until = _check_lease(a, taken, leased_until, rules.batch)
     is_last = plan.round == rules.total_rounds
     may_lead = rules.has_overlap and not is_last
-    assert [a.node_id for a in plan.ahead] == list(plan.participants if may_lead else ())
+    assert [a.node_id for a in plan.ahead] == list(steps if may_lead else ())
     assert plan.ahead == state.ledger.ahead
     for a in plan.ahead:
         assert 1 <= a.inner_steps <= (rules.round_steps or rules.inner_steps)
@@ -178,7 +197,9 @@ def check_commit(books: Books, commit: Commit, before: SwarmState, after: SwarmS
             is_held = books.held.get(place, {}).get(holder) == outcome.digest
             is_made = outcome.digest in books.told.get(place, {}).get(holder, ())
             assert is_held or is_made, "who did not say so does not hold it"
-        awaited = (present - set(current.on_trial)) or present
+        training = {a.node_id for a in current.assignments if a.trains}
+        awaited = present - set(current.on_trial)
+        awaited = awaited if awaited & training else present
         assert len(awaited.intersection(outcome.holder_ids)) >= max(1, min(2, len(awaited)))
         assert len(outcome.contributions) == len(outcome.contributors)
         names = [c.node_id for c in outcome.contributors]
@@ -403,6 +424,18 @@ def _check_ledger(books: Books, state: SwarmState) -> None:
     assert sorted(committed + leased + free) == list(range(books.leased_until))
 
 
+def _reached_by_all(members: Collection[Member]) -> bool:
+    """Whether one of them is cut off from no other."""
+    return any(
+        not any(
+            o.node_id in one.unreachable or one.node_id in o.unreachable
+            for o in members
+            if o is not one
+        )
+        for one in members
+    )
+
+
 def _check_slices(books: Books, state: SwarmState, now: float) -> None:
     """No slice waits for a reducer that cannot finish, while another could."""
     current = state.open_round
@@ -421,7 +454,8 @@ def _check_slices(books: Books, state: SwarmState, now: float) -> None:
             continue
         reducer = state.members[progress.slice.reducer_id]
         is_gone = reducer.state not in PRESENT or progress.is_orphaned
-        if not is_gone and (progress.digest is not None or not reducer.is_draining):
+        stays = not reducer.is_draining or (reducer.is_helper and not _reached_by_all(here))
+        if not is_gone and (progress.digest is not None or stays):
             continue
         holders = books.held.get(place, {})
         made = books.told.get(place, {}).get(reducer.node_id, ())

@@ -75,6 +75,7 @@ class SimulatedNode:
     is_astray: bool = False
     process_id: int = 0
     invite_id: str = ""
+    is_helper: bool = False
 
     @property
     def told(self) -> State:
@@ -150,6 +151,8 @@ class SimulatedNode:
             outer_digest=digest,
             outer_incarnation=incarnation,
             unreachable=self.unreachable,
+            cannot_train=self.is_helper,
+            cannot_evaluate=self.is_helper,
         )
 
     def work(self, swarm: Swarm, *, missing: NodeId | None, is_idle: bool) -> list[Event]:
@@ -169,8 +172,9 @@ class SimulatedNode:
         self.unsaved_since = None  # the base is on the disk before anything of the round is told
         if self.trained is None:
             # Who is idle has taken no step, or has steps behind it without a token to predict.
+            is_idle = is_idle or self.is_helper
             num_steps = 0 if is_idle and plan.round % 2 else own.inner_steps
-            samples = own.num_samples * num_steps // own.inner_steps
+            samples = own.num_samples * num_steps // max(1, own.inner_steps)
             self.trained = Trained(
                 inner_steps=num_steps,
                 samples=samples,
@@ -211,7 +215,8 @@ class SimulatedNode:
         place = (plan.round, index)
         leased = {a.node_id: a.num_samples for a in plan.assignments}
         idle = {n for n, peer in peers.items() if peer.trained and peer.trained.tokens == 0}
-        names = [n for n in plan.participants if n != missing and n not in idle]
+        asked = [a.node_id for a in plan.assignments if a.trains]
+        names = [n for n in asked if n != missing and n not in idle]
         contributors = tuple(
             Contributor(
                 node_id=name,

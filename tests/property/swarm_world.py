@@ -72,6 +72,7 @@ class World:
         adapts_deadlines: bool,
         has_overlap: bool,
         round_steps: int | None = None,
+        has_helper: bool = False,
     ) -> None:
         rules = Rules(
             total_rounds=total_rounds,
@@ -98,6 +99,9 @@ class World:
             NodeId(f"n{i}"): SimulatedNode(node_id=NodeId(f"n{i}"), seconds_per_inner_step=float(i))
             for i in range(num_nodes)
         }
+        if has_helper:
+            helper = SimulatedNode(node_id=NodeId("h"), is_helper=True)
+            self.nodes[helper.node_id] = helper
         self.under_way: list[tuple[int, Event]] = []  # with the session that each was sent in
         self.books = Books(batch=rules.batch)
         self.copy: Copy | None = None
@@ -223,6 +227,9 @@ class World:
             outer_incarnation=incarnation,
             process_id=process_id,
             invite_id=node.invite_id,
+            is_helper=node.is_helper,
+            cannot_train=node.is_helper,
+            cannot_evaluate=node.is_helper,
         )
 
     def bring_back(self, node: SimulatedNode) -> None:

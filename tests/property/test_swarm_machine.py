@@ -14,7 +14,7 @@ from coordinator.swarm.events import Detached, Reported, StreamBroken, Ticked, W
 from protocol.messages import Draining, Reduced
 from protocol.rounds import ContributionDigest, Contributor, Digest, NodeId
 
-NODE = st.integers(min_value=0, max_value=3)
+NODE = st.integers(min_value=0, max_value=4)
 SOMETIMES_A_NODE = st.none() | st.none() | NODE
 LIE = st.sampled_from([Digest(b"lie 1"), Digest(b"lie 2")])
 ORDER = st.integers(min_value=0, max_value=2**32 - 1).map(Random)  # one draw, not one a message
@@ -32,6 +32,7 @@ class SwarmMachine(RuleBasedStateMachine):
         adapts_deadlines=st.booleans(),
         has_overlap=st.booleans(),
         round_steps=st.sampled_from([None, None, 2, 7]),
+        has_helper=st.booleans(),
     )
     def begin(
         self,
@@ -41,6 +42,7 @@ class SwarmMachine(RuleBasedStateMachine):
         adapts_deadlines: bool,
         has_overlap: bool,
         round_steps: int | None = None,
+        has_helper: bool = False,
     ) -> None:
         self.world = World(
             num_nodes=num_nodes,
@@ -49,6 +51,7 @@ class SwarmMachine(RuleBasedStateMachine):
             adapts_deadlines=adapts_deadlines,
             has_overlap=has_overlap,
             round_steps=round_steps,
+            has_helper=has_helper,
         )
         self.all_without_a_session_attach()
 

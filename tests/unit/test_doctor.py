@@ -17,6 +17,7 @@ from node.machine.kernel import congestion_control
 from node.newest import keep_run
 from protocol.errors import ConfigError, ExitCode, SystemRefusedError
 from protocol.files.folder_lock import FolderLock
+from protocol.v1.status_pb2 import NODE_STATE_READY, NodeStatus
 from tests.tiny_runs import tiny
 
 FAST = {
@@ -208,6 +209,44 @@ def test_a_coordinator_that_tells_no_time_is_not_compared_with() -> None:
 def test_without_a_swarm_no_coordinator_is_asked(tmp_path: Path) -> None:
     (found,) = checks.coordinator_findings(tmp_path)
     assert found.verdict == "note"
+
+
+# Who reaches whom
+
+
+def members(*cut: tuple[int, int], has_helper: bool = False) -> list[NodeStatus]:
+    """Three nodes and perhaps a helper, of whom pairs are cut off, as the first of each says."""
+    nodes = [
+        NodeStatus(node_id=str(place), node_name=f"node-{place}", state=NODE_STATE_READY)
+        for place in range(3)
+    ]
+    if has_helper:
+        helper = NodeStatus(node_id="3", node_name="helper-1", state=NODE_STATE_READY)
+        helper.is_helper = True
+        nodes.append(helper)
+    for one, other in cut:
+        nodes[one].heartbeat.unreachable_ids.append(str(other))
+    return nodes
+
+
+def test_a_node_that_reaches_all_is_fine_and_one_that_does_not_run_is_not_judged() -> None:
+    (found,) = checks.reach_findings(members((1, 2)), "0")
+    assert (found.verdict, found.what) == ("fine", "all 2 other members")
+    assert checks.reach_findings(members(), "9") == []
+
+
+def test_without_a_helper_a_node_that_others_do_not_reach_is_advised_to_open_its_port() -> None:
+    (found,) = checks.reach_findings(members((1, 0)), "0")
+    assert found.verdict == "advice"
+    assert "no connection with node-1" in found.what
+    assert "--role helper" in found.next_step
+
+
+def test_a_helper_that_reduces_for_it_is_named_and_one_that_it_does_not_reach_is_none() -> None:
+    (found,) = checks.reach_findings(members((0, 1), has_helper=True), "0")
+    assert (found.verdict, "helper-1" in found.what) == ("note", True)
+    (found,) = checks.reach_findings(members((0, 1), (0, 3), has_helper=True), "0")
+    assert found.verdict == "advice"
 
 
 # How it ends

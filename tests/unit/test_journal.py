@@ -70,3 +70,16 @@ def test_a_stopping_coordinator_says_what_becomes_of_its_nodes() -> None:
     scene.evaluate("a", round=1)
     assert scene.state.is_finished, scene.reason
     assert farewell(scene.state) == "the run is finished, so no node needs the coordinator"
+
+
+def test_who_reaches_whom_only_through_a_helper_is_no_warning() -> None:
+    scene = LoggedScene(min_nodes=3)
+    scene.attach("a", "b")
+    scene.attach("h", is_helper=True)
+    with capture_logs() as logs:
+        scene.beat("a", at=0, digest=INITIAL, unreachable=("b",))
+    told = [(line["event"], line["log_level"], line.get("helper")) for line in logs]
+    assert ("two nodes reach each other through", "info", "h") in told
+    with capture_logs() as logs:
+        scene.beat("b", at=0, digest=INITIAL, unreachable=("h",))
+    assert [line["nodes"] for line in logs if line["log_level"] == "warning"] == [["b", "h"]]

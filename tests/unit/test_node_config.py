@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from node.config import SETTINGS_FILE, NodeSettings, load_settings, write_settings
+from node.config import OF_HELPERS, SETTINGS_FILE, NodeSettings, load_settings, write_settings
 from protocol.errors import ConfigError, UsageError
 
 
@@ -16,6 +16,14 @@ def test_the_file_that_joining_writes_explains_every_key_and_says_the_defaults(
     written = tomllib.loads((tmp_path / SETTINGS_FILE).read_text())
     assert written.keys() == NodeSettings.model_fields.keys()
     assert load_settings(tmp_path) == NodeSettings(name='a "name"')
+
+
+def test_a_helpers_file_has_the_keys_that_mean_something_to_it(tmp_path: Path) -> None:
+    write_settings(tmp_path, name="helper-1", is_helper=True)
+    text = (tmp_path / SETTINGS_FILE).read_text()
+    assert tomllib.loads(text).keys() == OF_HELPERS
+    assert "atoll helper start" in text and "atoll node start" not in text
+    assert load_settings(tmp_path) == NodeSettings(name="helper-1")
 
 
 @pytest.mark.parametrize(

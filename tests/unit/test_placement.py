@@ -12,7 +12,7 @@ from node.island.parallel.auto_mesh import need_of, node_bytes
 from node.island.parallel.mesh_shape import MeshShape
 from node.machine.gpus import Gpu
 from node.machine.hardware import Hardware
-from node.machine.placement import mesh_for, refuse_what_cannot_work
+from node.machine.placement import mesh_for, refuse_small_helper, refuse_what_cannot_work
 from protocol.errors import ConfigError
 from protocol.models import DecoderModel
 from protocol.run_spec import InnerSection, RunSpec
@@ -111,3 +111,13 @@ def test_what_cannot_work_is_found_without_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], cwd=Path.cwd()).returncode == 0
+
+
+def test_a_helper_needs_room_for_the_state_and_for_all_contributions_of_a_round() -> None:
+    """Three vectors, an error and two of a fragment are 24 bytes a parameter, int4 the rest."""
+    many = LARGE.model_copy(update={"run": LARGE.run.model_copy(update={"min_nodes": 32})})
+    refuse_small_helper(LARGE, hardware_of(memory_gib=32))
+    with pytest.raises(ConfigError, match="the outer state of"):
+        refuse_small_helper(LARGE, hardware_of(memory_gib=24))
+    with pytest.raises(ConfigError, match="the outer state of"):
+        refuse_small_helper(many, hardware_of(memory_gib=32))

@@ -246,6 +246,24 @@ def test_nodes_that_do_not_reach_each_other_are_named_once_and_those_that_are_go
     assert "reach" not in summary_line(a_status(two, gone))
 
 
+def test_nodes_that_reach_each_other_through_a_helper_are_told_together():
+    names = ("node-1", "node-2", "node-3")
+    nodes = [a_node(name) for name in names]
+    helper = a_node("helper-1")
+    helper.is_helper = True
+    for node in nodes:
+        node.heartbeat.unreachable_ids.extend(n.node_id for n in nodes if n is not node)
+    words = summary_line(a_status(*nodes, helper))
+    assert "node-1, node-2, node-3 reach each other through helper-1" in words
+    assert "do not reach" not in words
+    nodes[2].heartbeat.unreachable_ids.append(helper.node_id)
+    words = summary_line(a_status(*nodes, helper))
+    assert "node-1, node-2 reach each other through helper-1" in words
+    for other in ("node-1", "node-2"):
+        assert f"{other} and node-3 do not reach each other" in words
+    assert "helper-1 and node-3 do not reach each other" in words
+
+
 def test_a_node_that_is_draining_is_leaving():
     node = a_node("node-1", activity="contributing")
     node.is_draining = True

@@ -160,6 +160,15 @@ def test_when_a_helper_is_lost_another_one_takes_its_slices_over() -> None:
     assert reducers(on_stage) == {"i"}
 
 
+def test_a_helper_that_leaves_reduces_to_its_end_where_nobody_else_can() -> None:
+    on_stage = scene("h")
+    on_stage.drain("h")
+    assert reducers(on_stage) == {"h"}
+    on_stage = scene("h", "i")
+    on_stage.drain("h")
+    assert reducers(on_stage) == {"i"}
+
+
 def test_nobody_asks_a_helper_for_a_held_out_loss() -> None:
     on_stage = scene("h", evaluate_every=1)
     play(on_stage, number=1)
