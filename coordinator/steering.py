@@ -89,7 +89,7 @@ readmit = _node_command(
 
 @click.group()
 def run() -> None:
-    """Pause, resume, stop, extend or amend the run. The coordinator must be running."""
+    """Pause, resume, stop, extend, amend or roll back the run. The coordinator must be running."""
 
 
 def _steer(verdict: str, reason: str, directory: Path | None) -> None:
@@ -134,6 +134,24 @@ def stop(reason: str, directory: Path | None) -> None:
     Example: atoll run stop --reason "the loss is where it should be"
     """
     _steer("STOP", reason, directory)
+
+
+@run.command()
+@click.argument("round", metavar="ROUND", type=click.IntRange(min=1))
+@_REASON_OPTION
+@DIR_OPTION
+def rollback(round: int, reason: str, directory: Path | None) -> None:
+    """Make the run's state again what it was after ROUND; later rounds are undone.
+
+    Nodes go back from what they keep, or fetch that state from one that can. Samples of undone rounds are
+    leased again, and what nodes owed of them is let go. Rules stay as amended.
+
+    Example: atoll run rollback 120 --reason "the loss has jumped"
+    """
+    from protocol.v1 import operator_pb2 as pb
+
+    with operator_of(directory) as stub:
+        _say(stub.RollBackRun(pb.RollBackRunRequest(round=round, reason=reason)).ruling)
 
 
 @run.command()

@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
 import structlog
 
@@ -11,7 +12,8 @@ from coordinator.config import rules_of
 from coordinator.driver import Driver, Session
 from coordinator.services import checks
 from coordinator.store import Store
-from coordinator.swarm.events import Ruled, RulingsLearned
+from coordinator.swarm.events import Ruled, RulingsLearned, Undone
+from coordinator.swarm.going_back import HistoryMovedError
 from protocol.amendments import Changes, amended, in_force
 from protocol.errors import BadDataError, ConfigError, NoInputError, UsageError
 from protocol.messages import RulingsTold
@@ -40,7 +42,11 @@ _RULED_ANEW = ABOUT_NODES | {
     RulingKind.RESUMED,
     RulingKind.STOPPED,
     RulingKind.AMENDED,
+    RulingKind.ROLLED_BACK,
 }
+
+MOST_TRIES = 20
+"""Rounds may be closed while the database is asked what going back undoes: each costs a try."""
 
 LEAST_ID_LENGTH = 4
 COORDINATOR = "the coordinator"
@@ -110,6 +116,36 @@ class Rulings:
                 )
             )
 
+    async def go_back(self, round: int, *, reason: str, by: str = RUN_OWNER) -> Ruling:
+        """Has the run go back to the state after a round. Raises UsageError where it cannot."""
+        async with self._turn:
+            for _ in range(MOST_TRIES):
+                event = self.event(
+                    RulingKind.ROLLED_BACK,
+                    by=by,
+                    reason=reason,
+                    from_round=round + 1,
+                    undone=await self._undone_after(round),
+                )
+                with suppress(HistoryMovedError):
+                    return await self._make(event)
+            raise UsageError(
+                "rounds are closed faster than the run can go back",
+                next_step="'atoll run pause' first, and then again",
+            )
+
+    async def _undone_after(self, round: int) -> Undone:
+        layout = self._driver.state.layout
+        num_fragments = 1 if layout is None else len(layout.fragment_elements)
+        return await self._driver.aside(
+            lambda: self.store.undone_after(round, num_fragments=num_fragments)
+        )
+
+    async def _undone_by(self, rulings: Sequence[Ruling]) -> dict[int, Undone]:
+        """For each going back among rulings that were made elsewhere, what it undoes here."""
+        rounds = {r.from_round - 1 for r in rulings if r.kind is RulingKind.ROLLED_BACK}
+        return {round: await self._undone_after(round) for round in sorted(rounds)}
+
     def event(self, kind: RulingKind, *, by: str = RUN_OWNER, **fields: object) -> Ruled:
         """What is to be ruled now."""
         return Ruled(kind=kind, by=by, unix_seconds=round(self._wall_clock(), 3), **fields)  # type: ignore[arg-type] # the caller's keywords, passed on
@@ -133,7 +169,8 @@ class Rulings:
                 chain.append(lacking.pop(0))
             if news := tuple(chain[len(self.all) :]):
                 rules = rules_of(in_force(self._run, chain))
-                event = RulingsLearned(rulings=news, rules=rules)
+                undone = await self._undone_by(news)
+                event = RulingsLearned(rulings=news, rules=rules, undone=undone)
                 await self._driver.apply(event, session=session)
             for ruling in lacking:
                 await self._rule_anew(ruling, session)
@@ -156,6 +193,11 @@ class Rulings:
                 changes=ruling.changes,
                 rules=rules,
                 from_round=ruling.from_round,
+                undone=(await self._undone_by([ruling])).get(ruling.from_round - 1),
+                last_round=ruling.last_round,
+                incarnation=ruling.incarnation,
+                outer_digest=ruling.outer_digest,
+                contributors=ruling.contributors,
             )
             await self._driver.apply(event, session=session)
         except (

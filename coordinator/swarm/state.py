@@ -26,6 +26,7 @@ from protocol.rounds import (
     NodeId,
     PeerAddress,
     Plan,
+    RoundSpan,
     Slice,
 )
 from protocol.trust.rulings import Ruling
@@ -125,6 +126,7 @@ class Member:
     work: Work = field(default_factory=Work)
     standing: Standing = field(default_factory=Standing)
     screenings: tuple[Screening, ...] = ()  # of its rounds among the latest, oldest first
+    reach_back: tuple[RoundSpan, ...] = ()  # rounds whose states it can go back to by itself
 
 
 class RoundPhase(StrEnum):
@@ -425,6 +427,7 @@ class SwarmState:
     all_reduce_bytes: int = 0  # what averaging gradients would have: coordinator.swarm.wire_ledger
     rulings: tuple[Ruling, ...] = ()  # all of them; what follows is what they come to
     latest_rulings: Mapping[NodeId, Ruling] = field(default_factory=dict)  # the latest on each node
+    rolled_back: tuple[Ruling, ...] = ()  # by which rounds were undone
     paused: Ruling | None = None
     stopped: Ruling | None = None
 

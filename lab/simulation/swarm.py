@@ -25,6 +25,7 @@ from lab.simulation.coordinator import DeskStub, Outage, SimulatedCoordinator, n
 from lab.simulation.meshed_island import MeshedIsland
 from lab.simulation.virtual_time import run_in_virtual_time
 from node.daemon import Counterparts, Daemon, Holdings, NodeFacts
+from node.disk.round_folder import Retention
 from node.disk.snapshots import SnapshotWriting
 from node.duties.times import Meters
 from node.exchange.giving import HeldResults
@@ -72,6 +73,8 @@ class Life:
     """Of ranks in processes of their own, which take no virtual time; None trains in this one."""
     local: LocalTraining = PLAIN
     """Its machine's own choices."""
+    retention: Retention = Retention()  # noqa: RUF009 - it is frozen
+    """Which snapshots it keeps beside the newest two."""
     corpus: Dataset | None = None
     """Its own data, where they are private, or what a liar trains on."""
     on_published: OnPublished | None = None
@@ -334,7 +337,12 @@ class SimulatedNode:
         disk: MortalDisk | None = None
         if self._disk is not None:
             clock = asyncio.get_running_loop().time
-            disk = MortalDisk(self._disk / "snapshots", history=history, clock=clock)
+            disk = MortalDisk(
+                self._disk / "snapshots",
+                history=history,
+                clock=clock,
+                retention=self._life.retention,
+            )
             kept = disk.snapshots.load_newest(spec.digest(), layout.summary().digest)
             if kept is not None:
                 disk.resume(self.outer, kept)

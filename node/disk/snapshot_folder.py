@@ -17,7 +17,7 @@ import blake3
 import numpy as np
 import structlog
 
-from node.disk.round_folder import RoundFolder, kept_for_reading
+from node.disk.round_folder import Retention, RoundFolder, kept_for_reading
 from node.disk.snapshots import (
     FILE_FORMAT,
     PIECE_OF_ERROR,
@@ -61,10 +61,10 @@ class Parameters:
 
 
 class SnapshotFolder:
-    """The newest snapshots of one node on disk. One process at a time may save to a folder."""
+    """The snapshots of one node on disk: the newest, and what is retained. One process at a time may save."""
 
-    def __init__(self, path: Path) -> None:
-        self.folder = RoundFolder(path, suffix=".safetensors", kept=KEPT_FILES)
+    def __init__(self, path: Path, *, retention: Retention = Retention()) -> None:  # noqa: B008 - frozen
+        self.folder = RoundFolder(path, suffix=".safetensors", kept=KEPT_FILES, retention=retention)
 
     def save(self, snapshot: Snapshot, owed: Owed | None) -> Path:
         """Writes a snapshot at once: see `begin`. Nothing may change the vectors meanwhile."""

@@ -96,6 +96,9 @@ class FakeIsland:
         self._live("publish")
         self.outer.owing._published[:] = self.outer._parameters - 1
 
+    async def begin_anew(self, round: int) -> None:
+        self.calls.append(f"begin anew after {round}")
+
     async def keep(self, round: int, *, is_last: bool = False) -> None:
         self._die_when_told("keep")
         self.kept.append((round, is_last))
