@@ -147,7 +147,8 @@ class LastingIsland:
 
     async def begin_anew(self, round: int) -> None:
         """Ranks start again without what their inner optimizers learnt after this round; then they adopt."""
-        self.has_progress, self._done, self._has_restarted = False, None, True
+        self.has_progress, self._has_restarted = False, True
+        self.forget()
         self.is_restarting = True
         try:
             await self._island.begin_anew(round)
