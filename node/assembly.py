@@ -43,12 +43,12 @@ from node.island.parallel.auto_mesh import DeviceKind
 from node.island.parallel.mesh_shape import MeshShape
 from node.island.ranks.devices import UsableDevices, kind_of, usable_devices
 from node.island.ranks.launcher import ProcessIsland, RanksHere
+from node.kept import keep_places, keep_run
 from node.link.calls import CoordinatorLink
 from node.machine.hardware import Hardware, likely_devices
 from node.machine.kernel import congestion_control
 from node.machine.placement import mesh_for, num_ranks_of
 from node.models.reading import read_first
-from node.newest import keep_places, keep_run
 from node.outer_state import SharedVectors, Vector
 from node.own_metrics import own_metrics
 from node.pausing import is_paused

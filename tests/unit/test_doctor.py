@@ -11,10 +11,10 @@ from node.doctor import checks
 from node.doctor.command import as_json, line_of, run_doctor, summary_of
 from node.doctor.findings import Finding, exit_code_of, wrong
 from node.doctor.kernel import LARGE_BUFFER_BYTES, kernel_findings
+from node.kept import keep_run
 from node.machine.gpus import Gpu
 from node.machine.hardware import Hardware
 from node.machine.kernel import congestion_control
-from node.newest import keep_run
 from protocol.errors import ConfigError, ExitCode, SystemRefusedError
 from protocol.files.folder_lock import FolderLock
 from tests.tiny_runs import tiny
