@@ -24,7 +24,7 @@ AMENDABLE = frozenset(
         "outer.learning_rate",
         *(f"deadlines.{key}" for key in ("train", "contribute", "commit", "apply", "lease")),
         *("deadlines.adapt", "deadlines.floor"),
-        "evaluation.every_rounds",
+        *("evaluation.every_rounds", "evaluation.go_back"),
     }
 )
 

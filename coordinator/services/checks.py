@@ -132,9 +132,13 @@ def report(told: Report) -> Report:
         case Applied():
             wire(told.wire)
         case Evaluated():
-            finite(told.held_out_loss, of="the held-out loss")
             count(told.tokens, of="the number of tokens")
-            finite(told.metric or 0.0, of="the metric")
+            if math.isfinite(
+                told.held_out_loss
+            ):  # else the model is ruined, which is worth knowing
+                finite(told.metric or 0.0, of="the metric")
+            else:
+                told = replace(told, held_out_loss=math.inf, metric=None)
     return told
 
 

@@ -12,10 +12,13 @@ from coordinator.config import rules_of
 from coordinator.driver import Driver, Session
 from coordinator.services import checks
 from coordinator.store import Store
+from coordinator.swarm.actions import GoBack
+from coordinator.swarm.canary import COORDINATOR
 from coordinator.swarm.events import Ruled, RulingsLearned, Undone
 from coordinator.swarm.going_back import HistoryMovedError
+from coordinator.swarm.state import Alarm
 from protocol.amendments import Changes, amended, in_force
-from protocol.errors import BadDataError, ConfigError, NoInputError, UsageError
+from protocol.errors import AtollError, BadDataError, ConfigError, NoInputError, UsageError
 from protocol.messages import RulingsTold
 from protocol.rounds import NodeId
 from protocol.run_spec import RunSpec
@@ -49,7 +52,6 @@ MOST_TRIES = 20
 """Rounds may be closed while the database is asked what going back undoes: each costs a try."""
 
 LEAST_ID_LENGTH = 4
-COORDINATOR = "the coordinator"
 
 
 class Rulings:
@@ -69,6 +71,8 @@ class Rulings:
         self._verifier = RulingVerifier(signer.public_key)
         self._wall_clock = wall_clock
         self._turn = asyncio.Lock()
+        self._by_itself: set[asyncio.Task[None]] = set()
+        driver.on_going_back = self._start_going_back
 
     @property
     def store(self) -> Store:
@@ -133,6 +137,25 @@ class Rulings:
                 "rounds are closed faster than the run can go back",
                 next_step="'atoll run pause' first, and then again",
             )
+
+    def _start_going_back(self, wish: GoBack) -> None:
+        task = asyncio.ensure_future(self._go_back_by_itself(wish.alarm))
+        self._by_itself.add(task)
+        task.add_done_callback(self._by_itself.discard)
+
+    async def _go_back_by_itself(self, alarm: Alarm) -> None:
+        """Makes the ruling, or pauses where the run cannot go back."""
+        reason = alarm.reason
+        try:
+            if alarm.round is not None:
+                try:
+                    await self.go_back(alarm.round, reason=reason, by=COORDINATOR)
+                    return
+                except UsageError as error:
+                    reason = f"{reason}, and {error.what}"
+            await self.make(self.event(RulingKind.PAUSED, by=COORDINATOR, reason=reason))
+        except AtollError as error:  # it is over, or was paused meanwhile, or the disk is full
+            _log.error("the run does not go back by itself", why=error.what, reason=alarm.reason)
 
     async def _undone_after(self, round: int) -> Undone:
         layout = self._driver.state.layout

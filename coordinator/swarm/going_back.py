@@ -6,7 +6,7 @@ then on, so everybody can tell the two apart. Samples of undone rounds are free 
 counts no more, and nodes that hold their states are sent back to the state that the run goes on from.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from coordinator.swarm.agreement import judge
@@ -14,11 +14,12 @@ from coordinator.swarm.books import unbook
 from coordinator.swarm.evaluation import without_evaluations_since
 from coordinator.swarm.events import Ruled, Undone
 from coordinator.swarm.ledger import end_ahead, settle
+from coordinator.swarm.reach_back import is_in_reach, possible_in_words
 from coordinator.swarm.state import KEPT_ROUNDS, SwarmState
 from coordinator.swarm.turn import Turn, name_of, present_members
 from coordinator.swarm.weighing import without_rounds_after
 from protocol.errors import TemporaryError, UsageError
-from protocol.rounds import Commit, Digest, RoundSpan
+from protocol.rounds import Commit, Digest
 from protocol.trust.rulings import Ruling
 
 MOST_NAMED = 64
@@ -34,7 +35,7 @@ def refuse_going_back(state: SwarmState, round: int, undone: Undone | None) -> N
     if round >= state.committed_round:
         raise UsageError(
             f"round {round} is not behind the run: round {state.committed_round} is the latest",
-            next_step=_possible(state),
+            next_step=possible_in_words(state),
         )
     if state.awaited is not None:
         raise UsageError(
@@ -44,14 +45,14 @@ def refuse_going_back(state: SwarmState, round: int, undone: Undone | None) -> N
     if undone is None or not undone.commits or undone.commits[0].round != round + 1:
         raise UsageError(
             f"what came after round {round} is not kept: commits of {KEPT_ROUNDS} rounds are",
-            next_step=_possible(state),
+            next_step=possible_in_words(state),
         )
     newest = undone.commits[-1]
     if not _is_newest(state, newest):
         raise HistoryMovedError(f"round {newest.round} is not the latest any more")
-    if not any(_reaches(spans, round) for spans in _all_spans(state)):
+    if not is_in_reach(state, round):
         raise UsageError(
-            f"no node that is here can go back to round {round}", next_step=_possible(state)
+            f"no node that is here can go back to round {round}", next_step=possible_in_words(state)
         )
 
 
@@ -112,48 +113,6 @@ def go_back(turn: Turn, ruling: Ruling, undone: Undone | None) -> None:
     turn.state = state
     for member in present_members(state):
         judge(turn, member.node_id, is_news=True)
-
-
-def rounds_in_reach(state: SwarmState) -> tuple[RoundSpan, ...]:
-    """The rounds before the latest to whose states some node that is here can go back, in order."""
-    last = state.committed_round - 1
-    spans = sorted(
-        (span.first, min(span.last, last))
-        for spans in _all_spans(state)
-        for span in spans
-        if 1 <= span.first <= last
-    )
-    found: list[RoundSpan] = []
-    for first, end in spans:
-        if found and first <= found[-1].last + 1:
-            found[-1] = RoundSpan(first=found[-1].first, last=max(found[-1].last, end))
-        else:
-            found.append(RoundSpan(first=first, last=end))
-    return tuple(found)
-
-
-def spans_in_words(spans: Iterable[RoundSpan]) -> str:
-    """Rounds as people read them: "12, 24 and 30 to 41"."""
-    words = [
-        str(span.first) if span.first == span.last else f"{span.first} to {span.last}"
-        for span in spans
-    ]
-    return " and ".join([", ".join(words[:-1]), words[-1]] if words[1:] else words)
-
-
-def _possible(state: SwarmState) -> str:
-    words = spans_in_words(rounds_in_reach(state))
-    if not words:
-        return "nodes that are here can go back to no round yet: each keeps a state every so many rounds"
-    return f"nodes that are here can go back to these rounds: {words}"
-
-
-def _all_spans(state: SwarmState) -> list[tuple[RoundSpan, ...]]:
-    return [member.reach_back for member in present_members(state)]
-
-
-def _reaches(spans: Iterable[RoundSpan], round: int) -> bool:
-    return any(span.includes(round) for span in spans)
 
 
 def _is_newest(state: SwarmState, commit: Commit) -> bool:

@@ -278,6 +278,14 @@ class Evaluating:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Alarm:
+    """A loss is implausible, and the run goes back by itself, or pauses: no round opens before it does."""
+
+    round: int | None  # to go back to; None: to pause
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Awaited:
     """Whom a coordinator that has just started waits for: see coordinator.swarm.start."""
 
@@ -329,6 +337,7 @@ class Rules:
     slice_elements: int = 1 << 62  # a reducer's part of a fragment is cut into slices no smaller
     has_private_data: bool = False  # whether each node trains samples of its own
     first_digest: Digest | None = None  # of the state that the run begins with, where it is given
+    watches_loss: bool = False  # whether the run goes back by itself: coordinator.swarm.canary
     bounds_results: bool = True  # whether no result moves the model by much more than others did
 
 
@@ -414,6 +423,7 @@ class SwarmState:
     recent: tuple[ClosedRound, ...] = ()  # the newest that is not void, and the void ones after it
     held_out: tuple[HeldOut, ...] = ()
     evaluating: Evaluating | None = None
+    alarm: Alarm | None = None  # until it is ruled what follows from it
     end_waits_until: float | None = None  # at the end, while somebody here holds the final state
     is_finished: bool = False
     finished_at: float | None = None

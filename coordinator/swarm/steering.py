@@ -70,10 +70,11 @@ def learn_rulings(turn: Turn, event: RulingsLearned) -> None:
 
 def with_rulings(state: SwarmState, rulings: tuple[Ruling, ...]) -> SwarmState:
     """The state with what rulings of the database come to; members have been barred then already."""
+    alarm = state.alarm  # of after the latest of them
     state = replace(state, rulings=(), rolled_back=())
     for ruling in rulings:
         state = _noted(state, ruling)
-    return replace(state, rules=_rules_after(state, state.rules))
+    return replace(state, rules=_rules_after(state, state.rules), alarm=alarm)
 
 
 _OF_ROUNDS = frozenset({RulingKind.AMENDED, RulingKind.STOPPED})
@@ -110,13 +111,13 @@ def _noted(state: SwarmState, ruling: Ruling) -> SwarmState:
     state = replace(state, rulings=(*state.rulings, ruling))
     match ruling.kind:
         case RulingKind.PAUSED:
-            return replace(state, paused=ruling)
+            return replace(state, paused=ruling, alarm=None)
         case RulingKind.RESUMED:
-            return replace(state, paused=None)
+            return replace(state, paused=None, alarm=None)
         case RulingKind.STOPPED:
-            return replace(state, paused=None, stopped=ruling)
+            return replace(state, paused=None, stopped=ruling, alarm=None)
         case RulingKind.ROLLED_BACK:
-            return replace(state, rolled_back=(*state.rolled_back, ruling))
+            return replace(state, alarm=None, rolled_back=(*state.rolled_back, ruling))
         case kind if kind in ABOUT_NODES:
             return replace(state, latest_rulings={**state.latest_rulings, ruling.node_id: ruling})
     return state

@@ -85,11 +85,14 @@ class Kept:
 
     def go_back(self, round: int, **fields: Any) -> None:
         self.save()
-        asked = {"undone": self.store.undone_after(round, num_fragments=1), **fields}
+        asked = {
+            "by": RUN_OWNER,
+            "undone": self.store.undone_after(round, num_fragments=1),
+            **fields,
+        }
         self.scene.do(
             Ruled(
                 kind=RulingKind.ROLLED_BACK,
-                by=RUN_OWNER,
                 unix_seconds=0.0,
                 from_round=round + 1,
                 **asked,

@@ -7,11 +7,8 @@ from going_back_scene import Kept
 from swarm_scene import Scene, asked_of, digest_of
 
 from coordinator.swarm.events import CommitLearned, Started
-from coordinator.swarm.going_back import (
-    HistoryMovedError,
-    rounds_in_reach,
-    spans_in_words,
-)
+from coordinator.swarm.going_back import HistoryMovedError
+from coordinator.swarm.reach_back import rounds_in_reach, spans_in_words
 from coordinator.swarm.start import bringing
 from coordinator.swarm.state import MemberState
 from coordinator.swarm.steering import with_rulings
