@@ -1,10 +1,13 @@
 """A run goes back, in virtual time: all nodes end at the same bits, and no sample is counted twice."""
 
 import asyncio
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from google.protobuf.message import Message
 from structlog.testing import capture_logs
 from test_history_in_process import DEADLINES, assert_sound
 
@@ -17,6 +20,7 @@ from node.island.data.corpus import Corpus, read_corpus
 from protocol.errors import UsageError
 from protocol.rounds import Digest
 from protocol.trust.rulings import Ruling, RulingKind
+from protocol.v1 import session_pb2
 from tests.tiny_runs import tiny
 
 ROUNDS = 10
@@ -158,3 +162,71 @@ def test_a_round_that_nobody_reaches_is_refused_with_those_that_are_reached(
         gone_back(corpus, tmp_path, (38.0, 1), lives=forgetful)
     assert refused.value.next_step is not None
     assert "can go back to these rounds: 6" in refused.value.next_step
+
+
+def losses_told(
+    corpus: Corpus, disks: Path, is_bad: Callable[[int, int], bool]
+) -> tuple[SimulatedRun | None, list[Ruling]]:
+    """A run whose nodes tell a bad loss of some states, by round and incarnation; ends when it pauses."""
+    rulings: list[Ruling] = []
+    rounds: dict[int, int] = {}
+
+    def says(message: Message) -> Message:
+        if isinstance(message, session_pb2.ReportRequest):
+            for report in message.reports:
+                if report.HasField("applied"):
+                    rounds[report.round] = report.applied.incarnation
+                if report.HasField("evaluated") and is_bad(
+                    report.round, rounds.get(report.round, 0)
+                ):
+                    report.evaluated.held_out_loss = math.nan
+        return message
+
+    async def script(_: MemoryNetwork, nodes: Sequence[SimulatedNode]) -> None:
+        coordinator = nodes[0].coordinator
+        while coordinator.driver.state.paused is None:
+            await asyncio.sleep(1)
+            rulings[:] = coordinator.driver.state.rulings
+        rulings[:] = coordinator.driver.state.rulings
+        raise RunPausedError
+
+    lives = [replace(STEADY, says=says)] * 3
+    spec = tiny(
+        run={"rounds": ROUNDS, "min_nodes": 3},
+        deadlines=DEADLINES,
+        evaluation={"every_rounds": 1, "samples": 16},
+    )
+    try:
+        run = simulate(
+            spec, lives=lives, corpus=corpus, disks=disks, script=script, within_seconds=900
+        )
+    except RunPausedError:
+        return None, rulings
+    assert_sound(run, rounds=ROUNDS)
+    return run, list(run.final.rulings)
+
+
+class RunPausedError(Exception):
+    """Ends a simulation."""
+
+
+def test_a_run_whose_state_is_ruined_goes_back_by_itself_and_names_who_contributed(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    run, rulings = losses_told(
+        corpus, tmp_path, lambda round, incarnation: round == 6 > incarnation * 9
+    )
+    (ruling,) = rulings
+    assert (ruling.kind, ruling.by) == (RulingKind.ROLLED_BACK, "the coordinator")
+    assert ruling.from_round == 6 and ruling.contributors == ("node-1", "node-2", "node-3")
+    assert "no number after round 6" in ruling.reason
+    assert run is not None and run.commits[-1].incarnation == 1
+
+
+def test_a_run_that_is_ruined_again_at_the_same_place_pauses(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    run, rulings = losses_told(corpus, tmp_path, lambda round, _: round == 6)
+    assert run is None
+    assert [ruling.kind for ruling in rulings] == [RulingKind.ROLLED_BACK, RulingKind.PAUSED]
+    assert "again after the run went back from there" in rulings[1].reason
