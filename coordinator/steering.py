@@ -177,8 +177,9 @@ def amend(changes: tuple[str, ...], reason: str, directory: Path | None) -> None
     """Change rules of the run from the next round on, on all nodes.
 
     KEY is a table and a key of run.toml. What can change: run.rounds, run.min_nodes, inner.steps,
-    inner.learning_rate, inner.muon_learning_rate, outer.learning_rate, evaluation.every_rounds, and
-    deadlines. run.toml stays as it is.
+    inner.learning_rate, inner.muon_learning_rate, outer.learning_rate, outer.merge, outer.screening,
+    evaluation.every_rounds, evaluation.go_back, and deadlines. run.toml stays as it is. All else can change
+    in a fork: 'atoll node fork' on a machine that trains.
 
     \b
     Example:

@@ -19,7 +19,7 @@ from node.duties.times import ExchangeTime, Meters
 from node.exchange.codecs.codec import Tiles, threads_beside
 from node.exchange.codecs.compiled import remove_unused_kernels
 from node.exchange.codecs.registry import measured_speed
-from node.exchange.outer import Outer
+from node.exchange.outer import Outer, merging_of
 from node.exchange.outer_optimizer import outer_optimizer_of
 from node.exchange.preparing import prepare_kernels
 from node.exchange.state.on_disk import StateOnDisk
@@ -212,6 +212,7 @@ def _outer_at_start(
         sent=disk.sent,
     )
     outer.optimizer_in = lambda round: outer_optimizer_of(rulings.spec_in(round).outer)
+    outer.merging_in = lambda round: merging_of(rulings.spec_in(round))
     outer.compile_kernels()
     log.info("codecs ready", uplink=outer.uplink.name, downlink=outer.downlink.name)
     remove_unused_kernels()

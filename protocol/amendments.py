@@ -21,7 +21,7 @@ AMENDABLE = frozenset(
     {
         *("run.rounds", "run.min_nodes"),
         *("inner.steps", "inner.learning_rate", "inner.muon_learning_rate"),
-        "outer.learning_rate",
+        *("outer.learning_rate", "outer.merge", "outer.screening"),
         *(f"deadlines.{key}" for key in ("train", "contribute", "commit", "apply", "lease")),
         *("deadlines.adapt", "deadlines.floor"),
         *("evaluation.every_rounds", "evaluation.go_back"),
@@ -103,7 +103,8 @@ def _cannot(key: str, table: str, *, is_known: bool) -> UsageError:
     why = _WHY_NOT.get(table, "nodes have begun with it")
     return UsageError(
         f"{key} cannot change while the run goes on: {why}",
-        next_step=f"start a new run with 'atoll init NEWDIR'; what can change: {allowed}",
+        next_step="begin a new run with its weights, in which everything may be another: "
+        f"'atoll node fork ROUND --to FOLDER'; what can change here: {allowed}",
     )
 
 

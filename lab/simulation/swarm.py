@@ -29,7 +29,7 @@ from node.disk.round_folder import Retention
 from node.disk.snapshots import SnapshotWriting
 from node.duties.times import Meters
 from node.exchange.giving import HeldResults
-from node.exchange.outer import Outer
+from node.exchange.outer import Outer, merging_of
 from node.exchange.outer_optimizer import outer_optimizer_of
 from node.exchange.state.on_disk import Saving, StateOnDisk
 from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
@@ -333,6 +333,7 @@ class SimulatedNode:
             verifier=self._coordinator.verifier,
         )
         self.outer.optimizer_in = lambda round: outer_optimizer_of(rulings.spec_in(round).outer)
+        self.outer.merging_in = lambda round: merging_of(rulings.spec_in(round))
         history = History(None if self._disk is None else self._disk / "history")
         disk: MortalDisk | None = None
         if self._disk is not None:
