@@ -60,6 +60,8 @@ def test_a_run_goes_back_and_on_and_what_was_exported_before_is_exported_again(
     committed(5)
     run = swarm.status().run
     assert run.digests_agree
+    assert run.went_back[0].startswith("the run went back to the state after round")
+    assert run.rounds_in_reach
     rounds = {
         one["round"]: one
         for one in json.loads(done(atoll("rounds", "--json", "--dir", swarm.home)))

@@ -60,7 +60,7 @@ def test_a_run_that_its_owner_gives_too_little_disk_is_told_with_what_to_do(tmp_
     keep_run(tmp_path, tiny())
     (found,) = checks.disk_findings(tmp_path, NodeSettings(name="n", max_disk="0.001MB"))
     assert found.verdict == "wrong" and "max_disk allows 1,000" in found.what
-    assert "raise max_disk in node.toml to 1GB or more, or set checkpoint" in found.next_step
+    assert "raise max_disk in node.toml to 1GB or more, or set keep_snapshots" in found.next_step
 
 
 # The kernel
