@@ -18,10 +18,10 @@ def rounds_in_reach(state: SwarmState) -> tuple[RoundSpan, ...]:
     """The rounds before the latest to whose states some node that is here can go back, in order."""
     last = state.committed_round - 1
     spans = sorted(
-        (span.first, min(span.last, last))
+        (max(span.first, 1), min(span.last, last))
         for member in present_members(state)
         for span in member.reach_back
-        if 1 <= span.first <= last
+        if span.first <= last and span.last >= 1
     )
     found: list[RoundSpan] = []
     for first, end in spans:

@@ -145,8 +145,10 @@ class Duties:
 
     def go_back(self, ruling: Ruling) -> None:
         """The run goes back: what is trained now counts no more, and this node follows in its turn."""
-        if not self._holds_undone() and self.last_planned_round < ruling.from_round:
-            return
+        is_older = self._history.incarnation_at(self._outer.round) < ruling.incarnation
+        is_planned = self.is_round_in_flight and self.last_planned_round >= ruling.from_round
+        if not self._holds_undone() and not (is_planned and is_older):
+            return  # a ruling that is told again, for example
         log.warning("the run goes back", what=in_words(ruling), by=ruling.by)
         self._island.cut_short()
         self.put(

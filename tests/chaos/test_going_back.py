@@ -23,7 +23,7 @@ from protocol.trust.rulings import Ruling, RulingKind
 from protocol.v1 import session_pb2
 from tests.tiny_runs import tiny
 
-ROUNDS = 10
+ROUNDS = 8
 ALL = Retention(keep=100, every=1)
 STEADY = Life(seconds_per_inner_step=1.0, retention=ALL)
 """Takes five virtual seconds for a round, and keeps every state."""
@@ -75,12 +75,12 @@ def states_of(ruling: Ruling, run: SimulatedRun) -> tuple[Digest | None, Digest]
     return run.commits[round - 1].outer_digest, run.commits[round].base_digest
 
 
-@pytest.mark.parametrize("at", [32.0, 34.999, 35.0, 36.5])
+@pytest.mark.parametrize("at", [32.0, 35.0])
 def test_all_go_on_from_the_state_after_the_round_and_later_rounds_are_trained_anew(
     corpus: Corpus, tmp_path: Path, at: float
 ) -> None:
     run = gone_back(corpus, tmp_path, (at, 3))
-    assert [commit.incarnation for commit in run.commits] == [0, 0, 0, *[1] * 7]
+    assert [commit.incarnation for commit in run.commits] == [0, 0, 0, *[1] * 5]
     (ruling,) = run.final.rulings
     before, base = states_of(ruling, run)
     assert before == base
@@ -96,7 +96,7 @@ def test_nodes_go_back_by_the_results_between_two_snapshots(
     monkeypatch.setattr(DiskBudget, "seconds_between", lambda *_: LONGEST_SECONDS)
     lives = [Life(seconds_per_inner_step=1.0)] * 3
     run = gone_back(corpus, tmp_path, (37.0, 5), lives=lives)
-    assert [commit.incarnation for commit in run.commits] == [*[0] * 5, *[1] * 5]
+    assert [commit.incarnation for commit in run.commits] == [*[0] * 5, *[1] * 3]
 
 
 def test_one_node_that_reaches_back_is_enough_and_gives_its_state_to_the_others(
@@ -105,7 +105,7 @@ def test_one_node_that_reaches_back_is_enough_and_gives_its_state_to_the_others(
     forgetful = Life(seconds_per_inner_step=1.0)
     with capture_logs() as logs:
         run = gone_back(corpus, tmp_path, (38.0, 2), lives=[STEADY, forgetful, forgetful])
-    assert [commit.incarnation for commit in run.commits] == [0, 0, *[1] * 8]
+    assert [commit.incarnation for commit in run.commits] == [0, 0, *[1] * 6]
     assert sum(line["event"] == "went back" for line in logs) == 3
 
 
@@ -115,16 +115,16 @@ def test_the_run_goes_back_twice_the_second_time_behind_the_first(
     run = gone_back(corpus, tmp_path, (32.0, 4), (46.0, 2))
     first, second = run.final.rulings
     assert (first.incarnation, second.incarnation) == (1, 2)
-    assert [commit.incarnation for commit in run.commits] == [0, 0, *[2] * 8]
+    assert [commit.incarnation for commit in run.commits] == [0, 0, *[2] * 6]
 
 
-@pytest.mark.parametrize("returns_at", [36.0, 60.0])
+@pytest.mark.parametrize("returns_at", [36.0, 50.0])
 def test_a_node_that_was_away_drops_what_it_knows_of_undone_rounds(
     corpus: Corpus, tmp_path: Path, returns_at: float
 ) -> None:
     away = Life(seconds_per_inner_step=1.0, retention=ALL, absences=((31.0, returns_at),))
     run = gone_back(corpus, tmp_path, (34.0, 3), lives=[STEADY, STEADY, away])
-    assert [commit.incarnation for commit in run.commits] == [0, 0, 0, *[1] * 7]
+    assert [commit.incarnation for commit in run.commits] == [0, 0, 0, *[1] * 5]
 
 
 @pytest.mark.parametrize("copied_at", [9.0, 27.0])
@@ -133,7 +133,7 @@ def test_a_coordinator_from_an_older_copy_learns_that_rounds_are_undone(
 ) -> None:
     outage = Outage(copied_at=copied_at, dies_at=48.5, returns_at=55.0)
     run = gone_back(corpus, tmp_path, (33.0, 3), outage=outage)
-    assert [commit.incarnation for commit in run.commits] == [0, 0, 0, *[1] * 7]
+    assert [commit.incarnation for commit in run.commits] == [0, 0, 0, *[1] * 5]
     assert len(run.final.rulings) == 1
 
 
@@ -144,7 +144,7 @@ def test_a_node_with_undone_rounds_alone_does_not_bring_them_back_to_an_older_co
     away = Life(seconds_per_inner_step=1.0, retention=ALL, absences=((31.0, 52.0),))
     outage = Outage(copied_at=12.0, dies_at=48.5, returns_at=51.0)
     run = gone_back(corpus, tmp_path, (33.0, 3), lives=[STEADY, STEADY, away], outage=outage)
-    assert [commit.incarnation for commit in run.commits] == [0, 0, 0, *[1] * 7]
+    assert [commit.incarnation for commit in run.commits] == [0, 0, 0, *[1] * 5]
 
 
 def test_who_dies_while_it_goes_back_comes_to_the_same_state(

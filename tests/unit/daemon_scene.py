@@ -191,6 +191,7 @@ class Life:
         self,
         *,
         disk: StateOnDisk | None = None,
+        history: History | None = None,
         spec: RunSpec | None = None,
         layout: Layout = LAYOUT,
         make_island: Callable[[Outer], Any] = FakeIsland,
@@ -205,7 +206,7 @@ class Life:
             holdings=Holdings(
                 outer=self.outer,
                 disk=disk,
-                history=History(None),
+                history=history or History(None),
             ),
             counterparts=Counterparts(
                 coordinator=self.link,  # type: ignore[arg-type]

@@ -149,7 +149,7 @@ def test_rounds_in_reach_are_joined_and_told_as_people_read_them() -> None:
     scene = Scene(min_nodes=3)
     scene.attach("a", "b")
     spans = {
-        "a": (RoundSpan(first=1, last=2), RoundSpan(first=8, last=30)),
+        "a": (RoundSpan(first=0, last=2), RoundSpan(first=8, last=30)),
         "b": (RoundSpan(first=3, last=3),),
     }
     members = {n: replace(m, reach_back=spans[n]) for n, m in scene.state.members.items()}
