@@ -107,9 +107,12 @@ def thin_out(connection: sqlite3.Connection, newest: int) -> None:
         age, each = THINNED_BY * age, THINNED_BY * each
 
 
-def latest_closed(connection: sqlite3.Connection, limit: int) -> Iterator[ClosedRound]:
-    """The latest closed rounds that are kept whole, newest first."""
-    for row in rows_of(connection, "closed_rounds", "ORDER BY round DESC LIMIT ?", (limit,)):
+def latest_closed(
+    connection: sqlite3.Connection, limit: int, *, last: int = 1 << 62
+) -> Iterator[ClosedRound]:
+    """The latest closed rounds that are kept whole, of round `last` and before, newest first."""
+    where = "WHERE round <= ? ORDER BY round DESC LIMIT ?"
+    for row in rows_of(connection, "closed_rounds", where, (last, limit)):
         commit_message, plan_message, rest = map(unpacked, row[1:])
         signed = convert.commit_from_wire(round_pb2.Commit.FromString(commit_message))
         commit = replace(signed, signature=b"")  # in the core nobody needs it

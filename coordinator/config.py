@@ -182,6 +182,7 @@ floor = 5                   # with adapt: no part of a round gets fewer seconds,
 [evaluation]
 every_rounds = 5            # how often the held-out loss is measured
 samples = 64                # held-out samples for that
+go_back = true              # two nodes measure it; where it jumps, the run goes back by itself
 """
 
 
@@ -329,6 +330,7 @@ def rules_of(run: RunSpec) -> Rules:
         has_overlap=run.exchange.overlap != "none",
         evaluate_every_rounds=run.evaluation.every_rounds,
         first_digest=run.first_digest,
+        watches_loss=run.evaluation.go_back,
         bounds_results=run.outer.screening,
         has_private_data=run.data.private,
         slice_elements=int(8 * SLICE_BYTES / CODEC_COSTS[run.exchange.uplink].bits),

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from coordinator.clock import Clock
 from coordinator.store import Store
 from coordinator.streams import Stream, what_holds_for
-from coordinator.swarm.actions import Action, EndSession, OpenSession, SendRoster, Tell
+from coordinator.swarm.actions import Action, EndSession, GoBack, OpenSession, SendRoster, Tell
 from coordinator.swarm.events import Event, Started, StreamBroken, Ticked, Woke
 from coordinator.swarm.membership import require_session, roster_of
 from coordinator.swarm.state import Member, SwarmState
@@ -101,6 +101,8 @@ class Driver:
         self._roster_now: RosterTold | None = None  # that roster, once a stream has begun with it
         self._roster_timer: asyncio.TimerHandle | None = None  # until the next change may be told
         self._changed = asyncio.Event()
+        self.on_going_back: Callable[[GoBack], None] | None = None
+        """Makes the ruling by which the run goes back by itself, or pauses."""
         self.is_keeping_time = False
         """Whether deadlines are kept: while `run_clock` runs."""
         self._is_ending = False
@@ -329,6 +331,8 @@ class Driver:
                 self._end(node_id, "the node attached anew")
             case EndSession(node_id=node_id, reason=reason):
                 self._end(node_id, reason)
+            case GoBack() if self.on_going_back is not None:
+                self.on_going_back(action)
             case Tell(message=message, to=to):
                 self._send(message, tuple(self._streams) if to is None else to)
 

@@ -89,7 +89,7 @@ readmit = _node_command(
 
 @click.group()
 def run() -> None:
-    """Pause, resume, stop, extend or amend the run. The coordinator must be running."""
+    """Pause, resume, stop, extend, amend or roll back the run. The coordinator must be running."""
 
 
 def _steer(verdict: str, reason: str, directory: Path | None) -> None:
@@ -137,6 +137,24 @@ def stop(reason: str, directory: Path | None) -> None:
 
 
 @run.command()
+@click.argument("round", metavar="ROUND", type=click.IntRange(min=1))
+@_REASON_OPTION
+@DIR_OPTION
+def rollback(round: int, reason: str, directory: Path | None) -> None:
+    """Make the run's state again what it was after ROUND; later rounds are undone.
+
+    Nodes go back from what they keep, or fetch that state from one that can. Samples of undone rounds are
+    leased again, and what nodes owed of them is let go. Rules stay as amended.
+
+    Example: atoll run rollback 120 --reason "the loss has jumped"
+    """
+    from protocol.v1 import operator_pb2 as pb
+
+    with operator_of(directory) as stub:
+        _say(stub.RollBackRun(pb.RollBackRunRequest(round=round, reason=reason)).ruling)
+
+
+@run.command()
 @click.argument("rounds", metavar="N", type=click.IntRange(1, 100_000))
 @_REASON_OPTION
 @DIR_OPTION
@@ -159,8 +177,9 @@ def amend(changes: tuple[str, ...], reason: str, directory: Path | None) -> None
     """Change rules of the run from the next round on, on all nodes.
 
     KEY is a table and a key of run.toml. What can change: run.rounds, run.min_nodes, inner.steps,
-    inner.learning_rate, inner.muon_learning_rate, outer.learning_rate, evaluation.every_rounds, and
-    deadlines. run.toml stays as it is.
+    inner.learning_rate, inner.muon_learning_rate, outer.learning_rate, outer.merge, outer.screening,
+    evaluation.every_rounds, evaluation.go_back, and deadlines. run.toml stays as it is. All else can change
+    in a fork: 'atoll node fork' on a machine that trains.
 
     \b
     Example:

@@ -21,6 +21,7 @@ from coordinator.kept_run import keep_or_compare
 from coordinator.round_rows import JSON, load_round, save_round
 from coordinator.rows import DamagedError, put, row_of, rows_of
 from coordinator.swarm.bounds import KEPT_COMMITS, SeenNorms, norms_of
+from coordinator.swarm.events import Undone
 from coordinator.swarm.ledger import Ledger, ledger_of
 from coordinator.swarm.state import (
     PRESENT,
@@ -136,6 +137,9 @@ class Store:
             open_round = load_round(connection)
             row = row_of(connection, "ledger")
             ledger = None if row is None else _LEDGER.validate_json(row[1])[0]
+            recent = _recent_rounds(connection)
+            num_fragments = 1 if state.layout is None else len(state.layout.fragment_elements)
+            norms = _norms(connection, num_fragments)
         if state.run_digest != run_digest:
             raise ConfigError(
                 f"the database {self._database.path} is of run file {state.run_digest.hex()[:8]}…, "
@@ -148,8 +152,8 @@ class Store:
             rules=rules,
             members={member.node_id: self._with_fresh_lease(member, rules) for member in members},
             open_round=open_round,
-            recent=self._recent_rounds(),
-            norms=self._norms(1 if state.layout is None else len(state.layout.fragment_elements)),
+            recent=recent,
+            norms=norms,
             ledger=self._ledger_of(open_round, rules) if ledger is None else ledger,
             held_out=held_out,
         )
@@ -271,20 +275,17 @@ class Store:
                     break
         return tuple(page)
 
-    def _recent_rounds(self) -> tuple[ClosedRound, ...]:
-        """The newest closed round that is not void, and the void ones after it, oldest first."""
-        num_read = 8
-        while True:
-            closed = self.latest_rounds(num_read)[::-1]
-            recent = trimmed(closed)
-            if len(recent) < len(closed) or len(closed) < num_read or not recent[0].is_void:
-                return recent
-            num_read *= 4
-
-    def _norms(self, num_fragments: int) -> tuple[SeenNorms, ...]:
-        """What the latest commits applied, as far as results are bounded by it."""
-        latest = self.latest_rounds(KEPT_COMMITS * num_fragments)
-        return norms_of(closed.commit for closed in reversed(latest))
+    def undone_after(self, round_number: int, *, num_fragments: int) -> Undone:
+        """What going back to the state after a round undoes, and what was known then. For a thread aside."""
+        with self._database.reading_aside() as connection:
+            later = closed_rows.commits_after(connection, round_number, 1 << 60)
+            return Undone(
+                commits=tuple(
+                    replace(convert.commit_from_wire(commit), signature=b"") for commit in later
+                ),
+                recent=_recent_rounds(connection, last=round_number),
+                norms=_norms(connection, num_fragments, last=round_number),
+            )
 
     def latest_rounds(self, limit: int) -> tuple[ClosedRound, ...]:
         """The latest closed rounds that are kept whole, newest first."""
@@ -413,6 +414,27 @@ class Store:
         """The invite that the node joined with; empty for one that never did, as in a simulation."""
         enrolled = self._enrolled.get(node_id)
         return "" if enrolled is None else enrolled.invite_id
+
+
+def _recent_rounds(
+    connection: sqlite3.Connection, *, last: int = 1 << 62
+) -> tuple[ClosedRound, ...]:
+    """Up to round `last` the newest that is not void, and the void ones after it, oldest first."""
+    num_read = 8
+    while True:
+        closed = tuple(closed_rows.latest_closed(connection, num_read, last=last))[::-1]
+        recent = trimmed(closed)
+        if len(recent) < len(closed) or len(closed) < num_read or not recent[0].is_void:
+            return recent
+        num_read *= 4
+
+
+def _norms(
+    connection: sqlite3.Connection, num_fragments: int, *, last: int = 1 << 62
+) -> tuple[SeenNorms, ...]:
+    """What the latest commits up to round `last` applied, as far as results are bounded by it."""
+    latest = closed_rows.latest_closed(connection, KEPT_COMMITS * num_fragments, last=last)
+    return norms_of(closed.commit for closed in reversed(list(latest)))
 
 
 def _text(adapter: TypeAdapter[tuple[T]], value: T) -> str:

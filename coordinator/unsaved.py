@@ -109,6 +109,7 @@ def without_rows(state: SwarmState) -> SwarmState:
         held_out=(),
         rulings=(),
         latest_rulings={},
+        rolled_back=(),
         paused=None,
         stopped=None,
     )

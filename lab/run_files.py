@@ -1,9 +1,9 @@
-"""Run files made of tables: their TOML, and a model for swarms that are not there for its loss."""
+"""A model for swarms that are not there for its loss; run files are made of tables."""
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
+
+from protocol.files.durable import toml_of as toml_of
 
 TINY_MODEL: Mapping[str, Any] = {
     "hidden_size": 32,
@@ -13,25 +13,3 @@ TINY_MODEL: Mapping[str, Any] = {
     "ffn_size": 64,
     "context": 32,
 }
-
-
-def toml_of(tables: Mapping[str, Mapping[str, Any]]) -> str:
-    """Tables of plain values as TOML."""
-    lines: list[str] = []
-    for table, keys in tables.items():
-        lines.append(f"[{table}]")
-        lines += [f"{key} = {_value(value)}" for key, value in keys.items()]
-    return "\n".join([*lines, ""])
-
-
-def _value(value: object) -> str:
-    match value:
-        case bool():
-            return str(value).lower()
-        case str() | Path():
-            return json.dumps(str(value))
-        case list() | tuple():
-            return f"[{', '.join(map(_value, value))}]"
-        case int() | float():
-            return repr(value)
-    raise TypeError(f"{value!r} has no place in a run file made of tables")

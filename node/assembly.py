@@ -19,7 +19,7 @@ from node.duties.times import ExchangeTime, Meters
 from node.exchange.codecs.codec import Tiles, threads_beside
 from node.exchange.codecs.compiled import remove_unused_kernels
 from node.exchange.codecs.registry import measured_speed
-from node.exchange.outer import Outer
+from node.exchange.outer import Outer, merging_of
 from node.exchange.outer_optimizer import outer_optimizer_of
 from node.exchange.preparing import prepare_kernels
 from node.exchange.state.on_disk import StateOnDisk
@@ -44,12 +44,12 @@ from node.island.parallel.mesh_shape import MeshShape
 from node.island.rankless import RanklessIsland
 from node.island.ranks.devices import UsableDevices, kind_of, usable_devices
 from node.island.ranks.launcher import ProcessIsland, RanksHere
+from node.kept import keep_places, keep_run
 from node.link.calls import CoordinatorLink
 from node.machine.hardware import Hardware, likely_devices
 from node.machine.kernel import congestion_control
 from node.machine.placement import mesh_for, num_ranks_of
 from node.models.reading import read_first
-from node.newest import keep_places, keep_run
 from node.outer_state import SharedVectors, Vector
 from node.own_metrics import own_metrics
 from node.pausing import is_paused
@@ -222,6 +222,7 @@ def _outer_at_start(
         sent=disk.sent,
     )
     outer.optimizer_in = lambda round: outer_optimizer_of(rulings.spec_in(round).outer)
+    outer.merging_in = lambda round: merging_of(rulings.spec_in(round))
     outer.compile_kernels()
     log.info("codecs ready", uplink=outer.uplink.name, downlink=outer.downlink.name)
     remove_unused_kernels()

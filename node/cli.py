@@ -323,6 +323,42 @@ def resume(folder: Path | None) -> None:
 
 
 @node.command()
+@click.argument("round", metavar="ROUND", type=click.IntRange(min=1))
+@click.option(
+    "--to",
+    "to",
+    metavar="FOLDER",
+    required=True,
+    type=click.Path(path_type=Path, file_okay=False),
+    help="A new folder for the new run's file and weights.",
+)
+@DIRECTORY
+def fork(round: int, to: Path, folder: Path | None) -> None:
+    """Write what a new run is made of that begins with the weights after ROUND of this node's run.
+
+    FOLDER gets run.toml with the rules that were in force, which may all be changed, description.json, and
+    the weights in first.safetensors. This node must keep a snapshot of ROUND, and may be running or not.
+
+    \b
+    Example:
+      atoll node fork 120 --to ./fork
+      atoll init my-second-run --run ./fork/run.toml
+    """  # noqa: D301 - click reads the character \b, not its two letters
+    from node.kept import kept_model
+    from protocol.logging import start_logging
+
+    start_logging(as_json=False)  # to standard error: a damaged snapshot is told there
+    home = find_home(folder)
+    model = kept_model(home, round)
+    from node.models.forking import RUN_FILE, fork
+
+    spec = fork(model, home, to)
+    click.echo(f"wrote run {spec.run.name!r} with the weights after round {round} to {to}")
+    click.echo(f"next: change {to / RUN_FILE} as you like, then on the coordinator's machine")
+    click.echo(f"  atoll init NEWDIR --run {to / RUN_FILE}")
+
+
+@node.command()
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path, file_okay=False))
 @click.option(
     "--from",

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
 from node.disk.budget import DiskBudget
+from node.disk.round_folder import Retention
 from node.island.data.places import DataPlaces
 from node.island.parallel.mesh_shape import MeshShape, ScheduleName
 from node.island.training.local_training import Accumulating, LocalTraining, Precision, Recomputing
@@ -126,6 +127,12 @@ base = ""
 # parameter, behind the training; with large models more seldom, see max_disk_writes), so that a
 # restart goes on from it; 0 means never.
 checkpoint_every_rounds = 10
+
+# Snapshots that stay beside the last two, so that the run can go back, be forked and be exported there:
+# the latest so many of those of every keep_every-th round. Each takes up to 16 bytes for each parameter. With
+# large models some of those rounds have none, see max_disk_writes; 0 keeps no more than the last two.
+keep_snapshots = 2
+keep_every = 8
 
 # Most that snapshots, results and checkpoints may take of this disk, such as "500GB". A run that needs more
 # is refused at the start. Empty means what is free.
@@ -287,6 +294,8 @@ class NodeSettings(Section):
     code: str = ""
     base: str = ""
     checkpoint_every_rounds: Annotated[int, Field(ge=0, lt=2**31)] = 10
+    keep_snapshots: Annotated[int, Field(ge=0, le=10_000)] = 2
+    keep_every: Annotated[int, Field(ge=1, lt=2**31)] = 8
     max_disk: Annotated[str, AfterValidator(_size_or_none)] = ""
     max_disk_writes: Annotated[str, AfterValidator(_disk_rate)] = "40MB/s"
     hang_seconds: Annotated[float, Field(ge=0, le=7 * 86400)] = 120.0
@@ -376,6 +385,11 @@ class NodeSettings(Section):
     def max_upload_bytes_per_second(self) -> float | None:
         """None is no limit."""
         return bytes_per_second_of(self.max_upload)
+
+    @property
+    def retention(self) -> Retention:
+        """Which snapshots stay beside the newest."""
+        return Retention(keep=self.keep_snapshots, every=self.keep_every)
 
     @property
     def disk_budget(self) -> DiskBudget:

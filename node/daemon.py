@@ -52,7 +52,7 @@ from protocol.messages import (
 )
 from protocol.rounds import Commit, CorpusSummary, NodeId, PeerAddress
 from protocol.run_spec import RunSpec
-from protocol.trust.rulings import SignedRuling, in_words
+from protocol.trust.rulings import RulingKind, SignedRuling, in_words
 from protocol.vitals import ExchangeSpeed, Vitals
 
 log = structlog.get_logger()
@@ -136,6 +136,7 @@ class Daemon:
             counterparts.island, meters.exchange_time, is_paused=self._is_paused
         )
         self._outer = outer
+        self._disk = holdings.disk
         self._counts = meters.counts
         self._history = history
         self._asking = Patience(rng)
@@ -353,6 +354,7 @@ class Daemon:
             let_go_rounds=self._outer.owing.let_go_rounds,
             upload_pace=self._transport.upload_pace,
             exchange_speed=self._facts.exchange_speed,
+            reach_back=() if self._disk is None else self._disk.reach_back(outer_round),
             trains=self._island.ability.trains,
             evaluates=self._island.ability.evaluates,
         )
@@ -396,6 +398,8 @@ class Daemon:
                     [SignedRuling(ruling=r, signature=s) for r, s in signed]
                 ):
                     log.info("ruled", number=ruling.number, what=in_words(ruling), by=ruling.by)
+                    if ruling.kind is RulingKind.ROLLED_BACK:
+                        self._duties.go_back(ruling)
             case ParticipantsDeparted() | ParticipantsIdle() | SliceTakenOver() | ResultOffered():
                 self._exchange.tell(message)
             case CommitsWanted(after_round=after_round):

@@ -37,6 +37,7 @@ class History:
         self._commits: dict[int, bytes] = {}  # round -> atoll.v1.Commit
         self._incarnations: dict[int, int] = {}
         self._unsaved: list[bytes] = []
+        self._is_cut = False  # of the file some rounds are not wanted any more
         if self._file is not None:
             self._read(self._file)
 
@@ -71,12 +72,30 @@ class History:
         """Of the commit that led to the state at this round; 0 when it is not known."""
         return self._incarnations.get(round_number, 0)
 
+    def forget_after(self, round_number: int) -> None:
+        """Drops the commits of later rounds, which are undone, from the file with the next `save`."""
+        if not self._rounds or self._rounds[-1] <= round_number:
+            return
+        while self._rounds and self._rounds[-1] > round_number:
+            self._drop(self._rounds.pop())
+        self._unsaved = []
+        self._is_cut = self._file is not None
+
+    def is_known(self, round_number: int) -> bool:
+        """Whether the commit of a round is kept."""
+        return round_number in self._commits
+
     def save(self) -> None:
         """Makes what was added durable. Raises what protocol.files.durable.refusing does.
 
         What a disk refused is written the next time, with what was added since.
         """
-        if self._file is None or not self._unsaved:
+        if self._file is None:
+            return
+        if self._is_cut:
+            self._file.replace(b"".join(_framed(self._commits[number]) for number in self._rounds))
+            self._unsaved, self._is_cut = [], False
+        if not self._unsaved:
             return
         num_unsaved = len(self._unsaved)
         frames = b"".join(map(_framed, self._unsaved[:num_unsaved]))

@@ -6,6 +6,7 @@ from pathlib import Path
 from node.config import SENT_FILE, SNAPSHOTS_FOLDER, NodeSettings
 from node.disk.budget import DiskBudget, Need
 from node.disk.logs import SentLog
+from node.disk.round_folder import Retention
 from node.disk.snapshots import snapshot_bytes
 from node.exchange.state.on_disk import StateOnDisk, most_result_bytes
 from node.heavy import in_thread
@@ -24,6 +25,7 @@ class Records:
         CheckpointFolder | None
     )  # where ranks keep their inner optimizer's state, if they do
     budget: DiskBudget
+    retention: Retention
     needs: tuple[Need, ...]
 
     @classmethod
@@ -49,6 +51,7 @@ class Records:
             budget=budget,
             besides_bytes=checkpoint_bytes if has_checkpoints else 0,
             aside=in_thread,
+            retention=settings.retention,
         )
         needs = state.needs(layout.num_elements, most_result_bytes(spec, layout))
         checkpoints = None
@@ -63,9 +66,17 @@ class Records:
                 num_hosts=settings.hosts,
             )
             needs += (checkpoints.need(layout.num_elements, num_ranks * len(layout.places)),)
-        return cls(state=state, checkpoints=checkpoints, budget=budget, needs=needs)
+        return cls(
+            state=state,
+            checkpoints=checkpoints,
+            budget=budget,
+            retention=settings.retention,
+            needs=needs,
+        )
 
     def require_room(self) -> None:
         """Raises SystemRefusedError unless the disk, and its owner, have room for all of it."""
-        advice = ", or set checkpoint_every_rounds = 0 in node.toml" if self.checkpoints else ""
+        advice = ", or set keep_snapshots = 0 in node.toml" if self.retention.keep else ""
+        if self.checkpoints:
+            advice += ", or set checkpoint_every_rounds = 0 in node.toml"
         self.budget.require(self.needs, advice=advice)

@@ -16,7 +16,7 @@ from node.disk.logs import AppendedFile
 from protocol.amendments import Span, in_force, span_of
 from protocol.errors import AtollError, BadDataError
 from protocol.messages import rulings_from_wire, rulings_to_wire
-from protocol.rounds import Digest
+from protocol.rounds import Digest, Plan
 from protocol.run_spec import RunSpec
 from protocol.trust.rulings import (
     Ruling,
@@ -27,6 +27,7 @@ from protocol.trust.rulings import (
     digest_of,
     follows,
     in_words,
+    undoes,
 )
 from protocol.v1 import ruling_pb2
 
@@ -107,6 +108,17 @@ class KeptRulings:
     def are_amending(self) -> bool:
         """Whether any rule of the run was changed."""
         return any(ruling.kind is RulingKind.AMENDED for ruling in self.rulings)
+
+    def undo(self, round: int, incarnation: int) -> bool:
+        """Whether the commit of a round, of this incarnation, is undone."""
+        return undoes(self.rulings, round, incarnation)
+
+    def undo_plan(self, plan: Plan) -> bool:
+        """Whether the run has gone back behind a plan since it was made."""
+        return any(
+            ruling.kind is RulingKind.ROLLED_BACK and plan.round >= ruling.from_round
+            for ruling in self.rulings[plan.num_rulings :]
+        )
 
     def spec_in(self, round: int) -> RunSpec:
         """The run's rules in a round."""

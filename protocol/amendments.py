@@ -21,10 +21,10 @@ AMENDABLE = frozenset(
     {
         *("run.rounds", "run.min_nodes"),
         *("inner.steps", "inner.learning_rate", "inner.muon_learning_rate"),
-        "outer.learning_rate",
+        *("outer.learning_rate", "outer.merge", "outer.screening"),
         *(f"deadlines.{key}" for key in ("train", "contribute", "commit", "apply", "lease")),
         *("deadlines.adapt", "deadlines.floor"),
-        "evaluation.every_rounds",
+        *("evaluation.every_rounds", "evaluation.go_back"),
     }
 )
 
@@ -103,14 +103,15 @@ def _cannot(key: str, table: str, *, is_known: bool) -> UsageError:
     why = _WHY_NOT.get(table, "nodes have begun with it")
     return UsageError(
         f"{key} cannot change while the run goes on: {why}",
-        next_step=f"start a new run with 'atoll init NEWDIR'; what can change: {allowed}",
+        next_step="begin a new run with its weights, in which everything may be another: "
+        f"'atoll node fork ROUND --to FOLDER'; what can change here: {allowed}",
     )
 
 
 def in_force(spec: RunSpec, rulings: Iterable[Ruling], *, round: int | None = None) -> RunSpec:
     """The run's rules in a round, or after all rulings. Raises ConfigError for one that does not fit."""
-    for ruling in _amendments(rulings):
-        if round is not None and ruling.from_round > round:
+    for from_round, ruling in _amendments(rulings):
+        if round is not None and from_round > round:
             continue
         try:
             spec = amended(spec, ruling.changes)
@@ -122,10 +123,19 @@ def in_force(spec: RunSpec, rulings: Iterable[Ruling], *, round: int | None = No
     return spec
 
 
-def _amendments(rulings: Iterable[Ruling]) -> list[Ruling]:
-    """In the order of their rounds: one that was brought back may have a later number than its turn."""
-    amending = (ruling for ruling in rulings if ruling.kind is RulingKind.AMENDED)
-    return sorted(amending, key=lambda ruling: ruling.from_round)
+def _amendments(rulings: Iterable[Ruling]) -> list[tuple[int, Ruling]]:
+    """In the order of the rounds that they hold from, with those.
+
+    One that was brought back may have a later number than its turn. Going back undoes training, not rules:
+    what was in force before then is in force from the first undone round on.
+    """
+    amending: list[tuple[int, Ruling]] = []
+    for ruling in rulings:
+        if ruling.kind is RulingKind.AMENDED:
+            amending.append((ruling.from_round, ruling))
+        elif ruling.kind is RulingKind.ROLLED_BACK:
+            amending = [(min(first, ruling.from_round), each) for first, each in amending]
+    return sorted(amending, key=lambda each: each[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,12 +153,12 @@ def span_of(spec: RunSpec, rulings: Iterable[Ruling], round: int) -> Span:
     where it is, without a jump.
     """
     done, first, total = 0.0, 1, spec.run.rounds
-    for ruling in _amendments(rulings):
+    for from_round, ruling in _amendments(rulings):
         rounds = dict(ruling.changes).get("run.rounds")
-        if rounds is None or ruling.from_round > round:
+        if rounds is None or from_round > round:
             continue
-        done = _at(done, first, total, ruling.from_round)
-        first, total = ruling.from_round, int(rounds)
+        done = _at(done, first, total, from_round)
+        first, total = from_round, int(rounds)
     return Span(begin=_at(done, first, total, round), end=_at(done, first, total, round + 1))
 
 

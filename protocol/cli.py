@@ -47,7 +47,7 @@ SECTIONS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             Entry(
                 name="run",
                 target="coordinator.steering:run",
-                summary="Pause, resume, stop, extend or amend the run.",
+                summary="Pause, resume, stop, extend, amend or roll back the run.",
             ),
             Entry(
                 name="audit",

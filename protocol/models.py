@@ -247,6 +247,10 @@ class StageUnit(Section):
     operations: Annotated[int, Field(ge=0)]
 
 
+FIRST_WEIGHTS = "first.safetensors"
+"""Given first weights, beside a run's description, in a file as large as the model."""
+
+
 class Description(Section):
     """What building a run's model has shown. It is part of the run: its digest covers it.
 

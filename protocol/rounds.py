@@ -204,6 +204,18 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoundSpan:
+    """Rounds first, …, last."""
+
+    first: int
+    last: int
+
+    def includes(self, round: int) -> bool:
+        """Whether it is one of them."""
+        return self.first <= round <= self.last
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PeerAddress:
     """Where peers find a node: its Ed25519 public key (32 bytes) and libp2p multiaddresses."""
 

@@ -296,6 +296,7 @@ class EvaluationSection(Section):
 
     every_rounds: Positive = 5
     samples: Positive = 64
+    go_back: bool = True
 
 
 class RunSpec(Section):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from protocol import convert
-from protocol.rounds import Digest, NodeId
+from protocol.rounds import Digest, NodeId, RoundSpan
 from protocol.v1 import session_pb2 as pb
 from protocol.wire_count import WireTotals
 
@@ -135,6 +135,7 @@ class Vitals:
     let_go_rounds: float = 0.0  # of late work, by this process
     upload_pace: UploadPace = NO_UPLOAD
     exchange_speed: ExchangeSpeed | None = None  # None: not measured
+    reach_back: tuple[RoundSpan, ...] = ()  # rounds to whose states it can go back by itself
     trains: bool = True
     evaluates: bool = True
 
@@ -160,6 +161,7 @@ def heartbeat_of(session_id: int, vitals: Vitals) -> pb.HeartbeatRequest:
         let_go_rounds=vitals.let_go_rounds,
         upload_pace=_pace_to_wire(vitals.upload_pace),
         exchange_speed=_speed_to_wire(vitals.exchange_speed),
+        reach_back=[pb.RoundSpan(first=s.first, last=s.last) for s in vitals.reach_back],
         cannot_train=not vitals.trains,
         cannot_evaluate=not vitals.evaluates,
     )

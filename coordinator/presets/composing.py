@@ -4,6 +4,7 @@ What may be named and what the node's side knows of it is coordinator.presets.wa
 """
 
 import re
+import shutil
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,8 +27,9 @@ from coordinator.presets.wanted import (
     refuse_what_says_nothing,
 )
 from protocol.errors import ConfigError, UsageError
-from protocol.files.durable import write_atomically
-from protocol.run_spec import load_run_file, validated
+from protocol.files.durable import refusing, write_atomically
+from protocol.models import FIRST_WEIGHTS
+from protocol.run_spec import DESCRIPTION_FILE, load_run_file, load_run_folder, validated
 
 if TYPE_CHECKING:
     from coordinator.presets.measured_links import MeasuredLinks
@@ -100,11 +102,30 @@ def run_of_file(run_file: Path, source: Path | None, folder: Path) -> NewRun:
     settled = settled_run_file(run_file)
     text = run_text(name=None, run_file=run_file) if settled is None else settled.text
     plan = None if settled is None else settled.plan
+    if source is None and (run_file.parent / DESCRIPTION_FILE).is_file():
+        return NewRun(text=text, plan=plan, facts=_copied(run_file.parent, text, folder))
     is_decoder = tomllib.loads(text).get("model", {}).get("source", "decoder") == "decoder"
     if is_decoder and source is None:
         return NewRun(text=text, plan=plan)
     write_atomically(folder / RUN_FILE, text.encode())
     return NewRun(text=text, plan=plan, facts=described(folder, source))
+
+
+def _copied(made: Path, text: str, folder: Path) -> Facts:
+    """A description that lies beside a run file, as 'atoll node fork' writes it, with first weights."""
+    for name in (DESCRIPTION_FILE, FIRST_WEIGHTS):  # one node starts with the weights
+        if (made / name).is_file():
+            with refusing(folder / name):
+                shutil.copyfile(made / name, folder / name)
+    write_atomically(folder / RUN_FILE, text.encode())
+    spec = load_run_folder(folder, RUN_FILE)
+    has_weights = (folder / FIRST_WEIGHTS).is_file()
+    return Facts(
+        num_parameters=spec.num_parameters,
+        num_layers=spec.num_layers,
+        first_digest="" if spec.first_digest is None else spec.first_digest.hex(),
+        first_weights=FIRST_WEIGHTS if has_weights else "",
+    )
 
 
 def new_run(wanted: Wanted, folder: Path) -> NewRun:

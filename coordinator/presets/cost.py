@@ -58,8 +58,9 @@ RANK_BYTES = 16
 """Of memory for each parameter in a node's ranks together: the model, its gradients and AdamW's two moments
 in fp32. Activations come on top."""
 
-DISK_BYTES = 2 * (16 + 8) + 8
-"""Of a node's disk for each parameter: two snapshots, two checkpoints of the inner optimizer, and results."""
+DISK_BYTES = 4 * 16 + 2 * 8 + 8
+"""Of a node's disk for each parameter: four snapshots, two of them by keep_snapshots, two checkpoints of the
+inner optimizer, and results."""
 
 PAYLOAD_HEADER_BYTES = 200
 """What goes before each body, whatever its size."""

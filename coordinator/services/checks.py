@@ -7,8 +7,9 @@ from dataclasses import replace
 from protocol.errors import BadDataError
 from protocol.messages import Applied, Evaluated, Reduced, Report, Trained
 from protocol.payload import RESULT, PayloadError, PayloadHeader
-from protocol.rounds import LayoutSummary, NodeId, PeerAddress
+from protocol.rounds import LayoutSummary, NodeId, PeerAddress, RoundSpan
 from protocol.trust.identity import node_id_of
+from protocol.v1.session_pb2 import RoundSpan as RoundSpanWire
 from protocol.v1.session_pb2 import Utilisation
 from protocol.wire_count import WIRE_KINDS, WireTotals
 
@@ -18,6 +19,7 @@ MAX_MULTIADDRS = 16
 MAX_MULTIADDR_LENGTH = 256
 MAX_FRAGMENTS = 1024
 MAX_RANKS = 1 << 16
+MAX_SPANS = 256
 MAX_COUNT = 1 << 53
 """Of anything that is counted: beyond it JSON readers lose digits, and no honest run comes near."""
 
@@ -59,6 +61,21 @@ def at_most(items: Iterable[object], most: int, *, of: str) -> None:
     num_items = sum(1 for _ in items)
     if num_items > most:
         raise BadDataError(f"there are {num_items} {of}; {most} is the most there may be")
+
+
+def round_spans(spans: Sequence[RoundSpanWire]) -> tuple[RoundSpan, ...]:
+    """Rounds in order, a bounded number of stretches."""
+    at_most(spans, MAX_SPANS, of="stretches of rounds")
+    found = tuple(
+        RoundSpan(
+            first=count(span.first, of="a round that it can go back to"),
+            last=count(span.last, of="a round that it can go back to"),
+        )
+        for span in spans
+    )
+    if any(span.last < span.first for span in found):
+        raise BadDataError("a stretch of rounds ends before it begins")
+    return found
 
 
 def address_of(node_id: NodeId, address: PeerAddress) -> PeerAddress:
@@ -115,9 +132,13 @@ def report(told: Report) -> Report:
         case Applied():
             wire(told.wire)
         case Evaluated():
-            finite(told.held_out_loss, of="the held-out loss")
             count(told.tokens, of="the number of tokens")
-            finite(told.metric or 0.0, of="the metric")
+            if math.isfinite(
+                told.held_out_loss
+            ):  # else the model is ruined, which is worth knowing
+                finite(told.metric or 0.0, of="the metric")
+            else:
+                told = replace(told, held_out_loss=math.inf, metric=None)
     return told
 
 

@@ -184,6 +184,18 @@ class OperatorDesk:
         )
         return pb.AmendRunResponse(ruling=self._wire(ruling))
 
+    async def roll_back_run(self, request: pb.RollBackRunRequest) -> pb.RollBackRunResponse:
+        """Has the run go back to the state after a round. Raises UsageError where it cannot."""
+        round = checks.count(request.round, of="the round")
+        if round < 1:
+            raise UsageError(
+                "no round led to the state that the run began with",
+                next_step="begin a new run with 'atoll init NEWDIR', or go back to round 1",
+            )
+        reason = checks.words(request.reason, of="the reason")
+        ruling = await self._rulings.go_back(round, reason=reason)
+        return pb.RollBackRunResponse(ruling=self._wire(ruling))
+
     def _wire(self, ruling: Ruling) -> ruling_pb2.Ruling:
         return rulings_to_wire([self._rulings.signed(ruling)]).rulings[0]
 
@@ -297,6 +309,14 @@ class OperatorServicer(OperatorServiceServicer):
         """See OperatorDesk.amend_run."""
         return await answered_when_durable(
             context, self._gate.operator, lambda _: self._desk.amend_run(request)
+        )
+
+    async def RollBackRun(
+        self, request: pb.RollBackRunRequest, context: Context
+    ) -> pb.RollBackRunResponse:
+        """See OperatorDesk.roll_back_run."""
+        return await answered_when_durable(
+            context, self._gate.operator, lambda _: self._desk.roll_back_run(request)
         )
 
     async def ListRulings(

@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
 import structlog
 
@@ -11,9 +12,13 @@ from coordinator.config import rules_of
 from coordinator.driver import Driver, Session
 from coordinator.services import checks
 from coordinator.store import Store
-from coordinator.swarm.events import Ruled, RulingsLearned
+from coordinator.swarm.actions import GoBack
+from coordinator.swarm.canary import COORDINATOR
+from coordinator.swarm.events import Ruled, RulingsLearned, Undone
+from coordinator.swarm.going_back import HistoryMovedError
+from coordinator.swarm.state import Alarm
 from protocol.amendments import Changes, amended, in_force
-from protocol.errors import BadDataError, ConfigError, NoInputError, UsageError
+from protocol.errors import AtollError, BadDataError, ConfigError, NoInputError, UsageError
 from protocol.messages import RulingsTold
 from protocol.rounds import NodeId
 from protocol.run_spec import RunSpec
@@ -40,10 +45,13 @@ _RULED_ANEW = ABOUT_NODES | {
     RulingKind.RESUMED,
     RulingKind.STOPPED,
     RulingKind.AMENDED,
+    RulingKind.ROLLED_BACK,
 }
 
+MOST_TRIES = 20
+"""Rounds may be closed while the database is asked what going back undoes: each costs a try."""
+
 LEAST_ID_LENGTH = 4
-COORDINATOR = "the coordinator"
 
 
 class Rulings:
@@ -63,6 +71,8 @@ class Rulings:
         self._verifier = RulingVerifier(signer.public_key)
         self._wall_clock = wall_clock
         self._turn = asyncio.Lock()
+        self._by_itself: set[asyncio.Task[None]] = set()
+        driver.on_going_back = self._start_going_back
 
     @property
     def store(self) -> Store:
@@ -110,6 +120,55 @@ class Rulings:
                 )
             )
 
+    async def go_back(self, round: int, *, reason: str, by: str = RUN_OWNER) -> Ruling:
+        """Has the run go back to the state after a round. Raises UsageError where it cannot."""
+        async with self._turn:
+            for _ in range(MOST_TRIES):
+                event = self.event(
+                    RulingKind.ROLLED_BACK,
+                    by=by,
+                    reason=reason,
+                    from_round=round + 1,
+                    undone=await self._undone_after(round),
+                )
+                with suppress(HistoryMovedError):
+                    return await self._make(event)
+            raise UsageError(
+                "rounds are closed faster than the run can go back",
+                next_step="'atoll run pause' first, and then again",
+            )
+
+    def _start_going_back(self, wish: GoBack) -> None:
+        task = asyncio.ensure_future(self._go_back_by_itself(wish.alarm))
+        self._by_itself.add(task)
+        task.add_done_callback(self._by_itself.discard)
+
+    async def _go_back_by_itself(self, alarm: Alarm) -> None:
+        """Makes the ruling, or pauses where the run cannot go back."""
+        reason = alarm.reason
+        try:
+            if alarm.round is not None:
+                try:
+                    await self.go_back(alarm.round, reason=reason, by=COORDINATOR)
+                    return
+                except UsageError as error:
+                    reason = f"{reason}, and {error.what}"
+            await self.make(self.event(RulingKind.PAUSED, by=COORDINATOR, reason=reason))
+        except AtollError as error:  # it is over, or was paused meanwhile, or the disk is full
+            _log.error("the run does not go back by itself", why=error.what, reason=alarm.reason)
+
+    async def _undone_after(self, round: int) -> Undone:
+        layout = self._driver.state.layout
+        num_fragments = 1 if layout is None else len(layout.fragment_elements)
+        return await self._driver.aside(
+            lambda: self.store.undone_after(round, num_fragments=num_fragments)
+        )
+
+    async def _undone_by(self, rulings: Sequence[Ruling]) -> dict[int, Undone]:
+        """For each going back among rulings that were made elsewhere, what it undoes here."""
+        rounds = {r.from_round - 1 for r in rulings if r.kind is RulingKind.ROLLED_BACK}
+        return {round: await self._undone_after(round) for round in sorted(rounds)}
+
     def event(self, kind: RulingKind, *, by: str = RUN_OWNER, **fields: object) -> Ruled:
         """What is to be ruled now."""
         return Ruled(kind=kind, by=by, unix_seconds=round(self._wall_clock(), 3), **fields)  # type: ignore[arg-type] # the caller's keywords, passed on
@@ -133,7 +192,8 @@ class Rulings:
                 chain.append(lacking.pop(0))
             if news := tuple(chain[len(self.all) :]):
                 rules = rules_of(in_force(self._run, chain))
-                event = RulingsLearned(rulings=news, rules=rules)
+                undone = await self._undone_by(news)
+                event = RulingsLearned(rulings=news, rules=rules, undone=undone)
                 await self._driver.apply(event, session=session)
             for ruling in lacking:
                 await self._rule_anew(ruling, session)
@@ -156,6 +216,11 @@ class Rulings:
                 changes=ruling.changes,
                 rules=rules,
                 from_round=ruling.from_round,
+                undone=(await self._undone_by([ruling])).get(ruling.from_round - 1),
+                last_round=ruling.last_round,
+                incarnation=ruling.incarnation,
+                outer_digest=ruling.outer_digest,
+                contributors=ruling.contributors,
             )
             await self._driver.apply(event, session=session)
         except (

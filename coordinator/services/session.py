@@ -189,6 +189,7 @@ class SessionDesk:
             rates=_rates_of(request),
             cannot_train=request.cannot_train,
             cannot_evaluate=request.cannot_evaluate,
+            reach_back=checks.round_spans(request.reach_back),
         )
         checks.words(request.activity, of="the activity", max_length=checks.MAX_NAME_LENGTH)
         checks.words(request.waiting_for, of="what the node waits for")

@@ -13,6 +13,7 @@ from coordinator.swarm.books import recent_screening
 from coordinator.swarm.estimates import run_seconds_left
 from coordinator.swarm.explain import explain, paused_in_words
 from coordinator.swarm.ledger import free_again, num_reached, num_samples_of
+from coordinator.swarm.reach_back import rounds_in_reach, spans_in_words
 from coordinator.swarm.shares import UNKNOWN, Rates
 from coordinator.swarm.state import (
     BARRED,
@@ -156,6 +157,8 @@ class StatusDesk:
             amendments=[
                 in_words(ruling) for ruling in state.rulings if ruling.kind is RulingKind.AMENDED
             ],
+            went_back=[f"{in_words(ruling)} (by {ruling.by})" for ruling in state.rolled_back],
+            rounds_in_reach=spans_in_words(rounds_in_reach(state)),
         )
 
     def _node_status(

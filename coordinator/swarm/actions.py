@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from coordinator.swarm.state import Alarm
 from protocol.messages import Message
 from protocol.rounds import NodeId
 
@@ -36,4 +37,11 @@ class Tell:
     is_learned: bool = False  # a commit that was made before the database was copied, or in another
 
 
-Action = OpenSession | EndSession | SendRoster | Tell
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoBack:
+    """The run is to go back by itself, or to pause: the edge makes the ruling, which needs the database."""
+
+    alarm: Alarm
+
+
+Action = OpenSession | EndSession | SendRoster | Tell | GoBack

@@ -13,7 +13,7 @@ from coordinator.swarm.state import (
     SwarmState,
     last_sure_round,
 )
-from coordinator.swarm.turn import Turn, present_members, without
+from coordinator.swarm.turn import Turn, holds_undone, present_members, without
 from coordinator.swarm.weighing import heaviest, say_of, weight_of
 from protocol.messages import CommitsWanted, RefetchAsked
 from protocol.rounds import Digest, NodeId
@@ -110,6 +110,11 @@ def judge(turn: Turn, node_id: NodeId, *, is_news: bool) -> None:
     member = state.members[node_id]
     current = state.open_round
     is_found_out = is_news or member.state is not MemberState.DIVERGED
+    if holds_undone(state, member):
+        turn.put_member(replace(member, state=MemberState.DIVERGED))
+        if is_found_out:
+            _ask_refetch(turn, member, f"round {member.outer_round}, which it holds, is undone")
+        return
     if member.outer_round < state.committed_round:
         if current is not None and node_id in current.applied:  # it has gone back
             turn.put_round(replace(current, applied=without(current.applied, node_id)))

@@ -35,7 +35,11 @@ def book(state: SwarmState, commit: Commit) -> SwarmState:
 def unbook(state: SwarmState, commit: Commit) -> SwarmState:
     """Undoes `book`: its samples are leased as they were when the round was in flight."""
     samples = committed_samples(commit, batch=state.rules.batch)
-    works = {n: taken_back(m.work, commit.round) for n, m in state.members.items()}
+    credit = credited(state, commit)
+    works = {
+        n: taken_back(m.work, commit.round, at_most=credit.get(n, 0))
+        for n, m in state.members.items()
+    }
     state = _with_tokens(state, commit, works, {}, sign=-1)
     return replace(state, ledger=reopen(state.ledger, commit.assignments, samples))
 

@@ -20,7 +20,7 @@ def end_run(turn: Turn) -> None:
     end; after that it waits anew.
     """
     state = turn.state
-    if state.is_finished or not is_at_end(state):
+    if state.is_finished or not is_at_end(state) or state.alarm is not None:
         return
     if state.unsupplied_since is not None:
         turn.state = replace(state, evaluating=None, end_waits_until=None)

@@ -1,13 +1,18 @@
 """Held-out losses of committed states: who is asked for one, which count, and which are void. Pure."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from coordinator.swarm.actions import Tell
+from coordinator.swarm.actions import GoBack, Tell
+from coordinator.swarm.canary import alarm_of, heaviest_loss
 from coordinator.swarm.state import Evaluating, HeldOut, HolderLoss, Member, SwarmState
 from coordinator.swarm.turn import Turn, available_members, is_present, present_members
 from protocol.messages import Evaluated, EvaluationAsked
 from protocol.rounds import NodeId, book_of_data
+
+EVALUATORS = 2
+"""Who are asked for one loss where the run goes by it: one that lies is not enough."""
 
 
 def ask_if_due(turn: Turn) -> None:
@@ -34,9 +39,9 @@ def may_be_evaluated(state: SwarmState) -> bool:
 def ask_somebody(turn: Turn) -> None:
     """Asks a ready member that can to evaluate the committed state; with none, nobody evaluates.
 
-    Another one each time, so that not always the same node pays; where data are private, one of each
-    holder. Supersedes an evaluation that has not come back, whose state is gone, but for what holders
-    have said of it.
+    Another one each time, so that not always the same node pays; two where the run goes by the loss;
+    where data are private, one of each holder. Supersedes an evaluation that has not come back, whose state
+    is gone, but for what holders have said of it.
     """
     _keep_found(turn)
     state = turn.state
@@ -49,7 +54,14 @@ def ask_somebody(turn: Turn) -> None:
     for member in ready:
         book = book_of_data(member.corpus.digest) if rules.has_private_data else 0
         holders.setdefault(book, []).append(member)
-    chosen = sorted(nodes[place % len(nodes)].node_id for nodes in holders.values())
+    num_asked = EVALUATORS if rules.watches_loss and not rules.has_private_data else 1
+    chosen = sorted(
+        {
+            nodes[(place + more) % len(nodes)].node_id
+            for nodes in holders.values()
+            for more in range(num_asked)
+        }
+    )
     current = state.open_round
     until = (turn.now if current is None else current.commit_deadline) + rules.apply_seconds
     asked = Evaluating(node_ids=tuple(chosen), round=committed, until=until)
@@ -97,13 +109,30 @@ def _keep_found(turn: Turn) -> None:
     if asked is None:
         return
     held_out = turn.state.held_out
-    if asked.found:
-        held_out = (*held_out, _loss_of(turn.state, asked))
+    alarm = None
+    is_steered = turn.state.paused is not None or turn.state.stopped is not None
+    if turn.state.rules.watches_loss and not is_steered and turn.state.alarm is None:
+        alarm = alarm_of(turn.state, asked.round, asked.found)
+    found = _loss_of(turn.state, asked) if asked.found else None
+    if found is not None and math.isfinite(found.loss):
+        held_out = (*held_out, found)
     turn.state = replace(turn.state, held_out=held_out, evaluating=None)
+    if alarm is not None:
+        turn.state = replace(turn.state, alarm=alarm, end_waits_until=None)
+        sound_alarm(turn)
+
+
+def sound_alarm(turn: Turn) -> None:
+    """Has the edge rule what follows from an implausible loss; once nodes are back after a start."""
+    if turn.state.alarm is not None and turn.state.awaited is None:
+        turn.act(GoBack(alarm=turn.state.alarm))
 
 
 def _loss_of(state: SwarmState, asked: Evaluating) -> HeldOut:
-    """The mean over held-out tokens: of a holder's whole split, of which it evaluates a part."""
+    """Of private data the mean over held-out tokens of the holders' splits, of which they evaluate parts."""
+    if not state.rules.has_private_data:
+        one = heaviest_loss(state, asked.found)
+        return HeldOut(round=asked.round, loss=one.loss, tokens=one.tokens, metric=one.metric)
     found = sorted(asked.found, key=lambda one: one.node_id)
     weights = [one.weight for one in found]
     if not any(weights):  # nobody knows how much it has
@@ -114,7 +143,7 @@ def _loss_of(state: SwarmState, asked: Evaluating) -> HeldOut:
         loss=_mean(weights, [one.loss for one in found]),
         tokens=sum(one.tokens for one in found),
         metric=_mean(weights, metrics) if len(metrics) == len(found) else None,
-        holders=tuple(found) if state.rules.has_private_data else (),
+        holders=tuple(found),
     )
 
 

@@ -1,10 +1,12 @@
 """What can happen to a swarm. Each event is one fact, already authenticated by the edge."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from coordinator.swarm.bounds import SeenNorms
 from coordinator.swarm.ledger import Places
 from coordinator.swarm.shares import UNKNOWN, Rates
-from coordinator.swarm.state import Rules
+from coordinator.swarm.state import ClosedRound, Rules
 from protocol.messages import Report
 from protocol.rounds import (
     Commit,
@@ -13,6 +15,7 @@ from protocol.rounds import (
     LayoutSummary,
     NodeId,
     PeerAddress,
+    RoundSpan,
 )
 from protocol.trust.rulings import NOBODY, Ruling, RulingKind, Scalar
 
@@ -54,6 +57,7 @@ class HeartbeatSeen:
     rates: Rates = UNKNOWN
     cannot_train: bool = False
     cannot_evaluate: bool = False
+    reach_back: tuple[RoundSpan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +125,15 @@ class HistoryTold:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Undone:
+    """What the database knows of going back to the state after a round."""
+
+    commits: tuple[Commit, ...]  # of all later rounds, oldest first
+    recent: tuple[ClosedRound, ...]  # as SwarmState.recent was after the round
+    norms: tuple[SeenNorms, ...]  # likewise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ruled:
     """Something is decided about nodes or the run; the core numbers it. `rules` go with an amendment."""
 
@@ -133,7 +146,12 @@ class Ruled:
     invite_id: str = ""
     changes: tuple[tuple[str, Scalar], ...] = ()
     rules: Rules | None = None
-    from_round: int | None = None  # of one that is ruled anew; None: the next round
+    from_round: int | None = None  # of one that is ruled anew or goes back; None: the next round
+    undone: Undone | None = None  # where the run goes back
+    last_round: int = 0  # this and the next are of a going back that is ruled anew
+    incarnation: int = 0
+    outer_digest: str = ""
+    contributors: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +160,7 @@ class RulingsLearned:
 
     rulings: tuple[Ruling, ...]  # each follows the one before, and the first those that are known
     rules: Rules
+    undone: Mapping[int, Undone] = field(default_factory=dict)  # by the round that is gone back to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,8 @@ def explain(state: SwarmState, now: float) -> str:
         return _started(state, state.awaited, now)
     if state.open_round is not None:
         return _round_in_flight(state, state.open_round, now)
+    if state.alarm is not None:
+        return f"the run is about to go back by itself: {state.alarm.reason}"
     if is_at_end(state):
         return _end(state, now)
     if state.paused is not None:

@@ -36,6 +36,7 @@ from coordinator.swarm.state import (
 from coordinator.swarm.turn import Turn, name_of, present_members
 from protocol.messages import RoundCommitted
 from protocol.rounds import Commit, Plan, Slice
+from protocol.trust.rulings import undoes
 
 
 def learn_base(turn: Turn, event: BaseLearned) -> None:
@@ -66,9 +67,11 @@ def learn_commit(turn: Turn, event: CommitLearned) -> None:
     A round that was in flight in the older copy gives way: it is this one. So do the version of a
     round that was taken back since, and void rounds that were closed while nobody who knew of this
     commit was here; a run whose last rounds they were goes on. A commit that does not continue the
-    history here is ignored.
+    history here is ignored, and so is one that is undone.
     """
     commit = event.commit
+    if undoes(turn.state.rolled_back, commit.round, commit.incarnation):
+        return
     state = _before_what_gives_way(turn.state, event)
     is_next = commit.round == state.committed_round + 1
     if not is_next or commit.base_digest != state.outer_digest or state.is_finished:

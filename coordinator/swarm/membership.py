@@ -144,6 +144,7 @@ def heartbeat(turn: Turn, event: HeartbeatSeen) -> None:
             rates=steadied(member.rates, event.rates),
             cannot_train=event.cannot_train,
             cannot_evaluate=event.cannot_evaluate,
+            reach_back=event.reach_back,
         )
     )
     note_outer_state(

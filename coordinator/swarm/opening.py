@@ -59,6 +59,7 @@ def open_round(turn: Turn) -> None:
     if (
         state.open_round is not None
         or state.paused is not None
+        or state.alarm is not None
         or state.layout is None
         or state.outer_digest is None
         or state.committed_round >= rules.total_rounds

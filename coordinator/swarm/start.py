@@ -19,7 +19,13 @@ from coordinator.swarm.state import (
     RoundPhase,
     SwarmState,
 )
-from coordinator.swarm.turn import Turn, present_members, present_participants, training_among
+from coordinator.swarm.turn import (
+    Turn,
+    holds_undone,
+    present_members,
+    present_participants,
+    training_among,
+)
 from protocol.rounds import Assignment, NodeId
 
 GONE_FOR_GOOD = frozenset({MemberState.LEFT}) | BARRED
@@ -76,7 +82,8 @@ def missing(state: SwarmState) -> list[NodeId]:
 
 def bringing(state: SwarmState) -> list[Member]:
     """Who is here and ahead: it has commits to bring back."""
-    return [m for m in present_members(state) if m.outer_round > state.committed_round]
+    ahead = (m for m in present_members(state) if m.outer_round > state.committed_round)
+    return [member for member in ahead if not holds_undone(state, member)]
 
 
 def end_waiting(turn: Turn) -> None:

@@ -26,6 +26,7 @@ from protocol.rounds import (
     NodeId,
     PeerAddress,
     Plan,
+    RoundSpan,
     Slice,
 )
 from protocol.trust.rulings import Ruling
@@ -127,6 +128,7 @@ class Member:
     work: Work = field(default_factory=Work)
     standing: Standing = field(default_factory=Standing)
     screenings: tuple[Screening, ...] = ()  # of its rounds among the latest, oldest first
+    reach_back: tuple[RoundSpan, ...] = ()  # rounds whose states it can go back to by itself
 
 
 class RoundPhase(StrEnum):
@@ -278,6 +280,14 @@ class Evaluating:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Alarm:
+    """A loss is implausible, and the run goes back by itself, or pauses: no round opens before it does."""
+
+    round: int | None  # to go back to; None: to pause
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Awaited:
     """Whom a coordinator that has just started waits for: see coordinator.swarm.start."""
 
@@ -329,6 +339,7 @@ class Rules:
     slice_elements: int = 1 << 62  # a reducer's part of a fragment is cut into slices no smaller
     has_private_data: bool = False  # whether each node trains samples of its own
     first_digest: Digest | None = None  # of the state that the run begins with, where it is given
+    watches_loss: bool = False  # whether the run goes back by itself: coordinator.swarm.canary
     bounds_results: bool = True  # whether no result moves the model by much more than others did
 
 
@@ -414,6 +425,7 @@ class SwarmState:
     recent: tuple[ClosedRound, ...] = ()  # the newest that is not void, and the void ones after it
     held_out: tuple[HeldOut, ...] = ()
     evaluating: Evaluating | None = None
+    alarm: Alarm | None = None  # until it is ruled what follows from it
     end_waits_until: float | None = None  # at the end, while somebody here holds the final state
     is_finished: bool = False
     finished_at: float | None = None
@@ -427,6 +439,7 @@ class SwarmState:
     all_reduce_bytes: int = 0  # what averaging gradients would have: coordinator.swarm.wire_ledger
     rulings: tuple[Ruling, ...] = ()  # all of them; what follows is what they come to
     latest_rulings: Mapping[NodeId, Ruling] = field(default_factory=dict)  # the latest on each node
+    rolled_back: tuple[Ruling, ...] = ()  # by which rounds were undone
     paused: Ruling | None = None
     stopped: Ruling | None = None
 

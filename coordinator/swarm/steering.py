@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from coordinator.swarm.actions import Tell
 from coordinator.swarm.events import Ruled, RulingsLearned
+from coordinator.swarm.going_back import completed, go_back, refuse_going_back
 from coordinator.swarm.membership import bar, unbar
 from coordinator.swarm.state import MemberState, Rules, SwarmState
 from coordinator.swarm.turn import Turn
@@ -43,8 +44,12 @@ def rule(turn: Turn, event: Ruled) -> None:
         changes=event.changes,
         from_round=_from_round(state, event),
     )
+    if ruling.kind is RulingKind.ROLLED_BACK:
+        ruling = completed(state, event, ruling)
     _take(turn, ruling, event.rules)
     turn.act(Tell(message=RulingsTold(rulings=(ruling,))))
+    if ruling.kind is RulingKind.ROLLED_BACK:  # nodes know it before they are asked to follow
+        go_back(turn, ruling, event.undone)
 
 
 def learn_rulings(turn: Turn, event: RulingsLearned) -> None:
@@ -58,14 +63,18 @@ def learn_rulings(turn: Turn, event: RulingsLearned) -> None:
     if news:
         turn.state = replace(turn.state, rules=_rules_after(turn.state, event.rules))
         turn.act(Tell(message=RulingsTold(rulings=tuple(news))))
+    for ruling in news:
+        if ruling.kind is RulingKind.ROLLED_BACK:
+            go_back(turn, ruling, event.undone.get(ruling.from_round - 1))
 
 
 def with_rulings(state: SwarmState, rulings: tuple[Ruling, ...]) -> SwarmState:
     """The state with what rulings of the database come to; members have been barred then already."""
-    state = replace(state, rulings=())
+    alarm = state.alarm  # of after the latest of them
+    state = replace(state, rulings=(), rolled_back=())
     for ruling in rulings:
         state = _noted(state, ruling)
-    return replace(state, rules=_rules_after(state, state.rules))
+    return replace(state, rules=_rules_after(state, state.rules), alarm=alarm)
 
 
 _OF_ROUNDS = frozenset({RulingKind.AMENDED, RulingKind.STOPPED})
@@ -102,11 +111,13 @@ def _noted(state: SwarmState, ruling: Ruling) -> SwarmState:
     state = replace(state, rulings=(*state.rulings, ruling))
     match ruling.kind:
         case RulingKind.PAUSED:
-            return replace(state, paused=ruling)
+            return replace(state, paused=ruling, alarm=None)
         case RulingKind.RESUMED:
-            return replace(state, paused=None)
+            return replace(state, paused=None, alarm=None)
         case RulingKind.STOPPED:
-            return replace(state, paused=None, stopped=ruling)
+            return replace(state, paused=None, stopped=ruling, alarm=None)
+        case RulingKind.ROLLED_BACK:
+            return replace(state, alarm=None, rolled_back=(*state.rolled_back, ruling))
         case kind if kind in ABOUT_NODES:
             return replace(state, latest_rulings={**state.latest_rulings, ruling.node_id: ruling})
     return state
@@ -126,7 +137,7 @@ def _refuse(state: SwarmState, event: Ruled) -> None:
         _refuse_of_node(state, event)
     elif kind in (
         *(RulingKind.PAUSED, RulingKind.RESUMED),
-        *(RulingKind.STOPPED, RulingKind.AMENDED),
+        *(RulingKind.STOPPED, RulingKind.AMENDED, RulingKind.ROLLED_BACK),
     ):
         _refuse_of_run(state, event)
 
@@ -170,9 +181,23 @@ def _refuse_of_run(state: SwarmState, event: Ruled) -> None:
             "no round has begun, so there is nothing to stop",
             next_step="end the coordinator with Ctrl-C, and each node likewise",
         )
+    if event.kind is RulingKind.ROLLED_BACK and event.incarnation:
+        _refuse_undone_already(state, event)
+    elif event.kind is RulingKind.ROLLED_BACK:
+        refuse_going_back(state, (event.from_round or 1) - 1, event.undone)
     rules = event.rules
     if rules is not None and rules.total_rounds < _next_round(state) - 1:
         raise UsageError(
             f"run.rounds = {rules.total_rounds} is less than the rounds that have begun",
             next_step="'atoll run stop' ends the run after the round in flight",
+        )
+
+
+def _refuse_undone_already(state: SwarmState, event: Ruled) -> None:
+    """Of a going back that is ruled anew: once is enough."""
+    same = (event.from_round, event.incarnation, event.outer_digest)
+    if any(same == (r.from_round, r.incarnation, r.outer_digest) for r in state.rolled_back):
+        raise UsageError(
+            f"the run went back to round {(event.from_round or 1) - 1} already",
+            next_step=_SEE_STATUS,
         )

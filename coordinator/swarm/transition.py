@@ -8,7 +8,7 @@ from itertools import groupby
 from coordinator.swarm.actions import Action
 from coordinator.swarm.agreement import agree_on_initial_state, history_told
 from coordinator.swarm.ending import end_run
-from coordinator.swarm.evaluation import ask_if_due, evaluated, give_up_evaluation
+from coordinator.swarm.evaluation import ask_if_due, evaluated, give_up_evaluation, sound_alarm
 from coordinator.swarm.events import (
     Attached,
     BaseLearned,
@@ -99,7 +99,10 @@ def step(state: SwarmState, event: Event, now: float) -> Transition:
     _take_in(turn, event)
     # The order makes one pass enough: no decision can enable one before it.
     expire_leases(turn)
+    is_waiting = isinstance(event, Started) or turn.state.awaited is not None
     end_waiting(turn)
+    if is_waiting:
+        sound_alarm(turn)  # of before a restart
     if turn.state.awaited is None:
         _decide(turn, round_before=state.committed_round)
     else:

@@ -20,6 +20,7 @@ from coordinator.swarm.state import (
     SwarmState,
 )
 from protocol.rounds import Assignment, NodeId
+from protocol.trust.rulings import undoes
 
 T = TypeVar("T")
 
@@ -93,6 +94,11 @@ def is_held_by(node_id: NodeId, current: Round, progress: SliceProgress) -> bool
     """Whether the node says that it holds the result which the slice's reducer reported."""
     results = current.held.get(node_id, {})
     return progress.digest is not None and results.get(progress.slice.index) == progress.digest
+
+
+def holds_undone(state: SwarmState, member: Member) -> bool:
+    """Whether the member holds the state after a round that is undone."""
+    return undoes(state.rolled_back, member.outer_round, member.outer_incarnation)
 
 
 def participants_of(current: Round) -> frozenset[NodeId]:

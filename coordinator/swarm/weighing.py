@@ -14,6 +14,7 @@ weigh at most twice what is usual for one.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from coordinator.swarm.state import Member, Round, Say, SwarmState, Work
@@ -67,13 +68,33 @@ def earned(work: Work, round_number: int, tokens: int) -> Work:
     return Work(by_stretch=tuple(kept), newest_round=round_number, newest_tokens=tokens)
 
 
-def taken_back(work: Work, round_number: int) -> Work:
-    """The same without what that round brought, the newest that brought it anything."""
-    if work.newest_round != round_number:
+def taken_back(work: Work, round_number: int, *, at_most: int = 0) -> Work:
+    """The same without what that round brought: exactly, where it is the newest that brought anything.
+
+    Of an earlier one the commit says what it brought at most, in the same stretch.
+    """
+    tokens = work.newest_tokens if work.newest_round == round_number else at_most
+    if not tokens:
         return work
     stretch = round_number // HALF_LIFE_ROUNDS
-    sums = ((s, t - work.newest_tokens * (s == stretch)) for s, t in work.by_stretch)
-    return Work(by_stretch=tuple((s, t) for s, t in sums if t))
+    sums = ((s, max(0, t - tokens * (s == stretch))) for s, t in work.by_stretch)
+    newest = (
+        (0, 0) if work.newest_round >= round_number else (work.newest_round, work.newest_tokens)
+    )
+    return Work(
+        by_stretch=tuple((s, t) for s, t in sums if t),
+        newest_round=newest[0],
+        newest_tokens=newest[1],
+    )
+
+
+def without_rounds_after(work: Work, round_number: int) -> Work:
+    """The same once what later rounds brought has been taken from it, and is the newest of it no more."""
+    stretch = round_number // HALF_LIFE_ROUNDS
+    kept = tuple((s, t) for s, t in work.by_stretch if s <= stretch)
+    if work.newest_round > round_number:
+        return Work(by_stretch=kept)
+    return replace(work, by_stretch=kept)
 
 
 def worth(work: Work, round_number: int) -> int:

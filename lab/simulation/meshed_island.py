@@ -123,6 +123,10 @@ class MeshedIsland:
     async def keep(self, round: int, *, is_last: bool = False) -> None:
         """See Island. Nothing to do: it has no folder for checkpoints."""
 
+    async def begin_anew(self, round: int) -> None:
+        """See Island."""
+        self._answer_of(self._running.begin_anew(round))
+
     def _share(self) -> None:
         assert self._shared is not None
         self._shared.parameters[:] = self._parameters

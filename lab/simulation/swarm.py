@@ -25,10 +25,11 @@ from lab.simulation.coordinator import DeskStub, Outage, SimulatedCoordinator, n
 from lab.simulation.meshed_island import MeshedIsland
 from lab.simulation.virtual_time import run_in_virtual_time
 from node.daemon import Counterparts, Daemon, Holdings, NodeFacts
+from node.disk.round_folder import Retention
 from node.disk.snapshots import SnapshotWriting
 from node.duties.times import Meters
 from node.exchange.giving import HeldResults
-from node.exchange.outer import Outer
+from node.exchange.outer import Outer, merging_of
 from node.exchange.outer_optimizer import outer_optimizer_of
 from node.exchange.state.on_disk import Saving, StateOnDisk
 from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
@@ -74,6 +75,8 @@ class Life:
     """Of ranks in processes of their own, which take no virtual time; None trains in this one."""
     local: LocalTraining = PLAIN
     """Its machine's own choices."""
+    retention: Retention = Retention()  # noqa: RUF009 - it is frozen
+    """Which snapshots it keeps beside the newest two."""
     corpus: Dataset | None = None
     """Its own data, where they are private, or what a liar trains on."""
     on_published: OnPublished | None = None
@@ -357,11 +360,17 @@ class SimulatedNode:
             verifier=self._coordinator.verifier,
         )
         self.outer.optimizer_in = lambda round: outer_optimizer_of(rulings.spec_in(round).outer)
+        self.outer.merging_in = lambda round: merging_of(rulings.spec_in(round))
         history = History(None if self._disk is None else self._disk / "history")
         disk: MortalDisk | None = None
         if self._disk is not None:
             clock = asyncio.get_running_loop().time
-            disk = MortalDisk(self._disk / "snapshots", history=history, clock=clock)
+            disk = MortalDisk(
+                self._disk / "snapshots",
+                history=history,
+                clock=clock,
+                retention=self._life.retention,
+            )
             kept = disk.snapshots.load_newest(spec.digest(), layout.summary().digest)
             if kept is not None:
                 disk.resume(self.outer, kept)

@@ -10,6 +10,7 @@ import re
 import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from protocol.files.durable import (
@@ -23,16 +24,42 @@ from protocol.files.durable import (
 _DAMAGED = ".damaged"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retention:
+    """Which records stay beside the newest: the latest `keep` of those of every so many rounds."""
+
+    keep: int = 0
+    every: int = 1  # rounds
+
+    def is_kept(self, round: int) -> bool:
+        """Whether a record of this round is one of those, while it is late enough."""
+        return self.keep > 0 and round % self.every == 0
+
+    def kept_of(self, rounds: Collection[int]) -> frozenset[int]:
+        """Those of the rounds that stay."""
+        return frozenset(sorted(filter(self.is_kept, rounds))[-self.keep :])
+
+
 class RoundFolder:
     """The records of one kind. Its methods read or change the disk: heavy."""
 
     def __init__(
-        self, path: Path, *, suffix: str, kept: int | None = None, digits: int = 8
+        self,
+        path: Path,
+        *,
+        suffix: str,
+        kept: int | None = None,
+        retention: Retention = Retention(),
+        digits: int = 8,
     ) -> None:
-        """`kept` are there at most, with the one that is being made; None: `forget_before` decides."""
+        """`kept` are there at most, with the one that is being made; None: `forget_before` decides.
+
+        Those that `retention` names are there beside them.
+        """
         self.path = path
         self._suffix = suffix
         self._kept = kept
+        self._retention = retention
         self._digits = digits
         self._name = re.compile(rf"round-(\d+){re.escape(suffix)}")
 
@@ -136,7 +163,9 @@ class RoundFolder:
             _remove(path)
 
     def _leaving(self, round: int) -> list[int]:
-        return [] if self._kept is None else leaving(self.rounds(), round, kept=self._kept)
+        if self._kept is None:
+            return []
+        return leaving(self.rounds(), round, kept=self._kept, retention=self._retention)
 
     def _unfinished(self) -> list[Path]:
         return sorted(self.path.glob(f".round-*{self._suffix}*" if self._suffix else ".round-*"))
@@ -145,15 +174,22 @@ class RoundFolder:
         return sorted(self.path.glob(f"round-*{self._suffix}{_DAMAGED}"))
 
 
-def leaving(rounds: Collection[int], new: int, *, kept: int) -> list[int]:
+def leaving(
+    rounds: Collection[int],
+    new: int,
+    *,
+    kept: int,
+    retention: Retention = Retention(),
+) -> list[int]:
     """Which records go before one of round `new` is made, so that with it there are `kept`.
 
-    The newest of its own history stay. Later rounds are of a history that was left: they stay only
-    where nothing else is whole until the new one is.
+    The newest of its own history stay, and beside those what is retained of it. Later rounds are of a
+    history that was left: they stay only where nothing else is whole until the new one is.
     """
     others = sorted((r for r in rounds if r != new), key=lambda r: (r > new, -r))
     is_made_anew = new in rounds  # it is whole until the new one takes its name
-    return others[max(0, kept - 1 - is_made_anew) :]
+    retained = retention.kept_of([r for r in (*others, new) if r <= new])
+    return [r for r in others[max(0, kept - 1 - is_made_anew) :] if r not in retained]
 
 
 @contextmanager

@@ -7,7 +7,7 @@ memory of the process, and nobody writes over it meanwhile.
 import json
 import mmap
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,7 @@ import blake3
 import numpy as np
 import structlog
 
-from node.disk.round_folder import RoundFolder, kept_for_reading
+from node.disk.round_folder import Retention, RoundFolder, kept_for_reading
 from node.disk.snapshots import (
     FILE_FORMAT,
     PIECE_OF_ERROR,
@@ -30,7 +30,7 @@ from node.disk.snapshots import (
     state_bytes,
 )
 from node.outer_state import PIECE_ELEMENTS, Vector, digest_of_pieces
-from protocol.errors import BadDataError, ConfigError
+from protocol.errors import BadDataError, ConfigError, NoInputError
 from protocol.rounds import Digest
 
 log = structlog.get_logger()
@@ -61,10 +61,10 @@ class Parameters:
 
 
 class SnapshotFolder:
-    """The newest snapshots of one node on disk. One process at a time may save to a folder."""
+    """The snapshots of one node on disk: the newest, and what is retained. One process at a time may save."""
 
-    def __init__(self, path: Path) -> None:
-        self.folder = RoundFolder(path, suffix=".safetensors", kept=KEPT_FILES)
+    def __init__(self, path: Path, *, retention: Retention = Retention()) -> None:  # noqa: B008 - frozen
+        self.folder = RoundFolder(path, suffix=".safetensors", kept=KEPT_FILES, retention=retention)
 
     def save(self, snapshot: Snapshot, owed: Owed | None) -> Path:
         """Writes a snapshot at once: see `begin`. Nothing may change the vectors meanwhile."""
@@ -93,15 +93,37 @@ class SnapshotFolder:
             lambda path: _load(path, run_digest, layout_digest), sets_apart=True
         )
 
-    def load_newest_parameters(
-        self, run_digest: Digest, layout_digest: Digest
+    def load_parameters(
+        self, run_digest: Digest, layout_digest: Digest, *, round: int | None = None
     ) -> "Parameters | None":
-        """Of the newest undamaged snapshot the parameters, in so much memory and no more.
+        """Of the newest undamaged snapshot, or that of a round, the parameters, in so much memory.
 
         The momentum is read in pieces, for the digest; what is owed is not read. Damaged files stay where
-        they are, for a node may be running. Else as `load_newest`.
+        they are, for a node may be running. Else as `load_newest`; raises NoInputError for a round whose
+        snapshot is not there.
         """
-        return self._first_undamaged(lambda path: _parameters_of(path, run_digest, layout_digest))
+
+        def load(path: Path) -> Parameters:
+            return _parameters_of(path, run_digest, layout_digest)
+
+        if round is None:
+            return self._first_undamaged(load)
+        try:
+            return load(self.folder.path_of(round))
+        except SnapshotError as error:
+            there = self.rounds()
+            if round in there:
+                raise BadDataError(
+                    f"the snapshot of round {round} cannot be read: {error}",
+                    next_step=f"take another round: {_listed(there)}",
+                ) from error
+            raise NoInputError(
+                f"there is no snapshot of round {round} in {self.folder.path}",
+                next_step=f"take a round that is there: {_listed(there)}; keep_snapshots in node.toml "
+                "says how many are kept"
+                if there
+                else "wait for the node's first round",
+            ) from error
 
     def _first_undamaged(self, load: Callable[[Path], T], *, sets_apart: bool = False) -> T | None:
         damaged: list[int] = []
@@ -219,6 +241,10 @@ class _Mapped:
             raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DamagedError(f"it is no snapshot: {error!r}") from error
+
+
+def _listed(rounds: Sequence[int]) -> str:
+    return ", ".join(map(str, sorted(rounds)))
 
 
 def _load(path: Path, run_digest: Digest, layout_digest: Digest) -> tuple[Snapshot, Owed | None]:

@@ -17,10 +17,10 @@ from node.app import OPEN_FILES_PER_RANK, OWN_OPEN_FILES
 from node.config import NodeSettings
 from node.doctor.findings import Finding, wrong
 from node.history import History
+from node.kept import RUN_FILE
 from node.machine.hardware import Hardware, likely_devices, look_around
 from node.machine.kernel import congestion_control
 from node.machine.placement import num_ranks_of
-from node.newest import RUN_FILE
 from protocol.errors import AtollError, SystemRefusedError
 from protocol.files.descriptors import require_open_files
 from protocol.files.folder_lock import FolderLock

@@ -44,6 +44,7 @@ from protocol.messages import (
 )
 from protocol.rounds import Assignment, Commit, Digest, NodeId
 from protocol.run_spec import RunSpec
+from protocol.trust.rulings import Ruling, in_words
 from protocol.wire_count import WireTotals, grown
 
 if TYPE_CHECKING:
@@ -141,6 +142,27 @@ class Duties:
         if trains_for is not None and trains_for <= round:
             log.info("round decided without us", round=round)
             self._island.cut_short()
+
+    def go_back(self, ruling: Ruling) -> None:
+        """The run goes back: what is trained now counts no more, and this node follows in its turn."""
+        is_older = self._history.incarnation_at(self._outer.round) < ruling.incarnation
+        is_planned = self.is_round_in_flight and self.last_planned_round >= ruling.from_round
+        if not self._holds_undone() and not (is_planned and is_older):
+            return  # a ruling that is told again, for example
+        log.warning("the run goes back", what=in_words(ruling), by=ruling.by)
+        self._island.cut_short()
+        self.put(
+            RefetchAsked(
+                round=ruling.from_round - 1,
+                outer_digest=Digest(bytes.fromhex(ruling.outer_digest)),
+                reason=in_words(ruling),
+            )
+        )
+
+    def _holds_undone(self) -> bool:
+        """Whether the state is one that the run has gone back from."""
+        round = self._outer.round
+        return self._rulings.undo(round, self._history.incarnation_at(round))
 
     @property
     def is_round_in_flight(self) -> bool:
@@ -255,6 +277,8 @@ class Duties:
                 here=self._rulings.number,
             )
             return
+        if self._rulings.undo_plan(plan):
+            return  # it was on its way when the run went back
         assignment = plan.assignment_of(self._node_id)
         if assignment is None or plan.round <= self._outer.round:
             return
@@ -352,14 +376,18 @@ class Duties:
         self.inner_step = progress.inner_step
 
     async def _apply(self, commit: Commit) -> None:
-        if commit.round <= self._outer.round:
+        if commit.round <= self._outer.round or self._rulings.undo(
+            commit.round, commit.incarnation
+        ):
             return
         self._doing = "applying"
         log.debug("phase", phase="applying", round=commit.round)
         is_published = commit.round == self._outer.round + 1 == self._published_round
         if self.is_draining or not is_published:
             await self._hand_in()
+        was_undone = self._holds_undone()
         await self._exchange.apply(commit)
+        await self._begin_anew_if(was_undone)
         if is_published and self._keeps_local and self._outer.round == commit.round:
             await self._adopted(commit)
         else:  # by a leap, too, which replaces other fragments than this
@@ -370,7 +398,9 @@ class Duties:
             self._doing = "catching up"
             log.debug("phase", phase="catching up", round=round)
             await self._hand_in()
+            was_undone = self._holds_undone()
             await self._exchange.catch_up(round)
+            await self._begin_anew_if(was_undone)
             await self._adopted()
 
     async def _hand_in(self) -> None:
@@ -388,8 +418,9 @@ class Duties:
             log.warning("asked to fetch the outer state anew", round=asked.round, why=asked.reason)
         self._doing = "refetching"
         await self._ahead.pause()
-        before = (self._outer.round, self._outer.digest)
+        before, was_undone = (self._outer.round, self._outer.digest), self._holds_undone()
         is_done = await self._exchange.refetch(asked.round, asked.outer_digest)
+        await self._begin_anew_if(was_undone)
         if (self._outer.round, self._outer.digest) != before:
             self._island.forget()  # trained from a state that is not the swarm's
             self._published_round = 0
@@ -411,6 +442,22 @@ class Duties:
                 )
             await self._patience.pause(self._num_unanswered, first_seconds=REFETCH_PAUSE_SECONDS)
             self.put(asked)
+
+    async def _begin_anew_if(self, was_undone: bool) -> None:
+        """Drops all that is left of undone rounds, once the state is none of theirs any more.
+
+        What was owed has gone with the state. Ranks lose what their inner optimizers learnt since.
+        """
+        if not was_undone or self._holds_undone():
+            return
+        round = self._outer.round
+        log.warning("went back", round=round, dropped="what was owed and learnt in undone rounds")
+        self._session.withdraw_after(round)
+        self._trained, self._published_round = None, 0
+        self.last_planned_round, self._planned_base = round, None
+        self._ahead.lease(None)
+        await self._exchange.forget_after(round)
+        await self._island.begin_anew(round)
 
     async def _adopted(self, commit: Commit | None = None) -> None:
         """The outer state moved: the coordinator learns it, then ranks take it over, then the disk.

@@ -145,6 +145,18 @@ class LastingIsland:
             return False
         return True
 
+    async def begin_anew(self, round: int) -> None:
+        """Ranks start again without what their inner optimizers learnt after this round; then they adopt."""
+        self.has_progress, self._has_restarted = False, True
+        self.forget()
+        self.is_restarting = True
+        try:
+            await self._island.begin_anew(round)
+        except RankDiedError as death:
+            await self._restart(death)
+        finally:
+            self.is_restarting = False
+
     def forget(self) -> None:
         """What was trained ahead is to be trained again: the ranks are about to lose it."""
         self._done = None

@@ -71,6 +71,7 @@ class Exchange:
         self._rules = rules
         self._transport = transport
         self._disk = disk
+        self._history = history
         self._heavy = heavy
         self._report = coordinator.report
         self._held = HeldResults()
@@ -220,6 +221,16 @@ class Exchange:
         async with self._lock:
             self._donor.drop()  # what was ours may have been wrong for some rounds
             return await self._catch_up.replace(round, digest)
+
+    async def forget_after(self, round: int) -> None:
+        """Later rounds are undone: nothing of theirs is kept, here or for peers."""
+        self._early = []
+        self._held.forget_from(round + 1)
+        if self._disk is None:
+            self._history.forget_after(round)
+        else:
+            async with self._lock:
+                await self._heavy(partial(self._disk.forget_after, round))
 
     async def save(self, *, is_last: bool = False) -> None:
         """Makes the outer state durable, if the node has a folder: see StateOnDisk.save.

@@ -49,6 +49,15 @@ def compile_arithmetic(optimizer: OuterOptimizer) -> None:
     BlockSums(BLOCK).take(0, zeros)
 
 
+def merging_of(spec: RunSpec) -> Merging:
+    """How contributions are merged by a run's rules."""
+    return Merging(
+        merge=spec.outer.merge,
+        is_screened=spec.outer.screening,
+        most_weight=spec.data.most_weight,
+    )
+
+
 class NotApplicableError(Exception):
     """A commit that cannot be applied here, with what is here. Nothing has changed."""
 
@@ -101,7 +110,8 @@ class Outer:
         self._optimizer = rules.optimizer
         self.optimizer_in: Callable[[int], OuterOptimizer] = lambda round: rules.optimizer
         """Of a round: amendments change its learning rate. `of_run` has the run file's in all."""
-        self._merging = rules.merging
+        self.merging_in: Callable[[int], Merging] = lambda round: rules.merging
+        """Likewise how contributions to a round are merged, which is its reducers' business."""
         self._rate_scale = rules.rate_scale
         self._sender = sender
         self._node_id = sender.node_id
@@ -137,11 +147,7 @@ class Outer:
             downlink=codec_named(exchange.downlink, tiles),
             optimizer=outer_optimizer_of(spec.outer),
             rate_scale=rate_scale_of(spec),
-            merging=Merging(
-                merge=spec.outer.merge,
-                is_screened=spec.outer.screening,
-                most_weight=spec.data.most_weight,
-            ),
+            merging=merging_of(spec),
         )
         sender = Sender(run_digest=spec.digest(), node_id=node_id, identity=identity)
         owing = Owing(
@@ -187,14 +193,15 @@ class Outer:
         """
         part = reduction.slice
         span = self.layout.span_of(fragment, part.start, part.num_elements)
+        merging = self.merging_in(self.round + 1)
         result = reduction.result(
             downlink=self.downlink,
             sender=self._sender,
             by=replace(
-                self._merging,
+                merging,
                 missed=self._missed,
                 centre=self._optimizer.usual_mean(self._momentum[span])
-                if self._merging.goes_by_momentum
+                if merging.goes_by_momentum
                 else None,
                 parameters=self._parameters[span],
             ),

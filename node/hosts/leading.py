@@ -253,6 +253,12 @@ class HostsIsland:
         failure = self._reasons(kept.failure, [other.failure for other in theirs])
         self._own.resuming.tell_of_keeping(round, Kept(is_busy=kept.is_busy, failure=failure))
 
+    async def begin_anew(self, round: int) -> None:
+        """See Island."""
+        self._own.resuming.leave_out_after = round
+        await self.stop()
+        await self.start()
+
     async def evaluate(self) -> Evaluation:
         """See Island."""
         evaluation, _ = await _together(

@@ -96,6 +96,11 @@ class InlineIsland:
     async def keep(self, round: int, *, is_last: bool = False) -> None:
         """See Island. Nothing to do: no rank of it can die alone."""
 
+    async def begin_anew(self, round: int) -> None:
+        """See Island. Nothing was set aside."""
+        await self.stop()
+        await self.start()
+
     async def evaluate(self) -> Evaluation:
         """See Island."""
         return self._running.evaluate_at(self._parameters)

@@ -118,6 +118,13 @@ class Island(Protocol):
         It reaches the disk while the ranks go on; before this returns when it is the last time.
         """
 
+    async def begin_anew(self, round: int) -> None:
+        """Later rounds are undone: ranks start again with no inner optimizer's state of those.
+
+        They have the newest that was set aside after this round or before, or begin at zero. A loop of
+        the contributor's own goes on, and its optimizer is its own business.
+        """
+
     async def evaluate(self) -> Evaluation | None:
         """Measures the held-out loss of the global parameters; the ranks' own weights stay.
 

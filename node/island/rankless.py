@@ -42,6 +42,9 @@ class RanklessIsland:
     async def keep(self, round: int, *, is_last: bool = False) -> None:
         """There is no inner optimizer."""
 
+    async def begin_anew(self, round: int) -> None:
+        """There is no inner optimizer to forget."""
+
     async def evaluate(self) -> Evaluation | None:
         """See Island: not here."""
         return None

@@ -104,6 +104,10 @@ class Session:
         """Forgets the reports of a round: they are of another plan."""
         self._reports = [queued for queued in self._reports if queued.round != round]
 
+    def withdraw_after(self, round: int) -> None:
+        """Forgets the reports of later rounds: they are undone."""
+        self._reports = [queued for queued in self._reports if queued.round <= round]
+
     async def run(self) -> None:
         """Stays attached until cancelled. Raises what no waiting can mend (AtollError)."""
         clock = asyncio.get_running_loop().time

@@ -21,6 +21,12 @@ TOKENIZER = click.option(
 )
 
 
+ROUND = click.option(
+    "--round",
+    type=click.IntRange(min=1),
+    help="A round of which this node keeps a snapshot.  [default: the newest]",
+)
+
 BASE = click.option(
     "--base",
     metavar="FOLDER",
@@ -31,6 +37,7 @@ BASE = click.option(
 @click.command()
 @click.argument("out", type=click.Path(path_type=Path))
 @DIRECTORY
+@ROUND
 @TOKENIZER
 @BASE
 @click.option("--merged", is_flag=True, help="Add a run's adapters to their model.")
@@ -43,26 +50,27 @@ BASE = click.option(
 def export(
     out: Path,
     folder: Path | None,
+    round: int | None,
     tokenizer: Path | None,
     base: str | None,
     merged: bool,
     dtype: "DType | None",
 ) -> None:
-    """Write the model of this node's newest round to the folder OUT.
+    """Write the model of this node's newest round, or of an earlier one, to the folder OUT.
 
     OUT holds safetensors, a config.json that the transformers library loads, the tokenizer, and a
     model card that says where the model comes from. Of a run with [lora] it holds the adapters, as the
     peft library loads them, unless they are --merged.
 
-    Example: atoll export ./model
+    Example: atoll export ./model --round 120
     """
     require_installed(to="export a model")
-    from node.newest import newest_model, places_of
+    from node.kept import kept_model, places_of
     from protocol.logging import start_logging
 
     start_logging(as_json=False)  # to standard error: a damaged snapshot is told there
     home = find_home(folder)
-    model = newest_model(home)
+    model = kept_model(home, round)
     from node.models.card import Origin, contributions_in
     from node.models.export import export_model, usual_dtype
     from node.models.text import files_of_tokenizer
@@ -106,6 +114,7 @@ def export(
 
 @click.command()
 @DIRECTORY
+@ROUND
 @TOKENIZER
 @BASE
 @click.option("--prompt", default="def ", show_default=True, help="Text to go on from.")
@@ -122,6 +131,7 @@ def export(
 @click.option("--seed", default=0, show_default=True, type=int)
 def sample(
     folder: Path | None,
+    round: int | None,
     tokenizer: Path | None,
     base: str | None,
     prompt: str,
@@ -130,17 +140,17 @@ def sample(
     temperature: float,
     seed: int,
 ) -> None:
-    """Let the model of this node's newest round write a little text.
+    """Let the model of this node's newest round, or of an earlier one, write a little text.
 
     Example: atoll sample --prompt "class " --tokens 500
     """
     require_installed(to="let a model write")
-    from node.newest import newest_model, places_of
+    from node.kept import kept_model, places_of
     from protocol.logging import start_logging
 
     start_logging(as_json=False)  # to standard error: a damaged snapshot is told there
     home = find_home(folder)
-    model = newest_model(home)
+    model = kept_model(home, round)
     from node.models.text import ByteText, text_of_run
 
     places = places_of(home, base=base, typed_in=Path.cwd())

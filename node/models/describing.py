@@ -22,7 +22,6 @@ from node.island.training.local_training import LocalTraining
 from node.machine.hardware import Hardware, look_around
 from node.models.reading import (
     CONFIG,
-    FIRST_WEIGHTS,
     digest_of_first,
     read_config,
     read_json,
@@ -34,7 +33,13 @@ from node.outer_state import Vector
 from protocol.errors import BadDataError, CannotCreateError, UsageError
 from protocol.files.durable import refusal_to_write, write_atomically
 from protocol.layout import layout_of
-from protocol.models import BYTES_VOCABULARY, DecoderModel, Description, TransformersModel
+from protocol.models import (
+    BYTES_VOCABULARY,
+    FIRST_WEIGHTS,
+    DecoderModel,
+    Description,
+    TransformersModel,
+)
 from protocol.run_spec import DESCRIPTION_FILE, RunSpec, load_run_file, validated
 from protocol.terminal.console import count_in_words
 

@@ -25,7 +25,7 @@ from node.models.families import decoder_of
 from node.outer_state import Vector, outer_digest
 from protocol.errors import BadDataError, ConfigError, NoInputError
 from protocol.layout import Layout, layout_of
-from protocol.models import DecoderModel
+from protocol.models import FIRST_WEIGHTS, DecoderModel
 from protocol.rounds import Digest
 from protocol.run_spec import RunSpec
 
@@ -33,7 +33,6 @@ CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-FIRST_WEIGHTS = "first.safetensors"
 
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _COPY_AGAIN = "copy the whole folder of the model again"

@@ -2,12 +2,13 @@
 
 import contextlib
 import errno
+import json
 import os
 import shutil
 import stat
 import tempfile
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,31 @@ def refusing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise refusal_to_write(path, error) from error
+
+
+def toml_of(tables: Mapping[str, Mapping[str, Any]]) -> str:
+    """Tables of plain values as TOML."""
+    lines: list[str] = []
+    for table, keys in tables.items():
+        lines.append(f"[{table}]")
+        lines += [f"{key} = {_toml_value(value)}" for key, value in keys.items()]
+    return "\n".join([*lines, ""])
+
+
+def _toml_value(value: object) -> str:
+    match value:
+        case bool():
+            return str(value).lower()
+        case str() | Path():
+            return json.dumps(str(value))
+        case list() | tuple():
+            return f"[{', '.join(map(_toml_value, value))}]"
+        case int() | float():
+            return repr(value)
+        case Mapping():
+            pairs = (f"{json.dumps(key)} = {_toml_value(each)}" for key, each in value.items())
+            return f"{{ {', '.join(pairs)} }}"
+    raise TypeError(f"{value!r} has no place in TOML")
 
 
 def read_toml(path: Path, *, when_missing: str) -> dict[str, Any]:

@@ -284,6 +284,7 @@ def render(status: pb.GetStatusResponse, *, notice: str = "") -> RenderableType:
         ("rates", rates_in_words(status.nodes), ""),
         ("time", mean_time_in_words(status.nodes), ""),
         ("rules", "; ".join(status.run.amendments), ""),
+        ("undone", "; ".join(status.run.went_back), "yellow"),
         ("wire", saving_in_words(status.run.wire), ""),
     ):
         if words:

@@ -6,7 +6,7 @@ restored from an older copy. What an amendment changes stands in protocol.amendm
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -49,6 +49,7 @@ class RulingKind(StrEnum):
     RESUMED = "resumed"
     STOPPED = "stopped"  # the run ends before `from_round`
     AMENDED = "amended"  # the run's rules are others from `from_round` on
+    ROLLED_BACK = "rolled_back"  # rounds from `from_round` on are undone
 
 
 ABOUT_NODES = frozenset(
@@ -60,6 +61,9 @@ ABOUT_NODES = frozenset(
     }
 )
 """The latest of these on a node says how it stands."""
+
+
+_OF_SOME_KINDS = frozenset({"last_round", "incarnation", "outer_digest", "contributors"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,10 +81,15 @@ class Ruling:
     invite_id: str = ""
     changes: tuple[tuple[str, Scalar], ...] = ()  # "run.rounds" and its value, by key
     from_round: int = 0
+    last_round: int = 0  # of those that are undone, as the coordinator knew it
+    incarnation: int = 0  # of commits from then on: what is undone has a lower one
+    outer_digest: str = ""  # of the state that the run goes on from, in hexadecimal digits
+    contributors: tuple[str, ...] = ()  # to what is undone, by their names
 
     def canonical_json(self) -> str:
-        """What is signed, told and kept."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        """What is signed, told and kept. Fields that only some kinds have are left out of all others."""
+        fields = {k: v for k, v in asdict(self).items() if v or k not in _OF_SOME_KINDS}
+        return json.dumps(fields, sort_keys=True, separators=(",", ":"))
 
     def digest(self) -> Digest:
         """BLAKE3 of it: what the next ruling names."""
@@ -129,6 +138,20 @@ def follows(ruling: Ruling, before: Ruling | None) -> bool:
     """Whether a ruling is the next one of its chain."""
     number, digest = (0, NO_DIGEST) if before is None else (before.number, before.digest())
     return ruling.number == number + 1 and ruling.before == digest.hex()
+
+
+def undoes(rulings: Iterable[Ruling], round: int, incarnation: int) -> bool:
+    """Whether the commit of a round, of this incarnation, is undone by one of these.
+
+    What was committed since is of a later incarnation; what a ruling says holds for everybody who has it,
+    whatever else he has heard.
+    """
+    return any(
+        ruling.kind is RulingKind.ROLLED_BACK
+        and round >= ruling.from_round
+        and incarnation < ruling.incarnation
+        for ruling in rulings
+    )
 
 
 class RulingVerifier:
@@ -187,8 +210,17 @@ def in_words(ruling: Ruling) -> str:
         case RulingKind.AMENDED:
             changes = ", ".join(f"{key} = {json.dumps(value)}" for key, value in ruling.changes)
             return f"{changes} from round {ruling.from_round} on{why}"
+        case RulingKind.ROLLED_BACK:
+            return _undone_in_words(ruling) + why
         case _:
             return f"{who} was {ruling.kind}{why}"
+
+
+def _undone_in_words(ruling: Ruling) -> str:
+    first, last = ruling.from_round, ruling.last_round
+    rounds = f"round {first} is" if first == last else f"rounds {first} to {last} are"
+    by = f", to which {', '.join(ruling.contributors)} contributed" if ruling.contributors else ""
+    return f"the run went back to the state after round {first - 1}; {rounds} undone{by}"
 
 
 def refuse_barred(standing: Ruling | None) -> None:

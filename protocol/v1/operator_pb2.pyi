@@ -553,6 +553,56 @@ class AmendRunResponse(_message.Message):
 Global___AmendRunResponse: _TypeAlias = AmendRunResponse  # noqa: Y015
 
 @_typing.final
+class RollBackRunRequest(_message.Message):
+    """Names the round to go back to."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    round: _builtins.int
+    """A committed round, whose state some node that is here can go back to."""
+    reason: _builtins.str
+    """Why, for nodes, status and audit log; may be empty."""
+    def __init__(
+        self,
+        *,
+        round: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "round", b"round"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RollBackRunRequest: _TypeAlias = RollBackRunRequest  # noqa: Y015
+
+@_typing.final
+class RollBackRunResponse(_message.Message):
+    """The run goes on from there."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RULING_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ruling(self) -> _ruling_pb2.Ruling:
+        """The ruling."""
+
+    def __init__(
+        self,
+        *,
+        ruling: _ruling_pb2.Ruling | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ruling", b"ruling"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ruling", b"ruling"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RollBackRunResponse: _TypeAlias = RollBackRunResponse  # noqa: Y015
+
+@_typing.final
 class ListRulingsRequest(_message.Message):
     """Asks for rulings."""
 

@@ -70,6 +70,11 @@ class OperatorServiceStub:
                 request_serializer=protocol_dot_v1_dot_operator__pb2.AmendRunRequest.SerializeToString,
                 response_deserializer=protocol_dot_v1_dot_operator__pb2.AmendRunResponse.FromString,
                 _registered_method=True)
+        self.RollBackRun = channel.unary_unary(
+                '/atoll.v1.OperatorService/RollBackRun',
+                request_serializer=protocol_dot_v1_dot_operator__pb2.RollBackRunRequest.SerializeToString,
+                response_deserializer=protocol_dot_v1_dot_operator__pb2.RollBackRunResponse.FromString,
+                _registered_method=True)
         self.ListRulings = channel.unary_unary(
                 '/atoll.v1.OperatorService/ListRulings',
                 request_serializer=protocol_dot_v1_dot_operator__pb2.ListRulingsRequest.SerializeToString,
@@ -130,6 +135,13 @@ class OperatorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RollBackRun(self, request, context):
+        """Has the run go back to the state after a round; later rounds are undone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListRulings(self, request, context):
         """All rulings: the audit log.
         """
@@ -174,6 +186,11 @@ def add_OperatorServiceServicer_to_server(servicer, server):
                     servicer.AmendRun,
                     request_deserializer=protocol_dot_v1_dot_operator__pb2.AmendRunRequest.FromString,
                     response_serializer=protocol_dot_v1_dot_operator__pb2.AmendRunResponse.SerializeToString,
+            ),
+            'RollBackRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.RollBackRun,
+                    request_deserializer=protocol_dot_v1_dot_operator__pb2.RollBackRunRequest.FromString,
+                    response_serializer=protocol_dot_v1_dot_operator__pb2.RollBackRunResponse.SerializeToString,
             ),
             'ListRulings': grpc.unary_unary_rpc_method_handler(
                     servicer.ListRulings,
@@ -371,6 +388,33 @@ class OperatorService:
             '/atoll.v1.OperatorService/AmendRun',
             protocol_dot_v1_dot_operator__pb2.AmendRunRequest.SerializeToString,
             protocol_dot_v1_dot_operator__pb2.AmendRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RollBackRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.OperatorService/RollBackRun',
+            protocol_dot_v1_dot_operator__pb2.RollBackRunRequest.SerializeToString,
+            protocol_dot_v1_dot_operator__pb2.RollBackRunResponse.FromString,
             options,
             channel_credentials,
             insecure,

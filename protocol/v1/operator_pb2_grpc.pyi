@@ -47,6 +47,8 @@ class OperatorServiceStub:
     """Pauses, resumes or stops the run."""
     AmendRun: _grpc.UnaryUnaryMultiCallable[_operator_pb2.AmendRunRequest, _operator_pb2.AmendRunResponse]
     """Changes rules of the run from the next round on."""
+    RollBackRun: _grpc.UnaryUnaryMultiCallable[_operator_pb2.RollBackRunRequest, _operator_pb2.RollBackRunResponse]
+    """Has the run go back to the state after a round; later rounds are undone."""
     ListRulings: _grpc.UnaryUnaryMultiCallable[_operator_pb2.ListRulingsRequest, _operator_pb2.ListRulingsResponse]
     """All rulings: the audit log."""
 
@@ -69,6 +71,8 @@ class OperatorServiceAsyncStub(OperatorServiceStub):
     """Pauses, resumes or stops the run."""
     AmendRun: _aio.UnaryUnaryMultiCallable[_operator_pb2.AmendRunRequest, _operator_pb2.AmendRunResponse]  # type: ignore[assignment]
     """Changes rules of the run from the next round on."""
+    RollBackRun: _aio.UnaryUnaryMultiCallable[_operator_pb2.RollBackRunRequest, _operator_pb2.RollBackRunResponse]  # type: ignore[assignment]
+    """Has the run go back to the state after a round; later rounds are undone."""
     ListRulings: _aio.UnaryUnaryMultiCallable[_operator_pb2.ListRulingsRequest, _operator_pb2.ListRulingsResponse]  # type: ignore[assignment]
     """All rulings: the audit log."""
 
@@ -130,6 +134,14 @@ class OperatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_operator_pb2.AmendRunResponse, _abc.Awaitable[_operator_pb2.AmendRunResponse]]:
         """Changes rules of the run from the next round on."""
+
+    @_abc_1.abstractmethod
+    def RollBackRun(
+        self,
+        request: _operator_pb2.RollBackRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.RollBackRunResponse, _abc.Awaitable[_operator_pb2.RollBackRunResponse]]:
+        """Has the run go back to the state after a round; later rounds are undone."""
 
     @_abc_1.abstractmethod
     def ListRulings(

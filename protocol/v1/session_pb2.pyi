@@ -448,6 +448,7 @@ class HeartbeatRequest(_message.Message):
     CANNOT_EVALUATE_FIELD_NUMBER: _builtins.int
     UPLOAD_PACE_FIELD_NUMBER: _builtins.int
     EXCHANGE_SPEED_FIELD_NUMBER: _builtins.int
+    REACH_BACK_FIELD_NUMBER: _builtins.int
     session_id: _builtins.int
     """The session."""
     outer_round: _builtins.int
@@ -500,6 +501,10 @@ class HeartbeatRequest(_message.Message):
     def exchange_speed(self) -> Global___ExchangeSpeed:
         """How fast it does an exchange's arithmetic; absent before that was measured."""
 
+    @_builtins.property
+    def reach_back(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoundSpan]:
+        """Rounds to whose states it can go back from its own disk, in order."""
+
     def __init__(
         self,
         *,
@@ -523,14 +528,41 @@ class HeartbeatRequest(_message.Message):
         cannot_evaluate: _builtins.bool = ...,
         upload_pace: Global___UploadPace | None = ...,
         exchange_speed: Global___ExchangeSpeed | None = ...,
+        reach_back: _abc.Iterable[Global___RoundSpan] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["exchange_speed", b"exchange_speed", "link_rates", b"link_rates", "upload_pace", b"upload_pace", "utilisation", b"utilisation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "cannot_evaluate", b"cannot_evaluate", "cannot_train", b"cannot_train", "congestion_control", b"congestion_control", "exchange_speed", b"exchange_speed", "inner_step", b"inner_step", "let_go_rounds", b"let_go_rounds", "link_rates", b"link_rates", "loss", b"loss", "mesh", b"mesh", "outer_digest", b"outer_digest", "outer_incarnation", b"outer_incarnation", "outer_round", b"outer_round", "session_id", b"session_id", "tokens_per_second", b"tokens_per_second", "unreachable_ids", b"unreachable_ids", "upload_pace", b"upload_pace", "utilisation", b"utilisation", "waiting_for", b"waiting_for", "wire", b"wire"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "cannot_evaluate", b"cannot_evaluate", "cannot_train", b"cannot_train", "congestion_control", b"congestion_control", "exchange_speed", b"exchange_speed", "inner_step", b"inner_step", "let_go_rounds", b"let_go_rounds", "link_rates", b"link_rates", "loss", b"loss", "mesh", b"mesh", "outer_digest", b"outer_digest", "outer_incarnation", b"outer_incarnation", "outer_round", b"outer_round", "reach_back", b"reach_back", "session_id", b"session_id", "tokens_per_second", b"tokens_per_second", "unreachable_ids", b"unreachable_ids", "upload_pace", b"upload_pace", "utilisation", b"utilisation", "waiting_for", b"waiting_for", "wire", b"wire"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HeartbeatRequest: _TypeAlias = HeartbeatRequest  # noqa: Y015
+
+@_typing.final
+class RoundSpan(_message.Message):
+    """Rounds in a row."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    first: _builtins.int
+    """The first."""
+    last: _builtins.int
+    """The last, no less than the first."""
+    def __init__(
+        self,
+        *,
+        first: _builtins.int = ...,
+        last: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "last", b"last"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoundSpan: _TypeAlias = RoundSpan  # noqa: Y015
 
 @_typing.final
 class UploadPace(_message.Message):

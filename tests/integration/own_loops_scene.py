@@ -13,7 +13,7 @@ import torch
 from typed_commands import ROOT, Running, Swarm, until
 
 from lab.processes.family import atoll_environment
-from node.newest import newest_model
+from node.kept import kept_model
 from protocol.v1 import status_pb2
 from tests.tiny_runs import tiny_text
 
@@ -123,7 +123,7 @@ class Scene:
             f"an end of {self.swarm.nodes()}",
         )
         assert self.run().digests_agree
-        models = [newest_model(home) for home in self.homes.values()]
+        models = [kept_model(home) for home in self.homes.values()]
         assert {model.outer_digest for model in models} == {self.run().outer_digest}
 
     def end(self) -> None:
@@ -134,7 +134,7 @@ class Scene:
 
 def assert_holds(saved: Path, home: Path) -> None:
     """The model that a loop ended with is the node's outer state, bit by bit."""
-    model = newest_model(home)
+    model = kept_model(home)
     tensors = torch.load(saved)
     for place in model.layout.places:
         values = model.parameters[place.offset : place.offset + place.num_elements]

@@ -9,8 +9,8 @@ from own_loops_scene import Loop
 from typed_commands import ROOT, Swarm
 
 from lab.run_files import toml_of
-from node.models.reading import FIRST_WEIGHTS
-from node.newest import newest_model
+from node.kept import kept_model
+from protocol.models import FIRST_WEIGHTS
 from tests.transformers_configs import CONFIGS
 
 EXAMPLES = ROOT / "examples" / "functions"
@@ -59,7 +59,7 @@ def trained_alike(swarm: Swarm, invite: str, *options: str, first: tuple[str, ..
     memories = one.shared_memory(), other.shared_memory()
     one.ends(memories[0])
     other.ends(memories[1])
-    models = [newest_model(home) for home in homes]
+    models = [kept_model(home) for home in homes]
     assert models[0].round == models[1].round == 2
     assert models[0].outer_digest == models[1].outer_digest
 
@@ -143,7 +143,7 @@ def test_a_loop_of_one_s_own_trains_any_model_and_its_node_runs_no_code_of_the_r
         assert loop.ends() == 0, loop.log
         one.ends(memories[0])
         node.ends(memories[1])
-        models = [newest_model(home) for home in homes]
+        models = [kept_model(home) for home in homes]
         assert models[0].outer_digest == models[1].outer_digest
         assert swarm.nodes()["loop"].committed_tokens > 0 and not node.has_torch()
     finally:

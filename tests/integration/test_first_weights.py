@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from typed_commands import Running, Swarm, atoll, done, until
 
-from node.models.reading import FIRST_WEIGHTS, digest_of_first, write_first
-from node.newest import newest_model
+from node.kept import kept_model
+from node.models.reading import digest_of_first, write_first
 from protocol.layout import layout_of
-from protocol.models import Description
+from protocol.models import FIRST_WEIGHTS, Description
 from protocol.run_spec import DESCRIPTION_FILE, load_run_file
 from tests.tiny_runs import tiny_text
 
@@ -49,7 +49,7 @@ def test_a_node_without_the_first_weights_fetches_them_from_the_one_that_has_the
     memories = without.shared_memory(), having.shared_memory()
     without.ends(memories[0])
     having.ends(memories[1])
-    one, other = map(newest_model, homes)
+    one, other = map(kept_model, homes)
     assert one.round == other.round == 2
     assert one.outer_digest == other.outer_digest
     assert "what this node owed is let go" not in without.log, "it never owed anything"

@@ -15,7 +15,7 @@ import pytest
 from small_machine import SmallDisk, small_disk
 from typed_commands import ROOT, Swarm, atoll, until
 
-from node.newest import newest_model
+from node.kept import kept_model
 from protocol.terminal.query import StatusLink
 from protocol.v1 import status_pb2
 
@@ -106,7 +106,7 @@ def test_a_node_whose_disk_becomes_full_ends_with_the_reason_and_its_older_snaps
     )
     (member,) = swarm.status().nodes
     assert member.state == status_pb2.NODE_STATE_LEFT  # it said goodbye
-    newest = newest_model(home)
+    newest = kept_model(home)
     commits = {closed.round: closed.outer_digest for closed in closed_rounds(swarm)}
     assert 1 <= newest.round <= max(commits)
     assert newest.outer_digest == commits[newest.round]

@@ -6,7 +6,7 @@ import torch
 from own_loops_scene import SECONDS, Scene, assert_holds
 from typed_commands import until
 
-from node.newest import newest_model
+from node.kept import kept_model
 
 RUN = {"run": {"name": "loops", "rounds": 4, "min_nodes": 2}, "evaluation": {"every_rounds": 2}}
 SHORT = {"name": "loops", "rounds": 2, "min_nodes": 2}
@@ -126,7 +126,7 @@ def test_a_loop_in_bf16_trains_ahead_while_bytes_travel_and_holds_the_rounded_st
         assert loop.ends() == 0, loop.log
         scene.agree()
         tensors = torch.load(tmp_path / "ahead.pt")
-        model = newest_model(scene.homes["loop"])
+        model = kept_model(scene.homes["loop"])
         for place in model.layout.places:
             values = model.parameters[place.offset : place.offset + place.num_elements]
             rounded = torch.from_numpy(values.copy()).bfloat16()

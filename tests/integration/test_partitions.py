@@ -11,7 +11,7 @@ from typed_commands import Running, Swarm, atoll, done
 
 from lab.network.lab import NetworkLab
 from lab.network.links import Link
-from node.newest import newest_model
+from node.kept import kept_model
 from tests.tiny_runs import tiny_text
 
 ROUNDS = 7
@@ -99,7 +99,7 @@ def test_a_run_finishes_though_two_nodes_never_reach_each_other(
     assert by_name["other"]["node_id"] in by_name["one"]["heartbeat"]["unreachable_ids"]
     assert not by_name["between"]["heartbeat"]["unreachable_ids"]
     assert run["digests_agree"] and run["outer_digest_round"] == ROUNDS
-    models = [newest_model(swarm.folder / name) for name in NODES]
+    models = [kept_model(swarm.folder / name) for name in NODES]
     assert {(model.round, model.outer_digest.hex()) for model in models} == {
         (ROUNDS, run["outer_digest"])
     }
@@ -122,5 +122,5 @@ def test_a_node_that_falls_out_of_the_network_in_mid_run_is_missed_and_comes_bac
     assert (run["phase"], run["committed_round"]) == ("finished", ROUNDS)
     assert run["digests_agree"]
     assert rounds[0]["num_contributors"] == len(NODES)
-    models = [newest_model(swarm.folder / name) for name in NODES]
+    models = [kept_model(swarm.folder / name) for name in NODES]
     assert {model.outer_digest.hex() for model in models} == {run["outer_digest"]}

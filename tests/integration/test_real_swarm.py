@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from typed_commands import Swarm, atoll, done, refused
 
+from node.kept import kept_model
 from node.machine.kernel import congestion_control
 from node.models.export import load_exported
-from node.newest import newest_model
 from tests.tiny_runs import tiny_text
 
 RUN = tiny_text(
@@ -101,7 +101,7 @@ def test_a_swarm_trains_a_model_though_one_leaves_and_another_joins_and_a_rank_d
     for name in ("stays", "joins"):
         heartbeat = by_name[name]["heartbeat"]
         assert (heartbeat["outer_round"], heartbeat["outer_digest"]) == (4, digest)
-    model = newest_model(homes["stays"])
+    model = kept_model(homes["stays"])
     assert (model.round, model.outer_digest.hex()) == (4, digest)
 
     out = swarm.folder / "model"

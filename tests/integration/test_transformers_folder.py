@@ -10,7 +10,7 @@ import torch
 from typed_commands import Swarm, atoll, done, refused
 
 from node.island.models.generate import decoder_of
-from node.newest import newest_model
+from node.kept import kept_model
 from tests.unit.tokens_scene import write_jsonl, write_tokenizer
 
 
@@ -74,7 +74,7 @@ def test_a_folder_is_trained_by_two_nodes_and_loads_again_as_the_same_kind_of_mo
     ]
     for node in nodes:
         node.ends(set())
-    models = [newest_model(home) for home in homes]
+    models = [kept_model(home) for home in homes]
     assert models[0].outer_digest == models[1].outer_digest
     told = json.loads(done(atoll("status", "--json", "--dir", swarm.home)))["run"]
     first, *_, last = [measured["loss"] for measured in told["held_out_losses"]]

@@ -96,6 +96,9 @@ class FakeIsland:
         self._live("publish")
         self.outer.owing._published[:] = self.outer._parameters - 1
 
+    async def begin_anew(self, round: int) -> None:
+        self.calls.append(f"begin anew after {round}")
+
     async def keep(self, round: int, *, is_last: bool = False) -> None:
         self._die_when_told("keep")
         self.kept.append((round, is_last))
@@ -188,6 +191,7 @@ class Life:
         self,
         *,
         disk: StateOnDisk | None = None,
+        history: History | None = None,
         spec: RunSpec | None = None,
         layout: Layout = LAYOUT,
         make_island: Callable[[Outer], Any] = FakeIsland,
@@ -202,7 +206,7 @@ class Life:
             holdings=Holdings(
                 outer=self.outer,
                 disk=disk,
-                history=History(None),
+                history=history or History(None),
             ),
             counterparts=Counterparts(
                 coordinator=self.link,  # type: ignore[arg-type]

@@ -64,6 +64,9 @@ class CountingIsland:
         published = self._outer.owing._published[: span.stop - span.start]
         self.local[span] += self._outer._parameters[span] - published
 
+    async def begin_anew(self, round: int) -> None:
+        pass
+
     async def keep(self, round: int, *, is_last: bool = False) -> None:
         pass
 

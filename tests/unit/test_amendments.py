@@ -41,6 +41,28 @@ def test_what_is_brought_back_late_holds_in_the_order_of_its_round() -> None:
     assert in_force(SPEC, rulings).run.rounds == 30
 
 
+def test_what_was_amended_before_the_run_went_back_holds_from_the_first_undone_round_on() -> None:
+    back = Ruling(
+        number=2,
+        before="",
+        kind=RulingKind.ROLLED_BACK,
+        by=RUN_OWNER,
+        unix_seconds=0.0,
+        from_round=4,
+        last_round=8,
+        incarnation=1,
+    )
+    before = [amendment(7, 1, outer__learning_rate=0.5, run__rounds=20)]
+    assert in_force(SPEC, before, round=4) == SPEC
+    rulings = [*before, back, amendment(4, 3, outer__learning_rate=0.2)]
+    rates = [in_force(SPEC, rulings, round=round).outer.learning_rate for round in (3, 4, 7, 9)]
+    assert rates == [0.7, 0.2, 0.2, 0.2], "the later of two holds"
+    spans = [span_of(SPEC, rulings, round) for round in range(3, 7)]
+    assert spans[0] == Span(begin=0.2, end=pytest.approx(0.3))
+    assert all(one.end == pytest.approx(other.begin) for one, other in pairwise(spans))
+    assert spans[1].end - spans[1].begin == pytest.approx(0.7 / 17)
+
+
 @pytest.mark.parametrize(
     ("text", "kind", "words"),
     [

@@ -376,7 +376,7 @@ async def test_a_state_that_the_swarm_never_agreed_on_is_not_taken_however_long_
     scene.commits[-1] = replace(scene.commits[-1], outer_digest=None)
     held = scene.nodes[A].outer.digest
     began_at = asyncio.get_running_loop().time()
-    assert not await scene.nodes[C].exchange._catch_up._is_the_swarms(None, 2, held)
+    assert not await scene.nodes[C].exchange._catch_up._listed.is_the_swarms(None, 2, held)
     assert asyncio.get_running_loop().time() >= began_at + WAITS.settle_seconds
     catching_up = asyncio.create_task(scene.nodes[C].exchange.catch_up(1))
     await asyncio.sleep(10 * WAITS.settle_seconds)  # all donors are at round 2
@@ -441,7 +441,7 @@ async def test_what_is_owed_goes_with_a_leap_whose_commits_are_not_all_known(
         listed = {0: scene.commits[:1], 1: [], 2: scene.commits[2:]}
         return tuple(listed.get(after_round, ()))
 
-    scene.nodes[C].exchange._catch_up._list_commits = list_commits
+    scene.nodes[C].exchange._catch_up._listed.after = list_commits
     await scene.nodes[C].exchange.catch_up(1)
     assert scene.nodes[C].outer.position == scene.nodes[A].outer.position
     assert not scene.nodes[C].residual.any()
@@ -471,7 +471,7 @@ async def test_what_is_owed_goes_with_a_leap_whose_commits_do_not_lead_to_its_st
     async def list_commits(after_round: int) -> tuple[Commit, ...]:
         return others(*scene.commits) if after_round == 0 else tuple(scene.commits[after_round:])
 
-    scene.nodes[C].exchange._catch_up._list_commits = list_commits
+    scene.nodes[C].exchange._catch_up._listed.after = list_commits
     await scene.nodes[C].exchange.catch_up(1)
     assert scene.nodes[C].outer.position == scene.nodes[A].outer.position
     assert not scene.nodes[C].residual.any()
@@ -588,7 +588,7 @@ async def test_a_state_never_stands_without_its_history(
         await committed_round(scene, number, A, B)
     catch_up, outer = scene.nodes[C].exchange._catch_up, scene.nodes[C].outer
     lists_since_move: list[int] = []
-    honest = catch_up._list_commits
+    honest = catch_up._listed.after
 
     async def list_commits(after_round: int) -> tuple[Commit, ...]:
         assert outer.round == 0 or catch_up._history.at(outer.round) is not None
@@ -601,7 +601,7 @@ async def test_a_state_never_stands_without_its_history(
             raise asyncio.CancelledError
         return result
 
-    monkeypatch.setattr(catch_up, "_list_commits", list_commits)
+    monkeypatch.setattr(catch_up._listed, "after", list_commits)
     monkeypatch.setattr(catch_up, "_heavy", heavy)
     digest = scene.commits[-1].outer_digest
     assert digest is not None

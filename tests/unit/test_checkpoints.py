@@ -164,6 +164,25 @@ async def test_a_start_goes_on_from_the_newest_that_loads_and_says_so(
     assert (lines[0]["why"], lines[1]["round"]) == ("it does not fit", 1)
 
 
+async def test_after_the_run_went_back_no_checkpoint_of_an_undone_round_is_taken(
+    folder: CheckpointFolder,
+) -> None:
+    for number in (3, 6):
+        write(folder, number)
+    resuming = resuming_from(folder)
+    resuming.leave_out_after = 4
+    loaded: list[int] = []
+
+    async def load(checkpoint: Checkpoint) -> Loaded:
+        loaded.append(checkpoint.about.round)
+        return Loaded()
+
+    await resuming.resume(load)
+    assert loaded == [3]
+    await resuming_from(folder).resume(load)
+    assert loaded == [3, 3], "that of the undone round is gone for good"
+
+
 async def test_a_checkpoint_comes_after_so_many_rounds_but_no_sooner_than_the_disk_is_spared(
     folder: CheckpointFolder,
 ) -> None:

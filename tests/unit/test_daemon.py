@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
+from node.disk.round_folder import Retention
 from node.disk.snapshot_folder import SnapshotFolder
 from node.disk.snapshots import SnapshotWriting
 from node.duties.duties import FINISH_SECONDS
@@ -30,11 +31,13 @@ from protocol.messages import (
     RosterTold,
     RoundCommitted,
     RoundOpened,
+    RulingsTold,
     RunFinished,
     Trained,
 )
 from protocol.rounds import Assignment, Commit, Digest, PeerAddress, RosterEntry, SliceOutcome
 from protocol.run_spec import RunSpec
+from protocol.trust.rulings import NO_DIGEST, Ruling, RulingKind
 from tests.unit.daemon_scene import TRAIN_SECONDS, Life
 from tests.unit.exchange_scene import NUM_ELEMENTS, TOKENS, A, B, in_virtual_time, plan_for
 
@@ -310,6 +313,67 @@ async def test_a_request_to_refetch_a_state_that_is_right_moves_nothing() -> Non
         await asyncio.sleep(5)
         assert life.island.calls == ["start", "adopt"]
         assert not life.link.reported(Applied)
+
+
+def test_a_node_goes_back_drops_what_it_learnt_since_and_refuses_older_plans(
+    tmp_path: Path,
+) -> None:
+    @in_virtual_time
+    async def run() -> None:
+        history = History(None)
+        disk = StateOnDisk(
+            tmp_path,
+            history=history,
+            clock=asyncio.get_running_loop().time,
+            retention=Retention(keep=9, every=1),
+        )
+        async with Life(disk=disk, history=history) as life:
+            states = [life.outer.digest]
+            listed: list[Commit] = []
+            for number in (1, 2, 3):
+                plan = life.plan(number)
+                life.link.say(RoundOpened(plan=plan))
+                await asyncio.sleep(60)
+                commit = life.commit(plan)
+                life.link.say(RoundCommitted(commit=commit))
+                await asyncio.sleep(1)
+                states.append(life.outer.digest)
+                listed.append(replace(commit, outer_digest=life.outer.digest))
+                life.link.commits = tuple(listed)
+            in_flight = life.plan(4)
+            life.link.say(RoundOpened(plan=in_flight))
+            await asyncio.sleep(1)
+            ruling = Ruling(
+                number=1,
+                before=NO_DIGEST.hex(),
+                kind=RulingKind.ROLLED_BACK,
+                by="the run owner",
+                unix_seconds=0.0,
+                from_round=2,
+                last_round=3,
+                incarnation=1,
+                outer_digest=states[1].hex(),
+            )
+            life.link.commits = (listed[0],)
+            life.island.calls.clear()
+            life.link.say(RulingsTold(rulings=(ruling,), signatures=(b"",)))
+            await asyncio.sleep(5)
+            assert life.outer.position == (1, states[1])
+            assert life.island.calls == ["publish", "begin anew after 1", "adopt"]
+            assert not life.outer.owed().residual.any()
+            assert history.at(2) is None
+            assert life.link.reported(Applied)[-1][0] == 1
+            old = replace(in_flight, round=2, base_digest=states[1])
+            life.island.calls.clear()
+            life.link.say(RoundOpened(plan=old))
+            await asyncio.sleep(60)
+            assert life.island.calls == []
+            life.link.say(RulingsTold(rulings=(ruling,), signatures=(b"",)))
+            life.link.say(RoundOpened(plan=replace(old, num_rulings=1)))
+            await asyncio.sleep(60)
+            assert life.island.calls == ["train", "publish"]
+
+    run()
 
 
 @in_virtual_time

@@ -11,10 +11,10 @@ from node.doctor import checks
 from node.doctor.command import as_json, line_of, run_doctor, summary_of
 from node.doctor.findings import Finding, exit_code_of, wrong
 from node.doctor.kernel import LARGE_BUFFER_BYTES, kernel_findings
+from node.kept import keep_run
 from node.machine.gpus import Gpu
 from node.machine.hardware import Hardware
 from node.machine.kernel import congestion_control
-from node.newest import keep_run
 from protocol.errors import ConfigError, ExitCode, SystemRefusedError
 from protocol.files.folder_lock import FolderLock
 from protocol.v1.status_pb2 import NODE_STATE_READY, NodeStatus
@@ -61,7 +61,7 @@ def test_a_run_that_its_owner_gives_too_little_disk_is_told_with_what_to_do(tmp_
     keep_run(tmp_path, tiny())
     (found,) = checks.disk_findings(tmp_path, NodeSettings(name="n", max_disk="0.001MB"))
     assert found.verdict == "wrong" and "max_disk allows 1,000" in found.what
-    assert "raise max_disk in node.toml to 1GB or more, or set checkpoint" in found.next_step
+    assert "raise max_disk in node.toml to 1GB or more, or set keep_snapshots" in found.next_step
 
 
 # The kernel

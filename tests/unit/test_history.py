@@ -189,3 +189,17 @@ def test_a_signature_covers_all_but_the_digest_that_nodes_agree_on_later() -> No
         "61746f6c6c20636f6d6d697420340a0803" + "1a20" + "62" * 32 + "2228188002"
         "2220" + "03" * 32 + "320100" + "3a070a0161100120" + "044a0161" + "52090a01001201051a0101"
     )
+
+
+def test_undone_rounds_are_forgotten_also_by_the_file(tmp_path: Path) -> None:
+    written = saved(tmp_path / "history", *map(commit_of, (1, 2, 3, 4)))
+    written.forget_after(2)
+    assert kept(written) == [(1, 0), (2, 0)]
+    assert kept(History(tmp_path / "history")) == [(1, 0), (2, 0), (3, 0), (4, 0)], (
+        "until it is saved"
+    )
+    written.save()
+    assert kept(History(tmp_path / "history")) == [(1, 0), (2, 0)]
+    written.add(commit_of(3, incarnation=1))
+    written.save()
+    assert kept(History(tmp_path / "history")) == [(1, 0), (2, 0), (3, 1)]

@@ -109,6 +109,27 @@ def test_a_node_whose_own_state_is_wrong_makes_it_again_and_asks_nobody(tmp_path
     run()
 
 
+def test_where_a_result_is_missing_nothing_moves_and_all_stays_owed(tmp_path: Path) -> None:
+    """The result of round 2 is here, that of round 3 nowhere."""
+
+    @in_virtual_time
+    async def run() -> None:
+        scene = await two_rounds(tmp_path)
+        await committed_round(scene, 3, A, B, C)
+        node = scene.nodes[A]
+        node.outer.owing.residual.values[:] = 3
+        before, owed = node.outer.position, node.residual.copy()
+        node.exchange._held.forget_from(3)
+        for peer in (B, C):
+            scene.network.cut(A, peer)
+        assert not await node.exchange._catch_up._disbelieves(3, made_up_by(scene, B, C))
+        assert node.outer.position == before
+        np.testing.assert_array_equal(node.residual, owed)
+        await scene.stop()
+
+    run()
+
+
 @in_virtual_time
 async def test_first_weights_that_a_node_draws_itself_are_taken_from_nobody() -> None:
     scene = await Scene.of(A, B)

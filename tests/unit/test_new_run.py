@@ -135,7 +135,7 @@ def test_what_a_run_costs_a_node_and_how_long_it_takes_are_printed(
     assert values["node_bytes"].keys() == {"daemon", "ranks", "disk"}
     assert 12 < values["node_bytes"]["daemon"] / parameters < 12 + 4 + 2 * 4 / 4 + 4
     assert values["node_bytes"]["ranks"] == 16 * parameters
-    assert values["node_bytes"]["disk"] == 56 * parameters
+    assert values["node_bytes"]["disk"] == 88 * parameters
     memory, ranks, disk = map(bytes_in_words, values["node_bytes"].values())
     assert f"a node takes about {memory} of memory beside {ranks} in its ranks" in told
     assert f" and {disk} of disk" in told

@@ -20,7 +20,7 @@ from node.exchange.state.on_disk import LONGEST_ROUNDS, StateOnDisk, rounds_betw
 from node.exchange.transport.transport import WantManifest, WantResult
 from node.history import History
 from protocol.errors import SystemRefusedError
-from protocol.rounds import Commit, ContributionDigest, NodeId
+from protocol.rounds import Commit, ContributionDigest, NodeId, RoundSpan
 from tests.unit.exchange_scene import NUM_ELEMENTS, A, B, Scene, in_virtual_time
 
 Result = TypeVar("Result")
@@ -122,6 +122,26 @@ async def test_inner_steps_that_a_round_did_not_take_are_on_the_disk_at_once(
     np.testing.assert_array_equal(again.residual, owed)
     await trained(scene, 3)  # that takes them: results will do again
     assert files(tmp_path)[-1] == "round-00000003.results"
+    await scene.stop()
+
+
+@pytest.mark.usefixtures("slow_disks")
+@in_virtual_time
+async def test_a_node_reaches_back_as_far_as_snapshots_and_results_lead_and_forgets_what_is_undone(
+    tmp_path: Path,
+) -> None:
+    scene = await swarm_on(tmp_path)
+    for number in (1, 2, 3, 4):
+        await trained(scene, number)
+    exchange = scene.nodes[A].exchange
+    disk = exchange._disk
+    assert disk is not None
+    assert disk.reach_back(4) == (RoundSpan(first=0, last=4),)
+    (tmp_path / A / "round-00000002.results").unlink()
+    assert disk.reach_back(4) == (RoundSpan(first=0, last=1),)
+    await exchange.forget_after(1)
+    assert files(tmp_path) == ["round-00000000.safetensors", "round-00000001.results"]
+    assert disk.reach_back(1) == (RoundSpan(first=0, last=1),)
     await scene.stop()
 
 

@@ -8,7 +8,7 @@ from node.exchange.codecs.codec import CodecError
 from node.exchange.outer import Outer, UnequalBaseError
 from node.exchange.outer_optimizer import RateScale
 from node.exchange.owing import Pending
-from node.exchange.reduction import Reduction
+from node.exchange.reduction import Merging, Reduction
 from node.outer_state import Vector
 from protocol.payload import Payload
 from protocol.rounds import BLOCK, Commit, ContributionDigest, Contributor, SliceOutcome
@@ -172,6 +172,25 @@ def reduced_by(outer: Outer, pending: Pending, *, index: int) -> Payload:
     assert result is not None
     outer.owing.note_result(result)
     return result.payload
+
+
+def test_a_reducer_merges_by_the_rules_of_the_round_that_is_open() -> None:
+    outer = outer_of(A)
+    plain = reduced_by(
+        outer, pending_of(outer, np.cos(np.arange(NUM_ELEMENTS, dtype=np.float32))), index=0
+    )
+    asked: list[int] = []
+
+    def merging_in(round: int) -> Merging:
+        asked.append(round)
+        return Merging(merge="norm-preserving")
+
+    outer.merging_in = merging_in
+    amended = reduced_by(
+        outer, pending_of(outer, np.cos(np.arange(NUM_ELEMENTS, dtype=np.float32))), index=0
+    )
+    assert asked == [outer.round + 1]
+    assert amended.body != plain.body
 
 
 def mean_with(outer: Outer, pending: Pending) -> Vector:

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from node.config import SNAPSHOTS_FOLDER
 from node.disk.snapshot_folder import SnapshotFolder
 from node.disk.snapshots import Owed, Snapshot
-from node.newest import keep_run, newest_model
+from node.kept import keep_run, kept_model
 from node.outer_state import PIECE_ELEMENTS
 from protocol.errors import BadDataError, ConfigError
 from protocol.layout import layout_of
@@ -47,10 +47,10 @@ def test_the_parameters_come_as_they_were_with_round_and_digest(
     tmp_path: Path, num_elements: int
 ) -> None:
     folder = SnapshotFolder(tmp_path)
-    assert folder.load_newest_parameters(RUN, LAYOUT) is None
+    assert folder.load_parameters(RUN, LAYOUT) is None
     for round in (1, 2):
         folder.save(*state(round, num_elements))
-    found = folder.load_newest_parameters(RUN, LAYOUT)
+    found = folder.load_parameters(RUN, LAYOUT)
     saved, _ = state(2, num_elements)
     assert found is not None
     assert (found.round, found.outer_digest) == (2, saved.outer_digest())
@@ -79,7 +79,7 @@ def test_no_more_memory_is_taken_than_the_parameters_and_a_few_pieces(tmp_path: 
     assert peak_of(copied) >= 8 * num_elements, "the measure sees nothing"
     # What is read is mapped; only the reducer's error is copied, which outlives the file.
     assert peak_of(folder.load_newest) < 4 * num_elements + PIECE_BYTES
-    assert peak_of(folder.load_newest_parameters) < 4 * num_elements + 5 * PIECE_BYTES
+    assert peak_of(folder.load_parameters) < 4 * num_elements + 5 * PIECE_BYTES
 
 
 def test_what_is_owed_is_not_read(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_what_is_owed_is_not_read(tmp_path: Path) -> None:
     flip(path, -401)  # in the residual
     with pytest.raises(BadDataError):
         folder.load_newest(RUN, LAYOUT)
-    found = folder.load_newest_parameters(RUN, LAYOUT)
+    found = folder.load_parameters(RUN, LAYOUT)
     assert found is not None
     assert found.values.tobytes() == state(1, 100)[0].parameters.tobytes()
 
@@ -101,7 +101,7 @@ def test_export_and_sampling_read_the_parameters_alone(tmp_path: Path) -> None:
     saved = replace(saved, run_digest=spec.digest(), layout_digest=layout.summary().digest)
     keep_run(tmp_path, spec)
     flip(SnapshotFolder(tmp_path / SNAPSHOTS_FOLDER).save(saved, owed), -1)
-    model = newest_model(tmp_path)
+    model = kept_model(tmp_path)
     assert (model.round, model.outer_digest) == (4, saved.outer_digest())
     assert model.parameters.tobytes() == saved.parameters.tobytes()
 
@@ -117,7 +117,7 @@ def test_any_flipped_byte_gives_the_older_snapshot_or_the_same_parameters(tmp_pa
     for place in range(0, len(whole), 3):
         flip(path, place)
         with capture_logs() as logs:
-            found = folder.load_newest_parameters(RUN, LAYOUT)
+            found = folder.load_parameters(RUN, LAYOUT)
         assert found is not None
         assert found.values.tobytes() == right[found.round], place
         if begin_of_owed - 800 <= place < begin_of_owed:
@@ -134,7 +134,7 @@ def test_a_damaged_momentum_alone_is_an_error_for_the_person(tmp_path: Path) -> 
     folder = SnapshotFolder(tmp_path)
     flip(folder.save(*state(1, 100)), -900)
     with pytest.raises(BadDataError, match="damaged"):
-        folder.load_newest_parameters(RUN, LAYOUT)
+        folder.load_parameters(RUN, LAYOUT)
 
 
 def test_a_file_under_another_rounds_name_is_passed_over(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_file_under_another_rounds_name_is_passed_over(tmp_path: Path) -> None
     folder.save(*state(1, 100))
     newest = folder.save(*state(2, 100))
     newest.rename(newest.with_name("round-00000003.safetensors"))
-    found = folder.load_newest_parameters(RUN, LAYOUT)
+    found = folder.load_parameters(RUN, LAYOUT)
     assert found is not None and found.round == 1
 
 
@@ -151,6 +151,6 @@ def test_files_of_another_run_or_layout_are_refused_by_name(tmp_path: Path) -> N
     folder.save(*state(1, 100))
     other = Digest(b"\xee" * 32)
     with pytest.raises(ConfigError, match=r"run 000102030405, not to eeeeeeeeeeee"):
-        folder.load_newest_parameters(other, LAYOUT)
+        folder.load_parameters(other, LAYOUT)
     with pytest.raises(ConfigError, match=r"layout 202122232425, not to eeeeeeeeeeee"):
-        folder.load_newest_parameters(RUN, other)
+        folder.load_parameters(RUN, other)

@@ -117,7 +117,7 @@ def test_a_file_of_a_format_before_is_read(tmp_path: Path, number: int) -> None:
     assert loaded[1].residual.tobytes() == vector(9).tobytes()
     kept = {at: values.tobytes() for at, values in (loaded[1].reducer_error or {}).items()}
     assert kept == ({} if number == 1 else {0: vector(10).tobytes()})
-    parameters = SnapshotFolder(tmp_path).load_newest_parameters(RUN, LAYOUT)
+    parameters = SnapshotFolder(tmp_path).load_parameters(RUN, LAYOUT)
     assert parameters is not None and parameters.values.tobytes() == vector(12).tobytes()
 
 

@@ -13,9 +13,9 @@ from tokens_scene import END, prepared, spec_of, write_jsonl, write_tokenizer
 from node.island.data.places import DataPlaces
 from node.island.models.describing import describe, first_vector
 from node.island.models.generate import sampled
+from node.kept import keep_places, places_of
 from node.models.export import export_model
 from node.models.text import ByteText, files_of_tokenizer, text_of_run
-from node.newest import keep_places, places_of
 from protocol.errors import BadDataError, NoInputError, UsageError
 from protocol.models import Description, FunctionModel, TransformersModel
 from protocol.run_spec import RunSpec

@@ -112,6 +112,9 @@ class Ranks:
     async def publish(self, fragment: int) -> None:
         self.calls.append("publish")
 
+    async def begin_anew(self, round: int) -> None:
+        pass
+
     async def keep(self, round: int, *, is_last: bool = False) -> None:
         self.calls.append("keep")
 

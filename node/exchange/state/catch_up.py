@@ -8,48 +8,41 @@ what the node still owes stays owed, as long as its state is one of the swarm's 
 Where it is not, the coordinator may have gone back to an older copy of its database. So before the node
 gives anything up, it brings its own commits; then it goes back as little as it can.
 
-What to fetch and when is decided here; how it is fetched, in download.py and fetching.py.
+What to fetch and when is decided here; how it is fetched, in download.py and results_here.py. What the
+coordinator lists stands in listed.py, and what this node can go back to by itself, in own_states.py.
 """
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import structlog
 
-from node.disk.logs import ResultLog
 from node.disk.snapshots import Snapshot
 from node.exchange.codecs.codec import CodecError
-from node.exchange.fetching import Donors, fetch_results
-from node.exchange.giving import KEPT_ROUNDS, HeldResults
+from node.exchange.fetching import Donors
+from node.exchange.giving import HeldResults
 from node.exchange.outer import NotApplicableError, Outer, Position
 from node.exchange.state.download import Download
+from node.exchange.state.listed import Listed, is_same
 from node.exchange.state.on_disk import StateOnDisk
+from node.exchange.state.own_states import OwnStates
 from node.exchange.state.patience import Patience
-from node.exchange.transport.transport import WantResult
+from node.exchange.state.results_here import ResultsHere
 from node.heavy import Heavy
 from node.history import History
 from node.outer_state import Vector
 from protocol.messages import Report
-from protocol.payload import Payload
-from protocol.rounds import Commit, Digest, SliceOutcome
+from protocol.rounds import Commit, Digest
 
 log = structlog.get_logger()
 
 ASKS_BEFORE_SNAPSHOT = 3
 """How often everybody is asked for results before the node asks for a snapshot as well."""
 
-KEPT_WHEN_LEAPING = 128
-"""Of the latest rounds whose results were never here the commits are kept all the same, so that a
-coordinator that lost them can be given them."""
-
 FirstState = Callable[[], Vector]
 """Draws the weights of round 0 from the run file's seed. Heavy."""
-
-PAGE_ROUNDS = 64
-"""The coordinator lists at most so many commits in an answer."""
 
 ROUNDS_AHEAD = 4
 """Results of so many rounds are fetched together, and are in memory before they are applied."""
@@ -89,14 +82,31 @@ class CatchUp:
         self._outer = outer
         self._held = held
         self._heavy = heavy
-        self._disk = disk
         self._history = history
-        self._list_commits = coordinator.list_commits
         self._bring_back = coordinator.bring_back
         self._patience = coordinator.patience
         self._brought_for: tuple[Position, object] | None = None
-        self._run_digest = run_digest
         self._donors = donors
+        waits = donors.waits
+        self._listed = Listed(
+            coordinator.list_commits,
+            outer=outer,
+            history=history,
+            heavy=heavy,
+            settle_seconds=waits.settle_seconds,
+            pause_seconds=waits.pause_seconds,
+        )
+        self._own = OwnStates(
+            run_digest=run_digest,
+            outer=outer,
+            disk=disk,
+            history=history,
+            heavy=heavy,
+            listed=self._listed,
+        )
+        self._results = ResultsHere(
+            outer=outer, held=held, disk=disk, heavy=heavy, donors=donors, say=self._say
+        )
         self._download = Download(
             run_digest=run_digest,
             layout_digest=outer.layout_digest,
@@ -119,19 +129,19 @@ class CatchUp:
         Returns early when the coordinator knows of no such round: it has gone back, and will say.
         """
         while self._outer.round < round:
-            commits = await self._list_commits(self._outer.round)
+            commits = await self._listed.after(self._outer.round)
             if not commits:
                 log.warning("the coordinator lists no such round", round=round)
                 return
             if commits[0].round > self._outer.round + 1 and self._outer.round:
                 self._say_too_far_behind(commits[0].round)
             if not self._outer.is_base_of(commits[0]) and (
-                await self._brought_own(commits[0]) or await self._gone_back()
+                await self._brought_own(commits[0]) or await self._own.go_back()
             ):
                 continue
             for place, commit in enumerate(commits):
                 if place > 0:  # the first has shown that results are still held
-                    await self._fetch_ahead(commits[place : place + ROUNDS_AHEAD])
+                    await self._results.fetch_ahead(commits[place : place + ROUNDS_AHEAD])
                 if not await self._pass(commit):
                     break
 
@@ -152,18 +162,12 @@ class CatchUp:
         What the coordinator says now counts more than the digest, for nodes may have agreed anew. While
         they have yet to agree, a state is right that the commit in the list has led to.
         """
-        settled = await self._settled_digest(self._outer.round, None)
-        if settled is None and self._outer.round >= round and await self._is_listed():
+        settled = await self._listed.settled_digest(self._outer.round)
+        if settled is None and self._outer.round >= round and await self._listed.has_ours():
             return True
         if settled is None and self._outer.round == round:
             settled = digest
         return self._outer.round >= round and settled == self._outer.digest
-
-    async def _is_listed(self) -> bool:
-        """Whether the coordinator lists the commit that led to our state."""
-        ours = self._history.at(self._outer.round)
-        listed = await self._commit_of(self._outer.round)
-        return ours is not None and listed is not None and _is_same(ours, listed)
 
     async def replace(self, round: int, digest: Digest) -> bool:
         """Takes over a peer's state of this round or a later one; False when nobody supplies one now.
@@ -179,7 +183,7 @@ class CatchUp:
             return False
         if await self.is_right(round, digest):
             return True
-        if await self._gone_back():
+        if await self._own.go_back():
             await self.to_round(round)
             if await self.is_right(round, digest):
                 return True
@@ -232,18 +236,28 @@ class CatchUp:
     async def _remade(self, round: int) -> bool:
         """Makes our state of a round again by replay alone; False when something for that is missing.
 
-        Then we are at an earlier state of ours. What is owed is what was with that.
+        All results are looked for before anything moves.
         """
-        if not await self._gone_back(before=max(round, 1)):
+        kept = await self._own.before(max(round, 1), await self._drawn())
+        if kept is None:
             return False
-        while self._outer.round < round:
-            commits = await self._list_commits(self._outer.round)
-            for commit in commits[: round - self._outer.round]:
-                if not self._outer.is_base_of(commit) or not await self._replayed(commit):
-                    return False
-            if not commits:
-                return False
+        start, _ = kept
+        commits = await self._listed.chain(
+            start.round, await self._heavy(start.outer_digest), round
+        )
+        if len(commits) < round - start.round or not await self._results.are_here(commits):
+            return False
+        await self._own.take_up(kept)
+        for commit in commits:
+            if not await self._replayed(commit):
+                return False  # a file was damaged meanwhile
         return True
+
+    async def _drawn(self) -> Vector | None:
+        """The weights of round 0, where this node draws them itself and results lead on from there."""
+        if self._first_state is None or not self._own.leads_from_the_first():
+            return None
+        return await self._heavy(self._first_state)
 
     async def _pass(self, commit: Commit) -> bool:
         """Gets past a commit; False when it is none of the swarm's history any more.
@@ -255,8 +269,8 @@ class CatchUp:
         asked = 0
         while self._outer.round < commit.round:
             if asked:  # it may have been taken back meanwhile, if nobody is left who holds a result
-                listed = await self._commit_of(commit.round)
-                is_other = listed is None or not _is_same(listed, commit)
+                listed = await self._listed.commit_of(commit.round)
+                is_other = listed is None or not is_same(listed, commit)
                 if listed is None or (is_other and not self._outer.is_base_of(listed)):
                     self.waiting_for = ""
                     return False  # the coordinator went back to a copy, and another history goes on
@@ -288,14 +302,8 @@ class CatchUp:
 
     async def _replayed(self, commit: Commit) -> bool:
         """Fetches what is missing of a commit and applies it; False when that did not work now."""
-        if self._missing(commit):
-            await self._fetch_missing((commit,))
-        results = {
-            outcome.index: payload
-            for outcome in commit.slices
-            if (payload := self._held_result(commit.round, outcome)) is not None
-        }
-        if len(results) < sum(outcome.digest is not None for outcome in commit.slices):
+        results = await self._results.of(commit)
+        if results is None:
             return False
         try:
             await self._heavy(lambda: self._outer.apply(commit, results))
@@ -306,58 +314,6 @@ class CatchUp:
         self._held.forget_old(self._outer.round)
         return True
 
-    def _held_result(self, round: int, outcome: SliceOutcome) -> Payload | None:
-        if outcome.digest is None:
-            return None
-        return self._held.find(round, outcome.index, outcome.digest)
-
-    def _missing(self, commit: Commit) -> list[SliceOutcome]:
-        """The slices of a commit whose result is not here."""
-        return [
-            outcome
-            for outcome in commit.slices
-            if outcome.digest is not None and self._held_result(commit.round, outcome) is None
-        ]
-
-    async def _fetch_ahead(self, commits: Sequence[Commit]) -> None:
-        """Fetches what is missing of some rounds together, once it is missing of the first."""
-        if self._outer.is_base_of(commits[0]) and self._missing(commits[0]):
-            await self._fetch_missing(commits)
-
-    async def _fetch_missing(self, commits: Sequence[Commit]) -> None:
-        """Fetches the results that are missing of some rounds, from our own disk first."""
-        if self._disk is not None:
-            await self._heavy(partial(self._recall, self._disk.results, commits))
-        wanted = {
-            WantResult(round=commit.round, slice_index=each.index, digest=each.digest): each
-            for commit in commits
-            for each in self._missing(commit)
-            if each.digest is not None
-        }
-        if wanted:
-            rounds = [want.round for want in wanted]
-            first, last = min(rounds), max(rounds)
-            which = f"round {first}" if first == last else f"rounds {first} to {last}"
-            self._say(f"results of {which}")
-            await fetch_results(
-                wanted,
-                self._keep,
-                of=self._donors,
-                peers=self._donors.peers(),
-                downlink=self._outer.downlink,
-            )
-
-    async def _keep(self, payload: Payload) -> None:
-        self._held.hold(payload)
-
-    def _recall(self, results: ResultLog, commits: Sequence[Commit]) -> None:
-        for commit in commits:
-            for outcome in self._missing(commit):
-                assert outcome.digest is not None
-                payload = results.find(commit.round, outcome.index, outcome.digest)
-                if payload is not None:
-                    self._held.hold(payload)
-
     def _say(self, waiting_for: str) -> None:
         self.waiting_for = waiting_for
 
@@ -366,7 +322,7 @@ class CatchUp:
         snapshot = await self._fetched_state(at_least_round, None)
         if snapshot is None:
             return False
-        passed = await self._commits_between(self._outer, snapshot)
+        passed = await self._listed.between(self._outer, snapshot)
         if not await self._taken_over(snapshot, passed):
             return False
         await self._download.taken_over()
@@ -380,7 +336,7 @@ class CatchUp:
         How the swarm came there is asked for before, and noted as soon as the state has moved, so
         that the state never stands without its history.
         """
-        commits = await self._commits_before(snapshot.round)
+        commits = await self._listed.before(snapshot.round)
         owed = await self._heavy(self._outer.owing.norm)
         if passed:
             move = partial(self._outer.leap, snapshot, passed)
@@ -414,25 +370,6 @@ class CatchUp:
                 norm=round(norm, 3),
             )
 
-    async def _commits_between(self, outer: Outer, snapshot: Snapshot) -> list[Commit]:
-        """All commits from our state to a later one, page by page; none when ours does not lead there.
-
-        Of those that do not name this node only what says so is kept: there may be thousands.
-        """
-        passed: list[Commit] = []
-        at = outer.round
-        digest: Digest | None = outer.digest
-        while at < snapshot.round:
-            page = await self._list_commits(at)
-            if not page:
-                return []
-            for commit in page[: snapshot.round - at]:
-                if (commit.round, commit.base_digest) != (at + 1, digest or commit.base_digest):
-                    return []  # another history goes on since
-                at, digest = commit.round, commit.outer_digest
-                passed.append(outer.owing.what_matters_of(commit))
-        return passed if digest == await self._heavy(snapshot.outer_digest) else []
-
     async def _brought_own(self, cause: object) -> bool:
         """Brings the coordinator the commits that it does not have as we do; once for each cause.
 
@@ -442,7 +379,7 @@ class CatchUp:
         if self._brought_for == asked_for:
             return False
         self._brought_for = asked_for
-        after = await self._last_shared_round()
+        after = await self._listed.last_shared_round()
         if after == self._outer.round:
             return False
         asked = 0
@@ -451,131 +388,16 @@ class CatchUp:
             if asked == 1:
                 log.info("own commits are not brought back yet", after_round=after)
             await self._patience.pause(asked, first_seconds=self._donors.waits.pause_seconds)
-        commits = await self._list_commits(self._outer.round)
+        commits = await self._listed.after(self._outer.round)
         return not commits or self._outer.is_base_of(commits[0])
-
-    async def _last_shared_round(self) -> int:
-        """The last round of ours whose commit the coordinator has as we do; where ours end otherwise."""
-        end = self._outer.round
-        while end > 0 and self._history.at(end) is not None:
-            start = max(0, end - PAGE_ROUNDS)
-            listed = {commit.round: commit for commit in await self._list_commits(start)}
-            for number in range(end, start, -1):
-                ours = self._history.at(number)
-                if ours is None:
-                    return number
-                if number in listed and _is_same(ours, listed[number]):
-                    return number
-            end = start
-        return end
-
-    async def _gone_back(self, before: int | None = None) -> bool:
-        """Takes up an earlier state of ours that is the swarm's, as late a one as there is.
-
-        `before`: of an earlier round than that.
-
-        Ours now is not: it was taken back, or is of a node that went astray. Where only void rounds
-        led to it that are no more, it is one all the same, under an earlier number.
-        """
-        if before is None and await self._stepped_back():
-            return True
-        last = self._outer.round if before is None else before - 1
-        for number in [] if self._disk is None else self._disk.snapshots.rounds():
-            if number <= last:
-                digest = await self._settled_digest(number, None)
-                if digest is not None and await self._restored(number, digest):
-                    return True
-        return before is not None and await self._drawn_again()
-
-    async def _drawn_again(self) -> bool:
-        """Takes up the state of round 0, where this node draws it itself and results lead on from it."""
-        if self._first_state is None or self._outer.round > KEPT_ROUNDS:
-            return False
-        parameters = await self._heavy(self._first_state)
-        first = Snapshot(
-            round=0,
-            run_digest=self._run_digest,
-            layout_digest=self._outer.layout_digest,
-            parameters=parameters,
-            momentum=np.zeros_like(parameters),
-        )
-        await self._heavy(partial(self._outer.restore, first, None))
-        return True
-
-    async def _stepped_back(self) -> bool:
-        """Leaves void rounds behind which the coordinator has no more."""
-        first, last = self._outer.round, self._outer.round
-        while (commit := self._history.at(first)) is not None and _is_void(commit):
-            first -= 1
-        for number in range(last - 1, first - 1, -1):
-            if await self._settled_digest(number, None) == self._outer.digest:
-                await self._heavy(partial(self._outer.step_back, number))
-                log.warning(
-                    "void rounds are no more", round=number, instead_of=last, residual="kept"
-                )
-                return True
-        return False
-
-    async def _restored(self, round: int, digest: Digest) -> bool:
-        """Takes up the state of a round, and what was owed with it, from our own disk."""
-        if self._disk is None:
-            return False
-        kept = await self._heavy(partial(self._disk.snapshots.load, round, digest))
-        if kept is None:
-            return False
-        await self._heavy(partial(self._outer.restore, *kept))
-        log.warning("went back to a state of ours", round=round, residual="kept")
-        return True
 
     async def _fetched_state(
         self, at_least_round: int, known: tuple[int, Digest] | None
     ) -> Snapshot | None:
         """The swarm's state at this round or later; None when nobody supplies one now."""
         self._say(f"a snapshot of round {at_least_round} or later")
-        if await self._settled_digest(at_least_round, known) is None:
+        if await self._listed.settled_digest(at_least_round, known) is None:
             return None  # nothing could be checked: spare the link
-        return await self._download.fetch(at_least_round, partial(self._is_the_swarms, known))
-
-    async def _is_the_swarms(
-        self, known: tuple[int, Digest] | None, round: int, digest: Digest
-    ) -> bool:
-        # The swarm may still be agreeing on its newest round.
-        give_up_at = asyncio.get_running_loop().time() + self._donors.waits.settle_seconds
-        while True:
-            settled = await self._settled_digest(round, known)
-            is_open = settled is None and await self._commit_of(round) is not None
-            if not is_open or asyncio.get_running_loop().time() >= give_up_at:
-                return settled == digest
-            await asyncio.sleep(self._donors.waits.pause_seconds)
-
-    async def _settled_digest(self, round: int, known: tuple[int, Digest] | None) -> Digest | None:
-        """The digest that the swarm settled on for a round, or None while it has not."""
-        if known is not None and known[0] == round:
-            return known[1]
-        if round == 0:  # no commit led there
-            commits = await self._list_commits(0)
-            return commits[0].base_digest if commits else None
-        commit = await self._commit_of(round)
-        return None if commit is None else commit.outer_digest
-
-    async def _commits_before(self, round: int) -> list[Commit]:
-        """How the swarm came to a state: its incarnation is told with it."""
-        commits: list[Commit] = []
-        at = max(0, round - KEPT_WHEN_LEAPING)
-        while at < round and (page := await self._list_commits(at)):
-            commits += [commit for commit in page if commit.round <= round]
-            at = page[-1].round
-        return commits
-
-    async def _commit_of(self, round: int) -> Commit | None:
-        commits = await self._list_commits(round - 1) if round > 0 else ()
-        return commits[0] if commits and commits[0].round == round else None
-
-
-def _is_void(commit: Commit) -> bool:
-    return all(outcome.digest is None for outcome in commit.slices)
-
-
-def _is_same(one: Commit, other: Commit) -> bool:
-    """Whether two are one commit, before or after nodes agreed on the state that it leads to."""
-    return replace(one, outer_digest=None) == replace(other, outer_digest=None)
+        return await self._download.fetch(
+            at_least_round, partial(self._listed.is_the_swarms, known)
+        )

@@ -19,6 +19,7 @@ import structlog
 
 from node.disk.budget import DiskBudget, Need
 from node.disk.logs import ResultLog, SentLog
+from node.disk.round_folder import Retention
 from node.disk.snapshot_folder import KEPT_FILES, OpenSnapshot, SnapshotError, SnapshotFolder
 from node.disk.snapshots import Owed, Snapshot, SnapshotWriting, snapshot_bytes
 from node.exchange import giving
@@ -32,13 +33,16 @@ from node.history import KEPT_BYTES, History
 from protocol.errors import AtollError
 from protocol.layout import Layout
 from protocol.payload import Payload
-from protocol.rounds import Commit
+from protocol.rounds import Commit, RoundSpan
 from protocol.run_spec import RunSpec
 
 log = structlog.get_logger()
 
 LONGEST_ROUNDS = 1 << 20
 """More lie between snapshots only where rounds take no time at all."""
+
+MOST_SPANS = 256
+"""Stretches of rounds that a node says it can go back to: those of its newest snapshots."""
 
 RESULTS_SHARE = 0.25
 """Of a snapshot's size: no more results lie between two snapshots. They stay back to the older of two."""
@@ -87,10 +91,12 @@ class StateOnDisk:
         besides_bytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
         aside: Heavy = in_place,
+        retention: Retention = Retention(),  # noqa: B008 - it is frozen
     ) -> None:
         """`besides_bytes` is what else of the node is written as often; `aside` is where snapshots are."""
         self.path = path
-        self.snapshots = SnapshotFolder(path)
+        self._retention = retention
+        self.snapshots = SnapshotFolder(path, retention=retention)
         self.results = ResultLog(path)
         self.sent = sent or SentLog(None)
         self._history = history
@@ -116,7 +122,7 @@ class StateOnDisk:
             Need(
                 what="snapshots",
                 path=self.path,
-                num_bytes=KEPT_FILES * one,
+                num_bytes=(KEPT_FILES + self._retention.keep) * one,
                 held_bytes=self.snapshots.folder.held_bytes(),
             ),
             Need(
@@ -261,7 +267,7 @@ class StateOnDisk:
 
     def _forget_results(self, round: int) -> None:
         """Drops what neither this node nor a peer asks for once there is this round."""
-        oldest_file = min(self.snapshots.rounds(), default=-1)
+        oldest_file = min(self.snapshots.rounds()[:KEPT_FILES], default=-1)
         oldest_asked_for = round - giving.KEPT_ROUNDS
         self.results.folder.forget_before(min(oldest_file, oldest_asked_for) + 1)
 
@@ -296,6 +302,31 @@ class StateOnDisk:
         self._snapshot_round, self._snapshot_at = outer.round, self._clock()
         self._result_bytes = 0
         return writing
+
+    def reach_back(self, round: int) -> tuple[RoundSpan, ...]:
+        """Rounds up to this one to whose states what is on the disk leads, in order. Looks at the folder."""
+        have = frozenset(self.results.folder.rounds())
+        spans: list[RoundSpan] = []
+        for first in sorted(number for number in self.snapshots.rounds() if number <= round):
+            last = first
+            while last < round and (last + 1 in have or self._is_void(last + 1)):
+                last += 1
+            if spans and first <= spans[-1].last + 1:
+                spans[-1] = RoundSpan(first=spans[-1].first, last=max(last, spans[-1].last))
+            else:
+                spans.append(RoundSpan(first=first, last=last))
+        return tuple(spans[-MOST_SPANS:])
+
+    def _is_void(self, round: int) -> bool:
+        commit = self._history.at(round)
+        return commit is not None and all(each.digest is None for each in commit.slices)
+
+    def forget_after(self, round: int) -> None:
+        """Drops what is of later rounds, which are undone; of snapshots, where an earlier one is whole."""
+        self._history.forget_after(round)
+        self.results.folder.drop_after(round)
+        if any(number <= round for number in self.snapshots.rounds()):
+            self.snapshots.folder.drop_after(round)
 
     def opened(self, includes: Callable[[int], bool]) -> OpenSnapshot | None:
         """The newest snapshot of such a round that opens, to be served."""
@@ -359,16 +390,21 @@ class StateOnDisk:
         return tuple(results), leads_here
 
     def _is_due(self, outer: Outer) -> bool:
+        """Whether a snapshot is; those of rounds that are retained come as soon as the disk's pace allows."""
+        seconds = self._clock() - self._snapshot_at
+        apart_seconds = self._budget.seconds_between(
+            snapshot_bytes(outer.layout.num_elements) + self._besides_bytes
+        )
         every = rounds_between(
             num_elements=outer.layout.num_elements,
             rounds=outer.round - self._snapshot_round,
-            seconds=self._clock() - self._snapshot_at,
+            seconds=seconds,
             result_bytes=self._result_bytes,
-            apart_seconds=self._budget.seconds_between(
-                snapshot_bytes(outer.layout.num_elements) + self._besides_bytes
-            ),
+            apart_seconds=apart_seconds,
         )
-        return outer.round // every > self._snapshot_round // every
+        if outer.round // every > self._snapshot_round // every:
+            return True
+        return self._retention.is_kept(outer.round) and seconds >= apart_seconds
 
 
 def _tell_unwritten(behind: asyncio.Future[None]) -> None:

@@ -33,6 +33,8 @@ class Resuming:
         self.folder = folder
         self._spec = spec
         self._clock = clock
+        self.leave_out_after: int | None = None
+        """At the next start: checkpoints of later rounds are of a history that is undone."""
         self._is_at_zero = True
         self._rounds_since_kept = 0
         self._kept_until = -math.inf  # by the clock: none is due before
@@ -50,7 +52,11 @@ class Resuming:
         await asyncio.to_thread(self.folder.remove_unfinished)
         checkpoints = self.folder.whole() if among is None else iter(among)
         checkpoints_left_out = 0
+        newest, self.leave_out_after = self.leave_out_after, None
         while checkpoint := await asyncio.to_thread(next, checkpoints, None):
+            if newest is not None and checkpoint.about.round > newest:
+                self.folder.discard(checkpoint)
+                continue
             try:
                 loaded = await load(checkpoint)
             except RankDiedError:

@@ -205,6 +205,11 @@ class SuppliedIsland:
         """See Island."""
         await self._island.keep(round, is_last=is_last)
 
+    async def begin_anew(self, round: int) -> None:
+        """See Island."""
+        if self._is_up:
+            await self._island.begin_anew(round)
+
     async def evaluate(self) -> Evaluation | None:
         """See Island. None where the held-out tokens do not come in time."""
         if not self._is_up:

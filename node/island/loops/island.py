@@ -178,6 +178,9 @@ class LoopIsland:
     async def keep(self, round: int, *, is_last: bool = False) -> None:
         """See Island. Nothing to do: checkpoints are the loop's own business."""
 
+    async def begin_anew(self, round: int) -> None:
+        """See Island. Nothing to do: the loop adopts, as after any commit."""
+
     async def evaluate(self) -> Evaluation | None:
         """See Island. By the loop's own function, where it gave one."""
         self._raise_if_gone()

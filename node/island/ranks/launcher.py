@@ -242,6 +242,12 @@ class ProcessIsland:
             kept = await self.set_aside(Keep(folder, round, is_waited=is_last))
             self.resuming.tell_of_keeping(round, kept)
 
+    async def begin_anew(self, round: int) -> None:
+        """See Island."""
+        self.resuming.leave_out_after = round
+        await self.stop()
+        await self.start()
+
     async def set_aside(self, order: Keep) -> Kept:
         """Has the ranks write their part of a checkpoint, whether or not one is due."""
         return await self._answer_of(order, Kept)

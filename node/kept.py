@@ -1,4 +1,4 @@
-"""The newest model that a node's folder holds: for export and for sampling, with the node running or not."""
+"""The models that a node's folder holds: for export, sampling and forks, with the node running or not."""
 
 import json
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ PLACES_FILE = "places.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NewestModel:
+class KeptModel:
     """Committed parameters with what is needed to use them."""
 
     spec: RunSpec
@@ -63,8 +63,8 @@ def places_of(folder: Path, *, base: str | None, typed_in: Path) -> DataPlaces:
     )
 
 
-def newest_model(folder: Path) -> NewestModel:
-    """Reads the newest whole snapshot. Raises NoInputError when there is none yet."""
+def kept_model(folder: Path, round: int | None = None) -> KeptModel:
+    """Reads the newest whole snapshot, or that of a round. Raises NoInputError when it is not there."""
     path = folder / RUN_FILE
     if not path.is_file():
         Credentials.load(folder)  # a folder that never joined is told so
@@ -77,10 +77,10 @@ def newest_model(folder: Path) -> NewestModel:
 
     layout = layout_of(spec)
     snapshots = SnapshotFolder(folder / SNAPSHOTS_FOLDER)
-    kept = snapshots.load_newest_parameters(spec.digest(), layout.summary().digest)
+    kept = snapshots.load_parameters(spec.digest(), layout.summary().digest, round=round)
     if kept is None:
         raise _nothing_yet(folder)
-    return NewestModel(
+    return KeptModel(
         spec=spec,
         layout=layout,
         round=kept.round,

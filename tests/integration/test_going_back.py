@@ -1,0 +1,79 @@
+"""A run goes back by the command, with real processes: digests agree, and an export is what it was."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typed_commands import Swarm, atoll, done, refused, until
+
+from tests.tiny_runs import tiny_text
+
+RUN = tiny_text(
+    run={"name": "regretted", "rounds": 400, "min_nodes": 2},
+    inner={"steps": 1_000_000},
+    deadlines={"train": 1, "contribute": 20, "commit": 30},
+    evaluation={"every_rounds": 500},
+)
+
+
+@pytest.fixture
+def swarm(tmp_path: Path) -> Iterator[Swarm]:
+    swarm = Swarm(tmp_path / "swarm", RUN)
+    yield swarm
+    swarm.end()
+
+
+def test_a_run_goes_back_and_on_and_what_was_exported_before_is_exported_again(
+    swarm: Swarm,
+) -> None:
+    def committed(round: int) -> None:
+        until(lambda: swarm.status().run.committed_round >= round, f"round {round}")
+
+    invite = swarm.invite("--uses", "2")
+    for name in ("a", "b"):
+        swarm.join(name, invite)
+        settings = swarm.folder / name / "node.toml"
+        text = settings.read_text() if settings.is_file() else ""
+        text = text.replace("keep_snapshots = 2", "").replace("keep_every = 8", "")
+        settings.write_text(f"{text}\nkeep_snapshots = 100\nkeep_every = 1\n")
+    a, b = (swarm.start_node(name) for name in ("a", "b"))
+    committed(4)
+    before, again = swarm.folder / "before", swarm.folder / "again"
+    done(atoll("export", before, "--round", "3", "--dir", swarm.folder / "a"))
+    refused(
+        atoll("export", swarm.folder / "no", "--round", "77", "--dir", swarm.folder / "a"),
+        66,
+        "no snapshot of round 77",
+        "take a round that is there",
+    )
+    refused(atoll("run", "rollback", "300", "--dir", swarm.home), 64, "round 300 is not behind")
+    committed(5)
+    said = done(
+        atoll("run", "rollback", "3", "--reason", "the loss has jumped", "--dir", swarm.home)
+    )
+    assert "the run went back to the state after round 3; rounds 4 to" in said
+    assert "to which a, b contributed: the loss has jumped" in said
+    for log in (a, b):
+        log.says("the run goes back")
+        log.says("went back")
+    committed(5)
+    run = swarm.status().run
+    assert run.digests_agree
+    assert run.went_back[0].startswith("the run went back to the state after round")
+    assert run.rounds_in_reach
+    rounds = {
+        one["round"]: one
+        for one in json.loads(done(atoll("rounds", "--json", "--dir", swarm.home)))
+    }
+    assert [rounds[number]["incarnation"] for number in (3, 4, 5)] == [0, 1, 1]
+    done(atoll("export", again, "--round", "3", "--dir", swarm.folder / "b"))
+    weights = "model.safetensors"
+    assert (before / weights).read_bytes() == (again / weights).read_bytes()
+    (told,) = [
+        ruling
+        for ruling in json.loads(done(atoll("audit", "--json", "--dir", swarm.home)))
+        if ruling["kind"] == "rolled_back"
+    ]
+    assert (told["from_round"], told["contributors"]) == (4, ["a", "b"])
+    assert told["outer_digest"] == rounds[3]["outer_digest"]

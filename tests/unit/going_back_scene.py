@@ -1,0 +1,116 @@
+"""A swarm on stage with a database, which can go back: for tests of the pure core."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from coordinator.store import Store
+from coordinator.swarm.events import Ruled
+from coordinator.swarm.state import SwarmState
+from protocol.rounds import Commit, Digest, NodeId, RoundSpan
+from protocol.trust.rulings import RUN_OWNER, RulingKind
+from tests.unit.swarm_scene import INITIAL, Scene, digest_of
+
+NODES = ("a", "b", "c")
+EVERYWHERE = (RoundSpan(first=1, last=1000),)
+
+
+@dataclass(kw_only=True)
+class Kept:
+    """A swarm with a database, and its state after each round as it was settled."""
+
+    scene: Scene = field(default_factory=lambda: Scene(min_nodes=2, rounds=100))
+    store: Store = field(default_factory=Store.in_memory)
+    saved: SwarmState | None = None
+    settled: dict[int, SwarmState] = field(default_factory=dict)
+    made: list[Commit] = field(default_factory=list)  # all that there ever were
+    num_applied: int = 0
+
+    def save(self) -> None:
+        before = self.saved or self.scene.state
+        self.store.save(before, self.scene.state, now=self.scene.now)
+        self.saved = self.scene.state
+
+    def attach(self, name: str) -> None:
+        state = self.scene.state
+        at = state.committed_round
+        if state.open_round is not None and state.open_round.commit is not None:
+            at -= 1
+        digest = self.state_after(at)
+        self.scene.attach(name, at=at, digest=digest, incarnation=state.incarnation)
+        self.reach(name)
+        self.save()
+
+    def state_after(self, number: int) -> Digest:
+        if number == 0:
+            return INITIAL
+        kept = self.settled[number].outer_digest
+        assert kept is not None
+        return kept
+
+    def reach(self, name: str) -> None:
+        member = self.scene.member(name)
+        members = {
+            **self.scene.state.members,
+            member.node_id: replace(member, reach_back=EVERYWHERE),
+        }
+        self.scene.state = replace(self.scene.state, members=members)
+
+    def moments(self) -> Iterator[None]:
+        """What happens in a round, piece by piece."""
+        scene = self.scene
+        if scene.state.open_round is None:
+            return
+        here = [str(a.node_id) for a in scene.round.assignments]
+        for name in here:
+            scene.train(name)
+            yield
+        number = scene.round.number
+        scene.commit(*here)
+        self.made.append(scene.state.recent[-1].commit)
+        yield
+        self.num_applied += 1
+        digest = digest_of(f"state {number}, made {self.num_applied}")
+        for name in here:
+            scene.apply(digest, name, incarnation=scene.state.incarnation)
+            self.save()
+            if scene.state.outer_digest == digest:
+                self.settled[number] = scene.state
+            yield
+
+    def rounds(self, number: int) -> None:
+        for _ in range(number):
+            for _ in self.moments():
+                pass
+
+    def go_back(self, round: int, **fields: Any) -> None:
+        self.save()
+        asked = {
+            "by": RUN_OWNER,
+            "undone": self.store.undone_after(round, num_fragments=1),
+            **fields,
+        }
+        self.scene.do(
+            Ruled(
+                kind=RulingKind.ROLLED_BACK,
+                unix_seconds=0.0,
+                from_round=round + 1,
+                **asked,
+            )
+        )
+        self.save()
+        self.settled = {number: s for number, s in self.settled.items() if number <= round}
+
+    def all_follow(self) -> None:
+        state = self.scene.state
+        assert state.outer_digest is not None
+        for name in NODES:
+            if NodeId(name) in state.members:
+                self.scene.beat(
+                    name,
+                    at=state.committed_round,
+                    digest=state.outer_digest,
+                    incarnation=self.settled[state.committed_round].recent[-1].commit.incarnation,
+                )
+                self.reach(name)
+        self.save()
