@@ -84,8 +84,10 @@ def _run(status: pb.GetStatusResponse) -> View:
     held = run.held_out_losses
     bits = bits_per_byte(held[-1].loss, run) if held else None
     sent = ledger_bytes(run.wire)
+    reach = cut_off(status.nodes)
+    cut = reach if "do not reach each other" in reach else ""  # through a helper is well
     trouble = [
-        *filter(None, (run.paused, cut_off(status.nodes), copies_in_words(status.nodes))),
+        *filter(None, (run.paused, cut, copies_in_words(status.nodes))),
         *(
             ["the outer state is NOT the same on all nodes"]
             if run.outer_digest and not run.digests_agree
@@ -99,6 +101,7 @@ def _run(status: pb.GetStatusResponse) -> View:
         "sentence": _sentence(run, len(here), num_ready),
         "reason": run.reason,
         "trouble": trouble,
+        "reach": reach,
         "rules": list(run.amendments),
         "round": run.open_round or run.committed_round,
         "committed": run.committed_round,
@@ -158,10 +161,11 @@ def _node(node: pb.NodeStatus, run: pb.RunStatus) -> View:
         "id": node.node_id,
         "name": name_of(node),
         "state": state_in_words(node),
+        "isHelper": node.is_helper,
         "tone": _tone(node),
         "does": "-" if is_gone else _doing(node, run),
         "waitsFor": node.standing if is_gone else beat.waiting_for,
-        "device": device_in_words(node),
+        "device": "helper" if node.is_helper else device_in_words(node),
         "loss": f"{beat.loss:.3f}" if beat.loss > 0 and not is_gone else "-",
         "tokensPerSecond": count_in_words(beat.tokens_per_second)
         if beat.tokens_per_second > 0 and not is_gone

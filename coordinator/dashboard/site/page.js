@@ -147,11 +147,8 @@ const MOST_DRAWN = 40;
 
 function showMap(view) {
   const nodes = view.nodes.filter((node) => !["lost", "left", "expelled", "quarantined", "unapproved"].includes(node.state));
-  const name = new Map(nodes.map((node) => [node.id, node.name]));
-  const cut = view.cutPairs.map(([one, two]) => `${name.get(one) ?? one} and ${name.get(two) ?? two}`);
   byId("map-words").textContent = nodes.length < 2 ? "One node has nobody to reach."
-    : cut.length ? `${cut.slice(0, 6).join("; ")}${cut.length > 6 ? ` and ${cut.length - 6} more` : ""} do not reach each other: ` +
-      "results come through a third node." : "All nodes reach each other.";
+    : view.run.reach ? `${view.run.reach}.` : "All nodes reach each other.";
   if (nodes.length < 2 || nodes.length > MOST_DRAWN) return byId("map").replaceChildren();
   const svg = drawn("svg", { viewBox: "0 0 400 260", role: "img", "aria-label": byId("map-words").textContent });
   const place = new Map(nodes.map((node, index) => {
@@ -165,7 +162,9 @@ function showMap(view) {
     svg.append(drawn("line", { x1, y1, x2, y2, class: isCut.has(`${one},${two}`) ? "cut" : "" }));
   }));
   for (const [x, y, node] of place.values()) {
-    svg.append(drawn("circle", { cx: x, cy: y, r: 6, fill: colour(`--${node.tone}`) }));
+    const fill = colour(`--${node.tone}`);
+    svg.append(node.isHelper ? drawn("rect", { x: x - 7, y: y - 7, width: 14, height: 14, rx: 3, fill })
+      : drawn("circle", { cx: x, cy: y, r: 6, fill }));
     const left = x < 195, middle = Math.abs(x - 200) < 5;
     svg.append(drawn("text", { x: x + (middle ? 0 : left ? -10 : 10), y: y + (middle ? (y < 130 ? -10 : 20) : 4),
       "text-anchor": middle ? "middle" : left ? "end" : "start" }, node.name.slice(0, 16)));
