@@ -33,7 +33,7 @@ from protocol.trust.enrolment import enrol
 from protocol.trust.identity import Identity
 from protocol.trust.invite import Invite
 from protocol.trust.pki import Authority, Role, make_request
-from protocol.trust.rulings import RulingKind, RulingVerifier, checked_chain
+from protocol.trust.rulings import RulingKind, checked_chain
 from protocol.v1 import operator_pb2 as pb
 from protocol.v1 import (
     operator_pb2_grpc,
@@ -62,7 +62,7 @@ async def log_of(home: Home) -> list[str]:
     async with owner_of(home) as owner:
         listed = await owner.ListRulings(pb.ListRulingsRequest())
     signed = [one for wire in listed.rulings for one in rulings_from_wire(_as_list(wire))]
-    checked_chain(signed, RulingVerifier.of_authority(home.authority.certificate_pem))
+    checked_chain(signed, home.verifier)
     return [f"{one.ruling.kind} {one.ruling.node_name}".strip() for one in signed]
 
 
@@ -201,7 +201,7 @@ async def test_a_coordinator_from_an_older_copy_learns_rulings_from_a_node(
     tmp_path: Path, has_ruled_since: bool
 ) -> None:
     home = new_home(tmp_path / "home")
-    verifier = RulingVerifier.of_authority(home.authority.certificate_pem)
+    verifier = home.verifier
     async with serving(home), two_nodes(home) as (a, b):
         await asyncio.to_thread(back_up, home.directory, tmp_path / "copy")
         kept = KeptRulings(home.run, verifier=verifier)
