@@ -128,8 +128,8 @@ class Coordinator:
                 reader=reader,
             )
             rulings = Rulings(driver, home.run, signer, verifier=verifier)
-            await rulings.announce_key(home.key_number, home.tail_pem)
             tally = RoundTally(driver.state, now=driver.clock.now())
+            await rulings.announce_key(home.key_number, home.tail_pem)
             control_port = bind_control(
                 control,
                 config.host,
@@ -150,7 +150,6 @@ class Coordinator:
                 home.tail_pem,
                 store,
                 standing_of=rulings.standing_of,
-                control_port=control_port,
                 enrolment_port=enrolment_port,
                 clock=driver.clock.now,
                 wall_clock=time.time,

@@ -45,7 +45,7 @@ from protocol.trust.credentials import (
 )
 from protocol.trust.pki import Authority, Issuer, new_swarm_id
 from protocol.trust.rulings import RulingVerifier
-from protocol.trust.vouching import Bundle, number_of
+from protocol.trust.vouching import first_of, number_of
 from protocol.typed import web_address_of
 
 DEFAULT_CONTROL_PORT = 7700
@@ -283,6 +283,8 @@ class Home:
                 next_step=f"run 'atoll coordinator init {directory}'",
             )
         finish_rotation(directory)
+        if (directory / AUTHORITY_KEY_FILE).is_file():
+            _read_secret(directory / AUTHORITY_KEY_FILE)  # nobody else may read it, used or not
         is_apart = (directory / ISSUER_FILE).is_file()
         issuer_file, issuer_key_file = (
             (ISSUER_FILE, ISSUER_KEY_FILE) if is_apart else (AUTHORITY_FILE, AUTHORITY_KEY_FILE)
@@ -293,7 +295,7 @@ class Home:
             run=load_run_folder(directory, RUN_FILE),
             authorities_pem=_read(directory / AUTHORITY_FILE),
             issuer=Issuer(
-                certificate_pem=_read(directory / issuer_file),
+                certificate_pem=first_of(_read(directory / issuer_file)),
                 key_pem=_read_secret(directory / issuer_key_file),
             ),
             coordinators_pem=_read(directory / ISSUER_FILE) if is_apart else b"",
@@ -313,7 +315,7 @@ class Home:
     @property
     def authority_pem(self) -> bytes:
         """The certificate of the authority that there is now."""
-        return Bundle.read(self.authorities_pem).authorities_pem[0]
+        return first_of(self.authorities_pem)
 
     @property
     def tail_pem(self) -> bytes:

@@ -32,7 +32,7 @@ _MOMENT = struct.Struct(">d")
 
 
 class Certificates:
-    """Issues them. `clock` gives seconds, `wall_clock` UTC seconds; the ports are those that members call.
+    """Issues them. `clock` gives seconds, `wall_clock` UTC seconds; `enrolment_port` is told.
 
     `tail_pem` is what stands behind each: the certificates of the coordinator and its predecessors.
     """
@@ -44,7 +44,6 @@ class Certificates:
         store: Store,
         *,
         standing_of: Callable[[NodeId], Ruling | None],
-        control_port: int,
         enrolment_port: int,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
@@ -53,7 +52,7 @@ class Certificates:
         self._tail_pem = tail_pem
         self._store = store
         self._standing_of = standing_of
-        self._ports = control_port, enrolment_port
+        self._enrolment_port = enrolment_port
         self._clock = clock
         self._wall_clock = wall_clock
         self._secret = secrets.token_bytes(32)
@@ -122,12 +121,10 @@ class Certificates:
         ):
             raise BadDataError("the request is not signed by the node's own key")
         refuse_barred(self._standing_of(node_id))
-        control_port, enrolment_port = self._ports
         return pb.RenewResponse(
             certificate_pem=self.issue(request.certificate_request, node_id, is_viewer=is_viewer),
             renew_in_seconds=MEMBER_SECONDS / 2,
-            control_port=control_port,
-            enrolment_port=enrolment_port,
+            enrolment_port=self._enrolment_port,
         )
 
     def _seal(self, moment: bytes, public_key: bytes) -> bytes:

@@ -146,4 +146,4 @@ def renewal_request(
 def taken(credentials: Credentials, answer: enrolment_pb2.RenewResponse) -> Credentials:
     """What a renewal's answer makes of credentials; raises ProtocolMismatchError where it does not fit."""
     renewed = credentials.renewed(answer.certificate_pem)
-    return replace(renewed, control_port=answer.control_port, enrolment_port=answer.enrolment_port)
+    return replace(renewed, enrolment_port=answer.enrolment_port)

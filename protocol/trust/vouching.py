@@ -70,6 +70,17 @@ class Bundle:
         return number_of(self.coordinators_pem[0]) if self.coordinators_pem else 0
 
 
+def first_of(pem: bytes) -> bytes:
+    """The first certificate of a file: of former ones behind it nobody is to make use by mistake.
+
+    Raises ProtocolMismatchError for what holds none.
+    """
+    try:
+        return x509.load_pem_x509_certificate(pem).public_bytes(Encoding.PEM)
+    except ValueError as error:
+        raise ProtocolMismatchError(f"not a certificate: {error}") from error
+
+
 def number_of(coordinator_pem: bytes) -> int:
     """Of a coordinator's certificate, from 1; 0 for any other."""
     return _number_of(x509.load_pem_x509_certificate(coordinator_pem))

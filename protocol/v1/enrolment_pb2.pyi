@@ -102,26 +102,23 @@ class RenewResponse(_message.Message):
 
     CERTIFICATE_PEM_FIELD_NUMBER: _builtins.int
     RENEW_IN_SECONDS_FIELD_NUMBER: _builtins.int
-    CONTROL_PORT_FIELD_NUMBER: _builtins.int
     ENROLMENT_PORT_FIELD_NUMBER: _builtins.int
     certificate_pem: _builtins.bytes
     """A bundle (protocol.trust.vouching): the certificate, and those of the coordinator."""
     renew_in_seconds: _builtins.float
     """When to ask for the next one."""
-    control_port: _builtins.int
-    """Ports of the control plane, and for renewals like this one."""
     enrolment_port: _builtins.int
+    """Port of EnrolmentService, for members that joined before they were told to keep it."""
     def __init__(
         self,
         *,
         certificate_pem: _builtins.bytes = ...,
         renew_in_seconds: _builtins.float = ...,
-        control_port: _builtins.int = ...,
         enrolment_port: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate_pem", b"certificate_pem", "control_port", b"control_port", "enrolment_port", b"enrolment_port", "renew_in_seconds", b"renew_in_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate_pem", b"certificate_pem", "enrolment_port", b"enrolment_port", "renew_in_seconds", b"renew_in_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -23,7 +23,7 @@ RUN = tiny_text(
     inner={"steps": 1},
     evaluation={"every_rounds": 1000},
 )
-PRIVATE = {"ca.key", "server.key", "client.key"}
+PRIVATE = {"ca.key", "coordinator.key", "server.key", "client.key"}
 
 
 @pytest.fixture
@@ -34,7 +34,11 @@ def swarm(tmp_path: Path) -> Iterator[Swarm]:
 
 
 def round_of(said: str) -> int:
-    found = re.search(r"copied run 'kept' at round (\d+) of 100000 to \S+ \(\d+\.\d kB\)\n$", said)
+    found = re.search(
+        r"copied run 'kept' at round (\d+) of 100000 to \S+ \(\d+\.\d kB\), "
+        r"with the authority's key, which is not encrypted\n$",
+        said,
+    )
     assert found is not None, said
     return int(found[1])
 

@@ -75,7 +75,9 @@ async def run_with(
         folder=folder,
         settings=NodeSettings(name="attic", device="cpu"),
         credentials=SimpleNamespace(  # type: ignore[arg-type]
-            host="127.0.0.1", authority_pem=Authority.create(new_swarm_id()).certificate_pem
+            host="127.0.0.1",
+            authority_pem=Authority.create(new_swarm_id()).certificate_pem,
+            certificate_pem=b"",
         ),
         identity=Identity.generate(),
         spec=SPEC,

@@ -414,7 +414,6 @@ def enrolment_desk() -> tuple[EnrolmentDesk, Store]:
         authority.certificate_pem,
         store,
         standing_of=rulings.standing_of,
-        control_port=7700,
         enrolment_port=7701,
         clock=lambda: 0.0,
         wall_clock=lambda: WALL,
