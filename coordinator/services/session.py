@@ -51,6 +51,7 @@ from protocol.v1 import round_pb2
 from protocol.v1 import session_pb2 as pb
 from protocol.v1.enrolment_pb2 import RenewRequest, RenewResponse
 from protocol.v1.session_pb2_grpc import SessionServiceServicer
+from protocol.versions import WIRE, refuse_foreign_wire
 from protocol.wire_count import WireTotals
 
 MAX_COMMITS = 64
@@ -125,6 +126,7 @@ class SessionDesk:
 
         Raises CopyAttachedError while another process of the node is attached.
         """
+        refuse_foreign_wire(request.wire_version, whose="the node")
         event = Attached(
             node_id=node_id,
             node_name=checks.name(request.node_name, of="the node's name"),
@@ -172,6 +174,7 @@ class SessionDesk:
             node_name=state.members[node_id].node_name,
             num_rulings=len(state.rulings),
             rulings_digest=digest_of(state.rulings),
+            wire_version=WIRE,
         )
 
     async def heartbeat(

@@ -29,6 +29,7 @@ from protocol.rounds import (
 from protocol.run_spec import RunSpec, run_from_json
 from protocol.trust.rulings import NO_DIGEST, SignedRuling
 from protocol.v1 import session_pb2
+from protocol.versions import WIRE, refuse_foreign_wire
 from protocol.vitals import Vitals, heartbeat_of
 
 
@@ -138,8 +139,10 @@ class CoordinatorLink:
                 version=announcement.version,
                 num_rulings=announcement.num_rulings,
                 rulings_digest=announcement.rulings_digest,
+                wire_version=WIRE,
             )
         )
+        refuse_foreign_wire(answer.wire_version, whose="the coordinator")
         return Attachment(
             session_id=answer.session_id,
             heartbeat_seconds=answer.heartbeat_seconds,

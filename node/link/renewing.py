@@ -70,7 +70,9 @@ class RenewingCalls:
                 return await getattr(SessionServiceStub(self._channel), method)(request)
             except CertificateRefusedError as error:
                 await self._renew_refused(used, error)
-                return await getattr(SessionServiceStub(self._channel), method)(request)
+                answer = await getattr(SessionServiceStub(self._channel), method)(request)
+                log.info("the certificate was refused, and the identity has got a new one")
+                return answer
 
         return call
 
@@ -99,9 +101,8 @@ class RenewingCalls:
             except (NotPermittedError, HeldBackError, TemporaryError):
                 raise
             except AtollError as error:
-                log.warning("no new certificate", why=error.what)
+                log.debug("no new certificate", why=error.what)
                 raise refusal from error
-            log.info("the certificate was refused, and the identity has got a new one")
             self._go_on_with(renewed)
 
     def _go_on_with(self, renewed: Credentials) -> None:
