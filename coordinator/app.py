@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
 import click
@@ -14,7 +14,10 @@ import grpc.aio
 
 from coordinator.clock import LoopClock, seconds_since_boot
 from coordinator.config import RUN_FILE, CoordinatorConfig, Home, rules_of
+from coordinator.dashboard.link import page_link, page_token
+from coordinator.dashboard.news_file import NewsFile
 from coordinator.dashboard.round_tally import RoundTally
+from coordinator.dashboard.timeline import Timeline
 from coordinator.driver import Driver
 from coordinator.journal import (
     log_refusal,
@@ -54,13 +57,16 @@ from protocol.v1.status_pb2_grpc import add_StatusServiceServicer_to_server
 if TYPE_CHECKING:
     from protocol.web.server import WebServer
 
+NEWS_FILE = "news.jsonl"
+"""In the coordinator's folder: what has happened to the swarm, for its page."""
+
 GRACE_SECONDS = 1.0
 """Calls in flight may take this long to end when the coordinator stops."""
 
 OWN_OPEN_FILES = 96
-DASHBOARD_OPEN_FILES = 64
+DASHBOARD_OPEN_FILES = 128
 OPEN_FILES_PER_NODE = 2
-"""Sockets, the database and what gRPC takes for itself; twice the calls that pages answer at once;
+"""Sockets, the database and what gRPC takes for itself; the calls that pages answer at once and who watches;
 a node's connection, and the one after a break before the old one is given up."""
 
 MAX_ENROLMENTS = 32
@@ -122,13 +128,17 @@ class Coordinator:
                 ),
                 store=store,
                 clock=LoopClock(starts_at=store.saved_now, source=seconds_since_boot),
-                watch=lambda before, transition: _watch(tally, before, transition),
+                watch=lambda before, transition: watched.hear(before, transition),
                 on_slept=log_slept,
                 writer=writer,
                 reader=reader,
             )
             rulings = Rulings(driver, home.run, signer, verifier=verifier)
-            tally = RoundTally(driver.state, now=driver.clock.now())
+            watched = Watched(
+                tally=RoundTally(driver.state, now=driver.clock.now()),
+                timeline=Timeline(),
+                news=NewsFile(home.directory / NEWS_FILE),
+            )
             await rulings.announce_key(home.key_number, home.tail_pem)
             control_port = bind_control(
                 control,
@@ -175,7 +185,7 @@ class Coordinator:
                 control_port=control_port,
             )
             if config.dashboard:
-                dashboard = _open_dashboard(config.dashboard, status, tally, driver)
+                dashboard = _open_dashboard(config.dashboard, home, status, watched, driver)
             home.save_link(host=config.host, control_port=control_port)
             await control.start()
             await enrolment.start()
@@ -266,20 +276,44 @@ def _add_member_services(
     return status
 
 
-def _watch(tally: RoundTally, before: SwarmState, transition: Transition) -> None:
-    tally.hear(transition)
-    log_transition(before, transition)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """What hears each transition, for the log and for the pages."""
+
+    tally: RoundTally
+    timeline: Timeline
+    news: NewsFile
+
+    def hear(self, before: SwarmState, transition: Transition) -> None:
+        """A step was taken."""
+        self.tally.hear(transition)
+        self.timeline.hear(before, transition)
+        self.news.add(log_transition(before, transition), unix_seconds=time.time())
 
 
 def _open_dashboard(
-    address: str, status: StatusDesk, tally: RoundTally, driver: Driver
+    address: str, home: Home, status: StatusDesk, watched: Watched, driver: Driver
 ) -> "WebServer":
     """Its libraries are loaded only now: who wants no pages need not wait for them."""
     from coordinator.dashboard.pages import Pages
     from protocol.web.server import WebServer
 
-    pages = Pages(status, tally, now=driver.clock.now, is_serving=lambda: driver.is_keeping_time)
-    return WebServer.open(web_address_of(address), pages.by_path(), option="--dashboard")
+    pages = Pages(
+        status,
+        watched.tally,
+        watched.timeline,
+        watched.news,
+        now=driver.clock.now,
+        is_serving=lambda: driver.is_keeping_time,
+    )
+    return WebServer.open(
+        web_address_of(address),
+        pages.by_path(),
+        option="--dashboard",
+        streams=pages.streams(),
+        token=page_token(home.directory),
+        open_pages=("/healthz",),
+    )
 
 
 def _add_enrolment(
@@ -321,9 +355,8 @@ async def _serve(home: Home, config: CoordinatorConfig, log: LogStream) -> None:
         click.echo(f"coordinator ready: control {control}, enrolment {enrolment}")
         directory = home.directory
         if coordinator.dashboard_port is not None:
-            host, _ = web_address_of(config.dashboard)
-            pages = endpoint_of(host, coordinator.dashboard_port)
-            log.write(f"page: http://{pages}/ (metrics: /metrics, health: /healthz)\n")
+            link = page_link(directory, config, coordinator.dashboard_port)
+            log.write(f"page: {link}\n")
         log.write(f"invite a node: 'atoll invite create --dir {directory}'\n")
         log.write(f"watch the run: 'atoll status --watch --dir {directory}'\n")
         await coordinator.serve_until(stopped)

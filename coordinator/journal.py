@@ -1,11 +1,15 @@
-"""The coordinator's log: one line for each thing that happens to the swarm, with its reason."""
+"""What is news to who runs a swarm, with its reason: a value, and a line of the coordinator's log."""
 
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import structlog
 
 from coordinator.presets.choosing import Plan
 from coordinator.swarm.actions import Tell
+from coordinator.swarm.books import screenings_of
 from coordinator.swarm.reach import newly_cut_pairs
 from coordinator.swarm.start import missing
 from coordinator.swarm.state import PRESENT, Member, MemberState, RoundPhase, SwarmState
@@ -25,6 +29,25 @@ from protocol.trust.rulings import in_words
 
 _log = structlog.get_logger()
 
+MOST_NAMED = 8
+"""Nodes in one line."""
+
+Level = Literal["debug", "info", "warning"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class News:
+    """One thing that has happened."""
+
+    level: Level
+    what: str
+    facts: Mapping[str, object]
+
+
+def _news(level: Level, what: str, /, **facts: object) -> News:
+    return News(level=level, what=what, facts=facts)
+
+
 _NEWS = {
     MemberState.READY: "node ready",
     MemberState.DIVERGED: "node diverged",
@@ -35,24 +58,40 @@ _NEWS = {
 }
 
 
-def log_transition(before: SwarmState, transition: Transition) -> None:
-    """Logs what is news to who runs the swarm: no heartbeats, no single reports."""
+def log_transition(before: SwarmState, transition: Transition) -> list[News]:
+    """Logs what is news to who runs the swarm, and returns it."""
+    told = list(news_of(before, transition))
+    for news in told:
+        getattr(_log, news.level)(news.what, **news.facts)
+    return told
+
+
+def news_of(before: SwarmState, transition: Transition) -> Iterator[News]:
+    """What is news to who runs the swarm: no heartbeats, no single reports. Pure."""
     after = transition.state
     changed = _changed_members(before, after)
     for node_id, member, was in changed:
         if was is None or was.session_id != member.session_id:
             named = {} if member.asked_name == member.node_name else {"asked": member.asked_name}
-            _log.info(
-                "node attached", node=member.node_name, **named, id=node_id, device=member.device
+            yield _news(
+                "info",
+                "node attached",
+                node=member.node_name,
+                **named,
+                id=node_id,
+                device=member.device,
             )
             was = None
         if (was is None or was.state is not member.state) and member.state in _NEWS:
-            _log.info(_NEWS[member.state], node=member.node_name, round=member.outer_round)
+            yield _news(
+                "info", _NEWS[member.state], node=member.node_name, round=member.outer_round
+            )
     for ruling in after.rulings[len(before.rulings) :]:
-        _log.info("ruled", number=ruling.number, what=in_words(ruling), by=ruling.by)
+        yield _news("info", "ruled", number=ruling.number, what=in_words(ruling), by=ruling.by)
     for node_id in before.members.keys() - after.members.keys():
         gone = before.members[node_id]
-        _log.info(
+        yield _news(
+            "info",
             "node forgotten",
             node=gone.node_name,
             id=node_id,
@@ -60,15 +99,17 @@ def log_transition(before: SwarmState, transition: Transition) -> None:
             committed_tokens=gone.committed_tokens,
         )
     for one, other in newly_cut_pairs(before, after, (node_id for node_id, _, _ in changed)):
-        _log.warning("two nodes do not reach each other", nodes=[one.node_name, other.node_name])
+        yield _news(
+            "warning", "two nodes do not reach each other", nodes=[one.node_name, other.node_name]
+        )
     told = [action for action in transition.actions if isinstance(action, Tell)]
     has_decided = any(
-        isinstance(news.message, RoundCommitted) and not news.is_learned for news in told
+        isinstance(message.message, RoundCommitted) and not message.is_learned for message in told
     )
     if after.committed_round > before.committed_round and not has_decided:
-        _log.info("round learned", round=after.committed_round, reason=_reason(after))
-    for news in told:
-        _log_message(after, news)
+        yield _news("info", "round learned", round=after.committed_round, reason=_reason(after))
+    for message in told:
+        yield from _told(after, message)
     for held_out in after.held_out[len(before.held_out) :]:
         own: dict[str, object] = {}
         if held_out.metric is not None:
@@ -76,46 +117,56 @@ def log_transition(before: SwarmState, transition: Transition) -> None:
         if held_out.holders:
             losses = {_name(after, one.node_id): round(one.loss, 4) for one in held_out.holders}
             own = {**own, "holders": losses}
-        _log.info("evaluated", round=held_out.round, held_out_loss=round(held_out.loss, 4), **own)
-    _log_start(before, after)
-    _log_phases(before, after)
+        yield _news(
+            "info", "evaluated", round=held_out.round, held_out_loss=round(held_out.loss, 4), **own
+        )
+    yield from _start(before, after)
+    yield from _phases(before, after)
 
 
-def _log_message(after: SwarmState, told: Tell) -> None:
+def _told(after: SwarmState, told: Tell) -> Iterator[News]:
     """What nodes are told of, as far as it is news to who runs the swarm."""
     match told.message:
         case RoundOpened(plan=plan):
             nodes = len(plan.participants)
-            _log.info("round opened", round=plan.round, nodes=nodes, reason=plan.reason)
+            yield _news("info", "round opened", round=plan.round, nodes=nodes, reason=plan.reason)
         case RoundCommitted(commit=commit) if not told.is_learned:
-            _log_commit(after, commit.round)
+            yield from _commit(after, commit.round)
         case SliceTakenOver(round=number, slice_index=index, reducer_id=reducer_id):
             reducer = _name(after, reducer_id)
-            _log.info("slice taken over", round=number, slice=index, reducer=reducer)
+            yield _news("info", "slice taken over", round=number, slice=index, reducer=reducer)
         case ResultOffered(round=number, slice_index=index, holder_ids=holder_ids):
             holders = [_name(after, node_id) for node_id in holder_ids]
-            _log.info("result offered by holders", round=number, slice=index, holders=holders)
+            yield _news(
+                "info", "result offered by holders", round=number, slice=index, holders=holders
+            )
         case CommitsWanted(after_round=number):
             for node_id in told.to or ():
-                _log.warning("node is ahead of us", node=_name(after, node_id), our_round=number)
+                yield _news(
+                    "warning", "node is ahead of us", node=_name(after, node_id), our_round=number
+                )
         case RefetchAsked(reason=reason):
             for node_id in told.to or ():
-                _log.warning("node told to refetch", node=_name(after, node_id), reason=reason)
+                yield _news(
+                    "warning", "node told to refetch", node=_name(after, node_id), reason=reason
+                )
         case RunFinished(round=number, reason=reason):
-            _log.info("run finished", round=number, reason=reason)
+            yield _news("info", "run finished", round=number, reason=reason)
 
 
-def _log_start(before: SwarmState, after: SwarmState) -> None:
+def _start(before: SwarmState, after: SwarmState) -> Iterator[News]:
     """Whom the coordinator waits for when it starts, and who has not come."""
     if before.awaited is None and after.awaited is not None:
         awaited = [_name(after, node_id) for node_id in missing(after)]
-        _log.info("waiting for nodes to come back", nodes=awaited, round=after.committed_round)
+        yield _news(
+            "info", "waiting for nodes to come back", nodes=awaited, round=after.committed_round
+        )
     elif before.awaited is not None and after.awaited is None:
         lost = MemberState.LOST
         absent = [n for n in before.awaited.node_ids if after.members[n].state is lost]
         if absent:
             names = [_name(after, node_id) for node_id in absent]
-            _log.warning("going on without nodes that have not come back", nodes=names)
+            yield _news("warning", "going on without nodes that have not come back", nodes=names)
 
 
 def _changed_members(
@@ -128,18 +179,18 @@ def _changed_members(
     return sorted((n, m, was(n)) for n, m in after.members.items() if was(n) is not m)
 
 
-def _log_phases(before: SwarmState, after: SwarmState) -> None:
+def _phases(before: SwarmState, after: SwarmState) -> Iterator[News]:
     """How far rounds have come, for who looks for a fault; one step may take two phases."""
     was, now = before.open_round, after.open_round
     is_same = was is not None and now is not None and was.number == now.number
     if was is not None and now is not None and is_same and now.trained and not was.trained:
-        _log.debug("phase", phase="exchanging", round=now.number)
+        yield _news("debug", "phase", phase="exchanging", round=now.number)
     if after.committed_round > before.committed_round:
-        _log.debug("phase", phase="committed", round=after.committed_round)
+        yield _news("debug", "phase", phase="committed", round=after.committed_round)
     if was is not None and not is_same:
-        _log.debug("phase", phase="settled", round=was.number)
+        yield _news("debug", "phase", phase="settled", round=was.number)
     if now is not None and not is_same:
-        _log.debug("phase", phase="opened", round=now.number)
+        yield _news("debug", "phase", phase="opened", round=now.number)
 
 
 def log_slept(seconds: float) -> None:
@@ -190,14 +241,15 @@ def log_refusal(host: str, error: AtollError) -> None:
     _log.warning("enrolment refused", host=host, reason=error.what)
 
 
-def _log_commit(state: SwarmState, number: int) -> None:
+def _commit(state: SwarmState, number: int) -> Iterator[News]:
     closed = state.last_closed
     if closed is None or closed.commit.round != number:
         return
     slices = closed.commit.slices
     num_committed = sum(outcome.digest is not None for outcome in slices)
     incarnation = closed.commit.incarnation
-    _log.info(
+    yield _news(
+        "info",
         "round committed",
         round=number,
         **({"incarnation": incarnation} if incarnation else {}),
@@ -206,6 +258,29 @@ def _log_commit(state: SwarmState, number: int) -> None:
         seconds=round(closed.seconds, 1),
         reason=closed.reason,
     )
+    screened = screenings_of(closed.commit)
+    for node_id, told in screened.items():
+        if told.num_left_out or told.num_clipped:
+            what = "contributions left out" if told.num_left_out else "contributions clipped"
+            yield _news(
+                "warning",
+                what,
+                node=_name(state, node_id),
+                round=number,
+                slices=f"{told.num_left_out or told.num_clipped} of {told.num_contributions}",
+                why="they are much longer than is usual for their work",
+            )
+    missed = [a.node_id for a in closed.plan.assignments if a.node_id not in screened]
+    if num_committed and missed:
+        more = f" and {len(missed) - MOST_NAMED} more" if len(missed) > MOST_NAMED else ""
+        names = ", ".join(_name(state, node_id) for node_id in missed[:MOST_NAMED])
+        yield _news(
+            "warning",
+            "went on without contributions of",
+            nodes=names + more,
+            round=number,
+            next_step="what they trained counts in a later round",
+        )
 
 
 def _reason(state: SwarmState) -> str:

@@ -1,5 +1,7 @@
 """Values as people type them: rates (10mbit, 1.25MB/s), links, spans of time (30, 90s, 24h), HOST:PORT."""
 
+import contextlib
+import ipaddress
 import re
 
 import click
@@ -81,3 +83,10 @@ def web_address_of(text: str) -> tuple[str, int]:
     if int(port) > _LARGEST_PORT:
         raise ValueError(f"port {port} is above {_LARGEST_PORT}")
     return host, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches that address."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"

@@ -1,23 +1,45 @@
-"""The coordinator's pages: /, /metrics and /healthz.
+"""The coordinator's pages: /, /metrics and /healthz, and what the page's script asks for.
 
 What they tell is read from the desk on the event loop, and written out in a thread, so that who asks
-often cannot delay heartbeats.
+often cannot delay heartbeats. All who watch get the same bytes, made once.
 """
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
-from importlib import metadata
+from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
+from importlib import metadata, resources
 
+from coordinator.dashboard.news_file import NewsFile
 from coordinator.dashboard.round_tally import RoundTally
 from coordinator.dashboard.run_metrics import board_of
-from coordinator.dashboard.run_page import NUM_ROUNDS, page_of
-from coordinator.services.status import StatusDesk
+from coordinator.dashboard.run_view import NUM_ROUNDS, history_of, view_of
+from coordinator.dashboard.timeline import Timeline, shown
+from coordinator.services.status import MAX_ROUNDS, StatusDesk
 from protocol.v1 import status_pb2 as pb
 from protocol.web.metrics import CONTENT_TYPE
-from protocol.web.server import Answer, Page
+from protocol.web.server import Answer, Page, Stream
 
 SICK = 503  # HTTP's "service unavailable"
+
+JSON = "application/json"
+
+EVERY_SECONDS = 1.0
+"""Between two pictures for who watches, while making one takes less than a LEAST_REST-th of it."""
+
+LEAST_REST = 40
+"""Times as long as making a picture took nobody makes the next."""
+
+NEWS_AT_ONCE = 30
+"""Lines with each picture; who looks for older ones asks for all."""
+
+SITE = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/uplot.js": ("uplot.js", "text/javascript; charset=utf-8"),
+    "/uplot.css": ("uplot.css", "text/css; charset=utf-8"),
+}
 
 
 class Pages:
@@ -27,27 +49,91 @@ class Pages:
         self,
         desk: StatusDesk,
         tally: RoundTally,
+        timeline: Timeline,
+        news: NewsFile,
         *,
         now: Callable[[], float],
         is_serving: Callable[[], bool],
     ) -> None:
         self._desk = desk
         self._tally = tally
+        self._timeline = timeline
+        self._news = news
         self._now = now
         self._is_serving = is_serving
         self._version = metadata.version("atoll")
         self._writing = asyncio.Lock()  # one page after the other: threads share a core with rounds
+        self._files = {
+            path: Answer(
+                body=(resources.files("coordinator.dashboard") / "site" / name).read_bytes(),
+                content_type=content_type,
+            )
+            for path, (name, content_type) in SITE.items()
+        }
+        self._picture = b""
+        self._made_at = float("-inf")
+        self._rest = EVERY_SECONDS
+        self._history: tuple[tuple[int, int, int], bytes] = ((-1, -1, -1), b"")
 
     def by_path(self) -> Mapping[str, Page]:
         """All pages."""
-        return {"/": self.run, "/metrics": self.metrics, "/healthz": self.healthz}
+        return {
+            **{path: partial(_ready, answer) for path, answer in self._files.items()},
+            "/now": self.now,
+            "/history": self.history,
+            "/news": self.news,
+            "/metrics": self.metrics,
+            "/healthz": self.healthz,
+        }
 
-    async def run(self) -> Answer:
-        """For people."""
-        status = self._desk.get_status(pb.GetStatusRequest())
-        rounds = (await self._desk.list_rounds(pb.ListRoundsRequest(limit=NUM_ROUNDS))).rounds
-        text = await self._written(lambda: page_of(status, rounds).encode())
-        return Answer(body=text, content_type="text/html; charset=utf-8")
+    def streams(self) -> Mapping[str, Stream]:
+        """What goes on: a picture whenever it is due."""
+        return {"/live": self.live}
+
+    async def now(self) -> Answer:
+        """What the page shows of this instant."""
+        return Answer(body=await self._newest_picture(), content_type=JSON)
+
+    async def live(self) -> AsyncIterator[bytes]:
+        """The same as often as it changes, as server-sent events."""
+        yield b"retry: 2000\n\n"
+        while True:
+            yield b"data: " + await self._newest_picture() + b"\n\n"
+            await asyncio.sleep(max(0.05, self._made_at + self._rest - self._now()))
+
+    async def _newest_picture(self) -> bytes:
+        """Made at most once in a while, however many watch."""
+        async with self._writing:
+            if self._now() - self._made_at >= self._rest:
+                began = self._now()
+                status = self._desk.get_status(pb.GetStatusRequest())
+                request = pb.ListRoundsRequest(limit=NUM_ROUNDS)
+                rounds = (await self._desk.list_rounds(request)).rounds
+                seen = {
+                    "times": shown(self._timeline.rounds, now=began),
+                    "news": self._news.latest[:NEWS_AT_ONCE],
+                }
+                self._picture = await asyncio.to_thread(
+                    lambda: _as_json({**view_of(status, rounds), **seen})
+                )
+                self._made_at = self._now()
+                self._rest = max(EVERY_SECONDS, LEAST_REST * (self._made_at - began))
+            return self._picture
+
+    async def history(self) -> Answer:
+        """Columns for the curves; made anew when there is more to draw."""
+        run = self._desk.get_status(pb.GetStatusRequest()).run
+        state = (run.committed_round, len(run.held_out_losses), run.outer_digest_round)
+        async with self._writing:
+            if self._history[0] != state:
+                listed = await self._desk.list_rounds(pb.ListRoundsRequest(limit=MAX_ROUNDS))
+                body = await asyncio.to_thread(lambda: _as_json(history_of(run, listed.rounds)))
+                self._history = (state, body)
+        return Answer(body=self._history[1], content_type=JSON)
+
+    async def news(self) -> Answer:
+        """All that is kept of what has happened, newest first."""
+        return Answer(body=_as_json(self._news.latest), content_type=JSON)
 
     async def metrics(self) -> Answer:
         """For Prometheus."""
@@ -78,3 +164,12 @@ class Pages:
             content_type="application/json",
             status=200 if is_serving else SICK,
         )
+
+
+async def _ready(answer: Answer) -> Answer:
+    return answer
+
+
+def _as_json(value: object) -> bytes:
+    """On one line, as an event has to be; no NaN, which no browser reads."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()

@@ -41,12 +41,13 @@ _PHASES: dict[pb.RunPhase.ValueType, tuple[str, str]] = {
     pb.RUN_PHASE_FINISHED: ("finished", "bold green"),
 }
 
-_GONE = frozenset(
+GONE = frozenset(
     {
         *(pb.NODE_STATE_LOST, pb.NODE_STATE_LEFT, pb.NODE_STATE_UNAPPROVED),
         *(pb.NODE_STATE_QUARANTINED, pb.NODE_STATE_EXPELLED),
     }
 )
+"""States of a node that takes no part now."""
 
 
 def phase_in_words(run: pb.RunStatus) -> str:
@@ -61,7 +62,7 @@ def state_in_words(node: pb.NodeStatus) -> str:
 
 def _state(node: pb.NodeStatus) -> tuple[str, str]:
     """In one word, and its colour."""
-    if node.is_draining and node.state not in _GONE:
+    if node.is_draining and node.state not in GONE:
         return "leaving", "yellow"
     return _STATES.get(node.state, ("unknown", ""))
 
@@ -106,7 +107,7 @@ MOST_PAIRS = 20
 
 def cut_off(nodes: Iterable[pb.NodeStatus]) -> str:
     """Which nodes do not reach each other, in words; empty when all do."""
-    present = {node.node_id: node for node in nodes if node.state not in _GONE}
+    present = {node.node_id: node for node in nodes if node.state not in GONE}
     pairs = {
         tuple(sorted((name_of(node), name_of(present[other]))))
         for node in present.values()
@@ -135,7 +136,7 @@ def rates_in_words(nodes: Iterable[pb.NodeStatus]) -> str:
     return "; ".join(
         f"{name_of(node)} {link_in_words(node)}"
         for node in by_name(nodes)
-        if node.HasField("link_rates") and node.state not in _GONE
+        if node.HasField("link_rates") and node.state not in GONE
     )
 
 
@@ -169,7 +170,7 @@ def saving_in_words(ledger: pb.WireLedger) -> str:
 
 def training_loss(nodes: Iterable[pb.NodeStatus]) -> float | None:
     """The mean of the latest training losses of the nodes that are there; None before the first."""
-    losses = [n.heartbeat.loss for n in nodes if n.state not in _GONE and n.heartbeat.loss > 0]
+    losses = [n.heartbeat.loss for n in nodes if n.state not in GONE and n.heartbeat.loss > 0]
     return sum(losses) / len(losses) if losses else None
 
 
@@ -178,14 +179,14 @@ def compute_share(nodes: Iterable[pb.NodeStatus]) -> float | None:
     shares = [
         node.heartbeat.utilisation.compute_share
         for node in nodes
-        if node.state not in _GONE and node.heartbeat.HasField("utilisation")
+        if node.state not in GONE and node.heartbeat.HasField("utilisation")
     ]
     return sum(shares) / len(shares) if shares else None
 
 
 def time_in_words(node: pb.NodeStatus) -> str:
     """Where the time of its latest round went; what was not measured is said to be so."""
-    if node.state in _GONE or not node.heartbeat.HasField("utilisation"):
+    if node.state in GONE or not node.heartbeat.HasField("utilisation"):
         return "-"
     made = node.heartbeat.utilisation
     local = (
@@ -203,7 +204,7 @@ def time_in_words(node: pb.NodeStatus) -> str:
 def mfu_in_words(node: pb.NodeStatus) -> str:
     """Of the peak of its devices, and whether that peak is the vendor's."""
     made = node.heartbeat.utilisation
-    if node.state in _GONE or not made.HasField("mfu"):
+    if node.state in GONE or not made.HasField("mfu"):
         return "-"
     return f"{made.mfu:.1%} of {'a measured' if made.is_peak_measured else 'the'} peak"
 
@@ -216,7 +217,7 @@ def memory_in_words(node: pb.NodeStatus) -> str:
 
 def mean_time_in_words(nodes: Iterable[pb.NodeStatus]) -> str:
     """Where the time of all nodes' latest rounds went, on average; empty before the first."""
-    present = [n for n in nodes if n.state not in _GONE and n.heartbeat.HasField("utilisation")]
+    present = [n for n in nodes if n.state not in GONE and n.heartbeat.HasField("utilisation")]
     if not present:
         return ""
     made = [node.heartbeat.utilisation for node in present]
@@ -422,7 +423,7 @@ def _node_table(status: pb.GetStatusResponse) -> Table:
 def _node_cells(node: pb.NodeStatus, run: pb.RunStatus) -> tuple[Text, ...]:
     beat = node.heartbeat
     word, colour = _state(node)
-    is_gone = node.state in _GONE
+    is_gone = node.state in GONE
     if is_gone:
         does, loss, speed, waits_for = Text("-"), "-", "-", node.standing
     else:

@@ -1,9 +1,10 @@
 """A real coordinator over real TLS, and nodes that train nothing and say what a test wants."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 from coordinator.app import Coordinator
 from coordinator.config import CoordinatorConfig, Home, create_home
@@ -150,11 +151,17 @@ class FakeNode:
         )
         await self.report(number, trained=report)
 
-    async def reduced(self, plan: round_pb2.Plan) -> None:
-        """Reduces its slices, with a contribution of every participant."""
+    async def reduced(
+        self, plan: round_pb2.Plan, *, cut: Mapping[str, int] = MappingProxyType({})
+    ) -> None:
+        """Reduces its slices, with a contribution of every participant; `cut` is in 65,536ths."""
         contributors = [
             round_pb2.Contributor(
-                node_id=a.node_id, samples=120, tokens=1000, contribution=bytes(16)
+                node_id=a.node_id,
+                samples=min(120, 8 * a.inner_steps),
+                tokens=min(1000, 100 * a.inner_steps),
+                contribution=bytes(16),
+                cut=cut.get(a.node_id, 0),
             )
             for a in plan.assignments
         ]

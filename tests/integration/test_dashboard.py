@@ -202,22 +202,55 @@ async def test_pages_are_read_only_and_name_no_secret(tmp_path: Path) -> None:
         await a.session.Heartbeat(beat_of(a, outer_round=0))
         assert (await ask(coordinator, "/metrics", "POST"))[0] == 405
         assert (await ask(coordinator, "/run.toml"))[0] == 404
-        _, text = await ask(coordinator, "/metrics")
+        text = "".join(
+            [(await ask(coordinator, path))[1] for path in ("/metrics", "/now", "/news")]
+        )
         assert a.node_id in text
         for secret in ("/ip4/", "BEGIN", a.identity.public_key.hex(), str(home.directory)):
             assert secret not in text
 
 
-async def test_people_see_the_run_and_its_nodes_on_a_page(tmp_path: Path) -> None:
+async def test_a_browser_is_told_the_run_and_its_nodes(tmp_path: Path) -> None:
     home = home_with_pages(tmp_path / "home")
     async with serving(home) as coordinator, two_nodes(home) as (a, b):
         await go_through_a_round(a, b)
         await a.session.Heartbeat(beat_of(a))
-        status, text = await ask(coordinator, "/")
-    assert status == 200
-    for fact in ("round 2 of 2", "node-a", "50% compute, 20% local, 20% exchange, 10% waiting"):
-        assert fact in text
-    assert "all slices are committed" in text
+        for path, what in (
+            ("/", "<!doctype html>"),
+            ("/page.js", '"use strict"'),
+            ("/uplot.js", "uPlot"),
+        ):
+            status, text = await ask(coordinator, path)
+            assert (status, what in text) == (200, True)
+        view = json.loads((await ask(coordinator, "/now"))[1])
+        history = json.loads((await ask(coordinator, "/history"))[1])
+    assert view["run"]["sentence"].startswith("Training round 2 of 2; 2 of 2 nodes ready")
+    assert view["nodes"][0]["time"] == "50% compute, 20% local, 20% exchange, 10% waiting"
+    assert view["rounds"][0]["reason"] == "all slices are committed"
+    assert history["rounds"] == [1]
+
+
+async def test_who_watches_gets_the_next_picture_and_all_get_the_same(tmp_path: Path) -> None:
+    home = home_with_pages(tmp_path / "home")
+    async with serving(home) as coordinator:
+        readers = []
+        for _ in range(3):
+            reader, writer = await asyncio.open_connection("127.0.0.1", coordinator.dashboard_port)
+            writer.write(b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            readers.append((reader, writer))
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            told = [[await _event(reader) for _ in range(2)] for reader, _ in readers]
+        for _, writer in readers:
+            writer.close()
+    assert told[0][0] == told[1][0] == told[2][0]
+    assert all(first["at"] < second["at"] for first, second in told)
+
+
+async def _event(reader: asyncio.StreamReader) -> dict[str, float]:
+    while not (line := await reader.readline()).startswith(b"data: "):
+        assert line, "the stream ended"
+    told: dict[str, float] = json.loads(line.removeprefix(b"data: "))
+    return told
 
 
 async def test_health_is_200_until_the_clock_of_rounds_stops(tmp_path: Path) -> None:

@@ -1,0 +1,107 @@
+"""What has happened to the swarm, for its page: the latest lines, in memory and in a file across starts."""
+
+import json
+from collections import deque
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from string import Formatter
+
+from coordinator.journal import News
+
+KEPT = 400
+"""Lines that the page can go back."""
+
+MOST_BYTES = 1_000_000
+"""Of the file; then it begins anew, with what is kept."""
+
+_UNTOLD = frozenset({"round opened"})
+"""What the page shows better elsewhere."""
+
+
+class NewsFile:
+    """Takes what is news; a disk that is full costs what the next start would know, and no more."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lines: deque[Mapping[str, object]] = deque(_read(path), maxlen=KEPT)
+        self.number = len(self._lines)  # grows with each line
+
+    @property
+    def latest(self) -> list[Mapping[str, object]]:
+        """Newest first."""
+        return list(reversed(self._lines))
+
+    def add(self, told: Iterable[News], *, unix_seconds: float) -> None:
+        """Takes those that people read."""
+        lines = [
+            {"at": round(unix_seconds, 1), "level": news.level, "text": sentence_of(news)}
+            for news in told
+            if news.level != "debug" and news.what not in _UNTOLD
+        ]
+        if not lines:
+            return
+        self._lines.extend(lines)
+        self.number += len(lines)
+        try:
+            is_full = self._path.exists() and self._path.stat().st_size > MOST_BYTES
+            with self._path.open("w" if is_full else "a") as file:
+                file.writelines(json.dumps(x) + "\n" for x in (self._lines if is_full else lines))
+        except OSError:
+            pass  # the coordinator's own database says that its disk is full
+
+
+SENTENCES = {
+    "node attached": "{node} has come, on {device}",
+    "node ready": "{node} is ready",
+    "node diverged": "{node} holds another state than the others, and fetches theirs",
+    "node lost": "{node} has not been heard for longer than its lease",
+    "node left": "{node} has left",
+    "node quarantined": "{node} is in quarantine",
+    "node expelled": "{node} is expelled",
+    "ruled": "{what}, by {by}",
+    "round committed": "Round {round} is committed: {slices} slices, {tokens} tokens, {seconds} s; {reason}",
+    "round learned": "Round {round} is known from nodes",
+    "contributions left out": "{node}: {slices} contributions to round {round} are left out, as {why}",
+    "contributions clipped": "{node}: {slices} contributions to round {round} are clipped, as {why}",
+    "went on without contributions of": "Round {round} went on without {nodes}: {next_step}",
+    "slice taken over": "{reducer} reduces slice {slice} of round {round} instead of a node that is gone",
+    "two nodes do not reach each other": "{nodes} do not reach each other",
+    "evaluated": "The held-out loss after round {round} is {held_out_loss}",
+    "run finished": "The run is finished after round {round}",
+}
+"""How the page says what a line of the log says; of others it shows what the log has."""
+
+
+def sentence_of(news: News) -> str:
+    """For people."""
+    facts = {key: _said(value) for key, value in news.facts.items() if value != ""}
+    if news.what in SENTENCES and set(_fields(SENTENCES[news.what])) <= facts.keys():
+        return SENTENCES[news.what].format_map(facts)
+    words = "; ".join(f"{key.replace('_', ' ')} {said}" for key, said in facts.items())
+    return news.what + (f" ({words})" if words else "")
+
+
+def _fields(sentence: str) -> list[str]:
+    return [name for _, name, *_ in Formatter().parse(sentence) if name]
+
+
+def _said(value: object) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {one}" for key, one in value.items())
+    return " and ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _read(path: Path) -> list[Mapping[str, object]]:
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError):
+        return []
+    lines: list[Mapping[str, object]] = []
+    for line in text.splitlines()[-KEPT:]:
+        try:
+            value = json.loads(line)
+        except ValueError:  # a line that was cut when the machine stopped
+            continue
+        if isinstance(value, dict) and value.keys() == {"at", "level", "text"}:
+            lines.append(value)
+    return lines

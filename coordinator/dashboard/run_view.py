@@ -1,0 +1,293 @@
+"""The run as its page shows it: the facts of `atoll status` as plain values for JSON. Pure.
+
+What a figure means and how it is said stands here and in protocol.terminal.status_view; the page's script
+puts text into places, and draws.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+
+from protocol.terminal.console import (
+    bytes_in_words,
+    count_in_words,
+    digest_in_words,
+    seconds_in_words,
+)
+from protocol.terminal.status_view import (
+    GONE,
+    SILENT_SECONDS,
+    agreement_in_words,
+    bits_per_byte,
+    by_name,
+    clock_in_words,
+    compute_share,
+    copies_in_words,
+    cut_off,
+    device_in_words,
+    held_out_in_words,
+    ledger_bytes,
+    link_in_words,
+    mean_time_in_words,
+    memory_in_words,
+    mfu_in_words,
+    name_of,
+    phase_in_words,
+    saving_in_words,
+    screened_in_words,
+    screening_in_words,
+    state_in_words,
+    time_in_words,
+    training_loss,
+    wire_in_words,
+    work_in_words,
+)
+from protocol.v1 import status_pb2 as pb
+from protocol.vitals import upload_in_words
+
+NUM_ROUNDS = 20
+
+MOST_POINTS = 1500
+"""Of a curve: more than a screen has pixels for."""
+
+MOST_NODES = 300
+"""Rows of nodes: those that need somebody first."""
+
+_GOOD, _BUSY, _BAD, _GONE = "good", "busy", "bad", "gone"
+
+View = Mapping[str, object]
+
+
+def view_of(status: pb.GetStatusResponse, rounds: Sequence[pb.RoundSummary]) -> View:
+    """All that the page shows of this instant, beside its curves, timeline and news."""
+    run = status.run
+    nodes = [_node(node, run) for node in by_name(status.nodes)]
+    nodes.sort(key=lambda node: (_BAD, _BUSY, _GOOD, _GONE).index(str(node["tone"])))
+    return {
+        "run": _run(status),
+        "nodes": nodes[:MOST_NODES],
+        "moreNodes": max(0, len(nodes) - MOST_NODES),
+        "cutPairs": _cut_pairs(status.nodes),
+        "rounds": [_round(closed) for closed in rounds],
+        "at": status.unix_seconds,
+    }
+
+
+def _run(status: pb.GetStatusResponse) -> View:
+    run = status.run
+    loss = training_loss(status.nodes)
+    share = compute_share(status.nodes)
+    here = [node for node in status.nodes if node.state not in GONE]
+    speeds = [node.heartbeat.tokens_per_second for node in here]
+    num_ready = sum(node.state == pb.NODE_STATE_READY for node in here)
+    held = run.held_out_losses
+    bits = bits_per_byte(held[-1].loss, run) if held else None
+    sent = ledger_bytes(run.wire)
+    trouble = [
+        *filter(None, (run.paused, cut_off(status.nodes), copies_in_words(status.nodes))),
+        *(
+            ["the outer state is NOT the same on all nodes"]
+            if run.outer_digest and not run.digests_agree
+            else []
+        ),
+    ]
+    return {
+        "name": run.run_name,
+        "id": run.swarm_id,
+        "phase": phase_in_words(run),
+        "sentence": _sentence(run, len(here), num_ready),
+        "reason": run.reason,
+        "trouble": trouble,
+        "rules": list(run.amendments),
+        "round": run.open_round or run.committed_round,
+        "committed": run.committed_round,
+        "total": run.total_rounds,
+        "clock": clock_in_words(run),
+        "elapsed": seconds_in_words(run.elapsed_seconds),
+        "left": seconds_in_words(run.estimated_seconds_left)
+        if run.HasField("estimated_seconds_left") and run.phase != pb.RUN_PHASE_FINISHED
+        else "",
+        "loss": None if loss is None else _number(loss),
+        "heldOut": held_out_in_words(run),
+        "heldOutNow": _number(held[-1].loss) if held else None,
+        "heldOutFirst": _number(held[0].loss) if held else None,
+        "bitsPerByte": None if bits is None else _number(bits),
+        "tokens": count_in_words(run.token_clock),
+        "tokensPerSecond": count_in_words(sum(speeds)) if any(speeds) else "-",
+        "computing": None if share is None else _number(share),
+        "time": mean_time_in_words(status.nodes),
+        "sent": bytes_in_words(sent) if sent else "-",
+        "timesLess": round(run.wire.all_reduce_bytes / sent)
+        if sent and run.wire.all_reduce_bytes
+        else None,
+        "saving": saving_in_words(run.wire),
+        "digest": agreement_in_words(run),
+        "parameters": count_in_words(run.num_parameters) if run.num_parameters else "-",
+        "ready": num_ready,
+        "present": len(here),
+    }
+
+
+def _sentence(run: pb.RunStatus, present: int, ready: int) -> str:
+    """What the run does now, and how long it will."""
+    nodes = f"{ready} of {present} node{'s' * (present != 1)} ready"
+    if run.phase == pb.RUN_PHASE_FINISHED:
+        took = seconds_in_words(run.elapsed_seconds)
+        return f"The run is finished: {run.committed_round} rounds in {took}."
+    left = (
+        f"about {seconds_in_words(run.estimated_seconds_left)} left"
+        if run.HasField("estimated_seconds_left")
+        else "the time left is known after some rounds"
+    )
+    if run.paused:
+        return f"The run is paused after round {run.committed_round}; {nodes}."
+    if run.phase == pb.RUN_PHASE_WAITING:
+        return f"No round is open after round {run.committed_round}; {nodes}, {left}."
+    doing = {"training": "Training", "exchanging": "Exchanging", "applying": "Applying"}
+    verb = doing.get(phase_in_words(run), "In")
+    return f"{verb} round {run.open_round} of {run.total_rounds}; {nodes}, {left}."
+
+
+def _node(node: pb.NodeStatus, run: pb.RunStatus) -> View:
+    beat = node.heartbeat
+    is_gone = node.state in GONE
+    made = beat.utilisation
+    sent, received = wire_in_words(node)
+    return {
+        "id": node.node_id,
+        "name": name_of(node),
+        "state": state_in_words(node),
+        "tone": _tone(node),
+        "does": "-" if is_gone else _doing(node, run),
+        "waitsFor": node.standing if is_gone else beat.waiting_for,
+        "device": device_in_words(node),
+        "loss": f"{beat.loss:.3f}" if beat.loss > 0 and not is_gone else "-",
+        "tokensPerSecond": count_in_words(beat.tokens_per_second)
+        if beat.tokens_per_second > 0 and not is_gone
+        else "-",
+        "time": time_in_words(node),
+        "shares": [
+            _number(share)
+            for share in (
+                made.compute_share,
+                made.local_communication_share,
+                made.exchange_share + made.publish_share + made.adopt_share,
+                made.waiting_share,
+            )
+        ]
+        if beat.HasField("utilisation") and not is_gone
+        else None,
+        "mfu": mfu_in_words(node),
+        "memory": memory_in_words(node),
+        "link": link_in_words(node),
+        "upload": upload_in_words(beat.upload_pace) or "-",
+        "sent": sent,
+        "received": received,
+        "heard": f"{seconds_in_words(node.silent_seconds)} ago",
+        "work": work_in_words(node),
+        "workShare": round(node.confirmed_work_share, 4)
+        if node.HasField("confirmed_work_share")
+        else None,
+        "committedTokens": node.committed_tokens,
+        "committed": count_in_words(node.committed_tokens),
+        "screened": screening_in_words(node.screening) if node.HasField("screening") else "-",
+        "letGo": f"{beat.let_go_rounds:.1f} rounds" if beat.let_go_rounds > 0 else "-",
+        "version": node.version,
+    }
+
+
+def _tone(node: pb.NodeStatus) -> str:
+    """How urgently somebody should look."""
+    if node.state in (pb.NODE_STATE_LEFT, pb.NODE_STATE_EXPELLED):
+        return _GONE
+    if node.state in (pb.NODE_STATE_LOST, pb.NODE_STATE_DIVERGED) or node.has_waiting_copy:
+        return _BAD
+    if node.state != pb.NODE_STATE_READY or node.silent_seconds > SILENT_SECONDS:
+        return _BUSY
+    return _GOOD
+
+
+def _doing(node: pb.NodeStatus, run: pb.RunStatus) -> str:
+    beat = node.heartbeat
+    if node.silent_seconds > SILENT_SECONDS:
+        return f"silent for {seconds_in_words(node.silent_seconds)}"
+    if beat.activity.startswith("training"):
+        return f"{beat.activity} {beat.inner_step}/{node.inner_steps or run.inner_steps}"
+    return beat.activity or "-"
+
+
+def _cut_pairs(nodes: Iterable[pb.NodeStatus]) -> list[tuple[str, str]]:
+    """The ids of each two present nodes of which one says that it does not reach the other."""
+    present = {node.node_id: node for node in nodes if node.state not in GONE}
+    return sorted(
+        {
+            (min(node.node_id, other), max(node.node_id, other))
+            for node in present.values()
+            for other in node.heartbeat.unreachable_ids
+            if other in present
+        }
+    )
+
+
+def _round(closed: pb.RoundSummary) -> View:
+    return {
+        "round": closed.round,
+        "nodes": f"{closed.num_contributors} of {closed.num_participants}",
+        "slices": f"{closed.num_committed_slices} of {closed.num_slices}",
+        "tokens": count_in_words(closed.tokens),
+        "sent": bytes_in_words(ledger_bytes(closed.wire)),
+        "took": seconds_in_words(closed.seconds),
+        "seconds": round(closed.seconds, 2),
+        "loss": f"{closed.loss:.3f}" if closed.loss > 0 else "-",
+        "digest": digest_in_words(closed.outer_digest),
+        "screened": screened_in_words(closed),
+        "reason": closed.reason,
+        "tone": _GOOD if closed.num_committed_slices == closed.num_slices else _BAD,
+    }
+
+
+def history_of(run: pb.RunStatus, rounds: Sequence[pb.RoundSummary]) -> View:
+    """Columns for curves, oldest first, of at most MOST_POINTS rounds; `rounds` come newest first.
+
+    Of old rounds only some are kept: those between have the tokens and seconds of the next that is.
+    """
+    kept = [closed for closed in reversed(rounds) if closed.loss > 0 or closed.tokens]
+    numbers = [0, *(closed.round for closed in kept)]
+    gaps = [after - before for before, after in pairwise(numbers)]
+    tokens = _summed([closed.tokens * gap for closed, gap in zip(kept, gaps, strict=True)])
+    seconds = _summed([closed.seconds * gap for closed, gap in zip(kept, gaps, strict=True)])
+    scale = run.token_clock / tokens[-1] if tokens and tokens[-1] else 1.0
+    places = _spread(len(kept))
+    held = [(one.round, one.loss) for one in run.held_out_losses]
+    held = [held[place] for place in _spread(len(held))]
+    return {
+        "rounds": [kept[place].round for place in places],
+        "tokens": [round(tokens[place] * scale) for place in places],
+        "seconds": [round(seconds[place], 1) for place in places],
+        "loss": [_number(kept[place].loss) if kept[place].loss > 0 else None for place in places],
+        "took": [round(kept[place].seconds, 2) for place in places],
+        "sent": [ledger_bytes(kept[place].wire) for place in places],
+        "contributors": [kept[place].num_contributors for place in places],
+        "heldRounds": [number for number, _ in held],
+        "heldLoss": [_number(loss) for _, loss in held],
+    }
+
+
+def _number(value: float) -> float | None:
+    """For JSON, which has no NaN and no infinity."""
+    return round(value, 4) if math.isfinite(value) else None
+
+
+def _summed(values: Iterable[float]) -> list[float]:
+    whole, sums = 0.0, []
+    for value in values:
+        whole += value
+        sums.append(whole)
+    return sums
+
+
+def _spread(length: int) -> Sequence[int]:
+    """At most MOST_POINTS places, evenly spread; the first and the last are among them."""
+    if length <= MOST_POINTS:
+        return range(length)
+    return [round(place * (length - 1) / (MOST_POINTS - 1)) for place in range(MOST_POINTS)]

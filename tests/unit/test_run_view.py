@@ -1,0 +1,156 @@
+"""What the page is told: the figures of the status, curves that fit a screen, and news as sentences."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from swarm_scene import Scene, digest_of
+
+from coordinator.dashboard.news_file import KEPT, SENTENCES, NewsFile, sentence_of
+from coordinator.dashboard.run_view import MOST_NODES, MOST_POINTS, history_of, view_of
+from coordinator.dashboard.timeline import Timeline, shown
+from coordinator.journal import News
+from coordinator.swarm.events import Event
+from coordinator.swarm.transition import Transition
+from protocol.v1 import session_pb2
+from protocol.v1 import status_pb2 as pb
+
+
+def test_what_is_not_known_is_a_dash_and_not_a_number() -> None:
+    status = pb.GetStatusResponse(run=pb.RunStatus(run_name="run", total_rounds=3))
+    status.nodes.add(node_id="1", node_name="attic", state=pb.NODE_STATE_READY)
+    view = view_of(status, [])
+    (node,) = view["nodes"]  # type: ignore[misc]
+    unknown = ("loss", "tokensPerSecond", "time", "mfu", "memory", "link", "upload", "sent", "work")
+    assert {node[figure] for figure in unknown} == {"-"}
+    assert view["run"]["loss"] is None  # type: ignore[index]
+
+
+def test_figures_that_are_no_numbers_are_left_out_of_the_json() -> None:
+    run = pb.RunStatus(token_clock=10)
+    run.held_out_losses.add(round=1, loss=float("nan"))
+    status = pb.GetStatusResponse(run=run)
+    node = status.nodes.add(node_id="1", state=pb.NODE_STATE_READY)
+    node.heartbeat.CopyFrom(session_pb2.HeartbeatRequest(loss=float("inf")))
+    rounds = [pb.RoundSummary(round=1, tokens=10, loss=float("inf"))]
+    for told in (view_of(status, rounds), history_of(run, rounds)):
+        json.dumps(told, allow_nan=False)
+
+
+def test_nodes_that_need_somebody_stand_first_and_of_very_many_only_those_are_sent() -> None:
+    status = pb.GetStatusResponse()
+    for number in range(MOST_NODES + 5):
+        is_lost = number == MOST_NODES
+        state = pb.NODE_STATE_LOST if is_lost else pb.NODE_STATE_READY
+        status.nodes.add(node_id=f"{number:04}", node_name=f"n{number:04}", state=state)
+    view = view_of(status, [])
+    assert view["nodes"][0]["name"] == f"n{MOST_NODES:04}"  # type: ignore[index]
+    assert (len(view["nodes"]), view["moreNodes"]) == (MOST_NODES, 5)  # type: ignore[arg-type]
+
+
+def test_nodes_that_do_not_reach_each_other_are_a_pair_and_a_sentence() -> None:
+    status = pb.GetStatusResponse()
+    for name, other in (("one", "two"), ("two", "")):
+        node = status.nodes.add(node_id=name, node_name=name, state=pb.NODE_STATE_READY)
+        node.heartbeat.unreachable_ids.extend([other] if other else [])
+    view = view_of(status, [])
+    assert view["cutPairs"] == [("one", "two")]
+    assert view["run"]["trouble"] == ["one and two do not reach each other"]  # type: ignore[index]
+
+
+@given(
+    kept=st.lists(st.integers(1, 100_000), unique=True, max_size=40).map(sorted),
+    clock=st.integers(1, 10**12),
+)
+def test_a_curve_grows_to_the_token_clock_whatever_rounds_are_kept(
+    kept: list[int], clock: int
+) -> None:
+    rounds = [pb.RoundSummary(round=n, tokens=7, seconds=2.0, loss=3.0) for n in reversed(kept)]
+    told = history_of(pb.RunStatus(token_clock=clock), rounds)
+    assert told["rounds"] == kept
+    tokens: list[int] = told["tokens"]  # type: ignore[assignment]
+    assert tokens == sorted(tokens)
+    assert not kept or tokens[-1] == pytest.approx(clock, abs=1)
+    seconds: list[float] = told["seconds"]  # type: ignore[assignment]
+    assert not kept or seconds[-1] == pytest.approx(2.0 * kept[-1])
+
+
+def test_a_curve_of_very_many_rounds_fits_a_screen_and_keeps_its_ends() -> None:
+    rounds = [pb.RoundSummary(round=n, tokens=1, loss=1.0) for n in range(9 * MOST_POINTS, 0, -1)]
+    told: list[int] = history_of(pb.RunStatus(token_clock=5), rounds)["rounds"]  # type: ignore[assignment]
+    assert len(told) == MOST_POINTS
+    assert (told[0], told[-1]) == (1, 9 * MOST_POINTS)
+
+
+class DrawnScene(Scene):
+    """A scene whose timeline is kept."""
+
+    def __init__(self, *, min_nodes: int = 1) -> None:
+        self.timeline = Timeline()
+        super().__init__(min_nodes=min_nodes)
+
+    def do(self, event: Event) -> None:
+        before = self.state
+        super().do(event)
+        told = Transition(state=self.state, actions=self.actions, at=self.now)
+        self.timeline.hear(before, told)
+
+
+def test_a_round_is_drawn_stage_by_stage_and_says_who_was_waited_for() -> None:
+    scene = DrawnScene(min_nodes=2)
+    scene.attach("a", "b")
+    scene.now += 1
+    scene.train("a")
+    scene.now += 9
+    scene.train("b")
+    scene.commit("a", "b")
+    scene.now += 2
+    scene.apply(digest_of("state 1"), "a", "b")
+    current, closed = shown(scene.timeline.rounds, now=scene.now)
+    assert (current["round"], current["isOpen"]) == (2, True)
+    assert (closed["round"], closed["seconds"], closed["committed"]) == (1, 12.0, 10.0)
+    nodes = {node["name"]: node for node in closed["nodes"]}  # type: ignore[attr-defined]
+    assert [node["trained"] for node in nodes.values()] == [1.0, 10.0]
+    assert [node["held"] for node in nodes.values()] == [10.0, 10.0]
+    assert [node["applied"] for node in nodes.values()] == [12.0, 12.0]
+    assert closed["waitedFor"] == f"{list(nodes)[1]} was last to train"
+
+
+def test_every_sentence_has_all_its_facts_or_the_log_s_own_words_stand_there() -> None:
+    for what in SENTENCES:
+        assert sentence_of(News(level="info", what=what, facts={})) == what
+    lost = News(level="info", what="node lost", facts={"node": "attic", "round": 3})
+    assert sentence_of(lost) == "attic has not been heard for longer than its lease"
+
+
+def test_news_come_back_after_a_start_and_a_torn_or_foreign_line_costs_only_itself(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "news.jsonl"
+    first = NewsFile(path)
+    for number in range(KEPT + 3):
+        news = News(level="warning", what="went on", facts={"round": number})
+        first.add([news, News(level="debug", what="untold", facts={})], unix_seconds=number)
+    with path.open("a") as file:
+        file.write('[1]\n{"at": 1}\n{"at": 9, "lev')
+    again = NewsFile(path).latest
+    assert [line["text"] for line in again[:2]] == [
+        f"went on (round {KEPT + 2})",
+        f"went on (round {KEPT + 1})",
+    ]
+    assert all("untold" not in str(line["text"]) for line in again)
+
+
+def test_a_news_file_that_grows_too_large_begins_anew_with_what_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.dashboard.news_file.MOST_BYTES", 2000)
+    path = tmp_path / "news.jsonl"
+    news = NewsFile(path)
+    for number in range(2 * KEPT):
+        told = News(level="info", what="went on", facts={"round": number})
+        news.add([told], unix_seconds=number)
+    assert len(path.read_text().splitlines()) <= KEPT + 1
+    assert NewsFile(path).latest[0]["text"] == f"went on (round {2 * KEPT - 1})"
