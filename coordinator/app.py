@@ -28,9 +28,10 @@ from coordinator.journal import (
 )
 from coordinator.presets.choosing import Plan
 from coordinator.services.answering import Gate
+from coordinator.services.certificates import Certificates
 from coordinator.services.enrolment import EnrolmentDesk, EnrolmentServicer
 from coordinator.services.operator import OperatorDesk, OperatorServicer
-from coordinator.services.ruling import Rulings
+from coordinator.services.ruling import Rulings, refuse_replaced_key
 from coordinator.services.session import SessionDesk, SessionServicer
 from coordinator.services.status import StatusDesk, StatusServicer
 from coordinator.store import Store
@@ -45,7 +46,7 @@ from protocol.logging import LogStream, start_logging
 from protocol.server import CONTROL_OPTIONS, ENROLMENT_OPTIONS, bind_control, bind_enrolment
 from protocol.trust.invite import endpoint_of
 from protocol.trust.pki import pin_of
-from protocol.trust.rulings import RulingVerifier, checked_chain
+from protocol.trust.rulings import checked_chain
 from protocol.trust.signing import CommitSigner
 from protocol.typed import web_address_of
 from protocol.v1.enrolment_pb2_grpc import add_EnrolmentServiceServicer_to_server
@@ -103,7 +104,7 @@ class Coordinator:
 
         Raises SystemRefusedError for a folder or port in use, ConfigError for a changed run file.
         """
-        signer = CommitSigner.of_authority(home.authority.key_pem)
+        signer = CommitSigner.of_key(home.issuer.key_pem)
         store = Store.open(home.directory, sign=signer.signature_of)
         dashboard: WebServer | None = None
         control = grpc.aio.server(options=CONTROL_OPTIONS)
@@ -117,7 +118,8 @@ class Coordinator:
         try:
             store.keep_or_compare(home.run, home.directory / RUN_FILE)
             kept = store.rulings()
-            checked_chain(kept, RulingVerifier(signer.public_key))
+            verifier = checked_chain(kept, home.verifier)
+            refuse_replaced_key(home, [signed.ruling for signed in kept])
             amended = in_force(home.run, (signed.ruling for signed in kept))
             driver = Driver(
                 state=replace(
@@ -131,17 +133,18 @@ class Coordinator:
                 writer=writer,
                 reader=reader,
             )
-            rulings = Rulings(driver, home.run, signer)
+            rulings = Rulings(driver, home.run, signer, verifier=verifier)
             watched = Watched(
                 tally=RoundTally(driver.state, now=driver.clock.now()),
                 timeline=Timeline(),
                 news=NewsFile(home.directory / NEWS_FILE),
             )
+            await rulings.announce_key(home.key_number, home.tail_pem)
             control_port = bind_control(
                 control,
                 config.host,
                 config.control_port,
-                authority_pem=home.authority.certificate_pem,
+                issuers_pem=home.issuer.certificate_pem + home.authority_pem,
                 certificate_pem=home.server_pem,
                 key_pem=home.server_key_pem,
             )
@@ -152,18 +155,34 @@ class Coordinator:
                 certificate_pem=home.server_pem,
                 key_pem=home.server_key_pem,
             )
+            certificates = Certificates(
+                home.issuer,
+                home.tail_pem,
+                store,
+                standing_of=rulings.standing_of,
+                enrolment_port=enrolment_port,
+                clock=driver.clock.now,
+                wall_clock=time.time,
+            )
             status = _add_member_services(
                 control,
                 home,
                 config,
                 signer,
                 rulings,
+                certificates,
                 store=store,
                 driver=driver,
                 enrolment_port=enrolment_port,
             )
             _add_enrolment(
-                enrolment, home, rulings, store=store, driver=driver, control_port=control_port
+                enrolment,
+                home,
+                rulings,
+                certificates,
+                store=store,
+                driver=driver,
+                control_port=control_port,
             )
             if config.dashboard:
                 dashboard = _open_dashboard(config.dashboard, home, status, watched, driver)
@@ -225,6 +244,7 @@ def _add_member_services(
     config: CoordinatorConfig,
     signer: CommitSigner,
     rulings: Rulings,
+    certificates: Certificates,
     *,
     store: Store,
     driver: Driver,
@@ -232,7 +252,7 @@ def _add_member_services(
 ) -> StatusDesk:
     """What is behind mutual TLS; returns the desk that tells how the run is doing."""
     telemetry = Telemetry()
-    swarm_id = home.authority.swarm_id
+    swarm_id = home.issuer.swarm_id
     gate = Gate(
         swarm_id=swarm_id, store=store, standing_of=rulings.standing_of, clock=driver.clock.now
     )
@@ -250,7 +270,7 @@ def _add_member_services(
         apply=driver.apply,
         rulings=rulings,
     )
-    add_SessionServiceServicer_to_server(SessionServicer(session, gate), server)
+    add_SessionServiceServicer_to_server(SessionServicer(session, gate, certificates), server)
     add_StatusServiceServicer_to_server(StatusServicer(status, gate), server)
     add_OperatorServiceServicer_to_server(OperatorServicer(operator, gate), server)
     return status
@@ -300,6 +320,7 @@ def _add_enrolment(
     server: grpc.aio.Server,
     home: Home,
     rulings: Rulings,
+    certificates: Certificates,
     *,
     store: Store,
     driver: Driver,
@@ -308,7 +329,8 @@ def _add_enrolment(
     """What strangers with an invite reach."""
     desk = EnrolmentDesk(
         store,
-        home.authority,
+        home.authority_pem,
+        certificates,
         rulings,
         run_name=home.run.run.name,
         control_port=control_port,

@@ -13,7 +13,14 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from coordinator.config import HOME_FILES, Home, rules_of
+from coordinator.authority_key import is_encrypted
+from coordinator.config import (
+    AUTHORITY_KEY_FILE,
+    HOME_FILES,
+    SOME_HOME_FILES,
+    Home,
+    rules_of,
+)
 from coordinator.database import DATABASE_NAME
 from coordinator.store import Store
 from protocol.amendments import in_force
@@ -43,6 +50,7 @@ class Backup:
     committed_round: int
     total_rounds: int
     num_bytes: int
+    authority_key: str  # how the copy holds it, in words
 
 
 def back_up(directory: Path, target: Path) -> Backup:
@@ -67,7 +75,7 @@ def back_up(directory: Path, target: Path) -> Backup:
         _copy_database(directory / DATABASE_NAME, building / DATABASE_NAME)
         committed_round, total_rounds = _rounds_in(building, home)
         # The keys come last, when all that takes long is done.
-        for name in (LINK_FILE, DESCRIPTION_FILE, *HOME_FILES):
+        for name in (LINK_FILE, DESCRIPTION_FILE, *SOME_HOME_FILES, *HOME_FILES):
             if name in HOME_FILES or (directory / name).is_file():
                 _copy(directory / name, building / name)
         Home.load(building)
@@ -77,7 +85,16 @@ def back_up(directory: Path, target: Path) -> Backup:
         committed_round=committed_round,
         total_rounds=total_rounds,
         num_bytes=num_bytes,
+        authority_key=_how_kept(target / AUTHORITY_KEY_FILE),
     )
+
+
+def _how_kept(path: Path) -> str:
+    if not path.is_file():
+        return "without the authority's key, which lies elsewhere"
+    if is_encrypted(path.read_bytes()):
+        return "with the authority's key, which a passphrase opens"
+    return "with the authority's key, which is not encrypted"
 
 
 @contextmanager

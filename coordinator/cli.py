@@ -86,8 +86,8 @@ def start(
 def backup(directory: Path, target: Path) -> None:
     """Copy the run in DIR to the new folder TARGET, while its coordinator runs or not.
 
-    TARGET holds the keys too: keep it as private as DIR. 'atoll coordinator start TARGET' goes on
-    from it; never run both.
+    TARGET holds the keys too, as far as they lie in DIR: keep it as private as that. 'atoll coordinator
+    start TARGET' goes on from it; never run both.
 
     Example: atoll coordinator backup my-run /mnt/backups/my-run
     """
@@ -96,7 +96,72 @@ def backup(directory: Path, target: Path) -> None:
     made = back_up(directory, target)
     click.echo(
         f"copied run {made.run_name!r} at round {made.committed_round} of {made.total_rounds} "
-        f"to {target} ({console.bytes_in_words(made.num_bytes)})"
+        f"to {target} ({console.bytes_in_words(made.num_bytes)}), {made.authority_key}"
+    )
+
+
+_PASSPHRASE_FD = click.option(
+    "--passphrase-fd",
+    "descriptor",
+    metavar="N",
+    type=click.IntRange(0),
+    help="Read the passphrase of the authority's key from this file descriptor.  "
+    "[default: $ATOLL_PASSPHRASE, or you are asked]",
+)
+
+
+@coordinator.command()
+@click.argument("directory", metavar="DIR", type=_FOLDER)
+@click.option("--authority", "with_authority", is_flag=True, help="Change the authority's key too.")
+@click.option(
+    "--authority-key",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Where the authority's key lies.  [default: ca.key in DIR]",
+)
+@_PASSPHRASE_FD
+def rotate(
+    directory: Path, with_authority: bool, authority_key: Path | None, descriptor: int | None
+) -> None:
+    """Give the coordinator of DIR, which does not run now, other keys for the same run.
+
+    Its next start announces them, and nodes follow by themselves. What the old keys sign after that
+    counts for nothing; commits that they signed stay good.
+
+    \b
+    Examples:
+      atoll coordinator rotate my-run
+      atoll coordinator rotate my-run --authority --authority-key /media/stick/ca.key
+    """  # noqa: D301 - click reads the character \b, not its two letters
+    import time
+
+    from coordinator.rotation import Rotation
+
+    number = Rotation(
+        directory=directory,
+        with_authority=with_authority,
+        authority_key=authority_key,
+        descriptor=descriptor,
+        now=time.time(),
+    ).make()
+    whose = "the coordinator and its authority have" if with_authority else "the coordinator has"
+    click.echo(f"{whose} other keys: number {number}; invites made before are useless")
+    click.echo(f"next: atoll coordinator start {directory}")
+
+
+@coordinator.command()
+@click.argument("directory", metavar="DIR", type=_FOLDER)
+@_PASSPHRASE_FD
+def protect(directory: Path, descriptor: int | None) -> None:
+    """Encrypt the authority's key in DIR by a passphrase. Only 'rotate' asks for it.
+
+    Example: atoll coordinator protect my-run
+    """
+    from coordinator.rotation import protect as encrypt
+
+    path = encrypt(directory, descriptor=descriptor)
+    click.echo(
+        f"{path} is encrypted; without the passphrase nobody can change this run's keys any more"
     )
 
 

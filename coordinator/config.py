@@ -3,7 +3,9 @@
 run.toml          the run file; its digest stands in every round, so it never changes
 description.json  what building its model has shown, where it had to be built; likewise
 coordinator.toml  where to listen
-ca.pem, ca.key, server.pem, server.key
+ca.pem, ca.key    the authority, behind it certificates for it by authorities before; ca.key may lie elsewhere
+coordinator.pem, coordinator.key   what signs commits and rulings, and issues members' certificates
+server.pem, server.key             of the ports
 client.pem, client.key, link.toml   the run owner's credentials (protocol.trust.credentials)
 atoll.db, lock    coordinator.store
 """
@@ -12,12 +14,14 @@ import json
 import socket
 import tomllib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Self
 
 from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 
+from coordinator.authority_key import passphrase_of, read_authority_key
 from coordinator.database import DATABASE_NAME
 from coordinator.presets.cost import CODEC_COSTS
 from coordinator.presets.settling import Settled, settled_run_file, wants_settling
@@ -39,7 +43,9 @@ from protocol.trust.credentials import (
     LINK_FILE,
     Credentials,
 )
-from protocol.trust.pki import Authority, new_swarm_id
+from protocol.trust.pki import Authority, Issuer, new_swarm_id
+from protocol.trust.rulings import RulingVerifier
+from protocol.trust.vouching import first_of, number_of
 from protocol.typed import web_address_of
 
 DEFAULT_CONTROL_PORT = 7700
@@ -48,6 +54,8 @@ DEFAULT_ENROLMENT_PORT = 7701
 RUN_FILE = "run.toml"
 CONFIG_FILE = "coordinator.toml"
 AUTHORITY_KEY_FILE = "ca.key"
+ISSUER_FILE = "coordinator.pem"
+ISSUER_KEY_FILE = "coordinator.key"
 SERVER_FILE = "server.pem"
 SERVER_KEY_FILE = "server.key"
 
@@ -55,13 +63,15 @@ HOME_FILES = (
     RUN_FILE,
     CONFIG_FILE,
     AUTHORITY_FILE,
-    AUTHORITY_KEY_FILE,
     SERVER_FILE,
     SERVER_KEY_FILE,
     CERTIFICATE_FILE,
     KEY_FILE,
 )
 """What `init` makes and no start changes."""
+
+SOME_HOME_FILES = (ISSUER_FILE, ISSUER_KEY_FILE, AUTHORITY_KEY_FILE)
+"""What a folder may be without: of runs of before the first two, and the last where it lies elsewhere."""
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Host = Annotated[str, Field(min_length=1, max_length=253)]
@@ -255,7 +265,11 @@ class Home:
     directory: Path
     config: CoordinatorConfig
     run: RunSpec
-    authority: Authority
+    authorities_pem: bytes
+    issuer: Issuer
+    coordinators_pem: (
+        bytes  # the newest first; nothing where the authority itself is the coordinator
+    )
     server_pem: bytes
     server_key_pem: bytes
     operator_pem: bytes
@@ -269,19 +283,55 @@ class Home:
                 f"{directory} is not a coordinator's folder: {CONFIG_FILE} is not there",
                 next_step=f"run 'atoll coordinator init {directory}'",
             )
+        finish_rotation(directory)
+        if (directory / AUTHORITY_KEY_FILE).is_file():
+            _read_secret(directory / AUTHORITY_KEY_FILE)  # nobody else may read it, used or not
+        is_apart = (directory / ISSUER_FILE).is_file()
+        issuer_file, issuer_key_file = (
+            (ISSUER_FILE, ISSUER_KEY_FILE) if is_apart else (AUTHORITY_FILE, AUTHORITY_KEY_FILE)
+        )
         return cls(
             directory=directory,
             config=_load_config(directory / CONFIG_FILE),
             run=load_run_folder(directory, RUN_FILE),
-            authority=Authority(
-                certificate_pem=_read(directory / AUTHORITY_FILE),
-                key_pem=_read_secret(directory / AUTHORITY_KEY_FILE),
+            authorities_pem=_read(directory / AUTHORITY_FILE),
+            issuer=Issuer(
+                certificate_pem=first_of(_read(directory / issuer_file)),
+                key_pem=_read_secret(directory / issuer_key_file),
             ),
+            coordinators_pem=_read(directory / ISSUER_FILE) if is_apart else b"",
             server_pem=_read(directory / SERVER_FILE),
             server_key_pem=_read_secret(directory / SERVER_KEY_FILE),
             operator_pem=_read(directory / CERTIFICATE_FILE),
             operator_key_pem=_read_secret(directory / KEY_FILE),
         )
+
+    @property
+    def authority(self) -> Authority:
+        """With its key, which nothing but a change of keys needs; raises where that lies elsewhere."""
+        path = self.directory / AUTHORITY_KEY_FILE
+        key_pem = read_authority_key(path, passphrase_of(path))
+        return Authority(certificate_pem=self.authority_pem, key_pem=key_pem)
+
+    @property
+    def authority_pem(self) -> bytes:
+        """The certificate of the authority that there is now."""
+        return first_of(self.authorities_pem)
+
+    @property
+    def tail_pem(self) -> bytes:
+        """What stands behind members' certificates (protocol.trust.vouching)."""
+        return b"".join((self.server_pem, self.coordinators_pem, self.authorities_pem))
+
+    @property
+    def key_number(self) -> int:
+        """Of the coordinator's key; 0 where it is the authority's own."""
+        return number_of(self.issuer.certificate_pem)
+
+    @property
+    def verifier(self) -> RulingVerifier:
+        """Checks what this run's coordinators have signed."""
+        return RulingVerifier.of_authority(self.authority_pem, self.coordinators_pem)
 
     def save_link(self, *, host: str, control_port: int) -> None:
         """Tells commands on this machine where the coordinator listens now.
@@ -290,11 +340,11 @@ class Home:
         it wrote that file is put right by the next.
         """
         operator = Credentials(
-            swarm_id=self.authority.swarm_id,
+            swarm_id=self.issuer.swarm_id,
             run_name=self.run.run.name,
             host=local_host(host),
             control_port=control_port,
-            authority_pem=self.authority.certificate_pem,
+            authority_pem=self.authorities_pem,
             certificate_pem=self.operator_pem,
             key_pem=self.operator_key_pem,
         )
@@ -304,6 +354,23 @@ class Home:
         except AtollError:
             (self.directory / LINK_FILE).unlink(missing_ok=True)
         operator.save(self.directory)
+
+
+def rotation_folder(directory: Path) -> Path:
+    """Where new keys lie until they have taken the places of the old ones."""
+    return directory / "keys.new"
+
+
+def finish_rotation(directory: Path) -> None:
+    """Puts new keys in their places, where that was begun. May be repeated, and interrupted."""
+    new = rotation_folder(directory)
+    if not new.is_dir():
+        return
+    for path in sorted(new.iterdir()):
+        with suppress(FileNotFoundError):  # another command has done it
+            path.replace(directory / path.name)
+    with suppress(OSError):
+        new.rmdir()
 
 
 SLICE_BYTES = 1 << 20
@@ -396,8 +463,12 @@ def create_home(
             f"'atoll coordinator start {directory}'",
         )
     authority = Authority.create(new_swarm_id())
+    coordinator = authority.issue_coordinator(1)
     server = authority.issue_server()
-    operator = authority.issue_operator()
+    operator = coordinator.issue_operator()
+    tail_pem = b"".join(
+        (server.certificate_pem, coordinator.certificate_pem, authority.certificate_pem)
+    )
     with whole_folder(directory) as building:
         text = text if isinstance(text, str) else text(building)
         validated(tomllib.loads(text), origin=RUN_FILE)
@@ -408,7 +479,9 @@ def create_home(
             (AUTHORITY_KEY_FILE, authority.key_pem, 0o600),
             (SERVER_FILE, server.certificate_pem, 0o644),
             (SERVER_KEY_FILE, server.key_pem, 0o600),
-            (CERTIFICATE_FILE, operator.certificate_pem, 0o644),
+            (ISSUER_FILE, coordinator.certificate_pem, 0o644),
+            (ISSUER_KEY_FILE, coordinator.key_pem, 0o600),
+            (CERTIFICATE_FILE, operator.certificate_pem + tail_pem, 0o644),
             (KEY_FILE, operator.key_pem, 0o600),
         ):
             write_atomically(building / name, content, mode=mode)

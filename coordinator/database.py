@@ -16,10 +16,9 @@ from pydantic import ValidationError
 
 from protocol.errors import BadDataError, ConfigError, SystemRefusedError
 from protocol.files.folder_lock import FolderLock
+from protocol.versions import DATABASE
 
 DATABASE_NAME = "atoll.db"
-
-VERSION = 10
 
 TABLES = """
 CREATE TABLE swarm (only_row INTEGER PRIMARY KEY CHECK (only_row = 1), state, digest);
@@ -50,8 +49,7 @@ CREATE TABLE enrolled (
     PRIMARY KEY (invite_id, node_id)
 ) WITHOUT ROWID;
 """
-"""Columns have no type, so that what is read is what was written. A run goes on with the version of Atoll
-that began it, as commits and the digest of the run file differ: tables of other versions are refused."""
+"""Columns have no type, so that what is read is what was written. protocol.versions has their number."""
 
 _REFUSALS = {
     *(sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN),
@@ -213,13 +211,14 @@ class Database:
         if version == 0:
             # It begins in the script, because executescript ends what was begun before it.
             self._connection.executescript(
-                f"BEGIN; {TABLES} PRAGMA user_version = {VERSION}; COMMIT;"
+                f"BEGIN; {TABLES} PRAGMA user_version = {DATABASE.writes}; COMMIT;"
             )
-        elif version != VERSION:
+        elif version not in DATABASE.reads:
+            known = " and ".join(map(str, sorted(DATABASE.reads)))
             raise ConfigError(
-                f"{self.path} has tables of version {version}, and this Atoll reads version {VERSION} "
-                "alone: a run goes on with the Atoll that began it",
-                next_step=f"install that one; if there is none, the file is damaged: {AFTER_DAMAGE}",
+                f"{self.path} has tables of version {version}, and this Atoll reads version {known}",
+                next_step=f"{DATABASE.next_step(version)}; if that cannot be, the file is damaged: "
+                f"{AFTER_DAMAGE}",
             )
 
 

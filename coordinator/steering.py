@@ -263,6 +263,6 @@ def _checked_log(directory: Path | None) -> "list[SignedRuling]":
             if not page:
                 break
             found += rulings_from_wire(Rulings(rulings=page))
-    authority_pem = Credentials.load(folder_of(directory)).authority_pem
-    checked_chain(found, RulingVerifier.of_authority(authority_pem))
+    ours = Credentials.load(folder_of(directory))
+    checked_chain(found, RulingVerifier.of_authority(ours.authority_pem, ours.certificate_pem))
     return found

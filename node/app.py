@@ -11,26 +11,25 @@ from pathlib import Path
 
 import structlog
 
-from node.config import IDENTITY_FILE, NodeSettings
+from node.config import NodeSettings
 from node.island.data.places import DataPlaces, check_reach
 from node.island.models.code import DIGITS, check_functions, code_digest, functions_of, in_words
 from node.island.ranks.forkserver import end_forkserver, prepare_forkserver
 from node.link.calls import CoordinatorLink
 from node.link.first_contact import run_of_coordinator
+from node.link.renewing import RenewingCalls
 from node.machine.freed_memory import keep_freed_memory
 from node.machine.hardware import Hardware, likely_devices, look_around
 from node.machine.placement import num_ranks_of, refuse_small_helper, refuse_what_cannot_work
 from node.outer_state import tell_leftovers
 from node.stopping import StopSignals
-from protocol.channel import open_channel
 from protocol.errors import AtollError
 from protocol.files.descriptors import require_open_files
 from protocol.files.folder_lock import FolderLock
 from protocol.run_spec import RunSpec
-from protocol.trust.credentials import Credentials
+from protocol.trust.credentials import IDENTITY_FILE, Credentials
 from protocol.trust.identity import Identity
 from protocol.trust.pki import Role
-from protocol.v1.session_pb2_grpc import SessionServiceStub
 from protocol.wire_count import WireCounts
 
 log = structlog.get_logger()
@@ -102,8 +101,8 @@ async def _run(
     waits: bool,
 ) -> str:
     counts = WireCounts()
-    async with open_channel(credentials, counts) as channel:
-        link = CoordinatorLink(SessionServiceStub(channel))
+    async with RenewingCalls(credentials, identity, counts) as calls:
+        link = CoordinatorLink(calls, renew=calls.renew)
         spec = await run_of_coordinator(link, waits=waits, rng=random.Random())
         is_helper = credentials.principal.role is Role.HELPER
         if is_helper:
@@ -122,7 +121,7 @@ async def _run(
         start = NodeStart(
             folder=folder,
             settings=settings,
-            credentials=credentials,
+            credentials=calls.credentials,  # they may be new already
             identity=identity,
             spec=spec,
             link=link,

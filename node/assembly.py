@@ -112,7 +112,8 @@ async def run_daemon(start: NodeStart, hardware: Hardware, signals: StopSignals)
     ranks = await _ranks_of(start, hardware)
     layout = layout_of(spec)
     history = await in_thread(lambda: History(folder / HISTORY_FILE))
-    verifier = RulingVerifier.of_authority(start.credentials.authority_pem)
+    ours = start.credentials
+    verifier = RulingVerifier.of_authority(ours.authority_pem, ours.certificate_pem)
     rulings = KeptRulings(spec, path=folder / RULINGS_FILE, verifier=verifier)
     records = Records.of(
         folder, settings, spec, layout, history=history, num_ranks=len(ranks.devices)

@@ -17,10 +17,9 @@ from node.island.training.local_training import Accumulating, LocalTraining, Pre
 from protocol.errors import ConfigError, NoInputError, UsageError
 from protocol.files.durable import expanded, read_toml, write_atomically
 from protocol.models import Section
-from protocol.trust.credentials import COORDINATOR_FILE
+from protocol.trust.credentials import COORDINATOR_FILE, IDENTITY_FILE
 from protocol.typed import bits_per_second_of, web_address_of
 
-IDENTITY_FILE = "identity.key"
 SETTINGS_FILE = "node.toml"
 SNAPSHOTS_FOLDER = "snapshots"
 HISTORY_FILE = "history"

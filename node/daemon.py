@@ -406,6 +406,7 @@ class Daemon:
                 log.warning("the coordinator lacks commits", after_round=after_round)
                 self._commits_wanted.put_nowait(after_round)
             case RoundCommitted(commit=commit):
+                self._rulings.check_commit(commit)
                 self._duties.decided(commit.round)
                 self._duties.put(message)
             case RoundOpened(plan=plan):
@@ -429,9 +430,12 @@ class Daemon:
 
     async def _list_commits(self, after_round: int) -> tuple[Commit, ...]:
         """Outlives a coordinator that is away for a while."""
-        return await retried(
+        commits = await retried(
             lambda: self._link.list_commits(after_round),
             is_wanted=lambda: True,
             random=self._rng,
             on_wait=lambda error, _: log.info("no list of commits yet", why=error.what),
         )
+        for commit in commits:
+            self._rulings.check_commit(commit)
+        return commits

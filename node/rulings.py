@@ -16,7 +16,7 @@ from node.disk.logs import AppendedFile
 from protocol.amendments import Span, in_force, span_of
 from protocol.errors import AtollError, BadDataError
 from protocol.messages import rulings_from_wire, rulings_to_wire
-from protocol.rounds import Digest, Plan
+from protocol.rounds import Commit, Digest, Plan
 from protocol.run_spec import RunSpec
 from protocol.trust.rulings import (
     Ruling,
@@ -27,6 +27,8 @@ from protocol.trust.rulings import (
     digest_of,
     follows,
     in_words,
+    key_number,
+    least_key,
     undoes,
 )
 from protocol.v1 import ruling_pb2
@@ -79,13 +81,19 @@ class KeptRulings:
         The coordinator's hold where it has others of the same numbers. Raises BadDataError for one that
         the authority did not sign, or that leaves a gap.
         """
-        kept, num_same = list(self._signed), self.number
+        kept, num_same, verifier = list(self._signed), self.number, self._verifier
+        least: int | None = None  # key that may sign what follows those kept
         for signed in told:
-            if signed in kept[signed.ruling.number - 1 : signed.ruling.number]:
+            number = signed.ruling.number
+            if any(one.ruling == signed.ruling for one in kept[number - 1 : number]):
                 continue
-            if self._verifier is not None:
-                self._verifier.check(signed)
-            del kept[signed.ruling.number - 1 :]
+            if verifier is not None:
+                if least is None or number != len(kept) + 1:
+                    least = least_key(one.ruling for one in kept[: number - 1])
+                least = max(least, key_number(signed.ruling))
+                verifier = verifier.after(signed.ruling)
+                verifier.check(signed, least=least)
+            del kept[number - 1 :]
             num_same = min(num_same, len(kept))
             if not follows(signed.ruling, kept[-1].ruling if kept else None):
                 raise BadDataError(
@@ -101,7 +109,7 @@ class KeptRulings:
             self._file.replace(b"".join(map(_framed, kept)))
         elif self._file is not None and news:
             self._file.append(b"".join(map(_framed, news)), is_forced=True)
-        self._signed = tuple(kept)
+        self._signed, self._verifier = tuple(kept), verifier
         return tuple(signed.ruling for signed in news)
 
     @property
@@ -123,6 +131,14 @@ class KeptRulings:
     def spec_in(self, round: int) -> RunSpec:
         """The run's rules in a round."""
         return _in_force(self._spec.digest(), self.digest, round, self)
+
+    def check_commit(self, commit: Commit) -> None:
+        """Raises BadDataError for a commit that the run's coordinator did not sign."""
+        if self._verifier is not None and not self._verifier.has_signed(commit, self.rulings):
+            raise BadDataError(
+                f"the commit of round {commit.round} does not bear the signature of the run's coordinator",
+                next_step="ask the run owner what answers in the coordinator's place",
+            )
 
     def span_in(self, round: int) -> Span:
         """How far the run is where a round begins and ends, by rounds."""
@@ -146,7 +162,7 @@ class KeptRulings:
                 break
             at = end
         if self._verifier is not None:
-            checked_chain(found, self._verifier)
+            self._verifier = checked_chain(found, self._verifier)
         self._signed = tuple(found)
         file.num_bytes = at
 

@@ -178,9 +178,9 @@ async def left_alone(work: Callable[[], _Answer]) -> _Answer:
 
 def _tls(credentials: Credentials) -> grpc.ChannelCredentials:
     return grpc.ssl_channel_credentials(
-        root_certificates=credentials.authority_pem,
+        root_certificates=credentials.server_root_pem,
         private_key=credentials.key_pem,
-        certificate_chain=credentials.certificate_pem,
+        certificate_chain=credentials.leaf_pem,
     )
 
 

@@ -118,6 +118,10 @@ class ProtocolMismatchError(AtollError):
     exit_code = ExitCode.PROTOCOL
 
 
+class CertificateRefusedError(ProtocolMismatchError):
+    """A certificate has ended, or is of keys that were changed: a member's identity gets it a new one."""
+
+
 class NotPermittedError(AtollError):
     """Not invited, or no longer."""
 

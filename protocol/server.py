@@ -60,17 +60,17 @@ def bind_control(
     host: str,
     port: int,
     *,
-    authority_pem: bytes,
+    issuers_pem: bytes,
     certificate_pem: bytes,
     key_pem: bytes,
 ) -> int:
-    """Listens for members: only certificates of the swarm's authority get through the handshake.
+    """Listens for members: only certificates of these issuers get through the handshake.
 
     Returns the port, which is a free one when `port` is 0. Raises SystemRefusedError.
     """
     credentials = grpc.ssl_server_credentials(
         [(key_pem, certificate_pem)],
-        root_certificates=authority_pem,
+        root_certificates=issuers_pem,
         require_client_auth=True,
     )
     return _bind(server, host, port, credentials)
@@ -92,12 +92,17 @@ def caller(context: grpc.aio.ServicerContext[Any, Any]) -> Principal:
 
     Raises NotPermittedError when there is none, ProtocolMismatchError when it names nobody.
     """
+    return _principal_of(certificate_of(context))
+
+
+def certificate_of(context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
+    """The caller's certificate, PEM; raises NotPermittedError when there is none."""
     certificates = list(context.auth_context().get("x509_pem_cert", ()))
     if not certificates:
         raise NotPermittedError(
             "the caller shows no certificate", next_step="join the swarm with 'atoll join INVITE'"
         )
-    return _principal_of(certificates[0])
+    return bytes(certificates[0])
 
 
 @lru_cache(maxsize=4096)

@@ -1,5 +1,6 @@
 """Who may call which service, and how answers and errors leave it."""
 
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -16,9 +17,9 @@ from protocol.errors import (
     UnavailableError,
 )
 from protocol.rounds import NodeId
-from protocol.server import caller
+from protocol.server import caller, certificate_of
 from protocol.status_codes import abort
-from protocol.trust.pki import Principal, Role
+from protocol.trust.pki import Principal, Role, refuse_ended, renew_in_seconds
 from protocol.trust.rulings import Ruling, refuse_barred
 
 _log = structlog.get_logger()
@@ -70,8 +71,9 @@ class Gate:
     """Tells callers apart by their certificates; raises NotPermittedError for the wrong ones.
 
     A certificate is not enough for a node or a viewer: this coordinator's database must know it as
-    well, no ruling may bar it, and it may not call without end. `standing_of` gives the latest ruling on
-    a node, `clock` seconds.
+    well, no ruling may bar it, its dates must hold also on a connection that was opened long ago, and it may
+    not call without end. `standing_of` gives the latest ruling on a node, `clock` seconds, `wall_clock` UTC
+    seconds.
     """
 
     def __init__(
@@ -81,11 +83,13 @@ class Gate:
         store: Store,
         standing_of: Callable[[NodeId], Ruling | None],
         clock: Callable[[], float],
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._swarm_id = swarm_id
         self._store = store
         self._standing_of = standing_of
         self._calls = CallRates(clock)
+        self._wall_clock = wall_clock
 
     def node(self, context: Context) -> NodeId:
         """The enrolled node that calls, and may; a helper is one.
@@ -145,7 +149,13 @@ class Gate:
                 f"the certificate is of swarm {principal.swarm_id}, this is {self._swarm_id}",
                 next_step="join the swarm with 'atoll join INVITE'",
             )
+        refuse_ended(certificate_of(context), self._wall_clock())
         return principal
+
+    def times(self, context: Context) -> tuple[float, float]:
+        """When the caller is to renew its certificate, in seconds, and the time now, in UTC seconds."""
+        now = self._wall_clock()
+        return renew_in_seconds(certificate_of(context), now), now
 
 
 async def answered(

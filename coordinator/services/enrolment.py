@@ -1,4 +1,4 @@
-"""Trades an invite for a certificate. The only service that strangers can reach."""
+"""Trades an invite for a certificate, and ended certificates for new ones. All that strangers can reach."""
 
 # ruff: noqa: N802 (gRPC calls methods by the names that stand in the .proto files)
 
@@ -9,13 +9,20 @@ from urllib.parse import unquote
 from cryptography import x509
 
 from coordinator.services import checks
-from coordinator.services.answering import Context, Write, answered_when_durable
+from coordinator.services.answering import Context, Write, answered, answered_when_durable
+from coordinator.services.certificates import MAX_REQUEST_BYTES, SIGNATURE_BYTES, Certificates
 from coordinator.services.ruling import Rulings
 from coordinator.store import Store
-from protocol.errors import AtollError, BadDataError, NotPermittedError, TemporaryError
+from protocol.errors import (
+    AtollError,
+    BadDataError,
+    ExpelledError,
+    NotPermittedError,
+    TemporaryError,
+)
 from protocol.trust.identity import PUBLIC_KEY_BYTES, is_signed_by, node_id_of
 from protocol.trust.invite import SECRET_BYTES, hash_of_secret
-from protocol.trust.pki import Authority, Role, enrolment_statement
+from protocol.trust.pki import Role, enrolment_statement
 from protocol.trust.rulings import refuse_barred
 from protocol.v1 import enrolment_pb2 as pb
 from protocol.v1.enrolment_pb2_grpc import EnrolmentServiceServicer
@@ -31,9 +38,6 @@ MAX_LOGGED = 60
 
 MAX_HOSTS = 10_000
 """Hosts whose failures are remembered; the one that failed longest ago is forgotten first."""
-
-SIGNATURE_BYTES = 64
-MAX_REQUEST_BYTES = 4096
 
 
 class Failures:
@@ -72,7 +76,8 @@ class EnrolmentDesk:
     def __init__(
         self,
         store: Store,
-        authority: Authority,
+        authority_pem: bytes,
+        certificates: Certificates,
         rulings: Rulings,
         *,
         run_name: str,
@@ -82,7 +87,8 @@ class EnrolmentDesk:
         write: Write,
     ) -> None:
         self._store = store
-        self._authority = authority
+        self._authority_pem = authority_pem
+        self._certificates = certificates
         self._rulings = rulings
         self._run_name = run_name
         self._control_port = control_port
@@ -113,6 +119,23 @@ class EnrolmentDesk:
             self._failures.add(host)
             raise
 
+    def challenge(self, request: pb.ChallengeRequest) -> pb.ChallengeResponse:
+        """See Certificates.challenge."""
+        return self._certificates.challenge(request)
+
+    def renew(self, host: str, request: pb.RenewRequest) -> pb.RenewResponse:
+        """A new certificate for a member that calls from `host`; see Certificates.renew_by_identity."""
+        try:
+            return self._certificates.renew_by_identity(request)
+        except ExpelledError:
+            raise
+        except (NotPermittedError, BadDataError):
+            self._failures.check(
+                host
+            )  # only now: members may share an address with who keeps trying
+            self._failures.add(host)
+            raise
+
     def _enrol(self, host: str, request: pb.EnrolRequest, *, is_known: bool) -> pb.EnrolResponse:
         if not is_known:
             self._failures.check(host)  # once more: others of this host had their turn meanwhile
@@ -126,19 +149,17 @@ class EnrolmentDesk:
             now=self._wall_clock(),
         )
         # Only now, when it is on the disk that the node is one of ours.
-        certificate_pem = self._authority.issue_node(
-            request.certificate_request,
-            node_id,
-            role=Role(invite.role),
+        certificate_pem = self._certificates.issue(
+            request.certificate_request, node_id, role=Role(invite.role)
         )
         serial = x509.load_pem_x509_certificate(certificate_pem).serial_number
         self._store.record_certificate(request.invite_id, node_id, serial)
         return pb.EnrolResponse(
-            swarm_id=self._authority.swarm_id,
+            swarm_id=self._certificates.swarm_id,
             node_id=node_id,
             control_port=self._control_port,
             certificate_pem=certificate_pem,
-            authority_pem=self._authority.certificate_pem,
+            authority_pem=self._authority_pem,
             run_name=self._run_name,
         )
 
@@ -196,6 +217,24 @@ class EnrolmentServicer(EnrolmentServiceServicer):
                 raise
 
         return await answered_when_durable(context, lambda called: host_of(called.peer()), answer)
+
+    async def Challenge(
+        self, request: pb.ChallengeRequest, context: Context
+    ) -> pb.ChallengeResponse:
+        """See Certificates.challenge."""
+        return await answered(context, lambda _: None, lambda _: self._desk.challenge(request))
+
+    async def Renew(self, request: pb.RenewRequest, context: Context) -> pb.RenewResponse:
+        """See EnrolmentDesk.renew."""
+
+        def answer(host: str) -> pb.RenewResponse:
+            try:
+                return self._desk.renew(host, request)
+            except AtollError as error:
+                self._tell(host, error)
+                raise
+
+        return await answered(context, lambda called: host_of(called.peer()), answer)
 
     def _tell(self, host: str, error: AtollError) -> None:
         now = self._clock()

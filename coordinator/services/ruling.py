@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import structlog
 
-from coordinator.config import rules_of
+from coordinator.config import Home, rules_of
 from coordinator.driver import Driver, Session
 from coordinator.services import checks
 from coordinator.store import Store
@@ -18,12 +18,21 @@ from coordinator.swarm.events import Ruled, RulingsLearned, Undone
 from coordinator.swarm.going_back import HistoryMovedError
 from coordinator.swarm.state import Alarm
 from protocol.amendments import Changes, amended, in_force
-from protocol.errors import AtollError, BadDataError, ConfigError, NoInputError, UsageError
+from protocol.errors import (
+    AtollError,
+    BadDataError,
+    ConfigError,
+    NoInputError,
+    UnavailableError,
+    UsageError,
+)
 from protocol.messages import RulingsTold
-from protocol.rounds import NodeId
+from protocol.rounds import Commit, NodeId
 from protocol.run_spec import RunSpec
 from protocol.trust.rulings import (
     ABOUT_NODES,
+    CERTIFICATES,
+    NUMBER,
     RUN_OWNER,
     Ruling,
     RulingKind,
@@ -32,6 +41,7 @@ from protocol.trust.rulings import (
     digest_of,
     follows,
     in_words,
+    least_key,
 )
 from protocol.trust.signing import CommitSigner
 
@@ -50,12 +60,19 @@ _RULED_ANEW = ABOUT_NODES | {
 
 MOST_TRIES = 20
 """Rounds may be closed while the database is asked what going back undoes: each costs a try."""
+NEWER_FOLDER = (
+    "stop this coordinator, and start the folder that has the newer key, or change this one's: "
+    "'atoll coordinator rotate DIR'"
+)
+
+FIRST_KEY = 1
+"""The number of the coordinator's key that a run begins with, which needs no ruling."""
 
 LEAST_ID_LENGTH = 4
 
 
 class Rulings:
-    """Makes them. `wall_clock` gives UTC seconds."""
+    """Makes them. `wall_clock` gives UTC seconds; without a `verifier` the signer's key is the only one."""
 
     def __init__(
         self,
@@ -63,12 +80,13 @@ class Rulings:
         run: RunSpec,
         signer: CommitSigner,
         *,
+        verifier: RulingVerifier | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._driver = driver
         self._run = run
         self._signer = signer
-        self._verifier = RulingVerifier(signer.public_key)
+        self._verifier = verifier or RulingVerifier(signer.public_key)
         self._wall_clock = wall_clock
         self._turn = asyncio.Lock()
         self._by_itself: set[asyncio.Task[None]] = set()
@@ -169,6 +187,18 @@ class Rulings:
         rounds = {r.from_round - 1 for r in rulings if r.kind is RulingKind.ROLLED_BACK}
         return {round: await self._undone_after(round) for round in sorted(rounds)}
 
+    async def announce_key(self, number: int, bundle: bytes) -> None:
+        """Rules that a key signs from now on which has taken the place of another one."""
+        if number <= max(FIRST_KEY, least_key(self.all)):
+            return
+        changes = ((CERTIFICATES, bundle.decode()), (NUMBER, number))
+        async with self._turn:
+            await self._make(self.event(RulingKind.KEYED, changes=changes))
+
+    def has_signed(self, commit: Commit) -> bool:
+        """Whether this run's coordinator has made a commit."""
+        return self._verifier.has_signed(commit, self.all)
+
     def event(self, kind: RulingKind, *, by: str = RUN_OWNER, **fields: object) -> Ruled:
         """What is to be ruled now."""
         return Ruled(kind=kind, by=by, unix_seconds=round(self._wall_clock(), 3), **fields)  # type: ignore[arg-type] # the caller's keywords, passed on
@@ -182,11 +212,9 @@ class Rulings:
         Raises BadDataError for one that this run's authority never signed.
         """
         checks.at_most(brought, MOST_RULINGS, of="rulings")
-        for signed in brought:
-            self._verifier.check(signed)
         async with self._turn:
             known = frozenset(self.all)
-            lacking = [one.ruling for one in brought if one.ruling not in known]
+            lacking = self._signed_rightly([one for one in brought if one.ruling not in known])
             chain = list(self.all)
             while lacking and follows(lacking[0], chain[-1] if chain else None):
                 chain.append(lacking.pop(0))
@@ -198,6 +226,38 @@ class Rulings:
             for ruling in lacking:
                 await self._rule_anew(ruling, session)
             return len(self.all)
+
+    def _signed_rightly(self, brought: Sequence[SignedRuling]) -> list[Ruling]:
+        """Without those by a key that had been replaced; raises BadDataError for one that nobody signed.
+
+        Raises UnavailableError where a later key than ours has signed: then this copy is too old to serve.
+        """
+        verifier = self._verifier
+        for signed in brought:
+            verifier = verifier.after(signed.ruling)
+            verifier.check(signed)
+        if verifier.trust.newest > self._verifier.trust.newest:
+            _log.error(
+                "this folder has a coordinator's key that was replaced",
+                next_step=NEWER_FOLDER,
+            )
+            raise UnavailableError(
+                "the coordinator goes on from a copy whose key was replaced since",
+                next_step="the run owner starts the newer folder, or changes the key again",
+            )
+        changes = [one for one in self.all if one.kind is RulingKind.KEYED]
+        found: list[Ruling] = []
+        for signed in brought:
+            least = least_key(one for one in changes if one.number <= signed.ruling.number)
+            if verifier.trust.has_signed(signed.ruling.statement, signed.signature, least=least):
+                found.append(signed.ruling)
+            else:
+                _log.warning(
+                    "a ruling by a key that was replaced is left out",
+                    what=in_words(signed.ruling),
+                    next_step="rule it again, if it is yours",
+                )
+        return found
 
     async def _rule_anew(self, ruling: Ruling, session: Session) -> None:
         """Takes over what was ruled before this copy was made, where others were ruled since."""
@@ -284,6 +344,15 @@ class Rulings:
                 next_step="give the id instead of the name",
             )
         return found[0], names[found[0]]
+
+
+def refuse_replaced_key(home: Home, rulings: Sequence[Ruling]) -> None:
+    """Raises ConfigError for a folder whose key may not sign any more."""
+    if home.key_number < least_key(rulings):
+        raise ConfigError(
+            f"the coordinator's key in {home.directory} was replaced since: its database says so",
+            next_step=NEWER_FOLDER,
+        )
 
 
 def changes_from_wire(pairs: Sequence[tuple[str, str]]) -> Changes:

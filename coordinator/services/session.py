@@ -17,6 +17,7 @@ from coordinator.driver import Driver
 from coordinator.journal import log_copy
 from coordinator.services import checks
 from coordinator.services.answering import Context, Gate, answered, answered_when_durable, refuse
+from coordinator.services.certificates import Certificates
 from coordinator.services.ruling import Rulings
 from coordinator.swarm.events import (
     Attached,
@@ -48,7 +49,9 @@ from protocol.trust.rulings import digest_of
 from protocol.trust.signing import CommitSigner, statement_of
 from protocol.v1 import round_pb2
 from protocol.v1 import session_pb2 as pb
+from protocol.v1.enrolment_pb2 import RenewRequest, RenewResponse
 from protocol.v1.session_pb2_grpc import SessionServiceServicer
+from protocol.versions import WIRE, refuse_foreign_wire
 from protocol.wire_count import WireTotals
 
 MAX_COMMITS = 64
@@ -123,6 +126,7 @@ class SessionDesk:
 
         Raises CopyAttachedError while another process of the node is attached.
         """
+        refuse_foreign_wire(request.wire_version, whose="the node")
         event = Attached(
             node_id=node_id,
             node_name=checks.name(request.node_name, of="the node's name"),
@@ -171,6 +175,7 @@ class SessionDesk:
             node_name=state.members[node_id].node_name,
             num_rulings=len(state.rulings),
             rulings_digest=digest_of(state.rulings),
+            wire_version=WIRE,
         )
 
     async def heartbeat(
@@ -275,7 +280,7 @@ class SessionDesk:
         """Commits as values, each of which this coordinator has signed. For a thread aside."""
         commits = [convert.commit_from_wire(commit) for commit in wire]
         for commit in commits:
-            if not self._signer.has_signed(commit):
+            if not self._rulings.has_signed(commit):
                 raise BadDataError(
                     f"the commit of round {commit.round} does not bear this coordinator's signature",
                     next_step="move the node's history file away and start it again",
@@ -375,9 +380,10 @@ def _rates_of(request: pb.HeartbeatRequest) -> Rates:
 class SessionServicer(SessionServiceServicer):
     """The desk on gRPC; every caller is an enrolled node."""
 
-    def __init__(self, desk: SessionDesk, gate: Gate) -> None:
+    def __init__(self, desk: SessionDesk, gate: Gate, certificates: Certificates) -> None:
         self._desk = desk
         self._gate = gate
+        self._certificates = certificates
 
     async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:
         """See SessionDesk.get_run."""
@@ -385,8 +391,18 @@ class SessionServicer(SessionServiceServicer):
 
     async def Attach(self, request: pb.AttachRequest, context: Context) -> pb.AttachResponse:
         """See SessionDesk.attach."""
-        return await answered_when_durable(
+        answer = await answered_when_durable(
             context, self._gate.node, lambda node_id: self._desk.attach(node_id, request)
+        )
+        answer.renew_in_seconds, answer.unix_seconds = self._gate.times(context)
+        return answer
+
+    async def Renew(self, request: RenewRequest, context: Context) -> RenewResponse:
+        """See Certificates.renew_in_session."""
+        return await answered(
+            context,
+            self._gate.node,
+            lambda node_id: self._certificates.renew_in_session(node_id, request),
         )
 
     async def Heartbeat(

@@ -83,6 +83,8 @@ _OF_ROUNDS = frozenset({RulingKind.AMENDED, RulingKind.STOPPED})
 def _from_round(state: SwarmState, event: Ruled) -> int:
     if event.from_round is not None:
         return event.from_round
+    if event.kind is RulingKind.KEYED:  # what is committed already bears the key before
+        return state.committed_round + 1
     return _next_round(state) if event.kind in _OF_ROUNDS else 0
 
 

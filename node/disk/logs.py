@@ -20,10 +20,10 @@ from protocol.errors import AtollError
 from protocol.files.durable import make_folder, refusing, write_atomically
 from protocol.payload import MAX_HEADER_BYTES, Payload, PayloadError, PayloadHeader
 from protocol.rounds import ContributionDigest, Digest
+from protocol.versions import RESULTS_MAGIC as MAGIC
 
 log = structlog.get_logger()
 
-MAGIC = b"atollrs1"  # the last character is the version
 _HEADER_BYTES = struct.Struct("<I")
 
 

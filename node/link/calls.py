@@ -1,6 +1,6 @@
 """The coordinator as a node calls it: the stub's messages on one side, the node's values on the other."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,6 +29,7 @@ from protocol.rounds import (
 from protocol.run_spec import RunSpec, run_from_json
 from protocol.trust.rulings import NO_DIGEST, SignedRuling
 from protocol.v1 import session_pb2
+from protocol.versions import WIRE, refuse_foreign_wire
 from protocol.vitals import Vitals, heartbeat_of
 
 
@@ -66,6 +67,8 @@ class Attachment:
     num_rulings: int = 0  # that the coordinator knows
     rulings_digest: Digest = NO_DIGEST
     rulings: tuple[SignedRuling, ...] = ()  # of those that the node lacks
+    renew_in_seconds: float = 0.0  # 0 where there is no certificate
+    unix_seconds: float = 0.0  # the coordinator's time; 0 where it does not say
 
 
 class SessionStub(Protocol):
@@ -92,10 +95,16 @@ class SessionStub(Protocol):
 
 
 class CoordinatorLink:
-    """Calls the coordinator. Errors are AtollErrors, translated where the stub was made."""
+    """Calls the coordinator. Errors are AtollErrors, translated where the stub was made.
 
-    def __init__(self, stub: SessionStub) -> None:
+    `renew` gets a new certificate, and returns in how many seconds to get the next.
+    """
+
+    def __init__(
+        self, stub: SessionStub, *, renew: Callable[[], Awaitable[float]] | None = None
+    ) -> None:
         self._stub = stub
+        self.renew = renew
 
     async def get_run(self) -> RunSpec:
         """The run file. Raises when this software reads it differently than the coordinator does."""
@@ -130,8 +139,10 @@ class CoordinatorLink:
                 version=announcement.version,
                 num_rulings=announcement.num_rulings,
                 rulings_digest=announcement.rulings_digest,
+                wire_version=WIRE,
             )
         )
+        refuse_foreign_wire(answer.wire_version, whose="the coordinator")
         return Attachment(
             session_id=answer.session_id,
             heartbeat_seconds=answer.heartbeat_seconds,
@@ -141,6 +152,8 @@ class CoordinatorLink:
             num_rulings=answer.num_rulings,
             rulings_digest=Digest(answer.rulings_digest or NO_DIGEST),
             rulings=rulings_from_wire(answer.rulings),
+            renew_in_seconds=answer.renew_in_seconds,
+            unix_seconds=answer.unix_seconds,
         )
 
     async def heartbeat(self, session_id: int, vitals: Vitals) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from node.config import IDENTITY_FILE, write_settings
+from node.config import write_settings
 from protocol.errors import (
     AnswerLostError,
     AtollError,
@@ -19,7 +19,7 @@ from protocol.errors import (
 )
 from protocol.files.durable import expanded, make_folder
 from protocol.files.folder_lock import FolderLock
-from protocol.trust.credentials import COORDINATOR_FILE, LINK_FILE, Credentials
+from protocol.trust.credentials import COORDINATOR_FILE, IDENTITY_FILE, LINK_FILE, Credentials
 from protocol.trust.identity import Identity
 from protocol.trust.invite import Invite
 from protocol.trust.pki import Role

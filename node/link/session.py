@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import math
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ from protocol.errors import (
 )
 from protocol.messages import Message, Report, RulingsTold
 from protocol.rounds import Commit
+from protocol.terminal.console import seconds_in_words
 from protocol.trust.rulings import SignedRuling
 from protocol.vitals import Vitals
 
@@ -37,6 +39,12 @@ MOST_REPORTS = 64
 
 MOST_RULINGS = 4096
 """Brought back in one call; the next session brings the rest."""
+
+RENEW_AGAIN_SECONDS = 300.0
+"""After a renewal that did not work; half of a day is left for it."""
+
+CLOCK_OFF_SECONDS = 300.0
+"""By so much a machine's clock may differ from the coordinator's without a word."""
 
 LEAVE_SECONDS = 3.0
 """A goodbye that takes longer is left out: the lease ends anyway."""
@@ -70,8 +78,10 @@ class Session:
         on_message: Callable[[Message], None],
         rng: random.Random,
         rulings: KeptRulings,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._link = link
+        self._wall_clock = wall_clock
         self._rulings = rulings
         self._announce = announce
         self._vitals = vitals
@@ -122,6 +132,7 @@ class Session:
                 for queued in self._reports:
                     queued.times_wanted += 1
                     self._all_answered.clear()
+                _tell_of_clock(attachment.unix_seconds - self._wall_clock(), attachment)
                 self._take_rulings(attachment)
                 self._on_attached(attachment)
                 await self._while_attached(attachment)
@@ -225,13 +236,14 @@ class Session:
                 await self._all_answered.wait()
 
     async def _while_attached(self, attachment: Attachment) -> None:
-        """Returns never; raises the first error of the three conversations."""
+        """Returns never; raises the first error of the four conversations."""
         conversations = [
             asyncio.ensure_future(conversation)
             for conversation in (
                 self._send_heartbeats(attachment),
                 self._send_reports(attachment.session_id),
                 self._take_messages(attachment),
+                self._renew_certificates(attachment),
             )
         ]
         try:
@@ -257,6 +269,20 @@ class Session:
             had_copy = has_copy
             await asyncio.sleep(attachment.heartbeat_seconds)
 
+    async def _renew_certificates(self, attachment: Attachment) -> None:
+        """Renews when the coordinator says, by its clock: this machine's may be years off."""
+        renew, seconds = self._link.renew, attachment.renew_in_seconds
+        while renew is not None and seconds > 0:
+            # Nodes that attached together are not to come together.
+            await asyncio.sleep(seconds * self._rng.uniform(0.9, 1.0))
+            try:
+                seconds = await renew()
+                log.info("the certificate is renewed", next_in_seconds=round(seconds))
+            except (UnavailableError, TemporaryError) as error:
+                seconds = RENEW_AGAIN_SECONDS
+                log.warning("the certificate is not renewed yet", why=error.what)
+        await asyncio.Event().wait()  # the others decide when the session ends
+
     async def _send_reports(self, session_id: int) -> None:
         while True:
             self._reports_changed.clear()
@@ -279,6 +305,16 @@ class Session:
         ):
             self._on_message(message)
         raise TemporaryError("the coordinator ended the stream of messages")
+
+
+def _tell_of_clock(off_seconds: float, attachment: Attachment) -> None:
+    """Nothing here goes by it, but logs do, and what fetches data from URLs."""
+    if attachment.unix_seconds and abs(off_seconds) > CLOCK_OFF_SECONDS:
+        which = "behind" if off_seconds > 0 else "ahead of"
+        log.warning(
+            f"this machine's clock is {seconds_in_words(abs(off_seconds))} {which} the coordinator's",
+            next_step="set it, as with 'timedatectl set-ntp true'; training goes on meanwhile",
+        )
 
 
 def _told(signed: tuple[SignedRuling, ...]) -> RulingsTold:

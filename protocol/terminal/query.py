@@ -6,24 +6,31 @@ grpc and rich are imported where they are used: --help and usage errors do not w
 import math
 import os
 import sys
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import click
 
-from protocol.errors import AtollError, UsageError
+from protocol.errors import (
+    AtollError,
+    CertificateRefusedError,
+    ProtocolMismatchError,
+    UnavailableError,
+    UsageError,
+)
 from protocol.terminal import console
 from protocol.terminal.lazy_group import Entry, LazyGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     import grpc
     from google.protobuf.message import Message
 
     from protocol.v1 import status_pb2
     from protocol.v1.status_pb2_grpc import StatusServiceStub
+
+Answer = TypeVar("Answer")
 
 ANSWER_SECONDS = 5.0
 """How long a query may take before the coordinator counts as away."""
@@ -56,20 +63,25 @@ class StatusLink:
         """The status; raises AtollError when there is none to be had."""
         from protocol.v1.status_pb2 import GetStatusRequest
 
-        with self._closing_on_error() as stub:
-            return stub.GetStatus(GetStatusRequest(), timeout=ANSWER_SECONDS)
+        return self._answer(lambda stub: stub.GetStatus(GetStatusRequest(), timeout=ANSWER_SECONDS))
 
     def rounds(self, limit: int) -> "status_pb2.ListRoundsResponse":
         """The latest closed rounds; raises AtollError when there is no answer."""
         from protocol.v1.status_pb2 import ListRoundsRequest
 
-        with self._closing_on_error() as stub:
-            return stub.ListRounds(ListRoundsRequest(limit=limit), timeout=ANSWER_SECONDS)
+        return self._answer(
+            lambda stub: stub.ListRounds(ListRoundsRequest(limit=limit), timeout=ANSWER_SECONDS)
+        )
 
-    @contextmanager
-    def _closing_on_error(self) -> "Iterator[StatusServiceStub]":
+    def _answer(self, ask: "Callable[[StatusServiceStub], Answer]") -> "Answer":
+        """A viewer's certificate, or that of a node that does not run now, may have ended meanwhile."""
         try:
-            yield self._stub()
+            try:
+                return ask(self._stub())
+            except CertificateRefusedError as refusal:
+                self.close()
+                _renew(self._directory, refusal)
+                return ask(self._stub())
         except AtollError:
             self.close()
             raise
@@ -83,6 +95,27 @@ class StatusLink:
             home = find_home(self._directory)
             self._channel = open_blocking_channel(Credentials.load(home))
         return StatusServiceStub(self._channel)
+
+
+def _renew(directory: Path | None, refusal: CertificateRefusedError) -> None:
+    """Gets a folder a new certificate by its identity.
+
+    Raises the refusal where it has none, or nobody of the swarm answers.
+    """
+    import asyncio
+
+    from protocol.trust.credentials import IDENTITY_FILE, Credentials, find_home
+    from protocol.trust.enrolment import renew_by_identity
+    from protocol.trust.identity import Identity
+
+    folder = find_home(directory)
+    if not (folder / IDENTITY_FILE).is_file():
+        raise refusal
+    identity, credentials = Identity.load(folder / IDENTITY_FILE), Credentials.load(folder)
+    try:
+        asyncio.run(renew_by_identity(credentials, identity)).save_renewed()
+    except (ProtocolMismatchError, UnavailableError) as error:
+        raise refusal from error
 
 
 def as_json(message: "Message") -> dict[str, object]:

@@ -105,6 +105,9 @@ def wire_in_words(node: pb.NodeStatus) -> tuple[str, str]:
     return bytes_in_words(sent_bytes(node)), bytes_in_words(received)
 
 
+MOST_NAMED = 4
+"""Nodes in a line; of the others the number."""
+
 MOST_PAIRS = 20
 """Of nodes that do not reach each other, in one sentence."""
 
@@ -281,6 +284,7 @@ def render(status: pb.GetStatusResponse, *, notice: str = "") -> RenderableType:
     for label, words, style in (
         ("links", cut_off(status.nodes), "yellow"),
         ("copies", copies_in_words(status.nodes), "yellow"),
+        ("atoll", releases_in_words(status.nodes), "yellow"),
         ("rates", rates_in_words(status.nodes), ""),
         ("time", mean_time_in_words(status.nodes), ""),
         ("rules", "; ".join(status.run.amendments), ""),
@@ -290,6 +294,21 @@ def render(status: pb.GetStatusResponse, *, notice: str = "") -> RenderableType:
         if words:
             lines.append(_labelled(label, Text(words, style=style)))
     return Group(*lines, Text(), _node_table(status))
+
+
+def releases_in_words(nodes: Iterable[pb.NodeStatus]) -> str:
+    """Who runs which release of Atoll; nothing where all of those here run one."""
+    by_release: dict[str, list[str]] = {}
+    for node in nodes:
+        if node.state in (pb.NODE_STATE_JOINING, pb.NODE_STATE_READY, pb.NODE_STATE_DIVERGED):
+            by_release.setdefault(node.version, []).append(node.node_name)
+    if len(by_release) < 2:
+        return ""
+    return "; ".join(
+        f"{release}: {', '.join(names[:MOST_NAMED])}"
+        + (f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else "")
+        for release, names in sorted(by_release.items())
+    )
 
 
 def _labelled(label: str, words: Text) -> RenderableType:
@@ -389,7 +408,6 @@ def held_out_in_words(run: pb.RunStatus) -> str:
     return words + holders_in_words(latest.holders)
 
 
-MOST_HOLDERS_NAMED = 4
 """Of more data holders a line has no room for each."""
 
 
@@ -398,7 +416,7 @@ def holders_in_words(holders: Sequence[pb.HolderLoss]) -> str:
     if not holders:
         return ""
     losses = sorted(holder.loss for holder in holders)
-    if len(losses) > MOST_HOLDERS_NAMED:
+    if len(losses) > MOST_NAMED:
         return f" ({len(losses)} data holders, {losses[0]:.3f} to {losses[-1]:.3f})"
     named = (f"{one.node_name or one.node_id[:12]} {one.loss:.3f}" for one in holders)
     return f" ({', '.join(named)})"

@@ -1,13 +1,14 @@
 """What a node or an operator keeps to reach its coordinator: one folder, whole or not there.
 
-The folder holds link.toml (where the coordinator is), ca.pem (the only root to trust), client.pem
-and client.key. link.toml is removed first and written last, so a folder with it is complete.
+The folder holds link.toml (where the coordinator is), ca.pem (whom to believe in the end), client.key, and
+client.pem: the certificate and behind it those of the coordinator (protocol.trust.vouching.Bundle).
+link.toml is removed first and written last, so a folder with it is complete. A renewal removes nothing.
 """
 
 import json
 import os
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import platformdirs
@@ -28,11 +29,15 @@ from protocol.files.durable import (
 )
 from protocol.trust import pki
 from protocol.trust.invite import endpoint_of
+from protocol.trust.vouching import Bundle, Trust
 
 LINK_FILE = "link.toml"
 AUTHORITY_FILE = "ca.pem"
 CERTIFICATE_FILE = "client.pem"
 KEY_FILE = "client.key"
+
+IDENTITY_FILE = "identity.key"
+"""What a node or a viewer has beside them: the key that names it (protocol.trust.identity)."""
 
 COORDINATOR_FILE = "coordinator.toml"
 """What only a coordinator's folder has."""
@@ -63,8 +68,12 @@ class Credentials:
     host: str
     control_port: int
     authority_pem: bytes
-    certificate_pem: bytes
+    certificate_pem: bytes  # a bundle
     key_pem: bytes = field(repr=False)
+    enrolment_port: int = (
+        0  # where a new certificate is got without the old one; 0 where nobody has said
+    )
+    folder: Path | None = field(default=None, compare=False)  # that they were read from
 
     @property
     def endpoint(self) -> str:
@@ -72,9 +81,24 @@ class Credentials:
         return endpoint_of(self.host, self.control_port)
 
     @property
+    def bundle(self) -> Bundle:
+        """The certificates, by what they are for."""
+        return Bundle.read(self.certificate_pem)
+
+    @property
+    def leaf_pem(self) -> bytes:
+        """The holder's own certificate."""
+        return self.bundle.leaf_pem or self.certificate_pem
+
+    @property
+    def server_root_pem(self) -> bytes:
+        """What a coordinator's port must show, or be certified by: its own certificate where we know it."""
+        return self.bundle.server_pem or self.authority_pem
+
+    @property
     def principal(self) -> pki.Principal:
         """Whom the certificate speaks for."""
-        return pki.principal_of(self.certificate_pem)
+        return pki.principal_of(self.leaf_pem)
 
     def check(self) -> None:
         """Raises ProtocolMismatchError unless all parts belong together and to the swarm."""
@@ -82,9 +106,21 @@ class Credentials:
             raise ProtocolMismatchError(
                 f"the certificate is of swarm {self.principal.swarm_id}, not of {self.swarm_id}"
             )
-        if not pki.has_issued(self.authority_pem, self.certificate_pem):
+        bundle = self.bundle
+        if bundle.newest:
+            authority_pem = Trust.of_authority(
+                self.authority_pem, self.certificate_pem
+            ).authority_pem
+            issuers = (bundle.coordinators_pem[0],)
+        else:
+            authority_pem, issuers = self.authority_pem, (self.authority_pem,)
+        if not any(pki.has_issued(issuer, bundle.leaf_pem) for issuer in issuers):
             raise ProtocolMismatchError("the certificate is not signed by the swarm's authority")
-        if not pki.is_key_of(self.key_pem, self.certificate_pem):
+        if bundle.server_pem and not pki.has_issued(authority_pem or b"", bundle.server_pem):
+            raise ProtocolMismatchError(
+                "the certificate of the coordinator's ports is not signed by the swarm's authority"
+            )
+        if not pki.is_key_of(self.key_pem, self.leaf_pem):
             raise ProtocolMismatchError("the private key is not that of the certificate")
 
     def save(self, directory: Path) -> None:
@@ -97,13 +133,44 @@ class Credentials:
         write_atomically(directory / AUTHORITY_FILE, self.authority_pem)
         write_atomically(directory / CERTIFICATE_FILE, self.certificate_pem)
         write_atomically(directory / KEY_FILE, self.key_pem, mode=0o600)
+        self._write_link(directory)
+
+    def _write_link(self, directory: Path) -> None:
         lines = (
             f"swarm_id = {_quoted(self.swarm_id)}",
             f"run_name = {_quoted(self.run_name)}",
             f"host = {_quoted(self.host)}",
             f"control_port = {self.control_port}",
+            *((f"enrolment_port = {self.enrolment_port}",) if self.enrolment_port else ()),
         )
         write_atomically(directory / LINK_FILE, ("\n".join(lines) + "\n").encode())
+
+    def save_renewed(self) -> None:
+        """Writes what a renewal changes into the folder they were read from, one whole file at a time."""
+        if self.folder is None:
+            return
+        write_atomically(self.folder / CERTIFICATE_FILE, self.certificate_pem)
+        self._write_link(self.folder)
+
+    def renewed(self, certificate_pem: bytes) -> "Credentials":
+        """With a new certificate for the same key.
+
+        Raises ProtocolMismatchError for one of somebody else, or of a coordinator before ours.
+        """
+        found = replace(self, certificate_pem=certificate_pem)
+        found.check()
+        if found.principal != self.principal:
+            raise ProtocolMismatchError(
+                f"the coordinator gave a certificate for {found.principal.uri}, "
+                f"not for {self.principal.uri}"
+            )
+        if found.bundle.newest < self.bundle.newest:
+            raise ProtocolMismatchError(
+                f"the coordinator's key is number {found.bundle.newest}, and number "
+                f"{self.bundle.newest} has replaced it",
+                next_step="ask the run owner what answers in the coordinator's place",
+            )
+        return found
 
     @classmethod
     def load(cls, directory: Path) -> "Credentials":
@@ -129,6 +196,8 @@ class Credentials:
                 authority_pem=(directory / AUTHORITY_FILE).read_bytes(),
                 certificate_pem=(directory / CERTIFICATE_FILE).read_bytes(),
                 key_pem=read_secret(directory / KEY_FILE),
+                enrolment_port=_port(link, "enrolment_port") if "enrolment_port" in link else 0,
+                folder=directory,
             )
             credentials.check()
         except NotPermittedError:

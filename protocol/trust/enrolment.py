@@ -1,10 +1,12 @@
-"""How a machine with an invite gets its certificate: the node's side of EnrolmentService.
+"""How a machine with an invite gets its certificate, and a member a new one: the node's side of both.
 
-The invite pins the server's certificate; what comes through that connection is believed, the
-swarm's authority first of all, and checked to fit together.
+An invite pins the server's certificate; what comes through that connection is believed, the swarm's authority
+first of all, and checked to fit together. A renewal believes nobody before the answer has shown certificates
+that the authority vouches for, the one of the connection among them.
 """
 
 import asyncio
+from dataclasses import replace
 
 import grpc
 import grpc.aio
@@ -13,9 +15,9 @@ from protocol.channel import DEADLINE_SECONDS, channel_options
 from protocol.errors import AnswerLostError, ProtocolMismatchError, UnavailableError
 from protocol.status_codes import is_domain_error, translated
 from protocol.trust.credentials import Credentials
-from protocol.trust.handshake import fetch_pinned_certificate
+from protocol.trust.handshake import fetch_certificate, fetch_pinned_certificate
 from protocol.trust.identity import Identity
-from protocol.trust.invite import Invite
+from protocol.trust.invite import Invite, endpoint_of
 from protocol.trust.pki import (
     JOINING,
     Principal,
@@ -24,14 +26,20 @@ from protocol.trust.pki import (
     has_issued,
     make_request,
     name_in,
+    renewal_statement,
+    server_name,
 )
 from protocol.v1 import enrolment_pb2, enrolment_pb2_grpc
 
 
 def open_enrolment_channel(invite: Invite, certificate_pem: bytes) -> grpc.aio.Channel:
     """A channel to whoever holds the key of this very certificate, and to nobody else."""
+    return _channel_to(invite.endpoint, certificate_pem)
+
+
+def _channel_to(endpoint: str, certificate_pem: bytes) -> grpc.aio.Channel:
     return grpc.aio.secure_channel(
-        invite.endpoint,
+        endpoint,
         grpc.ssl_channel_credentials(root_certificates=certificate_pem),
         options=channel_options(name_in(certificate_pem)),
     )
@@ -73,6 +81,7 @@ async def enrol(invite: Invite, identity: Identity, node_name: str) -> Credentia
         authority_pem=answer.authority_pem,
         certificate_pem=answer.certificate_pem,
         key_pem=key_pem,
+        enrolment_port=invite.port,
     )
     credentials.check()
     role = credentials.principal.role
@@ -88,3 +97,58 @@ async def enrol(invite: Invite, identity: Identity, node_name: str) -> Credentia
             next_step="ask the run owner for a new invite: 'atoll invite create'",
         )
     return credentials
+
+
+async def renew_by_identity(credentials: Credentials, identity: Identity) -> Credentials:
+    """A new certificate from the joining port, where the old one has ended or is of keys that were changed.
+
+    Raises UnavailableError when nothing answers, ProtocolMismatchError when it is not the swarm's
+    coordinator, and what the coordinator refuses with.
+    """
+    host, port = credentials.host, credentials.enrolment_port
+    if not port:
+        raise UnavailableError(
+            f"the joining port of the coordinator at {host} is not known here",
+            next_step="ask the run owner for an invite: 'atoll invite create'",
+        )
+    shown = await asyncio.to_thread(fetch_certificate, host, port)
+    if name_in(shown) != server_name(credentials.swarm_id):
+        raise ProtocolMismatchError(
+            f"the coordinator at {endpoint_of(host, port)} is not of swarm {credentials.swarm_id}",
+            next_step="check host and port, or join its swarm with 'atoll join INVITE'",
+        )
+    async with _channel_to(endpoint_of(host, port), shown) as channel:
+        stub = enrolment_pb2_grpc.EnrolmentServiceStub(channel)
+        try:
+            asked = enrolment_pb2.ChallengeRequest(public_key=identity.public_key)
+            challenge = (await stub.Challenge(asked, timeout=DEADLINE_SECONDS)).challenge
+            request = renewal_request(credentials, identity, challenge)
+            answer = await stub.Renew(request, timeout=DEADLINE_SECONDS)
+        except grpc.RpcError as error:
+            raise translated(error, endpoint=endpoint_of(host, port)) from error
+    renewed = taken(credentials, answer)
+    if renewed.bundle.server_pem != shown:
+        raise ProtocolMismatchError(
+            f"what answers at {endpoint_of(host, port)} hands certificates of another server on",
+            next_step="check host and port, or ask the run owner what answers there",
+        )
+    return renewed
+
+
+def renewal_request(
+    credentials: Credentials, identity: Identity, challenge: bytes = b""
+) -> enrolment_pb2.RenewRequest:
+    """Asks for a new certificate for the same key; without a challenge it is for a session."""
+    request_der, _ = make_request(credentials.key_pem)
+    return enrolment_pb2.RenewRequest(
+        public_key=identity.public_key,
+        certificate_request=request_der,
+        challenge=challenge,
+        proof=identity.sign(renewal_statement(credentials.swarm_id, challenge, request_der)),
+    )
+
+
+def taken(credentials: Credentials, answer: enrolment_pb2.RenewResponse) -> Credentials:
+    """What a renewal's answer makes of credentials; raises ProtocolMismatchError where it does not fit."""
+    renewed = credentials.renewed(answer.certificate_pem)
+    return replace(renewed, enrolment_port=answer.enrolment_port)

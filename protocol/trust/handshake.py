@@ -10,7 +10,12 @@ import tempfile
 import threading
 from pathlib import Path
 
-from protocol.errors import AtollError, ProtocolMismatchError, UnavailableError
+from protocol.errors import (
+    AtollError,
+    CertificateRefusedError,
+    ProtocolMismatchError,
+    UnavailableError,
+)
 from protocol.trust.credentials import Credentials
 from protocol.trust.invite import Invite, endpoint_of
 from protocol.trust.pki import pin_of, server_name
@@ -34,22 +39,28 @@ def nothing_answers(host: str, port: int, error: OSError) -> UnavailableError:
     )
 
 
+def fetch_certificate(host: str, port: int) -> bytes:
+    """The certificate of whoever answers there, PEM: not to be believed yet. Blocks.
+
+    Raises UnavailableError when nothing is there and ProtocolMismatchError when it speaks no TLS.
+    """
+    try:
+        return ssl.get_server_certificate((host, port), timeout=TIMEOUT_SECONDS).encode()
+    except ssl.SSLError as error:
+        raise ProtocolMismatchError(
+            f"what answers at {endpoint_of(host, port)} is not a coordinator ({error.reason})",
+            next_step="ask the run owner for a new invite: 'atoll invite create'",
+        ) from error
+    except OSError as error:
+        raise nothing_answers(host, port, error) from error
+
+
 def fetch_pinned_certificate(invite: Invite) -> bytes:
     """The certificate at the invite's address, PEM, which is known to be the one it pins. Blocks.
 
     Raises UnavailableError when nothing is there and ProtocolMismatchError when it is another.
     """
-    try:
-        certificate = ssl.get_server_certificate(
-            (invite.host, invite.port), timeout=TIMEOUT_SECONDS
-        ).encode()
-    except ssl.SSLError as error:
-        raise ProtocolMismatchError(
-            f"what answers at {invite.endpoint} is not a coordinator ({error.reason})",
-            next_step="ask the run owner for a new invite: 'atoll invite create'",
-        ) from error
-    except OSError as error:
-        raise nothing_answers(invite.host, invite.port, error) from error
+    certificate = fetch_certificate(invite.host, invite.port)
     pin = pin_of(certificate)
     if pin != invite.pin:
         raise ProtocolMismatchError(
@@ -98,7 +109,7 @@ class Diagnosis:
                     f"({error.verify_message})",
                     next_step="set this machine's clock",
                 )
-            return ProtocolMismatchError(
+            return CertificateRefusedError(
                 f"the coordinator at {endpoint} is not of swarm {swarm_id}",
                 next_step="check host and port, or join its swarm with 'atoll join INVITE'",
             )
@@ -116,7 +127,7 @@ class Diagnosis:
             return (
                 None
                 if _is_welcome(tls)
-                else ProtocolMismatchError(
+                else CertificateRefusedError(
                     f"the coordinator at {endpoint} refuses this certificate",
                     next_step="join again with 'atoll join INVITE'",
                 )
@@ -127,12 +138,13 @@ class Diagnosis:
         with self._lock:
             if self._made is None:
                 context = ssl.create_default_context(
-                    cadata=self._credentials.authority_pem.decode()
+                    cadata=self._credentials.server_root_pem.decode()
                 )
+                context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # as gRPC
                 context.set_alpn_protocols(["h2"])
                 with tempfile.TemporaryDirectory() as folder:
                     certificate, key = Path(folder) / "client.pem", Path(folder) / "client.key"
-                    certificate.write_bytes(self._credentials.certificate_pem)
+                    certificate.write_bytes(self._credentials.leaf_pem)
                     key.write_bytes(self._credentials.key_pem)
                     context.load_cert_chain(certificate, key)
                 self._made = context

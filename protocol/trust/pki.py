@@ -1,4 +1,4 @@
-"""The swarm's certificates: one authority, which signs one server, operators and nodes.
+"""The swarm's certificates: an authority certifies coordinators' keys and servers, a coordinator its members.
 
 Every certificate names its swarm and its role in a URI (atoll://SWARM/node/NODE, …/helper/NODE,
 …/viewer/VIEWER, …/operator, …/coordinator), and only that URI says who a caller is. The authority's key is
@@ -10,24 +10,34 @@ import secrets
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
+from functools import lru_cache
 from hashlib import sha256
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from protocol.errors import BadDataError, ProtocolMismatchError
+from protocol.errors import BadDataError, CertificateRefusedError, ProtocolMismatchError
 from protocol.rounds import NodeId
 
 VALID_FROM = datetime(1970, 1, 1, tzinfo=UTC)
 VALID_UNTIL = datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)
-"""Whatever a machine's clock shows: it may have none of its own, and start at the first of these.
-The second is how certificates say that they have no end (RFC 5280, section 4.1.2.5). Who is a
-member is decided by the coordinator's database, not by dates."""
+"""Of all that nodes check, whatever their clocks show: a machine may have none, and start at the first of
+these. The second is how certificates say that they have no end (RFC 5280, section 4.1.2.5). These
+certificates end by rotation, members' by their dates, which the coordinator's clock alone decides on."""
+
+MEMBER_SECONDS = 24 * 3600.0
+"""How long a member's certificate holds; it is renewed when half of that is over."""
+
+AT_ONCE_SECONDS = 1.0
+"""Until a certificate is renewed that has no end: 0 would say that there is none."""
+
+EARLY_SECONDS = 3600.0
+"""Before its making it holds as well: the coordinator's clock may be set back a little meanwhile."""
 
 _SWARM_ID = re.compile(r"[0-9a-f]{32}")
 _NODE_ID = re.compile(r"[0-9a-f]{32}")
@@ -46,6 +56,9 @@ class Role(StrEnum):
     COORDINATOR = "coordinator"
 
 
+COORDINATOR_ORGANISATION = "Atoll coordinator"
+"""In the names of coordinators' certificates, beside their numbers."""
+
 JOINING = frozenset({Role.NODE, Role.HELPER, Role.VIEWER})
 """Who joins by an invite, with a key of its own."""
 
@@ -63,6 +76,59 @@ class Principal:
         """How it stands in the certificate."""
         place = f"atoll://{self.swarm_id}/{self.role}"
         return place if self.node_id is None else f"{place}/{self.node_id}"
+
+
+class Validity(NamedTuple):
+    """From when until when a certificate holds."""
+
+    not_before: datetime
+    not_after: datetime
+
+    @classmethod
+    def of_member(cls, now: float) -> Self:
+        """Of a member's certificate that is made now, in UTC seconds."""
+        return cls(_moment(now - EARLY_SECONDS), _moment(now + MEMBER_SECONDS))
+
+
+ENDLESS = Validity(VALID_FROM, VALID_UNTIL)
+
+
+def _moment(unix_seconds: float) -> datetime:
+    return datetime.fromtimestamp(unix_seconds, UTC).replace(microsecond=0)
+
+
+def validity_of(certificate_pem: bytes) -> Validity:
+    """When a certificate holds."""
+    certificate = _certificate(certificate_pem)
+    return Validity(certificate.not_valid_before_utc, certificate.not_valid_after_utc)
+
+
+@lru_cache(maxsize=4096)
+def _dates_of(certificate_pem: bytes) -> Validity:
+    """A node shows the same certificate at every call."""
+    return validity_of(certificate_pem)
+
+
+def refuse_ended(certificate_pem: bytes, now: float) -> None:
+    """Raises CertificateRefusedError for a certificate that does not hold now, in UTC seconds.
+
+    TLS looks at dates when a connection begins, and a connection may last for months.
+    """
+    validity = _dates_of(certificate_pem)
+    if not validity.not_before.timestamp() <= now <= validity.not_after.timestamp():
+        raise CertificateRefusedError(
+            f"the caller's certificate holds from {validity.not_before:%Y-%m-%d %H:%M} to "
+            f"{validity.not_after:%Y-%m-%d %H:%M} UTC, and not now",
+            next_step="start the node again with 'atoll node start': it gets a new one",
+        )
+
+
+def renew_in_seconds(certificate_pem: bytes, now: float) -> float:
+    """When half of a certificate's life is over; at once for one that has no end."""
+    _, end = _dates_of(certificate_pem)
+    if end >= VALID_UNTIL:
+        return AT_ONCE_SECONDS
+    return max(AT_ONCE_SECONDS, end.timestamp() - MEMBER_SECONDS / 2 - now)
 
 
 class IssuedCertificate(NamedTuple):
@@ -149,26 +215,139 @@ def enrolment_statement(invite_id: str, request_der: bytes) -> bytes:
     return b"atoll/1 enrolment\0" + len(name).to_bytes(4) + name + sha256(request_der).digest()
 
 
-def make_request() -> CertificateRequest:
-    """A fresh P-256 key and the request for its certificate.
+def renewal_statement(swarm_id: str, challenge: bytes, request_der: bytes) -> bytes:
+    """What a member signs with its identity to get a new certificate. In a session no challenge is needed."""
+    size = len(challenge).to_bytes(4)
+    return (
+        b"atoll/1 renewal\0" + swarm_id.encode() + size + challenge + sha256(request_der).digest()
+    )
 
-    The request names nobody: the authority takes nothing but the public key from it.
+
+def make_request(key_pem: bytes | None = None) -> CertificateRequest:
+    """A P-256 key, fresh where none is given, and the request for its certificate.
+
+    The request names nobody: the issuer takes nothing but the public key from it.
     """
     key = ec.generate_private_key(ec.SECP256R1())
+    if key_pem is not None:
+        given = serialization.load_pem_private_key(key_pem, password=None)
+        assert isinstance(given, ec.EllipticCurvePrivateKey)  # a member's, which this function made
+        key = given
     request = x509.CertificateSigningRequestBuilder(subject_name=x509.Name([]))
     signed = request.sign(key, hashes.SHA256())
     return CertificateRequest(signed.public_bytes(serialization.Encoding.DER), _private_pem(key))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Authority:
-    """A swarm's certificate authority. Its key never leaves the coordinator."""
+class Issuer:
+    """A certificate with the key that it is for, which may sign others: the authority, or a coordinator."""
 
     certificate_pem: bytes
     key_pem: bytes = field(repr=False)
 
+    @property
+    def swarm_id(self) -> str:
+        """The swarm whose certificates it issues."""
+        return swarm_of(self.certificate_pem)
+
+    def issue_operator(self) -> IssuedCertificate:
+        """A run owner's certificate, with a fresh key."""
+        return self._issue_with_key(Role.OPERATOR)
+
+    def issue_node(
+        self,
+        request_der: bytes,
+        node_id: NodeId,
+        *,
+        role: Role = Role.NODE,
+        validity: Validity = ENDLESS,
+    ) -> bytes:
+        """The certificate of one who joins, PEM. Takes the public key from the request and nothing else.
+
+        The caller has checked that whoever sent the request is `node_id` (`enrolment_statement`).
+        Raises BadDataError for a request that is not signed by its own P-256 key.
+        """
+        if not _NODE_ID.fullmatch(node_id):
+            raise ValueError(f"{node_id!r} is not a node id")
+        try:
+            request = x509.load_der_x509_csr(request_der)
+            key = request.public_key()
+            is_signed = request.is_signature_valid
+        except (ValueError, UnsupportedAlgorithm) as error:
+            raise BadDataError(f"not a certificate request: {error}") from error
+        if not is_signed:
+            raise BadDataError("the certificate request is not signed by its own key")
+        if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(
+            key.curve, ec.SECP256R1
+        ):
+            raise BadDataError("the certificate request is for a key that is not P-256")
+        principal = Principal(swarm_id=self.swarm_id, role=role, node_id=node_id)
+        return self._issue(key, principal, validity)
+
+    def _issue_with_key(self, role: Role) -> IssuedCertificate:
+        key = ec.generate_private_key(ec.SECP256R1())
+        principal = Principal(swarm_id=self.swarm_id, role=role)
+        certificate = self._issue(key.public_key(), principal, ENDLESS)
+        return IssuedCertificate(certificate, _private_pem(key))
+
+    def _issue(
+        self, key: ec.EllipticCurvePublicKey, principal: Principal, validity: Validity
+    ) -> bytes:
+        names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(principal.uri)]
+        usage = ExtendedKeyUsageOID.CLIENT_AUTH
+        if principal.role is Role.COORDINATOR:
+            names.append(x509.DNSName(server_name(principal.swarm_id)))
+            usage = ExtendedKeyUsageOID.SERVER_AUTH
+        builder = (
+            self._begun(key, _name("Atoll member", principal.role), validity)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_key_usage(signs_certificates=False), critical=True)
+            .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
+            .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        )
+        return self._signed(builder)
+
+    def _begun(
+        self,
+        key: ec.EllipticCurvePublicKey | Ed25519PublicKey,
+        subject: x509.Name,
+        validity: Validity,
+    ) -> x509.CertificateBuilder:
+        """What certificates of all kinds have."""
+        return (
+            x509.CertificateBuilder(
+                subject_name=subject, issuer_name=_certificate(self.certificate_pem).subject
+            )
+            .public_key(key)
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(validity.not_before)
+            .not_valid_after(validity.not_after)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+        )
+
+    def _signed(self, builder: x509.CertificateBuilder) -> bytes:
+        signing_key = signing_key_of(self.key_pem)
+        whose = x509.AuthorityKeyIdentifier.from_issuer_public_key(signing_key.public_key())
+        return _pem(builder.add_extension(whose, critical=False).sign(signing_key, None))
+
+    def _certifying(self, key: Ed25519PublicKey, subject: x509.Name, *names: str) -> bytes:
+        """A certificate for a key that may sign certificates of leaves."""
+        builder = (
+            self._begun(key, subject, ENDLESS)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(_key_usage(signs_certificates=True), critical=True)
+        )
+        if names:
+            uris = [x509.UniformResourceIdentifier(name) for name in names]
+            builder = builder.add_extension(x509.SubjectAlternativeName(uris), critical=False)
+        return self._signed(builder)
+
+
+class Authority(Issuer):
+    """A swarm's authority. Its key is needed when a run is made and when keys are changed, and then only."""
+
     @classmethod
-    def create(cls, swarm_id: str) -> "Authority":
+    def create(cls, swarm_id: str) -> Self:
         """A new authority for the swarm."""
         if not _SWARM_ID.fullmatch(swarm_id):
             raise ValueError(f"{swarm_id!r} is not a swarm id; new_swarm_id() makes one")
@@ -189,79 +368,54 @@ class Authority:
         )
         return cls(certificate_pem=_pem(certificate), key_pem=_private_pem(key))
 
-    @property
-    def swarm_id(self) -> str:
-        """The swarm whose authority this is."""
-        names = _certificate(self.certificate_pem).subject.get_attributes_for_oid(
-            NameOID.COMMON_NAME
-        )
-        return str(names[0].value)
-
     def issue_server(self) -> IssuedCertificate:
-        """The coordinator's certificate, with a fresh key."""
+        """The certificate of the coordinator's ports, with a fresh key."""
         return self._issue_with_key(Role.COORDINATOR)
 
-    def issue_operator(self) -> IssuedCertificate:
-        """A run owner's certificate, with a fresh key."""
-        return self._issue_with_key(Role.OPERATOR)
+    def issue_coordinator(self, number: int) -> Issuer:
+        """The key that signs commits and rulings and issues members' certificates; the first is number 1."""
+        key = Ed25519PrivateKey.generate()
+        certificate = self._coordinator(key.public_key(), number)
+        return Issuer(certificate_pem=certificate, key_pem=_private_pem(key))
 
-    def issue_node(self, request_der: bytes, node_id: NodeId, *, role: Role = Role.NODE) -> bytes:
-        """The certificate of one who joins, PEM. Takes the public key from the request and nothing else.
+    def certify_own_key(self, number: int) -> bytes:
+        """Says that this key was a coordinator's: of a run that began without one of its own."""
+        return self._coordinator(signing_key_of(self.key_pem).public_key(), number)
 
-        The caller has checked that whoever sent the request is `node_id` (`enrolment_statement`).
-        Raises BadDataError for a request that is not signed by its own P-256 key.
-        """
-        if not _NODE_ID.fullmatch(node_id):
-            raise ValueError(f"{node_id!r} is not a node id")
-        try:
-            request = x509.load_der_x509_csr(request_der)
-            key = request.public_key()
-            is_signed = request.is_signature_valid
-        except (ValueError, UnsupportedAlgorithm) as error:
-            raise BadDataError(f"not a certificate request: {error}") from error
-        if not is_signed:
-            raise BadDataError("the certificate request is not signed by its own key")
-        if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(
-            key.curve, ec.SECP256R1
-        ):
-            raise BadDataError("the certificate request is for a key that is not P-256")
-        return self._issue(key, Principal(swarm_id=self.swarm_id, role=role, node_id=node_id))
+    def _coordinator(self, key: Ed25519PublicKey, number: int) -> bytes:
+        uri = Principal(swarm_id=self.swarm_id, role=Role.COORDINATOR).uri
+        return self._certifying(key, _name(COORDINATOR_ORGANISATION, str(number)), uri)
 
-    def _issue_with_key(self, role: Role) -> IssuedCertificate:
-        key = ec.generate_private_key(ec.SECP256R1())
-        principal = Principal(swarm_id=self.swarm_id, role=role)
-        return IssuedCertificate(self._issue(key.public_key(), principal), _private_pem(key))
+    def certify_successor(self, successor_pem: bytes) -> bytes:
+        """What lets those who believe this authority believe the one of that certificate."""
+        successor = _certificate(successor_pem)
+        key = successor.public_key()
+        assert isinstance(key, Ed25519PublicKey)  # an authority's, and `create` makes no other
+        return self._certifying(key, successor.subject)
 
-    def _issue(self, key: ec.EllipticCurvePublicKey, principal: Principal) -> bytes:
-        authority = _certificate(self.certificate_pem)
-        signing_key = serialization.load_pem_private_key(self.key_pem, password=None)
-        if not isinstance(signing_key, Ed25519PrivateKey):
-            raise BadDataError("the swarm's authority key is not Ed25519")
-        names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(principal.uri)]
-        usage = ExtendedKeyUsageOID.CLIENT_AUTH
-        if principal.role is Role.COORDINATOR:
-            names.append(x509.DNSName(server_name(principal.swarm_id)))
-            usage = ExtendedKeyUsageOID.SERVER_AUTH
-        certificate = (
-            x509.CertificateBuilder(
-                subject_name=_name("Atoll member", principal.role), issuer_name=authority.subject
-            )
-            .public_key(key)
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(VALID_FROM)
-            .not_valid_after(VALID_UNTIL)
-            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            .add_extension(_key_usage(signs_certificates=False), critical=True)
-            .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
-            .add_extension(x509.SubjectAlternativeName(names), critical=False)
-            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
-            .add_extension(
-                x509.AuthorityKeyIdentifier.from_issuer_public_key(signing_key.public_key()),
-                critical=False,
-            )
-            .sign(signing_key, None)
-        )
-        return _pem(certificate)
+
+def signing_key_of(key_pem: bytes) -> Ed25519PrivateKey:
+    """An authority's or a coordinator's private key; raises BadDataError for what is none."""
+    try:
+        key = serialization.load_pem_private_key(key_pem, password=None)
+    except (ValueError, TypeError) as error:
+        raise BadDataError(f"not a private key: {error}") from error
+    if not isinstance(key, Ed25519PrivateKey):
+        raise BadDataError("the key that is to sign is not Ed25519")
+    return key
+
+
+def swarm_of(certificate_pem: bytes) -> str:
+    """The swarm of an authority's or a coordinator's certificate."""
+    names = _certificate(certificate_pem).subject
+    if _text(names, NameOID.ORGANIZATION_NAME) == COORDINATOR_ORGANISATION:
+        return principal_of(certificate_pem).swarm_id
+    return _text(names, NameOID.COMMON_NAME)
+
+
+def _text(name: x509.Name, oid: x509.ObjectIdentifier) -> str:
+    found = name.get_attributes_for_oid(oid)
+    return str(found[0].value) if found else ""
 
 
 def _certificate(certificate_pem: bytes) -> x509.Certificate:

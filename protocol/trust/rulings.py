@@ -13,13 +13,13 @@ from enum import StrEnum
 from typing import Any
 
 import blake3
-from cryptography import x509
-from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from pydantic import TypeAdapter, ValidationError
 
-from protocol.errors import BadDataError, ExpelledError, HeldBackError
-from protocol.rounds import Digest, NodeId
+from protocol.errors import BadDataError, ExpelledError, HeldBackError, ProtocolMismatchError
+from protocol.rounds import Commit, Digest, NodeId
+from protocol.trust.signing import commit_statement
+from protocol.trust.vouching import Bundle, Trust
 
 TAG = b"atoll ruling 1\n"
 """What is signed begins with this, so that no signature can be taken for one of another kind."""
@@ -50,6 +50,7 @@ class RulingKind(StrEnum):
     STOPPED = "stopped"  # the run ends before `from_round`
     AMENDED = "amended"  # the run's rules are others from `from_round` on
     ROLLED_BACK = "rolled_back"  # rounds from `from_round` on are undone
+    KEYED = "keyed"  # the coordinator has another key: `changes` has its number and certificates
 
 
 ABOUT_NODES = frozenset(
@@ -97,13 +98,13 @@ class Ruling:
 
     @property
     def statement(self) -> bytes:
-        """What the authority's key signs."""
+        """What the coordinator's key signs."""
         return TAG + self.canonical_json().encode()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignedRuling:
-    """A ruling with the authority's signature."""
+    """A ruling with the coordinator's signature."""
 
     ruling: Ruling
     signature: bytes
@@ -154,40 +155,90 @@ def undoes(rulings: Iterable[Ruling], round: int, incarnation: int) -> bool:
     )
 
 
-class RulingVerifier:
-    """Checks signatures by the key of the swarm's authority."""
+NUMBER, CERTIFICATES = "number", "certificates"
+"""What a ruling on the coordinator's key has for changes: `Bundle` reads the second."""
 
-    def __init__(self, key: Ed25519PublicKey) -> None:
-        self._key = key
+
+def key_number(ruling: Ruling) -> int:
+    """Of the coordinator's key that a ruling is about; 0 for any other ruling."""
+    if ruling.kind is not RulingKind.KEYED:
+        return 0
+    number = dict(ruling.changes).get(NUMBER)
+    return number if isinstance(number, int) else 0
+
+
+def least_key(rulings: Iterable[Ruling], *, round: int | None = None) -> int:
+    """The number of the key that may sign what comes after these rulings, or the commit of a round.
+
+    Later ones may as well; what an earlier one signs does not hold any more.
+    """
+    numbers = (
+        key_number(ruling)
+        for ruling in rulings
+        if ruling.kind is RulingKind.KEYED and (round is None or ruling.from_round <= round)
+    )
+    return max(numbers, default=0)
+
+
+class RulingVerifier:
+    """Checks signatures, of rulings and of commits, by the keys of the run's coordinators."""
+
+    def __init__(self, trust: Trust | Ed25519PublicKey) -> None:
+        """A key alone is of a run whose keys nobody changes."""
+        self.trust = trust if isinstance(trust, Trust) else Trust(keys={0: trust})
 
     @classmethod
-    def of_authority(cls, certificate_pem: bytes) -> "RulingVerifier":
-        """Reads an authority's certificate (protocol.trust.pki.Authority)."""
-        key = x509.load_pem_x509_certificate(certificate_pem).public_key()
-        assert isinstance(key, Ed25519PublicKey)  # protocol.trust.pki makes no other
-        return cls(key)
+    def of_authority(cls, authority_pem: bytes, bundle: bytes = b"") -> "RulingVerifier":
+        """Reads an authority's certificate, and what it vouches for (protocol.trust.vouching)."""
+        return cls(Trust.of_authority(authority_pem, bundle))
 
-    def check(self, signed: SignedRuling) -> None:
-        """Raises BadDataError unless the authority has signed it."""
-        try:
-            self._key.verify(signed.signature, signed.ruling.statement)
-        except InvalidSignature as error:
+    def check(self, signed: SignedRuling, *, least: int = 0) -> None:
+        """Raises BadDataError unless a key of that number, or a later one, has signed it."""
+        if not self.trust.has_signed(signed.ruling.statement, signed.signature, least=least):
             raise BadDataError(
-                f"ruling {signed.ruling.number} does not bear the signature of the run's authority"
+                f"ruling {signed.ruling.number} does not bear the signature of the run's coordinator"
+            )
+
+    def has_signed(self, commit: Commit, rulings: Iterable[Ruling]) -> bool:
+        """Whether a commit is one of the run's coordinator, by the key that was in force in its round."""
+        least = least_key(rulings, round=commit.round)
+        return self.trust.has_signed(commit_statement(commit), commit.signature, least=least)
+
+    def after(self, ruling: Ruling) -> "RulingVerifier":
+        """With the keys that a ruling tells of. Raises BadDataError where the authority does not vouch."""
+        number = key_number(ruling)
+        if ruling.kind is not RulingKind.KEYED or number in self.trust.keys:
+            return self
+        try:
+            bundle = str(dict(ruling.changes).get(CERTIFICATES)).encode()
+            if Bundle.read(bundle).newest != number:
+                raise ProtocolMismatchError(f"its certificates are not of key {number}")
+            return RulingVerifier(self.trust.taking(bundle))
+        except ProtocolMismatchError as error:
+            raise BadDataError(
+                f"ruling {ruling.number} changes the coordinator's key without right: {error.what}"
             ) from error
 
 
-def checked_chain(rulings: Sequence[SignedRuling], verifier: RulingVerifier) -> None:
-    """Raises BadDataError at the first ruling that is not signed, or does not follow the one before."""
-    before: Ruling | None = None
+def checked_chain(
+    rulings: Iterable[SignedRuling], verifier: RulingVerifier, known: Sequence[Ruling] = ()
+) -> RulingVerifier:
+    """Checks rulings that come after known ones; returns what checks those that are to come.
+
+    Raises BadDataError at the first that is not signed, or does not follow the one before.
+    """
+    before, least = (known[-1] if known else None), least_key(known)
     for signed in rulings:
-        verifier.check(signed)
+        verifier = verifier.after(signed.ruling)
+        least = max(least, key_number(signed.ruling))
+        verifier.check(signed, least=least)
         if not follows(signed.ruling, before):
             at = 0 if before is None else before.number
             raise BadDataError(
                 f"the ruling after number {at} is not the one that was made after it"
             )
         before = signed.ruling
+    return verifier
 
 
 def in_words(ruling: Ruling) -> str:
@@ -212,6 +263,10 @@ def in_words(ruling: Ruling) -> str:
             return f"{changes} from round {ruling.from_round} on{why}"
         case RulingKind.ROLLED_BACK:
             return _undone_in_words(ruling) + why
+        case RulingKind.KEYED:
+            return (
+                f"the coordinator's keys were changed: key {key_number(ruling)} signs from now on"
+            )
         case _:
             return f"{who} was {ruling.kind}{why}"
 

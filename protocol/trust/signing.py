@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from protocol.convert import commit_to_wire
 from protocol.rounds import Commit
+from protocol.trust.pki import signing_key_of
 from protocol.v1 import round_pb2
 
 _TAG = b"atoll commit 4\n"
@@ -29,17 +29,15 @@ def statement_of(message: round_pb2.Commit) -> bytes:
 
 
 class CommitSigner:
-    """Signs with the key of the swarm's authority, which only the coordinator has."""
+    """Signs with the coordinator's key (protocol.trust.pki.Issuer)."""
 
     def __init__(self, key: Ed25519PrivateKey) -> None:
         self._key = key
 
     @classmethod
-    def of_authority(cls, key_pem: bytes) -> "CommitSigner":
-        """Reads an authority's private key (protocol.trust.pki.Authority)."""
-        key = serialization.load_pem_private_key(key_pem, password=None)
-        assert isinstance(key, Ed25519PrivateKey)
-        return cls(key)
+    def of_key(cls, key_pem: bytes) -> "CommitSigner":
+        """Reads a coordinator's private key; raises BadDataError for what is none."""
+        return cls(signing_key_of(key_pem))
 
     @property
     def public_key(self) -> Ed25519PublicKey:
@@ -55,7 +53,7 @@ class CommitSigner:
         return self._key.sign(statement)
 
     def has_signed(self, commit: Commit) -> bool:
-        """Whether the commit is one of ours, unchanged."""
+        """Whether the commit bears this key's signature, unchanged; those of keys before are not asked."""
         try:
             self._key.public_key().verify(commit.signature, commit_statement(commit))
         except InvalidSignature:

@@ -24,17 +24,25 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bprotocol/v1/enrolment.proto\x12\x08\x61toll.v1\"\x8b\x01\n\x0c\x45nrolRequest\x12\x11\n\tinvite_id\x18\x01 \x01(\t\x12\x15\n\rinvite_secret\x18\x02 \x01(\x0c\x12\x12\n\npublic_key\x18\x03 \x01(\x0c\x12\x1b\n\x13\x63\x65rtificate_request\x18\x04 \x01(\x0c\x12\r\n\x05proof\x18\x05 \x01(\x0c\x12\x11\n\tnode_name\x18\x06 \x01(\t\"\x90\x01\n\rEnrolResponse\x12\x10\n\x08swarm_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x14\n\x0c\x63ontrol_port\x18\x03 \x01(\r\x12\x17\n\x0f\x63\x65rtificate_pem\x18\x04 \x01(\x0c\x12\x15\n\rauthority_pem\x18\x05 \x01(\x0c\x12\x10\n\x08run_name\x18\x06 \x01(\tJ\x04\x08\x07\x10\x08\x32L\n\x10\x45nrolmentService\x12\x38\n\x05\x45nrol\x12\x16.atoll.v1.EnrolRequest\x1a\x17.atoll.v1.EnrolResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bprotocol/v1/enrolment.proto\x12\x08\x61toll.v1\"&\n\x10\x43hallengeRequest\x12\x12\n\npublic_key\x18\x01 \x01(\x0c\"&\n\x11\x43hallengeResponse\x12\x11\n\tchallenge\x18\x01 \x01(\x0c\"a\n\x0cRenewRequest\x12\x12\n\npublic_key\x18\x01 \x01(\x0c\x12\x1b\n\x13\x63\x65rtificate_request\x18\x02 \x01(\x0c\x12\x11\n\tchallenge\x18\x03 \x01(\x0c\x12\r\n\x05proof\x18\x04 \x01(\x0c\"Z\n\rRenewResponse\x12\x17\n\x0f\x63\x65rtificate_pem\x18\x01 \x01(\x0c\x12\x18\n\x10renew_in_seconds\x18\x02 \x01(\x01\x12\x16\n\x0e\x65nrolment_port\x18\x03 \x01(\r\"\x8b\x01\n\x0c\x45nrolRequest\x12\x11\n\tinvite_id\x18\x01 \x01(\t\x12\x15\n\rinvite_secret\x18\x02 \x01(\x0c\x12\x12\n\npublic_key\x18\x03 \x01(\x0c\x12\x1b\n\x13\x63\x65rtificate_request\x18\x04 \x01(\x0c\x12\r\n\x05proof\x18\x05 \x01(\x0c\x12\x11\n\tnode_name\x18\x06 \x01(\t\"\x90\x01\n\rEnrolResponse\x12\x10\n\x08swarm_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x14\n\x0c\x63ontrol_port\x18\x03 \x01(\r\x12\x17\n\x0f\x63\x65rtificate_pem\x18\x04 \x01(\x0c\x12\x15\n\rauthority_pem\x18\x05 \x01(\x0c\x12\x10\n\x08run_name\x18\x06 \x01(\tJ\x04\x08\x07\x10\x08\x32\xcc\x01\n\x10\x45nrolmentService\x12\x38\n\x05\x45nrol\x12\x16.atoll.v1.EnrolRequest\x1a\x17.atoll.v1.EnrolResponse\x12\x44\n\tChallenge\x12\x1a.atoll.v1.ChallengeRequest\x1a\x1b.atoll.v1.ChallengeResponse\x12\x38\n\x05Renew\x12\x16.atoll.v1.RenewRequest\x1a\x17.atoll.v1.RenewResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protocol.v1.enrolment_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ENROLREQUEST']._serialized_start=42
-  _globals['_ENROLREQUEST']._serialized_end=181
-  _globals['_ENROLRESPONSE']._serialized_start=184
-  _globals['_ENROLRESPONSE']._serialized_end=328
-  _globals['_ENROLMENTSERVICE']._serialized_start=330
-  _globals['_ENROLMENTSERVICE']._serialized_end=406
+  _globals['_CHALLENGEREQUEST']._serialized_start=41
+  _globals['_CHALLENGEREQUEST']._serialized_end=79
+  _globals['_CHALLENGERESPONSE']._serialized_start=81
+  _globals['_CHALLENGERESPONSE']._serialized_end=119
+  _globals['_RENEWREQUEST']._serialized_start=121
+  _globals['_RENEWREQUEST']._serialized_end=218
+  _globals['_RENEWRESPONSE']._serialized_start=220
+  _globals['_RENEWRESPONSE']._serialized_end=310
+  _globals['_ENROLREQUEST']._serialized_start=313
+  _globals['_ENROLREQUEST']._serialized_end=452
+  _globals['_ENROLRESPONSE']._serialized_start=455
+  _globals['_ENROLRESPONSE']._serialized_end=599
+  _globals['_ENROLMENTSERVICE']._serialized_start=602
+  _globals['_ENROLMENTSERVICE']._serialized_end=806
 # @@protoc_insertion_point(module_scope)

@@ -17,6 +17,114 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class ChallengeRequest(_message.Message):
+    """Asks for a challenge."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PUBLIC_KEY_FIELD_NUMBER: _builtins.int
+    public_key: _builtins.bytes
+    """The member's Ed25519 public key, 32 bytes."""
+    def __init__(
+        self,
+        *,
+        public_key: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["public_key", b"public_key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChallengeRequest: _TypeAlias = ChallengeRequest  # noqa: Y015
+
+@_typing.final
+class ChallengeResponse(_message.Message):
+    """What is to be signed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHALLENGE_FIELD_NUMBER: _builtins.int
+    challenge: _builtins.bytes
+    """Holds for that key, and for a minute."""
+    def __init__(
+        self,
+        *,
+        challenge: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChallengeResponse: _TypeAlias = ChallengeResponse  # noqa: Y015
+
+@_typing.final
+class RenewRequest(_message.Message):
+    """Asks for a new certificate."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PUBLIC_KEY_FIELD_NUMBER: _builtins.int
+    CERTIFICATE_REQUEST_FIELD_NUMBER: _builtins.int
+    CHALLENGE_FIELD_NUMBER: _builtins.int
+    PROOF_FIELD_NUMBER: _builtins.int
+    public_key: _builtins.bytes
+    """The member's Ed25519 public key, 32 bytes."""
+    certificate_request: _builtins.bytes
+    """PKCS#10 request of the member's P-256 key, DER."""
+    challenge: _builtins.bytes
+    """From Challenge; empty in a session, where the certificate says who calls."""
+    proof: _builtins.bytes
+    """Ed25519 signature over protocol.trust.pki.renewal_statement."""
+    def __init__(
+        self,
+        *,
+        public_key: _builtins.bytes = ...,
+        certificate_request: _builtins.bytes = ...,
+        challenge: _builtins.bytes = ...,
+        proof: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate_request", b"certificate_request", "challenge", b"challenge", "proof", b"proof", "public_key", b"public_key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RenewRequest: _TypeAlias = RenewRequest  # noqa: Y015
+
+@_typing.final
+class RenewResponse(_message.Message):
+    """The new certificate."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CERTIFICATE_PEM_FIELD_NUMBER: _builtins.int
+    RENEW_IN_SECONDS_FIELD_NUMBER: _builtins.int
+    ENROLMENT_PORT_FIELD_NUMBER: _builtins.int
+    certificate_pem: _builtins.bytes
+    """A bundle (protocol.trust.vouching): the certificate, and those of the coordinator."""
+    renew_in_seconds: _builtins.float
+    """When to ask for the next one."""
+    enrolment_port: _builtins.int
+    """Port of EnrolmentService, for members that joined before they were told to keep it."""
+    def __init__(
+        self,
+        *,
+        certificate_pem: _builtins.bytes = ...,
+        renew_in_seconds: _builtins.float = ...,
+        enrolment_port: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate_pem", b"certificate_pem", "enrolment_port", b"enrolment_port", "renew_in_seconds", b"renew_in_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RenewResponse: _TypeAlias = RenewResponse  # noqa: Y015
+
+@_typing.final
 class EnrolRequest(_message.Message):
     """Asks for membership."""
 
@@ -79,9 +187,11 @@ class EnrolResponse(_message.Message):
     control_port: _builtins.int
     """Port of the control plane, on the same host as the enrolment port."""
     certificate_pem: _builtins.bytes
-    """The node's client certificate, PEM."""
+    """The node's client certificate, PEM, and behind it those of the coordinator: a bundle
+    (protocol.trust.vouching).
+    """
     authority_pem: _builtins.bytes
-    """The swarm's certificate authority, PEM: the only root to trust for this swarm."""
+    """The swarm's certificate authority, PEM: whom to believe in the end."""
     run_name: _builtins.str
     """Name of the run, for messages."""
     def __init__(

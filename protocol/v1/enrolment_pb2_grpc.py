@@ -40,6 +40,16 @@ class EnrolmentServiceStub:
                 request_serializer=protocol_dot_v1_dot_enrolment__pb2.EnrolRequest.SerializeToString,
                 response_deserializer=protocol_dot_v1_dot_enrolment__pb2.EnrolResponse.FromString,
                 _registered_method=True)
+        self.Challenge = channel.unary_unary(
+                '/atoll.v1.EnrolmentService/Challenge',
+                request_serializer=protocol_dot_v1_dot_enrolment__pb2.ChallengeRequest.SerializeToString,
+                response_deserializer=protocol_dot_v1_dot_enrolment__pb2.ChallengeResponse.FromString,
+                _registered_method=True)
+        self.Renew = channel.unary_unary(
+                '/atoll.v1.EnrolmentService/Renew',
+                request_serializer=protocol_dot_v1_dot_enrolment__pb2.RenewRequest.SerializeToString,
+                response_deserializer=protocol_dot_v1_dot_enrolment__pb2.RenewResponse.FromString,
+                _registered_method=True)
 
 
 class EnrolmentServiceServicer:
@@ -54,6 +64,20 @@ class EnrolmentServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Challenge(self, request, context):
+        """Gives what a member signs to get a new certificate here. Anybody may ask.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Renew(self, request, context):
+        """A new certificate for a member whose own has ended, by the signature of its identity.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EnrolmentServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -61,6 +85,16 @@ def add_EnrolmentServiceServicer_to_server(servicer, server):
                     servicer.Enrol,
                     request_deserializer=protocol_dot_v1_dot_enrolment__pb2.EnrolRequest.FromString,
                     response_serializer=protocol_dot_v1_dot_enrolment__pb2.EnrolResponse.SerializeToString,
+            ),
+            'Challenge': grpc.unary_unary_rpc_method_handler(
+                    servicer.Challenge,
+                    request_deserializer=protocol_dot_v1_dot_enrolment__pb2.ChallengeRequest.FromString,
+                    response_serializer=protocol_dot_v1_dot_enrolment__pb2.ChallengeResponse.SerializeToString,
+            ),
+            'Renew': grpc.unary_unary_rpc_method_handler(
+                    servicer.Renew,
+                    request_deserializer=protocol_dot_v1_dot_enrolment__pb2.RenewRequest.FromString,
+                    response_serializer=protocol_dot_v1_dot_enrolment__pb2.RenewResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -91,6 +125,60 @@ class EnrolmentService:
             '/atoll.v1.EnrolmentService/Enrol',
             protocol_dot_v1_dot_enrolment__pb2.EnrolRequest.SerializeToString,
             protocol_dot_v1_dot_enrolment__pb2.EnrolResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Challenge(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.EnrolmentService/Challenge',
+            protocol_dot_v1_dot_enrolment__pb2.ChallengeRequest.SerializeToString,
+            protocol_dot_v1_dot_enrolment__pb2.ChallengeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Renew(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.EnrolmentService/Renew',
+            protocol_dot_v1_dot_enrolment__pb2.RenewRequest.SerializeToString,
+            protocol_dot_v1_dot_enrolment__pb2.RenewResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,10 @@ class EnrolmentServiceStub:
     """Trades an invite for a client certificate. The same node may enrol again with the same
     invite and key without using it up twice.
     """
+    Challenge: _grpc.UnaryUnaryMultiCallable[_enrolment_pb2.ChallengeRequest, _enrolment_pb2.ChallengeResponse]
+    """Gives what a member signs to get a new certificate here. Anybody may ask."""
+    Renew: _grpc.UnaryUnaryMultiCallable[_enrolment_pb2.RenewRequest, _enrolment_pb2.RenewResponse]
+    """A new certificate for a member whose own has ended, by the signature of its identity."""
 
 @_typing.type_check_only
 class EnrolmentServiceAsyncStub(EnrolmentServiceStub):
@@ -47,6 +51,10 @@ class EnrolmentServiceAsyncStub(EnrolmentServiceStub):
     """Trades an invite for a client certificate. The same node may enrol again with the same
     invite and key without using it up twice.
     """
+    Challenge: _aio.UnaryUnaryMultiCallable[_enrolment_pb2.ChallengeRequest, _enrolment_pb2.ChallengeResponse]  # type: ignore[assignment]
+    """Gives what a member signs to get a new certificate here. Anybody may ask."""
+    Renew: _aio.UnaryUnaryMultiCallable[_enrolment_pb2.RenewRequest, _enrolment_pb2.RenewResponse]  # type: ignore[assignment]
+    """A new certificate for a member whose own has ended, by the signature of its identity."""
 
 class EnrolmentServiceServicer(metaclass=_abc_1.ABCMeta):
     """Served on its own port over TLS without a client certificate; everything else is mutual TLS."""
@@ -60,5 +68,21 @@ class EnrolmentServiceServicer(metaclass=_abc_1.ABCMeta):
         """Trades an invite for a client certificate. The same node may enrol again with the same
         invite and key without using it up twice.
         """
+
+    @_abc_1.abstractmethod
+    def Challenge(
+        self,
+        request: _enrolment_pb2.ChallengeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_enrolment_pb2.ChallengeResponse, _abc.Awaitable[_enrolment_pb2.ChallengeResponse]]:
+        """Gives what a member signs to get a new certificate here. Anybody may ask."""
+
+    @_abc_1.abstractmethod
+    def Renew(
+        self,
+        request: _enrolment_pb2.RenewRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_enrolment_pb2.RenewResponse, _abc.Awaitable[_enrolment_pb2.RenewResponse]]:
+        """A new certificate for a member whose own has ended, by the signature of its identity."""
 
 def add_EnrolmentServiceServicer_to_server(servicer: EnrolmentServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -180,6 +180,7 @@ class AttachRequest(_message.Message):
     CANNOT_EVALUATE_FIELD_NUMBER: _builtins.int
     NUM_RULINGS_FIELD_NUMBER: _builtins.int
     RULINGS_DIGEST_FIELD_NUMBER: _builtins.int
+    WIRE_VERSION_FIELD_NUMBER: _builtins.int
     node_name: _builtins.str
     """What people call the node."""
     run_digest: _builtins.bytes
@@ -208,6 +209,8 @@ class AttachRequest(_message.Message):
     """Rulings that the node keeps."""
     rulings_digest: _builtins.bytes
     """Digest of the latest of them, 32 bytes; zeros when there is none."""
+    wire_version: _builtins.int
+    """Version of the protocol that the node speaks (protocol.versions.WIRE); 0 of releases before it was told."""
     @_builtins.property
     def address(self) -> Global___PeerAddress:
         """Where peers find it."""
@@ -244,10 +247,11 @@ class AttachRequest(_message.Message):
         cannot_evaluate: _builtins.bool = ...,
         num_rulings: _builtins.int = ...,
         rulings_digest: _builtins.bytes = ...,
+        wire_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "corpus", b"corpus", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cannot_evaluate", b"cannot_evaluate", "cannot_train", b"cannot_train", "codecs", b"codecs", "corpus", b"corpus", "device", b"device", "layout", b"layout", "node_name", b"node_name", "num_ranks", b"num_ranks", "num_rulings", b"num_rulings", "outer_digest", b"outer_digest", "outer_incarnation", b"outer_incarnation", "outer_round", b"outer_round", "process_id", b"process_id", "rulings_digest", b"rulings_digest", "run_digest", b"run_digest", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cannot_evaluate", b"cannot_evaluate", "cannot_train", b"cannot_train", "codecs", b"codecs", "corpus", b"corpus", "device", b"device", "layout", b"layout", "node_name", b"node_name", "num_ranks", b"num_ranks", "num_rulings", b"num_rulings", "outer_digest", b"outer_digest", "outer_incarnation", b"outer_incarnation", "outer_round", b"outer_round", "process_id", b"process_id", "rulings_digest", b"rulings_digest", "run_digest", b"run_digest", "version", b"version", "wire_version", b"wire_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -268,6 +272,9 @@ class AttachResponse(_message.Message):
     NUM_RULINGS_FIELD_NUMBER: _builtins.int
     RULINGS_DIGEST_FIELD_NUMBER: _builtins.int
     RULINGS_FIELD_NUMBER: _builtins.int
+    RENEW_IN_SECONDS_FIELD_NUMBER: _builtins.int
+    UNIX_SECONDS_FIELD_NUMBER: _builtins.int
+    WIRE_VERSION_FIELD_NUMBER: _builtins.int
     session_id: _builtins.int
     """Names the session; a later attach of the same node ends it."""
     lease_seconds: _builtins.float
@@ -284,6 +291,12 @@ class AttachResponse(_message.Message):
     """Rulings that the coordinator knows."""
     rulings_digest: _builtins.bytes
     """Digest of the latest of them, 32 bytes; zeros when there is none."""
+    renew_in_seconds: _builtins.float
+    """When to renew the certificate that the node calls with; 0 where it has none."""
+    unix_seconds: _builtins.float
+    """The coordinator's time, in UTC seconds: a node whose clock is wrong says so. 0 where nobody knows."""
+    wire_version: _builtins.int
+    """Version of the protocol that the coordinator speaks; 0 of releases before it was told."""
     @_builtins.property
     def rulings(self) -> _ruling_pb2.Rulings:
         """Those that the node lacks, or the first of them: then it attaches again for more."""
@@ -300,10 +313,13 @@ class AttachResponse(_message.Message):
         num_rulings: _builtins.int = ...,
         rulings_digest: _builtins.bytes = ...,
         rulings: _ruling_pb2.Rulings | None = ...,
+        renew_in_seconds: _builtins.float = ...,
+        unix_seconds: _builtins.float = ...,
+        wire_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["rulings", b"rulings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_digest", b"committed_digest", "committed_round", b"committed_round", "heartbeat_seconds", b"heartbeat_seconds", "lease_seconds", b"lease_seconds", "node_name", b"node_name", "num_rulings", b"num_rulings", "rulings", b"rulings", "rulings_digest", b"rulings_digest", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_digest", b"committed_digest", "committed_round", b"committed_round", "heartbeat_seconds", b"heartbeat_seconds", "lease_seconds", b"lease_seconds", "node_name", b"node_name", "num_rulings", b"num_rulings", "renew_in_seconds", b"renew_in_seconds", "rulings", b"rulings", "rulings_digest", b"rulings_digest", "session_id", b"session_id", "unix_seconds", b"unix_seconds", "wire_version", b"wire_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

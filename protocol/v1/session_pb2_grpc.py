@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from protocol.v1 import enrolment_pb2 as protocol_dot_v1_dot_enrolment__pb2
 from protocol.v1 import session_pb2 as protocol_dot_v1_dot_session__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
@@ -75,6 +76,11 @@ class SessionServiceStub:
                 request_serializer=protocol_dot_v1_dot_session__pb2.SubmitRulingsRequest.SerializeToString,
                 response_deserializer=protocol_dot_v1_dot_session__pb2.SubmitRulingsResponse.FromString,
                 _registered_method=True)
+        self.Renew = channel.unary_unary(
+                '/atoll.v1.SessionService/Renew',
+                request_serializer=protocol_dot_v1_dot_enrolment__pb2.RenewRequest.SerializeToString,
+                response_deserializer=protocol_dot_v1_dot_enrolment__pb2.RenewResponse.FromString,
+                _registered_method=True)
         self.Detach = channel.unary_unary(
                 '/atoll.v1.SessionService/Detach',
                 request_serializer=protocol_dot_v1_dot_session__pb2.DetachRequest.SerializeToString,
@@ -144,6 +150,13 @@ class SessionServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Renew(self, request, context):
+        """A new certificate before the caller's own has ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Detach(self, request, context):
         """Says goodbye: the node takes part in no further round.
         """
@@ -193,6 +206,11 @@ def add_SessionServiceServicer_to_server(servicer, server):
                     servicer.SubmitRulings,
                     request_deserializer=protocol_dot_v1_dot_session__pb2.SubmitRulingsRequest.FromString,
                     response_serializer=protocol_dot_v1_dot_session__pb2.SubmitRulingsResponse.SerializeToString,
+            ),
+            'Renew': grpc.unary_unary_rpc_method_handler(
+                    servicer.Renew,
+                    request_deserializer=protocol_dot_v1_dot_enrolment__pb2.RenewRequest.FromString,
+                    response_serializer=protocol_dot_v1_dot_enrolment__pb2.RenewResponse.SerializeToString,
             ),
             'Detach': grpc.unary_unary_rpc_method_handler(
                     servicer.Detach,
@@ -417,6 +435,33 @@ class SessionService:
             '/atoll.v1.SessionService/SubmitRulings',
             protocol_dot_v1_dot_session__pb2.SubmitRulingsRequest.SerializeToString,
             protocol_dot_v1_dot_session__pb2.SubmitRulingsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Renew(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.SessionService/Renew',
+            protocol_dot_v1_dot_enrolment__pb2.RenewRequest.SerializeToString,
+            protocol_dot_v1_dot_enrolment__pb2.RenewResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -5,6 +5,7 @@ The link between a node and its coordinator. Mutual TLS; the caller is the certi
 
 from collections import abc as _abc
 from grpc import aio as _aio
+from protocol.v1 import enrolment_pb2 as _enrolment_pb2
 from protocol.v1 import session_pb2 as _session_pb2
 import abc as _abc_1
 import grpc as _grpc
@@ -53,6 +54,8 @@ class SessionServiceStub:
     """
     SubmitRulings: _grpc.UnaryUnaryMultiCallable[_session_pb2.SubmitRulingsRequest, _session_pb2.SubmitRulingsResponse]
     """Brings back rulings to a coordinator that was restored from an older copy of its database."""
+    Renew: _grpc.UnaryUnaryMultiCallable[_enrolment_pb2.RenewRequest, _enrolment_pb2.RenewResponse]
+    """A new certificate before the caller's own has ended."""
     Detach: _grpc.UnaryUnaryMultiCallable[_session_pb2.DetachRequest, _session_pb2.DetachResponse]
     """Says goodbye: the node takes part in no further round."""
 
@@ -81,6 +84,8 @@ class SessionServiceAsyncStub(SessionServiceStub):
     """
     SubmitRulings: _aio.UnaryUnaryMultiCallable[_session_pb2.SubmitRulingsRequest, _session_pb2.SubmitRulingsResponse]  # type: ignore[assignment]
     """Brings back rulings to a coordinator that was restored from an older copy of its database."""
+    Renew: _aio.UnaryUnaryMultiCallable[_enrolment_pb2.RenewRequest, _enrolment_pb2.RenewResponse]  # type: ignore[assignment]
+    """A new certificate before the caller's own has ended."""
     Detach: _aio.UnaryUnaryMultiCallable[_session_pb2.DetachRequest, _session_pb2.DetachResponse]  # type: ignore[assignment]
     """Says goodbye: the node takes part in no further round."""
 
@@ -154,6 +159,14 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_session_pb2.SubmitRulingsResponse, _abc.Awaitable[_session_pb2.SubmitRulingsResponse]]:
         """Brings back rulings to a coordinator that was restored from an older copy of its database."""
+
+    @_abc_1.abstractmethod
+    def Renew(
+        self,
+        request: _enrolment_pb2.RenewRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_enrolment_pb2.RenewResponse, _abc.Awaitable[_enrolment_pb2.RenewResponse]]:
+        """A new certificate before the caller's own has ended."""
 
     @_abc_1.abstractmethod
     def Detach(

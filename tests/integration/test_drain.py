@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from node import drain
-from node.config import IDENTITY_FILE
 from node.drain import drain_node
 from protocol.errors import NoInputError, SystemRefusedError
 from protocol.files.folder_lock import LOCK_NAME
+from protocol.trust.credentials import IDENTITY_FILE
 
 NODE = """
 import signal, sys

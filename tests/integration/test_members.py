@@ -2,12 +2,10 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 
-import grpc.aio
 import pytest
 from coordinator_scene import invite_from, joined, new_home, serving, two_nodes
 
@@ -21,24 +19,18 @@ from protocol.errors import (
     ExpelledError,
     HeldBackError,
     NoInputError,
-    NotPermittedError,
-    ProtocolMismatchError,
     SessionEndedError,
     UsageError,
 )
 from protocol.messages import rulings_from_wire, rulings_to_wire
-from protocol.trust import pki
 from protocol.trust.credentials import Credentials
 from protocol.trust.enrolment import enrol
-from protocol.trust.identity import Identity
 from protocol.trust.invite import Invite
-from protocol.trust.pki import Authority, Role, make_request
-from protocol.trust.rulings import RulingKind, RulingVerifier, checked_chain
+from protocol.trust.pki import Role
+from protocol.trust.rulings import RulingKind, checked_chain
 from protocol.v1 import operator_pb2 as pb
 from protocol.v1 import (
-    operator_pb2_grpc,
     session_pb2,
-    session_pb2_grpc,
     status_pb2,
     status_pb2_grpc,
 )
@@ -62,7 +54,7 @@ async def log_of(home: Home) -> list[str]:
     async with owner_of(home) as owner:
         listed = await owner.ListRulings(pb.ListRulingsRequest())
     signed = [one for wire in listed.rulings for one in rulings_from_wire(_as_list(wire))]
-    checked_chain(signed, RulingVerifier.of_authority(home.authority.certificate_pem))
+    checked_chain(signed, home.verifier)
     return [f"{one.ruling.kind} {one.ruling.node_name}".strip() for one in signed]
 
 
@@ -201,7 +193,7 @@ async def test_a_coordinator_from_an_older_copy_learns_rulings_from_a_node(
     tmp_path: Path, has_ruled_since: bool
 ) -> None:
     home = new_home(tmp_path / "home")
-    verifier = RulingVerifier.of_authority(home.authority.certificate_pem)
+    verifier = home.verifier
     async with serving(home), two_nodes(home) as (a, b):
         await asyncio.to_thread(back_up, home.directory, tmp_path / "copy")
         kept = KeptRulings(home.run, verifier=verifier)
@@ -244,102 +236,6 @@ async def test_rulings_that_nobody_signed_are_refused(tmp_path: Path) -> None:
         )
         with pytest.raises(BadDataError, match="ruling 99 does not bear the signature"):
             await a.session.SubmitRulings(request)
-
-
-# Every call, every role, every wrong certificate
-
-SERVICES = {
-    "Session": (session_pb2, session_pb2_grpc.SessionServiceStub),
-    "Status": (status_pb2, status_pb2_grpc.StatusServiceStub),
-    "Operator": (pb, operator_pb2_grpc.OperatorServiceStub),
-}
-MAY = {
-    "Session": {"node"},
-    "Status": {"node", "viewer", "operator"},
-    "Operator": {"operator"},
-}
-
-
-def calls() -> list[tuple[str, str]]:
-    return [
-        (service, method.name)
-        for service, (module, _) in SERVICES.items()
-        for method in module.DESCRIPTOR.services_by_name[f"{service}Service"].methods
-    ]
-
-
-async def outcome(channel: grpc.aio.Channel, service: str, method: str) -> AtollError | None:
-    """What an empty request comes to; None when it is answered."""
-    module, stub = SERVICES[service]
-    request = getattr(module, f"{method}Request")()
-    try:
-        answer = getattr(stub(channel), method)(request)
-        if method == "Subscribe":
-            await anext(answer.__aiter__())
-        else:
-            await answer
-    except AtollError as error:
-        return error
-    return None
-
-
-async def test_every_call_is_answered_for_the_roles_that_may_and_refused_for_all_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    home = new_home(tmp_path / "home")
-    other = new_home(tmp_path / "other")
-    async with serving(home), serving(other), AsyncExitStack() as opened:
-        operator = Credentials.load(home.directory)
-        node = await joined((await invite_from(home))[0], "node")
-        viewer = await joined(await invite_with(home, role="viewer"), "viewer")
-        expelled = await joined((await invite_from(home))[0], "expelled")
-        waiting = await joined(await invite_with(home, needs_approval=True), "waiting")
-        await ruled(home, "expelled", "EXPEL")
-        stranger = await joined((await invite_from(other))[0], "stranger")
-        request_der, key_pem = make_request()
-        unknown = home.authority.issue_node(request_der, Identity.generate().node_id)
-        impostor = Authority.create(home.authority.swarm_id)
-        forged = impostor.issue_node(request_der, node.node_id, role=Role.NODE)
-        with monkeypatch.context() as long_ago:
-            long_ago.setattr(pki, "VALID_UNTIL", datetime(1999, 12, 31, tzinfo=UTC))
-            expired = home.authority.issue_node(request_der, node.node_id)
-        shown = {
-            "expired": replace(operator, certificate_pem=expired, key_pem=key_pem),
-            "operator": operator,
-            "node": node.credentials,
-            "viewer": viewer.credentials,
-            "expelled": expelled.credentials,
-            "waiting": waiting.credentials,
-            "unknown": replace(operator, certificate_pem=unknown, key_pem=key_pem),
-            "another swarm's": replace(
-                operator,
-                certificate_pem=stranger.credentials.certificate_pem,
-                key_pem=stranger.credentials.key_pem,
-            ),
-            "another authority's": replace(operator, certificate_pem=forged, key_pem=key_pem),
-        }
-        refusals = {
-            "expelled": ExpelledError,
-            "waiting": HeldBackError,
-            "unknown": NotPermittedError,
-            "another swarm's": ProtocolMismatchError,
-            "another authority's": ProtocolMismatchError,
-            "expired": ProtocolMismatchError,
-        }
-        for who, credentials in shown.items():
-            channel = await opened.enter_async_context(open_channel(credentials))
-            for service, method in calls():
-                error = await outcome(channel, service, method)
-                where = f"{who} calls {service}.{method}: {error!r}"
-                if who in MAY[service]:
-                    assert not isinstance(error, NotPermittedError | HeldBackError), where
-                    assert "certificate" not in str(error), where
-                elif service == "Operator" and who in ("expelled", "waiting", "unknown"):
-                    assert isinstance(error, NotPermittedError), where
-                else:
-                    assert isinstance(error, refusals.get(who, NotPermittedError)), where
-        for fake in (node, viewer, expelled, waiting, stranger):
-            await fake.close()
 
 
 async def test_a_viewer_sees_the_status_without_addresses(tmp_path: Path) -> None:

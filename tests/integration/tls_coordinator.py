@@ -61,7 +61,7 @@ class Coordinator(
             self.control,
             "127.0.0.1",
             port,
-            authority_pem=self.authority.certificate_pem,
+            issuers_pem=self.authority.certificate_pem,
             certificate_pem=self.certificate.certificate_pem,
             key_pem=self.certificate.key_pem,
         )

@@ -126,6 +126,8 @@ class FakeIsland:
 class FakeLink:
     """The coordinator: the test says its events, and it notes what the node reports."""
 
+    renew = None  # it asks for no certificates
+
     def __init__(self) -> None:
         self.committed_round = 0
         self.commits: tuple[Commit, ...] = ()

@@ -13,6 +13,7 @@ from coordinator.config import rules_of
 from coordinator.driver import Driver
 from coordinator.services import session
 from coordinator.services.answering import CALLS_A_SECOND, MOST_CALLS, CallRates
+from coordinator.services.certificates import Certificates
 from coordinator.services.enrolment import (
     FAILURE_SECONDS,
     MAX_FAILURES,
@@ -339,7 +340,7 @@ async def test_signatures_are_checked_aside_a_few_at_a_time(
         pieces.append(checked - before)
         return result
 
-    monkeypatch.setattr(desk._signer, "has_signed", counted)
+    monkeypatch.setattr(desk._rulings, "has_signed", counted)
     monkeypatch.setattr(driver, "aside", aside)
     wire = [convert.commit_to_wire(commit) for commit in history]
     request = session_pb2.SubmitCommitsRequest(session_id=session_id, commits=wire)
@@ -407,10 +408,21 @@ def enrolment_desk() -> tuple[EnrolmentDesk, Store]:
         host="h",
     )
     authority = Authority.create(new_swarm_id())
+    rulings = Rulings(driver, RunSpec(), SIGNER)
+    certificates = Certificates(
+        authority,
+        authority.certificate_pem,
+        store,
+        standing_of=rulings.standing_of,
+        enrolment_port=7701,
+        clock=lambda: 0.0,
+        wall_clock=lambda: WALL,
+    )
     desk = EnrolmentDesk(
         store,
-        authority,
-        Rulings(driver, RunSpec(), SIGNER),
+        authority.certificate_pem,
+        certificates,
+        rulings,
         run_name="r",
         control_port=7700,
         clock=lambda: 0.0,

@@ -2,10 +2,11 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
+import structlog.testing
 
 from node.link.calls import Attachment
 from node.link.session import LEAVE_SECONDS, MOST_REPORTS, Session
@@ -33,9 +34,13 @@ def report(number: int) -> Held:
 class Link:
     """A coordinator's side that notes what is called and when."""
 
+    renew: Callable[[], Awaitable[float]] | None = None
+
     def __init__(self) -> None:
         self.error: AtollError | None = None  # what every call ends with
         self.is_slow = False
+        self.renew_in_seconds = 0.0
+        self.unix_seconds = 0.0
         self.attached_at: list[float] = []
         self.heartbeats: list[tuple[int, Any]] = []
         self.reports: list[tuple[int, int, Report]] = []
@@ -55,6 +60,8 @@ class Link:
             heartbeat_seconds=HEARTBEAT_SECONDS,
             committed_round=0,
             committed_digest=None,
+            renew_in_seconds=self.renew_in_seconds,
+            unix_seconds=self.unix_seconds,
         )
 
     async def heartbeat(self, session_id: int, vitals: Any) -> None:
@@ -92,6 +99,7 @@ def session_on(link: Link, **wants: Any) -> Session:
         on_message=wants.get("on_message", lambda event: None),
         rng=random.Random(0),
         rulings=KeptRulings(RunSpec()),
+        wall_clock=wants.get("wall_clock", lambda: 0.0),
     )
 
 
@@ -271,3 +279,51 @@ async def test_a_goodbye_comes_with_a_last_heartbeat_and_hangs_nobody() -> None:
     await session.leave("nobody answers")
     assert clock() - before == LEAVE_SECONDS
     assert len(link.goodbyes) == 1
+
+
+@in_virtual_time
+async def test_a_certificate_is_renewed_by_the_coordinators_clock_and_again_where_that_fails() -> (
+    None
+):
+    link, asked = Link(), []
+    clock = asyncio.get_running_loop().time
+
+    async def renew() -> float:
+        asked.append(clock())
+        if len(asked) == 2:
+            raise UnavailableError("away")
+        return 1000.0
+
+    link.renew, link.renew_in_seconds = renew, 100.0
+    running = await started(session_on(link))
+    await asyncio.sleep(2500)
+    first, second, third, fourth = asked
+    assert 90 <= first <= 101 and 900 <= second - first <= 1000
+    assert 270 <= third - second <= 300 and 900 <= fourth - third <= 1000
+    assert len(link.attached_at) == 1  # in one session
+    await ended(running)
+
+
+@in_virtual_time
+async def test_a_node_that_may_not_renew_ends_with_the_reason() -> None:
+    link = Link()
+
+    async def refused() -> float:
+        raise NotPermittedError("node-a is expelled")
+
+    link.renew, link.renew_in_seconds = refused, 1.0
+    with pytest.raises(NotPermittedError, match="node-a is expelled"):
+        await session_on(link).run()
+
+
+@in_virtual_time
+async def test_a_wrong_clock_is_one_sentence_and_no_reason_to_stay_out() -> None:
+    for clock, words in ((1e9, "ahead of"), (-1e9, "behind"), (250.0, "")):
+        link = Link()
+        link.unix_seconds = 1.0
+        with structlog.testing.capture_logs() as logs:
+            running = await started(session_on(link, wall_clock=lambda clock=clock: clock))  # type: ignore[misc]
+            await ended(running)
+        told = [line["event"] for line in logs if "clock" in line["event"]]
+        assert len(told) == bool(words) and all(words in event for event in told)
+        assert len(link.attached_at) == 1

@@ -17,8 +17,8 @@ import blake3
 
 from node.outer_state import PIECE_ELEMENTS, digest_of_pieces
 from protocol.rounds import Digest
+from protocol.versions import MANIFEST_MAGIC as MAGIC
 
-MAGIC = b"atollmf1"  # the last character is the version
 HEADER = struct.Struct("<8sQQQ32s32s32s")
 DIGEST_BYTES = 32
 ELEMENT_BYTES = 4

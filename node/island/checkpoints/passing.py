@@ -1,14 +1,16 @@
 """Reads a checkpoint that lies in parts on the disks of several hosts, for whatever mesh they have now.
 
-torch.distributed.checkpoint works out which box of what was written each rank wants. What its own
-host has, a rank reads by itself; any other box a rank of a host that has it reads and sends to it.
-Nothing is written, and only values go from rank to rank, but for what torch passes of its plans.
+torch.distributed.checkpoint works out which box of what was written a rank wants. What its own host
+has, a rank reads by itself; any other box a rank of a host that has it reads and sends to it.
+Nothing is written. Values go from rank to rank, and what each has and wants, as JSON: torch's own plans go as
+pickles, which would run another host's code, and so each rank has torch plan for itself alone.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,14 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from node.island.checkpoints.folder import NoCheckpointError
+from node.island.checkpoints.telling import (
+    Told,
+    box_wanted,
+    has_in_json,
+    has_of_json,
+    told_by_all,
+    want_in_json,
+)
 from node.island.parallel.mesh import Mesh
 
 Tensors = dict[str, TensorStorageMetadata]
@@ -83,10 +93,10 @@ class _Pass:
 
 
 class PassingReader(filesystem.FileSystemReader):
-    """Reads for DCP what ranks of all hosts want; all ranks of the island make the same calls.
+    """Reads for DCP, which plans for this rank alone; all ranks of the island make the same calls.
 
     A rank that cannot read or copy goes on, with zeros where others wait for it, and raises at the
-    end: DCP then has all ranks raise.
+    end. One that cannot plan calls `give_up`, and all raise; all call `end`.
     """
 
     def __init__(self, path: Path | None, mesh: Mesh, group: dist.ProcessGroup) -> None:
@@ -106,40 +116,64 @@ class PassingReader(filesystem.FileSystemReader):
             # torch unpickles it, which raises whatever it likes.
             except Exception as error:
                 failure = f"{type(error).__name__}: {error}"
-        told: list[tuple[Tensors, str]] = [({}, "")] * mesh.num_ranks
+        self._has_told_wants = False
         has_to_tell = mesh.is_first_of_host and not failure
-        tensors = self._own.state_dict_metadata if has_to_tell else {}
-        dist.all_gather_object(told, (tensors, failure), group=group)
-        for rank, (_, why) in enumerate(told):
-            if why:
-                raise NoCheckpointError(f"rank {rank}: {why}")
-        self._joined = joined([tensors for tensors, _ in told[:: mesh.ranks_per_host]])
+        has = self._own.state_dict_metadata if has_to_tell else {}
+        tensors = {name: t for name, t in has.items() if isinstance(t, TensorStorageMetadata)}
+        told = self._told_by_all(Told(what=has_in_json(tensors), failure=failure))
+        self._joined = joined([has_of_json(what) for what in told[:: mesh.ranks_per_host]])
 
     def read_metadata(self) -> Metadata:
         """See StorageReader: what all hosts have, and in which files what this one has."""
         return Metadata(dict(self._joined.tensors), storage_data=self._own.storage_data)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """See StorageReader: gives each rank its passes, in an order that all ranks share.
+        """See StorageReader: tells the others what this rank wants, and gives it its passes.
 
-        Each sends or receives the first that it has not: so of all that are left, the first can
-        always be done.
+        Their order is one that all ranks share. Each sends or receives the first that it has not: so of
+        all that are left, the first can always be done.
         """
+        (plan,) = plans
+        own = self._mesh.rank
+        wanted = [
+            item for item in plan.items if 0 not in item.lengths and not self._is_at(own, item)
+        ]
+        told = self._tell_wants(Told(what=[want_in_json(item) for item in wanted], failure=""))
+        items = [
+            (receiver, item)
+            for receiver, wants in enumerate(told)
+            for item in (wanted if receiver == own else map(box_wanted, wants))
+        ]
+        for receiver, item in items:
+            if item.storage_index not in self._joined.holders:
+                raise NoCheckpointError(f"rank {receiver} wants what no host has")
         passes = sorted(
-            (
-                self._pass_of(item, receiver)
-                for receiver, plan in enumerate(plans)
-                for item in plan.items
-                if 0 not in item.lengths and not self._is_at(receiver, item)
-            ),
+            (self._pass_of(item, receiver) for receiver, item in items),
             key=lambda each: (each.item.storage_index.fqn, each.item.storage_index.offset or ()),
         )
-        return [
-            replace(
-                plan, storage_data=[each for each in passes if rank in (each.sender, each.receiver)]
-            )
-            for rank, plan in enumerate(plans)
-        ]
+        mine = [each for each in passes if own in (each.sender, each.receiver)]
+        return [replace(plan, storage_data=mine)]
+
+    def give_up(self, why: str) -> None:
+        """Has all ranks raise, where they wait to be told what this one wants; else does nothing."""
+        if not self._has_told_wants:
+            self._tell_wants(Told(what=[], failure=why))
+
+    def end(self, failure: str) -> None:
+        """Raises NoCheckpointError on all ranks where one has failed in reading."""
+        self._told_by_all(Told(what=[], failure=failure))
+
+    def _tell_wants(self, wants: Told) -> list[list[Any]]:
+        self._has_told_wants = True
+        return self._told_by_all(wants)
+
+    def _told_by_all(self, told: Told) -> list[list[Any]]:
+        """What each rank tells, in their order; raises NoCheckpointError on all where one has failed."""
+        everybody = told_by_all(told, self._group, num_ranks=self._mesh.num_ranks)
+        for rank, one in enumerate(everybody):
+            if one.failure:
+                raise NoCheckpointError(f"rank {rank}: {one.failure}")
+        return [one.what for one in everybody]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """See StorageReader. One box at a time is in memory, beside what it was cut from."""

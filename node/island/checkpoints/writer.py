@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import filesystem, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
 from node.island.checkpoints.folder import About, CheckpointFolder, Kept, Loaded, NoCheckpointError
-from node.island.checkpoints.inner_state import PartPlanner, Tensors
+from node.island.checkpoints.inner_state import Blank, PartPlanner, Tensors
 from node.island.checkpoints.passing import PassingReader
 from node.island.parallel.mesh import Mesh
 from node.island.training.trainer import Trainer
@@ -81,7 +81,7 @@ class CheckpointWriter:
                 group = self._group_of_all()
                 assert group is not None, "several hosts have several ranks"
                 reader = PassingReader(path, self._mesh, group)
-                state.read(reader, group)
+                _read_together(state, reader)
                 passed_bytes = reader.received_bytes
         # torch raises whatever it met, and any of it only means that this state cannot be had.
         except (CheckpointException, Exception) as error:
@@ -209,6 +209,30 @@ class CheckpointWriter:
             self._group = self._host_group = dist.new_group(backend="gloo")
             if self._mesh.num_hosts > 1:
                 self._host_group = self._mesh.new_host_group(backend="gloo")
+
+
+def _read_together(state: Blank, reader: PassingReader) -> None:
+    """Reads on ranks of several hosts; raises NoCheckpointError on all of them where one cannot.
+
+    torch plans for each rank alone, and so tells no rank of another's failure.
+    """
+    failure = ""
+    try:
+        state.read(reader, None)
+    except (CheckpointException, Exception) as error:
+        cause = _cause(error)
+        if isinstance(cause, NoCheckpointError):
+            raise cause from error  # which all ranks do
+        failure = _sentence(cause)
+        reader.give_up(failure)
+    reader.end(failure)
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The first rank's reason, without torch's wrapping of it."""
+    while isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    return error
 
 
 def _sentence(error: BaseException) -> str:

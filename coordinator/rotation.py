@@ -1,0 +1,143 @@
+"""Other keys for a run that goes on: the coordinator's, and with it the authority's.
+
+New files are made aside and take their places together; a folder that was left in between is put right when
+it is read the next time. The next start announces the key to the nodes (coordinator.services.ruling).
+"""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from coordinator.authority_key import (
+    encrypted,
+    is_encrypted,
+    passphrase_from,
+    passphrase_of,
+    read_authority_key,
+    write_authority_key,
+)
+from coordinator.config import (
+    AUTHORITY_KEY_FILE,
+    ISSUER_FILE,
+    ISSUER_KEY_FILE,
+    SERVER_FILE,
+    SERVER_KEY_FILE,
+    Home,
+    finish_rotation,
+    rotation_folder,
+)
+from protocol.errors import BadDataError, UsageError
+from protocol.files.durable import read_secret, write_atomically
+from protocol.files.folder_lock import FolderLock
+from protocol.trust.credentials import AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE
+from protocol.trust.pki import Authority, is_key_of
+from protocol.trust.vouching import Bundle
+
+_STOP_IT = "stop the coordinator first: nodes wait for it, and go on when it is back"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rotation:
+    """What a change of keys is made with. `now` is UTC seconds."""
+
+    directory: Path
+    with_authority: bool = False
+    authority_key: Path | None = None  # where it lies, if not in the folder
+    descriptor: int | None = None  # that the passphrase is read from
+    now: float
+
+    @property
+    def key_path(self) -> Path:
+        """Where the authority's key lies."""
+        return self.authority_key or self.directory / AUTHORITY_KEY_FILE
+
+    def make(self) -> int:
+        """Changes the keys of a folder whose coordinator does not run; returns the new key's number.
+
+        Numbers are times, so that a copy of the folder from before never gives one again. Raises
+        SystemRefusedError while the coordinator runs, and what reading the authority's key does.
+        """
+        Home.load(self.directory)  # is it a coordinator's?
+        lock = FolderLock.take(self.directory, holder="coordinator", next_step=_STOP_IT)
+        try:
+            return self._make(Home.load(self.directory))
+        finally:
+            lock.release()
+
+    def _make(self, home: Home) -> int:
+        passphrase = passphrase_of(self.key_path, self.descriptor)
+        authority = Authority(
+            certificate_pem=home.authority_pem,
+            key_pem=read_authority_key(self.key_path, passphrase),
+        )
+        if not is_key_of(authority.key_pem, authority.certificate_pem):
+            raise BadDataError(
+                f"{self.key_path} is not the key of the authority of {self.directory}",
+                next_step="name the right one: --authority-key FILE",
+            )
+        former = home.coordinators_pem
+        if (
+            not home.key_number
+        ):  # the authority itself was the coordinator, and its signatures stay good
+            former = authority.certify_own_key(1)
+        authorities_pem = home.authorities_pem
+        beside = self.key_path.with_name(f"{self.key_path.name}.new")
+        if self.with_authority:
+            successor = Authority.create(authority.swarm_id)
+            handed_on = authority.certify_successor(successor.certificate_pem)
+            before = _of_successors(home.authorities_pem)
+            authorities_pem = b"".join((successor.certificate_pem, handed_on, *before))
+            key_pem = successor.key_pem
+            # Kept as the old one was: with the same passphrase, if it had one.
+            kept = encrypted(key_pem, passphrase) if passphrase else key_pem
+            write_authority_key(beside, kept)
+            authority = successor
+        number = max(home.key_number + 1, int(self.now))
+        coordinator = authority.issue_coordinator(number)
+        server, operator = authority.issue_server(), coordinator.issue_operator()
+        coordinators_pem = coordinator.certificate_pem + former
+        tail_pem = server.certificate_pem + coordinators_pem + authorities_pem
+        new = rotation_folder(self.directory)
+        unfinished = new.with_name(f"{new.name}.part")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(mode=0o700)
+        for name, content, mode in (
+            (AUTHORITY_FILE, authorities_pem, 0o644),
+            (ISSUER_FILE, coordinators_pem, 0o644),
+            (ISSUER_KEY_FILE, coordinator.key_pem, 0o600),
+            (SERVER_FILE, server.certificate_pem, 0o644),
+            (SERVER_KEY_FILE, server.key_pem, 0o600),
+            (CERTIFICATE_FILE, operator.certificate_pem + tail_pem, 0o644),
+            (KEY_FILE, operator.key_pem, 0o600),
+        ):
+            write_atomically(unfinished / name, content, mode=mode)
+        unfinished.rename(new)  # from here on the new keys are the folder's
+        finish_rotation(self.directory)
+        if self.with_authority:
+            beside.replace(self.key_path)
+        Home.load(self.directory)
+        return number
+
+
+def _of_successors(authorities_pem: bytes) -> tuple[bytes, ...]:
+    """The certificates by which authorities handed on to others, without the latest one's for itself."""
+    return Bundle.read(authorities_pem).authorities_pem[1:]
+
+
+def protect(directory: Path, *, descriptor: int | None) -> Path:
+    """Encrypts the authority's key in a folder; returns its path. Raises UsageError where it has one."""
+    home = Home.load(directory)
+    path = directory / AUTHORITY_KEY_FILE
+    if not home.key_number:
+        raise UsageError(
+            f"in {directory} the authority's key is the coordinator's too, and each start needs it",
+            next_step=f"give the coordinator one of its own: 'atoll coordinator rotate {directory}'",
+        )
+    if path.is_file() and is_encrypted(read_secret(path)):
+        raise UsageError(
+            f"{path} is encrypted already", next_step="'openssl pkey' changes its passphrase"
+        )
+    key_pem = read_authority_key(path, b"")
+    passphrase = passphrase_from(descriptor, what=f"New passphrase of {path}", is_new=True)
+    write_authority_key(path, encrypted(key_pem, passphrase))
+    return path

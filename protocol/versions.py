@@ -1,0 +1,65 @@
+"""Versions: one number for what goes over the wire to the coordinator, one for each kind of file in a folder.
+
+Who changes what is written or sent raises its number, and keeps the one before readable: nodes of this
+release and of the one before take part in one run, and folders of the one before open. Transfers between
+peers and codecs have versions in their names, and never differ within a run.
+"""
+
+from dataclasses import dataclass
+
+from protocol.errors import ProtocolMismatchError
+
+WIRE = 2
+"""What this release says to coordinators and nodes. 1 is of those that say no number: certificates without an
+end, and no renewal."""
+
+OLDEST_WIRE = 1
+"""What it still understands."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """A kind of file: the version that is written, those that are read, and which releases wrote which."""
+
+    name: str
+    writes: int
+    reads: frozenset[int]
+    releases: dict[int, str]  # the last ones that opened them
+
+    def next_step(self, version: int) -> str:
+        """What to type where a file is of a version that is not read."""
+        if version > self.writes:
+            return (
+                "install the release of Atoll that wrote it, or a later one: 'pip install -U atoll'"
+            )
+        if release := self.releases.get(version):
+            return f"install the release that opens it: 'pip install atoll=={release}'"
+        return "no release of Atoll opens it: it is of a state of the code between releases"
+
+
+DATABASE = Format(
+    name="the coordinator's database", writes=10, reads=frozenset({10}), releases={10: "0.1.0"}
+)
+
+RESULTS_MAGIC = b"atollrs1"
+"""What each file of results begins with; the last character is the version."""
+
+MANIFEST_MAGIC = b"atollmf1"
+"""What a manifest of a state begins with, likewise."""
+
+
+def wire_of(told: int) -> int:
+    """The version that a message tells: a release that tells none is of version 1."""
+    return told or 1
+
+
+def refuse_foreign_wire(told: int, *, whose: str) -> None:
+    """Raises ProtocolMismatchError for the version of another side that this one does not understand."""
+    theirs = wire_of(told)
+    if OLDEST_WIRE <= theirs <= WIRE:
+        return
+    older, newer = ("this side", whose) if theirs > WIRE else (whose, "this side")
+    raise ProtocolMismatchError(
+        f"{whose} speaks version {theirs} of the protocol, and this side versions {OLDEST_WIRE} to {WIRE}",
+        next_step=f"install a later release of Atoll for {older}: {newer} knows one version before its own",
+    )

@@ -1,0 +1,286 @@
+"""Certificates that end and keys that change while a run goes on, over real TLS."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from coordinator_scene import START, FakeNode, invite_from, joined, new_home, serving, two_nodes
+
+from coordinator.backup import back_up
+from coordinator.config import Home
+from coordinator.rotation import Rotation, protect
+from node.link.renewing import RenewingCalls
+from node.rulings import KeptRulings
+from protocol.channel import open_blocking_channel
+from protocol.errors import (
+    BadDataError,
+    CertificateRefusedError,
+    ConfigError,
+    ExpelledError,
+    HeldBackError,
+    NoInputError,
+    NotPermittedError,
+    ProtocolMismatchError,
+    SystemRefusedError,
+    UsageError,
+)
+from protocol.messages import rulings_from_wire
+from protocol.terminal.query import StatusLink
+from protocol.trust.credentials import Credentials
+from protocol.trust.identity import Identity
+from protocol.trust.pki import (
+    MEMBER_SECONDS,
+    Authority,
+    Validity,
+    make_request,
+    new_swarm_id,
+    validity_of,
+)
+from protocol.trust.signing import CommitSigner
+from protocol.v1 import operator_pb2, session_pb2
+from protocol.v1.operator_pb2_grpc import OperatorServiceStub
+from protocol.wire_count import WireCounts
+
+LONG_AGO = 1e9  # September 2001, as a clock without a battery shows
+IN_YEARS = 4e9
+
+
+def dated(home: Home, node: FakeNode, moment: float) -> Credentials:
+    """The node's credentials with a certificate that was made at another time."""
+    request_der, key_pem = make_request()
+    leaf = home.issuer.issue_node(request_der, node.node_id, validity=Validity.of_member(moment))
+    return replace(node.credentials, certificate_pem=leaf + home.tail_pem, key_pem=key_pem)
+
+
+@asynccontextmanager
+async def calls_of(credentials: Credentials, identity: Identity) -> AsyncIterator[RenewingCalls]:
+    async with RenewingCalls(credentials, identity, WireCounts()) as calls:
+        yield calls
+
+
+async def get_run(calls: RenewingCalls) -> None:
+    await calls.GetRun(session_pb2.GetRunRequest())
+
+
+async def ruled(home: Home, node: str, verdict: str) -> None:
+    def rule() -> None:
+        with open_blocking_channel(Credentials.load(home.directory)) as channel:
+            value = operator_pb2.NodeVerdict.Value(f"NODE_VERDICT_{verdict}")
+            OperatorServiceStub(channel).RuleNode(
+                operator_pb2.RuleNodeRequest(node=node, verdict=value)
+            )
+
+    await asyncio.to_thread(rule)
+
+
+def rotated(home: Home, **wants: object) -> Home:
+    Rotation(directory=home.directory, now=2e9, **wants).make()  # type: ignore[arg-type]
+    return Home.load(home.directory)
+
+
+def moved(credentials: Credentials, home: Home) -> Credentials:
+    """To the ports of this start: a real coordinator's stay the same."""
+    control_port = Credentials.load(home.directory).control_port
+    return replace(credentials, control_port=control_port)
+
+
+async def test_a_certificate_of_a_day_is_renewed_in_the_session_without_a_break(
+    tmp_path: Path,
+) -> None:
+    home = new_home(tmp_path / "home")
+    async with serving(home), two_nodes(home) as (a, _):
+        a.credentials.save(tmp_path / "node")
+        ours = Credentials.load(tmp_path / "node")
+        holds = validity_of(ours.leaf_pem)
+        assert (holds.not_after - holds.not_before).total_seconds() < MEMBER_SECONDS + 7200
+        async with calls_of(ours, a.identity) as calls:
+            stream = calls.Subscribe(session_pb2.SubscribeRequest(session_id=a.session_id))
+            told = stream.__aiter__()
+            await anext(told)
+            assert MEMBER_SECONDS / 2 - 60 < await calls.renew() <= MEMBER_SECONDS / 2
+            await calls.renew()
+            renewed = Credentials.load(tmp_path / "node")
+            assert renewed.leaf_pem not in (ours.leaf_pem, b"")
+            assert renewed.key_pem == ours.key_pem
+            assert calls.credentials == renewed
+            # The stream that was opened with the first certificate still tells what happens.
+            await ruled(home, "node-b", "QUARANTINE")
+            while (await anext(told)).WhichOneof("event") != "rulings":
+                pass
+            beat = session_pb2.HeartbeatRequest(session_id=a.session_id, outer_digest=START)
+            await calls.Heartbeat(beat)
+            stream.cancel()
+
+
+@pytest.mark.parametrize("moment", [LONG_AGO, IN_YEARS])
+async def test_who_was_away_or_whose_coordinators_clock_was_wrong_gets_a_certificate_by_its_identity(
+    tmp_path: Path, moment: float
+) -> None:
+    home = new_home(tmp_path / "home")
+    async with serving(home), two_nodes(home) as (a, b):
+        for node in (a, b):
+            async with calls_of(dated(home, node, moment), node.identity) as calls:
+                await get_run(calls)
+                assert calls.credentials.leaf_pem != node.credentials.leaf_pem
+        await ruled(home, "node-a", "EXPEL")
+        await ruled(home, "node-b", "QUARANTINE")
+        for node, kind in ((a, ExpelledError), (b, HeldBackError)):
+            async with calls_of(dated(home, node, moment), node.identity) as calls:
+                with pytest.raises(kind):
+                    await get_run(calls)
+        async with calls_of(dated(home, b, moment), Identity.generate()) as calls:
+            with pytest.raises(NotPermittedError, match="is not enrolled here"):
+                await get_run(calls)
+        stale = replace(dated(home, b, moment), enrolment_port=0)
+        async with calls_of(stale, b.identity) as calls:
+            with pytest.raises(CertificateRefusedError, match="refuses this certificate"):
+                await get_run(calls)
+
+
+async def test_a_viewers_command_renews_before_it_asks(tmp_path: Path) -> None:
+    home = new_home(tmp_path / "home")
+    async with serving(home), two_nodes(home) as (a, _):
+        dated(home, a, LONG_AGO).save(tmp_path / "node")
+        a.identity.save(tmp_path / "node" / "identity.key")
+        with StatusLink(tmp_path / "node") as link:
+            status = await asyncio.to_thread(link.status)
+            assert {node.node_name for node in status.nodes} == {"node-a", "node-b"}
+
+
+@pytest.mark.parametrize("with_authority", [False, True])
+async def test_a_node_that_was_away_follows_other_keys_and_the_old_ones_are_good_for_nothing(
+    tmp_path: Path, with_authority: bool
+) -> None:
+    home = new_home(tmp_path / "home")
+    async with serving(home), two_nodes(home) as (a, _):
+        kept = KeptRulings(home.run, verifier=home.verifier)
+        while kept.number < 3:
+            kept.take(rulings_from_wire((await a.next("rulings")).rulings))
+        old_port = a.credentials.enrolment_port
+        with pytest.raises(SystemRefusedError, match="stop the coordinator first"):
+            rotated(home)
+        await asyncio.to_thread(back_up, home.directory, tmp_path / "copy")
+    thief = Credentials.load(home.directory)
+    other = rotated(home, with_authority=with_authority)
+    assert other.key_number > home.key_number
+    config = other.config.model_copy(update={"enrolment_port": old_port})
+    async with serving(replace(other, config=config)):
+        away = moved(a.credentials, other)
+        async with calls_of(away, a.identity) as calls:
+            await get_run(calls)
+            assert calls.credentials.bundle.newest == other.key_number
+            followed = calls.credentials
+        a.credentials = followed
+        a.connect()
+        opened = await a.attach(num_rulings=kept.number, rulings_digest=kept.digest, process_id=1)
+        (news,) = kept.take(rulings_from_wire(opened.rulings))
+        assert news.kind == "keyed"
+        # Who joins now believes what there is now, and the whole chain.
+        late = await joined((await invite_from(other))[0], "late")
+        everything = rulings_from_wire((await late.attach(process_id=3)).rulings)
+        assert KeptRulings(other.run, verifier=other.verifier).take(everything)
+        await late.close()
+        # A thief of the old keys owns nothing: not as the run owner, not as the coordinator.
+        knowing = followed.certificate_pem.replace(followed.leaf_pem, thief.leaf_pem)
+        for certificate_pem in (thief.certificate_pem, knowing):
+            stolen = replace(thief, control_port=away.control_port, certificate_pem=certificate_pem)
+            with pytest.raises(CertificateRefusedError):
+                await asyncio.to_thread(_list_invites, stolen)
+        request_der, _ = make_request(followed.key_pem)
+        forged = home.issuer.issue_node(request_der, a.node_id) + home.tail_pem
+        with pytest.raises(ProtocolMismatchError, match="has replaced it"):
+            followed.renewed(forged)
+    copy = Home.load(tmp_path / "copy")  # and neither does who has a copy of the folder from before
+    async with serving(copy):
+        with pytest.raises(CertificateRefusedError, match="is not of swarm"):
+            async with calls_of(moved(followed, copy), a.identity) as calls:
+                await get_run(calls)
+    with pytest.raises(ConfigError, match="was replaced since: its database says so"):
+        async with serving(replace(other, issuer=home.issuer)):
+            pass
+
+
+def test_the_authoritys_key_may_lie_encrypted_or_elsewhere_and_only_a_change_of_keys_needs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = new_home(tmp_path / "home")
+    key = home.directory / "ca.key"
+    monkeypatch.setenv("ATOLL_PASSPHRASE", "short")
+    with pytest.raises(UsageError, match="of 5 characters is guessed"):
+        protect(home.directory, descriptor=None)
+    monkeypatch.setenv("ATOLL_PASSPHRASE", "five words that nobody guesses")
+    protect(home.directory, descriptor=None)
+    assert key.read_bytes().startswith(b"-----BEGIN ENCRYPTED PRIVATE KEY-----")
+    assert key.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(UsageError, match="is encrypted already"):
+        protect(home.directory, descriptor=None)
+    second = rotated(home, with_authority=True)
+    assert key.read_bytes().startswith(b"-----BEGIN ENCRYPTED PRIVATE KEY-----")
+    assert second.authority_pem != home.authority_pem
+    monkeypatch.setenv("ATOLL_PASSPHRASE", "another one that is wrong")
+    with pytest.raises(NotPermittedError, match="does not open"):
+        rotated(second)
+    monkeypatch.delenv("ATOLL_PASSPHRASE")
+    with pytest.raises(UsageError, match="ATOLL_PASSPHRASE is not set"):
+        rotated(second)
+    elsewhere = tmp_path / "stick.key"
+    key.rename(elsewhere)
+    with pytest.raises(NoInputError, match=r"cannot be read at .*ca\.key.*--authority-key"):
+        rotated(second)
+    with (tmp_path / "passphrase").open("w+") as file:
+        file.write("five words that nobody guesses\n")
+        file.seek(0)
+        third = rotated(
+            second, with_authority=True, authority_key=elsewhere, descriptor=file.fileno()
+        )
+    assert not key.exists() and third.key_number > second.key_number
+    with pytest.raises(BadDataError, match="is not the key of the authority"):
+        rotated(home_of_another := new_home(tmp_path / "other"), authority_key=_plain(elsewhere))
+    assert home_of_another.key_number == 1
+
+
+def _plain(path: Path) -> Path:
+    """A key of another authority, as it is."""
+    plain = path.with_name("plain.key")
+    plain.write_bytes(Authority.create(new_swarm_id()).key_pem)
+    plain.chmod(0o600)
+    return plain
+
+
+@pytest.mark.parametrize("num_moved", range(8))
+def test_a_change_of_keys_that_was_cut_off_is_finished_when_the_folder_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_moved: int
+) -> None:
+    home = new_home(tmp_path / "home")
+    moved_files: list[Path] = []
+    replace_file = Path.replace
+
+    def cut_off(path: Path, target: Path) -> Path:
+        if path.parent.name == "keys.new":
+            if len(moved_files) == num_moved:
+                raise KeyboardInterrupt
+            moved_files.append(target)
+        return replace_file(path, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", cut_off)
+        with contextlib.suppress(KeyboardInterrupt):
+            rotated(home)
+    assert len(moved_files) == min(num_moved, 7)
+    found = Home.load(home.directory)
+    assert found.verifier.trust.newest == found.key_number > home.key_number
+    assert (
+        CommitSigner.of_key(found.issuer.key_pem).public_key
+        == (found.verifier.trust.keys[found.key_number])
+    )
+    found.save_link(host="127.0.0.1", control_port=7)
+    assert Credentials.load(home.directory).bundle.newest == found.key_number
+
+
+def _list_invites(credentials: Credentials) -> None:
+    with open_blocking_channel(credentials) as channel:
+        OperatorServiceStub(channel).ListInvites(operator_pb2.ListInvitesRequest())

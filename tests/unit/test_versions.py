@@ -1,0 +1,128 @@
+"""What this release reads of its own and of the one before: messages, and the coordinator's database."""
+
+import os
+import sqlite3
+from pathlib import Path
+
+import pytest
+from google.protobuf.message import Message
+
+from coordinator.database import DATABASE_NAME
+from coordinator.store import Store
+from coordinator.swarm.events import Ruled
+from coordinator.swarm.state import Rules
+from coordinator.swarm.transition import initial_state, step
+from protocol.errors import ProtocolMismatchError
+from protocol.rounds import Digest, NodeId
+from protocol.terminal.status_view import releases_in_words
+from protocol.trust.rulings import RUN_OWNER, RulingKind
+from protocol.v1 import session_pb2, status_pb2
+from protocol.versions import DATABASE, OLDEST_WIRE, WIRE, refuse_foreign_wire
+from tests.unit.golden.golden_file import golden_bytes, matches_golden
+
+GOLDEN = Path(__file__).parent / "golden"
+RUN = Digest(b"\x99" * 32)
+NODE = NodeId("a" * 32)
+RULES = Rules(
+    total_rounds=100,
+    min_nodes=2,
+    inner_steps=5,
+    batch=2,
+    context=8,
+    train_seconds=60,
+    contribute_seconds=70,
+    commit_seconds=80,
+    apply_seconds=10,
+    lease_seconds=15,
+    evaluate_every_rounds=1,
+)
+
+ATTACH = session_pb2.AttachRequest(
+    node_name="attic",
+    address=session_pb2.PeerAddress(public_key=b"k" * 32, multiaddrs=["/ip4/192.0.2.1/tcp/1"]),
+    run_digest=RUN,
+    layout=session_pb2.LayoutSummary(digest=b"l" * 32, fragment_elements=[1024]),
+    device="cpu",
+    num_ranks=1,
+    version="0.1.0",
+    codecs=["int4/1", "int4/1"],
+)
+ATTACHED = session_pb2.AttachResponse(
+    session_id=3, lease_seconds=15.0, heartbeat_seconds=3.0, committed_round=7, node_name="attic"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("attach-wire-1", ATTACH), ("attached-wire-1", ATTACHED)]
+)
+def test_messages_of_the_version_before_are_read_and_understood(
+    name: str, message: Message
+) -> None:
+    assert matches_golden(name, message.SerializeToString(deterministic=True))
+    read = type(message).FromString(golden_bytes(name))
+    assert read == message
+    refuse_foreign_wire(read.wire_version, whose="the node")  # type: ignore[attr-defined]
+
+
+def test_this_side_takes_its_own_version_and_the_one_before_and_names_what_to_install() -> None:
+    for told in (0, OLDEST_WIRE, WIRE):
+        refuse_foreign_wire(told, whose="the node")
+    assert WIRE - OLDEST_WIRE <= 1
+    with pytest.raises(ProtocolMismatchError, match="later release of Atoll for this side"):
+        refuse_foreign_wire(WIRE + 1, whose="the node")
+
+
+def database_in(folder: Path) -> None:
+    """A run that was paused, and has an invite and a member."""
+    store = Store.open(folder)
+    state = initial_state(RULES, RUN)
+    paused = Ruled(kind=RulingKind.PAUSED, by=RUN_OWNER, unix_seconds=1.0, reason="the move")
+    after = step(state, paused, now=1.0).state
+    store.save(state, after, now=1.0)
+    store.add_invite(
+        invite_id="inv", secret_hash=b"h" * 32, max_uses=2, expires_utc_seconds=60.0, host="h"
+    )
+    store.redeem("inv", b"h" * 32, node_id=NODE, node_name="attic", public_key=b"k" * 32, now=1.0)
+    store.close()
+
+
+@pytest.mark.parametrize("version", sorted(DATABASE.reads))
+def test_databases_of_every_version_that_is_read_open_whole(tmp_path: Path, version: int) -> None:
+    golden = GOLDEN / f"database-{version}.sql"
+    if os.environ.get("ATOLL_REWRITE_GOLDEN") == "1" and version == DATABASE.writes:
+        made = tmp_path / "made"
+        made.mkdir()
+        database_in(made)
+        connection = sqlite3.connect(made / DATABASE_NAME)
+        golden.write_text("\n".join(connection.iterdump()) + "\n")
+        connection.close()
+    connection = sqlite3.connect(tmp_path / DATABASE_NAME)
+    connection.executescript(golden.read_text() + f"PRAGMA user_version = {version};")
+    connection.close()
+    store = Store.open(tmp_path)
+    try:
+        store.check()
+        state = store.load(RULES, RUN)
+        assert state.paused is not None and state.paused.reason == "the move"
+        member = store.enrolled_member(NODE)
+        assert member is not None and member.node_name == "attic"
+    finally:
+        store.close()
+
+
+def test_files_of_other_versions_are_named_with_the_release_that_opens_them() -> None:
+    assert DATABASE.writes in DATABASE.reads and DATABASE.reads <= set(DATABASE.releases)
+    assert "atoll==0.1.0" in DATABASE.next_step(DATABASE.writes)
+    assert "or a later one" in DATABASE.next_step(DATABASE.writes + 1)
+    assert "between releases" in DATABASE.next_step(1)
+
+
+def test_a_status_says_who_runs_which_release_where_they_differ() -> None:
+    def node(name: str, version: str) -> status_pb2.NodeStatus:
+        return status_pb2.NodeStatus(
+            node_name=name, version=version, state=status_pb2.NODE_STATE_READY
+        )
+
+    assert releases_in_words([node("a", "0.1.0"), node("b", "0.1.0")]) == ""
+    mixed = [node("a", "0.1.0"), node("b", "0.2.0"), node("c", "0.1.0")]
+    assert releases_in_words(mixed) == "0.1.0: a, c; 0.2.0: b"
