@@ -197,6 +197,7 @@ class Daemon:
             rulings=self._rulings,
         )
         self._process_id = rng.getrandbits(63)
+        outer.sign_as(self._process_id)
         self.called = facts.node_name
         """The node's name in the swarm: another node may have its own."""
         self._commits_wanted: asyncio.Queue[int] = asyncio.Queue()  # after these rounds

@@ -218,7 +218,15 @@ class Draining:
     """The node leaves after this round: it reduces nothing more."""
 
 
-Report = Trained | Reduced | Held | Applied | Evaluated | Draining
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EquivocationSeen:
+    """Two signed headers of one process for one slot, as protocol.trust.equivocation reads them."""
+
+    one: bytes
+    other: bytes
+
+
+Report = Trained | Reduced | Held | Applied | Evaluated | Draining | EquivocationSeen
 """What a node tells the coordinator about its part in a round."""
 
 
@@ -382,6 +390,8 @@ def report_to_wire(round: int, report: Report) -> pb.Report:
                 wire.evaluated.metric = report.metric
         case Draining():
             wire.draining.SetInParent()
+        case EquivocationSeen(one=one, other=other):
+            wire.equivocation.CopyFrom(pb.EquivocationReport(one=one, other=other))
     return wire
 
 
@@ -431,6 +441,8 @@ def report_from_wire(wire: pb.Report, *, most_contributors: int) -> Report:
             )
         case "draining":
             return Draining()
+        case "equivocation":
+            return EquivocationSeen(one=wire.equivocation.one, other=wire.equivocation.other)
         case _:
             raise BadDataError(
                 "the report is of no kind that this coordinator knows",

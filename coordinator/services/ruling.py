@@ -17,6 +17,7 @@ from protocol.errors import BadDataError, ConfigError, NoInputError, UsageError
 from protocol.messages import RulingsTold
 from protocol.rounds import NodeId
 from protocol.run_spec import RunSpec
+from protocol.trust.equivocation import Equivocation
 from protocol.trust.rulings import (
     ABOUT_NODES,
     RUN_OWNER,
@@ -195,6 +196,30 @@ class Rulings:
                 invite_id=invite_id,
             )
             await self._make(event)
+
+    async def expel_for(self, equivocation: Equivocation) -> bool:
+        """Expels the member that a proof is of; once for each, or a readmitted one would go again."""
+        node_id, reason = equivocation.node_id, equivocation.reason
+        async with self._turn:
+            if any(known.node_id == node_id and known.reason == reason for known in self.all):
+                return False
+            standing = self.standing_of(node_id)
+            if standing is not None and standing.kind is RulingKind.EXPELLED:
+                return False
+            await self._make(
+                self.event(
+                    RulingKind.EXPELLED,
+                    by=COORDINATOR,
+                    node_id=node_id,
+                    node_name=self._name_of(node_id),
+                    reason=reason,
+                )
+            )
+            return True
+
+    def _name_of(self, node_id: NodeId) -> str:
+        member = self._driver.state.members.get(node_id)
+        return "" if member is None else member.node_name
 
     def find(self, asked: str) -> tuple[NodeId, str]:
         """The id and the name of a node by its name, its id, or the beginning of that.

@@ -13,6 +13,8 @@ from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 
+import structlog
+
 from coordinator.driver import Driver
 from coordinator.journal import log_copy
 from coordinator.services import checks
@@ -34,6 +36,7 @@ from coordinator.telemetry import Telemetry
 from protocol import convert
 from protocol.errors import AtollError, BadDataError, CopyAttachedError
 from protocol.messages import (
+    EquivocationSeen,
     Message,
     Reduced,
     RoundCommitted,
@@ -44,6 +47,7 @@ from protocol.messages import (
 )
 from protocol.rounds import Commit, NodeId
 from protocol.run_spec import RunSpec
+from protocol.trust.equivocation import equivocation_in
 from protocol.trust.rulings import digest_of
 from protocol.trust.signing import CommitSigner, statement_of
 from protocol.v1 import round_pb2
@@ -60,6 +64,11 @@ MOST_CHECKED = 16
 """Commits whose signatures are checked at a time, aside: heartbeats and lists go on between."""
 
 MAX_REPORTS = 1024
+
+MOST_PROOFS = 16
+"""Of equivocation in one call, of which the others are not looked at: each costs two signatures to check."""
+
+_log = structlog.get_logger()
 
 MOST_OUT_OF_REACH = 16
 """Of a node, in a status: a thousand that do not reach five hundred others fill four messages."""
@@ -233,10 +242,26 @@ class SessionDesk:
         checks.at_most(request.reports, MAX_REPORTS, of="reports")
         current = self._driver.state.open_round
         participants = {} if current is None else {current.number: len(current.assignments)}
-        reports = tuple(_reported(node_id, report, participants) for report in request.reports)
-        await self._driver.apply(ReportedTogether(reports=reports), session=session)
+        told = [_reported(node_id, report, participants) for report in request.reports]
+        proofs = [one.report for one in told if isinstance(one.report, EquivocationSeen)]
+        reports = tuple(one for one in told if not isinstance(one.report, EquivocationSeen))
+        if reports:
+            await self._driver.apply(ReportedTogether(reports=reports), session=session)
+        for proof in proofs[:MOST_PROOFS]:
+            await self._heed(proof, of=node_id)
         self._telemetry.heard(node_id, now=self._driver.clock.now())
         return pb.ReportResponse()
+
+    async def _heed(self, proof: EquivocationSeen, *, of: NodeId) -> None:
+        """Expels the member that a proof is of. One that proves nothing does nothing, and is logged."""
+        run_digest = self._driver.state.run_digest
+        try:
+            found = equivocation_in(proof.one, proof.other, run_digest=run_digest)
+        except BadDataError as error:
+            _log.warning("an accusation proves nothing", by=of, why=error.what)
+            return
+        if found.node_id in self._driver.state.members and await self._rulings.expel_for(found):
+            _log.warning("member expelled", node=found.node_id, why=found.reason, shown_by=of)
 
     def _members_among(self, node_ids: Iterable[str]) -> tuple[NodeId, ...]:
         """Those of the ids that are members'; others are not worth keeping."""

@@ -45,7 +45,9 @@ HEARTBEATS_PER_LEASE = 5
 def roster_of(state: SwarmState) -> tuple[RosterEntry, ...]:
     """The present members as their peers need to know them, in the order of their ids."""
     return tuple(
-        RosterEntry(node_id=m.node_id, node_name=m.node_name, address=m.address)
+        RosterEntry(
+            node_id=m.node_id, node_name=m.node_name, address=m.address, process_id=m.process_id
+        )
         for m in present_members(state)
     )
 

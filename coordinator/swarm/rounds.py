@@ -1,6 +1,6 @@
 """A round from its plan to its commit: what participants report, what commits, what settles it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from coordinator.swarm.actions import Tell
@@ -38,7 +38,14 @@ from coordinator.swarm.turn import (
     ready_members,
 )
 from coordinator.swarm.weighing import heaviest, is_enough, say_in, say_of, weight_of
-from protocol.messages import Held, ParticipantsIdle, Reduced, RoundCommitted, Trained
+from protocol.messages import (
+    Held,
+    ParticipantsIdle,
+    Reduced,
+    ResultOffered,
+    RoundCommitted,
+    Trained,
+)
 from protocol.rounds import (
     WHOLE,
     Assignment,
@@ -67,6 +74,7 @@ def plan_of(current: Round, now: float) -> Plan:
         reason=current.reason,
         ahead=current.ahead,
         num_rulings=current.num_rulings,
+        opened_at=current.opened_at,
     )
 
 
@@ -149,6 +157,7 @@ def slice_reduced(turn: Turn, node_id: NodeId, round: int, report: Reduced) -> N
     if report.digest is not None and report.digest == progress.digest:
         held = _with_held(current.held, node_id, {report.slice_index: report.digest})
         _put_slice(turn, replace(current, held=held), progress)
+        _offer_to_deceived(turn, report.slice_index, current.held)
 
 
 def results_held(turn: Turn, node_id: NodeId, told: Sequence[tuple[int, Held]]) -> None:
@@ -166,6 +175,28 @@ def results_held(turn: Turn, node_id: NodeId, told: Sequence[tuple[int, Held]]) 
     }
     if news and is_present(turn.state, node_id):
         turn.put_round(replace(current, held=_with_held(current.held, node_id, news)))
+        if current.phase is not RoundPhase.APPLYING:
+            for index in news:
+                _offer_to_deceived(turn, index, (node_id,))
+
+
+def _offer_to_deceived(turn: Turn, index: int, node_ids: Iterable[NodeId]) -> None:
+    """Who was given another result than the reducer has reported fetches the reported one.
+
+    It has both signatures then, and shows them.
+    """
+    current = turn.state.open_round
+    assert current is not None
+    digest = current.slices[index].digest
+    others = {n: current.held.get(n, {}).get(index) for n in node_ids}
+    deceived = tuple(sorted(n for n, told in others.items() if told not in (None, digest)))
+    if digest is None or not deceived:
+        return
+    holders = holders_of(turn.state, current, current.slices[index])
+    offered = ResultOffered(
+        round=current.number, slice_index=index, digest=digest, holder_ids=holders
+    )
+    turn.act(Tell(message=offered, to=deceived))
 
 
 def _with_held(

@@ -28,6 +28,7 @@ from node.exchange.owing import Owing
 from node.exchange.reducer_error import ReducerError
 from node.exchange.reduction import Merging, Reduction, Sender, SliceResult, missed_in_a_row
 from node.exchange.residual import Residual
+from node.exchange.signing import PayloadSigner
 from node.outer_state import OuterDigest, Vector
 from protocol.layout import Layout
 from protocol.payload import Payload
@@ -143,7 +144,8 @@ class Outer:
                 most_weight=spec.data.most_weight,
             ),
         )
-        sender = Sender(run_digest=spec.digest(), node_id=node_id, identity=identity)
+        signer = None if identity is None else PayloadSigner(identity)
+        sender = Sender(run_digest=spec.digest(), node_id=node_id, signer=signer)
         owing = Owing(
             layout=layout,
             parameters=parameters,
@@ -173,6 +175,11 @@ class Outer:
     def digest(self) -> Digest:
         """Of parameters and momentum."""
         return self.position.digest
+
+    def sign_as(self, process_id: int) -> None:
+        """Has what leaves here signed for this process of the node, as it is announced."""
+        if self._sender.signer is not None:
+            self._sender.signer.process_id = process_id
 
     def compile_kernels(self) -> None:
         """Gets codecs and arithmetic ready, which takes seconds on a machine's first start. Heavy."""

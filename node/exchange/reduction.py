@@ -32,6 +32,7 @@ from node.exchange.screening import (
     screened,
     trust_factors,
 )
+from node.exchange.signing import PayloadSigner
 from node.outer_state import Vector
 from protocol.payload import RESULT, Payload
 from protocol.rounds import (
@@ -47,7 +48,6 @@ from protocol.rounds import (
     contribution_digest,
 )
 from protocol.run_spec import Merge
-from protocol.trust.identity import Identity
 
 log = structlog.get_logger()
 
@@ -75,7 +75,11 @@ class Sender(NamedTuple):
 
     run_digest: Digest
     node_id: NodeId
-    identity: Identity | None = None  # who signs; None in a test whose peers ask for no signature
+    signer: PayloadSigner | None = None  # None where nobody asks for a signature
+
+    def signed(self, payload: Payload) -> Payload:
+        """The payload as it leaves here; raises AlreadySignedError."""
+        return payload if self.signer is None else self.signer.signed(payload)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -177,11 +181,11 @@ class Reduction:
             norm=squares.norm(),
             base_digest=self.plan.base_digest,
             attempt=self.attempt,
-            signer=sender.identity,
+            plan_opened_at=self.plan.opened_at,
         )
         factors = tuple(verdict.factor for verdict in merged.verdicts.values())
         return SliceResult(
-            payload=payload,
+            payload=sender.signed(payload),
             encoded=encoded,
             contributors=tuple(map(self._contributor, merged.verdicts)),
             contributions=tuple(

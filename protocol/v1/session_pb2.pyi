@@ -682,10 +682,13 @@ class RosterEntry(_message.Message):
     NODE_ID_FIELD_NUMBER: _builtins.int
     NODE_NAME_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
+    PROCESS_ID_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """The member."""
     node_name: _builtins.str
     """What people call it."""
+    process_id: _builtins.int
+    """Its process, as in AttachRequest: contributions and results of another one are refused."""
     @_builtins.property
     def address(self) -> Global___PeerAddress:
         """Where it is."""
@@ -696,10 +699,11 @@ class RosterEntry(_message.Message):
         node_id: _builtins.str = ...,
         node_name: _builtins.str = ...,
         address: Global___PeerAddress | None = ...,
+        process_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["address", b"address"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "node_id", b"node_id", "node_name", b"node_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "node_id", b"node_id", "node_name", b"node_name", "process_id", b"process_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1279,6 +1283,32 @@ class EvaluatedReport(_message.Message):
 Global___EvaluatedReport: _TypeAlias = EvaluatedReport  # noqa: Y015
 
 @_typing.final
+class EquivocationReport(_message.Message):
+    """Two contributions or two results of one process for one slot: only a lie makes both."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ONE_FIELD_NUMBER: _builtins.int
+    OTHER_FIELD_NUMBER: _builtins.int
+    one: _builtins.bytes
+    """The signed header of one, exactly as it is digested (protocol.payload)."""
+    other: _builtins.bytes
+    """That of the other."""
+    def __init__(
+        self,
+        *,
+        one: _builtins.bytes = ...,
+        other: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["one", b"one", "other", b"other"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EquivocationReport: _TypeAlias = EquivocationReport  # noqa: Y015
+
+@_typing.final
 class ReportRequest(_message.Message):
     """Reports steps of rounds, in their order."""
 
@@ -1319,6 +1349,7 @@ class Report(_message.Message):
     APPLIED_FIELD_NUMBER: _builtins.int
     EVALUATED_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    EQUIVOCATION_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """The round."""
     @_builtins.property
@@ -1345,6 +1376,10 @@ class Report(_message.Message):
     def draining(self) -> Global___DrainingReport:
         """The node is leaving."""
 
+    @_builtins.property
+    def equivocation(self) -> Global___EquivocationReport:
+        """A member was seen to lie."""
+
     def __init__(
         self,
         *,
@@ -1355,12 +1390,13 @@ class Report(_message.Message):
         applied: Global___AppliedReport | None = ...,
         evaluated: Global___EvaluatedReport | None = ...,
         draining: Global___DrainingReport | None = ...,
+        equivocation: Global___EquivocationReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "draining", b"draining", "evaluated", b"evaluated", "held", b"held", "reduced", b"reduced", "report", b"report", "trained", b"trained"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "draining", b"draining", "equivocation", b"equivocation", "evaluated", b"evaluated", "held", b"held", "reduced", b"reduced", "report", b"report", "trained", b"trained"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "draining", b"draining", "evaluated", b"evaluated", "held", b"held", "reduced", b"reduced", "report", b"report", "round", b"round", "trained", b"trained"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "draining", b"draining", "equivocation", b"equivocation", "evaluated", b"evaluated", "held", b"held", "reduced", b"reduced", "report", b"report", "round", b"round", "trained", b"trained"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["trained", "reduced", "held", "applied", "evaluated", "draining"]  # noqa: Y015
+    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["trained", "reduced", "held", "applied", "evaluated", "draining", "equivocation"]  # noqa: Y015
     _WhichOneofArgType_report: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_report) -> _WhichOneofReturnType_report | None: ...
 

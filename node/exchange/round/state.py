@@ -94,7 +94,8 @@ class RoundState:
             (p.round, p.base_digest, p.assignments, [(s.start, s.num_elements) for s in p.slices])
             for p in (self.plan, plan)
         )
-        return ours == theirs
+        # Of two plans that ask the same, peers take nothing that is signed for the other.
+        return ours == theirs and self.plan.opened_at == plan.opened_at
 
 
 def opened(plan: Plan, rules: Rules, *, patience_seconds: float, now: float) -> RoundState:
