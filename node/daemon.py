@@ -35,6 +35,7 @@ from node.rulings import KeptRulings
 from protocol.channel import retried
 from protocol.errors import AtollError, SystemRefusedError
 from protocol.messages import (
+    AuditAsked,
     CommitsWanted,
     EvaluationAsked,
     Message,
@@ -397,7 +398,13 @@ class Daemon:
                     [SignedRuling(ruling=r, signature=s) for r, s in signed]
                 ):
                     log.info("ruled", number=ruling.number, what=in_words(ruling), by=ruling.by)
-            case ParticipantsDeparted() | ParticipantsIdle() | SliceTakenOver() | ResultOffered():
+            case (
+                ParticipantsDeparted()
+                | ParticipantsIdle()
+                | SliceTakenOver()
+                | ResultOffered()
+                | AuditAsked()
+            ):
                 self._exchange.tell(message)
             case CommitsWanted(after_round=after_round):
                 log.warning("the coordinator lacks commits", after_round=after_round)

@@ -24,6 +24,7 @@ CHUNK = transfer_pb2.PAYLOAD_KIND_CHUNK
 TOKENS_MANIFEST = transfer_pb2.PAYLOAD_KIND_TOKENS_MANIFEST
 PIECE_MAP = transfer_pb2.PAYLOAD_KIND_PIECE_MAP
 PIECE = transfer_pb2.PAYLOAD_KIND_PIECE
+REDUCER_ERROR = transfer_pb2.PAYLOAD_KIND_REDUCER_ERROR
 
 KIND_NAMES = {
     CONTRIBUTION: "contribution",
@@ -33,6 +34,7 @@ KIND_NAMES = {
     TOKENS_MANIFEST: "manifest of tokens",
     PIECE_MAP: "piece map",
     PIECE: "piece of tokens",
+    REDUCER_ERROR: "reducer's error",
 }
 """What the kinds are called in counts and messages."""
 

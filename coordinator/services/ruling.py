@@ -11,9 +11,10 @@ from coordinator.config import rules_of
 from coordinator.driver import Driver, Session
 from coordinator.services import checks
 from coordinator.store import Store
+from coordinator.swarm.actions import QuarantineAsked
 from coordinator.swarm.events import Ruled, RulingsLearned
 from protocol.amendments import Changes, amended, in_force
-from protocol.errors import BadDataError, ConfigError, NoInputError, UsageError
+from protocol.errors import AtollError, BadDataError, ConfigError, NoInputError, UsageError
 from protocol.messages import RulingsTold
 from protocol.rounds import NodeId
 from protocol.run_spec import RunSpec
@@ -64,6 +65,8 @@ class Rulings:
         self._verifier = RulingVerifier(signer.public_key)
         self._wall_clock = wall_clock
         self._turn = asyncio.Lock()
+        self._made_aside: set[asyncio.Task[None]] = set()
+        driver.on_convicted = self._on_convicted
 
     @property
     def store(self) -> Store:
@@ -216,6 +219,24 @@ class Rulings:
                 )
             )
             return True
+
+    def _on_convicted(self, asked: QuarantineAsked) -> None:
+        task = asyncio.get_running_loop().create_task(self._quarantine(asked))
+        self._made_aside.add(task)
+        task.add_done_callback(self._made_aside.discard)
+
+    async def _quarantine(self, asked: QuarantineAsked) -> None:
+        event = self.event(
+            RulingKind.QUARANTINED,
+            by=COORDINATOR,
+            node_id=asked.node_id,
+            node_name=asked.node_name,
+            reason=asked.reason,
+        )
+        try:
+            await self.make(event)
+        except AtollError as error:  # it is barred already, or the coordinator ends
+            _log.warning("no ruling was made", node=asked.node_id, why=error.what)
 
     def _name_of(self, node_id: NodeId) -> str:
         member = self._driver.state.members.get(node_id)

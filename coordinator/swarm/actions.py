@@ -36,4 +36,13 @@ class Tell:
     is_learned: bool = False  # a commit that was made before the database was copied, or in another
 
 
-Action = OpenSession | EndSession | SendRoster | Tell
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuarantineAsked:
+    """Auditors have convicted a member: the edge makes the ruling, which needs a date and a signature."""
+
+    node_id: NodeId
+    node_name: str
+    reason: str
+
+
+Action = OpenSession | EndSession | SendRoster | Tell | QuarantineAsked

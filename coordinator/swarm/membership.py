@@ -18,6 +18,7 @@ from coordinator.swarm.state import (
     BARRED,
     KEPT_ROUNDS,
     PRESENT,
+    AuditRecord,
     Member,
     MemberState,
     RoundPhase,
@@ -119,6 +120,7 @@ def attach(turn: Turn, event: Attached) -> None:
             work=before.work if before else Work(),
             screenings=before.screenings if before else (),
             standing=before.standing if before else Standing(),
+            audits=before.audits if before else AuditRecord(),
         )
     )
     if before is not None and before.process_id != event.process_id:

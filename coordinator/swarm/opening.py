@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from coordinator.swarm.actions import Tell
+from coordinator.swarm.audit import may_reduce
 from coordinator.swarm.deadlines import next_deadlines
 from coordinator.swarm.ledger import Places, end_ahead, lease, num_samples_of
 from coordinator.swarm.reach import best_reducers
@@ -70,10 +71,11 @@ def open_round(turn: Turn) -> None:
     ready = counted_on(ready, state.committed_round + 1, least=max(1, rules.min_nodes))
     on_trial = tuple(member.node_id for member in ready if member.standing.is_on_trial)
     sure = [member for member in ready if not member.standing.is_on_trial] or ready
+    sure = [member for member in sure if may_reduce(member, state.committed_round + 1)] or sure
     reducers = _most_reducers(sure, say_of(sure, state.committed_round))
     reducer_ids = frozenset(member.node_id for member in reducers)
-    may_reduce = [member.node_id in reducer_ids for member in ready]
-    shares = reducer_shares([member.rates for member in ready], may_reduce)
+    reduces = [member.node_id in reducer_ids for member in ready]
+    shares = reducer_shares([member.rates for member in ready], reduces)
     number = state.committed_round + 1
     fragment = number % len(state.layout.fragment_elements)
     assignments = _assign(turn, ready)
@@ -89,7 +91,7 @@ def open_round(turn: Turn) -> None:
     elif len(reducers) < len(sure):
         verb = "reduces" if len(reducers) == 1 else "reduce"
         num_ready += f", {len(reducers)} of them {verb}: not all reach each other"
-    num_ready += shares_in_words(shares, may_reduce)
+    num_ready += shares_in_words(shares, reduces)
     current = Round(
         number=number,
         fragment=fragment,
@@ -105,7 +107,7 @@ def open_round(turn: Turn) -> None:
             for part in cut_into_slices(
                 state.layout.fragment_elements[fragment],
                 tuple(member.node_id for member in reducers),
-                tuple(share for share, may in zip(shares, may_reduce, strict=True) if may),
+                tuple(share for share, may in zip(shares, reduces, strict=True) if may),
                 least_elements=least_elements_of_a_slice(
                     state.layout.fragment_elements[fragment], len(reducers), rules.slice_elements
                 ),

@@ -5,6 +5,14 @@ from dataclasses import replace
 
 from coordinator.swarm.actions import Tell
 from coordinator.swarm.agreement import agree_on
+from coordinator.swarm.audit import (
+    audit_void_reason,
+    audits_in_words,
+    draw,
+    errors_after,
+    forget_errors,
+    is_pending,
+)
 from coordinator.swarm.books import book
 from coordinator.swarm.bounds import bounded, norms_after
 from coordinator.swarm.deadlines import times_at_commit, times_when_applied
@@ -50,6 +58,7 @@ from protocol.rounds import (
     WHOLE,
     Assignment,
     Commit,
+    ContributionDigest,
     Contributor,
     Digest,
     NodeId,
@@ -126,6 +135,7 @@ def slice_reduced(turn: Turn, node_id: NodeId, round: int, report: Reduced) -> N
     progress = current.slices[report.slice_index]
     if progress.slice.reducer_id != node_id:
         return
+    is_news = False
     if not progress.is_empty and progress.digest is None:
         if report.digest is None:
             current = replace(current, reduced_at=turn.now)
@@ -141,7 +151,8 @@ def slice_reduced(turn: Turn, node_id: NodeId, round: int, report: Reduced) -> N
         contributors, contributions, factors = zip(
             *sorted(told, key=lambda c: c[0].node_id), strict=True
         )
-        if len({c.node_id for c in contributors}) < len(contributors):
+        named = {c.node_id for c in contributors}
+        if len(named) < len(contributors) or not named.isdisjoint(report.late):
             return
         if not all(_is_possible(c, asked.get(c.node_id), context) for c in contributors):
             return
@@ -152,12 +163,30 @@ def slice_reduced(turn: Turn, node_id: NodeId, round: int, report: Reduced) -> N
             contributions=contributions,
             factors=factors if report.factors else (),
             norm=report.norm,
+            reduced=_for_auditors(
+                report, contributors, contributions, factors if report.factors else ()
+            )
+            if turn.state.rules.audited_share
+            else None,
         )
+        is_news = True
         current = replace(current, reduced_at=turn.now)
     if report.digest is not None and report.digest == progress.digest:
         held = _with_held(current.held, node_id, {report.slice_index: report.digest})
         _put_slice(turn, replace(current, held=held), progress)
+        if is_news:
+            draw(turn, report.slice_index)
         _offer_to_deceived(turn, report.slice_index, current.held)
+
+
+def _for_auditors(
+    report: Reduced,
+    contributors: tuple[Contributor, ...],
+    contributions: tuple[ContributionDigest, ...],
+    factors: tuple[int, ...],
+) -> Reduced:
+    """The report in the order in which a result is made: by node ids."""
+    return replace(report, contributors=contributors, contributions=contributions, factors=factors)
 
 
 def results_held(turn: Turn, node_id: NodeId, told: Sequence[tuple[int, Held]]) -> None:
@@ -283,6 +312,8 @@ def void_reason(
         return f"its reducer {reducer} is gone"
     if progress.digest is None:
         return f"its reducer {reducer} never reported"
+    if why := audit_void_reason(progress):
+        return why
     if not is_held_by_enough(state, current, progress, is_late=is_late):
         return f"held by {held_in_words(state, current, progress)}"
     return ""
@@ -298,6 +329,10 @@ def is_undecided(state: SwarmState, current: Round, progress: SliceProgress) -> 
         return False
     if progress.digest is None:
         return is_present(state, progress.slice.reducer_id)
+    if audit_void_reason(progress):
+        return False
+    if is_pending(progress):
+        return True
     return not is_held_by_enough(state, current, progress, is_late=False)
 
 
@@ -330,8 +365,14 @@ def close_round(turn: Turn) -> None:
         trained=current.trained,
         tokens=sum(committed_tokens(commit).values()),
         seconds=turn.now - current.opened_at,
-        reason=_closing_reason(commit, is_late=is_late),
+        reason="; ".join(
+            filter(
+                None, (_closing_reason(commit, is_late=is_late), audits_in_words(state, current))
+            )
+        ),
     )
+    if state.errors_incarnation != state.incarnation:
+        state = forget_errors(state)
     turn.state = replace(
         book(state, commit),
         committed_round=current.number,
@@ -347,6 +388,7 @@ def close_round(turn: Turn) -> None:
         ),
         recent=trimmed((*state.recent, closed)),
         norms=norms_after(state.norms, commit),
+        errors=errors_after(state, current, commit),
     )
     note_parts(turn, current, commit)
     turn.act(Tell(message=RoundCommitted(commit=commit)))

@@ -12,6 +12,7 @@ from random import Random
 
 import structlog
 
+from node.exchange.auditing import input_of
 from node.exchange.fetching import Donors, Silences
 from node.exchange.giving import KEPT_ROUNDS, HeldResults, Pushes
 from node.exchange.outer import Outer
@@ -28,6 +29,7 @@ from node.exchange.transport.transport import (
     Transport,
     Want,
     WantChunk,
+    WantInput,
     WantManifest,
     WantResult,
     WantTokens,
@@ -277,6 +279,10 @@ class Exchange:
                 return await self._donor.manifest(want)
             case WantChunk():
                 return await self._donor.chunk(want)
+            case WantInput():
+                if self._round is None:
+                    return None
+                return await self._heavy(partial(input_of, self.outer, self._round.state, want))
             case WantTokens():
                 return None if self._give_tokens is None else await self._give_tokens(sender, want)
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import structlog
+from blake3 import blake3
 
 from node.exchange.codecs.codec import Codec, Opened
 from node.exchange.mean import (
@@ -68,6 +69,24 @@ class SliceResult:
     error: Vector | None = field(
         repr=False
     )  # [slice]: what the encoding rounded away, if asked for
+    inputs: "Inputs" = field(default_factory=lambda: Inputs())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What an auditor needs beside the contributions: see protocol.messages.Reduced. None without audits."""
+
+    late: tuple[NodeId, ...] = ()
+    missed: tuple[tuple[NodeId, int], ...] = ()
+    error_before: bytes = b""
+    error_after: bytes = b""
+
+
+def digest_of_error(error: Vector | None) -> bytes:
+    """What names a reducer's error: BLAKE3 of its values in fp32, little-endian; empty for none."""
+    if error is None:
+        return b""
+    return blake3(np.ascontiguousarray(error, dtype="<f4").view(np.uint8).data).digest()
 
 
 class Sender(NamedTuple):
@@ -88,6 +107,7 @@ class Merging:
 
     merge: Merge = "mean"
     is_screened: bool = True
+    is_audited: bool = False
     most_weight: float | None = None  # the part of a mean that may be of one data holder
     missed: Mapping[NodeId, int] = field(
         default_factory=dict
@@ -150,6 +170,7 @@ class Reduction:
         if merged is None:
             return None
         values = merged.values
+        before = digest_of_error(carried) if by.is_audited else b""
         if carried is not None:
             owed = carried
 
@@ -195,6 +216,18 @@ class Reduction:
             factors=() if set(factors) == {WHOLE} else factors,
             weighed_tokens=merged.weighed,
             error=values if wants_error else None,
+            inputs=self._inputs(by, before, values if wants_error else None),
+        )
+
+    def _inputs(self, by: Merging, error_before: bytes, error: Vector | None) -> Inputs:
+        if not by.is_audited:
+            return Inputs()
+        named = {*self.contributions, *self.late}
+        return Inputs(
+            late=tuple(sorted(self.late)),
+            missed=tuple(sorted((n, r) for n, r in by.missed.items() if r > 0 and n in named)),
+            error_before=error_before,
+            error_after=digest_of_error(error),
         )
 
     def _contributor(self, sender: NodeId) -> Contributor:

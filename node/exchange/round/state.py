@@ -13,6 +13,7 @@ from node.exchange.codecs.codec import Codec
 from node.exchange.limits import Waits
 from node.exchange.reduction import Reduction, SliceResult
 from protocol.messages import (
+    AuditAsked,
     ParticipantsDeparted,
     ParticipantsIdle,
     Report,
@@ -211,7 +212,7 @@ class Closed:
     """The commit's results are here, or the round ends without one: the node goes on."""
 
 
-RoundNews = ParticipantsDeparted | ParticipantsIdle | SliceTakenOver | ResultOffered
+RoundNews = ParticipantsDeparted | ParticipantsIdle | SliceTakenOver | ResultOffered | AuditAsked
 """What the coordinator says of a round between its plan and its commit."""
 
 Event = (
@@ -280,4 +281,13 @@ class Fetch:
     is_committed: bool
 
 
-Action = Send | Reduce | Hold | Drop | Tell | Fetch
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MakeAgain:
+    """A slice's result is made again from what its reducer says that it has made it of."""
+
+    asked: AuditAsked
+    slice: Slice
+    own: Payload | None  # what this node has contributed to it
+
+
+Action = Send | Reduce | Hold | Drop | Tell | Fetch | MakeAgain
