@@ -45,6 +45,7 @@ from protocol.messages import (
     report_from_wire,
     rulings_from_wire,
 )
+from protocol.payload import PayloadHeader
 from protocol.rounds import Commit, NodeId
 from protocol.run_spec import RunSpec
 from protocol.trust.equivocation import equivocation_in
@@ -244,7 +245,18 @@ class SessionDesk:
         participants = {} if current is None else {current.number: len(current.assignments)}
         told = [_reported(node_id, report, participants) for report in request.reports]
         proofs = [one.report for one in told if isinstance(one.report, EquivocationSeen)]
-        reports = tuple(one for one in told if not isinstance(one.report, EquivocationSeen))
+        # A copy that is restored plans rounds anew, and nodes repeat what they told of the plan before.
+        reports = tuple(
+            one
+            for one in told
+            if not isinstance(one.report, EquivocationSeen)
+            and not (
+                isinstance(one.report, Reduced)
+                and current is not None
+                and one.round == current.number
+                and _is_of_another_plan(one.report, current.opened_at)
+            )
+        )
         if reports:
             await self._driver.apply(ReportedTogether(reports=reports), session=session)
         for proof in proofs[:MOST_PROOFS]:
@@ -369,6 +381,11 @@ def _reported(node_id: NodeId, wire: pb.Report, participants: Mapping[int, int])
     if isinstance(report, Reduced) and participants.get(number):
         report = checks.reduced(report, node_id=node_id, round=number)
     return Reported(node_id=node_id, round=number, report=report)
+
+
+def _is_of_another_plan(told: Reduced, opened_at: float) -> bool:
+    """Whether a result was made by an earlier plan of the round; its header was looked at before."""
+    return bool(told.header) and PayloadHeader.decode(told.header).plan_opened_at != opened_at
 
 
 def _kept_of(

@@ -176,7 +176,7 @@ def slice_reduced(turn: Turn, node_id: NodeId, round: int, report: Reduced) -> N
         _put_slice(turn, replace(current, held=held), progress)
         if is_news:
             draw(turn, report.slice_index)
-        _offer_to_deceived(turn, report.slice_index, current.held)
+            _offer_to_deceived(turn, report.slice_index, current.held)
 
 
 def _for_auditors(
@@ -205,7 +205,8 @@ def results_held(turn: Turn, node_id: NodeId, told: Sequence[tuple[int, Held]]) 
     if news and is_present(turn.state, node_id):
         turn.put_round(replace(current, held=_with_held(current.held, node_id, news)))
         if current.phase is not RoundPhase.APPLYING:
-            for index in news:
+            before = current.held.get(node_id, {})
+            for index in (index for index, digest in news.items() if before.get(index) != digest):
                 _offer_to_deceived(turn, index, (node_id,))
 
 

@@ -1,11 +1,10 @@
 """Audited reducers in a whole swarm, by production's code: honest ones agree, liars lose their place."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
+from liar import Turned
 
 from coordinator.swarm.state import MemberState
 from lab.simulation.swarm import Life, SimulatedRun, identity_of, simulate
@@ -15,7 +14,6 @@ from node.exchange.reduction import Reduction, Sender, SliceResult
 from node.exchange.round.state import MakeAgain
 from node.exchange.transport.transport import Want, WantInput
 from node.island.data.corpus import Corpus, read_corpus
-from node.outer_state import Vector
 from protocol.messages import Audited
 from protocol.payload import Payload
 from protocol.rounds import NodeId
@@ -67,25 +65,6 @@ def pointing_elsewhere(monkeypatch: pytest.MonkeyPatch, *, from_round: int = 2) 
         return made(self, sender=sender, **rest)
 
     monkeypatch.setattr(Reduction, "result", lying)
-
-
-class Turned:
-    """A codec that reads everything with the other sign."""
-
-    def __init__(self, codec: Any) -> None:
-        self._codec = codec
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._codec, name)
-
-    def reader(self, body: bytes, num_elements: int) -> Callable[[int, int, Vector], None]:
-        read = self._codec.reader(body, num_elements)
-
-        def turned(first: int, past: int, out: Vector) -> None:
-            read(first, past, out)
-            np.negative(out, out=out)
-
-        return turned
 
 
 @pytest.mark.parametrize(
